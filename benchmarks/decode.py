@@ -1,0 +1,103 @@
+"""Decode throughput: plain rows against mlx-lm's batch generator, drafts on against off, and a mixed batch.
+
+    python -m benchmarks.decode [--model M] [--head FILE] [--rows 1 4 8 16] [--tokens 48] [--rounds 3]
+
+Every figure is a ratio of runs that took turns on the same weights: median (least-most).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.side_by_side import Bench, ratios, spread
+from outrider.llm import default_model
+
+
+def main() -> None:
+    args = _arguments()
+    bench = Bench(args.model or default_model(), args.head, args.draft_vocabulary)
+    print(f"{bench.loaded.path.name}, {args.tokens} tokens a row, {args.rounds} rounds\n")
+    if "plain" in args.parts:
+        _plain(bench, args)
+    if bench.head is None:
+        print("no head: drafting is not measured")
+        return
+    if "depth" in args.parts:
+        _depth(bench, args)
+    if "mixed" in args.parts:
+        _mixed(bench, args)
+
+
+def _plain(bench: Bench, args: argparse.Namespace) -> None:
+    print("plain rows against mlx_lm's batch generator (same weights)")
+    for rows in args.rows:
+        found = ratios(
+            lambda rows=rows: bench.ours([0] * rows, args.tokens)[0],
+            lambda rows=rows: bench.mlx_lm(rows, args.tokens),
+            args.rounds,
+        )
+        print(f"  {rows:3d} rows   {spread(found)}", flush=True)
+    print()
+
+
+def _depth(bench: Bench, args: argparse.Namespace) -> None:
+    print("constant depth against depth 0; tokens a step; accepted share by position")
+    for rows in args.rows:
+        for depth in args.depths:
+            strides, shares = [], []
+
+            def drafted(rows: int = rows, depth: int = depth, out: tuple = (strides, shares)):  # type: ignore
+                run, sequences = bench.ours([depth] * rows, args.tokens, args.temperature)
+                out[0].append(sum(s.num_generated for s in sequences) / sum(s.steps for s in sequences))
+                out[1].append(_shares(sequences, depth))
+                return run
+
+            found = ratios(
+                drafted, lambda rows=rows: bench.ours([0] * rows, args.tokens, args.temperature)[0], args.rounds
+            )
+            share = " ".join(f"{x:.2f}" for x in shares[0])
+            print(f"  {rows:3d} rows  depth {depth}   {spread(found)}   {strides[0]:.2f}   {share}", flush=True)
+    print()
+
+
+def _mixed(bench: Bench, args: argparse.Namespace) -> None:
+    """A plain row's pace in a batch half of which drafts, against all-plain, beside the wider forward's cost."""
+    print("plain rows in a half-drafting batch: their pace against an all-plain batch; cost of the wider forward")
+    for rows in [n for n in args.rows if n > 1]:
+        for depth in args.depths:
+            paces = []
+            for _ in range(args.rounds):
+                plain, _ = bench.ours([0] * rows, args.tokens)
+                mixed, sequences = bench.ours([0, depth] * (rows // 2), args.tokens)
+                paces.append((plain.seconds / plain.num_steps) / (mixed.seconds / mixed.num_steps))
+            wide, narrow = bench.forward_ms(rows, 1 + depth), bench.forward_ms(rows, 1)
+            print(
+                f"  {rows:3d} rows  depth {depth}   pace {spread(paces)}   "
+                f"forward [{rows},1] / [{rows},{1 + depth}] {narrow / wide:.2f}",
+                flush=True,
+            )
+    print()
+
+
+def _shares(sequences: list, depth: int) -> list[float]:
+    drafted = [sum(s.drafted[i] for s in sequences) for i in range(depth)]
+    accepted = [sum(s.accepted[i] for s in sequences) for i in range(depth)]
+    return [a / max(1, d) for a, d in zip(accepted, drafted, strict=True)]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--head")
+    parser.add_argument("--draft-vocabulary", type=int, default=8192)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--parts", nargs="+", default=["plain", "depth", "mixed"])
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

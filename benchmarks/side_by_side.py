@@ -1,0 +1,131 @@
+"""What the benchmarks share: one loaded model, our step driven directly, mlx-lm's batch generator beside it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+
+from benchmarks.prompts import PROMPTS
+from outrider.config import EngineConfig
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.sequence import Sequence as Row
+from outrider.models import heads, loader
+from outrider.request import Request, SamplingParams
+from outrider.step.runner import Runner
+
+BUDGET_BYTES = 8 << 30
+
+
+class NoText:
+    """The benchmarks time the step, not the detokenizer."""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        return "", False
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed run: decode only, from the moment when every row decodes."""
+
+    seconds: float
+    num_tokens: int
+    num_steps: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+class Bench:
+    def __init__(self, model: str | Path, head: str | Path | None, draft_vocabulary: int | None) -> None:
+        self.loaded = loader.load(model)
+        self.head = None
+        file = Path(head) if head else heads.find_head(self.loaded.path)
+        if file is not None:
+            self.head = heads.load_head(file, self.loaded.trunk, draft_vocabulary)
+        self.runner = Runner(self.loaded.trunk, self.head)
+
+    def prompts(self, num_rows: int) -> list[list[int]]:
+        template = self.loaded.tokenizer.apply_chat_template
+        return [
+            template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)
+            for text in (PROMPTS * -(-num_rows // len(PROMPTS)))[:num_rows]
+        ]
+
+    def ours(self, depths: Sequence[int], num_tokens: int, temperature: float = 0.0) -> tuple[Run, list[Row]]:
+        """One row a depth (0: a plain row), each decoding `num_tokens`."""
+        scheduler = Scheduler(EngineConfig(max_rows=len(depths)), self.runner.geometry(256), BUDGET_BYTES)
+        params = [
+            SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=i, ignore_eos=True)
+            for i in range(len(depths))
+        ]
+        rows = [
+            Row(i, Request(str(i), tuple(prompt), params[i]), NoText(), frozenset(), num_tokens, depth, depth > 0)
+            for i, (prompt, depth) in enumerate(zip(self.prompts(len(depths)), depths, strict=True))
+        ]
+        for row in rows:
+            scheduler.add(row)
+        started = tokens_before = steps = 0
+        while not scheduler.is_idle:
+            if not started and all(row.is_decoding for row in rows):
+                started, tokens_before = time.perf_counter(), sum(row.num_generated for row in rows)
+            plan = scheduler.plan()
+            assert plan is not None
+            scheduler.commit(self.runner.run(plan))
+            steps += bool(started)
+        seconds = time.perf_counter() - started
+        self.runner.reset()
+        return Run(seconds, sum(row.num_generated for row in rows) - tokens_before, steps), rows
+
+    def mlx_lm(self, num_rows: int, num_tokens: int) -> Run:
+        generator = BatchGenerator(self.loaded.trunk.model, stop_tokens=[], max_tokens=num_tokens)
+        generator.insert(self.prompts(num_rows), [num_tokens] * num_rows)
+        with generator.stats() as stats:
+            while generator.next_generated():
+                pass
+        generator.close()
+        return Run(stats.generation_time, stats.generation_tokens, num_tokens)
+
+    def forward_ms(self, num_rows: int, width: int, length: int = 128, rounds: int = 7) -> float:
+        """The best time of a forward pass with logits, [num_rows, width] over rows of `length` cells."""
+        from outrider.cache.ragged_kv import Placement
+        from outrider.models.trunk import TrunkCache
+
+        trunk = self.loaded.trunk
+        cache = TrunkCache(trunk.layout)
+        for kv in cache.buffers():
+            kv.resize(num_rows, 512)
+        tokens = mx.ones((num_rows, width), mx.int32)
+        best = float("inf")
+        for _ in range(rounds):
+            started = time.perf_counter()
+            starts, fed = mx.full((num_rows,), length), mx.full((num_rows,), width)
+            place = Placement(list(range(num_rows)), starts, fed, width, length + width, 512)
+            mx.eval(mx.argmax(trunk.logits(trunk.hidden(tokens, cache, place)), axis=-1))
+            best = min(best, time.perf_counter() - started)
+        return best * 1000
+
+
+def ratios(first: Callable[[], Run], second: Callable[[], Run], rounds: int) -> list[float]:
+    """tokens/s of `first` over that of `second`, measured in turns; the order changes every round."""
+    found = []
+    for i in range(rounds):
+        if i % 2:
+            b, a = second(), first()
+        else:
+            a, b = first(), second()
+        found.append(a.tokens_per_s / b.tokens_per_s)
+    return found
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"

@@ -1,0 +1,21 @@
+"""Outrider: LLM inference on MLX in which every request drafts at its own pace, in one shared step."""
+
+from typing import TYPE_CHECKING, Any
+
+from outrider.config import EngineConfig, InvalidConfig
+from outrider.request import InvalidRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM, Completion
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "EngineConfig", "InvalidConfig", "InvalidRequest", "SamplingParams"]
+
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LLM", "Completion"):
+        from outrider import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'outrider' has no attribute {name!r}")

@@ -1,0 +1,92 @@
+"""Puts an engine together from a model and a configuration: the one place that knows all the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.config import EngineConfig, InvalidConfig
+from outrider.engine.door import ModelFacts
+from outrider.engine.engine import Engine, EngineParts
+from outrider.models import heads, loader, machine
+from outrider.request import Request
+from outrider.step.runner import Runner
+from outrider.text.output import AnswerText
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which files to load."""
+
+    model: str | Path
+    head: str | Path | None = None  # None: a head that lies beside the model, if there is one
+    draft_vocabulary: int | None = None  # draft from this many most frequent tokens only
+
+
+def build_engine(choice: ModelChoice, config: EngineConfig) -> tuple[Engine, Any]:
+    """A running engine and its tokenizer."""
+    tokenizers: list[Any] = []
+
+    def build() -> EngineParts:
+        loaded = loader.load(choice.model)
+        tokenizers.append(loaded.tokenizer)
+        return _parts(loaded, choice, config)
+
+    engine = Engine(config, build)
+    return engine, tokenizers[0]
+
+
+def _parts(loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig) -> EngineParts:
+    head = _load_head(loaded, choice, config)
+    drafter = _drafter(config, head is not None)
+    runner = Runner(loaded.trunk, head if drafter == "mtp" else None)
+    trunk = loaded.trunk
+    facts = ModelFacts(
+        name=str(choice.model),
+        vocab_size=trunk.vocab_size,
+        max_context=min(trunk.max_context, config.max_context or trunk.max_context),
+        eos_ids=loaded.eos_ids,
+        drafter=drafter,
+        head=head.source if head is not None else None,
+        dtype=str(trunk.dtype).removeprefix("mlx.core."),
+        device=machine.device_name(),
+    )
+    budget = config.memory_budget_bytes or machine.cache_budget_bytes()
+    return EngineParts(runner, facts, budget, _text_factory(loaded.tokenizer))
+
+
+def _load_head(
+    loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig
+) -> heads.LoadedHead | None:
+    if config.drafter in ("ngram", "none"):
+        return None
+    file = Path(choice.head) if choice.head is not None else heads.find_head(loaded.path)
+    return None if file is None else heads.load_head(file, loaded.trunk, choice.draft_vocabulary)
+
+
+def _drafter(config: EngineConfig, has_head: bool) -> str:
+    if config.drafter == "auto":
+        return "mtp" if has_head else "none"
+    if config.drafter == "mtp" and not has_head:
+        raise InvalidConfig(
+            'drafter="mtp" needs an MTP head, and none lies beside this model. '
+            'Pass head=FILE, or use drafter="ngram" or "auto".'
+        )
+    return config.drafter
+
+
+def _text_factory(tokenizer: Any) -> Callable[[Request], AnswerText]:
+    def new_text(request: Request) -> AnswerText:
+        skip = request.params.skip_special_tokens
+
+        def decode(token_ids: list[int]) -> str:
+            text: str = tokenizer.decode(
+                token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+            return text
+
+        return AnswerText(decode, request.prompt_ids, request.params.stop_strings)
+
+    return new_text

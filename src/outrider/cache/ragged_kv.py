@@ -1,0 +1,156 @@
+"""Key and value buffers in which every row has its own length.
+
+A pair of buffers a layer, `[slots, heads, capacity + 1, dim]`. A row writes at its length and sees its past:
+
+    slot r   0 ................ start-1 | start .. start+fed-1 | ............ | capacity
+             the row's past             | written by this pass | junk, masked | takes the padding's writes
+
+Nothing here stores a length: each forward pass says where its rows start, so a rollback is a smaller start
+in the next pass. Cells past a row's end are masked, never assumed to be zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+VIEW_STEP = 64  # cells by which the attended part of a buffer grows, so that shapes repeat
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What one layer stores for one cell."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    window: int | None = None  # sliding-window layers attend to this many cells
+
+    @property
+    def bytes_per_cell(self) -> int:
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.size
+
+
+class RaggedKV:
+    """The buffers of one layer."""
+
+    def __init__(self, spec: KVSpec) -> None:
+        self.spec = spec
+        self.keys = mx.zeros((0, spec.num_heads, 1, spec.key_dim), spec.dtype)
+        self.values = mx.zeros((0, spec.num_heads, 1, spec.value_dim), spec.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def resize(self, num_slots: int, capacity: int) -> None:
+        self.keys = _resized(self.keys, num_slots, capacity + 1)
+        self.values = _resized(self.values, num_slots, capacity + 1)
+
+    def exchange(self, source: int, target: int, one_way: bool) -> None:
+        self.keys = _exchanged(self.keys, source, target, one_way)
+        self.values = _exchanged(self.values, source, target, one_way)
+
+
+class Placement:
+    """Where the rows of one forward pass stand in the buffers; shared by all layers of that pass.
+
+    Starts and fed counts may be results of the device that the host has not read: it only needs to know
+    `end`, a bound that no row's last fed cell goes beyond.
+    """
+
+    def __init__(
+        self, slots: Sequence[int], starts: mx.array, num_fed: mx.array, width: int, end: int, capacity: int
+    ) -> None:
+        if end > capacity:
+            raise ValueError(f"a row would need {end} cells where the buffers have {capacity}")
+        self.offset = starts  # [rows]
+        self.capacity = capacity
+        self.num_seen = min(capacity, -(-end // VIEW_STEP) * VIEW_STEP)
+        self.slots = slots
+        self.slot_ids = mx.array(list(slots))[:, None]  # [rows, 1]
+        columns = mx.arange(width)
+        self.cells = starts[:, None] + columns  # [rows, width]
+        own = mx.minimum(self.cells, capacity)  # a row that recurses past its own depth may run over
+        self.written = mx.where(columns < num_fed[:, None], own, capacity)  # [rows, width]
+        self._masks: dict[int | None, mx.array] = {}
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the rows' slots follow each other, so that reading them needs no copy."""
+        return list(self.slots) == list(range(self.slots[0], self.slots[0] + len(self.slots)))
+
+    def mask(self, window: int | None) -> mx.array:
+        """Which cells each fed token sees: its own row's, up to itself.  [rows, 1, width, num_seen]"""
+        if window not in self._masks:
+            own = self.cells[:, None, :, None]
+            seen = mx.arange(self.num_seen)
+            mask = seen <= own
+            if window is not None:
+                mask = mask & (seen > own - window)
+            self._masks[window] = mask
+        return self._masks[window]
+
+
+class LayerView:
+    """What an attention layer sees of its buffers during one forward pass (mlx-lm's cache interface)."""
+
+    def __init__(self, kv: RaggedKV, placement: Placement) -> None:
+        self._kv = kv
+        self._placement = placement
+        self._is_range = placement.is_range
+        self.offset = placement.offset
+
+    @property
+    def keys(self) -> mx.array:
+        return self._kv.keys
+
+    @keys.setter
+    def keys(self, _: mx.array) -> None:
+        """Some models tie one layer's evaluation to another's here; every buffer is evaluated anyway."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        kv = self._kv
+        kv.keys = self._write(kv.keys, keys)
+        kv.values = self._write(kv.values, values)
+        return self._read(kv.keys), self._read(kv.values)
+
+    def make_mask(
+        self, width: int, return_array: bool = True, window_size: int | None = None, **_: object
+    ) -> mx.array:
+        return self._placement.mask(window_size or self._kv.spec.window)
+
+    def _write(self, buffer: mx.array, new: mx.array) -> mx.array:
+        place = self._placement
+        buffer[place.slot_ids, :, place.written] = new.transpose(0, 2, 1, 3)
+        return buffer
+
+    def _read(self, buffer: mx.array) -> mx.array:
+        place = self._placement
+        if self._is_range:
+            return buffer[place.slots[0] : place.slots[-1] + 1, :, : place.num_seen]
+        return buffer[place.slot_ids[:, 0], :, : place.num_seen]
+
+
+def _resized(buffer: mx.array, num_slots: int, num_cells: int) -> mx.array:
+    old_slots, num_heads, old_cells, dim = buffer.shape
+    if (old_slots, old_cells) == (num_slots, num_cells):
+        return buffer
+    slots, cells = min(old_slots, num_slots), min(old_cells, num_cells)
+    grown = mx.zeros((num_slots, num_heads, num_cells, dim), buffer.dtype)
+    if slots:
+        grown[:slots, :, :cells] = buffer[:slots, :, :cells]
+    mx.eval(grown)  # one layer at a time, so that old and new never stand side by side for all layers
+    return grown
+
+
+def _exchanged(buffer: mx.array, source: int, target: int, one_way: bool) -> mx.array:
+    if one_way:
+        buffer[target] = buffer[source]
+    else:
+        pair = mx.array([target, source])
+        buffer[pair] = buffer[mx.array([source, target])]
+    return buffer

@@ -1,0 +1,71 @@
+"""What the operator chooses: the shape of the engine. Frozen, validated, no MLX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeGuard
+
+from outrider.request import MAX_DEPTH
+
+DrafterName = Literal["auto", "mtp", "ngram", "none"]
+DRAFTERS: tuple[DrafterName, ...] = ("auto", "mtp", "ngram", "none")
+
+
+class InvalidConfig(ValueError):
+    """The engine cannot be built as asked; the message says why and what would do."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and policy of one engine. `None` means: work it out from the model and the machine."""
+
+    max_rows: int = 16
+    max_context: int | None = None  # tokens; None: the model's own limit
+    memory_budget_bytes: int | None = None  # for caches; None: a share of what the machine has left
+    prefill_step_size: int = 512  # prompt tokens in one step, over all rows
+    drafter: DrafterName = "auto"
+    auto_depth: int = 2  # what draft_depth="auto" means
+    page_size: int = 256  # cells by which capacity grows
+
+    def __post_init__(self) -> None:
+        _at_least("max_rows", self.max_rows, 1)
+        _at_least("prefill_step_size", self.prefill_step_size, 1)
+        _at_least("page_size", self.page_size, 16)
+        if self.max_context is not None:
+            _at_least("max_context", self.max_context, 2)
+        if self.memory_budget_bytes is not None:
+            _at_least("memory_budget_bytes", self.memory_budget_bytes, 1)
+        if not _is_int(self.auto_depth) or not 0 <= self.auto_depth <= MAX_DEPTH:
+            raise InvalidConfig(f"auto_depth must be 0..{MAX_DEPTH}, not {self.auto_depth!r}")
+        if self.drafter not in DRAFTERS:
+            raise InvalidConfig(f"drafter must be one of {', '.join(DRAFTERS)}, not {self.drafter!r}")
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """What the caches of a model weigh: a pure function from a shape to bytes, shared by scheduler and cache.
+
+    Buffers have one cell more than `capacity`: the last one takes the writes of padding.
+    """
+
+    bytes_per_cell: int  # over all layers and the head, for one slot
+    bytes_per_slot: int = 0  # state that does not grow with length
+    page_size: int = 256
+
+    def capacity_for(self, num_cells: int) -> int:
+        """The smallest capacity of whole pages that holds `num_cells`."""
+        return -(-num_cells // self.page_size) * self.page_size
+
+    def num_bytes(self, num_slots: int, capacity: int) -> int:
+        if num_slots == 0:
+            return 0
+        return num_slots * ((capacity + 1) * self.bytes_per_cell + self.bytes_per_slot)
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not _is_int(value) or value < least:
+        raise InvalidConfig(f"{name} must be a whole number of at least {least}, not {value!r}")

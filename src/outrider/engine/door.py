@@ -1,0 +1,105 @@
+"""The door of the engine: every request is checked here, before it costs anything, and becomes a sequence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.config import EngineConfig
+from outrider.engine.sequence import OutputText, Sequence
+from outrider.request import InvalidRequest, Request
+from outrider.speculate.drafter import Drafter
+from outrider.speculate.ngram import NgramDrafter
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the engine knows of its model without touching it."""
+
+    name: str
+    vocab_size: int
+    max_context: int  # tokens: the model's limit and the operator's, whichever is less
+    eos_ids: frozenset[int]
+    drafter: str  # "mtp", "ngram" or "none": what is really on
+    head: str | None = None  # where the head came from
+    dtype: str = ""
+    device: str = ""
+
+
+class Door:
+    """Turns requests into sequences, or refuses them with a reason."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        facts: ModelFacts,
+        longest_context: int,
+        new_text: Callable[[Request], OutputText],
+    ) -> None:
+        self._config = config
+        self._facts = facts
+        self._longest_context = longest_context  # what the memory budget allows a row alone
+        self._new_text = new_text
+        self._ids = itertools.count()
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest if this request cannot be served as asked."""
+        self._check_prompt(request)
+        params = request.params
+        outside = [i for i in (*params.logit_bias, *params.stop_token_ids) if i >= self._facts.vocab_size]
+        if outside:
+            raise InvalidRequest(f"token id {outside[0]} is outside the vocabulary of {self._facts.vocab_size}")
+        if self._facts.drafter == "none" and params.draft_depth not in ("auto", 0):
+            raise InvalidRequest(
+                f"draft_depth {params.draft_depth} cannot be honoured: this engine runs without a drafter. "
+                'Leave it "auto" or 0, or start the engine with a head or drafter="ngram".'
+            )
+
+    def admit(self, request: Request) -> Sequence:
+        """A checked request as a sequence, with what it may use."""
+        depth = self._depth(request)
+        stop_ids = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            stop_ids |= self._facts.eos_ids
+        return Sequence(
+            id=next(self._ids),
+            request=request,
+            text=self._new_text(request),
+            stop_ids=stop_ids,
+            max_tokens=self._max_tokens(request),
+            max_depth=depth,
+            feeds_head=depth > 0 and self._facts.drafter == "mtp",
+            drafter=self._new_drafter() if depth > 0 else None,
+        )
+
+    def _check_prompt(self, request: Request) -> None:
+        if not request.prompt_ids:
+            raise InvalidRequest("the prompt is empty: it needs at least one token")
+        vocab_size = self._facts.vocab_size
+        outside = [i for i in request.prompt_ids if not 0 <= i < vocab_size]
+        if outside:
+            raise InvalidRequest(f"the prompt has token id {outside[0]}, outside the vocabulary of {vocab_size}")
+        length, limit = len(request.prompt_ids), self._facts.max_context
+        if length >= limit:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens and the context holds {limit}, answer included: shorten it"
+            )
+        if length >= self._longest_context:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens and the memory budget allows a row of {self._longest_context}: "
+                "shorten it or raise the budget"
+            )
+
+    def _max_tokens(self, request: Request) -> int:
+        room = min(self._facts.max_context, self._longest_context) - len(request.prompt_ids)
+        return room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+
+    def _depth(self, request: Request) -> int:
+        if self._facts.drafter == "none":
+            return 0
+        depth = request.params.draft_depth
+        return self._config.auto_depth if depth == "auto" else depth
+
+    def _new_drafter(self) -> Drafter | None:
+        return NgramDrafter() if self._facts.drafter == "ngram" else None

@@ -1,0 +1,232 @@
+"""The engine: one thread that owns MLX and loops plan, run, commit. It decides nothing and computes nothing.
+
+Other threads talk to it through an inbox (submit, cancel) and one outbox a request.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.config import CacheGeometry, EngineConfig
+from outrider.engine.door import Door, ModelFacts
+from outrider.engine.outbox import Outbox
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.sequence import Delta, FinishReason, OutputText, Sequence
+from outrider.plan import StepPlan, StepResult
+from outrider.request import Request, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class EngineStopped(RuntimeError):
+    """The engine is shut down and takes no more requests."""
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def geometry(self, page_size: int) -> CacheGeometry: ...
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def reset(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What a model brings to the engine; built on the engine thread, since MLX stays there."""
+
+    runner: StepRunner
+    facts: ModelFacts
+    budget_bytes: int
+    new_text: Callable[[Request], OutputText]
+
+
+class Engine:
+    def __init__(self, config: EngineConfig, build: Callable[[], EngineParts]) -> None:
+        """Start the thread and wait until `build` has made the parts there; its exception is raised here."""
+        self._config = config
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._live: dict[str, tuple[Sequence, Outbox]] = {}  # engine thread only
+        self._num_steps = 0
+        self._gate = threading.Lock()  # nothing enters the inbox once stopping is set
+        self._stopping = threading.Event()
+        self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, args=(build,), name="outrider-engine", daemon=True)
+        self._ended = threading.Event()
+        self._thread.start()
+        failure = self._ready.get()
+        if failure is not None:
+            raise failure
+        atexit.register(_close_if_alive, weakref.ref(self))
+
+    # -- for any thread ----------------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    def check(self, prompt_ids: Iterable[int], params: SamplingParams) -> None:
+        """Raise InvalidRequest if the engine would refuse this."""
+        with self._gate:
+            self._refuse_if_stopped()
+            self._door.check(Request("", tuple(prompt_ids), params))
+
+    def submit(
+        self, prompt_ids: Iterable[int], params: SamplingParams, request_id: str | None = None
+    ) -> tuple[str, Outbox]:
+        """Queue a request. Raises InvalidRequest at once if it cannot be served; otherwise its end will come."""
+        request = Request(request_id or uuid.uuid4().hex, tuple(prompt_ids), params.with_seed())
+        outbox = Outbox()
+        with self._gate:
+            self._refuse_if_stopped()
+            self._door.check(request)
+            self._inbox.put(lambda: self._add(request, outbox))
+        return request.id, outbox
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request before the next step. Unknown and finished ids are no error."""
+        with self._gate:
+            if not self._stopping.is_set():
+                self._inbox.put(lambda: self._cancel(request_id))
+
+    def close(self) -> None:
+        """Stop after the step under way; live requests end as cancelled."""
+        with self._gate:
+            self._stopping.set()
+            self._inbox.put(None)
+        self._ended.wait()
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopping.is_set():
+            raise EngineStopped("the engine is shut down")
+
+    # -- on the engine thread ----------------------------------------------------------------------------
+
+    def _main(self, build: Callable[[], EngineParts]) -> None:
+        self._serve(build)
+        self._ended.set()
+        # MLX keeps compiled functions per thread and frees them, taking the interpreter's lock, when the thread
+        # ends: fatal if the interpreter is ending too. So the thread never ends; it only lies down.
+        threading.Event().wait()
+
+    def _serve(self, build: Callable[[], EngineParts]) -> None:
+        try:
+            self._parts = build()
+            self.facts = self._parts.facts
+            self.budget_bytes = self._parts.budget_bytes
+            self._geometry = self._parts.runner.geometry(self._config.page_size)
+            self._scheduler = self._new_scheduler()
+            self._door = Door(
+                self._config, self._parts.facts, self._scheduler.longest_context(), self._parts.new_text
+            )
+        except BaseException as error:
+            self._ready.put(error)
+            return
+        self._ready.put(None)
+        while not self._stopping.is_set():
+            self._turn()
+        self._end_all("cancelled", None)
+        self._refuse_inbox()
+        del self._parts, self._door, self._scheduler  # and with them the weights
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self._config, self._geometry, self._parts.budget_bytes)
+
+    def _turn(self) -> None:
+        try:
+            self._read_inbox()
+            if not self._scheduler.is_idle:
+                self._step()
+        except Exception as error:  # a fault of ours, not of the model: end everyone cleanly and serve on
+            log.exception("the engine failed; live requests end with an error")
+            self._end_all("error", f"the engine failed: {error}")
+            self._parts.runner.reset()
+            self._scheduler = self._new_scheduler()
+
+    def _read_inbox(self) -> None:
+        """Carry out all commands; when there is nothing else to do, wait for one."""
+        while not self._stopping.is_set():
+            try:
+                command = self._inbox.get(block=self._scheduler.is_idle)
+            except queue.Empty:
+                return
+            if command is not None:
+                command()
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan()
+        if plan is None:
+            return
+        try:
+            result = self._parts.runner.run(plan)
+        except Exception as error:
+            log.exception("a step failed; its rows are computed again")
+            self._parts.runner.reset()
+            deltas = self._scheduler.fail(f"the model failed: {error}")
+        else:
+            self._num_steps += 1
+            deltas = self._scheduler.commit(result)
+        for delta in deltas:
+            self._deliver(delta)
+        if self._scheduler.is_idle:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Nothing to do: give the memory back and see that the books balance."""
+        self._parts.runner.reset()
+        self._scheduler.plan()
+        self._scheduler.check_integrity()
+        held, accounted = self._parts.runner.num_bytes, self._scheduler.num_bytes
+        if self._live or held != accounted:
+            raise RuntimeError(f"idle with {len(self._live)} requests, {held} bytes held, {accounted} accounted")
+
+    def _add(self, request: Request, outbox: Outbox) -> None:
+        if request.id in self._live:
+            outbox.put(Delta(request.id, finish_reason="error", error=f"request id {request.id} is in use"))
+            return
+        sequence = self._door.admit(request)
+        self._live[request.id] = (sequence, outbox)
+        self._scheduler.add(sequence)
+
+    def _cancel(self, request_id: str) -> None:
+        if request_id in self._live:
+            self._deliver(self._scheduler.cancel(self._live[request_id][0]))
+            if self._scheduler.is_idle:
+                self._rest()
+
+    def _deliver(self, delta: Delta) -> None:
+        _, outbox = self._live[delta.request_id]
+        if delta.finish_reason is not None:
+            del self._live[delta.request_id]
+        outbox.put(delta)
+
+    def _end_all(self, reason: FinishReason, error: str | None) -> None:
+        for request_id, (sequence, outbox) in list(self._live.items()):
+            del self._live[request_id]
+            outbox.put(Delta(request_id, finish_reason=reason, error=error, stats=sequence.stats()))
+
+    def _refuse_inbox(self) -> None:
+        """Requests that came in while the engine stopped get their end too."""
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if command is not None:
+                command()
+        self._end_all("cancelled", None)
+
+
+def _close_if_alive(engine: weakref.ref[Engine]) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.close()

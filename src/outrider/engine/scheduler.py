@@ -1,0 +1,294 @@
+"""The scheduler: decides what each step does. Pure Python, no model, no clock of its own.
+
+    waiting (first come, first served) -> prefilling (take turns) -> decoding (every step) -> finished
+                 ^------------------ preempted: cells dropped, tokens kept ------------------'
+
+`plan` and `commit` (or `fail`) alternate. All decisions live here: who joins, who leaves, how many cells, how
+many drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from outrider.config import CacheGeometry, EngineConfig
+from outrider.engine.sequence import Delta, FinishReason, Sequence
+from outrider.engine.slots import SlotTable
+from outrider.plan import RowPlan, RowResult, StepPlan, StepResult
+from outrider.request import MAX_DEPTH
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 2  # a step that raises makes its rows suspects; one that raises again, alone, is given up
+SLACK = 2 * MAX_DEPTH  # cells past a row's tokens that a step may touch: its drafts and the head's recursion
+SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # so that joining rarely moves the others
+
+
+class Scheduler:
+    def __init__(self, config: EngineConfig, geometry: CacheGeometry, budget_bytes: int) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._budget_bytes = budget_bytes
+        self._waiting: deque[Sequence] = deque()
+        self._prefilling: deque[Sequence] = deque()
+        self._slots = SlotTable()
+        self._shape = (0, 0)  # slots and capacity of the caches, as last planned
+        self._planned: dict[int, tuple[Sequence, RowPlan]] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and len(self._slots) == 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the caches hold, by the last plan."""
+        return self._geometry.num_bytes(*self._shape)
+
+    def longest_context(self) -> int:
+        """Tokens that a row alone can hold within the budget."""
+        page = self._geometry.page_size
+        per_slot = self._budget_bytes - self._geometry.num_bytes(1, 0)
+        cells = per_slot // max(1, self._geometry.bytes_per_cell) // page * page
+        return max(0, cells - SLACK)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> Delta:
+        return self._finish(sequence, "cancelled")
+
+    # -- a step: plan, then commit (or fail) -------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to do."""
+        self._admit()
+        self._shape = self._make_room()
+        moves = self._slots.settle()
+        rows = self._rows_to_run()
+        batches = [batch for batch in (self._decode_batch(rows), self._prefill_batch(rows)) if batch]
+        if not batches:
+            return None
+        return StepPlan(*self._shape, tuple(moves), tuple(tuple(batch) for batch in batches))
+
+    def commit(self, result: StepResult) -> list[Delta]:
+        """Take what the step brought; what each request gained, in order."""
+        brought = sorted(row.sequence_id for row in result.rows)
+        if brought != sorted(self._planned):
+            raise RuntimeError(f"the step was to run the rows {sorted(self._planned)} and brought {brought}")
+        deltas = []
+        for row in result.rows:
+            sequence, planned = self._planned.pop(row.sequence_id)
+            if sequence.slot is None:
+                continue  # cancelled while the step ran
+            delta = self._commit_or_end(sequence, planned, row)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def fail(self, error: str) -> list[Delta]:
+        """The step raised and the caches are gone: nobody loses a token; who keeps failing is given up."""
+        for sequence, _ in self._planned.values():
+            sequence.failures += 1
+        self._planned.clear()
+        for sequence in sorted(self._slots.sequences(), key=lambda s: s.id, reverse=True):
+            self._send_back(sequence)
+        self._shape = (0, 0)
+        lost = [sequence for sequence in self._waiting if sequence.failures >= MAX_FAILURES]
+        return [self._finish(sequence, "error", error) for sequence in lost]
+
+    # -- who is in ---------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._slots) < self._config.max_rows:
+            sequence = self._waiting[0]
+            if not self._may_join(sequence):
+                return
+            self._waiting.popleft()
+            self._slots.join(sequence)
+            self._prefilling.append(sequence)
+            if sequence.started_s is None:
+                sequence.started_s = time.perf_counter()
+
+    def _may_join(self, sequence: Sequence) -> bool:
+        rows = list(self._slots.sequences())
+        if not rows:
+            return True  # a row alone fits: `longest_context` is checked at the door
+        page = self._geometry.page_size  # room to grow, so that the last to join is not sent back at once
+        cells = max(min(_cells(row) + page, _most_cells(row)) for row in (*rows, sequence))
+        return self._fits(len(rows) + 1, self._geometry.capacity_for(cells))
+
+    def _make_room(self) -> tuple[int, int]:
+        """The caches' shape for this step; the last to come give way until it fits the budget."""
+        while rows := list(self._slots.sequences()):
+            capacity = self._geometry.capacity_for(max(_cells(row) for row in rows))
+            spanned = self._slots.num_spanned
+            roomy = (max(self._shape[0], _slot_count(spanned)), max(self._shape[1], capacity))
+            if self._fits(*roomy):
+                return roomy
+            if self._fits(len(rows), capacity) or len(rows) == 1:
+                return len(rows), capacity
+            last = max(rows, key=lambda row: row.id)
+            last.preemptions += 1
+            self._send_back(last)
+        return 0, 0
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """Out of its slot, to the front of the queue, with all its tokens."""
+        self._leave(sequence)
+        sequence.drop_cache()
+        self._waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._slots.leave(sequence)
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
+        if sequence.slot is not None:
+            self._leave(sequence)
+        else:
+            self._waiting.remove(sequence)
+        return Delta(sequence.request.id, finish_reason=reason, error=error, stats=sequence.stats())
+
+    def _fits(self, num_slots: int, capacity: int) -> bool:
+        return self._geometry.num_bytes(num_slots, capacity) <= self._budget_bytes
+
+    # -- what the rows do --------------------------------------------------------------------------------
+
+    def _rows_to_run(self) -> list[Sequence]:
+        """All rows, in the order of their slots; after a failed step one suspect at a time, the others hold.
+
+        A suspect is cleared by a decode step: its prompt's chunks may be fine where its answer is not.
+        """
+        rows = list(self._slots.sequences())
+        suspects = [row for row in rows if row.failures]
+        return [min(suspects, key=lambda row: row.id)] if suspects else rows
+
+    def _decode_batch(self, rows: list[Sequence]) -> list[RowPlan]:
+        return [self._decode_row(row) for row in rows if row.is_decoding]
+
+    def _decode_row(self, sequence: Sequence) -> RowPlan:
+        drafts = list(sequence.drafts[: max(0, min(sequence.max_depth, sequence.num_left - 1))])
+        return self._row(sequence, [sequence.tokens[-1], *drafts], len(drafts), None)
+
+    def _prefill_batch(self, rows: list[Sequence]) -> list[RowPlan]:
+        """Chunks of prompts: the one whose turn it is, and those that fit in beside it, padding counted."""
+        budget = self._config.prefill_step_size
+        batch: list[RowPlan] = []
+        widest = 0
+        for sequence in self._prefilling:
+            if sequence not in rows:
+                continue
+            size = min(sequence.num_prefill - sequence.num_cached, budget)
+            if batch and (len(batch) + 1) * max(widest, size) > budget:
+                continue
+            widest = max(widest, size)
+            batch.append(self._prefill_row(sequence, size))
+        return batch
+
+    def _prefill_row(self, sequence: Sequence, size: int) -> RowPlan:
+        start, end = sequence.num_cached, sequence.num_cached + size
+        next_id = sequence.tokens[end] if end < sequence.num_prefill else None
+        return self._row(sequence, sequence.tokens[start:end], 0, next_id)
+
+    def _row(self, sequence: Sequence, token_ids: list[int], num_drafts: int, next_id: int | None) -> RowPlan:
+        assert sequence.slot is not None
+        picks = next_id is None
+        most_next = min(sequence.max_depth, sequence.num_left - 2) if picks and sequence.feeds_head else 0
+        row = RowPlan(
+            sequence_id=sequence.id,
+            slot=sequence.slot,
+            start=sequence.num_cached,
+            token_ids=token_ids,
+            num_drafts=num_drafts,
+            next_id=next_id,
+            feeds_head=sequence.feeds_head,
+            num_drafts_next=max(0, most_next),
+            params=sequence.params,
+            history=sequence.tokens,
+            num_prompt=sequence.num_prompt,
+            banned_ids=tuple(sequence.stop_ids) if sequence.params.min_tokens else (),
+        )
+        self._planned[sequence.id] = (sequence, row)
+        return row
+
+    def _commit_or_end(self, sequence: Sequence, planned: RowPlan, row: RowResult) -> Delta | None:
+        try:
+            return self._commit_row(sequence, planned, row)
+        except Exception as error:  # in its own text or drafter: the other rows' step stands
+            log.exception("request %s ends: its tokens could not be taken", sequence.request.id)
+            return self._finish(sequence, "error", f"{type(error).__name__}: {error}")
+
+    def _commit_row(self, sequence: Sequence, planned: RowPlan, row: RowResult) -> Delta | None:
+        if sequence.is_decoding:
+            sequence.failures = 0
+        sequence.num_cached += planned.num_fed - planned.num_drafts + row.num_accepted
+        if not planned.picks:
+            self._prefilling.remove(sequence)  # to the end of the line
+            self._prefilling.append(sequence)
+            return None
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = time.perf_counter()
+        sequence.steps += 1
+        taken, text, reason = sequence.commit(row.token_ids)
+        sequence.count_drafts(planned.num_drafts, min(row.num_accepted, len(taken)))
+        delta = Delta(sequence.request.id, tuple(taken), text, row.logprobs[: len(taken)])
+        if reason is not None:
+            return delta.merged(self._finish(sequence, reason))
+        sequence.drafts = row.drafts if sequence.drafter is None else self._propose(sequence)
+        return delta
+
+    @staticmethod
+    def _propose(sequence: Sequence) -> list[int]:
+        assert sequence.drafter is not None
+        num = min(sequence.max_depth, sequence.num_left - 1)
+        return list(sequence.drafter.propose(sequence.tokens, num)) if num > 0 else []
+
+    # -- self-check --------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise if the books do not balance. Cheap enough for every step of a test and every idle moment."""
+        rows = list(self._slots.sequences())
+        for row in rows:
+            if row.is_decoding and row.num_cached != len(row.tokens) - 1:
+                raise AssertionError(f"row {row.id} has {row.num_cached} cells for {len(row.tokens)} tokens")
+            if row.is_decoding == (row in self._prefilling):
+                raise AssertionError(f"row {row.id} is both or neither of prefilling and decoding")
+            if row.num_cached > self._shape[1]:
+                raise AssertionError(f"row {row.id} has more cells than the buffers")
+        if len({row.slot for row in rows}) != len(rows) or any(row in rows for row in self._waiting):
+            raise AssertionError("a sequence stands in two places")
+        if any(row not in rows for row in self._prefilling):
+            raise AssertionError("a prefilling sequence has no slot")
+        if any(row.slot is not None or row.num_cached for row in self._waiting):
+            raise AssertionError("a waiting sequence holds cells")
+        if len(rows) > self._config.max_rows:
+            raise AssertionError(f"{len(rows)} rows where {self._config.max_rows} are allowed")
+        if self.num_bytes > self._budget_bytes and len(rows) > 1:
+            raise AssertionError("the caches are larger than their budget")
+
+
+def _cells(sequence: Sequence) -> int:
+    """Cells that a row's next step may touch."""
+    return max(sequence.num_prefill, len(sequence.tokens)) + SLACK
+
+
+def _most_cells(sequence: Sequence) -> int:
+    """Cells that a row can ever touch."""
+    return sequence.num_prompt + sequence.max_tokens + SLACK
+
+
+def _slot_count(num_rows: int) -> int:
+    return next((count for count in SLOT_COUNTS if count >= num_rows), num_rows)

@@ -1,0 +1,172 @@
+"""A request in flight: its tokens, where it stands, and when it is finished. Pure Python."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from outrider.plan import TokenLogprobs
+from outrider.request import MAX_DEPTH, Request, SamplingParams
+from outrider.speculate.drafter import Drafter
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class OutputText(Protocol):
+    """Turns a sequence's committed tokens into text and watches for its stop strings."""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """The text that is final now, and whether a stop string was completed."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back, once nothing can follow."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How a request went."""
+
+    num_prompt: int = 0
+    num_generated: int = 0
+    steps: int = 0  # forward passes that committed tokens
+    drafted: tuple[int, ...] = ()  # by draft position
+    accepted: tuple[int, ...] = ()  # by draft position
+    preemptions: int = 0
+    queue_s: float | None = None  # submitted -> first planned
+    ttft_s: float | None = None  # submitted -> first token
+    total_s: float | None = None
+
+    @property
+    def stride(self) -> float:
+        """Tokens committed a step, by decode steps."""
+        return self.num_generated / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a request gained in a step, or its end."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    stats: Stats | None = None  # with the finish
+
+    def merged(self, later: Delta) -> Delta:
+        return Delta(
+            self.request_id,
+            self.token_ids + later.token_ids,
+            self.text + later.text,
+            self.logprobs + later.logprobs,
+            later.finish_reason,
+            later.error,
+            later.stats,
+        )
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Between steps `num_cached` cells hold tokens[:num_cached]; a decoding row has all but the last."""
+
+    id: int
+    request: Request
+    text: OutputText
+    stop_ids: frozenset[int]
+    max_tokens: int
+    max_depth: int  # deepest draft this row may make
+    feeds_head: bool
+    drafter: Drafter | None = None
+    tokens: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    num_prefill: int = 0  # tokens to be cached before the row picks; more than the prompt after a preemption
+    slot: int | None = None
+    drafts: Tokens[int] = ()
+    failures: int = 0  # steps that raised with this sequence in them, since it last got through a decode step
+
+    drafted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    steps: int = 0
+    preemptions: int = 0
+    submitted_s: float = field(default_factory=time.perf_counter)
+    started_s: float | None = None
+    first_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_ids)
+        self.num_prefill = len(self.tokens)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_left(self) -> int:
+        """Tokens it may still commit."""
+        return self.max_tokens - self.num_generated
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_cached >= self.num_prefill
+
+    def drop_cache(self) -> None:
+        """Back to where nothing is cached; every committed token will be fed again, none is lost."""
+        self.slot = None
+        self.num_cached = 0
+        self.num_prefill = len(self.tokens)
+        self.drafts = ()
+
+    def commit(self, token_ids: Tokens[int]) -> tuple[list[int], str, FinishReason | None]:
+        """Append picked tokens one by one until a finish rule stops it: (tokens taken, text, reason)."""
+        taken, pieces = [], []
+        for token_id in token_ids:
+            self.tokens.append(token_id)
+            taken.append(token_id)
+            if token_id in self.stop_ids:
+                pieces.append(self.text.flush())
+                return taken, "".join(pieces), "stop"
+            piece, stopped = self.text.push(token_id)
+            pieces.append(piece)
+            if stopped:
+                return taken, "".join(pieces), "stop"
+            if self.num_left <= 0:
+                pieces.append(self.text.flush())
+                return taken, "".join(pieces), "length"
+        return taken, "".join(pieces), None
+
+    def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        for i in range(num_drafted):
+            self.drafted[i] += 1
+        for i in range(num_accepted):
+            self.accepted[i] += 1
+
+    def stats(self) -> Stats:
+        deepest = max((i + 1 for i, n in enumerate(self.drafted) if n), default=0)
+
+        def since_submitted(moment: float | None) -> float | None:
+            return None if moment is None else moment - self.submitted_s
+
+        return Stats(
+            num_prompt=self.num_prompt,
+            num_generated=self.num_generated,
+            steps=self.steps,
+            drafted=tuple(self.drafted[:deepest]),
+            accepted=tuple(self.accepted[:deepest]),
+            preemptions=self.preemptions,
+            queue_s=since_submitted(self.started_s),
+            ttft_s=since_submitted(self.first_token_s),
+            total_s=time.perf_counter() - self.submitted_s,
+        )

@@ -1,0 +1,156 @@
+"""From a folder or a Hugging Face id to a model that can be served: files, family check, dtype, tokenizer.
+
+Uses mlx-lm's own loader and unmodified model definitions. Must not know the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from outrider.models.errors import ModelUnavailable
+from outrider.models.families import check_supported
+from outrider.models.trunk import Trunk
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT = 8192  # for a config that does not say
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*tiktoken*")
+
+
+class ModelLoadError(ModelUnavailable):
+    """The model could not be loaded; the message names the file and the remedy."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Everything the engine needs of a checkpoint."""
+
+    path: Path
+    family: str
+    trunk: Trunk
+    tokenizer: Any  # mlx_lm.tokenizer_utils.TokenizerWrapper
+    config: dict[str, Any]
+    eos_ids: frozenset[int]
+
+
+def load(model: str | Path) -> LoadedModel:
+    path = find_folder(model)
+    config = _read_config(path)
+    family = _family(config)
+    check_supported(family)
+    network = _load_network(path)
+    _settle_dtype(network)
+    tokenizer = _load_tokenizer(path)
+    trunk = Trunk(network, _max_context(config))
+    return LoadedModel(path, family, trunk, tokenizer, config, frozenset(tokenizer.eos_token_ids))
+
+
+def find_folder(model: str | Path) -> Path:
+    """The local folder of a model: the path itself, or the downloaded snapshot of a Hugging Face id."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelLoadError(f"{path} is a file; a model is a folder with config.json and *.safetensors.")
+    if str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        raise ModelLoadError(f"{model}: no such folder, and not a Hugging Face id of the form owner/name.")
+    return _download(str(model))
+
+
+def _download(repo_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=patterns))
+    except Exception as error:
+        raise ModelLoadError(
+            f"{repo_id}: there is no such local folder, and it could not be downloaded "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]})."
+        ) from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ModelLoadError(f"{file} is missing: not a model folder.") from None
+    except (ValueError, OSError) as error:
+        raise ModelLoadError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelLoadError(f"{file} names no model_type.")
+    return config
+
+
+def _family(config: dict[str, Any]) -> str:
+    """mlx-lm's module name for this checkpoint."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    return str(MODEL_REMAPPING.get(config["model_type"], config["model_type"]))
+
+
+def _load_network(path: Path) -> nn.Module:
+    from mlx_lm.utils import load_model
+
+    try:
+        network, _ = load_model(path, lazy=True)
+        mx.eval(network.parameters())
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path} holds no weights (model*.safetensors).") from error
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        where = _unreadable_file(path) or path
+        raise ModelLoadError(f"the model in {where} cannot be loaded: {error}") from error
+    return network
+
+
+def _unreadable_file(path: Path) -> Path | None:
+    """The first file of a checkpoint that is cut short or not safetensors at all, if there is one."""
+    for file in sorted(path.glob("model*.safetensors")):
+        try:
+            mx.load(str(file))  # reads the header only
+        except RuntimeError:
+            return file
+    return None
+
+
+def _load_tokenizer(path: Path) -> Any:
+    from mlx_lm.utils import load_config, load_tokenizer
+
+    if not any(found for pattern in TOKENIZER_FILES for found in path.glob(pattern)):
+        raise ModelLoadError(f"{path} holds no tokenizer (tokenizer.json or tokenizer.model).")
+    try:
+        return load_tokenizer(path, eos_token_ids=load_config(path).get("eos_token_id"))
+    except Exception as error:  # tokenizers raise bare Exceptions
+        raise ModelLoadError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+
+
+def _max_context(config: dict[str, Any]) -> int:
+    text = config.get("text_config") or {}
+    limit = config.get("max_position_embeddings") or text.get("max_position_embeddings")
+    return int(limit) if limit else DEFAULT_CONTEXT
+
+
+def _settle_dtype(network: nn.Module) -> None:
+    """On the CPU everything becomes float32: MLX's quantised and half products are slower there."""
+    from mlx_lm.utils import dequantize_model
+
+    if mx.default_device() != mx.Device(mx.cpu):
+        return
+    network.update(tree_map(_as_float32, network.parameters()))  # scales too: nothing is rounded below
+    if any(hasattr(module, "bits") for _, module in network.named_modules()):
+        dequantize_model(network)
+        network.update(tree_map(_as_float32, network.parameters()))  # the 4- and 8-bit floats become bfloat16
+    mx.eval(network.parameters())
+
+
+def _as_float32(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array

@@ -1,0 +1,41 @@
+"""What the machine offers: its device, and how much memory caches may take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import mlx.core as mx
+
+SHARE_OF_FREE = 0.6  # of what is free once the weights are loaded
+LEAST_BUDGET = 64 << 20
+
+
+def device_name() -> str:
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "cpu"
+    info = mx.device_info()
+    return str(info.get("device_name") or info.get("architecture") or "gpu")
+
+
+def cache_budget_bytes() -> int:
+    """The default memory budget for caches; call it when the weights are loaded."""
+    return max(LEAST_BUDGET, int(SHARE_OF_FREE * _free_bytes()))
+
+
+def _free_bytes() -> int:
+    info = mx.device_info() if mx.default_device() != mx.Device(mx.cpu) else {}
+    limit = info.get("max_recommended_working_set_size") or info.get("memory_size") or info.get("total_memory")
+    if limit:
+        return max(0, int(limit) - mx.get_active_memory())
+    return _available_host_bytes()
+
+
+def _available_host_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2

@@ -1,0 +1,95 @@
+"""The contract of a step: what the scheduler decides, and what the runner brings back.
+
+Pure data. A row's cells in a step, for a row that had `start` cells and feeds c committed tokens and k drafts:
+
+    cells   0 ........ start-1 | start ..... start+c-1 | start+c .... start+c+k-1
+    hold    committed, cached  | committed, fed now    | tentative, fed now
+    picks                                      x         x             x
+
+The last c-token pick and each draft's pick are the target tokens; the row keeps `c + accepted` of the fed cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Exchange two slots' cells before the step; `one_way` when nothing in `target` needs to be kept."""
+
+    source: int
+    target: int
+    one_way: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """One sequence's part in one forward pass."""
+
+    sequence_id: int
+    slot: int
+    start: int  # cells of the row already in the cache
+    token_ids: Sequence[int]  # fed now: committed tokens, then drafts
+    num_drafts: int  # how many of token_ids, at the end, are tentative
+    next_id: int | None  # the prompt token after token_ids; None when the row picks its next token
+    feeds_head: bool  # whether the MTP head follows this row
+    num_drafts_next: int  # drafts wanted from the head for the row's next step
+    params: SamplingParams
+    history: Sequence[int]  # all committed tokens; read, never kept
+    num_prompt: int  # how many of history are the prompt
+    banned_ids: Sequence[int] = ()  # may not be picked while the answer is shorter than min_tokens
+
+    @property
+    def picks(self) -> bool:
+        return self.next_id is None
+
+    @property
+    def num_fed(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def first_pick(self) -> int:
+        """Column of the row's first target token."""
+        return len(self.token_ids) - 1 - self.num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: give the caches this shape, make these moves, run these batches, one forward pass each."""
+
+    num_slots: int
+    capacity: int
+    moves: tuple[Move, ...]
+    batches: tuple[tuple[RowPlan, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities by the model alone (temperature 1, before penalties, bias and filters)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row gained: its picked tokens (accepted drafts and the bonus) and its next drafts."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...]  # empty for a prefill chunk that was not the last
+    drafts: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        return max(0, len(self.token_ids) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    rows: tuple[RowResult, ...] = field(default=())

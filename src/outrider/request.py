@@ -1,0 +1,191 @@
+"""What a client asks for: sampling parameters and the request that carries them.
+
+Pure data, validated once at the door: everything behind it may rely on the values.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+MAX_DEPTH = 8
+MAX_TOP_LOGPROBS = 20
+
+# Wide limits within which the changed logits stay finite in float32.
+MAX_BIAS = 1e10
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+
+DraftDepth = int | Literal["auto"]
+
+
+class InvalidRequest(ValueError):
+    """The request cannot be served as asked; the message says why and what would do."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. Every field is honoured or refused, never ignored.
+
+    The token at a position is the argmax, over the tokens that top_k, then top_p (of what top_k left), then
+    min_p leave, of `logits / temperature + noise(seed, position, token)`. Temperature 0 is greedy.
+    """
+
+    max_tokens: int | None = 256  # None: up to the model's context
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and answer
+    presence_penalty: float = 0.0  # over the answer
+    frequency_penalty: float = 0.0  # over the answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: a fresh random seed for each request
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives beside the picked token; None: no logprobs
+    skip_special_tokens: bool = True
+    draft_depth: DraftDepth = "auto"
+
+    def __post_init__(self) -> None:
+        _check_lengths(self)
+        _check_sampling(self)
+        _check_penalties(self)
+        _check_stops(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether a sampled row must know the order of its best tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def with_seed(self) -> SamplingParams:
+        """The same parameters with a seed that is certain: the given one, or a fresh random one."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and its parameters, under an id that no other live request has."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+def _refuse_unless(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a finite number; an integer that no float can hold is one too."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _check_lengths(p: SamplingParams) -> None:
+    _refuse_unless(
+        p.max_tokens is None or (_is_int(p.max_tokens) and p.max_tokens >= 1),
+        f"max_tokens must be at least 1 (or None for the model's context), not {p.max_tokens!r}",
+    )
+    _refuse_unless(
+        _is_int(p.min_tokens) and p.min_tokens >= 0, f"min_tokens must be 0 or more, not {p.min_tokens!r}"
+    )
+    _refuse_unless(
+        p.max_tokens is None or p.min_tokens <= p.max_tokens,
+        f"min_tokens ({p.min_tokens}) is larger than max_tokens ({p.max_tokens})",
+    )
+    _refuse_unless(
+        p.draft_depth == "auto" or (_is_int(p.draft_depth) and 0 <= p.draft_depth <= MAX_DEPTH),
+        f'draft_depth must be "auto" or 0..{MAX_DEPTH}, not {p.draft_depth!r}',
+    )
+    _refuse_unless(
+        p.logprobs is None or (_is_int(p.logprobs) and 0 <= p.logprobs <= MAX_TOP_LOGPROBS),
+        f"logprobs must be None or 0..{MAX_TOP_LOGPROBS}, not {p.logprobs!r}",
+    )
+
+
+def _check_sampling(p: SamplingParams) -> None:
+    _refuse_unless(
+        _is_number(p.temperature) and 0 <= p.temperature <= 100,
+        f"temperature must be a number from 0 to 100, not {p.temperature!r}",
+    )
+    _refuse_unless(_is_int(p.top_k) and p.top_k >= 0, f"top_k must be 0 (off) or more, not {p.top_k!r}")
+    _refuse_unless(
+        _is_number(p.top_p) and 0 < p.top_p <= 1, f"top_p must be above 0 and at most 1, not {p.top_p!r}"
+    )
+    _refuse_unless(_is_number(p.min_p) and 0 <= p.min_p <= 1, f"min_p must be from 0 to 1, not {p.min_p!r}")
+    _refuse_unless(
+        p.seed is None or (_is_int(p.seed) and -(2**63) <= p.seed < 2**64),
+        f"seed must be None or a 64-bit integer, not {p.seed!r}",
+    )
+
+
+def _check_penalties(p: SamplingParams) -> None:
+    _refuse_unless(
+        _is_number(p.repetition_penalty)
+        and MIN_REPETITION_PENALTY <= p.repetition_penalty <= MAX_REPETITION_PENALTY,
+        f"repetition_penalty must be from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}, "
+        f"not {p.repetition_penalty!r}",
+    )
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(p, name)
+        _refuse_unless(_is_number(value) and -2 <= value <= 2, f"{name} must be from -2 to 2, not {value!r}")
+    _refuse_unless(
+        isinstance(p.logit_bias, Mapping),
+        f"logit_bias must map token ids to numbers, and is {p.logit_bias!r}",
+    )
+    for token_id, bias in p.logit_bias.items():
+        _refuse_unless(
+            _is_int(token_id) and token_id >= 0, f"logit_bias has {token_id!r}, which is not a token id"
+        )
+        _refuse_unless(
+            bias == -math.inf or (_is_number(bias) and abs(bias) <= MAX_BIAS),
+            f"logit_bias for token {token_id} must be -inf, or at most {MAX_BIAS:g} either way, not {bias!r}",
+        )
+
+
+def _check_stops(p: SamplingParams) -> None:
+    for name in ("ignore_eos", "skip_special_tokens"):
+        value = getattr(p, name)
+        _refuse_unless(isinstance(value, bool), f"{name} must be True or False, not {value!r}")
+    _refuse_unless(
+        p.stop is None or isinstance(p.stop, str) or _is_list(p.stop),
+        f"stop must be a string or a list of strings, not {p.stop!r}",
+    )
+    _refuse_unless(
+        _is_list(p.stop_token_ids), f"stop_token_ids must be a list of token ids, not {p.stop_token_ids!r}"
+    )
+    for stop in p.stop_strings:
+        _refuse_unless(
+            isinstance(stop, str) and stop != "", f"stop must hold strings that are not empty, not {stop!r}"
+        )
+    for token_id in p.stop_token_ids:
+        _refuse_unless(
+            _is_int(token_id) and token_id >= 0, f"stop_token_ids has {token_id!r}, which is not a token id"
+        )

@@ -1,0 +1,93 @@
+"""Changes to a few logits of a row: penalties, bias, bans. Sparse, and right at every position of a verify window.
+
+The history at a position is what it would be in plain decoding: the committed tokens and the drafts before it.
+Host side builds small arrays with NumPy; `apply_edits` changes the logits on the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from outrider.plan import RowPlan
+
+
+def needs_edits(row: RowPlan) -> bool:
+    return row.params.has_penalties or bool(row.params.logit_bias) or _is_banning(row)
+
+
+def apply_edits(logits: mx.array, rows: Sequence[RowPlan]) -> mx.array:
+    """Logits as the rows' penalties, biases and bans leave them.  [rows, width, vocab] -> the same, a new array"""
+    if not any(needs_edits(row) for row in rows):
+        return logits
+    _, width, vocab = logits.shape
+    tables = [_EditTable(row, width, vocab) for row in rows]
+    num_ids = max(len(table.ids) for table in tables)
+
+    def stacked(name: str) -> mx.array:
+        return mx.array(np.stack([_pad(getattr(table, name), num_ids) for table in tables]))
+
+    def column(name: str) -> mx.array:
+        return mx.array([getattr(row.params, name) for row in rows], mx.float32)[:, None, None]
+
+    ids = mx.broadcast_to(stacked("ids")[:, None, :], (len(rows), width, num_ids))
+    counts = stacked("counts")  # [rows, width, ids], as all below
+    old = mx.take_along_axis(logits, ids, axis=-1)
+    repetition = column("repetition_penalty")
+    new = mx.where(stacked("seen"), mx.where(old > 0, old / repetition, old * repetition), old)
+    new = new - column("frequency_penalty") * counts - column("presence_penalty") * (counts > 0)
+    return mx.put_along_axis(logits, ids, new + stacked("bias"), axis=-1)
+
+
+class _EditTable:
+    """The ids that a row's edits touch, and for each position of its window what happens to them.
+
+    A row that edits nothing here touches token 0 and leaves it as it is.
+    """
+
+    def __init__(self, row: RowPlan, width: int, vocab: int) -> None:
+        params = row.params
+        banned = [token_id for token_id in row.banned_ids if token_id < vocab] if _is_banning(row) else []
+        drafts = list(row.token_ids[len(row.token_ids) - row.num_drafts :])
+        answer = Counter(row.history[row.num_prompt :]) if params.has_penalties else Counter()
+        prompt = set(row.history[: row.num_prompt]) if params.repetition_penalty != 1 else set()
+        touched: dict[int, None] = dict.fromkeys(params.logit_bias)
+        if params.has_penalties:
+            touched.update(dict.fromkeys((*answer, *prompt, *drafts)))
+        touched.update(dict.fromkeys(banned))
+        if not touched:
+            touched = {0: None}
+        self.ids = np.fromiter(touched, np.int32, len(touched))
+        place = {token_id: i for i, token_id in enumerate(touched)}
+
+        first = np.array([answer[token_id] for token_id in touched], np.float32)
+        self.counts = np.repeat(first[None], width, axis=0)  # [width, ids]
+        if params.has_penalties:
+            for i, draft in enumerate(drafts):
+                self.counts[i + 1 :, place[draft]] += 1
+        self.seen = self.counts > 0
+        for token_id in prompt:
+            self.seen[:, place[token_id]] = True
+
+        self.bias = np.zeros((width, len(touched)), np.float32)
+        for token_id, value in params.logit_bias.items():
+            self.bias[:, place[token_id]] = value
+        length = len(row.history) - row.num_prompt
+        banned_columns = max(0, min(width, params.min_tokens - length))
+        for token_id in banned:
+            self.bias[:banned_columns, place[token_id]] = -np.inf
+
+
+def _is_banning(row: RowPlan) -> bool:
+    return bool(row.banned_ids) and len(row.history) - row.num_prompt < row.params.min_tokens
+
+
+def _pad(array: np.ndarray, size: int) -> np.ndarray:
+    """Widen the last axis by repeating its first entry: writing the same value to the same place again."""
+    missing = size - array.shape[-1]
+    if missing == 0:
+        return array
+    return np.concatenate([array, np.repeat(array[..., :1], missing, axis=-1)], axis=-1)

@@ -1,0 +1,26 @@
+"""The text of one answer as its client may see it: whole characters, cut before the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.text.detokenizer import Decode, Detokenizer
+from outrider.text.stop import StopStrings
+
+
+class AnswerText:
+    """Takes committed tokens, gives text that will not change: a detokenizer and a watch for stop strings."""
+
+    def __init__(self, decode: Decode, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(decode, prompt_ids)
+        self._stops = StopStrings(stops)
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """The text that is final now, and whether a stop string was completed."""
+        found = self._stops.push(self._detokenizer.push(token_id))
+        return found.text, found.matched is not None
+
+    def flush(self) -> str:
+        """What was held back, once no token can follow; a stop string in it still cuts."""
+        found = self._stops.push(self._detokenizer.flush())
+        return found.text if found.matched is not None else found.text + self._stops.flush()
