@@ -53,22 +53,26 @@ def _depth(bench: Bench, args: argparse.Namespace) -> None:
                 return run
 
             found = ratios(
-                drafted, lambda rows=rows: bench.ours([0] * rows, args.tokens, args.temperature)[0], args.rounds
+                drafted,
+                lambda rows=rows: bench.ours([0] * rows, args.tokens, args.temperature)[0],
+                args.rounds,
             )
             share = " ".join(f"{x:.2f}" for x in shares[0])
-            print(f"  {rows:3d} rows  depth {depth}   {spread(found)}   {strides[0]:.2f}   {share}", flush=True)
+            print(
+                f"  {rows:3d} rows  depth {depth}   {spread(found)}   {strides[0]:.2f}   {share}", flush=True
+            )
     print()
 
 
 def _mixed(bench: Bench, args: argparse.Namespace) -> None:
-    """A plain row's pace in a batch half of which drafts, against all-plain, beside the wider forward's cost."""
-    print("plain rows in a half-drafting batch: their pace against an all-plain batch; cost of the wider forward")
+    """A plain row's pace in a half-drafting batch, against all-plain, beside the wider forward's cost."""
+    print("plain rows in a half-drafting batch: pace against an all-plain batch; cost of the wider forward")
     for rows in [n for n in args.rows if n > 1]:
         for depth in args.depths:
             paces = []
             for _ in range(args.rounds):
                 plain, _ = bench.ours([0] * rows, args.tokens)
-                mixed, sequences = bench.ours([0, depth] * (rows // 2), args.tokens)
+                mixed, _ = bench.ours([0, depth] * (rows // 2), args.tokens)
                 paces.append((plain.seconds / plain.num_steps) / (mixed.seconds / mixed.num_steps))
             wide, narrow = bench.forward_ms(rows, 1 + depth), bench.forward_ms(rows, 1)
             print(
@@ -86,7 +90,9 @@ def _shares(sequences: list, depth: int) -> list[float]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model")
     parser.add_argument("--head")
     parser.add_argument("--draft-vocabulary", type=int, default=8192)

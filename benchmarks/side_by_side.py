@@ -1,4 +1,4 @@
-"""What the benchmarks share: one loaded model, our step driven directly, mlx-lm's batch generator beside it."""
+"""What the benchmarks share: one loaded model, our step driven directly, mlx-lm's generator beside it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,15 @@ class Bench:
             for i in range(len(depths))
         ]
         rows = [
-            Row(i, Request(str(i), tuple(prompt), params[i]), NoText(), frozenset(), num_tokens, depth, depth > 0)
+            Row(
+                i,
+                Request(str(i), tuple(prompt), params[i]),
+                NoText(),
+                frozenset(),
+                num_tokens,
+                depth,
+                depth > 0,
+            )
             for i, (prompt, depth) in enumerate(zip(self.prompts(len(depths)), depths, strict=True))
         ]
         for row in rows:

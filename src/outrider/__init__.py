@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from outrider import blas
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.request import InvalidRequest, SamplingParams
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "EngineConfig", "InvalidConfig", "InvalidRequest", "SamplingParams"]
 
+blas.activate()  # must come before anything imports mlx.core
 
 
 def __getattr__(name: str) -> Any:

@@ -87,6 +87,7 @@ def _text_factory(tokenizer: Any) -> Callable[[Request], AnswerText]:
             )
             return text
 
-        return AnswerText(decode, request.prompt_ids, request.params.stop_strings)
+        context = request.prompt_ids if request.continues_prompt else ()
+        return AnswerText(decode, context, request.params.stop_strings)
 
     return new_text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -39,8 +39,8 @@ class Completion:
 class LLM:
     """A model with its engine. Use it as a context manager, or `close` it, to free the memory.
 
-        llm = LLM("path-or-hf-id")
-        outs = llm.generate(["Hello", "Bonjour"], SamplingParams(max_tokens=32, temperature=0))
+    llm = LLM("path-or-hf-id")
+    outs = llm.generate(["Hello", "Bonjour"], SamplingParams(max_tokens=32, temperature=0))
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LLM:
 
         A bad prompt or parameter raises InvalidRequest before any work is done.
         """
-        return self._answer([self._encode(prompt) for prompt in _as_list(prompts)], params)
+        return self._answer([self._encode(prompt) for prompt in _as_list(prompts)], params, True)
 
     @overload
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion: ...
@@ -89,15 +89,17 @@ class LLM:
     def chat(self, messages: Any, params: Any = None) -> Any:
         """Answer one conversation, or several together, through the model's chat template."""
         if messages and isinstance(messages[0], Mapping):
-            return self._answer([self._render(messages)], params)[0]
-        return self._answer([self._render(conversation) for conversation in messages], params)
+            return self._answer([self._render(messages)], params, False)[0]
+        return self._answer([self._render(conversation) for conversation in messages], params, False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """The answer as it grows. Leaving the iterator early stops the request."""
-        return self._stream(self._encode(prompt), params or SamplingParams())
+        return self._stream(self._encode(prompt), params or SamplingParams(), True)
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
-        return self._stream(self._render(messages), params or SamplingParams())
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        return self._stream(self._render(messages), params or SamplingParams(), False)
 
     @property
     def async_engine(self) -> AsyncEngine:
@@ -114,7 +116,10 @@ class LLM:
         self.close()
 
     def _answer(
-        self, prompts: list[tuple[int, ...]], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: list[tuple[int, ...]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        continues_prompt: bool,
     ) -> list[Completion]:
         each = _params_for_each(params, len(prompts))
         for prompt_ids, one in zip(prompts, each, strict=True):
@@ -122,7 +127,7 @@ class LLM:
         started = []
         try:
             for prompt_ids, one in zip(prompts, each, strict=True):
-                started.append(self.engine.submit(prompt_ids, one))
+                started.append(self.engine.submit(prompt_ids, one, continues_prompt=continues_prompt))
             return [
                 _completion(prompt_ids, one, outbox)
                 for prompt_ids, one, (_, outbox) in zip(prompts, each, started, strict=True)
@@ -132,8 +137,10 @@ class LLM:
                 self.engine.cancel(request_id)
             raise
 
-    def _stream(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> Iterator[Delta]:
-        request_id, outbox = self.engine.submit(prompt_ids, params)
+    def _stream(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, continues_prompt: bool
+    ) -> Iterator[Delta]:
+        request_id, outbox = self.engine.submit(prompt_ids, params, continues_prompt=continues_prompt)
         return _deltas(self.engine.cancel, request_id, outbox)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -156,7 +163,7 @@ def default_model() -> Path:
     return ensure(TerminalBar())
 
 
-def _deltas(cancel: Any, request_id: str, outbox: Outbox) -> Iterator[Delta]:
+def _deltas(cancel: Callable[[str], None], request_id: str, outbox: Outbox) -> Iterator[Delta]:
     finished = False
     try:
         while not finished:
@@ -206,5 +213,7 @@ def _params_for_each(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
     if len(params) != num_prompts:
-        raise InvalidRequest(f"{num_prompts} prompts and {len(params)} SamplingParams: give one, or one for each")
+        raise InvalidRequest(
+            f"{num_prompts} prompts and {len(params)} SamplingParams: give one, or one for each"
+        )
     return list(params)

@@ -1,12 +1,12 @@
 """The contract of a step: what the scheduler decides, and what the runner brings back.
 
-Pure data. A row's cells in a step, for a row that had `start` cells and feeds c committed tokens and k drafts:
+Pure data. The cells of a row that had `start` cells and feeds c committed tokens and k drafts:
 
     cells   0 ........ start-1 | start ..... start+c-1 | start+c .... start+c+k-1
     hold    committed, cached  | committed, fed now    | tentative, fed now
     picks                                      x         x             x
 
-The last c-token pick and each draft's pick are the target tokens; the row keeps `c + accepted` of the fed cells.
+The picks are the target tokens; the row keeps `c + accepted` of the fed cells.
 """
 
 from __future__ import annotations

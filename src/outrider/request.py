@@ -88,6 +88,9 @@ class Request:
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    continues_prompt: bool = (
+        True  # the answer's text goes on from the prompt's; False: it stands alone (chat)
+    )
 
 
 def _refuse_unless(condition: bool, message: str) -> None:

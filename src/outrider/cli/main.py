@@ -36,11 +36,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     chat = commands.add_parser("chat", help="talk to a model in the terminal")
-    chat.add_argument("model", nargs="?", help="model folder or Hugging Face id (default: SmolLM2-135M-Instruct)")
+    chat.add_argument(
+        "model", nargs="?", help="model folder or Hugging Face id (default: SmolLM2-135M-Instruct)"
+    )
     chat.add_argument("--drafter", choices=DRAFTERS, default="auto", help="where drafts come from")
     chat.add_argument("--head", help="MTP head file (default: the one beside the model)")
     chat.add_argument(
-        "--draft-depth", type=_depth, default="auto", metavar="N", help=f'drafts a step: "auto" or 0..{MAX_DEPTH}'
+        "--draft-depth",
+        type=_depth,
+        default="auto",
+        metavar="N",
+        help=f'drafts a step: "auto" or 0..{MAX_DEPTH}',
     )
     chat.add_argument("--system", help="system message")
     chat.add_argument("--temperature", type=float, default=0.7)

@@ -58,10 +58,18 @@ class AsyncEngine:
         self.engine = engine
 
     def submit(
-        self, prompt_ids: Iterable[int], params: SamplingParams, request_id: str | None = None
+        self,
+        prompt_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        continues_prompt: bool = True,
+        request_id: str | None = None,
     ) -> AsyncStream:
         """Queue a request; raises InvalidRequest at once if it cannot be served."""
-        return AsyncStream(self.engine, *self.engine.submit(prompt_ids, params, request_id))
+        started = self.engine.submit(
+            prompt_ids, params, continues_prompt=continues_prompt, request_id=request_id
+        )
+        return AsyncStream(self.engine, *started)
 
     def abort(self, request_id: str) -> None:
         self.engine.cancel(request_id)

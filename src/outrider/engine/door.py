@@ -49,7 +49,9 @@ class Door:
         params = request.params
         outside = [i for i in (*params.logit_bias, *params.stop_token_ids) if i >= self._facts.vocab_size]
         if outside:
-            raise InvalidRequest(f"token id {outside[0]} is outside the vocabulary of {self._facts.vocab_size}")
+            raise InvalidRequest(
+                f"token id {outside[0]} is outside the vocabulary of {self._facts.vocab_size}"
+            )
         if self._facts.drafter == "none" and params.draft_depth not in ("auto", 0):
             raise InvalidRequest(
                 f"draft_depth {params.draft_depth} cannot be honoured: this engine runs without a drafter. "
@@ -79,7 +81,9 @@ class Door:
         vocab_size = self._facts.vocab_size
         outside = [i for i in request.prompt_ids if not 0 <= i < vocab_size]
         if outside:
-            raise InvalidRequest(f"the prompt has token id {outside[0]}, outside the vocabulary of {vocab_size}")
+            raise InvalidRequest(
+                f"the prompt has token id {outside[0]}, outside the vocabulary of {vocab_size}"
+            )
         length, limit = len(request.prompt_ids), self._facts.max_context
         if length >= limit:
             raise InvalidRequest(
@@ -87,8 +91,8 @@ class Door:
             )
         if length >= self._longest_context:
             raise InvalidRequest(
-                f"the prompt has {length} tokens and the memory budget allows a row of {self._longest_context}: "
-                "shorten it or raise the budget"
+                f"the prompt has {length} tokens and the memory budget allows {self._longest_context}, "
+                "answer included: shorten it or raise the budget"
             )
 
     def _max_tokens(self, request: Request) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.config import CacheGeometry, EngineConfig
+from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
 from outrider.engine.door import Door, ModelFacts
 from outrider.engine.outbox import Outbox
 from outrider.engine.scheduler import Scheduler
@@ -84,10 +84,17 @@ class Engine:
             self._door.check(Request("", tuple(prompt_ids), params))
 
     def submit(
-        self, prompt_ids: Iterable[int], params: SamplingParams, request_id: str | None = None
+        self,
+        prompt_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        continues_prompt: bool = True,
+        request_id: str | None = None,
     ) -> tuple[str, Outbox]:
-        """Queue a request. Raises InvalidRequest at once if it cannot be served; otherwise its end will come."""
-        request = Request(request_id or uuid.uuid4().hex, tuple(prompt_ids), params.with_seed())
+        """Queue a request. Raises InvalidRequest at once if it cannot be served; else its end will come."""
+        request = Request(
+            request_id or uuid.uuid4().hex, tuple(prompt_ids), params.with_seed(), continues_prompt
+        )
         outbox = Outbox()
         with self._gate:
             self._refuse_if_stopped()
@@ -117,8 +124,8 @@ class Engine:
     def _main(self, build: Callable[[], EngineParts]) -> None:
         self._serve(build)
         self._ended.set()
-        # MLX keeps compiled functions per thread and frees them, taking the interpreter's lock, when the thread
-        # ends: fatal if the interpreter is ending too. So the thread never ends; it only lies down.
+        # MLX frees a thread's compiled functions, taking the interpreter's lock, when the thread ends: fatal
+        # if the interpreter is ending too. So the thread never ends; it only lies down.
         threading.Event().wait()
 
     def _serve(self, build: Callable[[], EngineParts]) -> None:
@@ -128,9 +135,7 @@ class Engine:
             self.budget_bytes = self._parts.budget_bytes
             self._geometry = self._parts.runner.geometry(self._config.page_size)
             self._scheduler = self._new_scheduler()
-            self._door = Door(
-                self._config, self._parts.facts, self._scheduler.longest_context(), self._parts.new_text
-            )
+            self._door = self._new_door()
         except BaseException as error:
             self._ready.put(error)
             return
@@ -140,6 +145,15 @@ class Engine:
         self._end_all("cancelled", None)
         self._refuse_inbox()
         del self._parts, self._door, self._scheduler  # and with them the weights
+
+    def _new_door(self) -> Door:
+        longest = self._scheduler.longest_context()
+        if longest < 2:
+            raise InvalidConfig(
+                f"a memory budget of {self.budget_bytes:,} bytes does not hold even one row of this model; "
+                f"it needs at least {self._geometry.num_bytes(1, self._geometry.page_size):,}"
+            )
+        return Door(self._config, self._parts.facts, longest, self._parts.new_text)
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._config, self._geometry, self._parts.budget_bytes)
@@ -190,7 +204,9 @@ class Engine:
         self._scheduler.check_integrity()
         held, accounted = self._parts.runner.num_bytes, self._scheduler.num_bytes
         if self._live or held != accounted:
-            raise RuntimeError(f"idle with {len(self._live)} requests, {held} bytes held, {accounted} accounted")
+            raise RuntimeError(
+                f"idle with {len(self._live)} requests, {held} bytes held, {accounted} accounted"
+            )
 
     def _add(self, request: Request, outbox: Outbox) -> None:
         if request.id in self._live:

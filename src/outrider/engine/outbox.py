@@ -36,7 +36,7 @@ class Outbox:
         return self.take(timeout_s=0)
 
     def call_on_put(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, from the engine thread, whenever something is put (and now, if something waits)."""
+        """Have `wake` called from the engine thread whenever something is put (now, if something waits)."""
         with self._changed:
             self._wake = wake
             waiting = self._unread is not None

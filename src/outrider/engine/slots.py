@@ -42,7 +42,7 @@ class SlotTable:
         sequence.slot = None
 
     def settle(self) -> list[Move]:
-        """Bring decoding rows to the front and close the gaps; the moves that the cells must make, in order."""
+        """Bring decoding rows to the front and close the gaps; the moves that their cells make, in order."""
         rows = list(self.sequences())
         num_decoding = sum(row.is_decoding for row in rows)
         moves = self._fill(0, num_decoding, [row for row in rows if row.is_decoding])

@@ -11,6 +11,7 @@ Must not know what a model folder contains.
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import sys
@@ -20,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.models.errors import ModelUnavailable
+
+log = logging.getLogger(__name__)
 
 READ_ONLY_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -62,7 +65,13 @@ def build_once(
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with open(path, "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning(
+                "another process is preparing %s; waiting for it", path.name[1:].removesuffix(".lock")
+            )
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -57,7 +57,7 @@ class MTPHead(nn.Module):
             parts.reverse()
         x = self.fc(mx.concatenate(parts, axis=-1))
         mask = view.make_mask(x.shape[1]) if isinstance(view, LayerView) else None
-        x = self.layers[0](x, mask, cache=view)
+        x = self.layers[0](x, mask=mask, cache=view)  # by name: in some families the second is not the mask
         out = self.norm(x)
         return out, out if self.spec.recurse_after_norm else x
 
@@ -103,7 +103,7 @@ def new_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
     args = getattr(trunk.model, "args", None) or trunk.model.config
     eps = getattr(args, "rms_norm_eps", None)
     if eps is None:
-        raise HeadError("this family has no RMS norms, and no MTP head is known that goes without.")
+        raise HeadError("this family's config has no rms_norm_eps, which an MTP head needs.")
     head = MTPHead(spec or HeadSpec(), trunk.hidden_size, eps, _new_layer(trunk, args))
     head.eval()
     return head

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
+from outrider.models import gguf
 from outrider.models.errors import ModelUnavailable
 from outrider.models.families import check_supported
 from outrider.models.trunk import Trunk
@@ -22,6 +23,7 @@ from outrider.models.trunk import Trunk
 log = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 8192  # for a config that does not say
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_context_length", "seq_length")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*tiktoken*")
 
 
@@ -54,12 +56,16 @@ def load(model: str | Path) -> LoadedModel:
 
 
 def find_folder(model: str | Path) -> Path:
-    """The local folder of a model: the path itself, or the downloaded snapshot of a Hugging Face id."""
+    """A model's local folder: the path itself, a converted GGUF file, or a downloaded Hugging Face id."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if path.is_file() and path.suffix == ".gguf":
+        return gguf.ensure_converted(path)
     if path.exists():
-        raise ModelLoadError(f"{path} is a file; a model is a folder with config.json and *.safetensors.")
+        raise ModelLoadError(
+            f"{path} is a file; a model is a .gguf file or a folder with config.json and *.safetensors."
+        )
     if str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         raise ModelLoadError(f"{model}: no such folder, and not a Hugging Face id of the form owner/name.")
     return _download(str(model))
@@ -134,9 +140,9 @@ def _load_tokenizer(path: Path) -> Any:
 
 
 def _max_context(config: dict[str, Any]) -> int:
-    text = config.get("text_config") or {}
-    limit = config.get("max_position_embeddings") or text.get("max_position_embeddings")
-    return int(limit) if limit else DEFAULT_CONTEXT
+    """By any family's name for it: a model with learned positions has nothing past the last one."""
+    limits = (part.get(key) for part in (config, config.get("text_config") or {}) for key in CONTEXT_KEYS)
+    return int(next((limit for limit in limits if limit), DEFAULT_CONTEXT))
 
 
 def _settle_dtype(network: nn.Module) -> None:

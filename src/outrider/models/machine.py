@@ -25,7 +25,9 @@ def cache_budget_bytes() -> int:
 
 def _free_bytes() -> int:
     info = mx.device_info() if mx.default_device() != mx.Device(mx.cpu) else {}
-    limit = info.get("max_recommended_working_set_size") or info.get("memory_size") or info.get("total_memory")
+    limit = (
+        info.get("max_recommended_working_set_size") or info.get("memory_size") or info.get("total_memory")
+    )
     if limit:
         return max(0, int(limit) - mx.get_active_memory())
     return _available_host_bytes()

@@ -1,1 +1,1 @@
-"""From logits to tokens: noise, filters, penalties, log-probabilities. Must not know rows, caches or models."""
+"""From logits to tokens: noise, filters, penalties, log-probabilities. Must not know caches or models."""

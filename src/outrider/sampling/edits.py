@@ -1,7 +1,7 @@
-"""Changes to a few logits of a row: penalties, bias, bans. Sparse, and right at every position of a verify window.
+"""Changes to a few logits of a row: penalties, bias, bans. Sparse, and right at every position of a window.
 
-The history at a position is what it would be in plain decoding: the committed tokens and the drafts before it.
-Host side builds small arrays with NumPy; `apply_edits` changes the logits on the device.
+The history at a position is what it would be in plain decoding: the committed tokens and the drafts before
+it. Host side builds small arrays with NumPy; `apply_edits` changes the logits on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def needs_edits(row: RowPlan) -> bool:
 
 
 def apply_edits(logits: mx.array, rows: Sequence[RowPlan]) -> mx.array:
-    """Logits as the rows' penalties, biases and bans leave them.  [rows, width, vocab] -> the same, a new array"""
+    """Logits as the rows' penalties, biases and bans leave them.  [rows, width, vocab] -> the same, anew"""
     if not any(needs_edits(row) for row in rows):
         return logits
     _, width, vocab = logits.shape

@@ -1,7 +1,7 @@
 """Gumbel noise as a pure function of (seed, position, token id): the coupling between drafts and targets.
 
-A hash of integers, not a generator's stream: whoever asks for a token's noise, for the whole vocabulary or for
-a handful of ids, on whatever path, gets the same number.
+A hash of integers, not a generator's stream: whoever asks for a token's noise, for the whole vocabulary or
+for a handful of ids, on whatever path, gets the same number.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def _mix(x: mx.array) -> mx.array:
 
 @mx.compile
 def _noise(first: mx.array, second: mx.array, token_ids: mx.array) -> mx.array:
-    """-log(-log(1 - u)): high noise comes from small u, where float32 is dense, so the tail that wins is smooth."""
+    """-log(-log(1 - u)): high noise, the kind that wins, comes from small u, where float32 is dense."""
     bits = _mix(_mix(token_ids + first) ^ second)
     u = (bits.astype(mx.float32) + 0.5) * (1 / 2**32)
     u = mx.minimum(u, 1 - 2**-24)  # the conversion rounds up to 1; both ends are excluded
     series = u * (1 + u * (1 / 2 + u * (1 / 3)))  # of -log(1 - u), where 1 - u would round the small u away
-    return -mx.log(mx.where(u < 2**-8, series, -mx.log(1 - u)))
+    return -mx.log(mx.where(u < 2**-6, series, -mx.log(1 - u)))

@@ -2,8 +2,8 @@
 
     token at p = argmax over the tokens the filters leave of  logits / temperature + gumbel(seed, p, token)
 
-Greedy rows are the case without noise. Rows that filter look at their best candidates only; whether those were
-enough is checked, and if they were not, the whole vocabulary is looked at.
+Greedy rows are the case without noise. Rows that filter look at their best candidates only; whether those
+were enough is checked, and if they were not, the whole vocabulary is looked at.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _by_kind(
     token_ids: mx.array | None,
     exact: bool,
 ) -> mx.array:
-    """Split the rows into greedy, sampled and filtered ones; pick each kind at once; put them together again."""
+    """Split the rows into greedy, sampled and filtered ones; pick each kind at once; put them together."""
     kinds: dict[str, list[int]] = {}
     for row, p in enumerate(params):
         kind = "greedy" if p.is_greedy else "filtered" if p.is_filtered else "sampled"

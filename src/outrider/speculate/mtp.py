@@ -1,7 +1,7 @@
 """Drafting with an MTP head, on the device: feed it the committed pairs, then let it recurse.
 
-The head's cells run parallel to the trunk's: cell t holds the pair (h_t, x_(t+1)), so a row's start is the same
-number in both. Deeper drafts write tentative cells past that, which the next pass overwrites.
+The head's cells run parallel to the trunk's: cell t holds the pair (h_t, x_(t+1)), so a row's start is the
+same number in both. Deeper drafts write tentative cells past that, which the next pass overwrites.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class MTPDrafter:
         one = mx.ones_like(ends)
         drafts = [self._pick(out, ends + 1, rows.params)]
         for depth in range(1, rows.depth):
-            place = Placement(rows.slots, ends + (depth - 1), one, 1, min(rows.end + depth, capacity), capacity)
+            place = Placement(
+                rows.slots, ends + (depth - 1), one, 1, min(rows.end + depth, capacity), capacity
+            )
             out, fed_back = self._pass(fed_back, drafts[-1], place)
             drafts.append(self._pick(out, ends + depth + 1, rows.params))
         return mx.concatenate(drafts, axis=1)

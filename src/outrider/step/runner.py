@@ -121,7 +121,7 @@ class Runner:
     def _verify(
         self, hidden: mx.array, rows: Batch, index: list[int]
     ) -> tuple[mx.array, mx.array, LogprobArrays | None]:
-        """Targets [rows, 1 + most drafts], accepted drafts [rows], and log-probabilities for those who ask."""
+        """Targets [rows, 1 + most drafts], accepted drafts [rows], log-probabilities for those who ask."""
         num_picks = 1 + max(row.num_drafts for row in rows)
         if len(index) < hidden.shape[0]:
             hidden = hidden[mx.array(index)]

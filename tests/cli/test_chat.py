@@ -1,0 +1,60 @@
+"""The terminal chat as a user runs it: a process with a prompt, an answer and a clean exit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import write_checkpoint
+
+
+def outrider(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "outrider", *args], input=stdin, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(folder, "llama")
+    return folder
+
+
+def test_chat_answers_and_leaves_cleanly(folder: Path) -> None:
+    result = outrider(
+        "chat", str(folder), "--max-tokens", "5", "--drafter", "ngram", stdin="hello\n/reset\nagain\n/quit\n"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "float32 on cpu, n-gram lookup" in result.stdout
+    assert result.stdout.count("tokens/s") == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["chat", "no/such/folder"], "no such folder"),
+        (["chat", "FOLDER", "--drafter", "mtp"], "needs an MTP head"),
+        (["chat", "FOLDER", "--temperature", "-1"], "temperature"),
+        (["chat", "FOLDER", "--draft-depth", "9"], "draft_depth"),
+        (["chat", "FOLDER", "--head", "none.safetensors"], "no such head file"),
+    ],
+)
+def test_bad_input_is_one_clear_line(folder: Path, args: list[str], message: str) -> None:
+    result = outrider(*[str(folder) if arg == "FOLDER" else arg for arg in args])
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_script_that_never_closes_its_llm_exits_cleanly(folder: Path) -> None:
+    script = (
+        "from outrider import LLM, SamplingParams\n"
+        f"llm = LLM({str(folder)!r})\n"
+        "print(len(llm.generate('hi', SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids))\n"
+    )
+    for _ in range(3):
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+        assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr

@@ -1,0 +1,180 @@
+"""A runner without a model: it executes plans on lists of token ids and checks what a real cache breaks on.
+
+The model: the token after a text is a hash of the whole text, so that a wrong cell changes all that follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Collection, Sequence
+
+from outrider.config import CacheGeometry
+from outrider.plan import Move, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+from outrider.request import MAX_DEPTH
+
+VOCAB_SIZE = 16
+JUNK = -1  # a cell of which nothing may be assumed
+
+Fault = Callable[[RowPlan], bool]  # whether a step with this row in it raises
+
+
+class StepFailed(RuntimeError):
+    """What a faulty step raises."""
+
+
+def true_next(token_ids: Sequence[int], banned_ids: Collection[int] = ()) -> int:
+    """The model's answer to a text; banned tokens leave the choice to the others."""
+    digest = hashlib.blake2b(bytes(token_ids), digest_size=4).digest()
+    allowed = [token_id for token_id in range(VOCAB_SIZE) if token_id not in banned_ids]
+    return allowed[int.from_bytes(digest, "big") % len(allowed)]
+
+
+class FakeRunner:
+    """Caches as lists: `cells[slot][t]` is the token fed at t, `head[slot][t]` the token after it."""
+
+    def __init__(self, geometry: CacheGeometry, seed: int = 0) -> None:
+        self.faults: dict[int, Fault] = {}  # by sequence id
+        self.raises_next = False
+        self.num_raised = 0
+        self.cells: list[list[int]] = []
+        self.head: list[list[int]] = []
+        self.capacity = 0
+        self._geometry = geometry
+        self._random = random.Random(seed)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._geometry.num_bytes(len(self.cells), self.capacity)
+
+    def reset(self) -> None:
+        self._resize(0, 0)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for move in plan.moves:
+            self._move(move)
+        self._resize(plan.num_slots, plan.capacity)
+        _check_places(plan)
+        results = [result for batch in plan.batches for result in self._run_batch(batch)]
+        self._raise_if_faulty(plan)  # after the caches were changed: nothing in them may be used again
+        return StepResult(tuple(results))
+
+    def _raise_if_faulty(self, plan: StepPlan) -> None:
+        rows = [row for batch in plan.batches for row in batch]
+        poisoned = [row for row in rows if row.sequence_id in self.faults]
+        if self.raises_next or any(self.faults[row.sequence_id](row) for row in poisoned):
+            self.raises_next = False
+            self.num_raised += 1
+            raise StepFailed("no reason")
+
+    def _move(self, move: Move) -> None:
+        source, target = move.source, move.target
+        assert source != target, "a move from a slot to itself"
+        assert max(source, target) < len(self.cells), "a move outside of the caches"
+        for cells in (self.cells, self.head):
+            cells[source], cells[target] = cells[target], cells[source]
+            if move.one_way:
+                cells[source] = [JUNK] * self.capacity
+
+    def _resize(self, num_slots: int, capacity: int) -> None:
+        for cells in (self.cells, self.head):
+            del cells[num_slots:]
+            for row in cells:
+                del row[capacity:]
+                row.extend([JUNK] * (capacity - len(row)))
+            cells.extend([JUNK] * capacity for _ in range(num_slots - len(cells)))
+        self.capacity = capacity
+
+    def _run_batch(self, batch: Sequence[RowPlan]) -> list[RowResult]:
+        assert batch, "an empty batch"
+        recursions = max(row.num_drafts_next for row in batch if row.feeds_head) - 1 if _heading(batch) else 0
+        return [self._run_row(row, recursions) for row in batch]
+
+    def _run_row(self, row: RowPlan, recursions: int) -> RowResult:
+        self._check_row(row)
+        cells, end = self.cells[row.slot], row.start + row.num_fed
+        cells[row.start : end] = row.token_ids
+        targets = self._targets(row)
+        num_kept = row.num_fed - row.num_drafts + max(0, len(targets) - 1)
+        drafts: Sequence[int] = ()
+        if row.feeds_head:
+            self._feed_head(row, targets, num_kept, recursions)
+            drafts = self._drafts(row, [*cells[: row.start + num_kept], *targets[-1:]])
+        return RowResult(row.sequence_id, tuple(targets), tuple(drafts), _logprobs(row, targets))
+
+    def _check_row(self, row: RowPlan) -> None:
+        history = list(row.history)
+        num_committed = row.num_fed - row.num_drafts
+        end = row.start + num_committed
+        assert num_committed >= 1, "a row that feeds nothing"
+        assert 0 <= row.num_drafts <= MAX_DEPTH
+        assert 0 <= row.num_drafts_next <= MAX_DEPTH
+        assert list(row.token_ids[:num_committed]) == history[row.start : end], (
+            "not the tokens that come next"
+        )
+        if row.picks:
+            assert end == len(history), "a pick in the middle of the known tokens"
+        else:
+            assert row.next_id == history[end], "the wrong token for the head"
+            assert row.num_drafts == row.num_drafts_next == 0, "drafts in a chunk that is not the last"
+        touched = row.start + row.num_fed + max(0, row.num_drafts_next - 1)
+        assert touched <= self.capacity, f"{touched} cells touched where there are {self.capacity}"
+        assert self.cells[row.slot][: row.start] == history[: row.start], "the cells hold another text"
+        if row.feeds_head:
+            assert self.head[row.slot][: row.start] == history[1 : row.start + 1], (
+                "the head holds another text"
+            )
+
+    def _targets(self, row: RowPlan) -> list[int]:
+        """The picked tokens: accepted drafts and the bonus."""
+        if not row.picks:
+            return []
+        drafts = row.token_ids[row.num_fed - row.num_drafts :]
+        known = self.cells[row.slot][: row.start + row.num_fed - row.num_drafts]
+        targets: list[int] = []
+        for i in range(row.num_drafts + 1):
+            targets.append(self._true_next(row, known + targets))
+            if i < row.num_drafts and targets[-1] != drafts[i]:
+                break
+        return targets
+
+    def _feed_head(self, row: RowPlan, targets: list[int], num_kept: int, recursions: int) -> None:
+        """The pairs of the kept cells; junk over what was rejected and where the recursion writes."""
+        known = [*row.token_ids[1 : row.num_fed - row.num_drafts], *(targets if row.picks else [row.next_id])]
+        end = row.start + num_kept
+        self.head[row.slot][row.start : end] = known
+        clobbered = max(row.start + row.num_fed, end + max(0, recursions))
+        for cell in range(end, min(clobbered, self.capacity)):
+            self.head[row.slot][cell] = JUNK
+
+    def _drafts(self, row: RowPlan, known: list[int]) -> list[int]:
+        """The truth up to a random place, then anything: every accepted length comes up."""
+        num_right = self._random.randint(0, row.num_drafts_next)
+        drafts: list[int] = []
+        for i in range(row.num_drafts_next):
+            right = self._true_next(row, known + drafts)
+            drafts.append(right if i < num_right else self._random.randrange(VOCAB_SIZE))
+        return drafts
+
+    @staticmethod
+    def _true_next(row: RowPlan, token_ids: list[int]) -> int:
+        is_short = len(token_ids) - row.num_prompt < row.params.min_tokens
+        return true_next(token_ids, row.banned_ids if is_short else ())
+
+
+def _heading(batch: Sequence[RowPlan]) -> bool:
+    return any(row.feeds_head for row in batch)
+
+
+def _check_places(plan: StepPlan) -> None:
+    rows = [row for batch in plan.batches for row in batch]
+    assert rows, "a plan without rows"
+    assert len({row.slot for row in rows}) == len(rows), "two rows in one slot"
+    assert len({row.sequence_id for row in rows}) == len(rows), "a sequence in two rows"
+    assert all(0 <= row.slot < plan.num_slots for row in rows), "a row outside of the caches"
+
+
+def _logprobs(row: RowPlan, targets: list[int]) -> tuple[TokenLogprobs, ...]:
+    if row.params.logprobs is None:
+        return ()
+    return tuple(TokenLogprobs(token_id, 0.0, ()) for token_id in targets)

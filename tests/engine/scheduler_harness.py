@@ -1,0 +1,253 @@
+"""Drives a scheduler with the fake runner, step by step, and checks after each what must always hold."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import Any
+
+from fake_runner import FakeRunner, StepFailed, true_next
+
+from outrider.config import CacheGeometry, EngineConfig
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.sequence import Delta, FinishReason, Sequence
+from outrider.plan import RowPlan, StepPlan
+from outrider.request import Request, SamplingParams
+from outrider.speculate.drafter import Drafter
+
+PAGE = 16
+
+
+def letter(token_id: int) -> str:
+    return chr(ord("a") + token_id)
+
+
+class FakeText:
+    """A letter a token, the last one held back; a certain token completes a stop string and is not shown."""
+
+    def __init__(self, stop_token: int | None = None, raises_at: int | None = None) -> None:
+        self._stop_token = stop_token
+        self._raises_at = raises_at
+        self._num_pushed = 0
+        self._held = ""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        self._num_pushed += 1
+        if self._num_pushed == self._raises_at:
+            raise UnicodeError("not a character")
+        shown, self._held = self._held, letter(token_id)
+        return shown, token_id == self._stop_token
+
+    def flush(self) -> str:
+        shown, self._held = self._held, ""
+        return shown
+
+
+@dataclass
+class Answer:
+    """What a client would have received."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class Harness:
+    def __init__(
+        self,
+        *,
+        max_rows: int = 4,
+        prefill_step_size: int = 32,
+        geometry: CacheGeometry | None = None,
+        budget_bytes: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.geometry = geometry or CacheGeometry(bytes_per_cell=1, page_size=PAGE)
+        self.budget_bytes = budget_bytes or 10**9
+        self.config = EngineConfig(max_rows=max_rows, prefill_step_size=prefill_step_size)
+        self.scheduler = Scheduler(self.config, self.geometry, self.budget_bytes)
+        self.runner = FakeRunner(self.geometry, seed)
+        self.live: dict[int, Sequence] = {}
+        self.sequences: list[Sequence] = []
+        self.answers: dict[str, Answer] = {}
+        self.num_steps = 0
+        self._stop_tokens: dict[int, int | None] = {}
+        self._ids = itertools.count()
+
+    # -- what clients do ---------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Tokens[int] | int,
+        *,
+        max_tokens: int = 8,
+        depth: int = 0,
+        stop_ids: Tokens[int] = (),
+        min_tokens: int = 0,
+        stop_token: int | None = None,
+        drafter: Drafter | None = None,
+        raises_at: int | None = None,
+    ) -> Sequence:
+        """Queue a request; a number stands for a prompt of that length. Without a drafter the head drafts."""
+        sequence_id = next(self._ids)
+        if isinstance(prompt, int):
+            prompt = [(sequence_id * 7 + i * i) % 16 for i in range(prompt)]
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            seed=0,
+            draft_depth=depth,
+            logprobs=0,
+        )
+        sequence = Sequence(
+            id=sequence_id,
+            request=Request(f"r{sequence_id}", tuple(prompt), params),
+            text=FakeText(stop_token, raises_at),
+            stop_ids=frozenset(stop_ids),
+            max_tokens=max_tokens,
+            max_depth=depth,
+            feeds_head=depth > 0 and drafter is None,
+            drafter=drafter,
+        )
+        self._stop_tokens[sequence_id] = stop_token
+        self.live[sequence_id] = sequence
+        self.sequences.append(sequence)
+        self.answers[sequence.request.id] = Answer()
+        self.scheduler.add(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        self.take(self.scheduler.cancel(sequence))
+
+    def answer(self, sequence: Sequence) -> Answer:
+        return self.answers[sequence.request.id]
+
+    # -- what the engine does ----------------------------------------------------------------------------
+
+    def step(self, meanwhile: Callable[[], Any] = lambda: None) -> StepPlan | None:
+        """One step as the engine makes it; `meanwhile` happens between plan and commit."""
+        plan = self.scheduler.plan()
+        self._check_plan(plan)
+        if plan is None:
+            self.runner.reset()
+            return None
+        self.num_steps += 1
+        try:
+            result = self.runner.run(plan)
+        except StepFailed as error:
+            meanwhile()
+            self.runner.reset()
+            self.take(*self.scheduler.fail(str(error)))
+        else:
+            self._check_bytes()
+            meanwhile()
+            self.take(*self.scheduler.commit(result))
+        self.check()
+        return plan
+
+    def steps(self, num: int) -> list[StepPlan]:
+        return [plan for plan in (self.step() for _ in range(num)) if plan is not None]
+
+    def run_until(self, happened: Callable[[], bool], most: int = 1000) -> int:
+        """Steps until something happened."""
+        for num in range(most + 1):
+            if happened():
+                return num
+            assert self.step() is not None, "nothing to do, and it has not happened"
+        raise AssertionError(f"not within {most} steps")
+
+    def run_to_idle(self, most: int = 1000) -> None:
+        """Run until nothing is left; then every answer must be whole and every byte given back."""
+        self.run_until(lambda: self.scheduler.is_idle, most)
+        assert self.step() is None
+        assert self.scheduler.num_bytes == self.runner.num_bytes == 0
+        assert self.scheduler.num_rows == self.scheduler.num_waiting == 0
+        for sequence in self.sequences:
+            self.check_answer(sequence)
+
+    # -- what must hold ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        for sequence in self.live.values():
+            assert sequence.tokens[: sequence.num_prompt] == list(sequence.request.prompt_ids)
+            assert sequence.tokens[sequence.num_prompt :] == self.answer(sequence).token_ids, (
+                "lost or doubled"
+            )
+        assert self.scheduler.num_rows + self.scheduler.num_waiting == len(self.live)
+        assert self.scheduler.is_idle == (not self.live)
+
+    def check_answer(self, sequence: Sequence) -> None:
+        """A finished request got the truth: all of it, or its beginning where it was cut short."""
+        answer = self.answer(sequence)
+        assert answer.finish_reason is not None, "no end"
+        token_ids, text, reason = self.truth(sequence)
+        if answer.finish_reason in ("cancelled", "error"):
+            assert answer.token_ids == token_ids[: len(answer.token_ids)]
+            assert text.startswith(answer.text)
+        else:
+            assert (answer.token_ids, answer.text, answer.finish_reason) == (token_ids, text, reason)
+
+    def truth(self, sequence: Sequence) -> tuple[list[int], str, FinishReason]:
+        """What plain decoding of this request alone would give."""
+        prompt, params = list(sequence.request.prompt_ids), sequence.params
+        answer: list[int] = []
+        while True:
+            is_short = len(answer) < params.min_tokens
+            token_id = true_next(prompt + answer, sequence.stop_ids if is_short else ())
+            answer.append(token_id)
+            shown = "".join(map(letter, answer[:-1]))
+            if token_id in sequence.stop_ids or token_id == self._stop_tokens[sequence.id]:
+                return answer, shown, "stop"
+            if len(answer) == sequence.max_tokens:
+                return answer, shown + letter(token_id), "length"
+
+    def take(self, *deltas: Delta) -> None:
+        for delta in deltas:
+            answer = self.answers[delta.request_id]
+            assert answer.finish_reason is None, "something after the end"
+            assert tuple(one.token_id for one in delta.logprobs) == delta.token_ids
+            answer.token_ids += delta.token_ids
+            answer.text += delta.text
+            answer.finish_reason, answer.error = delta.finish_reason, delta.error
+            if delta.finish_reason is not None:
+                sequence = self.live.pop(int(delta.request_id[1:]))
+                assert sequence.slot is None
+                assert delta.stats is not None
+
+    def _check_plan(self, plan: StepPlan | None) -> None:
+        assert (plan is None) == (not self.live), "a plan whenever, and only when, there is something to do"
+        if plan is None:
+            return
+        inside = [s.id for s in self.live.values() if s.slot is not None]
+        outside = [s.id for s in self.live.values() if s.slot is None]
+        assert max(inside) < min(outside, default=10**9), "a younger one went first"
+        is_trial = any(self.live[i].failures for i in inside)
+        rows = rows_of(plan)
+        if is_trial:
+            assert len(rows) == 1, "a suspect in company"
+        decoding = [row for row in rows if self.live[row.sequence_id].is_decoding]
+        if not is_trial:
+            assert [row.slot for row in decoding] == list(range(len(decoding))), "gaps between decoding rows"
+            assert len(decoding) == sum(self.live[i].is_decoding for i in inside), "a decoding row left out"
+        prefilled = sum(row.num_fed for row in rows if not self.live[row.sequence_id].is_decoding)
+        assert prefilled <= self.config.prefill_step_size
+        for row in rows:
+            assert row.num_drafts < max(1, self.live[row.sequence_id].num_left), "drafts past max_tokens"
+
+    def _check_bytes(self) -> None:
+        assert self.scheduler.num_bytes == self.runner.num_bytes
+        longest = max(len(s.request.prompt_ids) + s.max_tokens for s in self.live.values())
+        if longest <= self.scheduler.longest_context():
+            assert self.runner.num_bytes <= self.budget_bytes
+
+
+def rows_of(plan: StepPlan | None) -> list[RowPlan]:
+    return [] if plan is None else [row for batch in plan.batches for row in batch]
+
+
+def planned_ids(plan: StepPlan | None) -> list[int]:
+    return [row.sequence_id for row in rows_of(plan)]

@@ -1,0 +1,118 @@
+"""The engine from an event loop: streams, aborts, and a loop that never waits for a forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_models import write_checkpoint
+
+from outrider import LLM, InvalidRequest, SamplingParams
+from outrider.engine.async_engine import AsyncEngine
+
+LONG = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(folder, "llama")
+    with LLM(folder, drafter="ngram", max_rows=4) as llm:
+        yield llm
+
+
+async def _tokens(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
+    return tuple([i async for delta in engine.submit(prompt, params) for i in delta.token_ids])
+
+
+def test_concurrent_streams_equal_their_solo_answers(llm: LLM) -> None:
+    prompts = [[3 + i] * (5 + 3 * i) for i in range(7)]
+    expected = [llm.generate([p], SHORT)[0].token_ids for p in prompts]
+
+    async def together() -> list[tuple[int, ...]]:
+        return await asyncio.gather(*(_tokens(llm.async_engine, p, SHORT) for p in prompts))
+
+    assert asyncio.run(together()) == expected
+
+
+def test_abort_ends_the_stream_and_frees_the_row(llm: LLM) -> None:
+    async def run() -> int:
+        stream = llm.async_engine.submit([5, 6, 7], LONG)
+        seen = 0
+        async for delta in stream:
+            seen += len(delta.token_ids)
+            if seen >= 3:
+                stream.abort()
+        return seen
+
+    assert 3 <= asyncio.run(run()) < 300
+    llm.generate([[5]], SHORT)
+    assert not llm.engine._live
+
+
+def test_cancelling_the_reading_task_aborts_the_request(llm: LLM) -> None:
+    async def run() -> None:
+        task = asyncio.create_task(_tokens(llm.async_engine, [5, 6, 7], LONG))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    llm.generate([[5]], SHORT)
+    assert not llm.engine._live
+
+
+def test_bad_request_is_refused_at_once(llm: LLM) -> None:
+    async def run() -> None:
+        with pytest.raises(InvalidRequest, match="empty"):
+            llm.async_engine.submit([], SHORT)
+
+    asyncio.run(run())
+
+
+def test_slow_reader_loses_nothing_and_stalls_no_one(llm: LLM) -> None:
+    expected = llm.generate([[9, 9, 9]], LONG)[0].token_ids
+
+    async def run() -> tuple[int, list[tuple[int, ...]]]:
+        slow = llm.async_engine.submit([9, 9, 9], LONG)
+        others = [await _tokens(llm.async_engine, [8, 8], SHORT) for _ in range(3)]
+        while llm.engine._live:  # nobody has read the slow stream yet; it finishes all the same
+            await asyncio.sleep(0.01)
+        deltas = [delta async for delta in slow]
+        assert deltas[-1].finish_reason == "length"
+        assert tuple(i for delta in deltas for i in delta.token_ids) == expected
+        return len(deltas), others
+
+    num_deltas, others = asyncio.run(run())
+    assert num_deltas == 1  # unread deltas are merged: what waits for a reader is bounded
+    assert len(set(others)) == 1
+
+
+def test_event_loop_is_never_blocked_by_a_forward_pass(llm: LLM) -> None:
+    run, delay_s = llm.engine._parts.runner.run, 0.25
+
+    def slow_run(plan: object) -> object:
+        time.sleep(delay_s)  # a long forward pass
+        return run(plan)  # type: ignore[arg-type]
+
+    async def longest_gap() -> float:
+        task = asyncio.create_task(
+            _tokens(llm.async_engine, [4, 5], SamplingParams(max_tokens=3, temperature=0))
+        )
+        gap, last = 0.0, time.perf_counter()
+        while not task.done():
+            await asyncio.sleep(0.005)
+            now = time.perf_counter()
+            gap, last = max(gap, now - last), now
+        return gap
+
+    llm.engine._parts.runner.run = slow_run  # type: ignore[method-assign, assignment]
+    try:
+        assert asyncio.run(longest_gap()) < delay_s / 2
+    finally:
+        llm.engine._parts.runner.run = run  # type: ignore[method-assign]

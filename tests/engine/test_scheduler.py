@@ -1,0 +1,603 @@
+"""The scheduler's promises, each named after the failure that it rules out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from fake_runner import StepFailed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_harness import PAGE, Harness, planned_ids, rows_of
+
+from outrider.config import CacheGeometry, EngineConfig
+from outrider.engine.scheduler import MAX_FAILURES, SLACK, Scheduler
+from outrider.engine.sequence import Sequence
+from outrider.plan import StepPlan, StepResult
+from outrider.speculate.ngram import NgramDrafter
+
+FOREVER = 200  # tokens: longer than any of these tests runs
+
+
+def decoding(harness: Harness, num: int, depth: int = 0) -> list[Sequence]:
+    """Rows in the middle of long answers."""
+    rows = [harness.add(5, max_tokens=FOREVER, depth=depth) for _ in range(num)]
+    harness.run_until(lambda: all(row.is_decoding for row in rows))
+    return rows
+
+
+def budget_for(num_slots: int, num_cells: int) -> int:
+    geometry = CacheGeometry(bytes_per_cell=1, page_size=PAGE)
+    return geometry.num_bytes(num_slots, geometry.capacity_for(num_cells))
+
+
+def batch_of(plan: StepPlan | None, sequence: Sequence) -> list[int]:
+    """Who shares a forward pass with this sequence, itself included."""
+    assert plan is not None
+    batches = [[row.sequence_id for row in batch] for batch in plan.batches]
+    return next((batch for batch in batches if sequence.id in batch), [])
+
+
+# -- prefill beside decode -------------------------------------------------------------------------------
+
+
+def test_new_request_is_prefilled_in_the_next_step_while_others_decode() -> None:
+    harness = Harness()
+    running = decoding(harness, 2, depth=4)
+    late = harness.add(10, depth=4)
+    plan = harness.step()
+    assert planned_ids(plan) == [running[0].id, running[1].id, late.id]
+    assert late.num_generated == 1
+    harness.run_to_idle()
+
+
+def test_long_prompt_does_not_stall_running_streams() -> None:
+    harness = Harness(max_rows=4, prefill_step_size=64)
+    running = decoding(harness, 3, depth=3)
+    late = harness.add(10_000, max_tokens=1)
+    while late.num_generated == 0:
+        before = [row.num_generated for row in running if row.id in harness.live]
+        still = [row for row in running if row.id in harness.live]
+        plan = harness.step()
+        assert late.id in planned_ids(plan)
+        assert all(row.num_generated > num for row, num in zip(still, before, strict=True))
+    assert harness.num_steps >= 10_000 / 64
+    harness.run_to_idle()
+
+
+def test_short_prompt_is_not_stuck_behind_long_ones() -> None:
+    harness = Harness(max_rows=4, prefill_step_size=32)
+    for _ in range(3):
+        harness.add(2000, max_tokens=1)
+    harness.steps(4)
+    short = harness.add(10, max_tokens=1)
+    assert harness.run_until(lambda: short.id not in harness.live) <= 4  # a turn each, and its own
+    harness.run_to_idle()
+
+
+def test_long_prompts_take_turns() -> None:
+    harness = Harness(max_rows=3, prefill_step_size=10)
+    longs = [harness.add(100, max_tokens=1) for _ in range(3)]
+    turns = [planned_ids(plan) for plan in harness.steps(9)]
+    assert turns == [[row.id] for row in longs] * 3
+    harness.run_to_idle()
+
+
+def test_short_prompts_are_prefilled_together() -> None:
+    harness = Harness(max_rows=6, prefill_step_size=64)
+    short = [harness.add(10, max_tokens=3) for _ in range(6)]
+    plan = harness.step()
+    assert plan is not None
+    assert [len(batch) for batch in plan.batches] == [6]
+    assert all(row.num_generated == 1 for row in short)
+
+
+def test_padding_counts_when_prompts_are_prefilled_together() -> None:
+    harness = Harness(max_rows=6, prefill_step_size=64)
+    lengths = [30, 5, 31, 33, 2]
+    for length in lengths:
+        harness.add(length, max_tokens=3)
+    plan = harness.step()
+    assert [row.num_fed for row in rows_of(plan)] == [30, 5]  # two rows as wide as the widest fill 60 of 64
+    harness.run_to_idle()
+
+
+def test_chunked_prompt_tells_the_head_the_token_after_each_chunk() -> None:
+    harness = Harness(prefill_step_size=10)
+    sequence = harness.add(25, depth=2)
+    rows = [rows_of(plan)[0] for plan in harness.steps(3)]
+    assert [row.start for row in rows] == [0, 10, 20]
+    assert [row.next_id for row in rows] == [sequence.tokens[10], sequence.tokens[20], None]
+    assert [row.num_drafts_next for row in rows] == [0, 0, 2]
+
+
+# -- depth -----------------------------------------------------------------------------------------------
+
+
+def test_depth_of_the_batch_is_not_bounded_by_the_row_with_fewest_tokens_left() -> None:
+    harness = Harness()
+    deep = harness.add(5, max_tokens=FOREVER, depth=8)
+    short = harness.add(5, max_tokens=2, depth=8)
+    plain = harness.add(5, max_tokens=FOREVER, depth=0)
+    harness.step()
+    drafts = {row.sequence_id: row.num_drafts for row in rows_of(harness.step())}
+    assert drafts == {deep.id: 8, short.id: 0, plain.id: 0}
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 9, 10])
+def test_nothing_is_drafted_past_max_tokens(max_tokens: int, on_host: bool) -> None:
+    harness = Harness()
+    drafter = NgramDrafter() if on_host else None
+    sequence = harness.add([1, 2, 3] * 10, max_tokens=max_tokens, depth=8, drafter=drafter)
+    while sequence.id in harness.live:
+        num_left = sequence.num_left
+        (row,) = rows_of(harness.step())
+        assert row.num_drafts + 1 <= num_left
+        assert row.num_drafts_next <= max(0, num_left - 2)
+    assert sequence.num_generated == max_tokens
+    harness.run_to_idle()
+
+
+@pytest.mark.parametrize("depth", range(9))
+def test_answer_does_not_depend_on_the_depth(depth: int) -> None:
+    harness = Harness()
+    sequence = harness.add([1, 2, 3], max_tokens=50, depth=depth)
+    harness.run_to_idle()  # compares with plain decoding
+    assert sequence.num_generated == 50
+
+
+def test_statistics_count_drafts_by_their_position() -> None:
+    harness = Harness()
+    sequence = harness.add(5, max_tokens=100, depth=3)
+    harness.run_to_idle()
+    stats = sequence.stats()
+    assert len(stats.drafted) == len(stats.accepted) == 3
+    assert list(stats.accepted) == sorted(stats.accepted, reverse=True)
+    assert all(0 < got < asked for got, asked in zip(stats.accepted, stats.drafted, strict=True))
+    assert stats.steps + sum(stats.accepted) == stats.num_generated == 100
+
+
+# -- leaving ---------------------------------------------------------------------------------------------
+
+
+def test_cancelled_row_frees_its_slot_at_the_next_plan() -> None:
+    harness = Harness(max_rows=2)
+    first, _ = decoding(harness, 2)
+    waiting = harness.add(5)
+    harness.steps(3)
+    assert waiting.slot is None
+    harness.cancel(first)
+    assert waiting.id in planned_ids(harness.step())
+
+
+def test_waiting_prefilling_and_decoding_requests_can_be_cancelled() -> None:
+    harness = Harness(max_rows=2, prefill_step_size=8)
+    (running,) = decoding(harness, 1)
+    prefilling, waiting = harness.add(100), harness.add(5)
+    harness.steps(2)
+    assert 0 < prefilling.num_cached < 100
+    for sequence in (waiting, prefilling, running):
+        harness.cancel(sequence)
+        harness.check()
+        assert harness.answer(sequence).finish_reason == "cancelled"
+    harness.run_to_idle(most=0)
+
+
+@pytest.mark.parametrize("leaver", range(5))
+def test_row_that_leaves_moves_at_most_one_other_row(leaver: int) -> None:
+    harness = Harness(max_rows=5)
+    rows = decoding(harness, 5, depth=2)
+    harness.cancel(rows[leaver])
+    plan = harness.step()
+    assert plan is not None
+    assert len(plan.moves) == (0 if leaver == 4 else 1)
+    assert all(move.one_way for move in plan.moves)
+    assert harness.steps(1)[0].moves == ()
+
+
+def test_row_that_leaves_beside_prefilling_rows_moves_at_most_one_of_each_kind() -> None:
+    harness = Harness(max_rows=6, prefill_step_size=8)
+    rows = decoding(harness, 3)
+    for _ in range(3):
+        harness.add(100, max_tokens=2)
+    harness.steps(6)
+    harness.cancel(rows[0])
+    plan = harness.step()
+    assert plan is not None
+    assert [(move.source, move.target) for move in plan.moves] == [(2, 0), (5, 2)]
+    harness.run_to_idle()
+
+
+def test_row_that_becomes_decoding_changes_places_with_a_prefilling_one() -> None:
+    harness = Harness(max_rows=3, prefill_step_size=8)
+    slow, quick = harness.add(100, max_tokens=4), harness.add(10, max_tokens=20)
+    harness.run_until(lambda: quick.is_decoding)
+    plan = harness.step()
+    assert plan is not None
+    assert [(move.source, move.target, move.one_way) for move in plan.moves] == [(1, 0, False)]
+    assert (quick.slot, slow.slot) == (0, 1)
+    harness.run_to_idle()
+
+
+def test_cancelling_who_was_about_to_move_loses_nothing() -> None:
+    harness = Harness(max_rows=5)
+    rows = decoding(harness, 5, depth=3)
+    harness.cancel(rows[1])
+    harness.cancel(rows[4])  # would have filled the gap
+    harness.step()
+    assert sorted(row.slot for row in (rows[0], rows[2], rows[3]) if row.slot is not None) == [0, 1, 2]
+    harness.run_to_idle()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("which", ["decoding", "moving", "prefilling", "picking", "waiting"])
+def test_cancel_while_the_step_runs(which: str, raises: bool) -> None:
+    harness = Harness(max_rows=5, prefill_step_size=8)
+    rows = decoding(harness, 3, depth=3)
+    sequences = {
+        "decoding": rows[1],
+        "moving": rows[2],
+        "prefilling": harness.add(100),
+        "picking": harness.add(3),
+        "waiting": harness.add(5),
+    }
+    harness.cancel(rows[0])
+    harness.runner.raises_next = raises
+    harness.step(meanwhile=lambda: harness.cancel(sequences[which]))
+    assert harness.answer(sequences[which]).finish_reason == "cancelled"
+    harness.run_to_idle()
+    assert [answer.error for answer in harness.answers.values()] == [None] * 6
+
+
+@pytest.mark.parametrize("depth", [0, 8])
+def test_row_that_stops_inside_its_accepted_drafts_ends_there(depth: int) -> None:
+    harness = Harness(max_rows=6)
+    for stop_id in range(6):
+        harness.add(5 + stop_id, max_tokens=100, depth=depth, stop_ids=[stop_id])
+    for stop_token in range(6):
+        harness.add(5 + stop_token, max_tokens=100, depth=depth, stop_token=stop_token)
+    harness.run_to_idle()
+    assert {answer.finish_reason for answer in harness.answers.values()} == {"stop"}
+
+
+def test_min_tokens_bans_the_stop_ids_and_only_until_then() -> None:
+    harness = Harness()
+    every_id = list(range(15))
+    sequence = harness.add(5, max_tokens=50, min_tokens=20, depth=8, stop_ids=every_id)
+    harness.run_to_idle()
+    answer = harness.answer(sequence)
+    assert set(answer.token_ids[:20]) == {15}
+    assert answer.finish_reason == "stop"
+
+
+# -- memory ----------------------------------------------------------------------------------------------
+
+
+def crowded(depth: int = 0, num: int = 3, max_tokens: int = 100) -> tuple[Harness, list[Sequence]]:
+    """Rows that fit together when they join and do not when they have grown."""
+    harness = Harness(max_rows=num, budget_bytes=budget_for(num, 5 + PAGE + SLACK))
+    return harness, [harness.add(5, max_tokens=max_tokens, depth=depth) for _ in range(num)]
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_oldest_is_never_preempted_and_the_preempted_come_back_in_order_with_their_tokens(depth: int) -> None:
+    harness, rows = crowded(depth, num=4)
+    went: list[int] = []
+    came_back: list[int] = []
+    while harness.live:
+        was_in = {row.id: row.slot is not None for row in harness.live.values()}
+        was_preempted = {row.id: row.preemptions for row in rows}
+        harness.step()
+        went += [i for i in reversed(was_in) if rows[i].preemptions > was_preempted[i]]
+        came_back += [i for i in was_in if not was_in[i] and was_preempted[i] and rows[i].num_cached]
+    assert went[:3] == [3, 2, 1]
+    assert came_back[-3:] == [1, 2, 3]
+    assert rows[0].preemptions == 0
+    assert rows[0].stats().preemptions == 0
+    assert rows[3].stats().preemptions > 0
+    harness.run_to_idle()
+
+
+def test_preempted_row_prefills_its_answer_too_and_goes_on() -> None:
+    harness, rows = crowded()
+    harness.run_until(lambda: rows[2].preemptions > 0)
+    known = list(rows[2].tokens)
+    assert len(known) > 5
+    assert (rows[2].num_prefill, rows[2].num_cached, rows[2].slot) == (len(known), 0, None)
+    harness.run_until(lambda: rows[2].num_cached > 0)
+    assert rows[2].tokens[: len(known)] == known
+    harness.run_to_idle()
+
+
+def test_row_that_is_preempted_in_the_middle_of_its_prompt_begins_it_again() -> None:
+    budget = budget_for(2, 60 + PAGE + SLACK)
+    harness = Harness(max_rows=2, prefill_step_size=1, budget_bytes=budget)
+    first = harness.add(1, max_tokens=150, depth=8)
+    late = harness.add(60, max_tokens=5, depth=2)
+    harness.run_until(lambda: late.preemptions > 0)
+    assert late.num_generated == 0
+    assert first.preemptions == 0
+    harness.run_to_idle()
+
+
+def test_caches_shrink_under_rows_in_high_slots() -> None:
+    harness = Harness(max_rows=6, budget_bytes=budget_for(6, 5 + PAGE + SLACK))
+    rows = [harness.add(5, max_tokens=100, depth=2) for _ in range(6)]
+    harness.steps(2)
+    for row in rows[:4]:
+        harness.cancel(row)
+    shapes = []
+    while rows[4].id in harness.live:
+        plan = harness.step()
+        assert plan is not None
+        shapes.append((plan.num_slots, plan.capacity))
+    assert shapes[0][0] == 6
+    assert min(num_slots for num_slots, _ in shapes) == 2
+    assert rows[5].preemptions == 0
+    harness.run_to_idle()
+
+
+def test_caches_lose_capacity_when_the_long_row_has_gone_and_room_is_needed() -> None:
+    harness = Harness(max_rows=4, prefill_step_size=500, budget_bytes=budget_for(1, 500 + SLACK))
+    harness.add(450, max_tokens=3)
+    harness.run_to_idle()
+    long = harness.add(450, max_tokens=3)
+    short = [harness.add(20, max_tokens=10) for _ in range(4)]
+    harness.run_until(lambda: long.id not in harness.live)
+    plan = harness.step()
+    assert plan is not None
+    assert plan.capacity < 100
+    assert len(rows_of(plan)) == 4
+    assert all(row.preemptions == 0 for row in short)
+    harness.run_to_idle()
+
+
+def test_rows_that_cannot_grow_past_their_page_are_let_in_together() -> None:
+    harness = Harness(max_rows=4, budget_bytes=budget_for(4, 2 * PAGE))
+    for _ in range(4):
+        harness.add(PAGE - 5, max_tokens=5)
+    assert len(rows_of(harness.step())) == 2  # as many as the chunk size takes
+    harness.step()
+    assert harness.scheduler.num_rows == 4
+    harness.run_to_idle()
+
+
+def test_row_too_large_for_the_budget_runs_alone_rather_than_never() -> None:
+    """The door refuses such a request; if one gets through, it must not stop the others."""
+    harness = Harness(budget_bytes=10)
+    assert harness.scheduler.longest_context() == 0
+    rows = [harness.add(20, max_tokens=40, depth=3) for _ in range(3)]
+    most_rows = 0
+    while harness.live:
+        most_rows = max(most_rows, len(rows_of(harness.step())))
+    assert most_rows == 1
+    assert all(row.preemptions == 0 for row in rows)
+    harness.run_to_idle()
+
+
+def test_idle_scheduler_holds_nothing_and_serves_again() -> None:
+    harness = Harness()
+    for _ in range(3):
+        harness.add(50, depth=4)
+        harness.run_to_idle()
+
+
+@given(
+    bytes_per_cell=st.integers(1, 10_000),
+    bytes_per_slot=st.integers(0, 10**6),
+    page_size=st.integers(1, 512),
+    budget=st.integers(0, 10**9),
+)
+@settings(deadline=None)
+def test_longest_context_is_the_most_that_fits(
+    bytes_per_cell: int, bytes_per_slot: int, page_size: int, budget: int
+) -> None:
+    geometry = CacheGeometry(bytes_per_cell, bytes_per_slot, page_size)
+    longest = Scheduler(EngineConfig(), geometry, budget).longest_context()
+    if longest > 0:
+        assert geometry.num_bytes(1, geometry.capacity_for(longest + SLACK)) <= budget
+    assert geometry.num_bytes(1, geometry.capacity_for(longest + 1 + SLACK)) > budget
+
+
+@pytest.mark.parametrize("depth", [0, 1, 8])
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+def test_row_of_the_longest_context_runs_to_its_end_within_the_budget(page_size: int, depth: int) -> None:
+    harness = Harness(geometry=CacheGeometry(3, 10, page_size), budget_bytes=500)
+    longest = harness.scheduler.longest_context()
+    harness.add(longest - 60, max_tokens=60, depth=depth)
+    harness.run_to_idle()  # checks the bytes of every step
+
+
+# -- failures --------------------------------------------------------------------------------------------
+
+
+def test_failed_step_loses_no_token_and_keeps_the_order() -> None:
+    harness = Harness(max_rows=2)
+    rows = decoding(harness, 2, depth=2)
+    waiting = harness.add(5)
+    known = [list(row.tokens) for row in rows]
+    harness.runner.raises_next = True
+    harness.step()
+    assert [list(row.tokens) for row in rows] == known
+    assert harness.scheduler.num_bytes == 0
+    assert harness.scheduler.num_waiting == 3
+    harness.step()
+    assert waiting.slot is None
+    harness.run_to_idle()
+    assert {answer.finish_reason for answer in harness.answers.values()} == {"length"}
+
+
+def test_rows_share_a_batch_again_soon_after_a_failed_step() -> None:
+    harness = Harness(max_rows=4)
+    rows = decoding(harness, 4, depth=2)
+    harness.runner.raises_next = True
+    harness.step()
+    num_steps = harness.run_until(lambda: not any(row.failures for row in rows), most=20)
+    assert num_steps == 2 * len(rows)  # each prefilled alone, and one decode step
+    assert len(rows_of(harness.step())) == 4
+
+
+def test_new_request_is_served_after_a_failed_step_before_the_old_ones_end() -> None:
+    harness = Harness(max_rows=4)
+    decoding(harness, 3)
+    harness.runner.raises_next = True
+    harness.step()
+    late = harness.add(5, max_tokens=3)
+    assert harness.run_until(lambda: late.id not in harness.live) < 15
+
+
+@pytest.mark.parametrize("chunk_that_fails", [0, 1, 2])
+def test_poisoned_prompt_ends_in_error_whichever_chunk_fails(chunk_that_fails: int) -> None:
+    harness = Harness(max_rows=3, prefill_step_size=10)
+    decoding(harness, 2)
+    poisoned = harness.add(30)
+    harness.runner.faults[poisoned.id] = lambda row: row.start >= 10 * chunk_that_fails
+    harness.run_until(lambda: poisoned.id not in harness.live, most=50)
+    assert harness.answer(poisoned).error == "no reason"
+    assert harness.runner.num_raised == MAX_FAILURES
+    harness.run_to_idle()
+    assert [answer.finish_reason for answer in harness.answers.values()] == ["length", "length", "error"]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_request_that_keeps_failing_in_its_answer_takes_no_other_with_it(place: int) -> None:
+    harness = Harness(max_rows=3)
+    rows = [harness.add(5, max_tokens=30, depth=3) for _ in range(4)]
+    harness.runner.faults[rows[place].id] = lambda row: row.num_drafts > 0
+    harness.run_to_idle()
+    reasons = [harness.answer(row).finish_reason for row in rows]
+    assert reasons.pop(place) == "error"
+    assert reasons == ["length"] * 3
+    assert harness.runner.num_raised == MAX_FAILURES
+
+
+def test_several_poisoned_requests_all_end_and_the_others_finish() -> None:
+    harness = Harness(max_rows=6)
+    rows = [harness.add(5, max_tokens=20, depth=3) for _ in range(8)]
+    for row in rows[1::2]:
+        harness.runner.faults[row.id] = lambda row: row.picks
+    harness.run_to_idle()
+    assert [harness.answer(row).finish_reason for row in rows] == ["length", "error"] * 4
+
+
+def test_device_that_always_fails_ends_every_request() -> None:
+    harness = Harness(max_rows=3)
+    rows = [harness.add(5) for _ in range(5)]
+    for row in rows:
+        harness.runner.faults[row.id] = lambda row: True
+    harness.run_to_idle(most=20)
+    assert {answer.finish_reason for answer in harness.answers.values()} == {"error"}
+
+
+def test_rows_that_fail_only_in_company_still_finish() -> None:
+    harness = Harness(max_rows=3)
+    rows = [harness.add(5, max_tokens=20, depth=2) for _ in range(3)]
+    harness.runner.faults[rows[1].id] = lambda row: sum(s.failures for s in harness.live.values()) == 0
+    harness.run_until(lambda: rows[1].id not in harness.live)
+    harness.run_to_idle()
+    assert {answer.finish_reason for answer in harness.answers.values()} == {"length"}
+
+
+def test_preempted_suspect_is_tried_alone_when_it_comes_back() -> None:
+    harness, rows = crowded(depth=2)
+    harness.run_until(lambda: rows[2].num_generated > 5)
+    harness.runner.raises_next = True
+    harness.step()
+    harness.run_to_idle()  # the harness sees that no suspect runs in company
+    assert {answer.finish_reason for answer in harness.answers.values()} == {"length"}
+
+
+def test_text_that_raises_ends_its_own_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    harness = Harness(max_rows=4)
+    rows = [harness.add(5, max_tokens=20, depth=3, raises_at=7 if i == 1 else None) for i in range(4)]
+    harness.run_to_idle()
+    assert harness.answer(rows[1]).error == "UnicodeError: not a character"
+    assert [harness.answer(row).finish_reason for row in rows] == ["length", "error", "length", "length"]
+    assert "r1" in caplog.text
+
+
+def test_drafter_that_raises_ends_its_own_request_only() -> None:
+    class BrokenDrafter:
+        def propose(self, token_ids: object, num: int) -> list[int]:
+            raise ZeroDivisionError("no idea")
+
+    harness = Harness(max_rows=2)
+    broken, sound = harness.add(5, depth=2, drafter=BrokenDrafter()), harness.add(5, depth=2)
+    harness.run_to_idle()
+    assert harness.answer(broken).error == "ZeroDivisionError: no idea"
+    assert harness.answer(sound).finish_reason == "length"
+
+
+def test_drafter_that_proposes_too_much_is_cut() -> None:
+    class EagerDrafter:
+        def propose(self, token_ids: object, num: int) -> list[int]:
+            return [1] * 50
+
+    harness = Harness()
+    harness.add(5, depth=3, max_tokens=30, drafter=EagerDrafter())
+    assert all(row.num_drafts <= 3 for plan in harness.steps(10) for row in rows_of(plan))
+    harness.run_to_idle()
+
+
+def test_result_that_does_not_match_the_plan_commits_nothing() -> None:
+    harness = Harness()
+    rows = decoding(harness, 3)
+    known = [list(row.tokens) for row in rows]
+    plan = harness.scheduler.plan()
+    assert plan is not None
+    result = harness.runner.run(plan)
+    for wrong in (result.rows[:2], (), (*result.rows, result.rows[0]), (*result.rows[:2], result.rows[0])):
+        with pytest.raises(RuntimeError, match="brought"):
+            harness.scheduler.commit(StepResult(wrong))
+    assert [row.tokens for row in rows] == known
+    harness.take(*harness.scheduler.commit(result))
+    harness.run_to_idle()
+
+
+@pytest.mark.parametrize("corrupt", ["tokens", "slots", "bytes"])
+def test_integrity_check_notices_broken_books(corrupt: str) -> None:
+    harness = Harness()
+    rows = decoding(harness, 2)
+    if corrupt == "tokens":
+        rows[0].tokens.append(1)
+    elif corrupt == "slots":
+        rows[0].slot = rows[1].slot
+    else:
+        harness.scheduler._budget_bytes = 1
+    with pytest.raises(AssertionError):
+        harness.scheduler.check_integrity()
+
+
+# -- the fake runner itself ------------------------------------------------------------------------------
+
+
+def test_fake_runner_notices_a_stale_slot() -> None:
+    harness = Harness()
+    rows = decoding(harness, 2)
+    harness.runner.cells.reverse()
+    with pytest.raises(AssertionError, match="another text"):
+        harness.step()
+    assert len(rows) == 2
+
+
+def test_fake_runner_raises_after_it_changed_the_caches() -> None:
+    harness = Harness()
+    harness.add(5)
+    harness.runner.raises_next = True
+    plan = harness.scheduler.plan()
+    assert plan is not None
+    with pytest.raises(StepFailed):
+        harness.runner.run(plan)
+    assert harness.runner.num_bytes > 0
+
+
+def test_every_accepted_length_occurs() -> None:
+    harness = Harness()
+    sequence = harness.add(5, max_tokens=500, depth=8)
+    strides = set()
+    for _ in itertools.takewhile(lambda _: sequence.id in harness.live, range(500)):
+        before = sequence.num_generated
+        harness.step()
+        strides.add(sequence.num_generated - before)
+    assert strides == set(range(1, 10))

@@ -1,0 +1,273 @@
+"""Checkpoint folders: what is loaded equals what was saved; what cannot be loaded names the file at fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from outrider.models.families import UnsupportedModel
+from outrider.models.loader import (
+    CONTEXT_KEYS,
+    DEFAULT_CONTEXT,
+    LoadedModel,
+    ModelLoadError,
+    find_folder,
+    load,
+)
+from ragged_rows import error, solo_logits
+from tiny_models import END_ID, VOCAB_SIZE, save_checkpoint, tiny_config, tiny_model, write_checkpoint
+
+TEXT = [5, 9, 33, 70, 2, 111, 64]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound llama checkpoint, to be damaged."""
+    write_checkpoint(tmp_path / "model", "llama")
+    return tmp_path / "model"
+
+
+def _dtypes(loaded: LoadedModel) -> set[mx.Dtype]:
+    return {array.dtype for _, array in tree_flatten(loaded.trunk.model.parameters())}
+
+
+def _damaged(file: Path) -> str:
+    """Why a model cannot be loaded; checks that the message names `file`."""
+    with pytest.raises(ModelLoadError) as caught:
+        load(file if file.is_dir() else file.parent)
+    assert str(file) in str(caught.value)
+    return str(caught.value)
+
+
+def _rewrite_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "deepseek_v3"])
+def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path, family: str) -> None:
+    saved = write_checkpoint(tmp_path / family, family)
+    loaded = load(tmp_path / family)
+    assert (loaded.family, loaded.path) == (family, tmp_path / family)
+    assert loaded.eos_ids == {END_ID}
+    assert loaded.trunk.vocab_size == VOCAB_SIZE
+    assert loaded.trunk.max_context == 256
+    assert loaded.config["model_type"] == family
+    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(saved, TEXT)) == 0
+
+
+def test_a_remapped_model_type_is_loaded_as_its_family(folder: Path) -> None:
+    _rewrite_config(folder, model_type="mistral")
+    assert load(folder).family == "llama"
+
+
+def test_the_tiny_tokenizer_can_be_used(folder: Path) -> None:
+    tokenizer = load(str(folder)).tokenizer
+    text = "Hi there, {braces}!\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    assert tokenizer.decode(prompt) == "<|user|>Hi<|end|><|assistant|>"
+
+
+def test_generation_config_names_the_end_tokens(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3]}))
+    assert load(folder).eos_ids == {0, 3}
+
+
+@pytest.mark.parametrize(
+    ("family", "named", "max_context"),
+    [
+        ("llama", {"max_position_embeddings": 100}, 100),
+        ("gpt2", {"n_positions": 256}, 256),  # learned positions: there is nothing past the last one
+        ("internlm2", {}, DEFAULT_CONTEXT),
+    ],
+)
+def test_the_context_is_the_one_that_the_config_names(
+    tmp_path: Path, family: str, named: dict[str, int], max_context: int
+) -> None:
+    config = {key: value for key, value in tiny_config(family).items() if key not in CONTEXT_KEYS}
+    save_checkpoint(tmp_path, tiny_model(family), config | named)
+    assert load(tmp_path).trunk.max_context == max_context
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "bits", "group_size"),
+    [
+        ("llama", "affine", 4, 32),
+        ("qwen3", "affine", 8, 64),
+        ("qwen3_moe", "affine", 4, 32),
+        ("llama", "mxfp4", 4, 32),
+        ("qwen3", "nvfp4", 4, 16),
+    ],
+)
+def test_a_quantised_model_becomes_float32_on_the_cpu_with_the_same_logits(
+    tmp_path: Path, family: str, mode: str, bits: int, group_size: int
+) -> None:
+    quantised = tiny_model(family)
+    exact = solo_logits(quantised, TEXT)
+    settings = {"group_size": group_size, "bits": bits, "mode": mode}
+    nn.quantize(quantised, **settings, class_predicate=lambda _, module: _fits(module, group_size))
+    save_checkpoint(tmp_path, quantised, tiny_config(family) | {"quantization": settings})
+    loaded = load(tmp_path)
+    want = solo_logits(quantised, TEXT)
+    assert error(exact, want) > 1e-3  # quantising did something
+    assert error(solo_logits(loaded.trunk.model, TEXT), want) <= 1e-5
+    assert _dtypes(loaded) == {mx.float32}
+    assert not any(hasattr(module, "bits") for _, module in loaded.trunk.model.named_modules())
+
+
+def _fits(module: nn.Module, group_size: int) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+
+
+def test_half_precision_weights_become_float32_on_the_cpu(tmp_path: Path) -> None:
+    half = tiny_model("llama")
+    half.set_dtype(mx.bfloat16)
+    save_checkpoint(tmp_path, half, tiny_config("llama"))
+    loaded = load(tmp_path)
+    assert _dtypes(loaded) == {mx.float32}
+    assert loaded.trunk.dtype == mx.float32
+    half.set_dtype(mx.float32)
+    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(half, TEXT)) == 0
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no such folder") as caught:
+        load(tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "./owner/name", "a/b/c"])
+def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="no such folder, and not a Hugging Face id"):
+        load(name)
+
+
+def test_a_file_instead_of_a_folder(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is a file; a model is"):
+        load(folder / "model.safetensors")
+
+
+def test_a_missing_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    assert "is missing: not a model folder" in _damaged(folder / "config.json")
+
+
+@pytest.mark.parametrize("content", [b'{"model_type": ', b"", b"\xff\xfe\x00"])
+def test_a_broken_config(folder: Path, content: bytes) -> None:
+    (folder / "config.json").write_bytes(content)
+    assert "cannot be read" in _damaged(folder / "config.json")
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"model_type": null}', '{"model_type": ["llama"]}'])
+def test_a_config_without_a_model_type(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    assert "names no model_type" in _damaged(folder / "config.json")
+
+
+def test_a_config_that_lacks_sizes(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert "hidden_size" in _damaged(folder)
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "falcon_mamba", "qwen3_vl", "brand_new"])
+def test_a_refused_family_is_refused_before_its_weights_are_read(folder: Path, model_type: str) -> None:
+    _rewrite_config(folder, model_type=model_type)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match="is not served"):
+        load(folder)
+
+
+def test_a_config_that_a_served_family_cannot_serve(folder: Path) -> None:
+    _rewrite_config(folder, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    with pytest.raises(UnsupportedModel, match=r"'llama' is not served: .* rows of different lengths"):
+        load(folder)
+
+
+def test_missing_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "holds no weights" in _damaged(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, 0.5, 0.99])
+def test_weights_that_are_cut_short(folder: Path, kept: float) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept * len(content)) if kept < 1 else int(kept)])
+    _damaged(file)
+
+
+def test_the_damaged_file_among_several_is_named(folder: Path) -> None:
+    (folder / "model-00002.safetensors").write_bytes(b"not safetensors")
+    _damaged(folder / "model-00002.safetensors")
+
+
+def test_weights_of_another_shape(folder: Path) -> None:
+    _rewrite_config(folder, intermediate_size=80)
+    message = _damaged(folder)
+    assert "mlp" in message
+    assert "(80, 64)" in message
+
+
+def test_a_missing_tensor(folder: Path) -> None:
+    model = tiny_model("llama")
+    del model.model.norm["weight"]
+    save_checkpoint(folder, model, tiny_config("llama"))
+    assert "model.norm.weight" in _damaged(folder)
+
+
+def test_an_unknown_tensor(folder: Path) -> None:
+    model = tiny_model("llama")
+    model.model.surprise = nn.Linear(2, 2)
+    save_checkpoint(folder, model, tiny_config("llama"))
+    assert "model.surprise.weight" in _damaged(folder)
+
+
+def test_a_missing_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert "holds no tokenizer" in _damaged(folder)
+
+
+@pytest.mark.parametrize("content", ["{", '{"model": {"type": "Unheard"}}'])
+def test_a_broken_tokenizer(folder: Path, content: str) -> None:
+    (folder / "tokenizer.json").write_text(content)
+    assert "the tokenizer in" in _damaged(folder)
+
+
+def test_a_checkpoint_that_brings_code_is_not_run(folder: Path) -> None:
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    _rewrite_config(folder, model_file="evil.py")
+    assert "evil.py" in _damaged(folder)
+
+
+def test_a_hub_id_is_the_folder_that_was_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(repo_id: str, allow_patterns: list[str]) -> str:
+        asked.append((repo_id, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_folder("owner/name") == folder
+    assert asked[0][0] == "owner/name"
+    assert {"*.json", "*.safetensors"} <= set(asked[0][1])
+
+
+@pytest.mark.parametrize("failure", [OSError("offline\nmore"), TimeoutError()])
+def test_a_failed_download_says_both_what_is_missing_and_why(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise failure
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ModelLoadError, match=f"owner/name: .*{type(failure).__name__}") as caught:
+        find_folder("owner/name")
+    assert "more" not in str(caught.value)

@@ -1,0 +1,453 @@
+"""Random histories of an engine: who asks for what, who joins, leaves, is cancelled or preempted, what fails.
+
+A history is made from one number, so that it can be played again. Playing it drives the scheduler and the
+runner; the books are checked after every step, and in the end every answer against the same request alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from outrider.config import EngineConfig
+from outrider.engine import sequence as engine_sequence
+from outrider.engine.scheduler import SLACK, Scheduler
+from outrider.engine.sequence import Delta
+from outrider.models.heads import LoadedHead, MTPHead, head_kv_spec, new_head
+from outrider.models.trunk import Trunk
+from outrider.plan import TokenLogprobs
+from outrider.request import Request, SamplingParams
+from outrider.speculate.drafter import Drafter
+from outrider.speculate.ngram import NgramDrafter
+from outrider.step.runner import Runner
+from step.reference import Answer, fresh_cells, solo_answer
+from step.scripted_drafter import ScriptedDrafter
+from tiny_models import tiny_model
+
+Kind = Literal["plain", "scripted", "ngram", "head", "scripted with head"]
+KINDS: tuple[Kind, ...] = ("plain", "scripted", "ngram", "head", "scripted with head")
+HeadSize = Literal["none", "whole", "reduced"]
+SHALLOW = {
+    "llama": {"num_hidden_layers": 2},
+    "qwen3": {"num_hidden_layers": 2},
+}  # where two say as much as three
+CELL_TOLERANCE = 1e-4
+LOGPROB_TOLERANCE = 1e-3
+
+
+class Divergence(AssertionError):
+    """A request did not give what it gives alone."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a history."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    kind: Kind
+    joins_at: int  # step
+    cancelled_at: int | None
+
+
+@dataclass(frozen=True)
+class History:
+    seed: int
+    asks: tuple[Ask, ...]
+    head: HeadSize
+    max_rows: int
+    chunk: int
+    page: int
+    roominess: float  # the memory budget, in rows of the longest length
+    failing: frozenset[int]  # steps that raise
+    inspects: bool  # compare all cells with fresh ones after every step
+    scribbles: bool  # overwrite all cells that hold nothing after every step
+
+
+@dataclass
+class Tally:
+    """What was exercised; several plays add up."""
+
+    histories: int = 0
+    tokens: int = 0
+    excused: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[tuple[str, int, int]] = field(default_factory=Counter)  # kind, drafted, accepted
+    preemptions: int = 0
+    failed_steps: int = 0
+    cells: int = 0
+
+    def add(self, other: Tally) -> None:
+        self.histories += other.histories
+        self.tokens += other.tokens
+        self.excused += other.excused
+        self.finished += other.finished
+        self.accepted += other.accepted
+        self.preemptions += other.preemptions
+        self.failed_steps += other.failed_steps
+        self.cells += other.cells
+
+    def summary(self) -> str:
+        return (
+            f"{self.histories} histories, {self.tokens} tokens, {self.excused} excused, "
+            f"ends {dict(self.finished)}, {self.preemptions} preemptions, {self.failed_steps} failed steps, "
+            f"{self.cells} cells compared"
+        )
+
+    def accepted_lengths(self, *kinds: str) -> set[tuple[int, int]]:
+        return {(drafted, accepted) for kind, drafted, accepted in self.accepted if kind in kinds}
+
+
+class World:
+    """A tiny model with heads of random weights, and a runner for each."""
+
+    def __init__(self, family: str) -> None:
+        self.model: nn.Module = tiny_model(family, **SHALLOW.get(family, {}))
+        self.trunk = Trunk(self.model, max_context=256)
+        self.vocab_size = self.trunk.vocab_size
+        mx.random.seed(7)
+        self.head: MTPHead = new_head(self.trunk)
+        mx.eval(self.head.parameters())
+        kv_spec = head_kv_spec(self.head, self.trunk)
+        some = mx.array(sorted(random.Random(7).sample(range(self.vocab_size), self.vocab_size // 2)))
+        self.runners: dict[HeadSize, Runner] = {
+            "none": Runner(self.trunk),
+            "whole": Runner(self.trunk, LoadedHead(self.head, kv_spec, "random", None)),
+            "reduced": Runner(self.trunk, LoadedHead(self.head, kv_spec, "random", some)),
+        }
+
+    def answer(self, ask: Ask, so_far: Sequence[int] = ()) -> Answer:
+        return solo_answer(self.model, ask.prompt, ask.params, so_far)
+
+
+@functools.cache
+def world(family: str) -> World:
+    return World(family)
+
+
+# -- making one ------------------------------------------------------------------------------------------
+
+
+def random_history(seed: int, vocab_size: int) -> History:
+    rng = random.Random(seed)
+    if rng.random() < 0.1:
+        return _tight_history(seed, rng, vocab_size)
+    head: HeadSize = rng.choice(("none", "whole", "whole", "reduced"))
+    return History(
+        seed=seed,
+        asks=tuple(_random_ask(rng, vocab_size, head) for _ in range(rng.randint(1, 7))),
+        head=head,
+        max_rows=rng.randint(1, 6),
+        chunk=rng.choice((1, 2, 5, 16, rng.randint(1, 64), 64)),
+        page=rng.choice((16, 32, 64)),
+        roominess=rng.choice((1.0, 2.0, 4.0, 100.0)),
+        failing=frozenset(rng.sample(range(30), rng.randint(1, 4))) if rng.random() < 0.2 else frozenset(),
+        inspects=rng.random() < 0.15,
+        scribbles=rng.random() < 0.3,
+    )
+
+
+def _tight_history(seed: int, rng: random.Random, vocab_size: int) -> History:
+    """Rows that outgrow the memory they were admitted with: some are preempted."""
+    head: HeadSize = rng.choice(("whole", "reduced"))
+    asks = [_random_ask(rng, vocab_size, head) for _ in range(rng.randint(2, 4))]
+    return History(
+        seed=seed,
+        asks=tuple(
+            replace(
+                ask,
+                prompt=ask.prompt[:8],
+                params=replace(ask.params, max_tokens=rng.randint(40, 70), min_tokens=0, stop_token_ids=()),
+                joins_at=rng.choice((0, 0, 5)),
+            )
+            for ask in asks
+        ),
+        head=head,
+        max_rows=6,
+        chunk=rng.choice((3, 16)),
+        page=16,
+        roominess=rng.choice((1.3, 1.6, 1.9)),
+        failing=frozenset(),
+        inspects=rng.random() < 0.1,
+        scribbles=rng.random() < 0.3,
+    )
+
+
+def _random_ask(rng: random.Random, vocab_size: int, head: HeadSize) -> Ask:
+    kind = rng.choice(KINDS if head != "none" else KINDS[:3])
+    params = _random_params(rng, vocab_size)
+    if kind == "ngram" and rng.random() < 0.7:  # few tokens to choose from: they repeat themselves
+        params = replace(params, logit_bias=dict.fromkeys(rng.sample(range(vocab_size), 2), 12.0))
+    return Ask(
+        prompt=_random_prompt(rng, vocab_size),
+        params=params,
+        kind=kind,
+        joins_at=rng.choice((0, 0, rng.randint(0, 25))),
+        cancelled_at=rng.randint(0, 30) if rng.random() < 0.15 else None,
+    )
+
+
+def _random_prompt(rng: random.Random, vocab_size: int) -> tuple[int, ...]:
+    num = rng.choice((1, 2, rng.randint(1, 60), rng.randint(1, 60)))
+    prompt = [rng.randrange(vocab_size) for _ in range(num)]
+    if rng.random() < 0.3:  # text that repeats itself
+        period = rng.randint(1, 6)
+        prompt = [prompt[i % period % num] for i in range(num)]
+    return tuple(prompt)
+
+
+def _random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
+    def some(value: float, off: float, share: float = 0.25) -> float:
+        return round(value, 3) if rng.random() < share else off
+
+    def ids(most: int) -> list[int]:
+        return rng.sample(range(vocab_size), rng.randint(1, most))
+
+    max_tokens = rng.choice((rng.randint(1, 3), *(rng.randint(1, 30) for _ in range(3))))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.4 else 0,
+        temperature=rng.choice((0, 0, 0, 0.05, 0.5, 1.0, 2.0, 20.0)),
+        top_k=rng.choice((0, 0, 0, 1, 3, 20, 500)),
+        top_p=some(rng.uniform(0.05, 0.999), 1.0),
+        min_p=some(rng.uniform(0.001, 0.5), 0.0, 0.15),
+        repetition_penalty=some(rng.uniform(0.7, 1.6), 1.0),
+        presence_penalty=some(rng.uniform(-1, 2), 0.0),
+        frequency_penalty=some(rng.uniform(-0.5, 2), 0.0),
+        logit_bias={i: rng.choice((-math.inf, -2.5, 1.5, 4.0)) for i in ids(6)}
+        if rng.random() < 0.25
+        else {},
+        seed=rng.choice((rng.randrange(20), rng.getrandbits(64), -rng.getrandbits(40))),
+        stop_token_ids=tuple(ids(12)) if rng.random() < 0.4 else (),
+        logprobs=rng.choice((None, None, None, 0, 1, 5, 20)),
+        draft_depth=rng.randint(0, 8),
+    )
+
+
+# -- playing it ------------------------------------------------------------------------------------------
+
+
+class _NoText:
+    def push(self, token_id: int) -> tuple[str, bool]:
+        return "", False
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass
+class _Live:
+    ask: Ask
+    sequence: engine_sequence.Sequence
+    answer: Answer
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def play(world: World, history: History) -> Tally:
+    """Drive the history to its end; raises if anything is not as it must be."""
+    runner = world.runners[history.head]
+    runner.reset()
+    player = _Player(world, history, runner)
+    try:
+        player.run()
+    finally:
+        runner.reset()
+    return player.tally
+
+
+class _Player:
+    def __init__(self, world: World, history: History, runner: Runner) -> None:
+        self._world = world
+        self._history = history
+        self._runner = runner
+        self._scheduler = _scheduler(history, runner)
+        self._rng = random.Random(history.seed)
+        self._live: dict[str, _Live] = {}
+        self.tally = Tally(histories=1)
+
+    def run(self) -> None:
+        last_join = max(ask.joins_at for ask in self._history.asks)
+        for step in itertools.count():
+            if step > 5000:
+                raise AssertionError("the history does not end")
+            self._come_and_go(step)
+            plan = self._scheduler.plan()
+            if plan is not None:
+                self._step(plan, fails=step in self._history.failing)
+            else:
+                self._runner.reset()  # as the engine does when it rests
+            self._check_books()
+            if self._scheduler.is_idle and step >= last_join:
+                break
+        self._runner.reset()
+        assert self._scheduler.plan() is None
+        assert self._scheduler.num_bytes == self._runner.num_bytes == 0
+        for live in self._live.values():
+            self._check_answer(live)
+
+    def _come_and_go(self, step: int) -> None:
+        for index, ask in enumerate(self._history.asks):
+            name = f"ask {index}"
+            if ask.joins_at == step:
+                self._live[name] = live = self._join(index, name, ask)
+                self._scheduler.add(live.sequence)
+            if ask.cancelled_at == step and name in self._live and self._live[name].finish_reason is None:
+                self._take(self._scheduler.cancel(self._live[name].sequence))
+
+    def _join(self, index: int, name: str, ask: Ask) -> _Live:
+        answer = self._world.answer(ask)
+        depth = ask.params.draft_depth
+        assert isinstance(depth, int)
+        assert ask.params.max_tokens is not None
+        if ask.kind == "plain":
+            depth = 0
+        drafter: Drafter | None = None
+        if ask.kind.startswith("scripted"):
+            script = [*ask.prompt, *answer.token_ids]
+            drafter = ScriptedDrafter(
+                script, self._world.vocab_size, random.Random(f"{self._history.seed}/{index}")
+            )
+        elif ask.kind == "ngram":
+            drafter = NgramDrafter()
+        sequence = engine_sequence.Sequence(
+            id=index,
+            request=Request(name, ask.prompt, ask.params),
+            text=_NoText(),
+            stop_ids=frozenset(ask.params.stop_token_ids),
+            max_tokens=ask.params.max_tokens,
+            max_depth=depth,
+            feeds_head=ask.kind.endswith("head") and depth > 0,
+            drafter=drafter,
+        )
+        return _Live(ask, sequence, answer)
+
+    def _step(self, plan, fails: bool) -> None:
+        if fails:
+            self.tally.failed_steps += 1
+            if self._rng.random() < 0.5:
+                self._runner.run(plan)  # computed, and lost
+            self._runner.reset()
+            for delta in self._scheduler.fail("made to fail"):
+                self._take(delta)
+            return
+        result = self._runner.run(plan)
+        drafted = {row.sequence_id: row.num_drafts for batch in plan.batches for row in batch if row.picks}
+        for row in result.rows:
+            if row.token_ids:
+                kind = self._history.asks[row.sequence_id].kind
+                self.tally.accepted[kind, drafted[row.sequence_id], row.num_accepted] += 1
+        for delta in self._scheduler.commit(result):
+            self._take(delta)
+        if self._history.inspects:
+            self._check_cells()
+        if self._history.scribbles:
+            self._scribble()
+
+    def _take(self, delta: Delta) -> None:
+        live = self._live[delta.request_id]
+        assert live.finish_reason is None, "something came after the end"
+        live.token_ids += delta.token_ids
+        live.logprobs += delta.logprobs
+        live.finish_reason = delta.finish_reason
+        if delta.finish_reason is not None:
+            self.tally.finished[delta.finish_reason] += 1
+            self.tally.preemptions += live.sequence.preemptions
+
+    # -- what must hold ----------------------------------------------------------------------------------
+
+    def _check_books(self) -> None:
+        self._scheduler.check_integrity()
+        held, accounted = self._runner.num_bytes, self._scheduler.num_bytes
+        assert held == accounted, f"{held} bytes held, {accounted} accounted"
+
+    def _rows(self) -> list[engine_sequence.Sequence]:
+        return [live.sequence for live in self._live.values() if live.sequence.slot is not None]
+
+    def _check_cells(self) -> None:
+        buffers = list(self._runner._buffers())
+        for row in self._rows():
+            if not row.is_decoding:
+                continue
+            cells = fresh_cells(self._world.model, self._world.head if row.feeds_head else None, row.tokens)
+            for layer, (kv, (keys, values)) in enumerate(zip(buffers, cells, strict=False)):
+                for name, buffer, expected in (("keys", kv.keys, keys), ("values", kv.values, values)):
+                    found = np.array(buffer[row.slot, :, : len(row.tokens) - 1])
+                    error = np.abs(found - expected).max()
+                    if not error <= CELL_TOLERANCE:
+                        raise Divergence(f"row {row.id}: {name} of layer {layer} are off by {error:.2g}")
+                    self.tally.cells += expected.shape[1]
+
+    def _scribble(self) -> None:
+        """Junk into every cell that holds nothing: nobody may ever see it."""
+        for kv in self._runner._buffers():
+            num_slots, _, num_cells, _ = kv.keys.shape
+            lengths = np.zeros(num_slots, np.int32)
+            for row in self._rows():
+                lengths[row.slot] = row.num_cached
+            empty = mx.array(np.arange(num_cells) >= lengths[:, None])[:, None, :, None]
+            junk = self._rng.uniform(-1e4, 1e4)
+            kv.keys = mx.where(empty, junk, kv.keys)
+            kv.values = mx.where(empty, junk, kv.values)
+
+    def _check_answer(self, live: _Live) -> None:
+        assert live.finish_reason is not None, "a request has no end"
+        assert live.token_ids == live.sequence.tokens[len(live.ask.prompt) :], "deltas and tokens differ"
+        expected, found = live.answer, live.token_ids
+        while (place := _first_difference(expected.token_ids, found)) is not None:
+            if expected.is_firm[place]:
+                raise Divergence(
+                    f"{live.ask} gave {found} where alone it gives {list(expected.token_ids)}: "
+                    f"answer token {place} differs"
+                )
+            self.tally.excused += 1
+            expected = self._world.answer(live.ask, found[: place + 1])
+        if live.finish_reason in ("stop", "length") and len(found) != len(expected.token_ids):
+            raise Divergence(f"{live.ask} ended after {found}, alone it gives {list(expected.token_ids)}")
+        _check_logprobs(live, expected)
+        self.tally.tokens += len(found)
+
+
+def _scheduler(history: History, runner: Runner) -> Scheduler:
+    geometry = runner.geometry(history.page)
+    longest = max(len(ask.prompt) + (ask.params.max_tokens or 0) for ask in history.asks)
+    budget = geometry.num_bytes(1, geometry.capacity_for(longest + SLACK)) * history.roominess
+    config = EngineConfig(max_rows=history.max_rows, prefill_step_size=history.chunk, page_size=history.page)
+    scheduler = Scheduler(config, geometry, int(budget))
+    assert scheduler.longest_context() >= longest
+    return scheduler
+
+
+def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    pairs = zip(expected, found, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+
+
+def _check_logprobs(live: _Live, expected: Answer) -> None:
+    wanted = live.ask.params.logprobs
+    if wanted is None:
+        assert not live.logprobs
+        return
+    assert [entry.token_id for entry in live.logprobs] == live.token_ids
+    for entry, logprobs in zip(live.logprobs, expected.logprobs, strict=False):
+        if not logprobs.size:
+            continue
+        best = np.sort(logprobs)[::-1][:wanted]
+        errors = [
+            abs(entry.logprob - logprobs[entry.token_id]),
+            *(abs(value - logprobs[token_id]) for token_id, value in entry.top),
+            *np.abs(np.array([value for _, value in entry.top]) - best),
+        ]
+        if len(entry.top) != len(best) or max(errors) > LOGPROB_TOLERANCE:
+            raise Divergence(f"{live.ask}: log-probabilities {entry} are off by {max(errors):.2g}")

@@ -1,0 +1,67 @@
+"""What a request gives alone, without drafts, batches, ragged caches or this engine at all.
+
+Tokens come from mlx-lm's own model and caches and from the NumPy oracle of the picking rule. Cells come from
+one pass over the whole text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+import sampling_oracle as oracle
+from outrider.models.heads import MTPHead
+from outrider.request import SamplingParams
+
+Cells = list[tuple[np.ndarray, np.ndarray]]  # keys and values [heads, cells, dim] of each layer
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: tuple[int, ...]
+    is_firm: tuple[bool, ...]  # whether rounding cannot explain another choice at this place
+    logprobs: tuple[np.ndarray, ...]  # the model's own, over the vocabulary, at each place
+
+
+def solo_answer(
+    model: nn.Module, prompt: Sequence[int], params: SamplingParams, so_far: Sequence[int] = ()
+) -> Answer:
+    """The plain answer from its beginning, or as it continues after `so_far`."""
+    assert params.max_tokens is not None
+    cache = make_prompt_cache(model)
+    answer, firm, logprobs = list(so_far), [True] * len(so_far), [np.zeros(0)] * len(so_far)
+    fed: list[int] = [*prompt, *so_far]
+    while len(answer) < params.max_tokens:
+        logits = np.array(model(mx.array([fed]), cache=cache)[0, -1].astype(mx.float32), np.float64)
+        edited = oracle.edited(logits, params, prompt, answer, params.stop_token_ids)
+        choice = oracle.choose(edited, len(prompt) + len(answer), params)
+        answer.append(choice.token_id)
+        firm.append(choice.is_firm)
+        logprobs.append(oracle.log_softmax(logits))
+        if choice.token_id in params.stop_token_ids:
+            break
+        fed = [choice.token_id]
+    return Answer(tuple(answer), tuple(firm), tuple(logprobs))
+
+
+def fresh_cells(model: nn.Module, head: MTPHead | None, token_ids: Sequence[int]) -> Cells:
+    """What a decoding row with these committed tokens must hold: all but the last, and the head's pairs."""
+    inner = model.model
+    caches = [KVCache() for _ in make_prompt_cache(model)]
+    hidden = inner(mx.array([token_ids[:-1]]), cache=caches)
+    if head is not None:
+        pairs = KVCache()
+        head(
+            hidden, inner.embed_tokens(mx.array([token_ids[1:]])), pairs
+        )  # one layer: its cells need no mask
+        caches.append(pairs)
+    return [_filled_part(cache) for cache in caches]
+
+
+def _filled_part(cache: KVCache) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(cache.keys[0, :, : cache.offset]), np.array(cache.values[0, :, : cache.offset])

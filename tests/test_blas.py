@@ -1,0 +1,310 @@
+"""The BLAS take-over, watched from fresh processes: it can happen only once, before mlx is imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import blas
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
+
+OUR_VARIABLES = ("OUTRIDER_BLAS", "LD_PRELOAD", "XDG_CACHE_HOME", *blas.THREAD_VARIABLES)
+
+REPORT = """
+import ctypes, dataclasses, json, os
+from outrider import blas
+found = dataclasses.asdict(blas.activate()) | {"active": blas.report().active}
+"""
+
+# Which mapped file holds the cblas_sgemm that a library loaded from now on will call.
+PROVIDER = """
+def provider(name):
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is None:
+        return None
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    for line in open("/proc/self/maps"):
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if start <= address < end:
+            return line.split(maxsplit=5)[5].strip()
+found["provider"] = provider("cblas_sgemm")
+found["scipy_names"] = provider("scipy_dgemm_") is not None
+"""
+
+PRODUCT = """
+import time
+import mlx.core as mx
+import numpy as np
+mx.set_default_device(mx.cpu)
+rng = np.random.default_rng(0)
+x = rng.standard_normal((64, 576), dtype=np.float32)
+w = rng.standard_normal((1536, 576), dtype=np.float32)
+mx_x, mx_w = mx.array(x), mx.array(w)
+seconds = []
+for _ in range(10):
+    start = time.perf_counter()
+    y = mx_x @ mx_w.T
+    mx.eval(y)
+    seconds.append(time.perf_counter() - start)
+exact = x.astype(np.float64) @ w.T.astype(np.float64)
+found["error"] = float(np.abs(np.array(y) - exact).max() / np.abs(exact).max())
+found["best_s"] = min(seconds)
+"""
+
+LINALG = """
+import mlx.core as mx
+import numpy as np
+a = np.random.default_rng(0).standard_normal((48, 48)).astype(np.float32)
+spd = a @ a.T + 48 * np.eye(48, dtype=np.float32)
+linalg = lambda name, value: getattr(mx.linalg, name)(mx.array(value), stream=mx.cpu)
+gap = lambda got, wanted: float(np.abs(got - wanted).max())
+np_all = lambda arrays: [np.array(array) for array in arrays]
+q, r = np_all(linalg("qr", a))
+u, s, vt = np_all(linalg("svd", a))
+values, vectors = np_all(linalg("eigh", spd))
+lower = np.array(linalg("cholesky", spd))
+found["gaps"] = {
+    "inv": gap(np.array(linalg("inv", spd)) @ spd, np.eye(48)),
+    "qr": gap(q @ r, a) + gap(q.T @ q, np.eye(48)),
+    "svd": gap((u * s) @ vt, a),
+    "eigh": gap((vectors * values) @ vectors.T, spd) / 48,
+    "cholesky": gap(lower @ lower.T, spd) / 48,
+}
+"""
+
+PRINT = "\nprint(json.dumps(found))"
+
+
+def clean_environment(**variables: str | Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in OUR_VARIABLES}
+    return kept | {name: str(value) for name, value in variables.items()}
+
+
+def in_fresh_process(code: str, **variables: str | Path) -> dict[str, Any]:
+    """What the code left in `found`, with the process's stderr beside it."""
+    run = subprocess.run(
+        [sys.executable, "-c", code + PRINT],
+        env=clean_environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1]) | {"stderr": run.stderr}
+
+
+def files_in(cache: Path) -> list[Path]:
+    return sorted((cache / "outrider" / "blas").iterdir())
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder that holds the copy already."""
+    folder = tmp_path_factory.mktemp("cache")
+    found = in_fresh_process(REPORT, XDG_CACHE_HOME=folder)
+    assert found["active"], found
+    return folder
+
+
+def test_the_process_takes_sgemm_from_the_cached_copy(cache: Path) -> None:
+    found = in_fresh_process(REPORT + PROVIDER, XDG_CACHE_HOME=cache)
+    assert found["name"].startswith("OpenBLAS")
+    assert found["provider"] == found["path"] == str(files_in(cache)[0])
+    assert not found["scipy_names"], "scipy's own OpenBLAS would be taken over"
+    assert found["stderr"] == ""
+
+
+def test_mlx_multiplies_right_and_at_least_five_times_faster(cache: Path) -> None:
+    optimised = in_fresh_process(REPORT + PRODUCT, XDG_CACHE_HOME=cache)
+    reference = in_fresh_process(REPORT + PRODUCT, XDG_CACHE_HOME=cache, OUTRIDER_BLAS="off")
+    assert optimised["error"] < 1e-4
+    assert reference["error"] < 1e-4
+    assert reference["best_s"] > 5 * optimised["best_s"]
+
+
+def test_linear_algebra_on_the_cpu_stays_right(cache: Path) -> None:
+    found = in_fresh_process(REPORT + LINALG, XDG_CACHE_HOME=cache)
+    assert found["active"]
+    assert max(found["gaps"].values()) < 1e-4, found["gaps"]
+
+
+def test_off_leaves_the_process_alone(tmp_path: Path) -> None:
+    found = in_fresh_process(REPORT + PROVIDER, XDG_CACHE_HOME=tmp_path, OUTRIDER_BLAS="off")
+    assert not found["active"]
+    assert found["reason"] == "OUTRIDER_BLAS=off"
+    assert found["provider"] is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mlx_imported_first_is_left_as_it_is(cache: Path) -> None:
+    found = in_fresh_process("import mlx.core" + REPORT + PROVIDER, XDG_CACHE_HOME=cache)
+    assert not found["active"]
+    assert "mlx.core was imported" in found["reason"]
+    assert found["provider"] is None
+
+
+def test_a_preloaded_library_keeps_its_place(cache: Path) -> None:
+    preloaded = files_in(cache)[0]
+    found = in_fresh_process(REPORT + PROVIDER, XDG_CACHE_HOME=cache, LD_PRELOAD=preloaded)
+    assert not found["active"]
+    assert "LD_PRELOAD" in found["reason"]
+
+
+def test_a_named_library_is_used(cache: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.so"
+    mine.write_bytes(files_in(cache)[0].read_bytes())
+    found = in_fresh_process(REPORT + PROVIDER, XDG_CACHE_HOME=cache, OUTRIDER_BLAS=mine)
+    assert found["provider"] == found["path"] == str(mine)
+    assert found["reason"] == f"OUTRIDER_BLAS={mine}"
+
+
+def test_a_named_library_that_is_missing_is_reported_and_passed_over(cache: Path) -> None:
+    found = in_fresh_process(REPORT, XDG_CACHE_HOME=cache, OUTRIDER_BLAS="/nowhere/libblas.so")
+    assert found["path"] == str(files_in(cache)[0])
+    assert "OUTRIDER_BLAS=/nowhere/libblas.so: " in found["reason"]
+    assert "/nowhere/libblas.so cannot be used" in found["stderr"]
+
+
+def test_a_named_library_without_sgemm_never_takes_over(cache: Path) -> None:
+    unprefixed = blas._packaged_library()  # exports scipy_cblas_sgemm
+    found = in_fresh_process(REPORT + PROVIDER, XDG_CACHE_HOME=cache, OUTRIDER_BLAS=unprefixed)
+    assert found["provider"] == str(files_in(cache)[0])
+    assert "exports no cblas_sgemm" in found["reason"]
+    assert not found["scipy_names"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "overwritten"])
+def test_a_damaged_copy_is_made_anew(damage: str, cache: Path, tmp_path: Path) -> None:
+    whole = files_in(cache)[0]
+    broken = tmp_path / whole.relative_to(cache)
+    broken.parent.mkdir(parents=True)
+    content = whole.read_bytes()
+    broken.write_bytes({"empty": b"", "cut": content[:5_000_000], "overwritten": b"?" * len(content)}[damage])
+    found = in_fresh_process(REPORT + PROVIDER + PRODUCT, XDG_CACHE_HOME=tmp_path)
+    assert found["provider"] == str(broken)
+    assert found["error"] < 1e-4
+    assert files_in(tmp_path) == [broken]
+    assert broken.read_bytes() == content
+
+
+def test_without_a_cache_folder_the_copy_serves_one_process(tmp_path: Path) -> None:
+    not_a_folder = tmp_path / "file"
+    not_a_folder.touch()
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    found = in_fresh_process(REPORT + PRODUCT, XDG_CACHE_HOME=not_a_folder, TMPDIR=temporary)
+    assert found["active"]
+    assert "no cache folder" in found["reason"]
+    assert "cannot be kept" in found["stderr"]
+    assert found["error"] < 1e-4
+    assert list(temporary.glob("outrider-blas-*")) == []
+
+
+def test_a_full_disk_falls_through_with_a_reason_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
+    found = in_fresh_process(full + REPORT + PRODUCT, XDG_CACHE_HOME=tmp_path)
+    assert "scipy-openblas32: " in found["reason"]
+    assert found["error"] < 1e-4
+    assert files_in(tmp_path) == []
+
+
+def test_processes_that_start_together_on_an_empty_cache_all_get_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REPORT + PROVIDER + PRINT]
+    environment = clean_environment(XDG_CACHE_HOME=tmp_path)
+    together = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(3)]
+    found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in together]
+    (copy,) = files_in(tmp_path)
+    assert [each["path"] for each in found] == [str(copy)] * 3
+    assert [each["provider"].removesuffix(" (deleted)") for each in found] == [str(copy)] * 3
+
+
+def test_the_copy_is_named_after_version_and_content(tmp_path: Path) -> None:
+    library = tmp_path / blas.PACKAGE / "lib" / "libscipy_openblas.so"
+    library.parent.mkdir(parents=True)
+    info = tmp_path / f"{blas.PACKAGE}-1.2.3.dist-info"
+    info.mkdir()
+    library.write_bytes(b"one")
+    first = blas._copy_stem(library)
+    library.write_bytes(b"two")
+    second = blas._copy_stem(library)
+    info.rename(tmp_path / f"{blas.PACKAGE}-1.2.4.dist-info")
+    third = blas._copy_stem(library)
+    assert first.startswith("libopenblas-1.2.3-")
+    assert len({first, second, third}) == 3
+
+
+def test_the_library_runs_with_the_threads_asked_for(cache: Path) -> None:
+    num_cpus = blas._usable_cpus()
+    asked = {"OUTRIDER_BLAS_THREADS": "1"}, {"OUTRIDER_BLAS_THREADS": str(num_cpus)}, {"OMP_NUM_THREADS": "1"}
+    found = [in_fresh_process(REPORT, XDG_CACHE_HOME=cache, **variables)["threads"] for variables in asked]
+    assert found == [1, num_cpus, 1]
+
+
+def test_the_thread_variable_is_left_as_the_user_set_it(cache: Path) -> None:
+    after = "\nfound['after'] = os.environ.get('OPENBLAS_NUM_THREADS')"
+    unset = in_fresh_process(REPORT + after, XDG_CACHE_HOME=cache)
+    mine = in_fresh_process(REPORT + after, XDG_CACHE_HOME=cache, OPENBLAS_NUM_THREADS="01")
+    assert (unset["after"], mine["after"]) == (None, "01")
+
+
+@pytest.mark.parametrize(("num_cpus", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (128, 8)])
+def test_half_the_cpus_by_default(num_cpus: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blas, "_usable_cpus", lambda: num_cpus)
+    assert blas.wanted_threads({}) == threads
+
+
+@pytest.mark.parametrize(
+    ("environ", "threads"),
+    [
+        ({"OUTRIDER_BLAS_THREADS": "3", "OPENBLAS_NUM_THREADS": "6", "OMP_NUM_THREADS": "7"}, 3),
+        ({"OPENBLAS_NUM_THREADS": "6", "OMP_NUM_THREADS": "7"}, 6),
+        ({"OMP_NUM_THREADS": "7"}, 7),
+        ({"OUTRIDER_BLAS_THREADS": "", "OMP_NUM_THREADS": " 1 "}, 1),
+        ({"OUTRIDER_BLAS_THREADS": "99"}, 8),
+    ],
+)
+def test_the_nearest_variable_decides_the_threads(
+    environ: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blas, "_usable_cpus", lambda: 8)
+    assert blas.wanted_threads(environ) == threads
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "two", "1.5", "2;ls", "9" * 40])
+def test_a_bad_thread_count_is_logged_and_ignored(
+    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(blas, "_usable_cpus", lambda: 8)
+    assert blas.wanted_threads({"OUTRIDER_BLAS_THREADS": value, "OMP_NUM_THREADS": "3"}) == 3
+    assert "OUTRIDER_BLAS_THREADS" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "num_cpus"),
+    [("200000 100000", 2), ("50000 100000", 1), ("max 100000", sys.maxsize), ("nonsense", sys.maxsize)],
+)
+def test_a_container_quota_counts_in_whole_cpus(line: str, num_cpus: int, tmp_path: Path) -> None:
+    cpu_max = tmp_path / "cpu.max"
+    cpu_max.write_text(line + "\n")
+    assert blas._cpu_quota(cpu_max) == num_cpus
+    assert blas._cpu_quota(tmp_path / "absent") == sys.maxsize
+
+
+def test_compiled_functions_run_where_there_is_no_compiler(cache: Path, tmp_path: Path) -> None:
+    """mlx falls back to the separate operations by itself; a bare machine needs nothing from us."""
+    compiled = """
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+x = mx.array([[-1.0, 0.0, 2.0]])
+swiglu = mx.compile(lambda gate, up: gate * mx.sigmoid(gate) * up)
+found["gap"] = mx.abs(swiglu(x, x) - x * x * mx.sigmoid(x)).max().item()
+"""
+    found = in_fresh_process(REPORT + compiled, XDG_CACHE_HOME=cache, PATH="/nonexistent", TMPDIR=tmp_path)
+    assert found["active"]
+    assert found["gap"] < 1e-6
+    assert list(tmp_path.glob("mlx/**/*.so")) == []

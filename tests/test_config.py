@@ -1,0 +1,69 @@
+"""The operator's choices are checked before anything is built."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.config import DRAFTERS, CacheGeometry, EngineConfig, InvalidConfig
+
+REFUSED: dict[str, list[Any]] = {
+    "max_rows": [0, -1, True, None, 1.5, "4", math.nan, [4]],
+    "max_context": [1, 0, True, 1.5, "4096", math.inf],
+    "memory_budget_bytes": [0, -1, True, 1e9, "1GB"],
+    "prefill_step_size": [0, -1, True, None, 1.5, "512"],
+    "drafter": [None, "", "MTP", "n-gram", True, 3, ["mtp"]],
+    "auto_depth": [-1, 9, True, None, 2.0, "2", "auto", math.nan],
+    "page_size": [15, 0, -16, True, None, 16.0, "256"],
+}
+
+ACCEPTED: dict[str, list[Any]] = {
+    "max_rows": [1, 128],
+    "max_context": [None, 2, 10**6],
+    "memory_budget_bytes": [None, 1, 2**40],
+    "prefill_step_size": [1, 8192],
+    "drafter": list(DRAFTERS),
+    "auto_depth": [0, 8],
+    "page_size": [16, 256, 1000],
+}
+
+
+def cases(table: dict[str, list[Any]]) -> list[Any]:
+    return [
+        pytest.param(name, value, id=f"{name}-{i}") for name in table for i, value in enumerate(table[name])
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), cases(REFUSED))
+def test_refused_with_the_name_of_the_field(name: str, value: Any) -> None:
+    with pytest.raises(InvalidConfig, match=name):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), cases(ACCEPTED))
+def test_accepted_as_it_is(name: str, value: Any) -> None:
+    assert getattr(EngineConfig(**{name: value}), name) == value
+
+
+def test_the_tables_name_every_field() -> None:
+    assert set(REFUSED) == set(ACCEPTED) == set(EngineConfig.__dataclass_fields__)
+
+
+@given(num_cells=st.integers(0, 10**6), page_size=st.integers(1, 4096))
+@settings(deadline=None)
+def test_capacity_is_the_fewest_whole_pages(num_cells: int, page_size: int) -> None:
+    capacity = CacheGeometry(bytes_per_cell=1, page_size=page_size).capacity_for(num_cells)
+    assert capacity % page_size == 0
+    assert num_cells <= capacity < num_cells + page_size
+
+
+@given(num_slots=st.integers(1, 100), capacity=st.integers(0, 10**5))
+@settings(deadline=None)
+def test_bytes_are_those_of_the_buffers_with_a_cell_for_padding(num_slots: int, capacity: int) -> None:
+    geometry = CacheGeometry(bytes_per_cell=24, bytes_per_slot=100)
+    assert geometry.num_bytes(num_slots, capacity) == num_slots * (24 * capacity + 24 + 100)
+    assert geometry.num_bytes(0, capacity) == 0

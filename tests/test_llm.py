@@ -1,0 +1,283 @@
+"""The Python API on a tiny real model: what a script sees."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from tiny_models import write_checkpoint
+
+from outrider import LLM, InvalidConfig, InvalidRequest, SamplingParams
+from outrider.engine.engine import EngineStopped
+from outrider.llm import GenerationFailed
+from outrider.models.errors import ModelUnavailable
+from outrider.models.heads import new_head
+from outrider.models.trunk import Trunk
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    model = write_checkpoint(folder, "llama")
+    head = new_head(Trunk(model, 512))
+    weights = {f"mtp.{name}": array for name, array in tree_flatten(head.parameters())}
+    (folder / "mtp").mkdir()
+    mx.save_safetensors(str(folder / "mtp" / "weights.safetensors"), weights)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, max_rows=4) as llm:
+        yield llm
+
+
+def test_strings_and_token_ids_give_the_same_answer(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello world")
+    (from_text,) = llm.generate("hello world", GREEDY)
+    (from_ids,) = llm.generate(ids, GREEDY)
+    assert from_text.token_ids == from_ids.token_ids
+    assert from_text.prompt_token_ids == tuple(ids)
+    assert len(from_text.token_ids) == 12
+    assert from_text.finish_reason == "length"
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [f"prompt number {i} " * (i % 3 + 1) for i in range(9)]
+    together = llm.generate(prompts, GREEDY)
+    assert [one.token_ids for one in together] == [llm.generate(p, GREEDY)[0].token_ids for p in prompts]
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (3, 7)]
+    assert [len(out.token_ids) for out in llm.generate(["a", "b"], params)] == [3, 7]
+    with pytest.raises(InvalidRequest, match="one for each"):
+        llm.generate(["a", "b", "c"], params)
+
+
+def test_text_is_the_decoded_answer(llm: LLM) -> None:
+    (out,) = llm.generate("some prompt", GREEDY)
+    prompt = list(out.prompt_token_ids)
+    decoded = llm.tokenizer.decode(prompt + list(out.token_ids), skip_special_tokens=True)
+    assert decoded == llm.tokenizer.decode(prompt, skip_special_tokens=True) + out.text
+
+
+def test_stream_adds_up_to_the_whole_answer(llm: LLM) -> None:
+    (whole,) = llm.generate("stream me", GREEDY)
+    deltas = list(llm.stream("stream me", GREEDY))
+    assert tuple(i for delta in deltas for i in delta.token_ids) == whole.token_ids
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_leaving_a_stream_early_frees_its_row(llm: LLM) -> None:
+    stream = llm.stream("endless", SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    steps = llm.engine.num_steps
+    llm.generate("x", SamplingParams(max_tokens=1, temperature=0))
+    deadline = time.monotonic() + 5
+    while llm.engine._live and time.monotonic() < deadline:  # the cancel is on its way
+        time.sleep(0.01)
+    assert not llm.engine._live
+    assert llm.engine.num_steps < steps + 20
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3, 8, "auto"])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_depth_does_not_change_the_answer(llm: LLM, depth: int, temperature: float) -> None:
+    def params(depth: object) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=20, temperature=temperature, seed=5, ignore_eos=True, draft_depth=depth
+        )  # type: ignore[arg-type]
+
+    plain, drafted = llm.generate(["the same prompt"] * 2, [params(0), params(depth)])
+    assert drafted.token_ids == plain.token_ids
+    assert plain.stats.drafted == ()
+    assert len(drafted.stats.drafted) <= 8
+    assert (sum(drafted.stats.drafted) > 0) == (depth != 0)
+
+
+def test_unseeded_equal_prompts_differ(llm: LLM) -> None:
+    hot = SamplingParams(max_tokens=20, temperature=1.5, ignore_eos=True)
+    first, second = llm.generate(["same", "same"], hot)
+    assert first.token_ids != second.token_ids
+
+
+def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    (free,) = llm.generate("stop here", GREEDY)
+    stop = free.text[len(free.text) // 2 :][:2]
+    expected = free.text[: free.text.index(stop)]
+    for depth in (0, 4):
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, stop=stop, draft_depth=depth)
+        deltas = list(llm.stream("stop here", params))
+        assert "".join(delta.text for delta in deltas) == expected
+        assert deltas[-1].finish_reason == "stop"
+
+
+def test_stop_token_ends_the_answer(llm: LLM) -> None:
+    (free,) = llm.generate("stop token", GREEDY)
+    stop_id = free.token_ids[4]
+    end = free.token_ids.index(stop_id) + 1
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, stop_token_ids=[stop_id])
+    (cut,) = llm.generate("stop token", params)
+    assert cut.token_ids == free.token_ids[:end]
+    assert cut.finish_reason == "stop"
+
+
+def test_logprobs_come_with_every_token(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
+    (out,) = llm.generate("logprobs", params)
+    assert out.logprobs is not None
+    assert [one.token_id for one in out.logprobs] == list(out.token_ids)
+    assert all(len(one.top) == 3 and one.top[0][0] == one.token_id for one in out.logprobs)
+    assert all(one.logprob == pytest.approx(one.top[0][1]) and one.logprob <= 0 for one in out.logprobs)
+    assert llm.generate("logprobs", GREEDY)[0].logprobs is None
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    out = llm.chat(messages, GREEDY)
+    rendered = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert out.prompt_token_ids == tuple(rendered)
+    both = llm.chat([messages, [{"role": "user", "content": "other"}]], GREEDY)
+    assert both[0].token_ids == out.token_ids
+    assert "".join(d.text for d in llm.stream_chat(messages, GREEDY)) == out.text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "empty"),
+        ([1] * 5000, GREEDY, "context holds"),
+        ([10**6], GREEDY, "outside the vocabulary"),
+        ([-1], GREEDY, "outside the vocabulary"),
+        ("x", SamplingParams(logit_bias={10**6: 1.0}), "outside the vocabulary"),
+    ],
+)
+def test_bad_requests_are_refused_and_the_engine_serves_on(
+    llm: LLM, prompt: object, params: SamplingParams, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate([prompt], params)  # type: ignore[list-item]
+    assert llm.generate("fine", GREEDY)[0].finish_reason == "length"
+
+
+def test_one_bad_prompt_among_many_starts_none(llm: LLM) -> None:
+    steps = llm.engine.num_steps
+    with pytest.raises(InvalidRequest):
+        llm.generate([[1, 2], []], GREEDY)
+    assert llm.engine.num_steps == steps
+
+
+def test_max_tokens_none_runs_to_the_end_of_the_context(folder: Path) -> None:
+    with LLM(folder, max_context=40) as llm:
+        (out,) = llm.generate([[5] * 10], SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))
+        assert len(out.token_ids) == 30
+        assert out.finish_reason == "length"
+
+
+def test_prompt_beyond_the_memory_budget_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidConfig, match="even one row"):
+        LLM(folder, memory_budget_bytes=1000)
+    with LLM(folder, memory_budget_bytes=400_000) as llm:
+        longest = llm.engine._scheduler.longest_context()
+        assert 0 < longest < 500
+        with pytest.raises(InvalidRequest, match="memory budget"):
+            llm.generate([[5] * longest], GREEDY)
+        assert llm.generate([[5] * (longest - 1)], GREEDY)[0].finish_reason == "length"
+
+
+def test_step_that_fails_is_done_again_and_nothing_is_lost(folder: Path) -> None:
+    with LLM(folder) as llm:
+        expected = [out.token_ids for out in llm.generate(["one", "two", "three"], GREEDY)]
+        runner = llm.engine._parts.runner
+        run, calls = runner.run, 0
+
+        def fails_once_half_way(plan: object) -> object:
+            nonlocal calls
+            calls += 1
+            result = run(plan)  # type: ignore[arg-type]
+            if calls == 6:
+                raise RuntimeError("out of memory, say")
+            return result
+
+        runner.run = fails_once_half_way  # type: ignore[method-assign, assignment]
+        assert [out.token_ids for out in llm.generate(["one", "two", "three"], GREEDY)] == expected
+
+
+def test_model_that_always_fails_ends_requests_with_its_error_and_serves_on(folder: Path) -> None:
+    with LLM(folder) as llm:
+        runner = llm.engine._parts.runner
+        run = runner.run
+        runner.run = lambda plan: (_ for _ in ()).throw(RuntimeError("no device"))  # type: ignore[method-assign]
+        with pytest.raises(GenerationFailed, match="no device"):
+            llm.generate("x", GREEDY)
+        runner.run = run  # type: ignore[method-assign]
+        assert llm.generate("x", GREEDY)[0].finish_reason == "length"
+
+
+def test_closing_ends_what_is_running(folder: Path) -> None:
+    llm = LLM(folder)
+    ends = []
+    stream = llm.stream("x", SamplingParams(max_tokens=450, temperature=0, ignore_eos=True))
+    reader = threading.Thread(target=lambda: ends.append(list(stream)[-1].finish_reason))
+    reader.start()
+    llm.close()
+    reader.join(timeout=10)
+    assert ends == ["cancelled"]
+    with pytest.raises(EngineStopped):
+        llm.generate("x", GREEDY)
+    llm.close()  # twice is harmless
+
+
+def test_requests_from_many_threads_at_once(llm: LLM) -> None:
+    expected = {
+        p: llm.generate(p, GREEDY)[0].token_ids for p in ("a", "bb", "ccc", "dddd", "eeeee", "ffffff")
+    }
+    found: dict[str, tuple[int, ...]] = {}
+    threads = [
+        threading.Thread(target=lambda p=p: found.update({p: llm.generate(p, GREEDY)[0].token_ids}))
+        for p in expected
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert found == expected
+
+
+def test_mtp_without_a_head_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    with pytest.raises(InvalidConfig, match="needs an MTP head"):
+        LLM(tmp_path, drafter="mtp")
+    with LLM(tmp_path) as llm:
+        assert llm.engine.facts.drafter == "none"
+        with pytest.raises(InvalidRequest, match="without a drafter"):
+            llm.generate("x", SamplingParams(draft_depth=2))
+
+
+def test_ngram_drafter_needs_no_head(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    with LLM(tmp_path, drafter="none") as plain:
+        expected = plain.generate([[7, 8, 9] * 6], params)[0]
+    with LLM(tmp_path, drafter="ngram") as llm:
+        out = llm.generate([[7, 8, 9] * 6], params)[0]
+    assert out.token_ids == expected.token_ids
+    assert sum(out.stats.drafted) > 0
+
+
+def test_model_that_cannot_be_loaded_raises_in_the_caller(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailable, match=r"config\.json"):
+        LLM(tmp_path)
+    with pytest.raises(InvalidConfig):
+        LLM(tmp_path, max_rows=0)
