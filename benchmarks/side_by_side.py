@@ -25,8 +25,8 @@ BUDGET_BYTES = 8 << 30
 class NoText:
     """The benchmarks time the step, not the detokenizer."""
 
-    def push(self, token_id: int) -> tuple[str, bool]:
-        return "", False
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        return "", None
 
     def flush(self) -> str:
         return ""

@@ -10,7 +10,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from tiny_models import write_checkpoint
 
 from outrider import LLM, InvalidConfig, InvalidRequest, SamplingParams
 from outrider.engine.engine import EngineStopped
@@ -18,6 +17,7 @@ from outrider.llm import GenerationFailed
 from outrider.models.errors import ModelUnavailable
 from outrider.models.heads import new_head
 from outrider.models.trunk import Trunk
+from tiny_models import write_checkpoint
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 

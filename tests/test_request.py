@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.request import InvalidRequest, SamplingParams
+from outrider.request import Grammar, InvalidRequest, SamplingParams
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE: an integer that no float holds
 
@@ -48,6 +48,8 @@ REFUSED: dict[str, list[Any]] = {
     "ignore_eos": [None, 0, 1, "yes", []],
     "logprobs": [-1, 21, 1.5, True, "5", NAN, [5]],
     "skip_special_tokens": [None, 0, 1, "yes", []],
+    "grammar": [5, "json", {"type": "object"}, True, ["a"]],
+    "prediction_ids": [None, 5, "5", b"5", [-1], ["5"], [1.5], [True], [None], {5}, {5: 5}, object()],
     "draft_depth": [-1, 9, True, False, None, 2.0, NAN, "2", "automatic", "", [2], INF, HUGE],
 }
 
@@ -68,6 +70,8 @@ ACCEPTED: dict[str, list[Any]] = {
     "ignore_eos": [True, False],
     "logprobs": [None, 0, 20],
     "skip_special_tokens": [True, False],
+    "grammar": [None, Grammar("json_object")],
+    "prediction_ids": [[], (), [0], (1, 2)],
     "draft_depth": ["auto", 0, 1, 8],
 }
 

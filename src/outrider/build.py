@@ -9,7 +9,8 @@ from typing import Any
 
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.door import ModelFacts
-from outrider.engine.engine import Engine, EngineParts
+from outrider.engine.engine import Engine, EngineObserver, EngineParts
+from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
 from outrider.models import heads, loader, machine
 from outrider.request import Request
 from outrider.step.runner import Runner
@@ -25,7 +26,9 @@ class ModelChoice:
     draft_vocabulary: int | None = None  # draft from this many most frequent tokens only
 
 
-def build_engine(choice: ModelChoice, config: EngineConfig) -> tuple[Engine, Any]:
+def build_engine(
+    choice: ModelChoice, config: EngineConfig, observer: EngineObserver | None = None
+) -> tuple[Engine, Any]:
     """A running engine and its tokenizer."""
     tokenizers: list[Any] = []
 
@@ -34,7 +37,7 @@ def build_engine(choice: ModelChoice, config: EngineConfig) -> tuple[Engine, Any
         tokenizers.append(loaded.tokenizer)
         return _parts(loaded, choice, config)
 
-    engine = Engine(config, build)
+    engine = Engine(config, build, observer)
     return engine, tokenizers[0]
 
 
@@ -54,7 +57,9 @@ def _parts(loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig
         device=machine.device_name(),
     )
     budget = config.memory_budget_bytes or machine.cache_budget_bytes()
-    return EngineParts(runner, facts, budget, _text_factory(loaded.tokenizer))
+    tokenizer = loaded.tokenizer
+    grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, trunk.vocab_size, loaded.eos_ids))
+    return EngineParts(runner, facts, budget, _text_factory(tokenizer), grammars)
 
 
 def _load_head(

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from outrider.request import SamplingParams
 
 
@@ -42,6 +44,7 @@ class RowPlan:
     history: Sequence[int]  # all committed tokens; read, never kept
     num_prompt: int  # how many of history are the prompt
     banned_ids: Sequence[int] = ()  # may not be picked while the answer is shorter than min_tokens
+    masks: np.ndarray | None = None  # [1 + num_drafts, words] bits of the tokens that a grammar allows
 
     @property
     def picks(self) -> bool:

@@ -26,6 +26,15 @@ class InvalidRequest(ValueError):
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What an answer must look like: a JSON schema, any JSON object, a regular expression, a Lark grammar."""
+
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
+    text: str = ""  # the schema as JSON text, the expression or the grammar
+    after_ids: tuple[int, ...] = ()  # the grammar starts once the answer holds these tokens (reasoning's end)
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How one request is decoded. Every field is honoured or refused, never ignored.
 
@@ -50,12 +59,15 @@ class SamplingParams:
     logprobs: int | None = None  # how many alternatives beside the picked token; None: no logprobs
     skip_special_tokens: bool = True
     draft_depth: DraftDepth = "auto"
+    grammar: Grammar | None = None
+    prediction_ids: Sequence[int] = ()  # tokens that the answer is expected to resemble: used as drafts
 
     def __post_init__(self) -> None:
         _check_lengths(self)
         _check_sampling(self)
         _check_penalties(self)
         _check_stops(self)
+        _check_grammar(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -105,10 +117,6 @@ def _is_int(value: object) -> bool:
 def _is_number(value: object) -> bool:
     """Whether it is a finite number; an integer that no float can hold is one too."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _check_lengths(p: SamplingParams) -> None:
@@ -178,17 +186,27 @@ def _check_stops(p: SamplingParams) -> None:
         value = getattr(p, name)
         _refuse_unless(isinstance(value, bool), f"{name} must be True or False, not {value!r}")
     _refuse_unless(
-        p.stop is None or isinstance(p.stop, str) or _is_list(p.stop),
+        p.stop is None or (isinstance(p.stop, Sequence) and not isinstance(p.stop, bytes)),
         f"stop must be a string or a list of strings, not {p.stop!r}",
-    )
-    _refuse_unless(
-        _is_list(p.stop_token_ids), f"stop_token_ids must be a list of token ids, not {p.stop_token_ids!r}"
     )
     for stop in p.stop_strings:
         _refuse_unless(
             isinstance(stop, str) and stop != "", f"stop must hold strings that are not empty, not {stop!r}"
         )
-    for token_id in p.stop_token_ids:
+    _check_ids("stop_token_ids", p.stop_token_ids)
+
+
+def _check_grammar(p: SamplingParams) -> None:
+    _refuse_unless(
+        p.grammar is None or isinstance(p.grammar, Grammar), f"grammar must be a Grammar, not {p.grammar!r}"
+    )
+    _check_ids("prediction_ids", p.prediction_ids)
+
+
+def _check_ids(name: str, token_ids: object) -> None:
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+        raise InvalidRequest(f"{name} must be a list of token ids, not {token_ids!r}")
+    for token_id in token_ids:
         _refuse_unless(
-            _is_int(token_id) and token_id >= 0, f"stop_token_ids has {token_id!r}, which is not a token id"
+            _is_int(token_id) and token_id >= 0, f"{name} has {token_id!r}, which is not a token id"
         )

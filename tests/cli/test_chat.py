@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tiny_models import write_checkpoint
 
 

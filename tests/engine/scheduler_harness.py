@@ -33,12 +33,12 @@ class FakeText:
         self._num_pushed = 0
         self._held = ""
 
-    def push(self, token_id: int) -> tuple[str, bool]:
+    def push(self, token_id: int) -> tuple[str, str | None]:
         self._num_pushed += 1
         if self._num_pushed == self._raises_at:
             raise UnicodeError("not a character")
         shown, self._held = self._held, letter(token_id)
-        return shown, token_id == self._stop_token
+        return shown, letter(token_id) if token_id == self._stop_token else None
 
     def flush(self) -> str:
         shown, self._held = self._held, ""
@@ -53,6 +53,7 @@ class Answer:
     text: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    stop_string: str | None = None
 
 
 class Harness:
@@ -89,10 +90,16 @@ class Harness:
         min_tokens: int = 0,
         stop_token: int | None = None,
         drafter: Drafter | None = None,
+        head_depth: int | None = None,
         raises_at: int | None = None,
     ) -> Sequence:
-        """Queue a request; a number stands for a prompt of that length. Without a drafter the head drafts."""
+        """Queue a request; a number stands for a prompt of that length. Without a drafter the head drafts.
+
+        With both, the head drafts where the drafter has nothing to say.
+        """
         sequence_id = next(self._ids)
+        if head_depth is None:
+            head_depth = depth if drafter is None else 0
         if isinstance(prompt, int):
             prompt = [(sequence_id * 7 + i * i) % 16 for i in range(prompt)]
         params = SamplingParams(
@@ -109,7 +116,7 @@ class Harness:
             stop_ids=frozenset(stop_ids),
             max_tokens=max_tokens,
             max_depth=depth,
-            feeds_head=depth > 0 and drafter is None,
+            head_depth=head_depth,
             drafter=drafter,
         )
         self._stop_tokens[sequence_id] = stop_token
@@ -190,6 +197,9 @@ class Harness:
             assert text.startswith(answer.text)
         else:
             assert (answer.token_ids, answer.text, answer.finish_reason) == (token_ids, text, reason)
+            is_stop_id = token_ids[-1] in sequence.stop_ids
+            is_stop_string = token_ids[-1] == self._stop_tokens[sequence.id] and not is_stop_id
+            assert answer.stop_string == (letter(token_ids[-1]) if is_stop_string else None)
 
     def truth(self, sequence: Sequence) -> tuple[list[int], str, FinishReason]:
         """What plain decoding of this request alone would give."""
@@ -213,6 +223,7 @@ class Harness:
             answer.token_ids += delta.token_ids
             answer.text += delta.text
             answer.finish_reason, answer.error = delta.finish_reason, delta.error
+            answer.stop_string = delta.stop_string
             if delta.finish_reason is not None:
                 sequence = self.live.pop(int(delta.request_id[1:]))
                 assert sequence.slot is None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tiny_models import write_checkpoint
 
 from outrider import LLM, InvalidRequest, SamplingParams
 from outrider.engine.async_engine import AsyncEngine
+from tiny_models import write_checkpoint
 
 LONG = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)

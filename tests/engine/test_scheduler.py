@@ -13,7 +13,7 @@ from scheduler_harness import PAGE, Harness, planned_ids, rows_of
 from outrider.config import CacheGeometry, EngineConfig
 from outrider.engine.scheduler import MAX_FAILURES, SLACK, Scheduler
 from outrider.engine.sequence import Sequence
-from outrider.plan import StepPlan, StepResult
+from outrider.plan import StepResult
 from outrider.speculate.ngram import NgramDrafter
 
 FOREVER = 200  # tokens: longer than any of these tests runs
@@ -31,13 +31,6 @@ def budget_for(num_slots: int, num_cells: int) -> int:
     return geometry.num_bytes(num_slots, geometry.capacity_for(num_cells))
 
 
-def batch_of(plan: StepPlan | None, sequence: Sequence) -> list[int]:
-    """Who shares a forward pass with this sequence, itself included."""
-    assert plan is not None
-    batches = [[row.sequence_id for row in batch] for batch in plan.batches]
-    return next((batch for batch in batches if sequence.id in batch), [])
-
-
 # -- prefill beside decode -------------------------------------------------------------------------------
 
 
@@ -53,14 +46,14 @@ def test_new_request_is_prefilled_in_the_next_step_while_others_decode() -> None
 
 def test_long_prompt_does_not_stall_running_streams() -> None:
     harness = Harness(max_rows=4, prefill_step_size=64)
-    running = decoding(harness, 3, depth=3)
+    running = [harness.add(5, max_tokens=1000, depth=3) for _ in range(3)]
+    harness.step()
     late = harness.add(10_000, max_tokens=1)
     while late.num_generated == 0:
-        before = [row.num_generated for row in running if row.id in harness.live]
-        still = [row for row in running if row.id in harness.live]
+        before = [row.num_generated for row in running]
         plan = harness.step()
-        assert late.id in planned_ids(plan)
-        assert all(row.num_generated > num for row, num in zip(still, before, strict=True))
+        assert planned_ids(plan) == [*(row.id for row in running), late.id]
+        assert all(row.num_generated > num for row, num in zip(running, before, strict=True))
     assert harness.num_steps >= 10_000 / 64
     harness.run_to_idle()
 
@@ -410,6 +403,17 @@ def test_row_of_the_longest_context_runs_to_its_end_within_the_budget(page_size:
 
 
 # -- failures --------------------------------------------------------------------------------------------
+
+
+def test_rows_sent_back_by_a_failure_come_back_oldest_first() -> None:
+    harness = Harness(max_rows=3, budget_bytes=budget_for(3, 5 + PAGE + SLACK))
+    rows = [harness.add(5, max_tokens=100) for _ in range(3)]
+    harness.run_until(lambda: rows[0].num_generated > PAGE)  # now only two may join again
+    harness.runner.raises_next = True
+    harness.step()
+    harness.step()
+    assert [row.slot is not None for row in rows] == [True, True, False]
+    harness.run_to_idle()
 
 
 def test_failed_step_loses_no_token_and_keeps_the_order() -> None:

@@ -53,7 +53,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "prompt": draw(prompts()),
         "max_tokens": draw(st.sampled_from([1, 2, 10, 40, 80, 80, 80, 80])),
         "depth": depth,
-        "drafter": NgramDrafter() if depth and draw(st.integers(0, 3)) == 0 else None,
+        **draw(st.sampled_from([{}, {}, {"ngrams": True}, {"ngrams": True, "head_depth": depth}])),
         "stop_ids": draw(st.sampled_from([()] * 6 + [(3,), (3, 7)])),
         "min_tokens": draw(st.sampled_from([0, 0, 1, 5, 30])),
         "stop_token": draw(st.sampled_from([None] * 7 + [5])),
@@ -90,7 +90,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             room = self.harness.scheduler.longest_context() - 1  # what the engine's door sees to
             prompt = request.pop("prompt")[:room]
             request["max_tokens"] = min(request["max_tokens"], room + 1 - len(prompt))
-            sequence = self.harness.add(prompt, **request)
+            drafter = NgramDrafter() if request.pop("ngrams", False) else None
+            sequence = self.harness.add(prompt, drafter=drafter, **request)
             if fault is not None:
                 self.harness.runner.faults[sequence.id] = FAULTS[fault]
 

@@ -178,6 +178,13 @@ def test_the_strictest_filters_leave_the_best_token(params: SamplingParams) -> N
     assert np.array_equal(found, logits.argmax(-1))
 
 
+def test_equals_of_the_best_pass_the_strictest_min_p() -> None:
+    logits = np.zeros((1, 200, 5), np.float32)
+    logits[..., 3:] = -0.01
+    found = picked(logits, np.arange(200, dtype=np.int32)[None], [SamplingParams(min_p=1.0, seed=1)])
+    assert set(found[0].tolist()) == {0, 1, 2}
+
+
 def test_every_row_keeps_its_own_sampler() -> None:
     """A temperature-0 row beside hot ones is greedy, and a hot one is hot, wherever they stand."""
     rng, numbers = random.Random(8), np.random.default_rng(8)

@@ -6,10 +6,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from outrider.request import MAX_DEPTH
 from outrider.speculate.ngram import LONGEST, SHORTEST, NgramDrafter
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=80)  # few tokens, so that much repeats
-lengths = st.integers(0, 12)
+lengths = st.integers(0, MAX_DEPTH)
 
 
 def longest_repeated_ending(text: list[int]) -> int:
@@ -52,10 +53,12 @@ def test_growing_index_equals_one_built_at_once(text: list[int], strides: list[i
         end = min(len(text), end + stride)
 
 
-@given(texts, st.integers(-3, 12))
+@given(texts, st.integers(-3, 12), lengths)
 @settings(deadline=None)
-def test_never_more_than_asked_for(text: list[int], num: int) -> None:
-    assert len(NgramDrafter().propose(text, num)) <= max(0, num)
+def test_never_more_than_asked_for_or_allowed(text: list[int], num: int, max_drafts: int) -> None:
+    drafts = list(NgramDrafter(max_drafts).propose(text, num))
+    assert len(drafts) <= max(0, min(num, max_drafts))
+    assert drafts == list(NgramDrafter().propose(text, num))[:max_drafts]
 
 
 @given(texts, lengths)

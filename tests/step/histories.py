@@ -18,12 +18,13 @@ from typing import Literal
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_map
 
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.scheduler import SLACK, Scheduler
 from outrider.engine.sequence import Delta
-from outrider.models.heads import LoadedHead, MTPHead, head_kv_spec, new_head
+from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, head_kv_spec, new_head
 from outrider.models.trunk import Trunk
 from outrider.plan import TokenLogprobs
 from outrider.request import Request, SamplingParams
@@ -115,9 +116,7 @@ class World:
         self.model: nn.Module = tiny_model(family, **SHALLOW.get(family, {}))
         self.trunk = Trunk(self.model, max_context=256)
         self.vocab_size = self.trunk.vocab_size
-        mx.random.seed(7)
-        self.head: MTPHead = new_head(self.trunk)
-        mx.eval(self.head.parameters())
+        self.head = random_head(self.trunk)
         kv_spec = head_kv_spec(self.head, self.trunk)
         some = mx.array(sorted(random.Random(7).sample(range(self.vocab_size), self.vocab_size // 2)))
         self.runners: dict[HeadSize, Runner] = {
@@ -128,6 +127,20 @@ class World:
 
     def answer(self, ask: Ask, so_far: Sequence[int] = ()) -> Answer:
         return solo_answer(self.model, ask.prompt, ask.params, so_far)
+
+
+def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
+    """A head with the same weights each time, none of them left at one or zero."""
+    head = new_head(trunk, spec)
+    keys = iter(mx.random.split(mx.random.key(7), 256))
+
+    def filled(array: mx.array) -> mx.array:
+        noise = mx.random.normal(array.shape, key=next(keys))
+        return noise / math.sqrt(array.shape[-1]) if array.ndim > 1 else array + 0.2 * noise
+
+    head.update(tree_map(filled, head.parameters()))
+    mx.eval(head.parameters())
+    return head
 
 
 @functools.cache
@@ -238,8 +251,8 @@ def _random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
 
 
 class _NoText:
-    def push(self, token_id: int) -> tuple[str, bool]:
-        return "", False
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        return "", None
 
     def flush(self) -> str:
         return ""
@@ -328,7 +341,7 @@ class _Player:
             stop_ids=frozenset(ask.params.stop_token_ids),
             max_tokens=ask.params.max_tokens,
             max_depth=depth,
-            feeds_head=ask.kind.endswith("head") and depth > 0,
+            head_depth=depth if ask.kind.endswith("head") else 0,
             drafter=drafter,
         )
         return _Live(ask, sequence, answer)

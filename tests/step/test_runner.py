@@ -11,13 +11,13 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 import sampling_oracle as oracle
-from outrider.models.heads import HeadSpec, LoadedHead, head_kv_spec, new_head
+from outrider.models.heads import HeadSpec, LoadedHead, head_kv_spec
 from outrider.plan import Move, RowPlan, RowResult, StepPlan
 from outrider.request import SamplingParams
 from outrider.sampling.picking import pick_drafts
 from outrider.step.runner import Runner
 from plan_rows import plan_row
-from step.histories import World, world
+from step.histories import World, random_head, world
 from step.reference import fresh_cells, solo_answer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -53,9 +53,12 @@ def plain_answer(tiny: World, prompt: Sequence[int], params: SamplingParams = GR
 # -- shapes of a batch -----------------------------------------------------------------------------------
 
 
-def test_a_prompt_and_a_verify_window_of_the_same_width_share_a_batch(tiny: World, runner: Runner) -> None:
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_prompt_and_a_verify_window_of_the_same_width_share_a_batch(
+    tiny: World, runner: Runner, seed: int
+) -> None:
     """Four prompt tokens beside one committed token and three drafts: each picks at its own columns."""
-    one, other = prompt_of(tiny, 1, 4), prompt_of(tiny, 2, 9)
+    one, other = prompt_of(tiny, seed, 4), prompt_of(tiny, seed + 10, 9)
     answer = plain_answer(tiny, other)
     run(runner, [plan_row(other, params=GREEDY, slot=1, start=0)])
     drafts = [answer[1], answer[2], (answer[3] + 1) % tiny.vocab_size]
@@ -237,8 +240,7 @@ def test_drafts_are_those_of_a_head_primed_over_the_whole_text(
     tiny: World, is_reduced: bool, recurse_after_norm: bool
 ) -> None:
     """Three rows of different lengths, acceptance and depth over several steps, one of them plain."""
-    mx.random.seed(3)
-    module = new_head(tiny.trunk, HeadSpec(recurse_after_norm=recurse_after_norm))
+    module = random_head(tiny.trunk, HeadSpec(recurse_after_norm=recurse_after_norm))
     draft_ids = mx.array(sorted(range(0, tiny.vocab_size, 3))) if is_reduced else None
     head = LoadedHead(module, head_kv_spec(module, tiny.trunk), "random", draft_ids)
     runner = Runner(tiny.trunk, head)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from outrider.config import EngineConfig
 from outrider.engine.sequence import OutputText, Sequence
-from outrider.request import InvalidRequest, Request
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.request import MAX_DEPTH, InvalidRequest, Request
 from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
+from outrider.speculate.prediction import PredictionDrafter
 
 
 @dataclass(frozen=True)
@@ -36,31 +38,41 @@ class Door:
         facts: ModelFacts,
         longest_context: int,
         new_text: Callable[[Request], OutputText],
+        grammars: GrammarCompiler,
     ) -> None:
         self._config = config
         self._facts = facts
         self._longest_context = longest_context  # what the memory budget allows a row alone
         self._new_text = new_text
+        self._grammars = grammars
         self._ids = itertools.count()
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if this request cannot be served as asked."""
         self._check_prompt(request)
         params = request.params
-        outside = [i for i in (*params.logit_bias, *params.stop_token_ids) if i >= self._facts.vocab_size]
+        named = (*params.logit_bias, *params.stop_token_ids, *params.prediction_ids)
+        outside = [i for i in named if i >= self._facts.vocab_size]
         if outside:
             raise InvalidRequest(
                 f"token id {outside[0]} is outside the vocabulary of {self._facts.vocab_size}"
             )
-        if self._facts.drafter == "none" and params.draft_depth not in ("auto", 0):
+        has_own_drafts = params.grammar is not None or bool(params.prediction_ids)
+        if self._facts.drafter == "none" and params.draft_depth not in ("auto", 0) and not has_own_drafts:
             raise InvalidRequest(
                 f"draft_depth {params.draft_depth} cannot be honoured: this engine runs without a drafter. "
                 'Leave it "auto" or 0, or start the engine with a head or drafter="ngram".'
             )
 
+        if params.grammar is not None:
+            if params.ignore_eos:
+                raise InvalidRequest("ignore_eos cannot be honoured with a grammar, which says where to end")
+            self._grammars.check(params.grammar)
+
     def admit(self, request: Request) -> Sequence:
         """A checked request as a sequence, with what it may use."""
-        depth = self._depth(request)
+        depth = self._drafter_depth(request)
+        grammar = request.params.grammar
         stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             stop_ids |= self._facts.eos_ids
@@ -70,9 +82,10 @@ class Door:
             text=self._new_text(request),
             stop_ids=stop_ids,
             max_tokens=self._max_tokens(request),
-            max_depth=depth,
-            feeds_head=depth > 0 and self._facts.drafter == "mtp",
-            drafter=self._new_drafter() if depth > 0 else None,
+            max_depth=self._max_depth(request),
+            head_depth=depth if self._facts.drafter == "mtp" else 0,
+            drafter=self._new_drafter(request, depth),
+            grammar=None if grammar is None else self._grammars.new_row(grammar),
         )
 
     def _check_prompt(self, request: Request) -> None:
@@ -99,11 +112,22 @@ class Door:
         room = min(self._facts.max_context, self._longest_context) - len(request.prompt_ids)
         return room if request.params.max_tokens is None else min(room, request.params.max_tokens)
 
-    def _depth(self, request: Request) -> int:
+    def _drafter_depth(self, request: Request) -> int:
+        """Drafts a step from the engine's own drafter."""
         if self._facts.drafter == "none":
             return 0
         depth = request.params.draft_depth
         return self._config.auto_depth if depth == "auto" else depth
 
-    def _new_drafter(self) -> Drafter | None:
-        return NgramDrafter() if self._facts.drafter == "ngram" else None
+    def _max_depth(self, request: Request) -> int:
+        """Drafts a step from anywhere: those that a grammar forces or the client predicts may be many."""
+        depth = request.params.draft_depth
+        if depth != "auto":
+            return depth
+        is_certain = request.params.grammar is not None or bool(request.params.prediction_ids)
+        return MAX_DEPTH if is_certain else self._drafter_depth(request)
+
+    def _new_drafter(self, request: Request, depth: int) -> Drafter | None:
+        if request.params.prediction_ids:
+            return PredictionDrafter(request.params.prediction_ids, len(request.prompt_ids))
+        return NgramDrafter(depth) if self._facts.drafter == "ngram" and depth > 0 else None

@@ -9,6 +9,7 @@ import atexit
 import logging
 import queue
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from outrider.engine.door import Door, ModelFacts
 from outrider.engine.outbox import Outbox
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, OutputText, Sequence
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.plan import StepPlan, StepResult
 from outrider.request import Request, SamplingParams
 
@@ -51,12 +53,24 @@ class EngineParts:
     facts: ModelFacts
     budget_bytes: int
     new_text: Callable[[Request], OutputText]
+    grammars: GrammarCompiler
+
+
+class EngineObserver(Protocol):
+    """Told of every step, on the engine thread: it must be quick."""
+
+    def on_step(
+        self, plan: StepPlan, result: StepResult, seconds: float, num_waiting: int, cache_bytes: int
+    ) -> None: ...
 
 
 class Engine:
-    def __init__(self, config: EngineConfig, build: Callable[[], EngineParts]) -> None:
+    def __init__(
+        self, config: EngineConfig, build: Callable[[], EngineParts], observer: EngineObserver | None = None
+    ) -> None:
         """Start the thread and wait until `build` has made the parts there; its exception is raised here."""
         self._config = config
+        self._observer = observer
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[str, tuple[Sequence, Outbox]] = {}  # engine thread only
         self._num_steps = 0
@@ -153,7 +167,7 @@ class Engine:
                 f"a memory budget of {self.budget_bytes:,} bytes does not hold even one row of this model; "
                 f"it needs at least {self._geometry.num_bytes(1, self._geometry.page_size):,}"
             )
-        return Door(self._config, self._parts.facts, longest, self._parts.new_text)
+        return Door(self._config, self._parts.facts, longest, self._parts.new_text, self._parts.grammars)
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._config, self._geometry, self._parts.budget_bytes)
@@ -183,6 +197,7 @@ class Engine:
         plan = self._scheduler.plan()
         if plan is None:
             return
+        started_s = time.perf_counter()
         try:
             result = self._parts.runner.run(plan)
         except Exception as error:
@@ -192,10 +207,16 @@ class Engine:
         else:
             self._num_steps += 1
             deltas = self._scheduler.commit(result)
+            self._observe(plan, result, time.perf_counter() - started_s)
         for delta in deltas:
             self._deliver(delta)
         if self._scheduler.is_idle:
             self._rest()
+
+    def _observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        if self._observer is not None:
+            scheduler = self._scheduler
+            self._observer.on_step(plan, result, seconds, scheduler.num_waiting, scheduler.num_bytes)
 
     def _rest(self) -> None:
         """Nothing to do: give the memory back and see that the books balance."""
@@ -212,7 +233,12 @@ class Engine:
         if request.id in self._live:
             outbox.put(Delta(request.id, finish_reason="error", error=f"request id {request.id} is in use"))
             return
-        sequence = self._door.admit(request)
+        try:
+            sequence = self._door.admit(request)
+        except Exception as error:
+            log.exception("request %s could not be admitted", request.id)
+            outbox.put(Delta(request.id, finish_reason="error", error=f"{type(error).__name__}: {error}"))
+            return
         self._live[request.id] = (sequence, outbox)
         self._scheduler.add(sequence)
 

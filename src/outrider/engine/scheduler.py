@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 
 from outrider.config import CacheGeometry, EngineConfig
 from outrider.engine.sequence import Delta, FinishReason, Sequence
@@ -178,8 +179,7 @@ class Scheduler:
         return [self._decode_row(row) for row in rows if row.is_decoding]
 
     def _decode_row(self, sequence: Sequence) -> RowPlan:
-        drafts = list(sequence.drafts[: max(0, min(sequence.max_depth, sequence.num_left - 1))])
-        return self._row(sequence, [sequence.tokens[-1], *drafts], len(drafts), None)
+        return self._row(sequence, [sequence.tokens[-1], *sequence.drafts], len(sequence.drafts), None)
 
     def _prefill_batch(self, rows: list[Sequence]) -> list[RowPlan]:
         """Chunks of prompts: the one whose turn it is, and those that fit in beside it, padding counted."""
@@ -204,7 +204,7 @@ class Scheduler:
     def _row(self, sequence: Sequence, token_ids: list[int], num_drafts: int, next_id: int | None) -> RowPlan:
         assert sequence.slot is not None
         picks = next_id is None
-        most_next = min(sequence.max_depth, sequence.num_left - 2) if picks and sequence.feeds_head else 0
+        most_next = min(sequence.head_depth, sequence.num_left - 2) if picks else 0
         row = RowPlan(
             sequence_id=sequence.id,
             slot=sequence.slot,
@@ -218,6 +218,7 @@ class Scheduler:
             history=sequence.tokens,
             num_prompt=sequence.num_prompt,
             banned_ids=tuple(sequence.stop_ids) if sequence.params.min_tokens else (),
+            masks=sequence.masks if picks else None,
         )
         self._planned[sequence.id] = (sequence, row)
         return row
@@ -242,19 +243,14 @@ class Scheduler:
         if sequence.first_token_s is None:
             sequence.first_token_s = time.perf_counter()
         sequence.steps += 1
-        taken, text, reason = sequence.commit(row.token_ids)
-        sequence.count_drafts(planned.num_drafts, min(row.num_accepted, len(taken)))
-        delta = Delta(sequence.request.id, tuple(taken), text, row.logprobs[: len(taken)])
-        if reason is not None:
-            return delta.merged(self._finish(sequence, reason))
-        sequence.drafts = row.drafts if sequence.drafter is None else self._propose(sequence)
+        delta = sequence.commit(row.token_ids)
+        num_taken = len(delta.token_ids)
+        sequence.count_drafts(planned.num_drafts, min(row.num_accepted, num_taken))
+        delta = replace(delta, logprobs=row.logprobs[:num_taken])
+        if delta.finish_reason is not None:
+            return delta.merged(self._finish(sequence, delta.finish_reason))
+        sequence.prepare_next(row.drafts)
         return delta
-
-    @staticmethod
-    def _propose(sequence: Sequence) -> list[int]:
-        assert sequence.drafter is not None
-        num = min(sequence.max_depth, sequence.num_left - 1)
-        return list(sequence.drafter.propose(sequence.tokens, num)) if num > 0 else []
 
     # -- self-check --------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+
 from outrider.plan import TokenLogprobs
 from outrider.request import MAX_DEPTH, Request, SamplingParams
 from outrider.speculate.drafter import Drafter
@@ -17,13 +19,25 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class OutputText(Protocol):
     """Turns a sequence's committed tokens into text and watches for its stop strings."""
 
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """The text that is final now, and whether a stop string was completed."""
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        """The text that is final now, and the stop string that was completed, if one was."""
         ...
 
     def flush(self) -> str:
         """What was held back, once nothing can follow."""
         ...
+
+
+class TokenGrammar(Protocol):
+    """Holds a row to a form: see grammar/matcher.py."""
+
+    def commit(self, token_id: int) -> None: ...
+
+    def num_allowed(self, drafts: Tokens[int]) -> int: ...
+
+    def masks(self, drafts: Tokens[int]) -> np.ndarray | None: ...
+
+    def forced(self, most: int) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     stats: Stats | None = None  # with the finish
+    stop_string: str | None = None  # which one ended it
 
     def merged(self, later: Delta) -> Delta:
         return Delta(
@@ -67,6 +82,7 @@ class Delta:
             later.finish_reason,
             later.error,
             later.stats,
+            self.stop_string or later.stop_string,
         )
 
 
@@ -79,14 +95,16 @@ class Sequence:
     text: OutputText
     stop_ids: frozenset[int]
     max_tokens: int
-    max_depth: int  # deepest draft this row may make
-    feeds_head: bool
+    max_depth: int  # most drafts this row may feed in a step
+    head_depth: int = 0  # drafts wanted from the MTP head; 0: the head does not follow this row
     drafter: Drafter | None = None
+    grammar: TokenGrammar | None = None
     tokens: list[int] = field(default_factory=list)
     num_cached: int = 0
     num_prefill: int = 0  # tokens to be cached before the row picks; more than the prompt after a preemption
     slot: int | None = None
     drafts: Tokens[int] = ()
+    masks: np.ndarray | None = None  # [1 + drafts, words] what the grammar allows at each position
     failures: int = 0  # steps that raised with this sequence in them, since it last got through a decode step
 
     drafted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
@@ -100,6 +118,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
         self.num_prefill = len(self.tokens)
+        if self.grammar is not None:
+            self.masks = self.grammar.masks(())
 
     @property
     def params(self) -> SamplingParams:
@@ -119,6 +139,10 @@ class Sequence:
         return self.max_tokens - self.num_generated
 
     @property
+    def feeds_head(self) -> bool:
+        return self.head_depth > 0
+
+    @property
     def is_decoding(self) -> bool:
         return self.num_cached >= self.num_prefill
 
@@ -128,24 +152,51 @@ class Sequence:
         self.num_cached = 0
         self.num_prefill = len(self.tokens)
         self.drafts = ()
+        self.masks = None if self.masks is None else self.masks[:1]
 
-    def commit(self, token_ids: Tokens[int]) -> tuple[list[int], str, FinishReason | None]:
-        """Append picked tokens one by one until a finish rule stops it: (tokens taken, text, reason)."""
-        taken, pieces = [], []
+    def commit(self, token_ids: Tokens[int]) -> Delta:
+        """Append picked tokens one by one until a finish rule stops it; what was gained."""
+        gained = Delta(self.request.id)
         for token_id in token_ids:
-            self.tokens.append(token_id)
-            taken.append(token_id)
-            if token_id in self.stop_ids:
-                pieces.append(self.text.flush())
-                return taken, "".join(pieces), "stop"
-            piece, stopped = self.text.push(token_id)
-            pieces.append(piece)
-            if stopped:
-                return taken, "".join(pieces), "stop"
-            if self.num_left <= 0:
-                pieces.append(self.text.flush())
-                return taken, "".join(pieces), "length"
-        return taken, "".join(pieces), None
+            gained = gained.merged(self._commit_one(token_id))
+            if gained.finish_reason is not None:
+                break
+        return gained
+
+    def _commit_one(self, token_id: int) -> Delta:
+        self.tokens.append(token_id)
+        if self.grammar is not None:
+            self.grammar.commit(token_id)
+        if token_id in self.stop_ids:
+            return self._gained(token_id, self.text.flush(), "stop")
+        piece, stop_string = self.text.push(token_id)
+        if stop_string is not None:
+            return self._gained(token_id, piece, "stop", stop_string)
+        if self.num_left <= 0:
+            return self._gained(token_id, piece + self.text.flush(), "length")
+        return self._gained(token_id, piece, None)
+
+    def _gained(
+        self, token_id: int, text: str, reason: FinishReason | None, stop_string: str | None = None
+    ) -> Delta:
+        return Delta(self.request.id, (token_id,), text, finish_reason=reason, stop_string=stop_string)
+
+    def prepare_next(self, from_head: Tokens[int]) -> None:
+        """Choose the drafts of the next step, and with them what its grammar allows at each position."""
+        self.drafts = self._choose_drafts(from_head)
+        if self.grammar is not None:
+            self.drafts = self.drafts[: self.grammar.num_allowed(self.drafts)]
+            self.masks = self.grammar.masks(self.drafts)
+
+    def _choose_drafts(self, from_head: Tokens[int]) -> Tokens[int]:
+        """What must come, else what the drafter proposes, else what the head guessed."""
+        most = min(self.max_depth, self.num_left - 1)
+        if most <= 0:
+            return ()
+        drafts = self.grammar.forced(most) if self.grammar is not None else []
+        if not drafts and self.drafter is not None:
+            drafts = list(self.drafter.propose(self.tokens, most))
+        return (drafts or list(from_head))[:most]
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
         for i in range(num_drafted):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.request import MAX_DEPTH
+
 LONGEST = 4
 SHORTEST = 2
 
@@ -11,7 +13,8 @@ SHORTEST = 2
 class NgramDrafter:
     """Looks the last 4, else 3, else 2 tokens up in everything before them. Any model, no head needed."""
 
-    def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
+    def __init__(self, max_drafts: int = MAX_DEPTH, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
+        self._max_drafts = max_drafts
         self._sizes = range(longest, shortest - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token that followed it last
         self._num_indexed = 0
@@ -23,7 +26,7 @@ class NgramDrafter:
                 continue
             follows = self._after.get(tuple(token_ids[-size:]))
             if follows is not None:
-                return self._continuation(token_ids, follows, num)
+                return self._continuation(token_ids, follows, min(num, self._max_drafts))
         return ()
 
     def _index(self, token_ids: Sequence[int]) -> None:

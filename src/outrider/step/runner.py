@@ -23,6 +23,7 @@ from outrider.models.trunk import Trunk, TrunkCache
 from outrider.plan import RowPlan, RowResult, StepPlan, StepResult
 from outrider.sampling.edits import apply_edits
 from outrider.sampling.logprobs import LogprobArrays, compute_logprobs, read_logprobs
+from outrider.sampling.masks import apply_masks
 from outrider.sampling.picking import pick
 from outrider.speculate.mtp import HeadRows, MTPDrafter
 
@@ -132,7 +133,8 @@ class Runner:
         logits = self._trunk.logits(hidden)  # [rows, num_picks, vocab]
         starts = np.array([row.start for row in rows], np.int32)[:, None]
         positions = mx.array(starts + first + np.arange(1, num_picks + 1, dtype=np.int32))
-        targets = pick(apply_edits(logits, rows), positions, [row.params for row in rows])
+        scores = apply_masks(apply_edits(logits, rows), rows)
+        targets = pick(scores, positions, [row.params for row in rows])
         return targets, _count_accepted(targets, rows), compute_logprobs(logits, targets, rows)
 
     def _draft(self, launched: _Launched, hidden: mx.array) -> _Launched:

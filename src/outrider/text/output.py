@@ -15,10 +15,10 @@ class AnswerText:
         self._detokenizer = Detokenizer(decode, prompt_ids)
         self._stops = StopStrings(stops)
 
-    def push(self, token_id: int) -> tuple[str, bool]:
-        """The text that is final now, and whether a stop string was completed."""
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        """The text that is final now, and the stop string that was completed, if one was."""
         found = self._stops.push(self._detokenizer.push(token_id))
-        return found.text, found.matched is not None
+        return found.text, found.matched
 
     def flush(self) -> str:
         """What was held back, once no token can follow; a stop string in it still cuts."""

@@ -1,0 +1,73 @@
+"""What an answer is made of, as it grows: typed events. The three APIs each render this one stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outrider.engine.sequence import Stats
+from outrider.plan import TokenLogprobs
+
+FinishedReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCallStarted:
+    """A call begins. Its arguments follow as fragments of one JSON text."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ToolCallArguments:
+    index: int
+    fragment: str
+
+
+@dataclass(frozen=True)
+class ToolCallEnded:
+    index: int
+    arguments: str  # the whole JSON text
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of the tokens behind the text deltas, for those who asked."""
+
+    tokens: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    num_prompt: int = 0
+    num_cached: int = 0  # prompt tokens that were not computed again
+    num_generated: int = 0
+    num_reasoning: int = 0
+    num_accepted: int = 0  # drafts that stood
+    num_rejected: int = 0
+
+
+@dataclass(frozen=True)
+class Finished:
+    reason: FinishedReason
+    usage: Usage
+    stats: Stats = field(default_factory=Stats)
+    stop_string: str | None = None  # the stop string that ended the answer, if one did
+    error: str | None = None
+
+
+ChatEvent = (
+    TextDelta | ReasoningDelta | ToolCallStarted | ToolCallArguments | ToolCallEnded | Logprobs | Finished
+)

@@ -1,0 +1,79 @@
+"""One row's place in its grammar, on llguidance: masks for a verify window, forced tokens, steps forward.
+
+Speculation never moves it: masks are computed by walking over the drafts and back again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class GrammarStuck(RuntimeError):
+    """The grammar does not allow a token that was committed, or allows none at all."""
+
+
+class RowGrammar:
+    """Waits for `after_ids` (the end of reasoning) if there are any, then holds the row to its grammar.
+
+    committed   … x x x | pending
+    window                pending  d1  d2  d3     masks: after pending, after d1, …
+    """
+
+    def __init__(self, matcher: Any, after_ids: Sequence[int] = ()) -> None:
+        self._matcher = matcher
+        self._after_ids = list(after_ids)
+        self._tail: list[int] = []  # the last committed tokens, while waiting
+        self._is_waiting = bool(after_ids)
+
+    def commit(self, token_id: int) -> None:
+        """Take a committed token."""
+        if self._is_waiting:
+            self._tail = [*self._tail, token_id][-len(self._after_ids) :]
+            self._is_waiting = self._tail != self._after_ids
+        elif not self._matcher.consume_token(token_id):
+            raise GrammarStuck(f"the grammar does not allow token {token_id}: {self._matcher.get_error()}")
+
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """How many leading drafts may stand. While waiting: those before the one that ends the waiting."""
+        if not self._is_waiting:
+            return int(self._matcher.validate_tokens(list(drafts)))
+        tail = list(self._tail)
+        for i, draft in enumerate(drafts):
+            tail = [*tail, draft][-len(self._after_ids) :]
+            if tail == self._after_ids:
+                return i
+        return len(drafts)
+
+    def masks(self, drafts: Sequence[int]) -> np.ndarray | None:
+        """A bit a token, for the position after the pending token and after each (allowed) draft.
+
+        [1 + drafts, words] of uint32; None while nothing is held back.
+        """
+        if self._is_waiting:
+            return None
+        rows = [self._mask()]
+        num_walked = 0
+        try:
+            for draft in drafts:
+                if not self._matcher.consume_token(draft):
+                    raise GrammarStuck(f"draft {draft} was not allowed")
+                num_walked += 1
+                rows.append(self._mask())
+        finally:
+            self._matcher.rollback(num_walked)
+        return np.stack(rows)
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens that must come next, as far as they are certain."""
+        if self._is_waiting or most <= 0 or self._matcher.is_stopped():
+            return []
+        return list(self._matcher.compute_ff_tokens())[:most]
+
+    def _mask(self) -> np.ndarray:
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if not mask.any():
+            raise GrammarStuck(f"the grammar allows no token here: {self._matcher.get_error()}")
+        return mask
