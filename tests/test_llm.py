@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -281,3 +282,32 @@ def test_model_that_cannot_be_loaded_raises_in_the_caller(tmp_path: Path) -> Non
         LLM(tmp_path)
     with pytest.raises(InvalidConfig):
         LLM(tmp_path, max_rows=0)
+
+
+class PoisonedEmbedding:
+    """Gives NaN for one token; everything else is the model's own."""
+
+    def __init__(self, sound: Any, poison: int) -> None:
+        self._sound, self._poison = sound, poison
+
+    def __call__(self, token_ids: mx.array) -> mx.array:
+        return mx.where((token_ids == self._poison)[..., None], mx.nan, self._sound(token_ids))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sound, name)
+
+
+def test_row_with_unsound_logits_ends_in_error_and_leaves_nothing_behind(folder: Path) -> None:
+    poison = 9
+    with LLM(folder) as llm:
+        prompts = [[5, 6], [7, 8], [10, 11]]
+        expected = [out.token_ids for out in llm.generate(prompts, GREEDY)]
+        assert all(poison not in answer for answer in expected)
+        inner = llm.engine._parts.runner._trunk.inner  # type: ignore[attr-defined]
+        inner.embed_tokens = PoisonedEmbedding(inner.embed_tokens, poison)
+        streams = [llm.stream(ids, GREEDY) for ids in ([5, 6], [poison, 5], [7, 8])]
+        with pytest.raises(GenerationFailed, match="NaN"):
+            list(streams[1])
+        answers = [tuple(i for delta in streams[k] for i in delta.token_ids) for k in (0, 2)]
+        answers += [llm.generate([prompts[2]], GREEDY)[0].token_ids]
+        assert answers == expected

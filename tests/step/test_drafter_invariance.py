@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from outrider.cache import ragged_kv
-from outrider.step import runner
+from outrider.step import runner, verify
 from step.histories import Divergence, Tally, play, random_history, world
 
 FIRST_SEED = {
@@ -81,69 +81,69 @@ def test_play_one_history_again() -> None:
 
 
 def accepts_one_too_many(patch: pytest.MonkeyPatch) -> None:
-    count = runner._count_accepted
+    count = verify._count_accepted
 
-    def wrong(targets: mx.array, rows: runner.Batch) -> mx.array:
+    def wrong(targets: mx.array, rows: verify.Batch) -> mx.array:
         return mx.minimum(count(targets, rows) + 1, mx.array([row.num_drafts for row in rows]))
 
-    patch.setattr(runner, "_count_accepted", wrong)
+    patch.setattr(verify, "_count_accepted", wrong)
 
 
 def accepts_past_an_error(patch: pytest.MonkeyPatch) -> None:
-    def wrong(targets: mx.array, rows: runner.Batch) -> mx.array:
+    def wrong(targets: mx.array, rows: verify.Batch) -> mx.array:
         most = targets.shape[1] - 1
         drafts = [[*row.token_ids[row.first_pick + 1 :], *([-1] * (most - row.num_drafts))] for row in rows]
         return (targets[:, :-1] == mx.array(drafts).reshape(len(rows), most)).astype(mx.int32).sum(axis=1)
 
-    patch.setattr(runner, "_count_accepted", wrong)
+    patch.setattr(verify, "_count_accepted", wrong)
 
 
 def noise_is_one_position_late(patch: pytest.MonkeyPatch) -> None:
-    pick = runner.pick
-    patch.setattr(runner, "pick", lambda logits, positions, params: pick(logits, positions + 1, params))
+    pick = verify.pick
+    patch.setattr(verify, "pick", lambda logits, positions, params: pick(logits, positions + 1, params))
 
 
 def noise_stands_still_in_a_window(patch: pytest.MonkeyPatch) -> None:
-    pick = runner.pick
+    pick = verify.pick
 
     def wrong(logits: mx.array, positions: mx.array, params: list) -> mx.array:
         return pick(logits, mx.broadcast_to(positions[:, :1], positions.shape), params)
 
-    patch.setattr(runner, "pick", wrong)
+    patch.setattr(verify, "pick", wrong)
 
 
 def the_first_sampler_serves_all(patch: pytest.MonkeyPatch) -> None:
-    pick = runner.pick
+    pick = verify.pick
     patch.setattr(
-        runner, "pick", lambda logits, positions, params: pick(logits, positions, params[:1] * len(params))
+        verify, "pick", lambda logits, positions, params: pick(logits, positions, params[:1] * len(params))
     )
 
 
 def penalties_do_not_see_drafts(patch: pytest.MonkeyPatch) -> None:
-    apply_edits = runner.apply_edits
+    apply_edits = verify.apply_edits
 
-    def wrong(logits: mx.array, rows: runner.Batch) -> mx.array:
+    def wrong(logits: mx.array, rows: verify.Batch) -> mx.array:
         rows = [replace(row, num_drafts=0, token_ids=row.token_ids[: row.first_pick + 1]) for row in rows]
         return apply_edits(logits, rows)
 
-    patch.setattr(runner, "apply_edits", wrong)
+    patch.setattr(verify, "apply_edits", wrong)
 
 
 def penalties_lag_by_a_token(patch: pytest.MonkeyPatch) -> None:
-    apply_edits = runner.apply_edits
+    apply_edits = verify.apply_edits
 
-    def wrong(logits: mx.array, rows: runner.Batch) -> mx.array:
+    def wrong(logits: mx.array, rows: verify.Batch) -> mx.array:
         return apply_edits(logits, [replace(row, history=row.history[:-1]) for row in rows])
 
-    patch.setattr(runner, "apply_edits", wrong)
+    patch.setattr(verify, "apply_edits", wrong)
 
 
 def logprobs_are_of_edited_logits(patch: pytest.MonkeyPatch) -> None:
-    compute = runner.compute_logprobs
+    compute = verify.compute_logprobs
     patch.setattr(
-        runner,
+        verify,
         "compute_logprobs",
-        lambda logits, targets, rows: compute(runner.apply_edits(logits, rows), targets, rows),
+        lambda logits, targets, rows: compute(verify.apply_edits(logits, rows), targets, rows),
     )
 
 
@@ -162,14 +162,14 @@ def moves_are_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_head_is_fed_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
-    next_tokens = runner._next_tokens
+    next_tokens = runner.next_tokens
 
-    def wrong(launched: runner._Launched, width: int) -> tuple[mx.array, mx.array]:
-        _, kept = next_tokens(launched, width)
-        known = [[*row.token_ids[1:], row.next_id or 0] for row in launched.batch]
+    def wrong(batch: verify.Batch, picks: verify.Picks | None, width: int) -> tuple[mx.array, mx.array]:
+        _, kept = next_tokens(batch, picks, width)
+        known = [[*row.token_ids[1:], row.next_id or 0] for row in batch]
         return mx.array([[*ids, *([0] * (width - len(ids)))] for ids in known]), kept
 
-    patch.setattr(runner, "_next_tokens", wrong)
+    patch.setattr(runner, "next_tokens", wrong)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class MTPDrafter:
 
 def _projection_rows(trunk: Trunk, token_ids: mx.array) -> mx.array:
     """The rows of the output projection for these tokens.  [ids, hidden]"""
-    output = getattr(trunk.model, "lm_head", None) or trunk.inner.embed_tokens
+    output = getattr(trunk.model, "lm_head", None) or trunk.embedding
     if hasattr(output, "bits"):
         weight = mx.dequantize(
             output.weight[token_ids],

@@ -10,7 +10,7 @@ For each batch of a plan, all on the device and read back once:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -20,32 +20,30 @@ from outrider.cache.ragged_kv import Placement, RaggedKV
 from outrider.config import CacheGeometry
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Trunk, TrunkCache
-from outrider.plan import RowPlan, RowResult, StepPlan, StepResult
-from outrider.sampling.edits import apply_edits
-from outrider.sampling.logprobs import LogprobArrays, compute_logprobs, read_logprobs
-from outrider.sampling.masks import apply_masks
-from outrider.sampling.picking import pick
+from outrider.plan import RowResult, StepPlan, StepResult, TokenLogprobs
+from outrider.sampling.logprobs import read_logprobs
 from outrider.speculate.mtp import HeadRows, MTPDrafter
+from outrider.step.verify import Batch, Picks, next_tokens, verify
 
-Batch = Sequence[RowPlan]
+
+class UnsoundLogits(RuntimeError):
+    """The model gave NaN or infinity for a token that was to be committed."""
 
 
 @dataclass(frozen=True)
 class _Launched:
-    """A batch under way: arrays that the device will fill. Picking rows are a part of the batch's rows."""
+    """A batch under way: arrays that the device will fill."""
 
     batch: Batch
-    picking: list[int]  # indices into batch
-    targets: mx.array | None = None  # [picking, width]
-    num_accepted: mx.array | None = None  # [picking]
-    logprobs: LogprobArrays | None = None
-    heading: Sequence[int] = ()  # indices into batch
-    drafts: mx.array | None = None  # [heading, depth]
+    picks: Picks | None
+    heading: list[int]  # rows that the head follows, indices into batch
+    drafts: mx.array | None  # [heading, depth]
 
     def arrays(self) -> Iterator[mx.array]:
-        yield from (x for x in (self.targets, self.num_accepted, self.drafts) if x is not None)
-        if self.logprobs is not None:
-            yield from self.logprobs.arrays
+        if self.picks is not None:
+            yield from self.picks.arrays()
+        if self.drafts is not None:
+            yield self.drafts
 
 
 class Runner:
@@ -111,38 +109,17 @@ class Runner:
         slots = [row.slot for row in batch]
         place = Placement(slots, starts, num_fed, width, end, self._shape[1])
         hidden = self._trunk.hidden(token_ids, self._cache, place)
+        picks = verify(self._trunk, hidden, batch)
+        heading = [i for i, row in enumerate(batch) if row.feeds_head] if self._drafter is not None else []
+        drafts = self._draft(batch, heading, hidden, picks) if heading else None
+        return _Launched(batch, picks, heading, drafts)
 
-        picking = [i for i, row in enumerate(batch) if row.picks]
-        targets = num_accepted = logprobs = None
-        if picking:
-            targets, num_accepted, logprobs = self._verify(hidden, [batch[i] for i in picking], picking)
-        launched = _Launched(batch, picking, targets, num_accepted, logprobs)
-        return self._draft(launched, hidden)
-
-    def _verify(
-        self, hidden: mx.array, rows: Batch, index: list[int]
-    ) -> tuple[mx.array, mx.array, LogprobArrays | None]:
-        """Targets [rows, 1 + most drafts], accepted drafts [rows], log-probabilities for those who ask."""
-        num_picks = 1 + max(row.num_drafts for row in rows)
-        if len(index) < hidden.shape[0]:
-            hidden = hidden[mx.array(index)]
-        first = np.array([row.first_pick for row in rows], np.int32)[:, None]
-        if num_picks < hidden.shape[1] or first.any():
-            columns = np.minimum(first + np.arange(num_picks), hidden.shape[1] - 1).astype(np.int32)
-            hidden = mx.take_along_axis(hidden, mx.array(columns)[..., None], axis=1)
-        logits = self._trunk.logits(hidden)  # [rows, num_picks, vocab]
-        starts = np.array([row.start for row in rows], np.int32)[:, None]
-        positions = mx.array(starts + first + np.arange(1, num_picks + 1, dtype=np.int32))
-        scores = apply_masks(apply_edits(logits, rows), rows)
-        targets = pick(scores, positions, [row.params for row in rows])
-        return targets, _count_accepted(targets, rows), compute_logprobs(logits, targets, rows)
-
-    def _draft(self, launched: _Launched, hidden: mx.array) -> _Launched:
-        batch = launched.batch
-        heading = [i for i, row in enumerate(batch) if row.feeds_head]
-        if not heading or self._drafter is None:
-            return launched
-        next_ids, num_kept = _next_tokens(launched, hidden.shape[1])
+    def _draft(
+        self, batch: Batch, heading: list[int], hidden: mx.array, picks: Picks | None
+    ) -> mx.array | None:
+        """Feed the head what is now committed and let it draft for the next step."""
+        assert self._drafter is not None
+        next_ids, num_kept = next_tokens(batch, picks, hidden.shape[1])
         rows = [batch[i] for i in heading]
         if len(heading) < len(batch):
             index = mx.array(heading)
@@ -156,67 +133,31 @@ class Runner:
             params=[row.params for row in rows],
             depth=max(row.num_drafts_next for row in rows),
         )
-        drafts = self._drafter.draft(hidden, next_ids, head_rows, self._shape[1])
-        return _Launched(
-            batch,
-            launched.picking,
-            launched.targets,
-            launched.num_accepted,
-            launched.logprobs,
-            heading,
-            drafts,
-        )
-
-
-def _count_accepted(targets: mx.array, rows: Batch) -> mx.array:
-    """How many leading drafts of each row equal their targets.  [rows]"""
-    most = targets.shape[1] - 1
-    if most == 0:
-        return mx.zeros((len(rows),), mx.int32)
-    drafts = [[*row.token_ids[row.first_pick + 1 :], *([-1] * (most - row.num_drafts))] for row in rows]
-    return mx.cumprod((targets[:, :-1] == mx.array(drafts)).astype(mx.int32), axis=1).sum(axis=1)
-
-
-def _next_tokens(launched: _Launched, width: int) -> tuple[mx.array, mx.array]:
-    """For every fed cell the token after it [rows, width], and how many cells each row keeps [rows]."""
-    batch = launched.batch
-    known = np.zeros((len(batch), width), np.int32)
-    for i, row in enumerate(batch):
-        following = [*row.token_ids[1:], row.next_id or 0]
-        known[i, : row.num_fed] = following
-    num_fed = np.array([row.num_fed for row in batch], np.int32)
-    if launched.targets is None or launched.num_accepted is None:
-        return mx.array(known), mx.array(num_fed)
-    # A picking row's targets stand at columns first_pick .. first_pick + num_drafts.
-    rows = np.array(launched.picking, np.int32)[:, None]
-    num_picks = launched.targets.shape[1]
-    first = np.array([batch[i].first_pick for i in launched.picking], np.int32)[:, None]
-    columns = np.minimum(first + np.arange(num_picks, dtype=np.int32), width)  # past the end: dropped below
-    wide = mx.concatenate([mx.array(known), mx.zeros((len(batch), 1), mx.int32)], axis=1)
-    wide[mx.array(rows), mx.array(columns)] = launched.targets
-    kept = mx.array(num_fed - np.array([row.num_drafts for row in batch], np.int32))
-    kept[mx.array(launched.picking)] = kept[mx.array(launched.picking)] + launched.num_accepted
-    return wide[:, :width], kept
+        return self._drafter.draft(hidden, next_ids, head_rows, self._shape[1])
 
 
 def _collect(launched: _Launched) -> Iterator[RowResult]:
     """Read a finished batch back into plain Python."""
-    batch, picking = launched.batch, launched.picking
+    batch, picks = launched.batch, launched.picks
     tokens: dict[int, tuple[int, ...]] = {}
-    if launched.targets is not None and launched.num_accepted is not None:
-        targets, accepted = np.array(launched.targets), np.array(launched.num_accepted)
-        tokens = {i: tuple(targets[j, : accepted[j] + 1].tolist()) for j, i in enumerate(picking)}
-    logprobs = read_logprobs(
-        launched.logprobs, [batch[i] for i in picking], [tokens.get(i, ()) for i in picking]
-    )
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    if picks is not None:
+        tokens = _committed(picks)
+        rows = [batch[i] for i in picks.rows]
+        found = read_logprobs(picks.logprobs, rows, [tokens[i] for i in picks.rows])
+        logprobs = {picks.rows[j]: values for j, values in found.items()}
     drafts: dict[int, list[int]] = {}
     if launched.drafts is not None:
         drafts = dict(zip(launched.heading, np.array(launched.drafts).tolist(), strict=True))
-    place = {i: j for j, i in enumerate(picking)}
     for i, row in enumerate(batch):
-        yield RowResult(
-            row.sequence_id,
-            tokens.get(i, ()),
-            tuple(drafts.get(i, ())[: row.num_drafts_next]),
-            logprobs.get(place[i], ()) if i in place else (),
-        )
+        next_drafts = tuple(drafts.get(i, ())[: row.num_drafts_next])
+        yield RowResult(row.sequence_id, tokens.get(i, ()), next_drafts, logprobs.get(i, ()))
+
+
+def _committed(picks: Picks) -> dict[int, tuple[int, ...]]:
+    """Each picking row's accepted drafts and bonus."""
+    targets, accepted, is_sound = (np.array(x) for x in (picks.targets, picks.num_accepted, picks.is_sound))
+    for j in range(len(picks.rows)):
+        if not is_sound[j, : accepted[j] + 1].all():
+            raise UnsoundLogits("the model gave NaN or infinite logits")
+    return {i: tuple(targets[j, : accepted[j] + 1].tolist()) for j, i in enumerate(picks.rows)}
