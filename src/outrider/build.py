@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,14 @@ def build_engine(
         tokenizers.append(loaded.tokenizer)
         return _parts(loaded, choice, config)
 
-    engine = Engine(config, build, observer)
+    engine = Engine(_settled(config), build, observer)
     return engine, tokenizers[0]
+
+
+def _settled(config: EngineConfig) -> EngineConfig:
+    """The configuration with what depends on the machine filled in."""
+    size = config.prefill_step_size or machine.prefill_step_size()
+    return replace(config, prefill_step_size=size)
 
 
 def _parts(loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig) -> EngineParts:

@@ -22,15 +22,16 @@ class EngineConfig:
     max_rows: int = 16
     max_context: int | None = None  # tokens; None: the model's own limit
     memory_budget_bytes: int | None = None  # for caches; None: a share of what the machine has left
-    prefill_step_size: int = 512  # prompt tokens in one step, over all rows
+    prefill_step_size: int | None = None  # prompt tokens in one step, over all rows
     drafter: DrafterName = "auto"
     auto_depth: int = 2  # what draft_depth="auto" means
     page_size: int = 256  # cells by which capacity grows
 
     def __post_init__(self) -> None:
         _at_least("max_rows", self.max_rows, 1)
-        _at_least("prefill_step_size", self.prefill_step_size, 1)
         _at_least("page_size", self.page_size, 16)
+        if self.prefill_step_size is not None:
+            _at_least("prefill_step_size", self.prefill_step_size, 1)
         if self.max_context is not None:
             _at_least("max_context", self.max_context, 2)
         if self.memory_budget_bytes is not None:

@@ -53,7 +53,7 @@ class LLM:
         max_rows: int = 16,
         max_context: int | None = None,
         memory_budget_bytes: int | None = None,
-        prefill_step_size: int = 512,
+        prefill_step_size: int | None = None,
     ) -> None:
         config = EngineConfig(
             max_rows=max_rows,

@@ -346,6 +346,17 @@ def test_caches_lose_capacity_when_the_long_row_has_gone_and_room_is_needed() ->
     harness.run_to_idle()
 
 
+def test_caches_keep_their_shape_while_there_is_room() -> None:
+    """Every change of shape copies all cells."""
+    harness = Harness(max_rows=4, prefill_step_size=200)
+    long = harness.add(150, max_tokens=3)
+    rows = decoding(harness, 3)
+    harness.run_until(lambda: long.id not in harness.live)
+    harness.cancel(rows[0])
+    shapes = {(plan.num_slots, plan.capacity) for plan in harness.steps(10)}
+    assert shapes == {(4, harness.geometry.capacity_for(150 + 2 + SLACK))}
+
+
 def test_rows_that_cannot_grow_past_their_page_are_let_in_together() -> None:
     harness = Harness(max_rows=4, budget_bytes=budget_for(4, 2 * PAGE))
     for _ in range(4):

@@ -148,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SETTINGS = settings(
-    max_examples=250,
+    max_examples=200,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

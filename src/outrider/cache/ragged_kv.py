@@ -86,7 +86,8 @@ class Placement:
     def mask(self, window: int | None) -> mx.array:
         """Which cells each fed token sees: its own row's, up to itself.  [rows, 1, width, num_seen]"""
         if window not in self._masks:
-            own = self.cells[:, None, :, None]
+            # A padding column sees something too: attention over nothing would be NaN on some devices.
+            own = mx.minimum(self.cells, self.num_seen - 1)[:, None, :, None]
             seen = mx.arange(self.num_seen)
             mask = seen <= own
             if window is not None:
@@ -139,7 +140,7 @@ def _resized(buffer: mx.array, num_slots: int, num_cells: int) -> mx.array:
     old_slots, num_heads, old_cells, dim = buffer.shape
     if (old_slots, old_cells) == (num_slots, num_cells):
         return buffer
-    slots, cells = min(old_slots, num_slots), min(old_cells, num_cells)
+    slots, cells = min(old_slots, num_slots), min(old_cells, num_cells) - 1  # not the padding's cell
     grown = mx.zeros((num_slots, num_heads, num_cells, dim), buffer.dtype)
     if slots:
         grown[:slots, :, :cells] = buffer[:slots, :, :cells]

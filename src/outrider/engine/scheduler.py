@@ -22,6 +22,7 @@ from outrider.request import MAX_DEPTH
 
 log = logging.getLogger(__name__)
 
+DEFAULT_CHUNK = 512
 MAX_FAILURES = 2  # a step that raises makes its rows suspects; one that raises again, alone, is given up
 SLACK = 2 * MAX_DEPTH  # cells past a row's tokens that a step may touch: its drafts and the head's recursion
 SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # so that joining rarely moves the others
@@ -183,7 +184,7 @@ class Scheduler:
 
     def _prefill_batch(self, rows: list[Sequence]) -> list[RowPlan]:
         """Chunks of prompts: the one whose turn it is, and those that fit in beside it, padding counted."""
-        budget = self._config.prefill_step_size
+        budget = self._config.prefill_step_size or DEFAULT_CHUNK
         batch: list[RowPlan] = []
         widest = 0
         for sequence in self._prefilling:

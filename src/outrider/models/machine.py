@@ -18,6 +18,11 @@ def device_name() -> str:
     return str(info.get("device_name") or info.get("architecture") or "gpu")
 
 
+def prefill_step_size() -> int:
+    """Prompt tokens a step that keep running streams waiting for a fraction of a second."""
+    return 128 if device_name() == "cpu" else 512
+
+
 def cache_budget_bytes() -> int:
     """The default memory budget for caches; call it when the weights are loaded."""
     return max(LEAST_BUDGET, int(SHARE_OF_FREE * _free_bytes()))
