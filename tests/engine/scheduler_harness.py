@@ -68,8 +68,10 @@ class Harness:
     ) -> None:
         self.geometry = geometry or CacheGeometry(bytes_per_cell=1, page_size=PAGE)
         self.budget_bytes = budget_bytes or 10**9
-        self.config = EngineConfig(max_rows=max_rows, prefill_step_size=prefill_step_size)
-        self.scheduler = Scheduler(self.config, self.geometry, self.budget_bytes)
+        self.max_rows = max_rows
+        self.prefill_step_size = prefill_step_size
+        config = EngineConfig(max_rows=max_rows, prefill_step_size=prefill_step_size)
+        self.scheduler = Scheduler(config, self.geometry, self.budget_bytes)
         self.runner = FakeRunner(self.geometry, seed)
         self.live: dict[int, Sequence] = {}
         self.sequences: list[Sequence] = []
@@ -245,7 +247,7 @@ class Harness:
             assert [row.slot for row in decoding] == list(range(len(decoding))), "gaps between decoding rows"
             assert len(decoding) == sum(self.live[i].is_decoding for i in inside), "a decoding row left out"
         prefilled = sum(row.num_fed for row in rows if not self.live[row.sequence_id].is_decoding)
-        assert prefilled <= self.config.prefill_step_size
+        assert prefilled <= self.prefill_step_size
         for row in rows:
             assert row.num_drafts < max(1, self.live[row.sequence_id].num_left), "drafts past max_tokens"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as Tokens
 
 import pytest
 from fake_runner import StepFailed
@@ -541,6 +542,27 @@ def test_drafter_that_raises_ends_its_own_request_only() -> None:
     broken, sound = harness.add(5, depth=2, drafter=BrokenDrafter()), harness.add(5, depth=2)
     harness.run_to_idle()
     assert harness.answer(broken).error == "ZeroDivisionError: no idea"
+    assert harness.answer(sound).finish_reason == "length"
+
+
+def test_grammar_that_gets_stuck_ends_its_own_request_only() -> None:
+    class StuckGrammar:
+        def commit(self, token_id: int) -> None: ...
+
+        def num_allowed(self, drafts: Tokens[int]) -> int:
+            return len(drafts)
+
+        def forced(self, most: int) -> list[int]:
+            return []
+
+        def masks(self, drafts: Tokens[int]) -> None:
+            raise RuntimeError("no token is allowed here")
+
+    harness = Harness(max_rows=2)
+    stuck, sound = harness.add(5, depth=2), harness.add(5, depth=2)
+    stuck.grammar = StuckGrammar()
+    harness.run_to_idle()
+    assert harness.answer(stuck).error == "RuntimeError: no token is allowed here"
     assert harness.answer(sound).finish_reason == "length"
 
 

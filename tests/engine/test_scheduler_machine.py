@@ -139,11 +139,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _most_steps(self) -> int:
         """The oldest decodes in every step and prefills in its turn; a failure makes all begin again."""
-        config, live = self.harness.config, self.harness.live.values()
-        chunks = [-(-(s.num_prompt + s.max_tokens) // config.prefill_step_size) for s in live]
-        once = sum(
-            config.max_rows * (num + 1) + s.max_tokens + 2 for num, s in zip(chunks, live, strict=True)
-        )
+        rows, size, live = self.harness.max_rows, self.harness.prefill_step_size, self.harness.live.values()
+        chunks = [-(-(s.num_prompt + s.max_tokens) // size) for s in live]
+        once = sum(rows * (num + 1) + s.max_tokens + 2 for num, s in zip(chunks, live, strict=True))
         return once * (1 + 2 * len(self.harness.runner.faults) + self.num_raised_at_random)
 
 
