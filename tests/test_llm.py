@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,15 +300,16 @@ class PoisonedEmbedding:
 
 def test_row_with_unsound_logits_ends_in_error_and_leaves_nothing_behind(folder: Path) -> None:
     poison = 9
+    plain = replace(GREEDY, draft_depth=0)  # a random head would draft the poisoned token for others
     with LLM(folder) as llm:
         prompts = [[5, 6], [7, 8], [10, 11]]
-        expected = [out.token_ids for out in llm.generate(prompts, GREEDY)]
+        expected = [out.token_ids for out in llm.generate(prompts, plain)]
         assert all(poison not in answer for answer in expected)
         inner = llm.engine._parts.runner._trunk.inner  # type: ignore[attr-defined]
         inner.embed_tokens = PoisonedEmbedding(inner.embed_tokens, poison)
-        streams = [llm.stream(ids, GREEDY) for ids in ([5, 6], [poison, 5], [7, 8])]
+        streams = [llm.stream(ids, plain) for ids in ([5, 6], [poison, 5], [7, 8])]
         with pytest.raises(GenerationFailed, match="NaN"):
             list(streams[1])
         answers = [tuple(i for delta in streams[k] for i in delta.token_ids) for k in (0, 2)]
-        answers += [llm.generate([prompts[2]], GREEDY)[0].token_ids]
+        answers += [llm.generate([prompts[2]], plain)[0].token_ids]
         assert answers == expected

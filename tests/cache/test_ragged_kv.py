@@ -93,10 +93,10 @@ def test_neighbouring_slots_in_order_are_read_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "capacity", "seen"), [(1, 256, 64), (64, 256, 64), (65, 256, 128), (70, 100, 100)]
+    ("end", "capacity", "seen"), [(1, 256, 16), (16, 256, 16), (17, 256, 32), (18, 20, 20)]
 )
 def test_the_view_grows_in_steps_up_to_the_capacity(end: int, capacity: int, seen: int) -> None:
-    assert VIEW_STEP == 64
+    assert VIEW_STEP == 16
     assert _place([0], [end - 1], [1], capacity).num_seen == seen
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-VIEW_STEP = 64  # cells by which the attended part of a buffer grows, so that shapes repeat
+VIEW_STEP = 16  # cells by which the attended part of a buffer grows, so that shapes repeat
+LAUNCH_EVERY = 2  # layers after which the device is set to work while the host builds the rest of the pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,18 @@ class Placement:
         own = mx.minimum(self.cells, capacity)  # a row that recurses past its own depth may run over
         self.written = mx.where(columns < num_fed[:, None], own, capacity)  # [rows, width]
         self._masks: dict[int | None, mx.array] = {}
+        self._num_written = 0
 
     @property
     def is_range(self) -> bool:
         """Whether the rows' slots follow each other, so that reading them needs no copy."""
         return list(self.slots) == list(range(self.slots[0], self.slots[0] + len(self.slots)))
+
+    def launch_now_and_then(self, kv: RaggedKV) -> None:
+        """Called as each layer writes its cells."""
+        self._num_written += 1
+        if self._num_written % LAUNCH_EVERY == 0:
+            mx.async_eval(kv.keys, kv.values)
 
     def mask(self, window: int | None) -> mx.array:
         """Which cells each fed token sees: its own row's, up to itself.  [rows, 1, width, num_seen]"""
@@ -117,6 +125,7 @@ class LayerView:
         kv = self._kv
         kv.keys = self._write(kv.keys, keys)
         kv.values = self._write(kv.values, values)
+        self._placement.launch_now_and_then(kv)
         return self._read(kv.keys), self._read(kv.values)
 
     def make_mask(

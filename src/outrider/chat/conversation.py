@@ -1,4 +1,4 @@
-"""The canonical form of a chat request. Every API translates into this; nothing behind it knows which API it was."""
+"""The canonical form of a chat request. Every API translates into this; nothing behind it knows which one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Message:
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+        """Its text parts, a line each."""
+        return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
 
 
 @dataclass(frozen=True)

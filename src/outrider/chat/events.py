@@ -39,7 +39,7 @@ class ToolCallArguments:
 @dataclass(frozen=True)
 class ToolCallEnded:
     index: int
-    arguments: str  # the whole JSON text
+    arguments: str  # the whole JSON text; broken off only where a forced call ran out of tokens
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,8 @@ class Engine:
 
     def check(self, prompt_ids: Iterable[int], params: SamplingParams) -> None:
         """Raise InvalidRequest if the engine would refuse this."""
-        with self._gate:
-            self._refuse_if_stopped()
-            self._door.check(Request("", tuple(prompt_ids), params))
+        self._refuse_if_stopped()
+        self._door.check(Request("", tuple(prompt_ids), params))
 
     def submit(
         self,
@@ -110,9 +109,9 @@ class Engine:
             request_id or uuid.uuid4().hex, tuple(prompt_ids), params.with_seed(), continues_prompt
         )
         outbox = Outbox()
+        self._door.check(request)
         with self._gate:
             self._refuse_if_stopped()
-            self._door.check(request)
             self._inbox.put(lambda: self._add(request, outbox))
         return request.id, outbox
 
@@ -158,7 +157,7 @@ class Engine:
             self._turn()
         self._end_all("cancelled", None)
         self._refuse_inbox()
-        del self._parts, self._door, self._scheduler  # and with them the weights
+        del self._parts, self._scheduler  # and with them the weights
 
     def _new_door(self) -> Door:
         longest = self._scheduler.longest_context()

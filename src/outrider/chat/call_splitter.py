@@ -1,0 +1,230 @@
+"""Owns the search for calls in an answer's text, for every format whose calls stand in regions.
+
+Must not know any one format. A region that turns out to hold no call is text, markers and all.
+
+    outside ──before──> near ──opening──> inside ──end──> outside
+       └────────opening────────────────────^ └──header──> arguments ──> tail ──end──> outside   (streaming)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from outrider.chat.formats.tool_format import Toolbox, ToolFormat
+from outrider.chat.json_text import JsonEnd
+from outrider.chat.markers import MarkerSearch
+from outrider.chat.pieces import CallClosed, Called, CallGrew, CallOpened, Piece, Said
+
+
+class CallSplitter:
+    """`streams`: a grammar sees to the form of calls, so their arguments may be passed on while they grow."""
+
+    def __init__(self, format: ToolFormat, tools: Toolbox, streams: bool = False) -> None:
+        self._format = format
+        self._region = format.region
+        self._tools = tools
+        self._header = format.header if streams else None
+        self._held = ""
+        self._is_final = False
+        self._is_fresh = True  # nothing but blanks since the answer, or the text after a call, started
+        self._follows_call = False
+        self._raw = ""  # of the region: what came before the text that is held
+        self._end: _RegionEnd | None = None
+        self._arguments = JsonEnd()
+        self._state: Callable[[], Iterator[Piece]] = self._outside
+        self._anywhere = MarkerSearch(
+            self._region.before + (() if self._region.opens_answer_only else self._region.opening)
+        )
+        self._after = MarkerSearch(self._region.after)
+
+    def push(self, text: str) -> Iterator[Piece]:
+        self._held += text
+        yield from self._run()
+
+    def finish(self) -> Iterator[Piece]:
+        self._is_final = True
+        yield from self._run()
+
+    def _run(self) -> Iterator[Piece]:
+        """Go from state to state until one of them waits for more text."""
+        while True:
+            before = (self._state, len(self._held))
+            yield from self._state()
+            if (self._state, len(self._held)) == before:
+                return
+
+    # -- states: each takes from the held text what is certain ---------------------------------------------
+
+    def _outside(self) -> Iterator[Piece]:
+        if self._is_fresh and (self._region.opens_answer_only or self._region.after):
+            blank = self._held[: len(self._held) - len(self._held.lstrip())]
+            yield from self._say(len(blank))
+            if self._follows_call and self._take_after():
+                return
+            if self._may_start_with(self._region.after if self._follows_call else ()):
+                return
+            if self._region.opens_answer_only and self._open_here():
+                return
+        found = self._anywhere.find(self._held, self._is_final)
+        if found is None:
+            yield from self._say(self._num_safe())
+            return
+        yield from self._say(found.start)
+        self._enter(found.marker)
+
+    def _near(self) -> Iterator[Piece]:
+        """After a `before`: a region follows, or all of it is text."""
+        stripped = self._held.lstrip()
+        blank = self._held[: len(self._held) - len(stripped)]
+        if any(stripped.startswith(opening) for opening in self._region.opening):
+            self._raw += blank
+            self._held = stripped
+            self._open_here()
+        elif self._is_final or not any(opening.startswith(stripped) for opening in self._region.opening):
+            raw, self._raw = self._raw, ""
+            self._state = self._outside
+            self._is_fresh = self._follows_call = False
+            yield Said(raw)
+
+    def _inside(self) -> Iterator[Piece]:
+        if self._header is not None and (header := self._header.match(self._held)):
+            self._held = self._held[header.end() :]
+            self._arguments = JsonEnd()
+            self._state = self._in_arguments
+            yield CallOpened(header["name"])
+            return
+        assert self._end is not None
+        if (end := self._end.find(self._held)) is not None:
+            yield self._read(*end)
+        elif self._is_final:
+            yield self._read(len(self._held), len(self._held))
+
+    def _in_arguments(self) -> Iterator[Piece]:
+        end = self._arguments.feed(self._held)
+        fragment = self._held[:end]
+        self._held = self._held[len(fragment) :]
+        if fragment:
+            yield CallGrew(fragment)
+        if end is not None or self._is_final:
+            self._end = _RegionEnd(self._format)
+            self._state = self._tail
+            yield CallClosed()
+
+    def _tail(self) -> Iterator[Piece]:
+        """After streamed arguments: what is left of the region says nothing more."""
+        if (end := self._tail_end()) is not None:
+            self._leave(end)
+        yield from ()
+
+    # -- moves ---------------------------------------------------------------------------------------------
+
+    def _tail_end(self) -> int | None:
+        if self._region.closing:
+            assert self._end is not None
+            found = self._end.find(self._held)
+            end = found[1] if found is not None else len(self._held)
+        else:
+            found = None
+            end = len(self._held) - len(self._held.lstrip(" \n}"))
+        is_certain = found is not None or end < len(self._held) or self._is_final
+        return end if is_certain else None
+
+    def _say(self, num: int) -> Iterator[Piece]:
+        text, self._held = self._held[:num], self._held[num:]
+        if text:
+            if not text.isspace():
+                self._is_fresh = self._follows_call = False
+            yield Said(text)
+
+    def _num_safe(self) -> int:
+        return len(self._held) if self._is_final else self._anywhere.num_safe(self._held)
+
+    def _enter(self, marker: str) -> None:
+        if marker in self._region.opening:
+            self._open_here()
+            return
+        self._raw = marker
+        self._held = self._held[len(marker) :]
+        self._state = self._near
+
+    def _open_here(self) -> bool:
+        """Enter a region if the held text starts with an opening."""
+        for opening in self._region.opening:
+            if self._held.startswith(opening):
+                if not self._region.keeps_opening:
+                    self._raw += opening
+                    self._held = self._held[len(opening) :]
+                self._end = _RegionEnd(self._format)
+                self._state = self._inside
+                return True
+        return False
+
+    def _take_after(self) -> bool:
+        found = self._after.find(self._held, self._is_final)
+        if found is None or found.start > 0:
+            return False
+        self._held = self._held[found.end :]
+        return True
+
+    def _may_start_with(self, markers: tuple[str, ...]) -> bool:
+        """Whether the held text may yet grow into one of these."""
+        if self._is_final:
+            return False
+        return any(marker != self._held and marker.startswith(self._held) for marker in markers)
+
+    def _read(self, body_end: int, region_end: int) -> Piece:
+        """The region is complete: calls, or text after all."""
+        body, raw = self._held[:body_end], self._raw + self._held[:region_end]
+        self._leave(region_end)
+        try:
+            return Called(tuple(self._format.parse(body, self._tools)), raw)
+        except ValueError:
+            self._is_fresh = self._follows_call = False
+            return Said(raw)
+
+    def _leave(self, region_end: int) -> None:
+        self._held = self._held[region_end:]
+        self._raw = ""
+        self._state = self._outside
+        self._is_fresh = self._follows_call = True
+
+
+class _RegionEnd:
+    """Where one region ends, in a body that grows. Each part of it is looked at once."""
+
+    def __init__(self, format: ToolFormat) -> None:
+        self._region = format.region
+        closings = "|".join(map(re.escape, self._region.closing))
+        openings = "|".join(map(re.escape, self._region.opening))
+        self._closing = re.compile(f"{closings}|(?={openings})") if self._region.closing else None
+        self._overlap = max(map(len, self._region.closing + self._region.opening)) - 1
+        self._num_seen = 0
+        self._value: JsonEnd | None = None
+
+    def find(self, body: str) -> tuple[int, int] | None:
+        """The ends of the body and of the region; None while they have not come."""
+        return self._find_closing(body) if self._closing is not None else self._find_value_end(body)
+
+    def _find_closing(self, body: str) -> tuple[int, int] | None:
+        assert self._closing is not None
+        for match in self._closing.finditer(body, self._num_seen):
+            if not self._region.is_open(body[: match.start()]):
+                return match.start(), match.end()
+            self._num_seen = match.start() + 1
+        self._num_seen = max(self._num_seen, len(body) - self._overlap)
+        return None
+
+    def _find_value_end(self, body: str) -> tuple[int, int] | None:
+        if self._value is None:
+            assert self._region.value_start is not None
+            start = self._region.value_start.match(body)
+            if start is None:
+                return None
+            self._value = JsonEnd()
+            self._num_seen = start.end()
+        end = self._value.feed(body[self._num_seen :])
+        if end is None:
+            self._num_seen = len(body)
+            return None
+        return self._num_seen + end, self._num_seen + end

@@ -1,0 +1,69 @@
+"""DeepSeek V3 and R1 (JSON in a fence after the name), V3.1 (JSON right after the name).
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+import re
+
+from outrider.chat.conversation import Tool
+from outrider.chat.formats.json_calls import arguments_of, call_with
+from outrider.chat.formats.shape import Shape
+from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
+from outrider.chat.json_text import JsonEnd, ends_in_string, loads
+
+_HEADER = re.compile(
+    r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[^\s<{]+)\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*(?=\{)"
+)
+_TAIL = re.compile(r"\s*(?:```)?\s*")
+_AROUND = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_REGION = Region(
+    before=_AROUND[:1],
+    opening=("<｜tool▁call▁begin｜>",),
+    closing=("<｜tool▁call▁end｜>",),
+    after=_AROUND[1:],
+    inner=("<｜tool▁sep｜>",),
+    is_open=ends_in_string,
+)
+
+
+def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
+    named = _HEADER.match(body)
+    if named is None:
+        raise ValueError("a call needs a name and JSON")
+    rest = body[named.end() :]
+    end = JsonEnd().feed(rest)
+    if end is None or not _TAIL.fullmatch(rest, end):
+        raise ValueError("a call needs JSON and nothing after it")
+    return [call_with(named["name"], loads(rest[:end]))]
+
+
+def shape(tool: Tool) -> Shape:
+    return (f"<｜tool▁call▁begin｜>{tool.name}<｜tool▁sep｜>", arguments_of(tool), "<｜tool▁call▁end｜>")
+
+
+def fenced_shape(tool: Tool) -> Shape:
+    before = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool.name}\n```json\n"
+    return (before, arguments_of(tool), "\n```<｜tool▁call▁end｜>")
+
+
+FORMAT = ToolFormat(
+    name="deepseek",
+    sign=re.compile("<｜tool▁call▁begin｜>"),
+    region=_REGION,
+    parse=parse,
+    shape=shape,
+    around=_AROUND,
+    between="",
+    header=_HEADER,
+)
+FENCED = ToolFormat(
+    name="deepseek_v3",
+    sign=re.compile("(?s)(?=.*<｜tool▁call▁begin｜>).*```json"),
+    region=_REGION,
+    parse=parse,
+    shape=fenced_shape,
+    around=_AROUND,
+    header=_HEADER,
+)

@@ -1,0 +1,55 @@
+"""Calls that are written as JSON objects, as many formats do: {"name": …, "arguments": {…}}."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.chat.conversation import Tool
+from outrider.chat.formats.shape import JsonOf
+from outrider.chat.formats.tool_format import ParsedCall
+from outrider.chat.json_text import dumps, loads
+
+
+def calls_from(value: Any) -> list[ParsedCall]:
+    """The calls in a JSON value: an object, or a list of them. ValueError where it holds something else."""
+    if isinstance(value, list) and value:
+        return [_call_from(item) for item in value]
+    return [_call_from(value)]
+
+
+def call_with(name: str, arguments: Any, id: str | None = None) -> ParsedCall:
+    """A call of this name. Arguments may be an object, or JSON text of one."""
+    if isinstance(arguments, str):
+        arguments = loads(arguments)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError("a call's arguments must be an object")
+    return ParsedCall(name, dumps(arguments), id)
+
+
+def header(key: str) -> re.Pattern[str]:
+    """The start of {"name": "f", KEY: …, up to the value."""
+    return re.compile(rf'\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"{key}"\s*:\s*(?=\{{)')
+
+
+def arguments_of(tool: Tool) -> JsonOf:
+    """The tool's parameters as a schema of an object; a tool without parameters takes none."""
+    schema: Mapping[str, Any] = tool.parameters
+    if not schema:
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    return JsonOf({"type": "object", **schema}, is_strict=tool.strict)
+
+
+def _call_from(value: Any) -> ParsedCall:
+    if not isinstance(value, dict):
+        raise ValueError("a call must be an object")
+    inner = value.get("function")
+    if isinstance(inner, dict):
+        value = inner
+    name = value.get("name", inner)
+    if not isinstance(name, str):
+        raise ValueError("a call needs a name")
+    return call_with(name, value["arguments"] if "arguments" in value else value.get("parameters"))

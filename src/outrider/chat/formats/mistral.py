@@ -1,0 +1,56 @@
+"""Mistral: a marker, then a JSON list (older templates), or a name, "[ARGS]" and JSON (newer ones).
+
+[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]
+[TOOL_CALLS]f[ARGS]{"a": 1}
+"""
+
+from __future__ import annotations
+
+import re
+
+from outrider.chat.conversation import Tool
+from outrider.chat.formats.json_calls import arguments_of, call_with, calls_from
+from outrider.chat.formats.shape import Shape
+from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
+from outrider.chat.json_text import dumps, loads
+
+_HEADER = re.compile(r"\s*(?P<name>[\w.\-]{1,128})\s*(?:\[CALL_ID\]\s*[\w.\-]{1,128}\s*)?\[ARGS\]\s*(?=\{)")
+_REGION = Region(
+    opening=("[TOOL_CALLS]",),
+    inner=("[CALL_ID]", "[ARGS]"),
+    value_start=re.compile(rf"{_HEADER.pattern}|\s*(?=[\[{{])"),
+)
+
+
+def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
+    if named := _HEADER.match(body):
+        return [call_with(named["name"], loads(body[named.end() :]))]
+    return calls_from(loads(body))
+
+
+def shape(tool: Tool) -> Shape:
+    return (f"[TOOL_CALLS]{tool.name}[ARGS]", arguments_of(tool))
+
+
+def listed_shape(tool: Tool) -> Shape:
+    return (f'{{"name": {dumps(tool.name)}, "arguments": ', arguments_of(tool), "}")
+
+
+FORMAT = ToolFormat(
+    name="mistral",
+    sign=re.compile(r"(?s)(?=.*\[TOOL_CALLS\]).*\[ARGS\]"),
+    region=_REGION,
+    parse=parse,
+    shape=shape,
+    between="",
+    header=_HEADER,
+)
+LISTED = ToolFormat(
+    name="mistral_list",
+    sign=re.compile(r"\[TOOL_CALLS\]"),
+    region=_REGION,
+    parse=parse,
+    shape=listed_shape,
+    around=("[TOOL_CALLS][", "]"),
+    between=", ",
+)

@@ -1,0 +1,48 @@
+"""Calls that are written in Python, as some formats do: f(a=1, b="text"), one or a list of them."""
+
+from __future__ import annotations
+
+import ast
+
+from outrider.chat.formats.json_calls import call_with
+from outrider.chat.formats.tool_format import ParsedCall
+
+
+def python_calls(text: str) -> list[ParsedCall]:
+    """The calls in a piece of Python, which is read and never run. ValueError where it holds other things."""
+    try:
+        tree = ast.parse(text.strip())
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("not Python") from error
+    nodes: list[ast.expr] = []
+    for statement in tree.body:
+        if not isinstance(statement, ast.Expr):
+            raise ValueError("not a call")
+        value = statement.value
+        nodes += value.elts if isinstance(value, ast.List) else [value]
+    if not nodes:
+        raise ValueError("no call")
+    return [_call(node) for node in nodes]
+
+
+def _call(node: ast.expr) -> ParsedCall:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
+        node = node.args[0]  # fenced Python is often wrapped so
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("not a call with keyword arguments")
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("not a plain argument")
+        arguments[keyword.arg] = _literal(keyword.value)
+    return call_with(ast.unparse(node.func), arguments)
+
+
+def _literal(node: ast.expr) -> object:
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError("not a literal") from error
+    if not isinstance(value, (str, int, float, bool, list, dict, type(None))):
+        raise ValueError("not a JSON value")
+    return value

@@ -1,0 +1,15 @@
+"""Thinking between a pair of tags: most reasoning models, each with its own tags."""
+
+from __future__ import annotations
+
+import re
+
+from outrider.chat.formats.reasoning_format import ReasoningFormat
+
+THINK = ReasoningFormat("think", re.compile("</?think>"), "<think>", "</think>")
+LONGCAT = ReasoningFormat(
+    "longcat_think", re.compile("<longcat_think>"), "<longcat_think>", "</longcat_think>"
+)
+SEED = ReasoningFormat("seed_think", re.compile("<seed:think>"), "<seed:think>", "</seed:think>")
+MAGISTRAL = ReasoningFormat("magistral", re.compile(r"\[THINK\]"), "[THINK]", "[/THINK]")
+GEMMA4 = ReasoningFormat("gemma4", re.compile(r"<\|channel>"), "<|channel>thought", "<channel|>")

@@ -1,0 +1,223 @@
+"""Answers as models write them, a few for each tool format, and what they mean."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from outrider.chat.conversation import Tool
+
+WEATHER = Tool(
+    "get_weather",
+    "Weather at a place",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"type": "string", "enum": ["metric", "imperial"]},
+        },
+        "required": ["city"],
+    },
+)
+CLOCK = Tool("clock", "The time", {})
+TOOLS = {tool.name: tool for tool in (WEATHER, CLOCK)}
+
+PARIS = ("get_weather", {"city": "Paris", "days": 2})
+TRICKY = ("get_weather", {"city": 'a "quoted" {brace} \\ </tool_call> é'})
+NOW = ("clock", {})
+
+Meaning = list[str | tuple[str, dict[str, Any]]]  # text, or calls
+
+
+def _json(arguments: dict[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+# format -> answers, each with what it means: text and calls in order
+ANSWERS: dict[str, list[tuple[str, Meaning]]] = {
+    "hermes": [
+        (
+            f'I look.\n<tool_call>\n{{"name": "get_weather", "arguments": {_json(PARIS[1])}}}\n</tool_call>',
+            ["I look.", PARIS],
+        ),
+        (
+            f'<tool_call>{{"name": "get_weather", "arguments": {_json(TRICKY[1])}}}</tool_call>\n'
+            '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n',
+            [TRICKY, NOW],
+        ),
+        ('<tool_call>{"name": "clock", "arguments": {}}<tool_call>{"name": "clock"}', [NOW, NOW]),
+        ('<tool_call>{"name": "clock", "arguments": "{}"}</tool_call> done', [NOW, "done"]),
+    ],
+    "qwen3_coder": [
+        (
+            "Sure.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n"
+            "</parameter>\n</function>\n</tool_call>",
+            ["Sure.", PARIS],
+        ),
+        (
+            f"<function=get_weather>\n<parameter=city>\n{TRICKY[1]['city']}\n</parameter>\n</function>\n"
+            "</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+            [TRICKY, NOW],
+        ),
+        (
+            "<function=get_weather><parameter=city>a </function> b</parameter></function></tool_call>",
+            [("get_weather", {"city": "a </function> b"})],
+        ),
+    ],
+    "glm": [
+        (
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+            "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+            [PARIS],
+        ),
+        (
+            f"So:\n<tool_call>get_weather<arg_key>city</arg_key><arg_value>{TRICKY[1]['city']}</arg_value>"
+            "</tool_call><tool_call>clock</tool_call>",
+            ["So:", TRICKY, NOW],
+        ),
+    ],
+    "longcat": [
+        (
+            "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+            "<longcat_arg_value>Paris</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
+            "<longcat_arg_value>2</longcat_arg_value>\n</longcat_tool_call>",
+            [PARIS],
+        ),
+    ],
+    "llama3": [
+        (f'{{"name": "get_weather", "parameters": {_json(PARIS[1])}}}', [PARIS]),
+        (f'<|python_tag|>{{"name": "get_weather", "parameters": {_json(TRICKY[1])}}}', [TRICKY]),
+        ('{"name": "clock", "parameters": {}}; {"type": "function", "name": "clock"}', [NOW, NOW]),
+        ('It is {"name": "clock", "parameters": {}}', ['It is {"name": "clock", "parameters": {}}']),
+        ('{"colour": "red"} is an object', ['{"colour": "red"} is an object']),
+    ],
+    "mistral": [
+        (f"[TOOL_CALLS]get_weather[ARGS]{_json(PARIS[1])}[TOOL_CALLS]clock[ARGS]{{}}", [PARIS, NOW]),
+        (f"Well.[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{_json(TRICKY[1])}", ["Well.", TRICKY]),
+    ],
+    "mistral_list": [
+        (
+            f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {_json(TRICKY[1])}}}, '
+            '{"name": "clock", "arguments": {}}]',
+            [TRICKY, NOW],
+        ),
+    ],
+    "deepseek": [
+        (
+            f"Yes.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_json(PARIS[1])}"
+            "<｜tool▁call▁end｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            ["Yes.", PARIS, NOW],
+        ),
+    ],
+    "deepseek_v3": [
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+            f"{_json(TRICKY[1])}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n"
+            "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            [TRICKY, NOW],
+        ),
+    ],
+    "deepseek_v32": [
+        (
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+            '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'
+            "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+            [PARIS],
+        ),
+    ],
+    "minimax": [
+        (
+            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+            '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="clock">\n</invoke>\n'
+            "</minimax:tool_call>",
+            [PARIS, NOW],
+        ),
+    ],
+    "kimi": [
+        (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+            f"{_json(PARIS[1])}<|tool_call_end|><|tool_call_begin|>functions.clock:1"
+            "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+            [PARIS, NOW],
+        ),
+    ],
+    "gemma4": [
+        ('<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:2}<tool_call|>', [PARIS]),
+        (
+            '<|tool_call>call:get_weather{city:<|"|>a, b:{c} <tool_call|> "d"<|"|>}<tool_call|>'
+            "<|tool_call>call:clock{}<tool_call|>",
+            [("get_weather", {"city": 'a, b:{c} <tool_call|> "d"'}), NOW],
+        ),
+    ],
+    "function_gemma": [
+        (
+            "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:2}<end_function_call>",
+            [PARIS],
+        ),
+    ],
+    "gemma3": [
+        ('Let me see.\n```tool_code\nget_weather(city="Paris", days=2)\n```', ["Let me see.", PARIS]),
+        ("```tool_code\nprint(clock())\n```", [NOW]),
+        ('```tool_code\n{"name": "clock", "parameters": {}}\n```', [NOW]),
+        ("```python\nprint(1)\n```", ["```python\nprint(1)\n```"]),
+    ],
+    "lfm2": [
+        (
+            '<|tool_call_start|>[get_weather(city="Paris", days=2), clock()]<|tool_call_end|>ok',
+            [PARIS, NOW, "ok"],
+        ),
+    ],
+    "harmony": [
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+            f"to=functions.get_weather <|constrain|>json<|message|>{_json(PARIS[1])}<|call|>",
+            ["I look.", PARIS],
+        ),
+        (
+            "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
+            f"{_json(TRICKY[1])}",
+            [TRICKY],
+        ),
+        ("<|channel|>final<|message|>Hello.<|return|>", ["Hello."]),
+        ("Hello without a channel.", ["Hello without a channel."]),
+    ],
+}
+
+# Openings of calls that lead to nothing: text, every character of it.
+BROKEN: dict[str, list[str]] = {
+    "hermes": [
+        "<tool_call>not json</tool_call> and on",
+        '<tool_call>{"name": "clock", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": 1e999}}</tool_call>',
+        '<tool_call>\n{"name": "clock", "argu',
+        "a < b <tool",
+        f'<tool_call>{{"name": "clock", "arguments": {"[" * 3000}</tool_call>',
+    ],
+    "qwen3_coder": [
+        "<tool_call> is a tag, <function=x too",
+        "<tool_call>\n<function=clock>\n<parameter=a>\n1",
+        "<tool_call><function=clock>stray</function></tool_call>.",
+        "</tool_call>",
+    ],
+    "glm": ["<tool_call></tool_call>", "<tool_call>clock<arg_key>a</arg_key></tool_call>"],
+    "llama3": ['{"name": "clock", "para', "{}", '{"name": 3}', "[1]", "<|python_tag|>print(1)"],
+    "mistral": ["[TOOL_CALLS]clock{}", "[TOOL_CALLS] nothing", "[TOOL_CALLS]clock[ARGS]{"],
+    "mistral_list": ['[TOOL_CALLS] [{"name": "clock"}, 3]', "[TOOL_CALLS][]"],
+    "deepseek": [
+        "<｜tool▁calls▁begin｜> no",
+        "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{} x<｜tool▁call▁end｜>",
+    ],
+    "kimi": ["<|tool_call_begin|>clock<|tool_call_argument_begin|>{}<|tool_call_end|>"],
+    "minimax": ['<minimax:tool_call><invoke name="clock">x</invoke>'],
+    "gemma4": ['<|tool_call>call:clock{a:<|"|>}<tool_call|>', "<|tool_call>clock{}<tool_call|>"],
+    "gemma3": [
+        "```tool_code\nimport os\n```",
+        "```tool_code\nclock(1)\n```",
+        "```tool_code\nclock(a=b)\n```",
+    ],
+    "lfm2": ["<|tool_call_start|>[clock(**x)]<|tool_call_end|>"],
+}
