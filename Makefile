@@ -7,7 +7,7 @@ MODEL  ?=
 EXTRAS ?= dev
 SECONDS_TO_SOAK ?= 600
 
-.PHONY: setup serve test check soak bench clean
+.PHONY: setup serve chat test check soak bench clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,9 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 serve: $(STAMP)
+	$(BIN)/outrider serve $(MODEL)
+
+chat: $(STAMP)
 	$(BIN)/outrider chat $(MODEL)
 
 check: $(STAMP)

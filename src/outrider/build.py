@@ -64,7 +64,8 @@ def _parts(loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig
     )
     budget = config.memory_budget_bytes or machine.cache_budget_bytes()
     tokenizer = loaded.tokenizer
-    grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, trunk.vocab_size, loaded.eos_ids))
+    eos_ids = loaded.eos_ids
+    grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, trunk.vocab_size, eos_ids), eos_ids)
     return EngineParts(runner, facts, budget, _text_factory(tokenizer), grammars)
 
 

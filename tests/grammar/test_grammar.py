@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_models import write_checkpoint
 
 from outrider import LLM, InvalidRequest, SamplingParams
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
 from outrider.grammar.matcher import GrammarStuck
 from outrider.request import Grammar
+from tiny_models import write_checkpoint
 
 PERSON = {
     "type": "object",
@@ -35,7 +35,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def compiler(llm: LLM) -> GrammarCompiler:
     facts = llm.engine.facts
-    return GrammarCompiler(lambda: build_tokenizer(llm.tokenizer, facts.vocab_size, facts.eos_ids))
+    eos_ids = facts.eos_ids
+    return GrammarCompiler(lambda: build_tokenizer(llm.tokenizer, facts.vocab_size, eos_ids), eos_ids)
 
 
 def params(grammar: Grammar | None, seed: int = 1, **changes: object) -> SamplingParams:
@@ -102,6 +103,7 @@ def test_grammar_starts_after_the_reasoning(llm: LLM) -> None:
         Grammar("json_schema", "{not json"),
         Grammar("json_schema", '{"type": "nonsense"}'),
         Grammar("json_schema", '{"$ref": "#/nowhere"}'),
+        Grammar("json_schema", '{"$ref": "#"}'),
         Grammar("regex", "(unclosed"),
         Grammar("lark", "no start rule here"),
     ],

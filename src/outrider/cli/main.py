@@ -8,6 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from outrider import __version__
+from outrider.cli.models import add_models
+from outrider.cli.mtp import add_mtp
+from outrider.cli.serve import add_serve
 from outrider.config import DRAFTERS, InvalidConfig
 from outrider.models.errors import ModelUnavailable
 from outrider.request import MAX_DEPTH, InvalidRequest
@@ -30,7 +33,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_serve(commands)
     _add_chat(commands)
+    add_models(commands)
+    add_mtp(commands)
     return parser
 
 

@@ -17,8 +17,9 @@ MAX_CACHED = 64
 class GrammarCompiler:
     """Thread-safe. The tokenizer's tables take about a second to build, so they are built on first use."""
 
-    def __init__(self, build_tokenizer: Callable[[], Any]) -> None:
+    def __init__(self, build_tokenizer: Callable[[], Any], eos_ids: frozenset[int]) -> None:
         self._build_tokenizer = build_tokenizer
+        self._eos_ids = eos_ids
         self._tokenizer: Any = None
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
         self._lock = threading.Lock()
@@ -52,6 +53,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, definition)
         if matcher.is_error():
             raise InvalidRequest(f"the {grammar.kind} grammar cannot be used: {matcher.get_error()}")
+        if not RowGrammar(matcher.deep_copy()).can_begin(self._eos_ids):
+            raise InvalidRequest(f"the {grammar.kind} grammar describes nothing: only an empty answer fits it")
         return matcher
 
 

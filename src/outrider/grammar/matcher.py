@@ -5,7 +5,7 @@ Speculation never moves it: masks are computed by walking over the drafts and ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,11 @@ class RowGrammar:
         finally:
             self._matcher.rollback(num_walked)
         return np.stack(rows)
+
+    def can_begin(self, eos_ids: Collection[int]) -> bool:
+        """Whether any token but an end may come now."""
+        allowed = np.unpackbits(self._mask().view(np.uint8), bitorder="little").nonzero()[0]
+        return not set(allowed.tolist()) <= set(eos_ids)
 
     def forced(self, most: int) -> list[int]:
         """The tokens that must come next, as far as they are certain."""

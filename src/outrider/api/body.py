@@ -1,0 +1,91 @@
+"""Request bodies: strict JSON in valid UTF-8, whose numbers and characters exist elsewhere too.
+
+Python's own reader lets NaN, lone surrogates and endless nesting through; what cannot be written back as
+JSON or encoded as text would fail later, as our fault.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from outrider.api.errors import ApiError, refused
+
+log = logging.getLogger(__name__)
+
+NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+
+
+def parse_json(data: bytes) -> Any:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ApiError(400, f"the body is not valid JSON: {error.msg} ({where})") from None
+    except RecursionError:
+        raise ApiError(400, "the body is not usable JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not usable JSON: {error}") from None
+    if b"\\ud" in data or b"\\uD" in data:
+        _refuse_lone_surrogates(value)
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _refuse_lone_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body holds half of a surrogate pair, which is no character") from None
+
+
+class JsonRequest(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_strict_json"):
+            self._strict_json = parse_json(await self.body())
+        return self._strict_json
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is read strictly. Other content types are refused: a web page can forge those."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            if request.method == "POST":
+                _check_content_type(request.headers.get("content-type", ""))
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+def _check_content_type(content_type: str) -> None:
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        named = repr(kind) if kind else "missing"
+        raise ApiError(415, f"Content-Type must be application/json, and is {named}")
+
+
+def check_extra(body: BaseModel, refusals: Mapping[str, str]) -> None:
+    """Fields outside the schema: what would change the answer is refused by name, the rest logged once."""
+    extra = body.model_extra or {}
+    for name, reason in refusals.items():
+        if name in extra and not any(extra[name] is n or extra[name] == n for n in NOTHING):
+            raise refused(name, reason)
+    unknown = sorted(name for name in extra if name not in refusals)
+    if unknown:
+        log.info("unknown fields ignored: %s", ", ".join(name[:40] for name in unknown[:20]))

@@ -1,0 +1,54 @@
+"""/v1/models, in one form that OpenAI's and Anthropic's clients both read; and what is not served here."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Response
+from starlette.responses import JSONResponse
+
+from outrider.api.context import ServerContext
+from outrider.api.errors import ApiError
+
+
+def _model(context: ServerContext, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(int(context.started_s), tz=UTC)
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(context.started_s),
+        "owned_by": "outrider",
+        "max_model_len": context.facts.max_context,
+        # Anthropic's names
+        "type": "model",
+        "display_name": name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "max_input_tokens": context.facts.max_context,
+    }
+
+
+def models_router(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+    names = context.settings.served_model_names
+
+    @router.get("/v1/models", summary="The model, under each of its names", response_model=None)
+    async def list_models() -> Response:
+        models = [_model(context, name) for name in names]
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": models, **ends})
+
+    @router.get("/v1/models/{name:path}", summary="The model", response_model=None)
+    async def retrieve_model(name: str) -> Response:
+        context.check_model(name)
+        return JSONResponse(_model(context, name))
+
+    @router.post("/v1/embeddings", summary="Not served: 501", status_code=501, response_model=None)
+    async def embed() -> Response:
+        raise ApiError(
+            501,
+            f"{context.settings.model_name} generates text; it is no embedding model",
+            code="not_implemented",
+        )
+
+    return router

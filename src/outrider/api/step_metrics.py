@@ -1,0 +1,179 @@
+"""What the engine's steps did, counted on the engine thread in plain numbers and rendered when somebody asks.
+
+`on_step` runs between two forward passes: no locks, no library calls, a few additions a row. A scrape may
+read a step half added; the next one reads it whole.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from outrider.plan import RowPlan, StepPlan, StepResult
+from outrider.request import MAX_DEPTH
+
+RowKind = Literal["plain", "speculating", "prefill"]
+ROW_KINDS: tuple[RowKind, ...] = ("plain", "speculating", "prefill")
+STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+STRIDES = tuple(range(1, MAX_DEPTH + 2))
+
+
+def row_kind(row: RowPlan) -> RowKind:
+    """A row that feeds its pending token decodes; without drafts, more tokens catch up with a prompt."""
+    if row.num_drafts:
+        return "speculating"
+    return "plain" if row.num_fed == 1 and row.start >= row.num_prompt else "prefill"
+
+
+def decode_kind(kinds: set[RowKind]) -> str:
+    """What a step's decoding rows were: the label of its counter."""
+    plain, speculating = "plain" in kinds, "speculating" in kinds
+    if plain and speculating:
+        return "plain_and_speculating"
+    return "speculating" if speculating else "plain" if plain else "prefill_only"
+
+
+class Histogram:
+    """Counts by bucket, for one writer thread."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        total, buckets = 0, []
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), list(self._counts), strict=True):
+            total += count
+            buckets.append((bound, total))
+        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self._sum)
+
+
+@dataclass(frozen=True)
+class LiveRow:
+    """A row of the last step."""
+
+    sequence_id: int
+    kind: RowKind
+    num_cells: int
+    num_drafts: int
+
+
+class StepMetrics:
+    """An engine's observer and a Prometheus collector in one."""
+
+    def __init__(self) -> None:
+        self.is_idle: Callable[[], bool] = lambda: False  # then the last step's rows are history
+        self._steps = dict.fromkeys(("plain", "speculating", "plain_and_speculating", "prefill_only"), 0)
+        self._row_steps: dict[str, int] = dict.fromkeys(ROW_KINDS, 0)
+        self._drafted = [0] * MAX_DEPTH
+        self._accepted = [0] * MAX_DEPTH
+        self._num_prefilled = 0
+        self._num_committed = 0
+        self._seconds = Histogram(STEP_BUCKETS_S)
+        self._stride = Histogram(tuple(float(stride) for stride in STRIDES))
+        self._rows: tuple[LiveRow, ...] = ()
+        self._num_waiting = 0
+        self._cache_bytes = 0
+        self._last_step_s: float | None = None
+
+    # -- on the engine thread ----------------------------------------------------------------------------
+
+    def on_step(
+        self, plan: StepPlan, result: StepResult, seconds: float, num_waiting: int, cache_bytes: int
+    ) -> None:
+        gained = {row.sequence_id: len(row.token_ids) for row in result.rows}
+        rows = tuple(self._count_row(row, gained) for batch in plan.batches for row in batch)
+        self._steps[decode_kind({row.kind for row in rows})] += 1
+        self._seconds.observe(seconds)
+        self._rows, self._num_waiting, self._cache_bytes = rows, num_waiting, cache_bytes
+        self._last_step_s = time.monotonic()
+
+    def _count_row(self, row: RowPlan, gained: dict[int, int]) -> LiveRow:
+        kind = row_kind(row)
+        num_gained = gained.get(row.sequence_id, 0)
+        self._row_steps[kind] += 1
+        self._num_committed += num_gained
+        if kind == "prefill":
+            self._num_prefilled += row.num_fed
+        else:
+            self._stride.observe(num_gained)
+            for position in range(row.num_drafts):
+                self._drafted[position] += 1
+            for position in range(min(row.num_drafts, num_gained - 1)):
+                self._accepted[position] += 1
+        return LiveRow(row.sequence_id, kind, row.start + row.num_fed, row.num_drafts)
+
+    # -- for any thread ----------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> tuple[LiveRow, ...]:
+        return () if self.is_idle() else self._rows
+
+    @property
+    def num_waiting(self) -> int:
+        return 0 if self.is_idle() else self._num_waiting
+
+    @property
+    def cache_bytes(self) -> int:
+        return 0 if self.is_idle() else self._cache_bytes
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self._steps.values())
+
+    @property
+    def since_last_step_s(self) -> float | None:
+        return None if self._last_step_s is None else time.monotonic() - self._last_step_s
+
+    @property
+    def acceptance(self) -> tuple[list[int], list[int]]:
+        """(drafted, accepted) by position."""
+        return list(self._drafted), list(self._accepted)
+
+    def collect(self) -> Iterator[Metric]:
+        yield _counter("outrider_steps", "Steps, by what their decoding rows were", "rows", self._steps)
+        yield _counter("outrider_row_steps", "Rows over all steps, by kind", "kind", self._row_steps)
+        by_position = enumerate(self._drafted, 1), enumerate(self._accepted, 1)
+        drafted, accepted = ({str(position): n for position, n in pairs} for pairs in by_position)
+        yield _counter("outrider_drafted_tokens", "Drafts verified, by position", "position", drafted)
+        yield _counter("outrider_accepted_tokens", "Drafts that stood, by position", "position", accepted)
+        prefilled = CounterMetricFamily("outrider_prefilled_tokens", "Prompt tokens computed")
+        prefilled.add_metric([], self._num_prefilled)
+        yield prefilled
+        committed = CounterMetricFamily("outrider_committed_tokens", "Tokens that steps brought")
+        committed.add_metric([], self._num_committed)
+        yield committed
+        yield self._seconds.family("outrider_step_seconds", "How long a step took")
+        yield self._stride.family("outrider_stride_tokens", "Tokens that a decoding row gained in a step")
+        yield self._row_gauge()
+        yield GaugeMetricFamily("outrider_waiting_requests", "Waiting for a row", value=self.num_waiting)
+        yield GaugeMetricFamily("outrider_cache_bytes", "Bytes that the caches hold", value=self.cache_bytes)
+
+    def _row_gauge(self) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily("outrider_rows", "Rows of the last step, by kind", labels=["kind"])
+        rows = self.rows
+        for kind in ROW_KINDS:
+            gauge.add_metric([kind], sum(row.kind == kind for row in rows))
+        return gauge
+
+
+def _counter(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family

@@ -1,0 +1,120 @@
+"""`outrider models`: what is cached, `pull` and `rm`. Owns the table and the question before a removal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.models.errors import ModelUnavailable
+
+if TYPE_CHECKING:
+    from outrider.models.cached import CachedModel
+
+Commands = argparse._SubParsersAction  # of argparse.ArgumentParser
+
+
+def add_models(commands: Commands[argparse.ArgumentParser]) -> None:
+    models = commands.add_parser("models", help="list, fetch and remove cached models")
+    models.add_argument("--json", action="store_true", help="the list as JSON")
+    models.set_defaults(run=run_list)
+    verbs = models.add_subparsers(metavar="VERB")
+    pull = verbs.add_parser("pull", help="fetch a model")
+    pull.add_argument("name", help="a Hugging Face id, or the default model's name")
+    pull.set_defaults(run=run_pull)
+    rm = verbs.add_parser("rm", help="remove a cached model")
+    rm.add_argument("name", help="as `outrider models` lists it")
+    rm.add_argument("--yes", action="store_true", help="do not ask")
+    rm.set_defaults(run=run_rm)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    from outrider.models.cached import cached_models
+    from outrider.models.folders import models_folder
+
+    models = cached_models()
+    if args.json:
+        print(json.dumps([_record(one) for one in models], indent=2))
+    elif models:
+        print(_table([("NAME", "SIZE", "HEAD", "FROM"), *(_row(one) for one in models)]))
+    else:
+        print(
+            f"No models in {models_folder()} or the Hugging Face cache. Fetch one: outrider models pull NAME"
+        )
+    return 0
+
+
+def run_pull(args: argparse.Namespace) -> int:
+    path = _pull(args.name)
+    print(f"{args.name} is in {path}")
+    return 0
+
+
+def run_rm(args: argparse.Namespace) -> int:
+    from outrider.models.cached import find_cached, remove
+
+    model = find_cached(args.name)
+    if not args.yes and not _agrees(f"Remove {model.name} ({_size(model.num_bytes)}, {model.path})? [y/N] "):
+        print("Nothing was removed.", file=sys.stderr)
+        return 1
+    remove(model)
+    print(f"Removed {model.name} ({_size(model.num_bytes)}).")
+    return 0
+
+
+def _pull(name: str) -> Path:
+    from outrider.models import default_model, loader
+    from outrider.models.progress import TerminalBar
+
+    if name.lower() == default_model.NAME.lower():
+        bar = TerminalBar()
+        try:
+            return default_model.ensure(bar)
+        finally:
+            bar.close()
+    if Path(name).expanduser().exists():
+        raise ModelUnavailable(f"{name} is on this machine already: there is nothing to fetch.")
+    return loader.find_folder(name)
+
+
+def _agrees(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _record(model: CachedModel) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "place": model.place,
+        "path": str(model.path),
+        "bytes": model.num_bytes,
+        "source": model.source,
+        "head": None if model.head is None else str(model.head),
+        "head_bytes": model.head_bytes,
+        "intact": model.is_intact,
+    }
+
+
+def _row(model: CachedModel) -> tuple[str, str, str, str]:
+    head = "-" if model.head is None else _size(model.head_bytes)
+    note = "" if model.is_intact else " (incomplete or of an older format: made again when needed)"
+    return model.name, _size(model.num_bytes), head, model.source + note
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,189 @@
+"""`outrider serve`: loads a model and serves it. Owns the process: socket, signals, logging."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.cli.serve_options import add_options, notes, resolve
+from outrider.config import EngineConfig, InvalidConfig
+
+if TYPE_CHECKING:
+    from outrider.api.app import Server
+    from outrider.api.settings import ServerSettings
+    from outrider.engine.engine import Engine
+
+DESCRIPTION = """Serves a model over OpenAI's and Anthropic's HTTP APIs.
+
+Every option can also be set by an environment variable (--max-rows is OUTRIDER_MAX_ROWS) or in a TOML file
+(max-rows = 8). A flag goes before the variable, the variable before the file."""
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s"
+
+
+def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over OpenAI's and Anthropic's APIs",
+        usage="outrider serve [MODEL] [options]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_options(serve)
+    serve.set_defaults(run=run_serve)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    options = resolve(args)
+    _log_to_terminal(options["log_level"], args.log_level)
+    for note in notes(args):
+        print(note, file=sys.stderr)
+    config = engine_config(options)
+    _settings(options, ("model",))  # what is wrong with them is said before anything is loaded
+    with _listening_socket(options["host"], options["port"]) as listener:
+        return _serve(options, config, listener)
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """--mtp is a short word for the drafter; `--mtp on` insists, which is checked once the model is there."""
+    mtp, drafter = options["mtp"], options["drafter"]
+    if mtp == "on" and drafter not in ("auto", "mtp"):
+        raise InvalidConfig(f"--mtp on and --drafter {drafter} contradict each other")
+    if mtp == "off" and drafter == "mtp":
+        raise InvalidConfig("--mtp off and --drafter mtp contradict each other")
+    if mtp == "off" and options["head"] is not None:
+        raise InvalidConfig("--mtp off and --head contradict each other")
+    if mtp == "off" and drafter == "auto":
+        drafter = "none"
+    depth = {} if options["draft_depth"] is None else {"auto_depth": options["draft_depth"]}
+    return EngineConfig(
+        max_rows=options["max_rows"],
+        max_context=options["max_context"],
+        memory_budget_bytes=options["memory_budget"],
+        prefill_step_size=options["prefill_step_size"],
+        drafter="auto" if drafter == "mtp" else drafter,  # asked for by _check_drafter, in words of flags
+        **depth,
+    )
+
+
+def _check_drafter(options: dict[str, Any], engine: Engine) -> None:
+    """What was insisted on is there, or nothing is served."""
+    facts = engine.facts
+    if (options["mtp"] == "on" or options["drafter"] == "mtp") and facts.drafter != "mtp":
+        raise InvalidConfig(
+            f"--mtp on needs an MTP head, and none lies beside {facts.name} (mtp/weights.safetensors or "
+            "mtp.safetensors). Pass --head FILE, train one with `outrider mtp train`, or use --mtp auto "
+            "or --drafter ngram."
+        )
+    if options["draft_depth"] and facts.drafter == "none":
+        raise InvalidConfig(
+            f"--draft-depth {options['draft_depth']} needs a drafter, and {facts.name} has none: "
+            "pass --head FILE or --drafter ngram, or leave the depth auto."
+        )
+
+
+def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings:
+    from outrider.api.settings import ServerSettings
+
+    return ServerSettings(
+        host=options["host"],
+        port=options["port"],
+        api_key=options["api_key"],
+        allow_public_without_key=options["allow_public_without_key"],
+        served_model_names=options["served_model_name"] or names,
+        max_tokens=options["max_tokens"],
+        max_rows=options["max_rows"],
+        max_queue=options["max_queue"],
+        max_body_bytes=options["max_body"],
+        max_stored_responses=options["max_stored_responses"],
+        keep_alive_s=options["keep_alive"],
+        drain_s=options["drain"],
+        cors_origins=options["cors_origin"],
+    )
+
+
+def model_name(model: str | Path) -> str:
+    """A Hugging Face id as it is; a folder or file by its last part."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        return str(model)
+    return path.stem if path.is_file() else path.resolve().name
+
+
+def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socket) -> int:
+    from outrider.api.app import create_server
+    from outrider.api.metrics import Metrics
+    from outrider.build import ModelChoice, build_engine
+    from outrider.chat.service import ChatService
+    from outrider.cli.banner import banner
+    from outrider.cli.loading import loading_bar
+    from outrider.engine.async_engine import AsyncEngine
+    from outrider.llm import default_model
+    from outrider.models.loader import find_folder
+
+    model = options["model"] or default_model()
+    settings = _settings(options, (model_name(model),))
+    choice = ModelChoice(model, options["head"], options["draft_vocabulary"])
+    metrics = Metrics()
+    with loading_bar(find_folder(model), model_name(model)):
+        engine, tokenizer = build_engine(choice, config, metrics.steps)
+    try:
+        _check_drafter(options, engine)
+        async_engine = AsyncEngine(engine)
+        service = ChatService(async_engine, tokenizer, settings.model_name)
+        server = create_server(
+            service, engine.facts, tokenizer, settings, metrics=metrics, stop_engine=async_engine.close
+        )
+        words = banner(engine.facts, settings, engine.budget_bytes, config.auto_depth, _url(listener))
+        _run(server, listener, words)
+        service.close()
+    finally:
+        engine.close()
+    return 0
+
+
+def _run(server: Server, listener: socket.socket, words: str) -> None:
+    """Until SIGINT or SIGTERM, and then until the answers under way are given."""
+    from outrider.cli.http_server import HttpServer, http_config
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # the server has its own; they are raised again at its end
+    config = http_config(server.app, server.context.settings.drain_s)
+    HttpServer(config, lambda: print(words, flush=True), server.drain).run(sockets=[listener])
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    """Bound before the model is loaded, so that a taken port is said at once; nobody is let in yet."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # By its name, or asyncio does not turn Nagle's algorithm off: every small write would wait 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise InvalidConfig(f"cannot listen on {host}:{port}: {error}") from None
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _log_to_terminal(level: str | None, outer_level: str) -> None:
+    """`serve` tells more than other commands; --log-level before the command can make it tell more still."""
+    from outrider.api.request_id import RequestIdFilter
+
+    numbers = logging.getLevelNamesMapping()
+    chosen = numbers[level.upper()] if level else min(logging.INFO, numbers[outer_level.upper()])
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.addFilter(RequestIdFilter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("outrider").setLevel(chosen)

@@ -1,0 +1,141 @@
+"""What models this machine holds: Outrider's own cache and the Hugging Face cache, listed and removed.
+
+Nothing outside the two is ever named or touched. Must not know how models are fetched or run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from outrider.models import origin
+from outrider.models.errors import ModelUnavailable
+from outrider.models.folders import models_folder
+from outrider.models.heads import find_head
+
+Place = Literal["outrider", "huggingface"]
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    name: str  # what `serve` and `rm` take
+    place: Place
+    path: Path  # the model folder
+    num_bytes: int
+    source: str  # where it came from, in words
+    head: Path | None
+    is_intact: bool = True  # False: unfinished or damaged; it will be made again when it is needed
+
+    @property
+    def head_bytes(self) -> int:
+        return self.head.stat().st_size if self.head is not None else 0
+
+
+def cached_models() -> list[CachedModel]:
+    """By name, Outrider's own first."""
+    return [*sorted(_own(), key=_by_name), *sorted(_hub(), key=_by_name)]
+
+
+def find_cached(name: str) -> CachedModel:
+    """The one model of this name; ModelUnavailable if there is none, or more than one."""
+    models = cached_models()
+    found = [one for one in models if one.name == name]
+    found = found or [one for one in models if one.name.lower() == name.lower()]
+    if not found:
+        raise ModelUnavailable(f"{name} is not in the cache. `outrider models` lists what is.")
+    if len(found) > 1:
+        raise ModelUnavailable(
+            f"{name} is in the cache more than once: {', '.join(one.name for one in found)}."
+        )
+    return found[0]
+
+
+def remove(model: CachedModel) -> None:
+    """Take a model out of its cache, heads and all."""
+    try:
+        if model.place == "outrider":
+            _remove_own(model.path)
+        else:
+            _remove_from_hub(model.name)
+    except OSError as error:
+        raise ModelUnavailable(f"{model.path} could not be removed: {error.strerror}.") from error
+
+
+# -- Outrider's own cache --------------------------------------------------------------------------------
+
+
+def _own() -> Iterator[CachedModel]:
+    folder = models_folder()
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.name.startswith(".") or not path.is_dir():
+            continue
+        record = origin.read(path)
+        source = record.source if record is not None else "unknown"
+        yield CachedModel(
+            path.name, "outrider", path, _num_bytes(path), source, find_head(path), origin.is_intact(path)
+        )
+
+
+def _remove_own(path: Path) -> None:
+    folder = models_folder()
+    if path.parent != folder or path.name.startswith("."):
+        raise ModelUnavailable(f"{path} is not in {folder}; nothing was removed.")
+    if path.is_symlink():
+        path.unlink()  # the link, never what it points to
+        return
+    gone = path.with_name(
+        f".{path.name}.part-removed"
+    )  # one step; a builder clears what a crash leaves of it
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(path, gone)
+    shutil.rmtree(gone)
+
+
+def _num_bytes(folder: Path) -> int:
+    if folder.is_symlink():
+        return 0
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+# -- the Hugging Face cache ------------------------------------------------------------------------------
+
+
+def _hub() -> Iterator[CachedModel]:
+    for repo in _hub_repos():
+        latest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
+        path = Path(latest.snapshot_path if latest is not None else repo.repo_path)
+        yield CachedModel(
+            repo.repo_id, "huggingface", path, repo.size_on_disk, "Hugging Face hub", find_head(path)
+        )
+
+
+def _hub_repos() -> list[Any]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
+    except CacheNotFound:
+        return []
+
+
+def _remove_from_hub(repo_id: str) -> None:
+    from huggingface_hub import scan_cache_dir
+
+    revisions = [
+        revision.commit_hash
+        for repo in _hub_repos()
+        if repo.repo_id == repo_id
+        for revision in repo.revisions
+    ]
+    scan_cache_dir().delete_revisions(*revisions).execute()
+
+
+def _by_name(model: CachedModel) -> str:
+    return model.name.lower()

@@ -1,0 +1,81 @@
+"""A training run on disk: everything that the next step depends on, in one file, whole or not at all.
+
+Must not know how a step is done.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from outrider.train.errors import TrainingError
+from outrider.train.evaluate import Acceptance
+from outrider.train.tensor_file import write_tensors
+
+FILE_NAME = "checkpoint.safetensors"
+Tree = Any  # nested dicts and lists of arrays
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """How the head stood after some steps."""
+
+    step: int
+    held_out: Acceptance
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """After `step` steps. Never changed: the next step makes another."""
+
+    step: int
+    head: Tree
+    optimizer: Tree
+    num_targets: int = 0  # seen so far, repetitions counted
+    trained_s: float = 0.0
+    milestones: tuple[Milestone, ...] = ()
+
+
+def save(folder: Path, state: TrainState) -> None:
+    tensors: dict[str, mx.array] = dict(tree_flatten({"head": state.head, "optimizer": state.optimizer}))
+    facts = {
+        "step": state.step,
+        "num_targets": state.num_targets,
+        "trained_s": state.trained_s,
+        "milestones": [asdict(one) for one in state.milestones],
+    }
+    write_tensors(folder / FILE_NAME, tensors, {"facts": json.dumps(facts)})
+
+
+def load(folder: Path) -> TrainState | None:
+    """The run's last checkpoint; None if it made none yet."""
+    path = folder / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        tensors, metadata = loaded
+        trees = tree_unflatten(list(tensors.items()))
+        facts = json.loads(metadata["facts"])
+        return TrainState(
+            facts["step"],
+            trees["head"],
+            trees.get("optimizer", {}),  # nothing yet before the first step
+            facts["num_targets"],
+            facts["trained_s"],
+            tuple(_milestone(one) for one in facts["milestones"]),
+        )
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise TrainingError(f"{path} is damaged ({error}). Start afresh with --force.") from error
+
+
+def _milestone(record: dict) -> Milestone:
+    counts = record["held_out"]
+    return Milestone(
+        record["step"], Acceptance(counts["steps"], tuple(counts["drafted"]), tuple(counts["accepted"]))
+    )

@@ -1,0 +1,73 @@
+"""The result of a run: a head file in the `mtp.*` layout that `LLM` and `serve` pick up beside a model.
+
+Owns what is in it: 16-bit weights, the draft vocabulary, and metadata that says which model it belongs to and
+how well it does. Must not know how it was trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from outrider.models.heads import LoadedHead, MTPHead, head_kv_spec, new_head
+from outrider.models.trunk import Trunk
+from outrider.speculate.mtp import MTPDrafter
+from outrider.train.checkpoint import Tree
+from outrider.train.exchanges import Exchange
+from outrider.train.tensor_file import write_tensors
+
+MOST_DRAFT_IDS = 16_384
+LARGEST_FLOAT16 = 65_504.0
+
+
+def stored_weights(weights: Tree) -> Tree:
+    """As they are written: float16, which has the digits that matter, or float32 where that overflows."""
+    fits = all((mx.abs(array).max() < LARGEST_FLOAT16).item() for array in _flat(weights).values())
+    dtype = mx.float16 if fits else mx.float32
+    return tree_map(lambda array: array.astype(dtype), weights)
+
+
+def served_head(weights: Tree, trunk: Trunk) -> MTPHead:
+    """The head as it will be after it was loaded."""
+    head = new_head(trunk)
+    head.update(tree_map(lambda array: array.astype(trunk.dtype), weights))
+    mx.eval(head.parameters())
+    return head
+
+
+def draft_vocabulary(exchanges: Iterable[Exchange], head: MTPHead, trunk: Trunk) -> mx.array | None:
+    """The ids most used in the answers, most frequent first; None where a trunk cannot draft from a part."""
+    counts = Counter(token_id for one in exchanges for token_id in one.answer_ids)
+    most = min(MOST_DRAFT_IDS, trunk.vocab_size // 2)
+    ranked = sorted(counts, key=lambda token_id: (-counts[token_id], token_id))
+    draft_ids = mx.array(ranked[:most], mx.int32)
+    try:
+        MTPDrafter(LoadedHead(head, head_kv_spec(head, trunk), "", draft_ids), trunk)
+    except (AttributeError, TypeError, ValueError):
+        return None  # a family whose projection is not where a reduced one is read from
+    return draft_ids
+
+
+def write_head(path: Path, weights: Tree, draft_ids: mx.array | None, metadata: Mapping[str, str]) -> None:
+    tensors = {f"mtp.{name}": array for name, array in _flat(weights).items()}
+    if draft_ids is not None:
+        tensors["mtp.draft_ids"] = draft_ids
+    write_tensors(path, tensors, {"format": "mlx", **metadata})
+
+
+def trunk_fingerprint(name: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Which model a head belongs to, in words and by its config."""
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return {"trunk": name, "trunk_config_sha256": hashlib.sha256(canonical.encode()).hexdigest()}
+
+
+def _flat(weights: Tree) -> dict[str, mx.array]:
+    named: list[tuple[str, mx.array]] = tree_flatten(weights)  # type: ignore[assignment]
+    return dict(named)

@@ -1,0 +1,60 @@
+"""A file of prompts that the user wants a head to be good at: one a line, or JSON lines.
+
+a line of text                              a user turn (a text's beginning where there is no chat template)
+{"prompt": "..."}                           the same
+{"messages": [{"role": ..., "content": ...}]}   a conversation so far
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from outrider.train.errors import TrainingError
+
+Message = dict[str, str]
+LEAST_PROMPTS = 8
+
+
+def read_prompts(path: Path) -> list[list[Message]]:
+    """Each prompt as messages. TrainingError names the line that cannot be read."""
+    prompts = [
+        _parse(line, f"{path}, line {number}")
+        for number, line in enumerate(_read(path).splitlines(), 1)
+        if line.strip()
+    ]
+    if len(prompts) < LEAST_PROMPTS:
+        raise TrainingError(f"{path} holds {len(prompts)} prompts; at least {LEAST_PROMPTS} are needed.")
+    return prompts
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainingError(f"The prompt file {path} cannot be read: {error}.") from error
+
+
+def _parse(line: str, where: str) -> list[Message]:
+    if not line.lstrip().startswith("{"):
+        return [{"role": "user", "content": line.strip()}]
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise TrainingError(f"{where}: this is not JSON ({error}).") from error
+    if isinstance(record.get("prompt"), str) and record["prompt"]:
+        return [{"role": "user", "content": record["prompt"]}]
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
+        raise TrainingError(
+            f'{where}: neither "prompt" (a text) nor "messages" (with role and content) is in it.'
+        )
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]  # the model answers itself
+    if not messages:
+        raise TrainingError(f"{where}: there is nothing to answer in it.")
+    return [{"role": one["role"], "content": one["content"]} for one in messages]
+
+
+def _is_message(one: object) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)

@@ -1,0 +1,65 @@
+"""What a run achieved, for people and for the head file's metadata."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.train.evaluate import Acceptance
+from outrider.train.progress import duration
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Measured on held-out exchanges: greedy answers, endless loops cut."""
+
+    steps: int
+    num_targets: int  # seen in training, repetitions counted
+    trained_s: float
+    num_held_out: int
+    at_start: Acceptance
+    whole_vocabulary: Acceptance
+    draft_vocabulary: Acceptance  # what the engine drafts from
+    num_draft_ids: int | None  # None: all
+
+    def metadata(self) -> dict[str, str]:
+        """For safetensors, whose metadata are strings."""
+        figures = {
+            "training_steps": self.steps,
+            "training_targets": self.num_targets,
+            "held_out_exchanges": self.num_held_out,
+            "held_out_steps": self.draft_vocabulary.steps,
+            "tokens_per_step": round(self.draft_vocabulary.tokens_per_step, 3),
+            "drafts_that_stand": _rounded(self.draft_vocabulary),
+            "drafts_that_stand_whole_vocabulary": _rounded(self.whole_vocabulary),
+        }
+        return {"figures": json.dumps(figures)}
+
+
+def render(figures: Figures, path: Path) -> str:
+    vocabulary = "the whole vocabulary"
+    rows = [("at the start", figures.at_start), ("now", figures.draft_vocabulary)]
+    if figures.num_draft_ids is not None:
+        vocabulary = f"the {figures.num_draft_ids:,} most frequent ids"
+        rows.append(("now, from the whole vocabulary", figures.whole_vocabulary))
+    width = max(len(name) for name, _ in rows)
+    lines = [
+        f"Trained: {figures.steps:,} steps, {figures.num_targets:,} targets, {duration(figures.trained_s)}.",
+        f"Drafts that stand on {figures.num_held_out} held-out answers (greedy, loops cut), by position,",
+        f"each given the one before, drafted from {vocabulary}:",
+        *(
+            f"  {name:<{width}}  {_shares(one)}, {one.tokens_per_step:.2f} tokens a step"
+            for name, one in rows
+        ),
+        f"Written: {path} ({path.stat().st_size / 1e6:.1f} MB).",
+    ]
+    return "\n".join(lines)
+
+
+def _shares(acceptance: Acceptance) -> str:
+    return " ".join(f"{share:4.0%}" for share in acceptance.given_the_one_before)
+
+
+def _rounded(acceptance: Acceptance) -> list[float]:
+    return [round(share, 4) for share in acceptance.given_the_one_before]

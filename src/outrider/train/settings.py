@@ -1,0 +1,47 @@
+"""What a training run is asked to do. Frozen and validated; a resumed run has the same ones. No MLX."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from outrider.request import MAX_DEPTH
+from outrider.train.errors import TrainingError
+
+DEFAULT_STEPS = 2000
+LEAST_CONVERSATIONS = 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    conversations: int = 4000
+    steps: int | None = None  # both may be given: whichever ends first
+    seconds: float | None = None  # of training, not of synthesis
+    batch_tokens: int = 4096  # targets a step
+    depths: int = 3
+    learning_rate: float = 0.015
+    max_tokens: int = 256  # of an answer
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("--conversations", self.conversations, LEAST_CONVERSATIONS)
+        _at_least("--batch-tokens", self.batch_tokens, 16)
+        _at_least("--max-tokens", self.max_tokens, 4)
+        if self.steps is not None:
+            _at_least("--steps", self.steps, 1)
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise TrainingError(f"--seconds must be above 0, not {self.seconds!r}.")
+        if not 1 <= self.depths <= MAX_DEPTH:
+            raise TrainingError(f"--depths must be 1..{MAX_DEPTH}, not {self.depths!r}.")
+        if not 0 < self.learning_rate <= 1:
+            raise TrainingError(f"--learning-rate must be above 0 and at most 1, not {self.learning_rate!r}.")
+
+    @property
+    def num_steps(self) -> int | None:
+        """None: time alone ends the run."""
+        return DEFAULT_STEPS if self.steps is None and self.seconds is None else self.steps
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise TrainingError(f"{name} must be at least {least}, not {value!r}.")

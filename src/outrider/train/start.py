@@ -1,0 +1,85 @@
+"""The head before its first step: near a copy of what the trunk already does.
+
+    layer   the trunk's last one
+    fc      [I/2 | I/2]: the mean of the two normed inputs
+    norms   the hidden state's undoes the trunk's final norm, so that the layer gets what it is used to;
+            the output norm is the trunk's
+
+How large the layer's input should be differs from model to model, and is found by trying.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from outrider.models.heads import MTPHead, head_kv_spec, new_head
+from outrider.models.trunk import Trunk
+from outrider.train.batches import Batch
+from outrider.train.chain import chain_outputs
+from outrider.train.loss import loss_and_gradients
+
+SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+LEAST_GAIN = 0.1  # of the median: no channel is blown up further
+FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "ln_f")
+
+
+def starting_head(trunk: Trunk, batch: Batch, seed: int) -> MTPHead:
+    """A float32 head for this trunk; HeadError where the trunk's layer cannot be one."""
+    mx.random.seed(seed)  # for what has no model in the trunk
+    head = new_head(trunk)
+    head_kv_spec(head, trunk)
+    head.update(tree_map(lambda array: array.astype(mx.float32), head.parameters()))
+    _copy_layer(trunk.model.layers[-1], head.layers[0])
+    half = 0.5 * mx.eye(trunk.hidden_size)
+    head.fc.weight = mx.concatenate([half, half], axis=1)
+    gain = final_gain(trunk)
+    head.norm.weight = gain
+    hidden = trunk.inner(batch.token_ids)
+    best = min(SCALES, key=lambda scale: _loss(_scaled(head, gain, scale), trunk, batch, hidden))
+    _scaled(head, gain, best)
+    mx.eval(head.parameters())
+    return head
+
+
+def final_gain(trunk: Trunk) -> mx.array:
+    """What the trunk's final norm multiplies each channel by; ones where that is not known.  [H]"""
+    ones = mx.ones(trunk.hidden_size)
+    norm = next((found for name in FINAL_NORMS if (found := getattr(trunk.inner, name, None))), None)
+    if norm is None:
+        return ones
+    gain = norm(ones.astype(trunk.dtype)).astype(mx.float32)  # RMS norms leave ones as they are
+    is_gain = gain.shape == ones.shape and bool(mx.median(mx.abs(gain)) > 0)
+    return gain if is_gain else ones
+
+
+def _copy_layer(source: nn.Module, target: nn.Module) -> None:
+    """Take over every parameter of the same name and shape, dequantised."""
+    from mlx_lm.utils import dequantize_model
+
+    plain = dequantize_model(copy.deepcopy(source))
+    found = dict(tree_flatten(plain.parameters()))
+    wanted: dict[str, mx.array] = dict(tree_flatten(target.parameters()))
+    taken = [
+        (name, found[name].astype(mx.float32))
+        for name, array in wanted.items()
+        if name in found and found[name].shape == array.shape
+    ]
+    target.update(tree_unflatten(taken))
+
+
+def _scaled(head: MTPHead, gain: mx.array, scale: float) -> MTPHead:
+    size = mx.maximum(mx.abs(gain), LEAST_GAIN * mx.median(mx.abs(gain)))
+    head.pre_fc_norm_embedding.weight = mx.full(gain.shape, scale)
+    head.pre_fc_norm_hidden.weight = 2 * scale * mx.where(gain < 0, -1.0, 1.0) / size
+    return head
+
+
+def _loss(head: MTPHead, trunk: Trunk, batch: Batch, hidden: mx.array) -> float:
+    embedded = trunk.embed(batch.token_ids).astype(mx.float32)
+    guesses = batch.guesses(chain_outputs(head, hidden.astype(mx.float32), embedded, 1))
+    loss, _ = loss_and_gradients(trunk, guesses, batch.at_targets(hidden), batch)
+    return loss.total

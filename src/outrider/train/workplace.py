@@ -1,0 +1,87 @@
+"""The folder of an unfinished run, beside the file that it will write: what was asked, what is done.
+
+    weights.safetensors         the result; appears at the end
+    weights.training/
+      run.json                  the model, the settings and the prompts, as they were at the start
+      conversations.jsonl       what has been synthesised
+      checkpoint.safetensors    the last checkpoint
+      lock                      held by the process that trains
+
+Must not know how any of it is made.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from outrider.train.errors import TrainingError
+from outrider.train.files import write_text
+from outrider.train.prompts import Message
+from outrider.train.settings import Settings
+
+RECORD_NAME = "run.json"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    trunk: dict[str, str]  # the model's fingerprint
+    settings: Settings
+    prompts: list[list[Message]]  # empty: the model invents them
+
+
+class Workplace:
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.folder = out.with_suffix(".training")
+
+    @property
+    def conversations(self) -> Path:
+        return self.folder / "conversations.jsonl"
+
+    @property
+    def is_begun(self) -> bool:
+        return (self.folder / RECORD_NAME).exists()
+
+    def begin(self, record: RunRecord) -> None:
+        """Drop what an older run left, and write down what this one is."""
+        self.clear()
+        write_text(self.folder / RECORD_NAME, json.dumps(asdict(record), indent=1) + "\n")
+
+    def record(self) -> RunRecord:
+        path = self.folder / RECORD_NAME
+        try:
+            record = json.loads(path.read_text())
+            settings = {one.name: record["settings"][one.name] for one in fields(Settings)}
+            return RunRecord(record["trunk"], Settings(**settings), record["prompts"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TrainingError(f"{path} is damaged ({error!r}). Start afresh with --force.") from error
+
+    def clear(self) -> None:
+        """Remove everything but the lock, which is held."""
+        for path in self.folder.glob("*"):
+            if path.name != "lock":
+                path.unlink()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def check_same(record: RunRecord, trunk: Mapping[str, str], asked: Mapping[str, Any], prompts: Any) -> None:
+    """A resumed run goes on as it began: TrainingError names what was asked and is not so."""
+    if record.trunk["trunk_config_sha256"] != trunk["trunk_config_sha256"]:
+        raise TrainingError(f"The run was begun for another model, {record.trunk['trunk']}.")
+    for name, value in asked.items():
+        begun_with = getattr(record.settings, name)
+        if value != begun_with:
+            option = f"--{name.replace('_', '-')}"
+            raise TrainingError(
+                f"The run was begun with {option} {begun_with}, not {value}: leave the option out, "
+                "or start afresh with --force."
+            )
+    if prompts and prompts != record.prompts:
+        raise TrainingError("The run was begun with other prompts: leave --prompts out, or use --force.")

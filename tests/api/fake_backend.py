@@ -1,0 +1,161 @@
+"""A chat service that answers from a script, and an application around it. No model, no thread, no clock."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from outrider.api.app import Server, create_server
+from outrider.api.settings import ServerSettings
+from outrider.chat.conversation import ChatRequest
+from outrider.chat.events import (
+    ChatEvent,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallEnded,
+    ToolCallStarted,
+    Usage,
+)
+from outrider.engine.door import ModelFacts
+from outrider.request import SamplingParams
+
+USAGE = Usage(num_prompt=7, num_cached=3, num_generated=5, num_reasoning=2, num_accepted=1, num_rejected=2)
+HELLO: tuple[ChatEvent, ...] = (TextDelta("Hello"), TextDelta(" wörld"), Finished("stop", USAGE))
+THOUGHT: tuple[ChatEvent, ...] = (ReasoningDelta("Hm"), ReasoningDelta("m."), *HELLO)
+CALLS: tuple[ChatEvent, ...] = (
+    TextDelta("Let me look."),
+    ToolCallStarted(0, "call_a", "weather"),
+    ToolCallArguments(0, '{"city":'),
+    ToolCallArguments(0, '"Oslo"}'),
+    ToolCallEnded(0, '{"city":"Oslo"}'),
+    ToolCallStarted(1, "call_b", "time"),
+    ToolCallArguments(1, "{}"),
+    ToolCallEnded(1, "{}"),
+    Finished("tool_calls", USAGE),
+)
+CUT: tuple[ChatEvent, ...] = (TextDelta("Hel"), Finished("length", USAGE))
+FAILED: tuple[ChatEvent, ...] = (TextDelta("Hel"), Finished("error", USAGE, error="the model failed: boom"))
+
+FACTS = ModelFacts(
+    name="models/tiny",
+    vocab_size=113,
+    max_context=256,
+    eos_ids=frozenset({0}),
+    drafter="mtp",
+    dtype="float32",
+)
+
+
+class FakeStream:
+    def __init__(self, request_id: str, events: Sequence[ChatEvent], pause_s: float) -> None:
+        self.request_id = request_id
+        self.prompt_ids = tuple(range(7))
+        self.aborted = False
+        self._events = events
+        self._pause_s = pause_s
+
+    async def __aiter__(self) -> AsyncIterator[ChatEvent]:
+        for event in self._events:
+            await asyncio.sleep(self._pause_s)
+            if self.aborted:
+                yield Finished("cancelled", USAGE)
+                return
+            yield event
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@dataclass
+class FakeBackend:
+    """`events`, or `answer(request)`, is what comes; the requests that were made are kept."""
+
+    events: Sequence[ChatEvent] = HELLO
+    answer: Callable[[Any], Sequence[ChatEvent]] | None = None
+    pause_s: float = 0.0
+    failure: Exception | None = None
+    requests: list[ChatRequest] = field(default_factory=list)
+    completions: list[tuple[str | Sequence[int], SamplingParams]] = field(default_factory=list)
+    streams: list[FakeStream] = field(default_factory=list)
+
+    async def start(self, request: ChatRequest) -> FakeStream:
+        self.requests.append(request)
+        return self._stream(request)
+
+    async def complete(self, prompt: str | Sequence[int], params: SamplingParams) -> FakeStream:
+        self.completions.append((prompt, params))
+        return self._stream((prompt, params))
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        self.requests.append(request)
+        return sum(len(message.text) for message in request.messages)
+
+    def _stream(self, request: Any) -> FakeStream:
+        if self.failure is not None:
+            raise self.failure
+        events = self.events if self.answer is None else self.answer(request)
+        stream = FakeStream(f"req-{len(self.streams)}", events, self.pause_s)
+        self.streams.append(stream)
+        return stream
+
+
+class FakeTokenizer:
+    """Token i is the i-th letter; token 26 is a byte of a torn character."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join("\ufffd" if i == 26 else chr(97 + i) for i in token_ids)
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return "<0xC3>" if token_id == 26 else chr(97 + token_id)
+
+
+def settings(**changes: Any) -> ServerSettings:
+    return ServerSettings(**({"served_model_names": ("tiny", "other")} | changes))
+
+
+def server(backend: FakeBackend, **changes: Any) -> Server:
+    """With ids that count and a clock that stands still, so that answers repeat to the byte."""
+    numbers = itertools.count(1)
+    return create_server(
+        backend,
+        FACTS,
+        FakeTokenizer(),
+        settings(**changes),
+        now_s=lambda: 1700000000.0,
+        started_s=1700000000.0,
+        new_id=lambda prefix: f"{prefix}{next(numbers)}",
+    )
+
+
+class Client:
+    """Requests to an application in this process, one event loop each."""
+
+    def __init__(self, app_or_server: Any, **headers: str) -> None:
+        self.app = getattr(app_or_server, "app", app_or_server)
+        self._headers = headers
+
+    def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://test", headers=self._headers
+            ) as http:
+                return await http.request(method, path, **kwargs)
+
+        return asyncio.run(send())
+
+    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        return self.request("POST", path, **({"json": body} | kwargs))
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return self.request("GET", path, **kwargs)
+
+
+USER = [{"role": "user", "content": "Hi"}]

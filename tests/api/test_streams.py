@@ -1,0 +1,195 @@
+"""Streams under real conditions: silence, clients who leave, clients who read slowly, servers that stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_backend import HELLO, USAGE, USER, FakeBackend, server
+
+from outrider.api.app import Server
+from outrider.chat.events import ChatEvent, Finished, TextDelta
+
+MANY: tuple[ChatEvent, ...] = (*(TextDelta(f"{i} ") for i in range(1000)), Finished("stop", USAGE))
+BODIES = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": USER, "max_tokens": 5},
+    "/v1/completions": {"prompt": ["a", "b"], "n": 2},
+}
+
+
+class Caller:
+    """An ASGI client that can leave, or stop reading."""
+
+    def __init__(self, path: str, body: dict[str, Any]) -> None:
+        self.status: int | None = None
+        self.received = b""
+        self.gone = asyncio.Event()
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.on_data: Callable[[], None] = lambda: None
+        self._body: bytes | None = json.dumps(body).encode()
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "scheme": "http",
+            "server": ("test", 80),
+            "client": ("test", 1),
+        }
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        await self.reads.wait()
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.received += message["body"]
+            self.on_data()
+
+    async def call(self, made: Server) -> None:
+        await made.app(self.scope, self.receive, self.send)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("path", BODIES)
+def test_client_that_leaves_frees_its_rows(path: str, streams: bool) -> None:
+    backend = FakeBackend(MANY, pause_s=0.001)
+    made = server(backend)
+
+    async def run() -> None:
+        caller = Caller(path, BODIES[path] | {"stream": streams})
+        calling = asyncio.create_task(caller.call(made))
+        while not backend.streams:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        caller.gone.set()
+        await asyncio.wait_for(calling, 1)
+
+    asyncio.run(run())
+    assert all(stream.aborted for stream in backend.streams)
+    assert made.context.desk.admission.num_live == 0
+    assert not made.context.desk.live
+    abandoned = made.context.desk.metrics.finished.labels(_api(path), "abandoned")
+    assert abandoned._value.get() == len(backend.streams)
+
+
+def _api(path: str) -> str:
+    return path.removeprefix("/v1/").split("/")[0]
+
+
+def test_connection_that_breaks_on_write_frees_the_row() -> None:
+    backend = FakeBackend(MANY)
+    made = server(backend)
+
+    async def run() -> None:
+        caller = Caller("/v1/chat/completions", {"messages": USER, "stream": True})
+
+        def fail() -> None:
+            raise OSError("broken pipe")
+
+        caller.on_data = fail
+        await asyncio.wait_for(caller.call(made), 1)
+
+    asyncio.run(run())
+    assert backend.streams[0].aborted
+    assert made.context.desk.admission.num_live == 0
+
+
+def test_slow_reader_is_bounded_and_loses_nothing() -> None:
+    backend = FakeBackend(MANY)
+    made = server(backend)
+
+    async def run() -> tuple[int, str]:
+        caller = Caller("/v1/chat/completions", {"messages": USER, "stream": True})
+        caller.on_data = lambda: caller.reads.clear()  # stops reading after the first chunk
+        calling = asyncio.create_task(caller.call(made))
+        await asyncio.sleep(0.05)
+        answers = next(iter(made.context.desk.live.values()))
+        num_taken = answers.choices[0].num_events + answers._unread.qsize()
+        caller.on_data = lambda: None
+        caller.reads.set()
+        await asyncio.wait_for(calling, 5)
+        return num_taken, caller.received.decode()
+
+    num_taken, text = asyncio.run(run())
+    assert num_taken < 40  # of 1000: what is not read is not taken from the engine
+    chunks = [json.loads(block[6:]) for block in text.split("\n\n") if block[6:].startswith("{")]
+    words = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(words) == "".join(f"{i} " for i in range(1000))
+
+
+@pytest.mark.parametrize(
+    ("path", "sign"),
+    [
+        ("/v1/chat/completions", ": keep-alive"),
+        ("/v1/responses", ": keep-alive"),
+        ("/v1/messages", "event: ping"),
+    ],
+)
+def test_silence_is_filled_with_signs_of_life(path: str, sign: str) -> None:
+    made = server(FakeBackend(HELLO, pause_s=0.12), keep_alive_s=0.03)
+
+    async def run() -> str:
+        caller = Caller(path, BODIES[path] | {"stream": True})
+        await caller.call(made)
+        return caller.received.decode()
+
+    text = asyncio.run(run())
+    before_text = text.partition("Hello")[0]
+    assert before_text.count(sign) >= 2
+    assert text.count(sign) >= 5
+
+
+def test_lively_stream_has_no_signs_of_life() -> None:
+    made = server(FakeBackend(MANY[-50:], pause_s=0.001), keep_alive_s=0.5)
+
+    async def run() -> bytes:
+        caller = Caller("/v1/chat/completions", {"messages": USER, "stream": True})
+        await caller.call(made)
+        return caller.received
+
+    assert b"keep-alive" not in asyncio.run(run())
+
+
+def test_drain_lets_answers_end_and_then_stops_the_engine() -> None:
+    backend = FakeBackend(MANY, pause_s=0.01)
+    stopped: list[float] = []
+
+    async def run() -> str:
+        made = server(backend, drain_s=0.1)
+        loop = asyncio.get_running_loop()
+
+        async def stop_engine() -> None:  # as the real one: live requests end as cancelled
+            stopped.append(loop.time())
+            for stream in backend.streams:
+                stream.aborted = True
+
+        made.stop_engine = stop_engine
+        caller = Caller("/v1/chat/completions", {"messages": USER, "stream": True})
+        calling = asyncio.create_task(caller.call(made))
+        await asyncio.sleep(0.05)
+        made.drain()
+        made.drain()
+        await asyncio.wait_for(calling, 2)
+        return caller.received.decode()
+
+    text = asyncio.run(run())
+    assert len(stopped) == 1
+    assert "shutting down" in text
+    assert text.endswith("data: [DONE]\n\n")

@@ -1,0 +1,281 @@
+"""`outrider serve` as an operator meets it: options from three sources, clear refusals, a graceful end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.cli.serve import engine_config, model_name
+from outrider.cli.serve_options import GROUPS, OPTIONS, add_options, notes, resolve
+from outrider.config import InvalidConfig
+from server_process import serving, write_tiny_model
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_options(parser)
+    return parser.parse_args(flags)
+
+
+def options(*flags: str, **environ: str) -> dict[str, Any]:
+    return resolve(parsed(*flags), environ)
+
+
+# -- options ---------------------------------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    found = options()
+    assert found["host"] == "127.0.0.1"
+    assert (found["port"], found["max_rows"], found["mtp"], found["draft_depth"]) == (8000, 16, "auto", None)
+    assert found["api_key"] is None
+    assert found["served_model_name"] == ()
+    assert set(found) == set(OPTIONS)
+
+
+def test_flag_goes_before_variable_and_variable_before_file(tmp_path: Path) -> None:
+    file = tmp_path / "outrider.toml"
+    file.write_text(
+        'max-rows = 3\nport = 3\nhost = "::1"\nserved_model_name = ["a", "b"]\nmemory-budget = "1GiB"'
+    )
+    found = options("--config", str(file), "--max-rows", "1", OUTRIDER_MAX_ROWS="2", OUTRIDER_PORT="2")
+    assert (found["max_rows"], found["port"], found["host"]) == (1, 2, "::1")
+    assert found["served_model_name"] == ("a", "b")
+    assert found["memory_budget"] == 1 << 30
+    assert options(OUTRIDER_CONFIG=str(file))["max_rows"] == 3
+
+
+@pytest.mark.parametrize(
+    "option", [option for group in GROUPS.values() for option in group], ids=lambda o: o.name
+)
+def test_every_option_has_all_three_sources(option: Any, tmp_path: Path) -> None:
+    texts = {
+        "mtp": "off",
+        "drafter": "ngram",
+        "log-level": "debug",
+        "memory-budget": "5MB",
+        "draft-depth": "3",
+    }
+    text = texts.get(option.name, "true" if option.is_switch else "7")
+    flags = [option.flag] if option.is_switch else [option.flag, text]
+    file = tmp_path / "o.toml"
+    file.write_text(f"{option.name} = {'true' if option.is_switch else json.dumps(text)}")
+    values = [
+        options(*flags)[option.key],
+        options(**{option.variable: text})[option.key],
+        options("--config", str(file))[option.key],
+    ]
+    assert values[0] == values[1] == values[2]
+    assert values[0] != options()[option.key]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8 * 10**9), ("512MiB", 512 << 20), ("1.5g", 1_500_000_000), ("4096", 4096), ("2 kb", 2000)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert options("--memory-budget", text)["memory_budget"] == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "words"),
+    [
+        (["--port", "x"], {}, "--port: 'x' is not a whole number"),
+        ([], {"OUTRIDER_PORT": "x"}, "OUTRIDER_PORT: 'x'"),
+        (["--memory-budget", "lots"], {}, "--memory-budget: 'lots' is not a size"),
+        (["--draft-depth", "9"], {}, "0..8"),
+        (["--mtp", "maybe"], {}, "auto, on, off"),
+        (["--drafter", "x"], {}, "auto, mtp, ngram, none"),
+        ([], {"OUTRIDER_ALLOW_PUBLIC_WITHOUT_KEY": "perhaps"}, "neither true nor false"),
+        (["--config", "nowhere.toml"], {}, "nowhere.toml cannot be read"),
+        (["--max-num-seqs", "3", "--max-rows", "4"], {}, "contradict"),
+        (["--enable-mtp", "--mtp", "off"], {}, "contradict"),
+    ],
+)
+def test_bad_value_names_its_source(flags: list[str], environ: dict[str, str], words: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        options(*flags, **environ)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("max-rowz = 1", "'max_rowz' is no option"), ("max-rows = [", "not TOML"), ("port = true", "port")],
+)
+def test_bad_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "o.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidConfig) as caught:
+        options("--config", str(file))
+    assert words in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_flags_of_other_servers_are_understood() -> None:
+    found = options("--max-num-seqs", "4", "--max-model-len", "99", "--enable-mtp", "--cache-memory-mb", "2")
+    assert (found["max_rows"], found["max_context"], found["mtp"]) == (4, 99, "on")
+    assert found["memory_budget"] == 2 << 20
+    assert options("--mtp-num-draft-tokens", "3")["draft_depth"] == 3
+    assert options("--max-num-seqs", "4", "--max-rows", "4")["max_rows"] == 4
+    said = notes(parsed("--continuous-batching", "--mllm", "--tool-call-parser", "hermes"))
+    assert [line.partition(":")[0] for line in said] == [
+        "--continuous-batching",
+        "--mllm",
+        "--tool-call-parser",
+    ]
+    assert notes(parsed()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "drafter", "depth"),
+    [
+        ([], "auto", 2),
+        (["--mtp", "on"], "auto", 2),  # insisted on once the model is there
+        (["--mtp", "off"], "none", 2),
+        (["--mtp", "off", "--drafter", "ngram"], "ngram", 2),
+        (["--drafter", "ngram", "--draft-depth", "5"], "ngram", 5),
+        (["--draft-depth", "0"], "auto", 0),
+    ],
+)
+def test_engine_config(flags: list[str], drafter: str, depth: int) -> None:
+    config = engine_config(options(*flags))
+    assert (config.drafter, config.auto_depth) == (drafter, depth)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mtp", "on", "--drafter", "ngram"],
+        ["--mtp", "off", "--drafter", "mtp"],
+        ["--mtp", "off", "--head", "f"],
+    ],
+)
+def test_contradictions_are_refused(flags: list[str]) -> None:
+    with pytest.raises(InvalidConfig, match="contradict"):
+        engine_config(options(*flags))
+
+
+def test_model_is_named_after_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "Tiny-1B").mkdir()
+    (tmp_path / "tiny.gguf").touch()
+    assert model_name(tmp_path / "Tiny-1B") == "Tiny-1B"
+    assert model_name(f"{tmp_path}/Tiny-1B/") == "Tiny-1B"
+    assert model_name(tmp_path / "tiny.gguf") == "tiny"
+    assert model_name("owner/name") == "owner/name"
+
+
+# -- the process -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "headless", with_head=False)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def refusal(*args: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "outrider", "serve", *args], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_mtp_on_without_a_head_says_what_to_do(headless: Path) -> None:
+    message = refusal(str(headless), "--port", "0", "--mtp", "on")
+    assert "--mtp on needs an MTP head" in message
+    assert "--head FILE" in message
+
+
+def test_what_cannot_work_is_said_before_anything_is_loaded(headless: Path, taken_port: int) -> None:
+    assert "cannot listen on 127.0.0.1" in refusal(str(headless), "--port", str(taken_port))
+    assert "no API key is set" in refusal(str(headless), "--host", "0.0.0.0")
+
+
+def test_help_lists_every_option() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "outrider", "serve", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0
+    missing = [
+        option.flag for group in GROUPS.values() for option in group if option.flag not in result.stdout
+    ]
+    assert not missing
+    assert all(f"\n{title}:" in result.stdout for title in GROUPS)
+
+
+def test_banner_key_and_graceful_end(headless: Path) -> None:
+    """One process: what it says at the start, whom it lets in, and that a stream under way is finished."""
+    flags = (
+        "--drafter",
+        "ngram",
+        "--draft-depth",
+        "3",
+        "--served-model-name",
+        "one,two",
+        "--continuous-batching",
+    )
+    with serving(headless, *flags, OUTRIDER_API_KEY="secret", OUTRIDER_MAX_ROWS="2") as server:
+        assert "float32 on cpu" in server.banner
+        assert "n-gram lookup, 3 a step" in server.banner
+        assert "(as one, two)" in server.banner
+        assert "with the API key" in server.banner
+        assert "2 at once" in server.banner
+        assert "--continuous-batching: not needed" in server.banner
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert _finishes_its_stream_after(server.process, server.url, signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
+
+
+def _finishes_its_stream_after(process: subprocess.Popen[str], url: str, number: int) -> bool:
+    body = {"prompt": "a", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
+    headers = {"x-api-key": "secret"}
+    ends: list[str] = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+        for line in response.iter_lines():
+            if not ends:
+                process.send_signal(number)
+            ends.append(line)
+    return "data: [DONE]" in ends[-3:] and '"finish_reason":"length"' in "".join(ends[-6:])
+
+
+def test_answers_that_take_too_long_end_with_an_error(headless: Path) -> None:
+    with serving(headless, "--drain", "0.3") as server:
+        lines: list[str] = []
+
+        def read() -> None:
+            body = {"prompt": "a", "max_tokens": 8000, "temperature": 0, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+                lines.extend(response.iter_lines())
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGINT)
+        reading.join(20)
+        assert server.process.wait(20) == 0
+    assert any("shutting down" in line for line in lines)
+    assert "data: [DONE]" in lines[-3:]

@@ -1,0 +1,91 @@
+"""A real server process: `outrider serve` on a free loopback port, and a tiny model with a head for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from outrider.models.heads import new_head
+from outrider.models.trunk import Trunk
+from tiny_models import write_checkpoint
+
+CONTEXT = 8192
+START_S = 60
+
+
+def write_tiny_model(folder: Path, with_head: bool = True) -> Path:
+    model = write_checkpoint(folder, "llama", max_position_embeddings=CONTEXT)
+    if with_head:
+        head = new_head(Trunk(model, CONTEXT))
+        weights = {f"mtp.{name}": array for name, array in tree_flatten(head.parameters())}
+        (folder / "mtp").mkdir()
+        mx.save_safetensors(str(folder / "mtp" / "weights.safetensors"), weights)
+    return folder
+
+
+@dataclass
+class ServerProcess:
+    process: subprocess.Popen[str]
+    url: str
+    banner: str
+    model: str
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, timeout=30).json()
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **kwargs)
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        match = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        return float(match.group(1)) if match else 0.0
+
+    def wait_until_idle(self, seconds: float = 5.0) -> Any:
+        """The status once no request lives; fails if one stays."""
+        deadline = time.monotonic() + seconds
+        while (status := self.get("/v1/status"))["live_requests"]:
+            assert time.monotonic() < deadline, status
+            time.sleep(0.01)
+        return status
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str, **variables: str) -> Iterator[ServerProcess]:
+    """`outrider serve` on a free port, until the block is left."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider", "serve", str(model), "--port", "0", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("OUTRIDER_")}
+        | variables,
+    )
+    lines = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("Ready: "):
+                break
+        else:
+            raise AssertionError("the server did not start:\n" + "".join(lines))
+        url = line.removeprefix("Ready: ").strip()
+        yield ServerProcess(process, url, "".join(lines), model.name)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait(10)
