@@ -12,6 +12,7 @@ from outrider.engine.door import ModelFacts
 from outrider.engine.engine import Engine, EngineObserver, EngineParts
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
 from outrider.models import heads, loader, machine
+from outrider.models.shipped_head import shipped_head
 from outrider.request import Request
 from outrider.step.runner import Runner
 from outrider.text.output import AnswerText
@@ -24,6 +25,7 @@ class ModelChoice:
     model: str | Path
     head: str | Path | None = None  # None: a head that lies beside the model, if there is one
     draft_vocabulary: int | None = None  # draft from this many most frequent tokens only
+    dtype: str = "auto"
 
 
 def build_engine(
@@ -33,7 +35,7 @@ def build_engine(
     tokenizers: list[Any] = []
 
     def build() -> EngineParts:
-        loaded = loader.load(choice.model)
+        loaded = loader.load(choice.model, choice.dtype)
         tokenizers.append(loaded.tokenizer)
         return _parts(loaded, choice, config)
 
@@ -74,7 +76,8 @@ def _load_head(
 ) -> heads.LoadedHead | None:
     if config.drafter in ("ngram", "none"):
         return None
-    file = Path(choice.head) if choice.head is not None else heads.find_head(loaded.path)
+    beside = heads.find_head(loaded.path) or shipped_head(loaded.path)
+    file = Path(choice.head) if choice.head is not None else beside
     return None if file is None else heads.load_head(file, loaded.trunk, choice.draft_vocabulary)
 
 

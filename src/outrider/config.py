@@ -11,6 +11,9 @@ DrafterName = Literal["auto", "mtp", "ngram", "none"]
 DRAFTERS: tuple[DrafterName, ...] = ("auto", "mtp", "ngram", "none")
 
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of weights
+
+
 class InvalidConfig(ValueError):
     """The engine cannot be built as asked; the message says why and what would do."""
 

@@ -50,6 +50,7 @@ class LLM:
         drafter: DrafterName = "auto",
         head: str | Path | None = None,
         draft_vocabulary: int | None = None,
+        dtype: str = "auto",
         max_rows: int = 16,
         max_context: int | None = None,
         memory_budget_bytes: int | None = None,
@@ -62,7 +63,7 @@ class LLM:
             prefill_step_size=prefill_step_size,
             drafter=drafter,
         )
-        choice = ModelChoice(default_model() if model is None else model, head, draft_vocabulary)
+        choice = ModelChoice(default_model() if model is None else model, head, draft_vocabulary, dtype)
         self.engine, self.tokenizer = build_engine(choice, config)
 
     def generate(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from huggingface_hub import constants
 
 from outrider.cli.main import main
 from outrider.models import default_model, origin
@@ -20,13 +21,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two empty caches and a folder outside of them."""
-    import huggingface_hub.constants
-
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "own"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    import huggingface_hub.utils._cache_manager as cache_manager
-
-    monkeypatch.setattr(cache_manager, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("keep me")
     return tmp_path
@@ -125,7 +121,7 @@ def test_rm_asks_and_takes_no_for_an_answer(
 
 def test_rm_removes_a_hub_model_and_only_that(caches: Path) -> None:
     _add_head(_hub_model(caches, "owner/model"))
-    _hub_model(caches, "owner/other")
+    _hub_model(caches, "owner/other")  # of the same commit: a repository that was renamed
     _own_model(caches, "tiny")
     assert main(["models", "rm", "owner/model", "--yes"]) == 0
     assert [one.name for one in cached_models()] == ["tiny", "owner/other"]
@@ -154,7 +150,7 @@ def test_rm_removes_a_link_and_not_what_it_points_to(caches: Path) -> None:
 
 
 def test_a_made_up_entry_outside_the_cache_is_not_removed(caches: Path) -> None:
-    outside = CachedModel("precious", "outrider", caches / "precious", 1, "", None)
+    outside = CachedModel("precious", "outrider", caches / "precious", caches / "precious", 1, "", None)
     with pytest.raises(ModelUnavailable, match="nothing was removed"):
         remove(outside)
     assert (caches / "precious" / "file").exists()

@@ -64,6 +64,7 @@ def test_every_option_has_all_three_sources(option: Any, tmp_path: Path) -> None
     texts = {
         "mtp": "off",
         "drafter": "ngram",
+        "dtype": "bfloat16",
         "log-level": "debug",
         "memory-budget": "5MB",
         "draft-depth": "3",

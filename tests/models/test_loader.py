@@ -271,3 +271,17 @@ def test_a_failed_download_says_both_what_is_missing_and_why(
     with pytest.raises(ModelLoadError, match=f"owner/name: .*{type(failure).__name__}") as caught:
         find_folder("owner/name")
     assert "more" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype_is_what_was_asked_for(tmp_path: Path, dtype: str) -> None:
+    write_checkpoint(tmp_path, "llama")
+    loaded = load(tmp_path, dtype)
+    assert loaded.trunk.dtype == getattr(mx, dtype)
+    assert {spec.dtype for spec in loaded.trunk.layout} == {getattr(mx, dtype)}
+
+
+def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    with pytest.raises(ModelLoadError, match="float64"):
+        load(tmp_path, "float64")

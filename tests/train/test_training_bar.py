@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from outrider.train.progress import Progress, TrainingBar, duration
 
 
@@ -10,7 +12,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_sees_a_bar_with_the_time_left() -> None:
+@pytest.mark.parametrize("columns", [200, 60])
+def test_a_terminal_sees_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     now = [0.0]
     stream = Terminal()
     bar = TrainingBar(stream, clock=lambda: now[0])
@@ -18,9 +22,8 @@ def test_a_terminal_sees_a_bar_with_the_time_left() -> None:
     now[0] = 60.0
     bar(Progress("Training", 200, 500, "steps", "loss 1.25"))
     bar.close()
-    last = stream.getvalue().split("\r")[-1]
-    assert last.startswith("Training [##########--------------]  40% 200/500 steps, loss 1.25, 3:00 left")
-    assert last.endswith("\n")
+    want = "Training [##########--------------]  40% 200/500 steps, 3:00 left, loss 1.25"
+    assert stream.getvalue().split("\r")[-1] == f"{want[: columns - 1]}\033[K\n"
 
 
 def test_a_bar_is_not_drawn_for_every_step() -> None:

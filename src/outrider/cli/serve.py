@@ -128,7 +128,7 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
 
     model = options["model"] or default_model()
     settings = _settings(options, (model_name(model),))
-    choice = ModelChoice(model, options["head"], options["draft_vocabulary"])
+    choice = ModelChoice(model, options["head"], options["draft_vocabulary"], options["dtype"])
     metrics = Metrics()
     with loading_bar(find_folder(model), model_name(model)):
         engine, tokenizer = build_engine(choice, config, metrics.steps)

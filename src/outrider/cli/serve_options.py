@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.config import DRAFTERS, InvalidConfig
+from outrider.config import DRAFTERS, DTYPES, InvalidConfig
 from outrider.request import MAX_DEPTH
 
 PREFIX = "OUTRIDER_"
@@ -129,7 +129,13 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             "memory-budget", "for caches, such as 8GB (a share of what is free)", size_bytes, metavar="SIZE"
         ),
-        Option("prefill-step-size", "prompt tokens in one step (512)", whole_number, 512, "N"),
+        Option(
+            "prefill-step-size",
+            "prompt tokens in one step (128 on a CPU, else 512)",
+            whole_number,
+            metavar="N",
+        ),
+        Option("dtype", f"of weights: {', '.join(DTYPES)} (auto)", one_of(*DTYPES), "auto", "NAME"),
     ),
     "requests": (
         Option(

@@ -54,7 +54,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise InvalidRequest(f"the {grammar.kind} grammar cannot be used: {matcher.get_error()}")
         if not RowGrammar(matcher.deep_copy()).can_begin(self._eos_ids):
-            raise InvalidRequest(f"the {grammar.kind} grammar describes nothing: only an empty answer fits it")
+            raise InvalidRequest(f"the {grammar.kind} grammar allows nothing but an empty answer")
         return matcher
 
 

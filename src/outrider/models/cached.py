@@ -25,6 +25,7 @@ class CachedModel:
     name: str  # what `serve` and `rm` take
     place: Place
     path: Path  # the model folder
+    entry: Path  # the folder of the cache that holds it: what a removal removes
     num_bytes: int
     source: str  # where it came from, in words
     head: Path | None
@@ -55,14 +56,19 @@ def find_cached(name: str) -> CachedModel:
 
 
 def remove(model: CachedModel) -> None:
-    """Take a model out of its cache, heads and all."""
+    """Take a model out of its cache, heads and all. Nothing else is touched, and no link is followed."""
+    cache = models_folder() if model.place == "outrider" else _hub_folder()
+    if model.entry.parent != cache or model.entry.name.startswith("."):
+        raise ModelUnavailable(f"{model.entry} is not in {cache}; nothing was removed.")
     try:
-        if model.place == "outrider":
-            _remove_own(model.path)
+        if model.entry.is_symlink():
+            model.entry.unlink()
+        elif model.place == "outrider":
+            _remove_own(model.entry)
         else:
-            _remove_from_hub(model.name)
+            shutil.rmtree(model.entry)
     except OSError as error:
-        raise ModelUnavailable(f"{model.path} could not be removed: {error.strerror}.") from error
+        raise ModelUnavailable(f"{model.entry} could not be removed: {error.strerror}.") from error
 
 
 # -- Outrider's own cache --------------------------------------------------------------------------------
@@ -77,21 +83,13 @@ def _own() -> Iterator[CachedModel]:
             continue
         record = origin.read(path)
         source = record.source if record is not None else "unknown"
-        yield CachedModel(
-            path.name, "outrider", path, _num_bytes(path), source, find_head(path), origin.is_intact(path)
-        )
+        size, head = _num_bytes(path), find_head(path)
+        yield CachedModel(path.name, "outrider", path, path, size, source, head, origin.is_intact(path))
 
 
 def _remove_own(path: Path) -> None:
-    folder = models_folder()
-    if path.parent != folder or path.name.startswith("."):
-        raise ModelUnavailable(f"{path} is not in {folder}; nothing was removed.")
-    if path.is_symlink():
-        path.unlink()  # the link, never what it points to
-        return
-    gone = path.with_name(
-        f".{path.name}.part-removed"
-    )  # one step; a builder clears what a crash leaves of it
+    """Gone in one step, so that no process sees half of it; a builder clears what a crash leaves behind."""
+    gone = path.with_name(f".{path.name}.part-removed")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)
     shutil.rmtree(gone)
@@ -110,9 +108,8 @@ def _hub() -> Iterator[CachedModel]:
     for repo in _hub_repos():
         latest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
         path = Path(latest.snapshot_path if latest is not None else repo.repo_path)
-        yield CachedModel(
-            repo.repo_id, "huggingface", path, repo.size_on_disk, "Hugging Face hub", find_head(path)
-        )
+        entry, size = Path(repo.repo_path), repo.size_on_disk
+        yield CachedModel(repo.repo_id, "huggingface", path, entry, size, "Hugging Face hub", find_head(path))
 
 
 def _hub_repos() -> list[Any]:
@@ -120,21 +117,15 @@ def _hub_repos() -> list[Any]:
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
+        return [repo for repo in scan_cache_dir(_hub_folder()).repos if repo.repo_type == "model"]
     except CacheNotFound:
         return []
 
 
-def _remove_from_hub(repo_id: str) -> None:
-    from huggingface_hub import scan_cache_dir
+def _hub_folder() -> Path:
+    from huggingface_hub import constants
 
-    revisions = [
-        revision.commit_hash
-        for repo in _hub_repos()
-        if repo.repo_id == repo_id
-        for revision in repo.revisions
-    ]
-    scan_cache_dir().delete_revisions(*revisions).execute()
+    return Path(constants.HF_HUB_CACHE).expanduser().resolve()
 
 
 def _by_name(model: CachedModel) -> str:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
+from outrider.config import DTYPES
 from outrider.models import gguf
 from outrider.models.errors import ModelUnavailable
 from outrider.models.families import check_supported
@@ -43,13 +44,16 @@ class LoadedModel:
     eos_ids: frozenset[int]
 
 
-def load(model: str | Path) -> LoadedModel:
+def load(model: str | Path, dtype: str = "auto") -> LoadedModel:
+    """`dtype` is one of DTYPES. "auto": float32 on the CPU, elsewhere what the checkpoint has."""
+    if dtype not in DTYPES:
+        raise ModelLoadError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
     path = find_folder(model)
     config = _read_config(path)
     family = _family(config)
     check_supported(family)
     network = _load_network(path)
-    _settle_dtype(network)
+    _settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
     trunk = Trunk(network, _max_context(config))
     return LoadedModel(path, family, trunk, tokenizer, config, frozenset(tokenizer.eos_token_ids))
@@ -145,18 +149,22 @@ def _max_context(config: dict[str, Any]) -> int:
     return int(next((limit for limit in limits if limit), DEFAULT_CONTEXT))
 
 
-def _settle_dtype(network: nn.Module) -> None:
-    """On the CPU everything becomes float32: MLX's quantised and half products are slower there."""
+def _settle_dtype(network: nn.Module, dtype: str) -> None:
+    """Cast the weights; on the CPU also undo quantisation, since MLX's quantised products are slow there."""
     from mlx_lm.utils import dequantize_model
 
-    if mx.default_device() != mx.Device(mx.cpu):
+    is_cpu = mx.default_device() == mx.Device(mx.cpu)
+    if dtype == "auto" and not is_cpu:
         return
-    network.update(tree_map(_as_float32, network.parameters()))  # scales too: nothing is rounded below
-    if any(hasattr(module, "bits") for _, module in network.named_modules()):
+    if is_cpu and any(hasattr(module, "bits") for _, module in network.named_modules()):
+        _cast(network, mx.float32)  # the scales: nothing is rounded below
         dequantize_model(network)
-        network.update(tree_map(_as_float32, network.parameters()))  # the 4- and 8-bit floats become bfloat16
+    _cast(network, mx.float32 if dtype == "auto" else getattr(mx, dtype))
     mx.eval(network.parameters())
 
 
-def _as_float32(array: mx.array) -> mx.array:
-    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+def _cast(network: nn.Module, dtype: mx.Dtype) -> None:
+    def cast(array: mx.array) -> mx.array:
+        return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+
+    network.update(tree_map(cast, network.parameters()))

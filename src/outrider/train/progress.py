@@ -5,6 +5,7 @@ Owns the event and its rendering. Must not know what is being done.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -68,9 +69,10 @@ class TrainingBar:
         self._drawn_s = now
         share = min(1.0, progress.done / max(1e-9, progress.total))
         bar = "#" * round(BAR_WIDTH * share)
-        parts = [_count(progress), progress.note, self._time_left(progress, now)]
+        parts = [_count(progress), self._time_left(progress, now), progress.note]
         shown = ", ".join(part for part in parts if part)
-        self._write(f"\r{progress.stage} [{bar:-<{BAR_WIDTH}}] {share:4.0%} {shown}\033[K")
+        line = f"{progress.stage} [{bar:-<{BAR_WIDTH}}] {share:4.0%} {shown}"
+        self._write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\033[K")  # a second line would stay
 
     def _time_left(self, progress: Progress, now: float) -> str:
         began_s, done_before = self._began

@@ -11,7 +11,7 @@ import gc
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,7 @@ def _finish(trunk: Trunk, data: Data, record: RunRecord, state: TrainState, out:
         draft_vocabulary=whole if draft_ids is None else measured(mx.sort(draft_ids)),
         num_draft_ids=None if draft_ids is None else draft_ids.size,
     )
-    settings_used = {"settings": json.dumps(record.settings.__dict__)}
+    settings_used = {"settings": json.dumps(asdict(record.settings))}
     write_head(out, weights, draft_ids, {**record.trunk, **figures.metadata(), **settings_used})
     heads.load_head(out, trunk)
     return figures
