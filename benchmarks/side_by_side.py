@@ -76,7 +76,7 @@ class Bench:
                 frozenset(),
                 num_tokens,
                 depth,
-                depth > 0,
+                depth,
             )
             for i, (prompt, depth) in enumerate(zip(self.prompts(len(depths)), depths, strict=True))
         ]

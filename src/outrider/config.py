@@ -27,7 +27,7 @@ class EngineConfig:
     memory_budget_bytes: int | None = None  # for caches; None: a share of what the machine has left
     prefill_step_size: int | None = None  # prompt tokens in one step, over all rows
     drafter: DrafterName = "auto"
-    auto_depth: int = 2  # what draft_depth="auto" means
+    auto_depth: int = 1  # what draft_depth="auto" means
     page_size: int = 256  # cells by which capacity grows
 
     def __post_init__(self) -> None:

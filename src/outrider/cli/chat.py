@@ -1,17 +1,75 @@
-"""`outrider chat`: a conversation in the terminal, with the speed and the accepted drafts of every answer."""
+"""`outrider chat`: a conversation in the terminal, with a model in this process or with a server.
+
+Owns the options and what stands behind them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
-import time
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from outrider.engine.sequence import Stats
-from outrider.llm import LLM
-from outrider.request import SamplingParams
+from outrider.config import DRAFTERS, InvalidConfig
+from outrider.request import MAX_DEPTH, SamplingParams
 
-HELP = "Type a message. /reset starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+if TYPE_CHECKING:
+    from outrider.cli.chat_backends import Backend
+
+Commands = argparse._SubParsersAction  # of argparse.ArgumentParser
+
+
+def add_chat(commands: Commands[argparse.ArgumentParser]) -> None:
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="A conversation in the terminal: with a model that is loaded for it, or with a running "
+        "server (--url). On a terminal, unless NO_COLOR is set, the markdown of answers is rendered.",
+    )
+    chat.add_argument(
+        "model",
+        nargs="?",
+        help="model folder or Hugging Face id (default: SmolLM2-135M-Instruct); "
+        "with --url the model's name there (default: the server's first)",
+    )
+    _add_server(chat.add_argument_group("a running server"))
+    _add_loading(chat.add_argument_group("a model loaded here"))
+    _add_answers(chat.add_argument_group("answers"))
+    chat.set_defaults(run=run_chat)
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--url", help="talk to this server, e.g. http://127.0.0.1:8000")
+    group.add_argument("--api-key", metavar="KEY", help="its key (default: OUTRIDER_API_KEY)")
+
+
+def _add_loading(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--drafter", choices=DRAFTERS, help="where drafts come from (auto)")
+    group.add_argument("--head", metavar="FILE", help="MTP head file (default: the one beside the model)")
+
+
+def _add_answers(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--system", metavar="TEXT", help="system message")
+    group.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: greedy (%(default)s)")
+    group.add_argument("--top-p", type=float, default=0.95, metavar="P", help="(%(default)s)")
+    group.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="longest answer (%(default)s)"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="(default: another one for each answer)")
+    group.add_argument(
+        "--draft-depth",
+        type=_depth,
+        default="auto",
+        metavar="N",
+        help=f'drafts a step: "auto" or 0..{MAX_DEPTH} (auto)',
+    )
+
+
+def _depth(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def run_chat(args: argparse.Namespace) -> int:
@@ -22,60 +80,57 @@ def run_chat(args: argparse.Namespace) -> int:
         seed=args.seed,
         draft_depth=args.draft_depth,
     )
-    with LLM(args.model, drafter=args.drafter, head=args.head) as llm:
-        _greet(llm)
-        return _converse(llm, args.system, params)
-
-
-def _greet(llm: LLM) -> None:
-    facts = llm.engine.facts
-    drafts = {"mtp": f"MTP head {facts.head}", "ngram": "n-gram lookup", "none": "no drafts"}[facts.drafter]
-    print(f"{facts.name}: {facts.dtype} on {facts.device}, {drafts}, context {facts.max_context}.\n{HELP}")
-
-
-def _converse(llm: LLM, system: str | None, params: SamplingParams) -> int:
-    opening = [{"role": "system", "content": system}] if system else []
-    messages: list[dict[str, Any]] = list(opening)
-    while (line := _read_line()) is not None:
-        if line == "/quit":
-            break
-        if line == "/reset":
-            messages = list(opening)
-        elif line:
-            messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+    _check_sides(args)
+    _prepare_terminal()
+    with _server(args, params) if args.url else _local(args, params) as backend:
+        _converse(backend, args.system)
     return 0
 
 
-def _read_line() -> str | None:
+def _converse(backend: Backend, system: str | None) -> None:
+    from outrider.cli.chat_loop import ChatLoop
+    from outrider.cli.chat_screen import ChatScreen
+    from outrider.cli.terminal import wants_styles
+
+    ChatLoop(backend, ChatScreen(sys.stdout, wants_styles(sys.stdout)), system).run()
+
+
+def _check_sides(args: argparse.Namespace) -> None:
+    """Options of a model loaded here say nothing to a server, and the other way round."""
+    if args.url and (args.drafter or args.head):
+        raise InvalidConfig("--drafter and --head are for a model loaded here; the server has its own")
+    if args.api_key and not args.url:
+        raise InvalidConfig("--api-key is for a server: name it with --url")
+
+
+@contextlib.contextmanager
+def _local(args: argparse.Namespace, params: SamplingParams) -> Iterator[Backend]:
+    from outrider.cli.chat_backends import LocalBackend
+    from outrider.llm import LLM
+
+    with (
+        LLM(args.model, drafter=args.drafter or "auto", head=args.head) as llm,
+        contextlib.closing(LocalBackend(llm, params)) as backend,
+    ):
+        yield backend
+
+
+@contextlib.contextmanager
+def _server(args: argparse.Namespace, params: SamplingParams) -> Iterator[Backend]:
+    from outrider.cli.chat_backends import ChatFailed
+    from outrider.cli.chat_server import ServerAddress, ServerBackend, first_model
+
+    address = ServerAddress.parse(args.url, args.api_key or os.environ.get("OUTRIDER_API_KEY"))
     try:
-        return input("\n> ").strip()
-    except EOFError:
-        print()
-        return None
+        model = args.model or first_model(address)
+    except ChatFailed as error:
+        raise InvalidConfig(str(error)) from None
+    yield ServerBackend(address, model, params)
 
 
-def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams) -> str:
-    pieces: list[str] = []
-    started = time.perf_counter()
-    try:
-        for delta in llm.stream_chat(messages, params):
-            pieces.append(delta.text)
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
-            if delta.stats is not None:
-                print(f"\n\033[2m{_summary(delta.stats, time.perf_counter() - started)}\033[0m")
-    except KeyboardInterrupt:
-        print("\n(stopped)")
-    return "".join(pieces)
-
-
-def _summary(stats: Stats, seconds: float) -> str:
-    rate = stats.num_generated / seconds if seconds else 0.0
-    parts = [f"{stats.num_generated} tokens, {rate:.1f} tokens/s"]
-    if stats.ttft_s is not None:
-        parts.append(f"first after {stats.ttft_s * 1000:.0f} ms")
-    if stats.drafted:
-        accepted = ", ".join(f"{a}/{d}" for a, d in zip(stats.accepted, stats.drafted, strict=True))
-        parts.append(f"accepted {accepted} by position, {stats.stride:.2f} tokens a step")
-    return "; ".join(parts)
+def _prepare_terminal() -> None:
+    """Line editing where there is any; characters that the terminal's encoding lacks become marks."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

@@ -1,0 +1,70 @@
+"""Who answers in `outrider chat`: a model in this process, here, or a server, in chat_server.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.chat.conversation import ChatRequest, Message
+from outrider.chat.events import ChatEvent, Finished
+from outrider.request import InvalidRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
+
+
+class ChatFailed(RuntimeError):
+    """No answer, or only a part of one; the message says why."""
+
+
+class Backend(Protocol):
+    @property
+    def greeting(self) -> str: ...
+
+    def answer(self, messages: Sequence[Message]) -> Generator[ChatEvent, None, None]:
+        """The events of an answer, the last one Finished. Closing it early stops the answer."""
+        ...
+
+
+class LocalBackend:
+    """Drives the chat service's event loop step by step, so that Ctrl-C finds it between two events."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        from outrider.chat.service import ChatService
+
+        self._facts = llm.engine.facts
+        self._params = params
+        self._service = ChatService(llm.async_engine, llm.tokenizer, self._facts.name)
+        self._loop = asyncio.Runner()
+
+    @property
+    def greeting(self) -> str:
+        facts = self._facts
+        drafters = {"mtp": f"MTP head {facts.head}", "ngram": "n-gram lookup", "none": "no drafts"}
+        drafts = drafters[facts.drafter]
+        return f"{facts.name}: {facts.dtype} on {facts.device}, {drafts}, context {facts.max_context}."
+
+    def answer(self, messages: Sequence[Message]) -> Generator[ChatEvent, None, None]:
+        try:
+            stream = self._loop.run(self._service.start(ChatRequest(tuple(messages), self._params)))
+        except InvalidRequest as error:
+            raise ChatFailed(str(error)) from None
+        try:
+            is_finished = False
+            while not is_finished:
+                event = self._loop.run(stream.__anext__())
+                is_finished = isinstance(event, Finished)
+                _raise_if_failed(event)
+                yield event
+        finally:
+            stream.abort()
+
+    def close(self) -> None:
+        self._service.close()
+        self._loop.close()
+
+
+def _raise_if_failed(event: ChatEvent) -> None:
+    if isinstance(event, Finished) and event.reason in ("error", "cancelled"):
+        raise ChatFailed(event.error or "the answer was cancelled")

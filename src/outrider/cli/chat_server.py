@@ -1,0 +1,223 @@
+"""`outrider chat --url`: answers from a server, through /v1/chat/completions as a stream.
+
+Owns the connection and the reading of chunks. Speaks to any server with OpenAI's API.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from outrider.chat.conversation import Message
+from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta, Usage
+from outrider.cli.chat_backends import ChatFailed
+from outrider.config import InvalidConfig
+from outrider.engine.sequence import Stats
+from outrider.request import SamplingParams
+
+CONNECT_S = 10.0
+SILENCE_S = 600.0  # Outrider's own streams say something every few seconds
+MAX_ERROR_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    scheme: str
+    host: str
+    port: int | None
+    path: str  # before /v1
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, api_key: str | None = None) -> ServerAddress:
+        """From a URL with or without its scheme, with or without /v1 at its end."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise InvalidConfig(f"--url {url}: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidConfig(f"--url {url}: not an address like http://127.0.0.1:8000")
+        if parts.username or parts.query or parts.fragment:
+            raise InvalidConfig("--url takes a host, a port and a path; a key goes into --api-key")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidConfig("--api-key has characters that no HTTP header can carry")
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.scheme, parts.hostname, port, path, api_key)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self.port is None else f":{self.port}"
+        return f"{self.scheme}://{host}{port}{self.path}"
+
+    @contextmanager
+    def ask(self, method: str, route: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
+        """The answer to a request, if it is none of refusal; the connection ends with the block."""
+        kind = http.client.HTTPSConnection if self.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=CONNECT_S)
+        try:
+            try:
+                connection.connect()
+            except (OSError, http.client.HTTPException, UnicodeError) as error:
+                raise ChatFailed(f"cannot reach {self}: {_reason(error)}") from None
+            try:
+                connection.sock.settimeout(SILENCE_S)
+                payload = None if body is None else json.dumps(body).encode()
+                connection.request(method, self.path + route, payload, self._headers())
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise ChatFailed(_refusal(response))
+                yield response
+            except (OSError, http.client.HTTPException) as error:
+                raise ChatFailed(f"the connection to {self} broke: {_reason(error)}") from None
+        finally:
+            connection.close()
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json", "User-Agent": "outrider-chat"}
+        return headers | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
+
+
+def first_model(address: ServerAddress) -> str:
+    with address.ask("GET", "/v1/models") as response:
+        try:
+            return str(json.loads(response.read())["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise ChatFailed(f"{address} names no model: is it a server with OpenAI's API?") from None
+
+
+class ServerBackend:
+    def __init__(self, address: ServerAddress, model: str, params: SamplingParams) -> None:
+        self._address = address
+        self._model = model
+        self._params = params
+
+    @property
+    def greeting(self) -> str:
+        return f"{self._model} at {self._address}."
+
+    def answer(self, messages: Sequence[Message]) -> Generator[ChatEvent, None, None]:
+        body = request_body(self._model, messages, self._params)
+        reader = ChunkReader()
+        with self._address.ask("POST", "/v1/chat/completions", body) as response:
+            if response.headers.get_content_type() != "text/event-stream":
+                raise ChatFailed(f"{self._address} did not answer with a stream of events")
+            for chunk in _chunks(response):
+                try:
+                    events = list(reader.read(chunk))
+                except (AttributeError, TypeError):
+                    raise ChatFailed("the server sent a chunk that is none of a chat completion") from None
+                yield from events
+        yield reader.finished()
+
+
+def request_body(model: str, messages: Sequence[Message], params: SamplingParams) -> dict[str, Any]:
+    body = {
+        "model": model,
+        "messages": [{"role": message.role, "content": message.text} for message in messages],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "max_tokens": params.max_tokens,
+    }
+    if params.seed is not None:
+        body["seed"] = params.seed
+    if params.draft_depth != "auto":  # other servers do not know it
+        body["draft_depth"] = params.draft_depth
+    return body
+
+
+class ChunkReader:
+    """The chunks of one answer as events; times are the client's."""
+
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self._first_s: float | None = None
+        self._last_s = self._started_s
+        self._finish_reason: str | None = None
+        self._usage: Mapping[str, Any] = {}
+
+    def read(self, chunk: Mapping[str, Any]) -> Iterator[ChatEvent]:
+        if chunk.get("error"):
+            raise ChatFailed(_message(chunk))
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                yield self._timed(ReasoningDelta("" + thought))  # a TypeError where it is no text
+            if text := delta.get("content"):
+                yield self._timed(TextDelta("" + text))
+            if choice.get("finish_reason"):
+                self._finish_reason = choice["finish_reason"]
+                self._last_s = time.perf_counter()
+
+    def finished(self) -> Finished:
+        if self._finish_reason is None:
+            raise ChatFailed("the server hung up in the middle of its answer")
+        usage = _usage(self._usage)
+        stats = Stats(
+            num_prompt=usage.num_prompt,
+            num_generated=usage.num_generated,
+            ttft_s=None if self._first_s is None else self._first_s - self._started_s,
+            total_s=self._last_s - self._started_s,
+        )
+        return Finished("length" if self._finish_reason == "length" else "stop", usage, stats)
+
+    def _timed(self, event: ChatEvent) -> ChatEvent:
+        self._first_s = self._first_s or time.perf_counter()
+        return event
+
+
+def _chunks(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
+    """What the stream's data lines hold, up to [DONE]; comments keep it alive and say nothing."""
+    for line in response:
+        field, _, value = line.strip().partition(b":")
+        if field != b"data":
+            continue
+        if value.strip() == b"[DONE]":
+            return
+        try:
+            chunk = json.loads(value)
+        except ValueError:
+            chunk = None
+        if not isinstance(chunk, dict):
+            raise ChatFailed("the server sent a chunk that is no JSON object")
+        yield chunk
+
+
+def _usage(usage: Mapping[str, Any]) -> Usage:
+    details = usage.get("completion_tokens_details") or {}
+    return Usage(
+        num_prompt=usage.get("prompt_tokens") or 0,
+        num_generated=usage.get("completion_tokens") or 0,
+        num_reasoning=details.get("reasoning_tokens") or 0,
+        num_accepted=details.get("accepted_prediction_tokens") or 0,
+        num_rejected=details.get("rejected_prediction_tokens") or 0,
+    )
+
+
+def _refusal(response: http.client.HTTPResponse) -> str:
+    try:
+        message = _message(json.loads(response.read(MAX_ERROR_BYTES)))
+    except ValueError:
+        message = response.reason
+    return f"the server says {response.status}: {message}"
+
+
+def _message(body: object) -> str:
+    """What went wrong, in OpenAI's shape or near it."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
