@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from server_process import ServerProcess, serving, write_tiny_model
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from server_process import ServerProcess, serving
 
 from outrider.models import default_model
 from outrider.models.errors import ModelUnavailable
+from server_process import ServerProcess, serving
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
