@@ -46,7 +46,7 @@ def test_strings_and_token_ids_give_the_same_answer(llm: LLM) -> None:
     (from_text,) = llm.generate("hello world", GREEDY)
     (from_ids,) = llm.generate(ids, GREEDY)
     assert from_text.token_ids == from_ids.token_ids
-    assert from_text.prompt_token_ids == tuple(ids)
+    assert from_text.prompt_token_ids == list(ids)
     assert len(from_text.token_ids) == 12
     assert from_text.finish_reason == "length"
 
@@ -74,7 +74,7 @@ def test_text_is_the_decoded_answer(llm: LLM) -> None:
 def test_stream_adds_up_to_the_whole_answer(llm: LLM) -> None:
     (whole,) = llm.generate("stream me", GREEDY)
     deltas = list(llm.stream("stream me", GREEDY))
-    assert tuple(i for delta in deltas for i in delta.token_ids) == whole.token_ids
+    assert [i for delta in deltas for i in delta.token_ids] == whole.token_ids
     assert "".join(delta.text for delta in deltas) == whole.text
     assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
     assert deltas[-1].finish_reason == "length"
@@ -103,7 +103,7 @@ def test_depth_does_not_change_the_answer(llm: LLM, depth: int, temperature: flo
 
     plain, drafted = llm.generate(["the same prompt"] * 2, [params(0), params(depth)])
     assert drafted.token_ids == plain.token_ids
-    assert plain.stats.drafted == ()
+    assert plain.stats.drafted == []
     assert len(drafted.stats.drafted) <= 8
     assert (sum(drafted.stats.drafted) > 0) == (depth != 0)
 
@@ -149,7 +149,7 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     out = llm.chat(messages, GREEDY)
     rendered = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert out.prompt_token_ids == tuple(rendered)
+    assert out.prompt_token_ids == list(rendered)
     both = llm.chat([messages, [{"role": "user", "content": "other"}]], GREEDY)
     assert both[0].token_ids == out.token_ids
     assert "".join(d.text for d in llm.stream_chat(messages, GREEDY)) == out.text
@@ -245,7 +245,7 @@ def test_requests_from_many_threads_at_once(llm: LLM) -> None:
     expected = {
         p: llm.generate(p, GREEDY)[0].token_ids for p in ("a", "bb", "ccc", "dddd", "eeeee", "ffffff")
     }
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, list[int]] = {}
     threads = [
         threading.Thread(target=lambda p=p: found.update({p: llm.generate(p, GREEDY)[0].token_ids}))
         for p in expected
@@ -310,6 +310,6 @@ def test_row_with_unsound_logits_ends_in_error_and_leaves_nothing_behind(folder:
         streams = [llm.stream(ids, plain) for ids in ([5, 6], [poison, 5], [7, 8])]
         with pytest.raises(GenerationFailed, match="NaN"):
             list(streams[1])
-        answers = [tuple(i for delta in streams[k] for i in delta.token_ids) for k in (0, 2)]
+        answers = [[i for delta in streams[k] for i in delta.token_ids] for k in (0, 2)]
         answers += [llm.generate([prompts[2]], plain)[0].token_ids]
         assert answers == expected

@@ -28,11 +28,11 @@ class Completion:
     """One prompt's answer."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    prompt_token_ids: list[int]
+    token_ids: list[int]
     text: str
     finish_reason: FinishReason
-    logprobs: tuple[TokenLogprobs, ...] | None  # one a token, when they were asked for
+    logprobs: list[TokenLogprobs] | None  # one a token, when they were asked for
     stats: Stats
 
 
@@ -190,11 +190,11 @@ def _completion(prompt_ids: tuple[int, ...], params: SamplingParams, outbox: Out
         raise GenerationFailed(whole.error)
     return Completion(
         request_id=whole.request_id,
-        prompt_token_ids=prompt_ids,
-        token_ids=whole.token_ids,
+        prompt_token_ids=list(prompt_ids),
+        token_ids=list(whole.token_ids),
         text=whole.text,
         finish_reason=whole.finish_reason,
-        logprobs=whole.logprobs if params.logprobs is not None else None,
+        logprobs=list(whole.logprobs) if params.logprobs is not None else None,
         stats=whole.stats or Stats(),
     )
 

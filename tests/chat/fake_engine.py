@@ -8,7 +8,7 @@ from typing import Any
 from outrider.engine.sequence import Delta, FinishReason, Stats
 from outrider.request import SamplingParams
 
-STATS = Stats(num_prompt=7, num_generated=100, steps=40, drafted=(30, 20), accepted=(25, 10))
+STATS = Stats(num_prompt=7, num_generated=100, steps=40, drafted=[30, 20], accepted=[25, 10])
 
 
 class FakeStream:

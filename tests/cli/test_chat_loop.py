@@ -126,7 +126,7 @@ def test_with_styles_markdown_is_rendered_and_reasoning_dimmed() -> None:
 
 
 def test_figures_tell_what_is_known() -> None:
-    stats = Stats(num_generated=10, steps=4, drafted=(4, 3), accepted=(4, 2), total_s=1.0)
+    stats = Stats(num_generated=10, steps=4, drafted=[4, 3], accepted=[4, 2], total_s=1.0)
     figures = summary(Finished("stop", Usage(), stats))
     assert figures == "10 tokens, 10.0 tokens/s; accepted 4/4, 2/3 by position, 2.50 tokens a step"
     usage = Usage(num_accepted=6, num_rejected=1)

@@ -19,8 +19,10 @@ import pytest
 
 from outrider.cli.serve import engine_config, model_name
 from outrider.cli.serve_options import GROUPS, OPTIONS, add_options, notes, resolve
-from outrider.config import InvalidConfig
+from outrider.config import EngineConfig, InvalidConfig
 from server_process import serving, write_tiny_model
+
+AUTO = EngineConfig().auto_depth
 
 
 def parsed(*flags: str) -> argparse.Namespace:
@@ -142,10 +144,10 @@ def test_flags_of_other_servers_are_understood() -> None:
 @pytest.mark.parametrize(
     ("flags", "drafter", "depth"),
     [
-        ([], "auto", 2),
-        (["--mtp", "on"], "auto", 2),  # insisted on once the model is there
-        (["--mtp", "off"], "none", 2),
-        (["--mtp", "off", "--drafter", "ngram"], "ngram", 2),
+        ([], "auto", AUTO),
+        (["--mtp", "on"], "auto", AUTO),  # insisted on once the model is there
+        (["--mtp", "off"], "none", AUTO),
+        (["--mtp", "off", "--drafter", "ngram"], "ngram", AUTO),
         (["--drafter", "ngram", "--draft-depth", "5"], "ngram", 5),
         (["--draft-depth", "0"], "auto", 0),
     ],

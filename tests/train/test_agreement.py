@@ -42,7 +42,7 @@ def _counted(answers: list[Completion], depth: int) -> Acceptance:
     """What the engine counted. A request's first step is its prefill, which drafts for the next."""
     total = Acceptance(0, (0,) * depth, (0,) * depth)
     for one in answers:
-        padding = (0,) * (depth - len(one.stats.drafted))
+        padding = [0] * (depth - len(one.stats.drafted))
         drafted, accepted = one.stats.drafted + padding, one.stats.accepted + padding
         total = total.plus(Acceptance(one.stats.steps - 1, drafted, accepted))
     return total

@@ -47,8 +47,8 @@ class Stats:
     num_prompt: int = 0
     num_generated: int = 0
     steps: int = 0  # forward passes that committed tokens
-    drafted: tuple[int, ...] = ()  # by draft position
-    accepted: tuple[int, ...] = ()  # by draft position
+    drafted: list[int] = field(default_factory=list)  # by draft position
+    accepted: list[int] = field(default_factory=list)  # by draft position
     preemptions: int = 0
     queue_s: float | None = None  # submitted -> first planned
     ttft_s: float | None = None  # submitted -> first token
@@ -214,8 +214,8 @@ class Sequence:
             num_prompt=self.num_prompt,
             num_generated=self.num_generated,
             steps=self.steps,
-            drafted=tuple(self.drafted[:deepest]),
-            accepted=tuple(self.accepted[:deepest]),
+            drafted=self.drafted[:deepest],
+            accepted=self.accepted[:deepest],
             preemptions=self.preemptions,
             queue_s=since_submitted(self.started_s),
             ttft_s=since_submitted(self.first_token_s),
