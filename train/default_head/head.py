@@ -6,6 +6,7 @@ Must not know about losses or optimisers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,37 +29,57 @@ class Norm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width, kv_width = (
-            heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads)
+def linear(num_in: int, num_out: int) -> nn.Linear:
+    return nn.Linear(num_in, num_out, bias=False)
+
+
+def decoder_layer(shape: Shape) -> nn.Module:
+    """The parameters of a llama layer, by their usual names; `Head.forward` does the arithmetic."""
+    size, eps = shape.hidden_size, shape.rms_norm_eps
+    width, kv_width = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
+    attention = {
+        "q_proj": linear(size, width),
+        "k_proj": linear(size, kv_width),
+        "v_proj": linear(size, kv_width),
+        "o_proj": linear(width, size),
+    }
+    mlp = {
+        "gate_proj": linear(size, shape.intermediate_size),
+        "up_proj": linear(size, shape.intermediate_size),
+        "down_proj": linear(shape.intermediate_size, size),
+    }
+    parts = {
+        "self_attn": nn.ModuleDict(attention),
+        "mlp": nn.ModuleDict(mlp),
+        "input_layernorm": Norm(size, eps),
+        "post_attention_layernorm": Norm(size, eps),
+    }
+    return nn.ModuleDict(parts)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The head's matrices in the dtype of a pass; those that read the same input are one."""
+
+    from_embedding: Tensor
+    from_hidden: Tensor
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @classmethod
+    def of(cls, head: Head, dtype: torch.dtype) -> Fused:
+        attention, mlp = head.layers[0].self_attn, head.layers[0].mlp
+        from_embedding, from_hidden = head.fc.weight.to(dtype).chunk(2, dim=1)
+        return cls(
+            from_embedding,
+            from_hidden,
+            torch.cat([attention[name].weight for name in ("q_proj", "k_proj", "v_proj")]).to(dtype),
+            attention.o_proj.weight.to(dtype),
+            torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype),
+            mlp.down_proj.weight.to(dtype),
         )
-        self.q_proj = nn.Linear(shape.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
-
-
-class MLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = MLP(shape)
-        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
 
 class Head(nn.Module):
@@ -70,57 +91,46 @@ class Head(nn.Module):
         self.shape = shape
         self.pre_fc_norm_embedding = Norm(size, eps)
         self.pre_fc_norm_hidden = Norm(size, eps)
-        self.fc = nn.Linear(2 * size, size, bias=False)
-        self.layers = nn.ModuleList([DecoderLayer(shape)])
+        self.fc = linear(2 * size, size)
+        self.layers = nn.ModuleList([decoder_layer(shape)])
         self.norm = Norm(size, eps)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, depths: int) -> list[Tensor]:
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, depths: int, dtype: torch.dtype = torch.float32
+    ) -> list[Tensor]:
         """outs[d - 1][:, t] guesses token t + d + 1 from h_t and the tokens up to t + d.
 
-        embedded, hidden [rows, T, H] are of tokens 0..T-1. The pair at t, depth 1, sits at position t. Depth d
-        continues the chain that starts at t: it sits at t + d - 1, and sees the pairs 0..t of depth 1 and the
-        cells of its own chain, nothing of other chains.
+        embedded, hidden [rows, T, H] are of tokens 0..T-1. The pair at t, depth 1, sits at position t. Depth
+        d continues the chain that starts at t: it sits at t + d - 1, and sees the pairs 0..t of depth 1 and
+        the cells of its own chain, nothing of other chains.
 
             keys:     depth 1: 0 1 2 ... t t+1 ...   depth 2: 0 ... t ...   depth 3: 0 ... t ...
             chain t:           x x x ... x                          x                      x
+
+        Products are in `dtype`, the residual stream and the norms are float32.
         """
-        layer = self.layers[0]
-        rows, width, size = hidden.shape
-        from_embedding, from_hidden = self.fc.weight.split(size, dim=1)
-        token_part = F.linear(self.pre_fc_norm_embedding(embedded), from_embedding)
-        positions = torch.arange(width + depths, device=hidden.device)
-        angles = rope_angles(positions, self.shape)
+        layer, shape = self.layers[0], self.shape
+        w = Fused.of(self, dtype)
+        width = hidden.shape[1]
+        of_token = F.linear(self.pre_fc_norm_embedding(embedded).to(dtype), w.from_embedding)
+        angles = rope_angles(torch.arange(width + depths, device=hidden.device), shape)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         outs: list[Tensor] = []
         for depth in range(1, depths + 1):
-            ahead = F.pad(token_part[:, depth:], (0, 0, 0, depth))
-            x = ahead.float() + F.linear(self.pre_fc_norm_hidden(hidden), from_hidden)
+            of_hidden = F.linear(self.pre_fc_norm_hidden(hidden).to(dtype), w.from_hidden)
+            x = F.pad(of_token[:, depth:], (0, 0, 0, depth)).float() + of_hidden
             cos, sin = (angle[depth - 1 : depth - 1 + width] for angle in angles)
-            q, k, v = self._project(layer.input_layernorm(x), cos, sin)
+            q, k, v = heads_of(F.linear(layer.input_layernorm(x).to(dtype), w.qkv), cos, sin, shape)
             keys.append(k)
             values.append(v)
-            seen = self._attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), depth)
-            x = x + layer.self_attn.o_proj(seen.transpose(1, 2).reshape(rows, width, -1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            seen = attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), depth)
+            x = x + F.linear(seen.transpose(1, 2).flatten(2), w.o)
+            gate, up = F.linear(layer.post_attention_layernorm(x).to(dtype), w.gate_up).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, w.down)
             hidden = self.norm(x)
             outs.append(hidden)
         return outs
-
-    def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [rows, heads, T, D]; key heads are repeated for the query heads that read them."""
-        attention, shape = self.layers[0].self_attn, self.shape
-        q, k = rotate(attention.q_proj(x), cos, sin), rotate(attention.k_proj(x), cos, sin)
-        heads = (y.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for y in (q, k, attention.v_proj(x)))
-        q, k, v = heads
-        return q, spread_heads(k, shape), spread_heads(v, shape)
-
-    @staticmethod
-    def _attend(q: Tensor, keys: Tensor, values: Tensor, depth: int) -> Tensor:
-        if depth == 1:
-            return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
-        mask = chain_mask(q.shape[2], depth, q.dtype, q.device)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
     @torch.no_grad()
     def start_from(self, weights: dict[str, Tensor], residual_rms: float) -> None:
@@ -132,20 +142,14 @@ class Head(nn.Module):
         last = f"model.layers.{self.shape.num_hidden_layers - 1}."
         layer = {name.removeprefix(last): w for name, w in weights.items() if name.startswith(last)}
         self.layers[0].load_state_dict(layer)
-        for linear in (self.layers[0].self_attn.o_proj, self.layers[0].mlp.down_proj):
-            linear.weight /= residual_rms
+        for adds in (self.layers[0].self_attn.o_proj, self.layers[0].mlp.down_proj):
+            adds.weight /= residual_rms
         eye = torch.eye(self.shape.hidden_size)
         self.fc.weight.copy_(torch.cat([eye / 2, eye / 2], dim=1))
         final = weights["model.norm.weight"]
         typical = final.abs().median()
         self.pre_fc_norm_hidden.weight.copy_(typical / final.abs().clamp(min=typical / 8) * final.sign())
         self.norm.weight.copy_(final)
-
-    @torch.no_grad()
-    def shrink_residual(self, factor: float) -> None:
-        """Divide the residual stream by `factor`; the function stays the same but for the norms' epsilon."""
-        for linear in (self.fc, self.layers[0].self_attn.o_proj, self.layers[0].mlp.down_proj):
-            linear.weight /= factor
 
     def save(self, file: Path, draft_ids: Tensor, metadata: dict[str, str]) -> None:
         """The head file: float16, with the draft vocabulary, most frequent ids first."""
@@ -163,6 +167,22 @@ def load_head(file: Path, shape: Shape, device: torch.device | str) -> tuple[Hea
     head = Head(shape)
     head.load_state_dict({name: array.float() for name, array in arrays.items()})
     return head.to(device), None if draft_ids is None else draft_ids.long().to(device)
+
+
+def heads_of(qkv: Tensor, cos: Tensor, sin: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """[rows, T, all heads] -> q, k, v [rows, heads, T, D]; k and v are repeated for the heads of q."""
+    num_q, num_kv = shape.num_attention_heads, shape.num_key_value_heads
+    qk, v = qkv.split([(num_q + num_kv) * shape.head_dim, num_kv * shape.head_dim], dim=-1)
+    qk, v = (x.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for x in (rotate(qk, cos, sin), v))
+    q, k = qk.split([num_q, num_kv], dim=1)
+    return q, spread_heads(k, shape), spread_heads(v, shape)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, depth: int) -> Tensor:
+    if depth == 1:
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+    mask = chain_mask(q.shape[2], depth, q.dtype, q.device)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 
 @lru_cache(maxsize=256)

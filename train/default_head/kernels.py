@@ -64,6 +64,8 @@ def pick(logits: Tensor, temperature: Tensor, min_p: Tensor, streams: Tensor) ->
     logits [R, V]; temperature, min_p, streams [R]. Temperature 0 is greedy. Rows with the same stream get
     the same noise, so two distributions picked from with one stream are coupled.
     """
+    if len(logits) == 0:
+        return streams.new_empty(0)
     if not uses_triton(logits):
         return pick_reference(logits, temperature, min_p, streams)
     picks = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -173,7 +175,9 @@ if triton is not None:
             read = read * shrink[:, None] + seen
             peak = new_peak
         read = read / total[:, None]
-        tl.store(out_ptr + head[:, None] * DIM + dim[None, :], read.to(out_ptr.dtype.element_ty), mask=is_query)
+        tl.store(
+            out_ptr + head[:, None] * DIM + dim[None, :], read.to(out_ptr.dtype.element_ty), mask=is_query
+        )
 
     @triton.jit
     def _better(value, index, best, best_index):

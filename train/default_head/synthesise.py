@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,8 +49,8 @@ class Run:
 
 
 RUNS = (
-    Run(rows=2560, capacity=768, steps=11_000, limits=(384, 576, 768), most_turns=2),
-    Run(rows=1024, capacity=2048, steps=5_000, limits=(1536, 2048), most_turns=12),
+    Run(rows=2560, capacity=768, steps=8_500, limits=(384, 576, 768), most_turns=2),
+    Run(rows=1024, capacity=2048, steps=4_000, limits=(1536, 2048), most_turns=12),
 )
 
 
@@ -265,6 +265,8 @@ def cleaned(raw: Conversations, held_out: list[list[int]]) -> Conversations:
     kept = cut.select(~leaks & ~short)
     for what, mask in (("cut at a loop", loops), ("with a held-out prompt", leaks), ("too short", short)):
         print(f"{int(mask.sum()):,} of {len(raw):,} conversations {what}")
+    if len(kept) == 0:
+        raise SystemExit("No conversation is long enough to be kept; take more steps.")
     greedy = kept.num_targets()[kept.is_greedy].sum() / kept.is_target.sum()
     print(
         f"{len(kept):,} conversations kept, {len(kept.token_ids):,} tokens, "
@@ -279,14 +281,15 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a converted model folder")
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the number of rows and steps, for a trial")
+    parser.add_argument("--rows", type=float, default=1.0, help="share of the usual rows, for a trial")
+    parser.add_argument("--steps", type=float, default=1.0, help="share of the usual steps")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trunk = load_trunk(args.model, device, torch.float16 if device == "cuda" else torch.float32)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     runs = tuple(
-        Run(max(2, int(r.rows * args.scale)), r.capacity, int(r.steps * args.scale), r.limits, r.most_turns)
-        for r in RUNS
+        replace(run, rows=max(2, int(run.rows * args.rows)), steps=int(run.steps * args.steps))
+        for run in RUNS
     )
     held_out = [tokenizer.encode(text).ids for text in json.loads(HELD_OUT.read_text())]
     cleaned(synthesise(trunk, tokenizer, runs, args.seed), held_out).save(args.out)

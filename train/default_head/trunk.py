@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from kernels import decode_attention
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# cuDNN's attention would build a plan for every new shape, which costs more than it saves here.
+ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GROUP_SIZE = 32  # weights that share a scale and a bias in the folder's quantised matrices
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> what the heads read
@@ -83,7 +86,10 @@ class Trunk:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.embedding.T
+        """[N, H] -> float32 [N, V]"""
+        if hidden.is_cuda and self.dtype != torch.float32:
+            return torch.mm(hidden, self.embedding.T, out_dtype=torch.float32)
+        return (hidden @ self.embedding.T).float()
 
     @torch.no_grad()
     def hidden(self, token_ids: Tensor) -> Tensor:
@@ -94,7 +100,8 @@ class Trunk:
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.view(rows, width, -1, shape.head_dim).transpose(1, 2) for x in (q, k, v))
             k, v = (spread_heads(x, shape) for x in (k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            with sdpa_kernel(ANY_SHAPE):
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return out.transpose(1, 2).reshape(rows * width, -1)
 
         positions = torch.arange(width, device=self.device).repeat(rows)
@@ -176,7 +183,9 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 def rope_angles(positions: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """cos and sin of every position.  [N] -> [N, 1, head_dim / 2] each"""
-    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
+    exponents = (
+        torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
+    )
     angles = positions.float()[:, None, None] * shape.rope_theta**-exponents
     return angles.cos(), angles.sin()
 
@@ -189,5 +198,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def spread_heads(x: Tensor, shape: Shape) -> Tensor:
-    """[rows, kv heads, T, D] -> [rows, heads, T, D]: each key head once for every query head that reads it."""
+    """[rows, kv heads, T, D] -> [rows, heads, T, D]: a key head once for every query head that reads it."""
     return x.repeat_interleave(shape.num_attention_heads // shape.num_key_value_heads, dim=1)

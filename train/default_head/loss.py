@@ -1,0 +1,77 @@
+"""What a head is trained for: drafts that the trunk would pick itself.
+
+At every depth the draft's distribution is pulled towards the trunk's, with some weight on its best token. A
+draft at depth 2 is only ever looked at where the one at depth 1 stood, so deeper losses count mostly there.
+
+The softmax runs over the draft vocabulary and a fresh random sample of the other ids, each of which stands
+for many: a third of the work of the whole vocabulary, and the head still learns to leave the others alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from kernels import distil
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossRecipe:
+    depth_weights: tuple[float, ...] = (1.0, 0.8, 0.64)
+    hard: float = 0.15  # weight of the trunk's best token; the rest is its distribution
+    unreached: float = 0.2  # weight of a deeper draft where an earlier one fell
+    num_sampled: int = 2048  # ids outside the draft vocabulary
+
+
+class DraftLoss:
+    """Losses and their gradients, computed in buffers that are kept between steps."""
+
+    def __init__(
+        self, embedding: Tensor, draft_ids: Tensor, recipe: LossRecipe, num_targets: int, seed: int
+    ) -> None:
+        self._embedding = embedding
+        self._recipe = recipe
+        self._num_draft = len(draft_ids)
+        is_other = torch.ones(len(embedding), dtype=torch.bool, device=embedding.device)
+        is_other[draft_ids] = False
+        self._others = is_other.nonzero()[:, 0]
+        num_sampled = recipe.num_sampled if len(self._others) else 0
+        self._columns = torch.cat([embedding[draft_ids], embedding[:num_sampled]])  # [columns, H]
+        self._offsets = torch.zeros(len(self._columns), device=embedding.device)
+        if num_sampled:
+            self._offsets[self._num_draft :] = math.log(len(self._others) / num_sampled)
+        self._target_logits = embedding.new_empty(num_targets, len(self._columns))
+        self._draft_logits = torch.empty_like(self._target_logits)
+        self._generator = torch.Generator(embedding.device)
+        self._seed = seed << 32
+
+    def sample_others(self, step: int) -> None:
+        """The sample of the ids outside the draft vocabulary that belongs to a step."""
+        num = len(self._columns) - self._num_draft
+        if num:
+            self._generator.manual_seed(self._seed + step)
+            device = self._others.device
+            chosen = torch.randint(len(self._others), (num,), generator=self._generator, device=device)
+            self._columns[self._num_draft :] = self._embedding[self._others[chosen]]
+
+    @torch.no_grad()
+    def __call__(
+        self, drafts: list[Tensor], teacher: Tensor, is_valid: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """drafts [N, H] of each depth, teacher [N, H], is_valid [N].
+
+        Returns the gradients of the drafts, and sums over the valid targets of KL and hits [depths, 2].
+        """
+        columns = self._columns
+        targets = torch.mm(teacher, columns.T, out=self._target_logits)
+        reached = is_valid
+        gradients, sums = [], []
+        for draft, weight in zip(drafts, self._recipe.depth_weights, strict=True):
+            logits = torch.mm(draft.to(teacher.dtype), columns.T, out=self._draft_logits)
+            found = distil(logits, targets, self._offsets, self._recipe.hard, reached)
+            gradients.append(torch.mm(logits, columns).float() * (weight / len(teacher)))
+            sums.append(torch.stack([found.divergence @ is_valid, found.hit @ is_valid]))
+            reached = reached * torch.where(found.hit > 0, 1.0, self._recipe.unreached)
+        return gradients, torch.stack(sums)
