@@ -55,8 +55,9 @@ def edited(
     prompt: Sequence[int],
     answer: Sequence[int],
     banned: Collection[int],
+    allowed: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The logits of one position after penalties, bias and bans, given all that stands before it."""
+    """The logits of one position after penalties, bias, bans and grammar, given all that stands before it."""
     out = np.array(logits, np.float64)
     for token_id in set(prompt) | set(answer):
         value = out[token_id]
@@ -68,6 +69,8 @@ def edited(
     if len(answer) < params.min_tokens:
         for token_id in banned:
             out[token_id] = -np.inf
+    if allowed is not None:
+        out[~allowed] = -np.inf
     return out
 
 

@@ -103,6 +103,6 @@ def _text_factory(tokenizer: Any) -> Callable[[Request], AnswerText]:
             return text
 
         context = request.prompt_ids if request.continues_prompt else ()
-        return AnswerText(decode, context, request.params.stop_strings)
+        return AnswerText(decode, context, request.params.stop_strings, request.params.min_tokens)
 
     return new_text

@@ -43,7 +43,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 256  # None: up to the model's context
-    min_tokens: int = 0
+    min_tokens: int = 0  # no stop token, and no end of a stop string, is among the first so many
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +147,62 @@ def test_drafts_that_the_grammar_forbids_are_cut(llm: LLM, compiler: GrammarComp
     assert row.num_allowed(ids[1:]) == 1
     with pytest.raises(GrammarStuck):
         row.commit(ids[2])
+
+
+def test_drafted_end_is_left_to_the_bonus(llm: LLM, compiler: GrammarCompiler) -> None:
+    """llguidance does not step back over an end: drafting one would break a row whose earlier draft falls."""
+    row = compiler.new_row(Grammar("regex", "a[bc]{1,2}"))
+    a, b, c = (llm.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
+    end = min(llm.engine.facts.eos_ids)
+    for drafts in ([a, b, end], [a, b, b, end], [a, b, b, end, a]):
+        num = row.num_allowed(drafts)
+        assert drafts[num] == end
+        row.masks(drafts[:num])
+    row.commit(a)
+    row.commit(c)  # not what was drafted
+    assert row.num_allowed([end]) == 0
+    row.commit(end)
+
+
+def test_end_in_the_drafts_changes_nothing(llm: LLM) -> None:
+    """The prediction is right but for a part, and holds the end that the grammar asks for."""
+    grammar = Grammar("regex", "[a-c]{6}")
+    end = min(llm.engine.facts.eos_ids)
+    letters = [llm.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc"]
+    for seed in range(6):
+        (plain,) = llm.generate("p", params(grammar, seed, draft_depth=0))
+        for wrong in range(6):
+            prediction = list(plain.token_ids)
+            prediction[wrong] = next(i for i in letters if i != prediction[wrong])
+            assert prediction[-1] == end
+            (drafted,) = llm.generate("p", params(grammar, seed, prediction_ids=prediction))
+            assert (drafted.token_ids, drafted.finish_reason) == (plain.token_ids, "stop")
+
+
+def test_slow_grammar_of_one_client_does_not_hold_up_the_rows_of_others(llm: LLM) -> None:
+    facts, compiling, may_go_on = llm.engine.facts, threading.Event(), threading.Event()
+
+    class SlowCompiler(GrammarCompiler):
+        def _new_matcher(self, grammar: Grammar) -> Any:
+            if grammar.text == "slow":
+                compiling.set()
+                assert may_go_on.wait(20)
+            return super()._new_matcher(grammar)
+
+    compiler = SlowCompiler(
+        lambda: build_tokenizer(llm.tokenizer, facts.vocab_size, facts.eos_ids), facts.eos_ids
+    )
+    compiler.check(SCHEMA)
+    slow = threading.Thread(target=compiler.check, args=(Grammar("regex", "slow"),))
+    slow.start()
+    assert compiling.wait(20)
+    others = threading.Thread(target=compiler.new_row, args=(SCHEMA,), daemon=True)
+    others.start()
+    others.join(10)
+    hung = others.is_alive()
+    may_go_on.set()
+    slow.join(20)
+    assert not hung
 
 
 def test_waiting_grammar_lets_no_draft_past_the_marker(compiler: GrammarCompiler) -> None:

@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,13 +30,18 @@ from outrider.plan import TokenLogprobs
 from outrider.request import Request, SamplingParams
 from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
+from outrider.speculate.prediction import PredictionDrafter
 from outrider.step.runner import Runner
-from step.reference import Answer, fresh_cells, solo_answer
+from step.reference import Answer, fresh_cells, solo_answer, stop_ids_of
+from step.row_grammars import compiler, with_random_grammar
 from step.scripted_drafter import ScriptedDrafter
 from tiny_models import tiny_model
 
-Kind = Literal["plain", "scripted", "ngram", "head", "scripted with head"]
-KINDS: tuple[Kind, ...] = ("plain", "scripted", "ngram", "head", "scripted with head")
+Kind = Literal[
+    "plain", "scripted", "ngram", "prediction", "head", "scripted with head", "prediction with head"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+HEADLESS = KINDS[:4]
 HeadSize = Literal["none", "whole", "reduced"]
 SHALLOW = {
     "llama": {"num_hidden_layers": 2},
@@ -44,6 +49,7 @@ SHALLOW = {
 }  # where two say as much as three
 CELL_TOLERANCE = 1e-4
 LOGPROB_TOLERANCE = 1e-3
+MADE_TO_FAIL = "made to fail"
 
 
 class Divergence(AssertionError):
@@ -87,6 +93,9 @@ class Tally:
     preemptions: int = 0
     failed_steps: int = 0
     cells: int = 0
+    held: Counter[tuple[int, int]] = field(default_factory=Counter)  # rows with a grammar: drafted, accepted
+    held_finished: Counter[str] = field(default_factory=Counter)
+    held_preemptions: int = 0
 
     def add(self, other: Tally) -> None:
         self.histories += other.histories
@@ -97,12 +106,16 @@ class Tally:
         self.preemptions += other.preemptions
         self.failed_steps += other.failed_steps
         self.cells += other.cells
+        self.held += other.held
+        self.held_finished += other.held_finished
+        self.held_preemptions += other.held_preemptions
 
     def summary(self) -> str:
         return (
             f"{self.histories} histories, {self.tokens} tokens, {self.excused} excused, "
             f"ends {dict(self.finished)}, {self.preemptions} preemptions, {self.failed_steps} failed steps, "
-            f"{self.cells} cells compared"
+            f"{self.cells} cells compared; with a grammar {self.held.total()} steps, "
+            f"ends {dict(self.held_finished)}, {self.held_preemptions} preemptions"
         )
 
     def accepted_lengths(self, *kinds: str) -> set[tuple[int, int]]:
@@ -197,10 +210,13 @@ def _tight_history(seed: int, rng: random.Random, vocab_size: int) -> History:
 
 
 def _random_ask(rng: random.Random, vocab_size: int, head: HeadSize) -> Ask:
-    kind = rng.choice(KINDS if head != "none" else KINDS[:3])
+    kinds = KINDS if head != "none" else HEADLESS
+    (kind,) = rng.choices(kinds, [2 if kind.startswith("scripted") else 1 for kind in kinds])
     params = _random_params(rng, vocab_size)
     if kind == "ngram" and rng.random() < 0.7:  # few tokens to choose from: they repeat themselves
         params = replace(params, logit_bias=dict.fromkeys(rng.sample(range(vocab_size), 2), 12.0))
+    if rng.random() < 0.3:
+        params = with_random_grammar(rng, params, vocab_size)
     return Ask(
         prompt=_random_prompt(rng, vocab_size),
         params=params,
@@ -245,6 +261,19 @@ def _random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
         logprobs=rng.choice((None, None, None, 0, 1, 5, 20)),
         draft_depth=rng.randint(0, 8),
     )
+
+
+def _random_prediction(rng: random.Random, answer: Sequence[int], vocab_size: int) -> list[int]:
+    """Nothing, anything, or the true answer with parts replaced, left out, put in or doubled."""
+    if rng.random() < 0.2:
+        return [rng.randrange(vocab_size) for _ in range(rng.choice((0, 1, 30)))]
+    prediction = list(answer)
+    for _ in range(rng.randint(0, 3)):
+        start = rng.randint(0, len(prediction))
+        end = min(len(prediction), start + rng.randint(0, 3))
+        anything = [rng.randrange(vocab_size) for _ in range(rng.randint(0, 3))]
+        prediction[start:end] = rng.choice((anything, prediction[start:end] * 2))
+    return prediction
 
 
 # -- playing it ------------------------------------------------------------------------------------------
@@ -326,25 +355,27 @@ class _Player:
         assert ask.params.max_tokens is not None
         if ask.kind == "plain":
             depth = 0
-        drafter: Drafter | None = None
-        if ask.kind.startswith("scripted"):
-            script = [*ask.prompt, *answer.token_ids]
-            drafter = ScriptedDrafter(
-                script, self._world.vocab_size, random.Random(f"{self._history.seed}/{index}")
-            )
-        elif ask.kind == "ngram":
-            drafter = NgramDrafter()
+        grammar = ask.params.grammar
         sequence = engine_sequence.Sequence(
             id=index,
             request=Request(name, ask.prompt, ask.params),
             text=_NoText(),
-            stop_ids=frozenset(ask.params.stop_token_ids),
+            stop_ids=stop_ids_of(ask.params),
             max_tokens=ask.params.max_tokens,
             max_depth=depth,
             head_depth=depth if ask.kind.endswith("head") else 0,
-            drafter=drafter,
+            drafter=self._drafter(ask, answer, random.Random(f"{self._history.seed}/{index}")),
+            grammar=None if grammar is None else compiler().new_row(grammar),
         )
         return _Live(ask, sequence, answer)
+
+    def _drafter(self, ask: Ask, answer: Answer, rng: random.Random) -> Drafter | None:
+        vocab_size = self._world.vocab_size
+        if ask.kind.startswith("scripted"):
+            return ScriptedDrafter([*ask.prompt, *answer.token_ids], vocab_size, rng)
+        if ask.kind.startswith("prediction"):
+            return PredictionDrafter(_random_prediction(rng, answer.token_ids, vocab_size), len(ask.prompt))
+        return NgramDrafter() if ask.kind == "ngram" else None
 
     def _step(self, plan, fails: bool) -> None:
         if fails:
@@ -352,15 +383,17 @@ class _Player:
             if self._rng.random() < 0.5:
                 self._runner.run(plan)  # computed, and lost
             self._runner.reset()
-            for delta in self._scheduler.fail("made to fail"):
+            for delta in self._scheduler.fail(MADE_TO_FAIL):
                 self._take(delta)
             return
         result = self._runner.run(plan)
         drafted = {row.sequence_id: row.num_drafts for batch in plan.batches for row in batch if row.picks}
         for row in result.rows:
             if row.token_ids:
-                kind = self._history.asks[row.sequence_id].kind
-                self.tally.accepted[kind, drafted[row.sequence_id], row.num_accepted] += 1
+                ask = self._history.asks[row.sequence_id]
+                self.tally.accepted[ask.kind, drafted[row.sequence_id], row.num_accepted] += 1
+                if ask.params.grammar is not None:
+                    self.tally.held[drafted[row.sequence_id], row.num_accepted] += 1
         for delta in self._scheduler.commit(result):
             self._take(delta)
         if self._history.inspects:
@@ -377,6 +410,11 @@ class _Player:
         if delta.finish_reason is not None:
             self.tally.finished[delta.finish_reason] += 1
             self.tally.preemptions += live.sequence.preemptions
+            if live.ask.params.grammar is not None:
+                self.tally.held_finished[delta.finish_reason] += 1
+                self.tally.held_preemptions += live.sequence.preemptions
+        if delta.error not in (None, MADE_TO_FAIL):
+            raise Divergence(f"{live.ask} ended after {live.token_ids} with an error: {delta.error}")
 
     # -- what must hold ----------------------------------------------------------------------------------
 

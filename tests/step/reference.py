@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import sampling_oracle as oracle
 from outrider.models.heads import MTPHead
 from outrider.request import SamplingParams
+from step.row_grammars import EOS_IDS, allowed_by
 
 Cells = list[tuple[np.ndarray, np.ndarray]]  # keys and values [heads, cells, dim] of each layer
 
@@ -36,17 +37,24 @@ def solo_answer(
     cache = make_prompt_cache(model)
     answer, firm, logprobs = list(so_far), [True] * len(so_far), [np.zeros(0)] * len(so_far)
     fed: list[int] = [*prompt, *so_far]
+    allowed_after = allowed_by(params.grammar)
+    stop_ids = stop_ids_of(params)
     while len(answer) < params.max_tokens:
         logits = np.array(model(mx.array([fed]), cache=cache)[0, -1].astype(mx.float32), np.float64)
-        edited = oracle.edited(logits, params, prompt, answer, params.stop_token_ids)
+        edited = oracle.edited(logits, params, prompt, answer, stop_ids, allowed_after(answer))
         choice = oracle.choose(edited, len(prompt) + len(answer), params)
         answer.append(choice.token_id)
         firm.append(choice.is_firm)
         logprobs.append(oracle.log_softmax(logits))
-        if choice.token_id in params.stop_token_ids:
+        if choice.token_id in stop_ids:
             break
         fed = [choice.token_id]
     return Answer(tuple(answer), tuple(firm), tuple(logprobs))
+
+
+def stop_ids_of(params: SamplingParams) -> frozenset[int]:
+    """The tiny models know no end, but where a grammar says that it has come."""
+    return frozenset(params.stop_token_ids) | (EOS_IDS if params.grammar is not None else frozenset())
 
 
 def fresh_cells(model: nn.Module, head: MTPHead | None, token_ids: Sequence[int]) -> Cells:

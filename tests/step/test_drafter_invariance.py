@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from outrider.cache import ragged_kv
+from outrider.grammar.matcher import RowGrammar
 from outrider.step import runner, verify
 from step.histories import Divergence, Tally, play, random_history, world
 
@@ -22,7 +25,7 @@ FIRST_SEED = {
     "glm4_moe": 5000,
 }
 NUM_HISTORIES = {
-    "llama": 190,
+    "llama": 220,
     "qwen3": 40,
     "gemma3_text": 30,
     "deepseek_v3": 25,
@@ -66,6 +69,10 @@ def assert_everything_occurred(tally: Tally) -> None:
     assert tally.preemptions > 5
     assert tally.failed_steps > 20
     assert tally.tokens > 5000
+    assert max(accepted for _, accepted in tally.accepted_lengths("prediction")) == 8
+    assert tally.held.keys() >= {(drafted, accepted) for drafted in (1, 3, 5) for accepted in (0, drafted)}
+    assert tally.held_finished.keys() == {"length", "stop", "cancelled", "error"}
+    assert tally.held_preemptions > 0
 
 
 @pytest.mark.skipif(
@@ -172,6 +179,49 @@ def the_head_is_fed_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runner, "next_tokens", wrong)
 
 
+def masks_lag_by_a_position(patch: pytest.MonkeyPatch) -> None:
+    apply_masks = verify.apply_masks
+
+    def late(row: verify.RowPlan) -> verify.RowPlan:
+        if row.masks is None:
+            return row
+        return replace(row, masks=np.concatenate([row.masks[:1], row.masks[:-1]]))
+
+    patch.setattr(
+        verify, "apply_masks", lambda logits, rows: apply_masks(logits, [late(row) for row in rows])
+    )
+
+
+def masks_are_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    class Forward:
+        """A matcher that does not step back."""
+
+        def __init__(self, matcher: Any) -> None:
+            self._matcher = matcher
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._matcher, name)
+
+        def rollback(self, num: int) -> None:
+            pass
+
+    init = RowGrammar.__init__
+
+    def wrong(self: RowGrammar, matcher: Any, *args: Any) -> None:
+        init(self, Forward(matcher), *args)
+
+    patch.setattr(RowGrammar, "__init__", wrong)
+
+
+def waiting_grammar_lets_drafts_past_the_marker(patch: pytest.MonkeyPatch) -> None:
+    num_allowed = RowGrammar.num_allowed
+
+    def wrong(self: RowGrammar, drafts: list[int]) -> int:
+        return len(drafts) if self._is_waiting else num_allowed(self, drafts)
+
+    patch.setattr(RowGrammar, "num_allowed", wrong)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -186,6 +236,9 @@ def the_head_is_fed_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
         the_next_cell_is_seen,
         moves_are_lost,
         the_head_is_fed_rejected_drafts,
+        masks_lag_by_a_position,
+        masks_are_not_rolled_back,
+        waiting_grammar_lets_drafts_past_the_marker,
     ],
 )
 def test_control_a_fault_is_noticed(

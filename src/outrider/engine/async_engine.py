@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterable
 
 from outrider.engine.engine import Engine
@@ -12,16 +13,19 @@ from outrider.request import SamplingParams
 
 
 class AsyncStream:
-    """The deltas of one request, as an async iterator. Leaving it early aborts the request."""
+    """The deltas of one request, as an async iterator. Aborted when it is closed, cancelled or forgotten."""
 
     def __init__(self, engine: Engine, request_id: str, outbox: Outbox) -> None:
         self.request_id = request_id
         self._engine = engine
         self._outbox = outbox
         self._finished = False
-        self._something_came = asyncio.Event()
+        self._something_came = something_came = asyncio.Event()
         loop = asyncio.get_running_loop()
-        outbox.call_on_put(lambda: _wake(loop, self._something_came))
+        outbox.call_on_put(lambda: _wake(loop, something_came))  # not self: the engine holds it
+
+    def __del__(self) -> None:
+        self.abort()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -48,7 +52,7 @@ class AsyncStream:
         """Free the row before the next step; the stream ends. Harmless when it has ended already."""
         if not self._finished:
             self._finished = True
-            self._engine.cancel(self.request_id)
+            self._engine.cancel(self.request_id, self._outbox)
 
 
 class AsyncEngine:
@@ -79,5 +83,5 @@ class AsyncEngine:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    if not loop.is_closed():
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
         loop.call_soon_threadsafe(event.set)

@@ -51,8 +51,9 @@ class Door:
         """Raise InvalidRequest if this request cannot be served as asked."""
         self._check_prompt(request)
         params = request.params
-        named = (*params.logit_bias, *params.stop_token_ids, *params.prediction_ids)
-        outside = [i for i in named if i >= self._facts.vocab_size]
+        after_ids = params.grammar.after_ids if params.grammar is not None else ()
+        named = (*params.logit_bias, *params.stop_token_ids, *params.prediction_ids, *after_ids)
+        outside = [i for i in named if not 0 <= i < self._facts.vocab_size]
         if outside:
             raise InvalidRequest(
                 f"token id {outside[0]} is outside the vocabulary of {self._facts.vocab_size}"
@@ -63,10 +64,10 @@ class Door:
                 f"draft_depth {params.draft_depth} cannot be honoured: this engine runs without a drafter. "
                 'Leave it "auto" or 0, or start the engine with a head or drafter="ngram".'
             )
-
         if params.grammar is not None:
-            if params.ignore_eos:
-                raise InvalidRequest("ignore_eos cannot be honoured with a grammar, which says where to end")
+            if params.ignore_eos or params.min_tokens:
+                name = "ignore_eos" if params.ignore_eos else "min_tokens"
+                raise InvalidRequest(f"{name} cannot be honoured with a grammar, which says where to end")
             self._grammars.check(params.grammar)
 
     def admit(self, request: Request) -> Sequence:

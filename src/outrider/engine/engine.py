@@ -74,13 +74,19 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[str, tuple[Sequence, Outbox]] = {}  # engine thread only
         self._num_steps = 0
-        self._gate = threading.Lock()  # nothing enters the inbox once stopping is set
+        # Nothing enters the inbox once stopping is set. Reentrant: the garbage collector may end an abandoned
+        # stream, which cancels, on the very thread that submits.
+        self._gate = threading.RLock()
         self._stopping = threading.Event()
         self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, args=(build,), name="outrider-engine", daemon=True)
         self._ended = threading.Event()
-        self._thread.start()
-        failure = self._ready.get()
+        try:
+            self._thread.start()
+            failure = self._ready.get()
+        except BaseException:  # interrupted: what is being loaded must not stay
+            self._stopping.set()
+            raise
         if failure is not None:
             raise failure
         atexit.register(_close_if_alive, weakref.ref(self))
@@ -115,11 +121,14 @@ class Engine:
             self._inbox.put(lambda: self._add(request, outbox))
         return request.id, outbox
 
-    def cancel(self, request_id: str) -> None:
-        """Stop a request before the next step. Unknown and finished ids are no error."""
+    def cancel(self, request_id: str, outbox: Outbox | None = None) -> None:
+        """Stop a request before the next step. Unknown and finished ids are no error.
+
+        With its outbox: this very request, not another that has the id now.
+        """
         with self._gate:
             if not self._stopping.is_set():
-                self._inbox.put(lambda: self._cancel(request_id))
+                self._inbox.put(lambda: self._cancel(request_id, outbox))
 
     def close(self) -> None:
         """Stop after the step under way; live requests end as cancelled."""
@@ -135,13 +144,16 @@ class Engine:
     # -- on the engine thread ----------------------------------------------------------------------------
 
     def _main(self, build: Callable[[], EngineParts]) -> None:
-        self._serve(build)
-        self._ended.set()
+        try:
+            if self._start(build):
+                self._shut_down(self._serve())
+        finally:
+            self._ended.set()
         # MLX frees a thread's compiled functions, taking the interpreter's lock, when the thread ends: fatal
         # if the interpreter is ending too. So the thread never ends; it only lies down.
         threading.Event().wait()
 
-    def _serve(self, build: Callable[[], EngineParts]) -> None:
+    def _start(self, build: Callable[[], EngineParts]) -> bool:
         try:
             self._parts = build()
             self.facts = self._parts.facts
@@ -150,13 +162,34 @@ class Engine:
             self._scheduler = self._new_scheduler()
             self._door = self._new_door()
         except BaseException as error:
+            self.__dict__.pop("_parts", None)  # this thread stays, the weights must not
             self._ready.put(error)
-            return
+            return False
         self._ready.put(None)
-        while not self._stopping.is_set():
-            self._turn()
-        self._end_all("cancelled", None)
-        self._refuse_inbox()
+        return True
+
+    def _serve(self) -> str | None:
+        """Until it is closed; or why it could not go on."""
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        except BaseException as error:  # not even the cleaning up worked
+            log.exception("the engine cannot go on")
+            return f"the engine failed and is shut down: {error}"
+        return None
+
+    def _shut_down(self, error: str | None) -> None:
+        """Everyone gets an end: who lives, and whose request came in while the engine stopped."""
+        with self._gate:
+            self._stopping.set()
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            try:
+                if command is not None:
+                    command()
+            except Exception:
+                log.exception("a command failed while the engine stopped")
+        self._end_all("cancelled" if error is None else "error", error)
         del self._parts, self._scheduler  # and with them the weights
 
     def _new_door(self) -> Door:
@@ -213,9 +246,13 @@ class Engine:
             self._rest()
 
     def _observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        if self._observer is not None:
-            scheduler = self._scheduler
+        if self._observer is None:
+            return
+        scheduler = self._scheduler
+        try:
             self._observer.on_step(plan, result, seconds, scheduler.num_waiting, scheduler.num_bytes)
+        except Exception:  # who only watches breaks nothing
+            log.exception("the observer failed")
 
     def _rest(self) -> None:
         """Nothing to do: give the memory back and see that the books balance."""
@@ -241,11 +278,13 @@ class Engine:
         self._live[request.id] = (sequence, outbox)
         self._scheduler.add(sequence)
 
-    def _cancel(self, request_id: str) -> None:
-        if request_id in self._live:
-            self._deliver(self._scheduler.cancel(self._live[request_id][0]))
-            if self._scheduler.is_idle:
-                self._rest()
+    def _cancel(self, request_id: str, outbox: Outbox | None) -> None:
+        sequence, live_outbox = self._live.get(request_id, (None, None))
+        if sequence is None or outbox not in (None, live_outbox):
+            return
+        self._deliver(self._scheduler.cancel(sequence))
+        if self._scheduler.is_idle:
+            self._rest()
 
     def _deliver(self, delta: Delta) -> None:
         _, outbox = self._live[delta.request_id]
@@ -257,14 +296,6 @@ class Engine:
         for request_id, (sequence, outbox) in list(self._live.items()):
             del self._live[request_id]
             outbox.put(Delta(request_id, finish_reason=reason, error=error, stats=sequence.stats()))
-
-    def _refuse_inbox(self) -> None:
-        """Requests that came in while the engine stopped get their end too."""
-        while not self._inbox.empty():
-            command = self._inbox.get()
-            if command is not None:
-                command()
-        self._end_all("cancelled", None)
 
 
 def _close_if_alive(engine: weakref.ref[Engine]) -> None:

@@ -22,40 +22,52 @@ class GrammarCompiler:
         self._eos_ids = eos_ids
         self._tokenizer: Any = None
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of _compiled; never held for long
+        self._building = threading.Lock()  # of _tokenizer
 
     def check(self, grammar: Grammar) -> None:
         """Raise InvalidRequest, with the compiler's words, if this grammar cannot be honoured."""
         self._compile(grammar)
 
     def new_row(self, grammar: Grammar) -> RowGrammar:
-        return RowGrammar(self._compile(grammar).deep_copy(), grammar.after_ids)
+        return RowGrammar(self._compile(grammar).deep_copy(), self._eos_ids, grammar.after_ids)
 
     def _compile(self, grammar: Grammar) -> Any:
         key = Grammar(grammar.kind, grammar.text)
         with self._lock:
-            if key not in self._compiled:
-                self._compiled[key] = self._new_matcher(key)
-                if len(self._compiled) > MAX_CACHED:
-                    self._compiled.popitem(last=False)
+            matcher = self._compiled.get(key)
+        if matcher is None:
+            matcher = self._new_matcher(
+                key
+            )  # unlocked: the engine thread must not wait for a client's grammar
+        with self._lock:
+            self._compiled[key] = matcher
             self._compiled.move_to_end(key)
-            return self._compiled[key]
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        return matcher
 
     def _new_matcher(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher
 
-        if self._tokenizer is None:
-            self._tokenizer = self._build_tokenizer()
+        tokenizer = self._tables()
         definition = _definition(grammar)
-        problem = LLMatcher.validate_grammar(definition, self._tokenizer)
+        problem = LLMatcher.validate_grammar(definition, tokenizer)
         if problem:
             raise InvalidRequest(f"the {grammar.kind} grammar cannot be used: {problem}")
-        matcher = LLMatcher(self._tokenizer, definition)
+        matcher = LLMatcher(tokenizer, definition)
         if matcher.is_error():
             raise InvalidRequest(f"the {grammar.kind} grammar cannot be used: {matcher.get_error()}")
-        if not RowGrammar(matcher.deep_copy()).can_begin(self._eos_ids):
+        if not RowGrammar(matcher.deep_copy(), self._eos_ids).can_begin():
             raise InvalidRequest(f"the {grammar.kind} grammar allows nothing but an empty answer")
         return matcher
+
+    def _tables(self) -> Any:
+        """The tokenizer's, built by whoever comes first."""
+        with self._building:
+            if self._tokenizer is None:
+                self._tokenizer = self._build_tokenizer()
+            return self._tokenizer
 
 
 def build_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:

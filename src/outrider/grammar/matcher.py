@@ -5,6 +5,7 @@ Speculation never moves it: masks are computed by walking over the drafts and ba
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ class RowGrammar:
     window                pending  d1  d2  d3     masks: after pending, after d1, …
     """
 
-    def __init__(self, matcher: Any, after_ids: Sequence[int] = ()) -> None:
+    def __init__(self, matcher: Any, eos_ids: Collection[int], after_ids: Sequence[int] = ()) -> None:
         self._matcher = matcher
+        self._eos_ids = eos_ids
         self._after_ids = list(after_ids)
         self._tail: list[int] = []  # the last committed tokens, while waiting
         self._is_waiting = bool(after_ids)
@@ -37,9 +39,13 @@ class RowGrammar:
             raise GrammarStuck(f"the grammar does not allow token {token_id}: {self._matcher.get_error()}")
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
-        """How many leading drafts may stand. While waiting: those before the one that ends the waiting."""
+        """How many leading drafts may stand. While waiting: those before the one that ends the waiting.
+
+        An end is never a draft: nothing follows it, and the matcher does not step back over it.
+        """
         if not self._is_waiting:
-            return int(self._matcher.validate_tokens(list(drafts)))
+            before_end = list(itertools.takewhile(lambda draft: draft not in self._eos_ids, drafts))
+            return int(self._matcher.validate_tokens(before_end)) if before_end else 0
         tail = list(self._tail)
         for i, draft in enumerate(drafts):
             tail = [*tail, draft][-len(self._after_ids) :]
@@ -63,13 +69,14 @@ class RowGrammar:
                 num_walked += 1
                 rows.append(self._mask())
         finally:
-            self._matcher.rollback(num_walked)
+            if num_walked:
+                self._matcher.rollback(num_walked)
         return np.stack(rows)
 
-    def can_begin(self, eos_ids: Collection[int]) -> bool:
+    def can_begin(self) -> bool:
         """Whether any token but an end may come now."""
         allowed = np.unpackbits(self._mask().view(np.uint8), bitorder="little").nonzero()[0]
-        return not set(allowed.tolist()) <= set(eos_ids)
+        return not set(allowed.tolist()) <= set(self._eos_ids)
 
     def forced(self, most: int) -> list[int]:
         """The tokens that must come next, as far as they are certain."""

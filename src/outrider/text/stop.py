@@ -5,7 +5,7 @@ Must not know of tokens or of why text arrives as it does: the result is the sam
 All stop strings are followed at once, a character at a time, in a trie with fallback links (Aho-Corasick).
 The state is the longest end of the text that begins a stop string: just what must not be shown yet.
 
-    text so far     . . . . shown . . . . [ held ]      len(held) == depth of the state < longest stop string
+    text so far     . . . . shown . . . . [ held ]      len(held) == depth of the state <= longest stop string
 """
 
 from collections import deque
@@ -36,8 +36,11 @@ class StopStrings:
         self._held = ""
         self._matched: str | None = None
 
-    def push(self, text: str) -> StopResult:
-        """Take the next piece. After a match nothing more is shown, and `matched` stays."""
+    def push(self, text: str, *, may_match: bool = True) -> StopResult:
+        """Take the next piece. After a match nothing more is shown, and `matched` stays.
+
+        Stop strings that end in a piece which may not match are text like any other.
+        """
         if self._state is None:
             return StopResult(text)
         if self._matched is not None:
@@ -46,7 +49,7 @@ class StopStrings:
         state = self._state
         for end, character in enumerate(text, start=len(self._held) + 1):
             state = state.after(character)
-            if state.completes is not None:
+            if may_match and state.completes is not None:
                 return self._stop(seen[: end - len(state.completes)], state.completes)
         return self._pass(seen, state)
 

@@ -1,0 +1,339 @@
+"""The engine thread on a runner without a model: whatever happens, every request gets an end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fake_runner import VOCAB_SIZE, FakeRunner
+from scheduler_harness import FakeText
+
+from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
+from outrider.engine import async_engine
+from outrider.engine.async_engine import AsyncEngine
+from outrider.engine.door import ModelFacts
+from outrider.engine.engine import Engine, EngineParts, EngineStopped
+from outrider.engine.outbox import Outbox
+from outrider.engine.sequence import Delta
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.plan import StepPlan, StepResult
+from outrider.request import Grammar, InvalidRequest, SamplingParams
+
+WAIT_S = 20
+GEOMETRY = CacheGeometry(bytes_per_cell=1, page_size=16)
+SHORT = SamplingParams(max_tokens=4, temperature=0)
+ENDLESS = SamplingParams(max_tokens=None, temperature=0)
+
+
+class EngineRunner(FakeRunner):
+    """The fake runner as an engine sees it; steps can be held up and resets made to raise."""
+
+    def __init__(self) -> None:
+        super().__init__(GEOMETRY)
+        self.may_run = threading.Event()
+        self.may_run.set()
+        self.breaks_on_reset = False
+
+    def geometry(self, page_size: int) -> CacheGeometry:
+        return GEOMETRY
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert self.may_run.wait(WAIT_S)
+        time.sleep(0.001)
+        return super().run(plan)
+
+    def reset(self) -> None:
+        if self.breaks_on_reset:
+            raise RuntimeError("the device is gone")
+        super().reset()
+
+
+def no_tokenizer() -> Any:
+    raise AssertionError("no grammar is asked for")
+
+
+def parts(runner: EngineRunner, budget_bytes: int = 10**9) -> EngineParts:
+    facts = ModelFacts("fake", VOCAB_SIZE, 100_000, frozenset(), "none")
+    return EngineParts(
+        runner, facts, budget_bytes, lambda request: FakeText(), GrammarCompiler(no_tokenizer, frozenset())
+    )
+
+
+@pytest.fixture
+def runner() -> EngineRunner:
+    return EngineRunner()
+
+
+@pytest.fixture
+def engine(runner: EngineRunner) -> Iterator[Engine]:
+    engine = Engine(EngineConfig(), lambda: parts(runner))
+    yield engine
+    runner.may_run.set()
+    engine.close()
+
+
+def end_of(outbox: Outbox) -> Delta:
+    """All that came, up to the end."""
+    whole = outbox.take(WAIT_S)
+    assert whole is not None, "no end came"
+    while whole.finish_reason is None:
+        more = outbox.take(WAIT_S)
+        assert more is not None, "no end came"
+        whole = whole.merged(more)
+    return whole
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not happened():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+# -- shutting down ---------------------------------------------------------------------------------------
+
+
+def test_closing_ends_everyone_and_closing_twice_is_harmless(engine: Engine, runner: EngineRunner) -> None:
+    outboxes = [engine.submit([1], ENDLESS)[1] for _ in range(40)]
+    engine.close()
+    engine.close()
+    assert {end_of(outbox).finish_reason for outbox in outboxes} == {"cancelled"}
+    with pytest.raises(EngineStopped):
+        engine.submit([1], SHORT)
+    engine.cancel("unknown")
+
+
+def test_submits_during_a_close_are_refused_or_get_their_end(engine: Engine) -> None:
+    accepted: list[Outbox] = []
+
+    def submit_until_refused() -> None:
+        while True:
+            try:
+                request_id, outbox = engine.submit([1, 2], ENDLESS)
+            except EngineStopped:
+                return
+            accepted.append(outbox)
+            engine.cancel(request_id)
+
+    threads = [threading.Thread(target=submit_until_refused) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    engine.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert {end_of(outbox).finish_reason for outbox in accepted} == {"cancelled"}
+
+
+def test_several_threads_may_close_at_once_while_a_step_runs(engine: Engine, runner: EngineRunner) -> None:
+    runner.may_run.clear()
+    _, outbox = engine.submit([1], ENDLESS)
+    threads = [threading.Thread(target=engine.close) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    runner.may_run.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert end_of(outbox).finish_reason == "cancelled"
+
+
+def test_interrupted_load_leaves_nothing_behind() -> None:
+    loaded, may_load = threading.Event(), threading.Event()
+    seen: list[weakref.ref[EngineRunner]] = []
+    waiting = threading.get_ident()
+
+    def build() -> EngineParts:
+        signal.pthread_kill(waiting, signal.SIGINT)
+        assert may_load.wait(WAIT_S)
+        runner = EngineRunner()
+        seen.append(weakref.ref(runner))
+        loaded.set()
+        return parts(runner)
+
+    with pytest.raises(KeyboardInterrupt):
+        Engine(EngineConfig(), build)
+    may_load.set()
+    assert loaded.wait(WAIT_S)
+    wait_until(lambda: gc.collect() >= 0 and seen[0]() is None)
+
+
+def test_engine_that_could_not_start_frees_what_it_loaded() -> None:
+    seen: list[weakref.ref[EngineRunner]] = []
+
+    def build() -> EngineParts:
+        runner = EngineRunner()
+        seen.append(weakref.ref(runner))
+        return parts(runner, budget_bytes=1)
+
+    with pytest.raises(InvalidConfig, match="budget"):
+        Engine(EngineConfig(), build)
+    wait_until(lambda: gc.collect() >= 0 and seen[0]() is None)
+
+
+# -- faults ----------------------------------------------------------------------------------------------
+
+
+class FaultyObserver:
+    def on_step(self, *_: object) -> None:
+        raise ZeroDivisionError("a rate of nothing")
+
+
+def test_observer_that_raises_costs_no_request_anything(runner: EngineRunner) -> None:
+    engine = Engine(EngineConfig(), lambda: parts(runner), FaultyObserver())
+    ends = [end_of(engine.submit([i], SHORT)[1]) for i in range(3)]
+    engine.close()
+    assert [(end.finish_reason, len(end.token_ids)) for end in ends] == [("length", 4)] * 3
+
+
+def test_fault_in_the_books_ends_requests_with_an_error_and_the_engine_serves_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = engine._scheduler
+    monkeypatch.setattr(scheduler, "commit", lambda result: 1 / 0)
+    end = end_of(engine.submit([1], SHORT)[1])
+    assert end.finish_reason == "error"
+    assert "division" in (end.error or "")
+    assert end_of(engine.submit([1], SHORT)[1]).finish_reason == "length"
+
+
+def test_engine_that_cannot_go_on_ends_everyone_and_says_so(engine: Engine, runner: EngineRunner) -> None:
+    runner.may_run.clear()
+    outboxes = [engine.submit([i], ENDLESS)[1] for i in range(3)]
+    runner.breaks_on_reset = runner.raises_next = True
+    runner.may_run.set()
+    ends = [end_of(outbox) for outbox in outboxes]
+    assert {end.finish_reason for end in ends} == {"error"}
+    engine.close()
+    with pytest.raises(EngineStopped):
+        engine.submit([1], SHORT)
+
+
+def test_cancel_from_within_a_submit_does_not_hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the garbage collector runs there and finalises an abandoned stream."""
+    put, cancelled = engine._inbox.put, []
+
+    class Inbox:
+        def put(self, command: Any) -> None:
+            if not cancelled:
+                cancelled.append(True)
+                engine.cancel("abandoned")
+            put(command)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inbox, name)
+
+    inbox = engine._inbox
+    monkeypatch.setattr(engine, "_inbox", Inbox())
+    outboxes: list[Outbox] = []
+    thread = threading.Thread(target=lambda: outboxes.append(engine.submit([1], SHORT)[1]), daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert outboxes, "the submit hangs"
+    assert end_of(outboxes[0]).finish_reason == "length"
+
+
+# -- ids and streams -------------------------------------------------------------------------------------
+
+
+def test_stream_that_was_refused_its_id_does_not_cancel_who_has_it(
+    engine: Engine, runner: EngineRunner
+) -> None:
+    async def run() -> tuple[str | None, str | None]:
+        streams = AsyncEngine(engine)
+        runner.may_run.clear()
+        first = streams.submit([1], SHORT, request_id="same")
+        second = streams.submit([2], SHORT, request_id="same")
+        await asyncio.sleep(0.05)
+        second.abort()
+        runner.may_run.set()
+        deltas = [delta async for delta in first]
+        return deltas[-1].finish_reason, deltas[-1].error
+
+    assert asyncio.run(run()) == ("length", None)
+
+
+def test_old_stream_does_not_cancel_a_new_request_with_its_id(engine: Engine, runner: EngineRunner) -> None:
+    async def run() -> str | None:
+        streams = AsyncEngine(engine)
+        old = streams.submit([1], SHORT, request_id="same")
+        while engine._live or engine.num_steps == 0:
+            await asyncio.sleep(0.005)
+        runner.may_run.clear()
+        new = streams.submit([2], SHORT, request_id="same")
+        old.abort()  # it has ended, which it has not read
+        runner.may_run.set()
+        return [delta async for delta in new][-1].finish_reason
+
+    assert asyncio.run(run()) == "length"
+
+
+def test_forgotten_stream_frees_its_row(engine: Engine) -> None:
+    async def run() -> None:
+        async for _ in AsyncEngine(engine).submit([1], ENDLESS):
+            break
+
+    asyncio.run(run())
+    gc.collect()
+    wait_until(lambda: not engine._live)
+
+
+def test_submit_outside_of_an_event_loop_leaves_no_row_behind(engine: Engine) -> None:
+    with pytest.raises(RuntimeError, match="event loop"):
+        AsyncEngine(engine).submit([1], ENDLESS)
+    gc.collect()
+    wait_until(lambda: not engine._live and engine._inbox.empty())
+
+
+def test_loop_that_closes_under_a_stream_harms_no_other_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def begin() -> async_engine.AsyncStream:
+        return AsyncEngine(engine).submit([1], ENDLESS)
+
+    loop = asyncio.new_event_loop()
+    stream = loop.run_until_complete(begin())
+    monkeypatch.setattr(loop, "is_closed", lambda: False)  # as if it closed just after one looked
+    loop.close()
+    assert end_of(engine.submit([2], SHORT)[1]).finish_reason == "length"
+    stream.abort()
+    stream.abort()
+    wait_until(lambda: not engine._live)
+
+
+def test_abort_while_another_task_reads_ends_its_reading(engine: Engine) -> None:
+    async def run() -> list[str | None]:
+        stream = AsyncEngine(engine).submit([1], ENDLESS)
+
+        async def read() -> list[str | None]:
+            return [delta.finish_reason async for delta in stream]
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        stream.abort()
+        return await asyncio.wait_for(task, WAIT_S)
+
+    assert asyncio.run(run())[-1] in (None, "cancelled")
+    wait_until(lambda: not engine._live)
+
+
+# -- the door --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
+def test_marker_that_can_never_come_is_refused(engine: Engine, token_id: int) -> None:
+    grammar = Grammar("regex", "a", after_ids=(token_id,))
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        engine.submit([1], SamplingParams(grammar=grammar))
+
+
+def test_min_tokens_is_refused_with_a_grammar(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        engine.submit([1], SamplingParams(grammar=Grammar("regex", "a"), min_tokens=3))
