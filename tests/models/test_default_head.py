@@ -1,6 +1,6 @@
-"""The head that comes with the default model, on prompts that no training data contains, counted by the engine.
+"""The default model's own head, on prompts that no training data contains, counted by the engine.
 
-Only the first 32 tokens of each answer are drafted here, which are the hardest: the model card has the long run.
+Only the first 32 tokens of each answer count here, which are the hardest: the model card has the long run.
 """
 
 from __future__ import annotations
