@@ -80,11 +80,16 @@ def test_stream_adds_up_to_the_whole_answer(llm: LLM) -> None:
     assert deltas[-1].finish_reason == "length"
 
 
-def test_leaving_a_stream_early_frees_its_row(llm: LLM) -> None:
+@pytest.mark.parametrize("how", ["closed", "let go", "never read"])
+def test_leaving_a_stream_early_frees_its_row(llm: LLM, how: str) -> None:
     stream = llm.stream("endless", SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    if how != "never read":
+        next(stream)
+    if how == "closed":
+        stream.close()
+        assert list(stream) == []
     steps = llm.engine.num_steps
+    del stream
     llm.generate("x", SamplingParams(max_tokens=1, temperature=0))
     deadline = time.monotonic() + 5
     while llm.engine._live and time.monotonic() < deadline:  # the cancel is on its way

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -10,6 +10,7 @@ from typing import Any, overload
 from outrider.build import ModelChoice, build_engine
 from outrider.config import DrafterName, EngineConfig
 from outrider.engine.async_engine import AsyncEngine
+from outrider.engine.engine import Engine
 from outrider.engine.outbox import Outbox
 from outrider.engine.sequence import Delta, FinishReason, Stats
 from outrider.plan import TokenLogprobs
@@ -34,6 +35,34 @@ class Completion:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None  # one a token, when they were asked for
     stats: Stats
+
+
+class DeltaStream(Iterator[Delta]):
+    """An answer as it grows. Closing it, or letting go of it, stops the request."""
+
+    def __init__(self, engine: Engine, request_id: str, outbox: Outbox) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._outbox = outbox
+        self._finished = False
+
+    def __next__(self) -> Delta:
+        if self._finished:
+            raise StopIteration
+        delta = self._outbox.take()
+        assert delta is not None
+        self._finished = delta.finish_reason is not None
+        if delta.error is not None:
+            raise GenerationFailed(delta.error)
+        return delta
+
+    def close(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self._engine.cancel(self.request_id, self._outbox)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class LLM:
@@ -93,13 +122,11 @@ class LLM:
             return self._answer([self._render(messages)], params, False)[0]
         return self._answer([self._render(conversation) for conversation in messages], params, False)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """The answer as it grows. Leaving the iterator early stops the request."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
+        """The answer as it grows. Letting go of the stream early stops the request."""
         return self._stream(self._encode(prompt), params or SamplingParams(), True)
 
-    def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
-    ) -> Iterator[Delta]:
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> DeltaStream:
         return self._stream(self._render(messages), params or SamplingParams(), False)
 
     @property
@@ -140,9 +167,9 @@ class LLM:
 
     def _stream(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, continues_prompt: bool
-    ) -> Iterator[Delta]:
-        request_id, outbox = self.engine.submit(prompt_ids, params, continues_prompt=continues_prompt)
-        return _deltas(self.engine.cancel, request_id, outbox)
+    ) -> DeltaStream:
+        started = self.engine.submit(prompt_ids, params, continues_prompt=continues_prompt)
+        return DeltaStream(self.engine, *started)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
@@ -162,21 +189,6 @@ def default_model() -> Path:
     from outrider.models.progress import TerminalBar
 
     return ensure(TerminalBar())
-
-
-def _deltas(cancel: Callable[[str], None], request_id: str, outbox: Outbox) -> Iterator[Delta]:
-    finished = False
-    try:
-        while not finished:
-            delta = outbox.take()
-            assert delta is not None
-            finished = delta.finish_reason is not None
-            if delta.error is not None:
-                raise GenerationFailed(delta.error)
-            yield delta
-    finally:
-        if not finished:
-            cancel(request_id)
 
 
 def _completion(prompt_ids: tuple[int, ...], params: SamplingParams, outbox: Outbox) -> Completion:
