@@ -35,6 +35,7 @@ def build_engine(
     tokenizers: list[Any] = []
 
     def build() -> EngineParts:
+        machine.settle()
         loaded = loader.load(choice.model, choice.dtype)
         tokenizers.append(loaded.tokenizer)
         return _parts(loaded, choice, config)

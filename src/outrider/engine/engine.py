@@ -27,6 +27,8 @@ from outrider.request import Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
+LIE_DOWN_S = 0.02  # what the thread needs, at its end, to get out of the interpreter's way: see Engine._main
+
 
 class EngineStopped(RuntimeError):
     """The engine is shut down and takes no more requests."""
@@ -88,6 +90,7 @@ class Engine:
             self._stopping.set()
             raise
         if failure is not None:
+            self._wait_for_the_end()
             raise failure
         atexit.register(_close_if_alive, weakref.ref(self))
 
@@ -135,7 +138,11 @@ class Engine:
         with self._gate:
             self._stopping.set()
             self._inbox.put(None)
+        self._wait_for_the_end()
+
+    def _wait_for_the_end(self) -> None:
         self._ended.wait()
+        time.sleep(LIE_DOWN_S)
 
     def _refuse_if_stopped(self) -> None:
         if self._stopping.is_set():

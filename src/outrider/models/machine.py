@@ -18,6 +18,12 @@ def device_name() -> str:
     return str(info.get("device_name") or info.get("architecture") or "gpu")
 
 
+def settle() -> None:
+    """Call before a model is loaded. On the CPU compiled functions gain nothing and need a C++ compiler."""
+    if device_name() == "cpu":
+        mx.disable_compile()
+
+
 def prefill_step_size() -> int:
     """Prompt tokens a step that keep running streams waiting for a fraction of a second."""
     return 128 if device_name() == "cpu" else 512
