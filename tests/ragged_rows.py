@@ -4,6 +4,8 @@ rows = RaggedRows(trunk, num_slots=4, capacity=32)
 rows.join("a", slot=2)
 logits = rows.feed({"a": [5, 6, 7]})["a"]     # [3, vocab]
 rows.roll_back("a", 1)                        # 7 was a rejected draft
+
+A pass is committed when something else happens next: until then its rows may be rolled back.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from outrider.cache.ragged_kv import Placement
+from outrider.cache.recurrent import RecurrentState
 from outrider.models.trunk import Trunk, TrunkCache
 
 Tokens = Sequence[int]
@@ -26,24 +30,41 @@ class RaggedRows:
         self.cache = TrunkCache(trunk.layout)
         self.slots: dict[str, int] = {}
         self.starts: dict[str, int] = {}
+        self._starts_before: dict[str, int] = {}  # of the rows in the pass that is not yet committed
         self.resize(num_slots, capacity)
 
+    def commit(self) -> None:
+        if self._starts_before:
+            kept = [self.starts[row] - before for row, before in self._starts_before.items()]
+            self.cache.commit(mx.array(kept))
+            self._starts_before = {}
+
     def resize(self, num_slots: int, capacity: int) -> None:
+        self.commit()
         self.num_slots, self.capacity = num_slots, capacity
         for kv in self.cache.buffers():
             kv.resize(num_slots, capacity)
 
     def scribble(self, seed: int = 0) -> None:
-        """Fill every cell with large junk."""
+        """Fill every cell and state with large junk."""
+        self.commit()
         key = mx.random.key(seed)
-        for kv in self.cache.buffers():
-            kv.keys = 1e3 * mx.random.normal(kv.keys.shape, kv.keys.dtype, key=key)
-            kv.values = 1e3 * mx.random.normal(kv.values.shape, kv.values.dtype, key=key)
+
+        def junk(like: mx.array) -> mx.array:
+            return 1e3 * mx.random.normal(like.shape, like.dtype, key=key)
+
+        for buffers in self.cache.buffers():
+            if isinstance(buffers, RecurrentState):
+                buffers.parts = [junk(part) for part in buffers.parts]
+            else:
+                buffers.keys, buffers.values = junk(buffers.keys), junk(buffers.values)
 
     def join(self, row: str, slot: int) -> None:
+        self.commit()
         self.slots[row], self.starts[row] = slot, 0
 
     def exchange(self, source: int, target: int, one_way: bool = False) -> None:
+        self.commit()
         for kv in self.cache.buffers():
             kv.exchange(source, target, one_way)
         swap = {source: target, target: source}
@@ -51,6 +72,7 @@ class RaggedRows:
 
     def feed(self, fed: Mapping[str, Tokens]) -> dict[str, np.ndarray]:
         """One forward pass over these rows, in this order; each row's logits, padding left out."""
+        self.commit()
         width = max(len(tokens) for tokens in fed.values())
         padded = mx.array([[*tokens, *([0] * (width - len(tokens)))] for tokens in fed.values()])
         starts = [self.starts[row] for row in fed]
@@ -64,7 +86,8 @@ class RaggedRows:
             capacity=self.capacity,
         )
         logits = self.trunk.logits(self.trunk.hidden(padded, self.cache, place))
-        mx.eval(logits, [array for kv in self.cache.buffers() for array in (kv.keys, kv.values)])
+        mx.eval(logits, [buffers.arrays() for buffers in self.cache.buffers()])
+        self._starts_before = {row: self.starts[row] for row in fed}
         for row, num in zip(fed, num_fed, strict=True):
             self.starts[row] += num
         return {row: np.array(logits[i, :num]) for i, (row, num) in enumerate(zip(fed, num_fed, strict=True))}
@@ -74,8 +97,15 @@ class RaggedRows:
 
 
 def solo_logits(model: nn.Module, tokens: Tokens) -> np.ndarray:
-    """The model alone with one row, from scratch, without a cache.  [len(tokens), vocab]"""
-    return np.array(model(mx.array([list(tokens)]))[0].astype(mx.float32))
+    """The model alone with one row, from scratch, as mlx-lm computes it.  [len(tokens), vocab]"""
+    caches = make_prompt_cache(model)
+    is_recurrent = any(
+        type(part) is ArraysCache for layer in caches for part in getattr(layer, "caches", [layer])
+    )
+    tokens = mx.array([list(tokens)])
+    # A recurrent layer without mlx-lm's cache would compute as the engine's do.
+    logits = model(tokens, cache=caches) if is_recurrent else model(tokens)
+    return np.array(logits[0].astype(mx.float32))
 
 
 def error(got: np.ndarray, want: np.ndarray) -> float:

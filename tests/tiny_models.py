@@ -110,6 +110,18 @@ GRANITE = {
 }
 GLM4_MOE = {**ROUTED, "partial_rotary_factor": 0.5, "use_qk_norm": True, "rope_scaling": None}
 
+DELTA = {  # gated delta rule layers, every third layer attention
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 3,
+    "partial_rotary_factor": 0.5,
+}
+SHARED_MOE = {**MOE, "shared_expert_intermediate_size": 32, "mlp_only_layers": [], "decoder_sparse_step": 1}
+QWEN35_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+
 TINY: dict[str, dict[str, Any]] = {
     "Klear": {**MOE, "n_shared_experts": 1, "mlp_only_layers": [0], "decoder_sparse_step": 1},
     "afmoe": {
@@ -167,6 +179,16 @@ TINY: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
+    "falcon_h1": {
+        "mamba_d_conv": 4,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 8,
+        "mamba_expand": 1,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 4,
+        "projectors_bias": False,
+    },
     "gemma": {},
     "gemma3_text": {
         "query_pre_attn_scalar": 16.0,
@@ -213,6 +235,22 @@ TINY: dict[str, dict[str, Any]] = {
     "gptj": {**GPT, "rotary_dim": 8},
     "granite": {**GRANITE, "tie_word_embeddings": True},
     "granitemoe": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": {
+        **GRANITE,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_d_conv": 4,
+        "mamba_n_groups": 2,
+        "mamba_proj_bias": False,
+        "mamba_conv_bias": True,
+        "time_step_limit": [0.0, 10.0],
+    },
     "helium": {},
     "hunyuan": {
         **MOE,
@@ -235,6 +273,26 @@ TINY: dict[str, dict[str, Any]] = {
         **ROPE_BY_LAYER_TYPE,
         "num_attention_heads_per_layer": [4, 2, 4],
         "shared_expert_intermediate_size": 32,
+    },
+    "lfm2": {
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_ff_dim": 96,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1],
+    },
+    "lfm2_moe": {
+        **MOE,
+        "norm_eps": 1e-5,
+        "num_dense_layers": 1,
+        "use_expert_bias": True,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "full_attn_idxs": [1],
     },
     "llama": {
         "rope_scaling": {
@@ -259,6 +317,19 @@ TINY: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
+    },
+    "mamba2": {
+        "num_heads": 4,
+        "state_size": 8,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "expand": 1,
+        "time_step_limit": [0.0, 10.0],
+        "time_step_rank": 4,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "chunk_size": 8,
     },
     "mellum": {
         **MOE,
@@ -340,6 +411,22 @@ TINY: dict[str, dict[str, Any]] = {
             {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}},
         ],
     },
+    "nemotron_h": {
+        **ROUTED,
+        "hybrid_override_pattern": ["M", "*", "M", "E", "-"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 8,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "time_step_limit": [0.0, 10.0],
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "moe_shared_expert_intermediate_size": 32,
+    },
     "olmo2": {},
     "olmo3": SLIDING_AND_FULL,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -365,7 +452,10 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 48},
     "qwen3": {"tie_word_embeddings": True},
+    "qwen3_5": {**DELTA, **QWEN35_ROPE, "num_experts": 0},
+    "qwen3_5_moe": {**DELTA, **SHARED_MOE, **QWEN35_ROPE, "tie_word_embeddings": True},
     "qwen3_moe": {**MOE, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+    "qwen3_next": {**SHARED_MOE, **DELTA},
     "seed_oss": {"attention_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "solar_open": GLM4_MOE,
@@ -396,16 +486,6 @@ TINY: dict[str, dict[str, Any]] = {
 # Families that are not served, for the tests that a trunk notices it by itself.
 REFUSED_TINY: dict[str, dict[str, Any]] = {
     "afm7": {"hidden_dim": 64, "num_layers": 3, "num_kv_reuse_layers": 1, "num_heads": 4, "num_kv_heads": 2},
-    "falcon_h1": {
-        "mamba_d_conv": 4,
-        "mamba_d_head": 16,
-        "mamba_d_ssm": 64,
-        "mamba_d_state": 8,
-        "mamba_expand": 1,
-        "mamba_n_groups": 1,
-        "mamba_n_heads": 4,
-        "projectors_bias": False,
-    },
     "gemma2": {"query_pre_attn_scalar": 16.0},
     "gpt_bigcode": GPT,
     "jamba": {
@@ -422,17 +502,6 @@ REFUSED_TINY: dict[str, dict[str, Any]] = {
         "num_experts": 2,
         "num_experts_per_tok": 1,
     },
-    "lfm2": {
-        "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_dim": 64,
-        "block_ff_dim": 96,
-        "block_multiple_of": 8,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-        "full_attn_idxs": [1],
-    },
     "lille-130m": {
         "block_size": 64,
         "layer_norm_eps": 1e-5,
@@ -448,36 +517,11 @@ REFUSED_TINY: dict[str, dict[str, Any]] = {
         "use_conv_bias": True,
         "time_step_rank": 4,
     },
-    "mamba2": {
-        "num_heads": 4,
-        "state_size": 8,
-        "conv_kernel": 4,
-        "n_groups": 1,
-        "expand": 1,
-        "time_step_limit": [0.0, 10.0],
-        "time_step_rank": 4,
-        "layer_norm_epsilon": 1e-5,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "chunk_size": 8,
-    },
     "phi3small": {
         "dense_attention_every_n_layers": 2,
         "ff_intermediate_size": 64,
         "gegelu_limit": 20.0,
         "layer_norm_epsilon": 1e-5,
-    },
-    "qwen3_next": {
-        **MOE,
-        "shared_expert_intermediate_size": 32,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_conv_kernel_dim": 4,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-        "partial_rotary_factor": 0.5,
     },
     "recurrent_gemma": {
         "attention_window_size": WINDOW,
@@ -528,15 +572,17 @@ def fill(model: nn.Module, seed: int) -> None:
     """Give every parameter a random value, those that start as zeros or ones too, so that each one counts."""
     keys = mx.random.split(mx.random.key(seed), 4096)
     filled = [
-        (name, _filled(array, keys[i]) if mx.issubdtype(array.dtype, mx.floating) else array)
+        (name, _filled(name, array, keys[i]) if mx.issubdtype(array.dtype, mx.floating) else array)
         for i, (name, array) in enumerate(tree_flatten(model.parameters()))
     ]
     model.update(tree_unflatten(filled))
     mx.eval(model.parameters())
 
 
-def _filled(array: mx.array, key: mx.array) -> mx.array:
+def _filled(name: str, array: mx.array, key: mx.array) -> mx.array:
     noise = mx.random.normal(array.shape, key=key)
+    if name.endswith("A_log"):
+        return 0.3 * noise - 1.5  # states that remember for some ten tokens
     if array.ndim >= 2:
         return noise * (1.4 / math.sqrt(array.shape[-1]))
     return mx.round(array.astype(mx.float32)) + 0.1 * noise  # about 1 for norms, about 0 for biases

@@ -14,7 +14,7 @@ import mlx_lm.models
 import numpy as np
 import pytest
 
-from outrider.models.families import RECURRENT, REFUSED, SUPPORTED, UnsupportedModel, check_supported
+from outrider.models.families import REFUSED, SUPPORTED, UnsupportedModel, check_supported
 from outrider.models.trunk import Trunk
 from ragged_rows import RaggedRows, error, solo_logits
 from tiny_models import REFUSED_TINY, TINY, VOCAB_SIZE, tiny_model
@@ -26,7 +26,6 @@ SHARED_PARTS = {  # modules of mlx_lm.models that are no family
 }  # fmt: skip
 WINDOW_KEYS = ("sliding_window", "sliding_window_size", "loop_window_size", "index_topk")
 WINDOWED = sorted((family, key) for family, own in TINY.items() for key in WINDOW_KEYS if key in own)
-RECURRENT_TINY = sorted(family for family in REFUSED_TINY if REFUSED[family] == RECURRENT)
 
 
 @pytest.fixture(autouse=True)
@@ -172,14 +171,8 @@ def test_an_unknown_family_is_refused() -> None:
         check_supported("brand_new")
 
 
-@pytest.mark.parametrize("family", RECURRENT_TINY)
-def test_recurrent_layers_are_noticed_without_the_table(family: str) -> None:
-    with pytest.raises(UnsupportedModel, match=f"'{family}' .* ArraysCache"):
-        Trunk(tiny_model(family), max_context=64)
-
-
-@pytest.mark.parametrize("family", sorted(REFUSED_TINY.keys() - RECURRENT_TINY))
-def test_other_obstacles_are_noticed_without_the_table(family: str) -> None:
+@pytest.mark.parametrize("family", sorted(REFUSED_TINY))
+def test_obstacles_are_noticed_without_the_table(family: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"'{family}' is not served"):
         Trunk(tiny_model(family), max_context=64)
 

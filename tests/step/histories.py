@@ -20,6 +20,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
+from outrider.cache.recurrent import RecurrentState
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.scheduler import SLACK, Scheduler
@@ -432,17 +433,22 @@ class _Player:
             if not row.is_decoding:
                 continue
             cells = fresh_cells(self._world.model, self._world.head if row.feeds_head else None, row.tokens)
-            for layer, (kv, (keys, values)) in enumerate(zip(buffers, cells, strict=False)):
-                for name, buffer, expected in (("keys", kv.keys, keys), ("values", kv.values, values)):
-                    found = np.array(buffer[row.slot, :, : len(row.tokens) - 1])
-                    error = np.abs(found - expected).max()
+            for layer, (kv, expected) in enumerate(zip(buffers, cells, strict=False)):
+                for part, (array, want) in enumerate(zip(kv.arrays(), expected, strict=True)):
+                    found = np.array(array[row.slot])
+                    if not isinstance(kv, RecurrentState):
+                        found = found[:, : len(row.tokens) - 1]
+                    error = np.abs(found - want).max()
                     if not error <= CELL_TOLERANCE:
-                        raise Divergence(f"row {row.id}: {name} of layer {layer} are off by {error:.2g}")
-                    self.tally.cells += expected.shape[1]
+                        raise Divergence(f"row {row.id}: part {part} of layer {layer} is off by {error:.2g}")
+                    self.tally.cells += want.shape[1]
 
     def _scribble(self) -> None:
-        """Junk into every cell that holds nothing: nobody may ever see it."""
+        """Junk into every cell and state that holds nothing: nobody may ever see it."""
         for kv in self._runner._buffers():
+            if isinstance(kv, RecurrentState):
+                self._scribble_states(kv)
+                continue
             num_slots, _, num_cells, _ = kv.keys.shape
             lengths = np.zeros(num_slots, np.int32)
             for row in self._rows():
@@ -451,6 +457,13 @@ class _Player:
             junk = self._rng.uniform(-1e4, 1e4)
             kv.keys = mx.where(empty, junk, kv.keys)
             kv.values = mx.where(empty, junk, kv.values)
+
+    def _scribble_states(self, states: RecurrentState) -> None:
+        owned = {row.slot for row in self._rows() if row.num_cached}
+        for part in states.parts:
+            for slot in range(part.shape[0]):
+                if slot not in owned:
+                    part[slot] = self._rng.uniform(-1e4, 1e4)
 
     def _check_answer(self, live: _Live) -> None:
         assert live.finish_reason is not None, "a request has no end"

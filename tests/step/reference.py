@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 import sampling_oracle as oracle
 from outrider.models.heads import MTPHead
 from outrider.request import SamplingParams
 from step.row_grammars import EOS_IDS, allowed_by
 
-Cells = list[tuple[np.ndarray, np.ndarray]]  # keys and values [heads, cells, dim] of each layer
+Cells = list[tuple[np.ndarray, ...]]  # of each layer: keys and values [heads, cells, dim], or its states
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def stop_ids_of(params: SamplingParams) -> frozenset[int]:
 def fresh_cells(model: nn.Module, head: MTPHead | None, token_ids: Sequence[int]) -> Cells:
     """What a decoding row with these committed tokens must hold: all but the last, and the head's pairs."""
     inner = model.model
-    caches = [KVCache() for _ in make_prompt_cache(model)]
+    caches = [layer if type(layer) is ArraysCache else KVCache() for layer in make_prompt_cache(model)]
     hidden = inner(mx.array([token_ids[:-1]]), cache=caches)
     if head is not None:
         pairs = KVCache()
@@ -71,5 +71,7 @@ def fresh_cells(model: nn.Module, head: MTPHead | None, token_ids: Sequence[int]
     return [_filled_part(cache) for cache in caches]
 
 
-def _filled_part(cache: KVCache) -> tuple[np.ndarray, np.ndarray]:
+def _filled_part(cache: KVCache | ArraysCache) -> tuple[np.ndarray, ...]:
+    if isinstance(cache, ArraysCache):
+        return tuple(np.array(part[0]) for part in cache.cache)
     return np.array(cache.keys[0, :, : cache.offset]), np.array(cache.values[0, :, : cache.offset])

@@ -23,6 +23,9 @@ FIRST_SEED = {
     "deepseek_v3": 3000,
     "gpt_oss": 4000,
     "glm4_moe": 5000,
+    "qwen3_5": 6000,
+    "qwen3_5_moe": 7000,
+    "qwen3_next": 8000,
 }
 NUM_HISTORIES = {
     "llama": 220,
@@ -31,6 +34,9 @@ NUM_HISTORIES = {
     "deepseek_v3": 25,
     "gpt_oss": 25,
     "glm4_moe": 10,
+    "qwen3_5": 40,
+    "qwen3_5_moe": 15,
+    "qwen3_next": 15,
 }
 
 
@@ -169,12 +175,9 @@ def moves_are_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_head_is_fed_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
-    next_tokens = runner.next_tokens
-
-    def wrong(batch: verify.Batch, picks: verify.Picks | None, width: int) -> tuple[mx.array, mx.array]:
-        _, kept = next_tokens(batch, picks, width)
+    def wrong(batch: verify.Batch, picks: verify.Picks | None, width: int) -> mx.array:
         known = [[*row.token_ids[1:], row.next_id or 0] for row in batch]
-        return mx.array([[*ids, *([0] * (width - len(ids)))] for ids in known]), kept
+        return mx.array([[*ids, *([0] * (width - len(ids)))] for ids in known])
 
     patch.setattr(runner, "next_tokens", wrong)
 

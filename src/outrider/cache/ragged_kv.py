@@ -34,6 +34,11 @@ class KVSpec:
     def bytes_per_cell(self) -> int:
         return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.size
 
+    @property
+    def bytes_per_slot(self) -> int:
+        """Apart from the cells."""
+        return 0
+
 
 class RaggedKV:
     """The buffers of one layer."""
@@ -47,13 +52,16 @@ class RaggedKV:
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
     def resize(self, num_slots: int, capacity: int) -> None:
         self.keys = _resized(self.keys, num_slots, capacity + 1)
         self.values = _resized(self.values, num_slots, capacity + 1)
 
     def exchange(self, source: int, target: int, one_way: bool) -> None:
-        self.keys = _exchanged(self.keys, source, target, one_way)
-        self.values = _exchanged(self.values, source, target, one_way)
+        self.keys = exchanged(self.keys, source, target, one_way)
+        self.values = exchanged(self.values, source, target, one_way)
 
 
 class Placement:
@@ -75,8 +83,9 @@ class Placement:
         self.slot_ids = mx.array(list(slots))[:, None]  # [rows, 1]
         columns = mx.arange(width)
         self.cells = starts[:, None] + columns  # [rows, width]
+        self.fed = columns < num_fed[:, None]  # [rows, width] tokens, not padding
         own = mx.minimum(self.cells, capacity)  # a row that recurses past its own depth may run over
-        self.written = mx.where(columns < num_fed[:, None], own, capacity)  # [rows, width]
+        self.written = mx.where(self.fed, own, capacity)  # [rows, width]
         self._masks: dict[int | None, mx.array] = {}
         self._num_written = 0
 
@@ -160,7 +169,8 @@ def _resized(buffer: mx.array, num_slots: int, num_cells: int) -> mx.array:
     return grown
 
 
-def _exchanged(buffer: mx.array, source: int, target: int, one_way: bool) -> mx.array:
+def exchanged(buffer: mx.array, source: int, target: int, one_way: bool) -> mx.array:
+    """One slot's part of a buffer put into another's place, and back unless it is `one_way`."""
     if one_way:
         buffer[target] = buffer[source]
     else:

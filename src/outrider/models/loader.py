@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_map_with_path
 
 from outrider.config import DTYPES
 from outrider.models import gguf
@@ -164,7 +164,12 @@ def _settle_dtype(network: nn.Module, dtype: str) -> None:
 
 
 def _cast(network: nn.Module, dtype: mx.Dtype) -> None:
-    def cast(array: mx.array) -> mx.array:
-        return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+    """All but what the model itself wants to keep in float32."""
+    may_cast = getattr(network, "cast_predicate", None) or (lambda name: True)
 
-    network.update(tree_map(cast, network.parameters()))
+    def cast(name: str, array: mx.array) -> mx.array:
+        if not mx.issubdtype(array.dtype, mx.floating):
+            return array
+        return array.astype(dtype if may_cast(name) else mx.float32)
+
+    network.update(tree_map_with_path(cast, network.parameters()))

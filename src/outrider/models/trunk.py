@@ -14,11 +14,19 @@ import mlx.nn as nn
 from mlx.utils import tree_reduce
 
 from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
+from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
 from outrider.models.families import LOGITS_ONLY, UnsupportedModel, unsupported
+from outrider.models.recurrent.mixers import adopt
 
-STACK_NAMES = ("model", "transformer")
+Spec = KVSpec | StateSpec
+Buffers = RaggedKV | RecurrentState
+View = LayerView | StateView
+Layout = Sequence[Spec | tuple[Spec, ...]]
+
+STACK_NAMES = ("model", "transformer", "backbone")
 EMBEDDING_NAMES = (
-    "embed_tokens", "wte", "tok_embeddings", "token_embeddings", "word_embeddings", "embedding", "embed",
+    "embed_tokens", "wte", "tok_embeddings", "token_embeddings", "word_embeddings", "embedding", "embeddings",
+    "embed",
 )  # fmt: skip
 
 
@@ -36,9 +44,10 @@ class _Passthrough:
 
 
 class Trunk:
-    """A loaded mlx-lm model seen as `tokens -> hidden -> logits`."""
+    """A loaded mlx-lm model seen as `tokens -> hidden -> logits`. Of a vision model, its language model."""
 
     def __init__(self, model: nn.Module, max_context: int) -> None:
+        model = _language_model(model)
         caches = _prompt_cache(model)
         stack_name, embedding_name = _stack_and_embedding(model)
         self.model = model
@@ -49,6 +58,7 @@ class Trunk:
         self.hidden_size = embedded.shape[-1]
         self.dtype = embedded.dtype
         self.layout = self._read_layout(caches)
+        adopt(model)
         self._check_rows()
         self._projection = copy.copy(model)  # shares every parameter
         setattr(self._projection, stack_name, _Passthrough(self.inner))
@@ -69,13 +79,13 @@ class Trunk:
         """The model's own output projection, soft caps and scales included, in float32."""
         return self._projection(hidden).astype(mx.float32)
 
-    def _read_layout(self, caches: list[Any]) -> list[KVSpec | tuple[KVSpec, ...]]:
+    def _read_layout(self, caches: list[Any]) -> Layout:
         """What every layer stores, read off the shapes of one token's (never computed) pass."""
         hidden = self.inner(mx.zeros((1, 1), mx.int32), cache=caches)
         if hidden.shape[-1] != self.hidden_size:
             raise _refusal(self.model, LOGITS_ONLY)
         return [
-            tuple(_kv_spec(part) for part in layer.caches) if hasattr(layer, "caches") else _kv_spec(layer)
+            tuple(_spec(part) for part in layer.caches) if hasattr(layer, "caches") else _spec(layer)
             for layer in caches
         ]
 
@@ -86,11 +96,12 @@ class Trunk:
         """
         rows, capacity = 7, 8
         cache = TrunkCache(self.layout)
-        for kv in cache.buffers():
-            kv.resize(rows, capacity)
+        for buffers in cache.buffers():
+            buffers.resize(rows, capacity)
         place = Placement(range(rows), mx.arange(rows), mx.ones(rows, mx.int32), 2, capacity, capacity)
         try:
             self.hidden(mx.zeros((rows, 2), mx.int32), cache, place)
+            cache.commit(mx.ones(rows, mx.int32))
         except (AttributeError, TypeError, ValueError) as error:
             reason = f"its layers cannot take rows of different lengths ({error})"
             raise _refusal(self.model, reason) from error
@@ -99,39 +110,63 @@ class Trunk:
 class TrunkCache:
     """All layers' buffers, in the arrangement that the model's layers expect."""
 
-    def __init__(self, layout: Sequence[KVSpec | tuple[KVSpec, ...]]) -> None:
-        self._layers: list[RaggedKV | tuple[RaggedKV, ...]] = [
-            RaggedKV(spec) if isinstance(spec, KVSpec) else tuple(RaggedKV(part) for part in spec)
+    def __init__(self, layout: Layout) -> None:
+        self._layers = [
+            tuple(_buffers(part) for part in spec) if isinstance(spec, tuple) else _buffers(spec)
             for spec in layout
         ]
+        self._uncommitted: list[StateView] = []
 
-    def buffers(self) -> Iterator[RaggedKV]:
+    def buffers(self) -> Iterator[Buffers]:
         for layer in self._layers:
-            if isinstance(layer, RaggedKV):
-                yield layer
-            else:
+            if isinstance(layer, tuple):
                 yield from layer
+            else:
+                yield layer
 
-    def views(self, placement: Placement) -> list[LayerView | tuple[LayerView, ...]]:
+    def views(self, placement: Placement) -> list[View | tuple[View, ...]]:
+        """One pass over the rows. Unless it is the last of the cache, `commit` has to follow."""
+        self._uncommitted = []
+
+        def view(buffers: Buffers) -> View:
+            if isinstance(buffers, RaggedKV):
+                return LayerView(buffers, placement)
+            self._uncommitted.append(StateView(buffers, placement))
+            return self._uncommitted[-1]
+
         return [
-            LayerView(layer, placement)
-            if isinstance(layer, RaggedKV)
-            else tuple(LayerView(part, placement) for part in layer)
+            tuple(view(part) for part in layer) if isinstance(layer, tuple) else view(layer)
             for layer in self._layers
         ]
+
+    def commit(self, num_kept: mx.array) -> None:
+        """Take over the states of recurrent layers after the tokens that each row of the last pass keeps."""
+        for view in self._uncommitted:
+            view.commit(num_kept)
+        self._uncommitted = []
+
+
+def _buffers(spec: Spec) -> Buffers:
+    return RaggedKV(spec) if isinstance(spec, KVSpec) else RecurrentState(spec)
 
 
 def _prompt_cache(model: nn.Module) -> list[Any]:
     """mlx-lm's own caches for one row, all of a kind that a ragged cache can stand in for."""
-    from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+    from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
     caches: list[Any] = make_prompt_cache(model)
     for layer in caches:
         for part in getattr(layer, "caches", (layer,)):
-            if type(part) not in (KVCache, RotatingKVCache):
+            if type(part) not in (KVCache, RotatingKVCache, ArraysCache):
                 kind = type(part).__name__
                 raise _refusal(model, f"it keeps a {kind}, which cannot be rolled back per row")
     return caches
+
+
+def _language_model(model: nn.Module) -> nn.Module:
+    """What of a model reads text: of a vision model a part, with the same arrays."""
+    part = getattr(model, "language_model", None)
+    return part if isinstance(part, nn.Module) else model
 
 
 def _stack_and_embedding(model: nn.Module) -> tuple[str, str]:
@@ -143,7 +178,12 @@ def _stack_and_embedding(model: nn.Module) -> tuple[str, str]:
     raise _refusal(model, "no inner stack with token embeddings was found in it")
 
 
-def _kv_spec(layer: Any) -> KVSpec:
+def _spec(layer: Any) -> Spec:
+    """What a layer stores, read off mlx-lm's cache after a pass over one token of one row."""
+    if not hasattr(layer, "keys"):
+        return StateSpec(
+            tuple(part.shape[1:] for part in layer.cache), tuple(part.dtype for part in layer.cache)
+        )
     _, num_heads, _, key_dim = layer.keys.shape
     window = getattr(layer, "max_size", None)
     return KVSpec(num_heads, key_dim, layer.values.shape[-1], layer.keys.dtype, window)

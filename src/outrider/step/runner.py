@@ -4,7 +4,7 @@ For each batch of a plan, all on the device and read back once:
 
     trunk   [rows, width] tokens -> hidden states
     targets for each picking row, at its last committed token and at each draft: edits, then pick
-    accept  drafts while they equal the targets; kept = committed + accepted
+    accept  drafts while they equal the targets; kept = committed + accepted; recurrent layers commit that
     head    feed the pairs (hidden, next token), recurse for the next drafts
 """
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from outrider.cache.ragged_kv import Placement, RaggedKV
+from outrider.cache.ragged_kv import Placement
 from outrider.config import CacheGeometry
 from outrider.models.heads import LoadedHead
-from outrider.models.trunk import Trunk, TrunkCache
+from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.plan import RowResult, StepPlan, StepResult, TokenLogprobs
 from outrider.sampling.logprobs import read_logprobs
 from outrider.speculate.mtp import HeadRows, MTPDrafter
-from outrider.step.verify import Batch, Picks, next_tokens, verify
+from outrider.step.verify import Batch, Picks, kept_tokens, next_tokens, verify
 
 
 class UnsoundLogits(RuntimeError):
@@ -62,11 +62,12 @@ class Runner:
     @property
     def num_bytes(self) -> int:
         """Bytes that the caches hold now."""
-        return sum(kv.num_bytes for kv in self._buffers())
+        return sum(buffers.num_bytes for buffers in self._buffers())
 
     def geometry(self, page_size: int) -> CacheGeometry:
-        per_cell = sum(kv.spec.bytes_per_cell for kv in self._buffers())
-        return CacheGeometry(bytes_per_cell=per_cell, page_size=page_size)
+        per_cell = sum(buffers.spec.bytes_per_cell for buffers in self._buffers())
+        per_slot = sum(buffers.spec.bytes_per_slot for buffers in self._buffers())
+        return CacheGeometry(per_cell, per_slot, page_size)
 
     def run(self, plan: StepPlan) -> StepResult:
         self._arrange(plan)
@@ -76,28 +77,28 @@ class Runner:
 
     def reset(self) -> None:
         """Drop all cells, after a step that failed half-way."""
-        for kv in self._buffers():
-            kv.resize(0, 0)
+        for buffers in self._buffers():
+            buffers.resize(0, 0)
         self._shape = (0, 0)
 
-    def _buffers(self) -> Iterator[RaggedKV]:
+    def _buffers(self) -> Iterator[Buffers]:
         yield from self._cache.buffers()
         if self._drafter is not None:
             yield self._drafter.kv
 
     def _cache_arrays(self) -> list[mx.array]:
-        return [array for kv in self._buffers() for array in (kv.keys, kv.values)]
+        return [array for buffers in self._buffers() for array in buffers.arrays()]
 
     def _arrange(self, plan: StepPlan) -> None:
         for move in plan.moves:
-            for kv in self._buffers():
-                kv.exchange(move.source, move.target, move.one_way)
+            for buffers in self._buffers():
+                buffers.exchange(move.source, move.target, move.one_way)
         self._resize(plan.num_slots, plan.capacity)
 
     def _resize(self, num_slots: int, capacity: int) -> None:
         if (num_slots, capacity) != self._shape:
-            for kv in self._buffers():
-                kv.resize(num_slots, capacity)
+            for buffers in self._buffers():
+                buffers.resize(num_slots, capacity)
             self._shape = (num_slots, capacity)
 
     def _launch(self, batch: Batch) -> _Launched:
@@ -110,16 +111,18 @@ class Runner:
         place = Placement(slots, starts, num_fed, width, end, self._shape[1])
         hidden = self._trunk.hidden(token_ids, self._cache, place)
         picks = verify(self._trunk, hidden, batch)
+        num_kept = kept_tokens(batch, picks)
+        self._cache.commit(num_kept)
         heading = [i for i, row in enumerate(batch) if row.feeds_head] if self._drafter is not None else []
-        drafts = self._draft(batch, heading, hidden, picks) if heading else None
+        drafts = self._draft(batch, heading, hidden, picks, num_kept) if heading else None
         return _Launched(batch, picks, heading, drafts)
 
     def _draft(
-        self, batch: Batch, heading: list[int], hidden: mx.array, picks: Picks | None
+        self, batch: Batch, heading: list[int], hidden: mx.array, picks: Picks | None, num_kept: mx.array
     ) -> mx.array | None:
         """Feed the head what is now committed and let it draft for the next step."""
         assert self._drafter is not None
-        next_ids, num_kept = next_tokens(batch, picks, hidden.shape[1])
+        next_ids = next_tokens(batch, picks, hidden.shape[1])
         rows = [batch[i] for i in heading]
         if len(heading) < len(batch):
             index = mx.array(heading)

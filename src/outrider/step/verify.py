@@ -68,22 +68,29 @@ def verify(trunk: Trunk, hidden: mx.array, batch: Batch) -> Picks | None:
     )
 
 
-def next_tokens(batch: Batch, picks: Picks | None, width: int) -> tuple[mx.array, mx.array]:
-    """For every fed cell the token after it [rows, width], and how many cells each row keeps [rows]."""
+def kept_tokens(batch: Batch, picks: Picks | None) -> mx.array:
+    """How many of the tokens that each row fed stand: the committed ones and the accepted drafts.  [rows]"""
+    committed = mx.array([row.num_fed - row.num_drafts for row in batch])
+    if picks is not None:
+        index = mx.array(picks.rows)
+        committed[index] = committed[index] + picks.num_accepted
+    return committed
+
+
+def next_tokens(batch: Batch, picks: Picks | None, width: int) -> mx.array:
+    """For every fed cell the token after it.  [rows, width]"""
     known = np.zeros((len(batch), width), np.int32)
     for i, row in enumerate(batch):
         known[i, : row.num_fed] = [*row.token_ids[1:], row.next_id or 0]
-    committed = mx.array([row.num_fed - row.num_drafts for row in batch])
     if picks is None:
-        return mx.array(known), committed
+        return mx.array(known)
     # A picking row's targets stand at columns first_pick .. first_pick + num_drafts.
     index = mx.array(picks.rows)
     first = np.array([batch[i].first_pick for i in picks.rows], np.int32)[:, None]
     columns = np.minimum(first + np.arange(picks.targets.shape[1], dtype=np.int32), width)
     wide = mx.concatenate([mx.array(known), mx.zeros((len(batch), 1), mx.int32)], axis=1)
     wide[index[:, None], mx.array(columns)] = picks.targets  # past the end: into the column dropped below
-    committed[index] = committed[index] + picks.num_accepted
-    return wide[:, :width], committed
+    return wide[:, :width]
 
 
 def _count_accepted(targets: mx.array, rows: Batch) -> mx.array:

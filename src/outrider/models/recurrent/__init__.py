@@ -1,0 +1,1 @@
+"""Recurrent layers with per-row commit: the delta rule, state spaces, short convolutions."""

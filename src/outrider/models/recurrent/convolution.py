@@ -1,0 +1,24 @@
+"""Causal convolutions over a row's last few tokens, with the window kept per row."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from outrider.cache.recurrent import StateView
+
+
+def causal_convolution(conv: nn.Conv1d, inputs: mx.array, view: StateView | None, part: int) -> mx.array:
+    """[rows, width, channels] -> the same shape; `view` keeps the inputs that later tokens still need."""
+    num_past = conv.weight.shape[1] - 1
+    rows, _, channels = inputs.shape
+    past = mx.zeros((rows, num_past, channels), inputs.dtype) if view is None else view[part]
+    window = mx.concatenate([past, inputs], axis=1)
+    if view is not None:
+        # After n kept tokens the last `num_past` inputs stand at columns n .. n + num_past - 1.
+        view.keep(part, lambda num_kept: _columns(window, num_kept, num_past))
+    return conv(window)
+
+
+def _columns(window: mx.array, first: mx.array, num: int) -> mx.array:
+    return mx.take_along_axis(window, (first[:, None] + mx.arange(num))[..., None], axis=1)

@@ -1,0 +1,47 @@
+"""Selective state spaces (Mamba-2) over a window or a prompt, without a loop over tokens.
+
+    S_t = e^(dt_t A) S_(t-1) + dt_t x_t B_t^T          y_t = S_t C_t + D x_t
+
+This is the delta rule without its correction: d_t = dt_t x_t is known beforehand, no system has to be solved.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from outrider.models.recurrent.delta_rule import Corrections, by_heads, decay_matrix
+
+CHUNK = 64
+
+
+def state_space(
+    inputs: mx.array,
+    steps: mx.array,
+    log_decays: mx.array,
+    in_keys: mx.array,
+    out_keys: mx.array,
+    state: mx.array,
+    chunk: int = CHUNK,
+) -> tuple[mx.array, Corrections]:
+    """Outputs [rows, tokens, heads, dim] without the D term, and what the tokens do to the state.
+
+    inputs [rows, tokens, heads, dim]; steps (dt), log_decays (dt A) [rows, tokens, heads], zero at padding;
+    in_keys, out_keys (B, C) [rows, tokens, groups, state_size]; state [rows, heads, dim, state_size].
+    """
+    num_tokens, num_heads = inputs.shape[1], inputs.shape[2]
+    size = min(chunk, num_tokens)
+    repeats = num_heads // in_keys.shape[2]
+    deltas = by_heads(steps[..., None] * inputs, size)  # [rows, heads, chunks, size, dim]
+    k, q = by_heads(in_keys, size), by_heads(out_keys, size)
+    ends = mx.cumsum(by_heads(log_decays[..., None], size), axis=-2)
+    reads = mx.repeat(q @ k.swapaxes(-1, -2), repeats, axis=1) * decay_matrix(ends[..., 0])
+    k, q = mx.repeat(k, repeats, axis=1), mx.repeat(q, repeats, axis=1)
+    own = reads @ deltas
+    asked = mx.exp(ends) * q
+    outputs = []
+    for i in range(deltas.shape[2]):
+        outputs.append(own[:, :, i] + asked[:, :, i] @ state.swapaxes(-1, -2))
+        last = Corrections(state, k[:, :, i], deltas[:, :, i], ends[:, :, i, :, 0], i * size)
+        state = last.state_after_all()
+    out = mx.concatenate(outputs, axis=2)
+    return out[:, :, :num_tokens].swapaxes(1, 2), last
