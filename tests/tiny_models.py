@@ -145,6 +145,16 @@ TINY: dict[str, dict[str, Any]] = {
         "score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     },
+    "bailing_moe_v3": {
+        **MOE,
+        **LATENT,
+        "moe_shared_expert_intermediate_size": 32,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "layer_group_size": 3,
+    },
     "cohere": {"use_qk_norm": True, "logit_scale": 0.25, "attention_bias": True},
     "cohere2": {"sliding_window": WINDOW, "sliding_window_pattern": 2},
     "dbrx": {
@@ -267,6 +277,21 @@ TINY: dict[str, dict[str, Any]] = {
     "internlm2": {"bias": True},
     "internlm3": {"qkv_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "iquestloopcoder": {"loop_num": 2, "loop_window_size": WINDOW},
+    "kimi_linear": {
+        **MOE,
+        **LATENT,
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+        "model_max_length": 256,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
     "laguna": {
         **MOE,
         **SLIDING_AND_FULL,
@@ -429,6 +454,11 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "olmo2": {},
     "olmo3": SLIDING_AND_FULL,
+    "olmo_hybrid": {
+        **DELTA,
+        "linear_allow_neg_eigval": True,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "openelm": {
         "num_transformer_layers": 2,

@@ -14,12 +14,14 @@ import mlx_lm.models
 import numpy as np
 import pytest
 
+from outrider.cache.recurrent import RecurrentState
 from outrider.models.families import REFUSED, SUPPORTED, UnsupportedModel, check_supported
 from outrider.models.trunk import Trunk
 from ragged_rows import RaggedRows, error, solo_logits
 from tiny_models import REFUSED_TINY, TINY, VOCAB_SIZE, tiny_model
 
 TOLERANCE = 1e-5  # relative to the largest logit
+RECURRENT_TOLERANCE = 1e-4  # a norm over small states magnifies the rounding of another order of sums
 SHARED_PARTS = {  # modules of mlx_lm.models that are no family
     "activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla", "pipeline", "rope_utils", "ssm",
     "switch_layers",
@@ -50,6 +52,8 @@ class History:
         self.solo = {row: solo_logits(model, text) for row, text in self.texts.items()}
         self.rows = RaggedRows(Trunk(model, max_context=256), num_slots=6, capacity=24)
         self.rows.scribble()
+        is_recurrent = any(isinstance(states, RecurrentState) for states in self.rows.cache.buffers())
+        self.tolerance = RECURRENT_TOLERANCE if is_recurrent else TOLERANCE
 
     def join(self, row: str, slot: int) -> None:
         self.rows.join(row, slot)
@@ -83,7 +87,7 @@ class History:
         logits = self.rows.feed(fed)
         for row, num in kept.items():
             want = self.solo[row][starts[row] : starts[row] + num]
-            assert error(logits[row][:num], want) <= TOLERANCE, f"row {row} at {starts[row]}"
+            assert error(logits[row][:num], want) <= self.tolerance, f"row {row} at {starts[row]}"
             self.rows.roll_back(row, rejected[row])
 
     def _own(self, row: str, num: int) -> list[int]:

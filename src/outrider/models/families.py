@@ -18,17 +18,17 @@ class UnsupportedModel(ModelUnavailable):
 
 
 SUPPORTED: frozenset[str] = frozenset({
-    "afmoe", "apertus", "bailing_moe", "cohere", "cohere2", "dbrx", "deepseek", "deepseek_v2",
-    "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe",
-    "falcon_h1", "gemma", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
-    "glm_moe_dsa", "gpt2", "gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid", "helium",
-    "hunyuan", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestloopcoder", "Klear", "laguna", "lfm2",
-    "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mamba2", "mellum", "mimo", "mimo_v2_flash",
-    "minicpm", "minicpm3", "minimax", "ministral3", "mistral4", "mixtral", "muse_glimmer", "nanbeige",
-    "nanochat", "nemotron", "nemotron-nas", "nemotron_h", "olmo2", "olmo3", "olmoe", "openelm", "phi",
-    "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe",
-    "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "spark2_5", "stablelm", "starcoder2",
-    "step3p5", "talkie", "telechat3", "youtu_llm",
+    "afmoe", "apertus", "bailing_moe", "bailing_moe_v3", "cohere", "cohere2", "dbrx", "deepseek",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
+    "exaone_moe", "falcon_h1", "gemma", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid",
+    "helium", "hunyuan", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestloopcoder", "kimi_linear",
+    "Klear", "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mamba2", "mellum",
+    "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax", "ministral3", "mistral4", "mixtral",
+    "muse_glimmer", "nanbeige", "nanochat", "nemotron", "nemotron-nas", "nemotron_h", "olmo2", "olmo3",
+    "olmo_hybrid", "olmoe", "openelm", "phi", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+    "solar_open", "spark2_5", "stablelm", "starcoder2", "step3p5", "talkie", "telechat3", "youtu_llm",
 })  # fmt: skip
 
 RECURRENT = "it has recurrent layers of a kind whose state cannot be rolled back per row yet"
@@ -38,9 +38,8 @@ LOGITS_ONLY = "its stack hands out logits, not the hidden states that drafting n
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "baichuan_m1", "gear", "jamba",
-            "kimi_k3", "kimi_linear", "mamba", "olmo_hybrid", "plamo2", "prism_hadamard_qwen35",
-            "recurrent_gemma", "rwkv7",
+            "bailing_hybrid", "bailing_moe_linear", "baichuan_m1", "gear", "jamba", "kimi_k3", "mamba",
+            "plamo2", "prism_hadamard_qwen35", "recurrent_gemma", "rwkv7",
         ),
         RECURRENT,
     ),

@@ -16,7 +16,7 @@ from mlx.utils import tree_reduce
 from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
 from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
 from outrider.models.families import LOGITS_ONLY, UnsupportedModel, unsupported
-from outrider.models.recurrent.mixers import adopt
+from outrider.models.recurrent.adopt import adopt
 
 Spec = KVSpec | StateSpec
 Buffers = RaggedKV | RecurrentState

@@ -1,13 +1,14 @@
 """The gated delta rule over a window or a prompt, without a loop over tokens.
 
-    d_t = b_t (v_t - g_t S_(t-1) k_t)          S_t = g_t S_(t-1) + d_t k_t^T          y_t = S_t q_t
+    d_t = b_t (v_t - S_(t-1) G_t k_t)          S_t = S_(t-1) G_t + d_t k_t^T          y_t = S_t q_t
 
-Within a chunk, S_t = e^(L_t) S + sum_(i<=t) e^(L_t - L_i) d_i k_i^T, where S is the state before it and L
-the running sum of log g. So the corrections d solve one triangular system (I + A) d = b (v - e^L S k), and
-both the outputs and the state after any number of tokens are small sums over d. A window of drafts therefore
-keeps d and k, not a state for every position: `Corrections.state_after` gives each row's own.
+G_t is a gate, one number for a head or one for each of its key dimensions. Within a chunk, with S the state
+before it, S_t = S G_1..G_t + sum_(i<=t) d_i k_i^T G_(i+1)..G_t. So the corrections d solve one triangular
+system (I + A) d = b (v - S G_1..G_t k), and both the outputs and the state after any number of tokens are
+small sums over d. A window of drafts therefore keeps d and k, not a state for every position:
+`Corrections.state_after` gives each row's own.
 
-Tokens that are padding have b = 0 and log g = 0: they leave no trace.
+Tokens that are padding have b = 0 and log G = 0: they leave no trace.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 CHUNK = 32
+CHUNK_BY_DIMENSION = 16  # with a gate for each key dimension, products cost a chunk's size more
 _BASE = 8  # blocks up to this size are inverted by a short product, whose terms cannot grow large
 
 
@@ -27,22 +29,23 @@ class Corrections:
     state: mx.array  # [rows, heads, value_dim, key_dim] before the chunk, float32
     keys: mx.array  # [rows, heads, tokens, key_dim]
     deltas: mx.array  # [rows, heads, tokens, value_dim]
-    log_decay: mx.array  # [rows, heads, tokens] running sums of log g
+    decay: mx.array  # [rows, heads, tokens, 1 or key_dim] of the state, from the chunk's start to each token
+    since: mx.array  # [rows, heads, tokens, tokens, 1 or key_dim] from one token to a later one
     offset: int = 0  # tokens of the pass before this chunk
 
     def state_after(self, num_tokens: mx.array) -> mx.array:
         """The rows' states when `num_tokens` [rows] of the pass stand."""
-        num = mx.maximum(num_tokens - self.offset, 0)[:, None, None]  # [rows, 1, 1]
-        columns = mx.arange(self.log_decay.shape[-1])
-        ends = mx.where(columns == num - 1, self.log_decay, 0).sum(axis=-1, keepdims=True)
-        weights = mx.exp(mx.where(columns < num, ends - self.log_decay, -mx.inf))
-        added = (self.deltas * weights[..., None]).swapaxes(-1, -2) @ self.keys
-        return mx.exp(ends)[..., None] * self.state + added
+        num = mx.maximum(num_tokens - self.offset, 0)[:, None, None, None]
+        last = mx.maximum(num - 1, 0)
+        decay = mx.take_along_axis(self.decay, last, axis=2)
+        since = mx.take_along_axis(self.since, last[..., None], axis=2)[:, :, 0]
+        return mx.where(num > 0, self._state(decay, since), self.state)
 
     def state_after_all(self) -> mx.array:
-        ends = self.log_decay[..., -1:]
-        added = (self.deltas * mx.exp(ends - self.log_decay)[..., None]).swapaxes(-1, -2) @ self.keys
-        return mx.exp(ends)[..., None] * self.state + added
+        return self._state(self.decay[:, :, -1:], self.since[:, :, -1])
+
+    def _state(self, decay: mx.array, since: mx.array) -> mx.array:
+        return decay * self.state + self.deltas.swapaxes(-1, -2) @ (self.keys * since)
 
 
 def delta_rule(
@@ -52,37 +55,33 @@ def delta_rule(
     log_gates: mx.array,
     betas: mx.array,
     state: mx.array,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[mx.array, Corrections]:
     """Outputs [rows, tokens, heads, value_dim], and what the tokens do to the state.
 
     queries, keys [rows, tokens, key_heads, key_dim], a key head for each group of heads; values
-    [rows, tokens, heads, value_dim]; log_gates, betas [rows, tokens, heads];
-    state [rows, heads, value_dim, key_dim].
+    [rows, tokens, heads, value_dim]; log_gates [rows, tokens, heads] or [rows, tokens, heads, key_dim];
+    betas [rows, tokens, heads]; state [rows, heads, value_dim, key_dim].
     """
-    num_tokens, num_heads = values.shape[1], values.shape[2]
-    size = min(chunk, num_tokens)
-    repeats = num_heads // keys.shape[2]
+    num_tokens = values.shape[1]
+    by_dimension = log_gates.ndim == 4
+    size = min(chunk or (CHUNK_BY_DIMENSION if by_dimension else CHUNK), num_tokens)
+    repeats = values.shape[2] // keys.shape[2]
     q, k, v = (by_heads(x, size) for x in (queries, keys, values))  # [rows, heads, chunks, size, dim]
-    log_g, beta = (by_heads(x[..., None], size) for x in (log_gates, betas))  # [rows, heads, chunks, size, 1]
-    ends = mx.cumsum(log_g, axis=-2)
-    decay = decay_matrix(
-        ends[..., 0]
-    )  # [rows, heads, chunks, size, size], ones and less, zero above the diagonal
-    products = mx.repeat(k @ k.swapaxes(-1, -2), repeats, axis=1)
-    reads = mx.repeat(q @ k.swapaxes(-1, -2), repeats, axis=1) * decay
-    solved = _unit_lower_inverse(mx.tril(beta * products * decay, -1))
-    if repeats > 1:
-        q, k = mx.repeat(q, repeats, axis=1), mx.repeat(k, repeats, axis=1)
+    beta = by_heads(betas[..., None], size)
+    decay, since = decays(by_heads(log_gates if by_dimension else log_gates[..., None], size))
+    overlaps, reads = decayed_products(k, k, since, repeats), decayed_products(q, k, since, repeats)
+    solved = _unit_lower_inverse(mx.tril(beta * overlaps, -1))
+    q, k = repeated(q, repeats), repeated(k, repeats)
     fresh = solved @ (beta * v)  # the corrections if the state were zero
-    seen = solved @ (beta * mx.exp(ends) * k)  # what of the state enters them
-    asked = mx.exp(ends) * q
+    seen = solved @ (beta * decay * k)  # what of the state enters them
+    asked = decay * q
     outputs = []
     for i in range(v.shape[2]):
         turned = state.swapaxes(-1, -2)
         deltas = fresh[:, :, i] - seen[:, :, i] @ turned
         outputs.append(asked[:, :, i] @ turned + reads[:, :, i] @ deltas)
-        last = Corrections(state, k[:, :, i], deltas, ends[:, :, i, :, 0], i * size)
+        last = Corrections(state, k[:, :, i], deltas, decay[:, :, i], since[:, :, i], i * size)
         state = last.state_after_all()  # never computed for the last one
     out = mx.concatenate(outputs, axis=2)
     return out[:, :, :num_tokens].swapaxes(1, 2), last
@@ -97,11 +96,30 @@ def by_heads(x: mx.array, size: int) -> mx.array:
     return x.reshape(*x.shape[:2], -1, size, x.shape[-1])
 
 
-def decay_matrix(ends: mx.array) -> mx.array:
-    """e^(L_t - L_i) for i <= t, else 0.  [..., size] -> [..., size, size]"""
-    size = ends.shape[-1]
-    below = mx.tril(mx.ones((size, size), mx.bool_))
-    return mx.exp(mx.where(below, ends[..., :, None] - ends[..., None, :], -mx.inf))
+def repeated(x: mx.array, repeats: int) -> mx.array:
+    """A key head for each of its group's heads."""
+    return mx.repeat(x, repeats, axis=1) if repeats > 1 else x
+
+
+def decays(log_gates: mx.array) -> tuple[mx.array, mx.array]:
+    """What remains at token t of the state before the chunk, and of what came in at token i.
+
+    [..., size, dim] -> [..., size, dim] and [..., size (t), size (i), dim], 0 where i > t. Logs between two
+    tokens are added up, not taken as a difference of sums: a gate that forgets everything harms no other.
+    """
+    size = log_gates.shape[-2]
+    after = mx.tril(mx.ones((size, size), mx.bool_), -1)[..., None]
+    between = mx.cumsum(mx.where(after, log_gates[..., None, :], 0), axis=-3)
+    not_before = mx.tril(mx.ones((size, size), mx.bool_))[..., None]
+    return mx.exp(mx.cumsum(log_gates, axis=-2)), mx.where(not_before, mx.exp(between), 0)
+
+
+def decayed_products(left: mx.array, right: mx.array, since: mx.array, repeats: int) -> mx.array:
+    """sum over dimensions of left_t right_i since_(t, i).  [..., size, size]"""
+    if since.shape[-1] == 1:
+        return repeated(left @ right.swapaxes(-1, -2), repeats) * since[..., 0]
+    left, right = repeated(left, repeats), repeated(right, repeats)
+    return ((since * right[..., None, :, :]) @ left[..., None])[..., 0]
 
 
 def _unit_lower_inverse(strict: mx.array) -> mx.array:

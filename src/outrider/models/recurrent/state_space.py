@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from outrider.models.recurrent.delta_rule import Corrections, by_heads, decay_matrix
+from outrider.models.recurrent.delta_rule import Corrections, by_heads, decayed_products, decays, repeated
 
 CHUNK = 64
 
@@ -33,15 +33,14 @@ def state_space(
     repeats = num_heads // in_keys.shape[2]
     deltas = by_heads(steps[..., None] * inputs, size)  # [rows, heads, chunks, size, dim]
     k, q = by_heads(in_keys, size), by_heads(out_keys, size)
-    ends = mx.cumsum(by_heads(log_decays[..., None], size), axis=-2)
-    reads = mx.repeat(q @ k.swapaxes(-1, -2), repeats, axis=1) * decay_matrix(ends[..., 0])
-    k, q = mx.repeat(k, repeats, axis=1), mx.repeat(q, repeats, axis=1)
-    own = reads @ deltas
-    asked = mx.exp(ends) * q
+    decay, since = decays(by_heads(log_decays[..., None], size))
+    own = decayed_products(q, k, since, repeats) @ deltas
+    k = repeated(k, repeats)
+    asked = decay * repeated(q, repeats)
     outputs = []
     for i in range(deltas.shape[2]):
         outputs.append(own[:, :, i] + asked[:, :, i] @ state.swapaxes(-1, -2))
-        last = Corrections(state, k[:, :, i], deltas[:, :, i], ends[:, :, i, :, 0], i * size)
+        last = Corrections(state, k[:, :, i], deltas[:, :, i], decay[:, :, i], since[:, :, i], i * size)
         state = last.state_after_all()
     out = mx.concatenate(outputs, axis=2)
     return out[:, :, :num_tokens].swapaxes(1, 2), last

@@ -1,0 +1,149 @@
+"""mlx-lm's layers with a gated delta rule, with a state per row: Qwen3-Next, Qwen3.5, OLMo, Kimi, Bailing.
+
+Each is a short causal convolution of queries, keys and values, then the rule, then a gated norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import bailing_moe_v3, kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
+from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.gated_delta import normalize_qk
+
+from outrider.cache.recurrent import StateView
+from outrider.models.recurrent.convolution import causal_convolution
+from outrider.models.recurrent.delta_rule import delta_rule
+
+
+class _OwnCaches:
+    """Hands passes over mlx-lm's caches to the layer that this one was."""
+
+    _rows: Callable[[mx.array, StateView | None], mx.array]
+
+    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        if isinstance(cache, ArraysCache):
+            out: mx.array = super().__call__(x, mask, cache)  # type: ignore[misc]
+            return out
+        return self._rows(x, cache)
+
+
+class _Qwen(_OwnCaches):
+    """One convolution for queries, keys and values together."""
+
+    def _rows(self: Any, x: mx.array, view: StateView | None) -> mx.array:
+        rows, width, _ = x.shape
+        qkv, z, b, a = self._projected(x)
+        convolved = nn.silu(causal_convolution(self.conv1d, qkv, view, 0))
+        q, k, v = mx.split(convolved, [self.key_dim, 2 * self.key_dim], axis=-1)
+        q, k = (_heads(part, self.num_k_heads) for part in (q, k))
+        log_gates = _log_gates(self.A_log, a + self.dt_bias)
+        out = _rule(q, k, _heads(v, self.num_v_heads), log_gates, mx.sigmoid(b), view, 1)
+        out = self.out_proj(self.norm(out.astype(x.dtype), z).reshape(rows, width, -1))
+        if getattr(self, "sharding_group", None) is not None:
+            out = mx.distributed.all_sum(out, group=self.sharding_group)
+        return out
+
+
+class Qwen3NextLayer(_Qwen, qwen3_next.Qwen3NextGatedDeltaNet):
+    def _projected(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
+        qkv = mx.concatenate([part.flatten(-2) for part in (q, k, v)], axis=-1)
+        return qkv, z, b, a
+
+
+class Qwen35Layer(_Qwen, qwen3_5.GatedDeltaNet):
+    def _projected(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        z = _heads(self.in_proj_z(x), self.num_v_heads)
+        return self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x)
+
+
+class OlmoLayer(_OwnCaches, olmo_hybrid.GatedDeltaNet):
+    def _rows(self: Any, x: mx.array, view: StateView | None) -> mx.array:
+        q, k, v = (
+            nn.silu(causal_convolution(conv, project(x), view, part))
+            for part, (project, conv) in enumerate(
+                ((self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d))
+            )
+        )
+        q, k = (_heads(part, self.num_k_heads) for part in (q, k))
+        betas = mx.sigmoid(self.b_proj(x)) * (2 if self.allow_neg_eigval else 1)
+        log_gates = _log_gates(self.A_log, self.a_proj(x) + self.dt_bias)
+        out = _rule(q, k, _heads(v, self.num_v_heads), log_gates, betas, view, 3)
+        gated = self.o_norm(out.astype(x.dtype), _heads(self.g_proj(x), self.num_v_heads))
+        return self.o_proj(gated.flatten(-2))
+
+
+class _ByDimension(_OwnCaches):
+    """Kimi's delta attention: a gate for each key dimension."""
+
+    def _rows(self: Any, x: mx.array, view: StateView | None) -> mx.array:
+        q, k, v = (
+            _heads(nn.silu(causal_convolution(conv, project(x), view, part)), self.num_heads)
+            for part, (project, conv) in enumerate(self._convolved())
+        )
+        gates, out_gates = (_heads(part, self.num_heads) for part in self._gates(x))
+        log_gates = self._log_gates(gates, _heads(self.dt_bias, self.num_heads))
+        out = _rule(q, k, v, log_gates, mx.sigmoid(self.b_proj(x)), view, 3)
+        out = self.o_norm(out.astype(x.dtype)) * mx.sigmoid(out_gates)
+        return self.o_proj(out.flatten(-2))
+
+
+class KimiLayer(_ByDimension, kimi_linear.KimiDeltaAttention):
+    def _convolved(self) -> list[tuple[nn.Module, nn.Conv1d]]:
+        return [
+            (self.q_proj, self.q_conv.conv),
+            (self.k_proj, self.k_conv.conv),
+            (self.v_proj, self.v_conv.conv),
+        ]
+
+    def _gates(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        return self.f_b_proj(self.f_a_proj(x)), self.g_b_proj(self.g_a_proj(x))
+
+    def _log_gates(self, gates: mx.array, bias: mx.array) -> mx.array:
+        return _log_gates(self.A_log.reshape(-1, 1), gates + bias)
+
+
+class BailingLayer(_ByDimension, bailing_moe_v3.BailingKDA):
+    def _convolved(self) -> list[tuple[nn.Module, nn.Conv1d]]:
+        return [(self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d)]
+
+    def _gates(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        return self.f_proj(x), self.g_proj(x)
+
+    def _log_gates(self, gates: mx.array, bias: mx.array) -> mx.array:
+        scale = mx.exp(self.A_log.astype(mx.float32)).reshape(-1, 1)
+        return self.lower_bound * mx.sigmoid(scale * (gates.astype(mx.float32) + bias))
+
+
+def _heads(x: mx.array, num: int) -> mx.array:
+    return x.reshape(*x.shape[:-1], num, -1)
+
+
+def _log_gates(log_rates: mx.array, steps: mx.array) -> mx.array:
+    return -mx.exp(log_rates.astype(mx.float32)) * nn.softplus(steps)
+
+
+def _rule(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_gates: mx.array,
+    betas: mx.array,
+    view: StateView | None,
+    part: int,
+) -> mx.array:
+    """The delta rule from the rows' states (part `part` of the view), or from nothing."""
+    q, k = normalize_qk(q, k, inv_scale=k.shape[-1] ** -0.5, eps=1e-6)
+    if view is None:
+        state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[-1]))
+        return delta_rule(q, k, v, log_gates, betas, state)[0]
+    fed = view.fed[..., None]
+    betas = mx.where(fed, betas, 0)
+    log_gates = mx.where(fed if log_gates.ndim == 3 else fed[..., None], log_gates, 0)
+    out, corrections = delta_rule(q, k, v, log_gates, betas, view[part])
+    view.keep(part, corrections.state_after)
+    return out
