@@ -513,6 +513,24 @@ TINY: dict[str, dict[str, Any]] = {
     "youtu_llm": LATENT,
 }
 
+# Vision models, of which only the language model is built: its config stands in theirs.
+LANGUAGE_MODELS = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "kimi_k25": "deepseek_v3",
+    "kimi_vl": "deepseek_v3",
+    "lfm2-vl": "lfm2",
+    "mistral3": "ministral3",
+    "pixtral": "llama",
+    "qwen2_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
+TINY |= {
+    family: {"text_config": {"model_type": text, **COMMON, **TINY[text]}}
+    for family, text in LANGUAGE_MODELS.items()
+}
+
 # Families that are not served, for the tests that a trunk notices it by itself.
 REFUSED_TINY: dict[str, dict[str, Any]] = {
     "afm7": {"hidden_dim": 64, "num_layers": 3, "num_kv_reuse_layers": 1, "num_heads": 4, "num_kv_heads": 2},

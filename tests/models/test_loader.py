@@ -176,7 +176,7 @@ def test_a_config_that_lacks_sizes(folder: Path) -> None:
     assert "hidden_size" in _damaged(folder)
 
 
-@pytest.mark.parametrize("model_type", ["jamba", "falcon_mamba", "qwen3_vl", "brand_new"])
+@pytest.mark.parametrize("model_type", ["jamba", "falcon_mamba", "gemma3n", "brand_new"])
 def test_a_refused_family_is_refused_before_its_weights_are_read(folder: Path, model_type: str) -> None:
     _rewrite_config(folder, model_type=model_type)
     (folder / "model.safetensors").unlink()

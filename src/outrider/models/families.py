@@ -20,19 +20,21 @@ class UnsupportedModel(ModelUnavailable):
 SUPPORTED: frozenset[str] = frozenset({
     "afmoe", "apertus", "bailing_moe", "bailing_moe_v3", "cohere", "cohere2", "dbrx", "deepseek",
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
-    "exaone_moe", "falcon_h1", "gemma", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_oss", "gptj", "granite", "granitemoe", "granitemoehybrid",
-    "helium", "hunyuan", "hunyuan_v1_dense", "internlm2", "internlm3", "iquestloopcoder", "kimi_linear",
-    "Klear", "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mamba2", "mellum",
-    "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax", "ministral3", "mistral4", "mixtral",
-    "muse_glimmer", "nanbeige", "nanochat", "nemotron", "nemotron-nas", "nemotron_h", "olmo2", "olmo3",
-    "olmo_hybrid", "olmoe", "openelm", "phi", "phi3", "phimoe", "plamo", "plamo3", "qwen", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
-    "solar_open", "spark2_5", "stablelm", "starcoder2", "step3p5", "talkie", "telechat3", "youtu_llm",
+    "exaone_moe", "falcon_h1", "gemma", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_oss", "gptj", "granite", "granitemoe",
+    "granitemoehybrid", "helium", "hunyuan", "hunyuan_v1_dense", "internlm2", "internlm3",
+    "iquestloopcoder", "kimi_k25", "kimi_linear", "kimi_vl", "Klear", "laguna", "lfm2", "lfm2-vl",
+    "lfm2_moe", "llama", "llama4_text", "longcat_flash", "mamba2", "mellum", "mimo", "mimo_v2_flash",
+    "minicpm", "minicpm3", "minimax", "ministral3", "mistral3", "mistral4", "mixtral", "muse_glimmer",
+    "nanbeige", "nanochat", "nemotron", "nemotron-nas", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid",
+    "olmoe", "openelm", "phi", "phi3", "phimoe", "pixtral", "plamo", "plamo3", "qwen", "qwen2", "qwen2_moe",
+    "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe",
+    "seed_oss", "smollm3", "solar_open", "spark2_5", "stablelm", "starcoder2", "step3p5", "talkie",
+    "telechat3", "youtu_llm",
 })  # fmt: skip
 
 RECURRENT = "it has recurrent layers of a kind whose state cannot be rolled back per row yet"
-MEDIA = "it is a vision or audio model, and media requests are not served yet"
+MEDIA = "its language model is not one that has been checked apart from its eyes and ears"
 LOGITS_ONLY = "its stack hands out logits, not the hidden states that drafting needs"
 
 REFUSED: Mapping[str, str] = {
@@ -43,13 +45,7 @@ REFUSED: Mapping[str, str] = {
         ),
         RECURRENT,
     ),
-    **dict.fromkeys(
-        (
-            "gemma3", "gemma3n", "gemma4", "kimi_k25", "kimi_vl", "lfm2-vl", "minimax_m3_vl", "mistral3",
-            "muse_spark", "pixtral", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
-        ),
-        MEDIA,
-    ),
+    **dict.fromkeys(("gemma3n", "minimax_m3_vl", "muse_spark"), MEDIA),
     **dict.fromkeys(("gpt_neox", "lille-130m", "olmo"), LOGITS_ONLY),
     "afm7": "its last layers take their positions from the length of the buffers, one for all rows",
     "bitnet": "its ternary products run on Metal only, where they have not been checked with per-row caches",

@@ -47,8 +47,8 @@ class Trunk:
     """A loaded mlx-lm model seen as `tokens -> hidden -> logits`. Of a vision model, its language model."""
 
     def __init__(self, model: nn.Module, max_context: int) -> None:
-        model = _language_model(model)
         caches = _prompt_cache(model)
+        model = _language_model(model)
         stack_name, embedding_name = _stack_and_embedding(model)
         self.model = model
         self.inner: nn.Module = getattr(model, stack_name)
