@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.gated_delta import normalize_qk
 
 from outrider.cache.recurrent import StateView
+from outrider.models.recurrent import window_kernel
 from outrider.models.recurrent.convolution import causal_convolution
 from outrider.models.recurrent.delta_rule import delta_rule
 
@@ -144,6 +145,7 @@ def _rule(
     fed = view.fed[..., None]
     betas = mx.where(fed, betas, 0)
     log_gates = mx.where(fed if log_gates.ndim == 3 else fed[..., None], log_gates, 0)
-    out, corrections = delta_rule(q, k, v, log_gates, betas, view[part])
+    rule = window_kernel.window if window_kernel.fits(k, v, log_gates) else delta_rule
+    out, corrections = rule(q, k, v, log_gates, betas, view[part])
     view.keep(part, corrections.state_after)
     return out
