@@ -1,7 +1,7 @@
 """The GPU kernels of the delta rule. No GPU is needed: their source is compiled as C++, threads are lanes.
 
-What this cannot show: that Metal's and CUDA's own compilers take it. Before its first use on a device a kernel
-is compared with the portable form there.
+What this cannot show: that Metal's and CUDA's own compilers take it. Before its first use on a device a
+kernel is compared with the portable form there.
 """
 
 from __future__ import annotations

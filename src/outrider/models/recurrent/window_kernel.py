@@ -197,7 +197,7 @@ def _agrees() -> bool:
     return True
 
 
-def _trial() -> list[mx.array]:
+def _trial() -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array]:
     keys = mx.random.split(mx.random.key(0), len(_INPUTS))
     q, k, v, g, b, s = (
         mx.random.normal(shape, key=key)
@@ -207,4 +207,4 @@ def _trial() -> list[mx.array]:
             strict=True,
         )
     )
-    return [q / 64, k / 8, v, -mx.abs(g), mx.sigmoid(b), s]
+    return q / 64, k / 8, v, -mx.abs(g), mx.sigmoid(b), s
