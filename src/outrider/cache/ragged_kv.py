@@ -80,6 +80,8 @@ class Placement:
         self.capacity = capacity
         self.num_seen = min(capacity, -(-end // VIEW_STEP) * VIEW_STEP)
         self.slots = slots
+        # Slots that follow each other are read without a copy.
+        self.is_range = list(slots) == list(range(slots[0], slots[0] + len(slots)))
         self.slot_ids = mx.array(list(slots))[:, None]  # [rows, 1]
         columns = mx.arange(width)
         self.cells = starts[:, None] + columns  # [rows, width]
@@ -88,11 +90,6 @@ class Placement:
         self.written = mx.where(self.fed, own, capacity)  # [rows, width]
         self._masks: dict[int | None, mx.array] = {}
         self._num_written = 0
-
-    @property
-    def is_range(self) -> bool:
-        """Whether the rows' slots follow each other, so that reading them needs no copy."""
-        return list(self.slots) == list(range(self.slots[0], self.slots[0] + len(self.slots)))
 
     def launch_now_and_then(self, kv: RaggedKV) -> None:
         """Called as each layer writes its cells."""
@@ -119,7 +116,6 @@ class LayerView:
     def __init__(self, kv: RaggedKV, placement: Placement) -> None:
         self._kv = kv
         self._placement = placement
-        self._is_range = placement.is_range
         self.offset = placement.offset
 
     @property
@@ -144,7 +140,7 @@ class LayerView:
 
     def _write(self, buffer: mx.array, new: mx.array) -> mx.array:
         place = self._placement
-        if self._is_range and len(place.slots) == buffer.shape[0]:  # all slots: the cheaper write
+        if place.is_range and len(place.slots) == buffer.shape[0]:  # all slots: the cheaper write
             cells = mx.broadcast_to(place.written[:, None, :, None], new.shape)
             return mx.put_along_axis(buffer, cells, new, axis=2)
         buffer[place.slot_ids, :, place.written] = new.transpose(0, 2, 1, 3)
@@ -152,7 +148,7 @@ class LayerView:
 
     def _read(self, buffer: mx.array) -> mx.array:
         place = self._placement
-        if self._is_range:
+        if place.is_range:
             return buffer[place.slots[0] : place.slots[-1] + 1, :, : place.num_seen]
         return buffer[place.slot_ids[:, 0], :, : place.num_seen]
 

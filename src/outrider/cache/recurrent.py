@@ -120,10 +120,11 @@ def _written(part: mx.array, rows: mx.array, place: Placement) -> mx.array:
 
 def _resized(part: mx.array, num_slots: int) -> mx.array:
     old_slots = part.shape[0]
-    if num_slots <= old_slots:
-        kept = part[:num_slots] if num_slots < old_slots else part
+    if num_slots == old_slots:
+        return part
+    if num_slots < old_slots:
+        resized = mx.contiguous(part[:num_slots])
     else:
-        kept = mx.concatenate([part, _zeros(num_slots - old_slots, part.shape[1:], part.dtype)])
-    kept = mx.contiguous(kept)
-    mx.eval(kept)  # one layer at a time, and no view of the old buffer remains
-    return kept
+        resized = mx.concatenate([part, _zeros(num_slots - old_slots, part.shape[1:], part.dtype)])
+    mx.eval(resized)  # one layer at a time, and no view of the old buffer remains
+    return resized
