@@ -1,0 +1,97 @@
+"""How often the model answers questions about pictures exactly as expected.
+
+    python train/vision/evaluate.py MODEL_FOLDER vision.safetensors
+
+Two sets, both drawn from seeds that training does not use: `new` has the pairs of shape and colour, and the
+words and numbers, that training has; `held out` has only those that it never has. An answer counts if greedy
+decoding gives it to the letter, so every token must be the model's first choice given those before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from batches import DEFAULT_SYSTEM, Turn, Writer, collate
+from frozen import FrozenTrunk
+from pictures import Scene
+from questions import Question, questions
+from scenes import SceneMaker, any_scene
+from seeing import answer_logits, load_eye
+from vit import Eye
+
+Results = dict[str, dict[str, tuple[int, int]]]  # by set and kind of question: right answers of how many
+ROWS = 128
+WIDTH = 144
+
+
+def examples(name: str, pictures: int) -> Iterator[tuple[Scene, Question]]:
+    maker = SceneMaker(f"evaluation: {name}", held_out=name == "held out")
+    for _ in range(pictures):
+        scene = any_scene(maker)
+        for question in questions(scene, maker.random):
+            yield scene, question
+
+
+def kind_of(scene: Scene, question: Question) -> str:
+    shapes = sum(not thing.text for thing in scene.things)
+    if question.kind in ("shape", "colour", "count"):
+        return f"{question.kind}, {'one shape' if shapes == 1 else 'several shapes'}"
+    return question.kind
+
+
+@torch.no_grad()
+def evaluate(eye: Eye, trunk: FrozenTrunk, writer: Writer, device: str, pictures: int) -> Results:
+    results: Results = {}
+    for name in ("new", "held out"):
+        asked = list(examples(name, pictures))
+        counts: dict[str, list[bool]] = defaultdict(list)
+        for start in range(0, len(asked), ROWS):
+            part = asked[start : start + ROWS]
+            part += part[:1] * (ROWS - len(part))  # one shape, so that nothing is compiled again
+            rows = [writer.conversation([Turn(question)], DEFAULT_SYSTEM, WIDTH) for _, question in part]
+            batch = collate([scene for scene, _ in part], rows, WIDTH).to(device)
+            logits, _ = answer_logits(eye, trunk, batch)
+            wrong = torch.zeros(ROWS, device=device)
+            wrong.index_add_(0, batch.row_of, (logits.argmax(-1) != batch.answers).float())
+            for (scene, question), errors in zip(asked[start : start + ROWS], wrong.tolist(), strict=False):
+                counts[kind_of(scene, question)].append(errors == 0)
+        results[name] = {kind: (sum(right), len(right)) for kind, right in sorted(counts.items())}
+    return results
+
+
+def table(results: Results) -> str:
+    lines = ["| questions about | " + " | ".join(results) + " |", "|---" * (1 + len(results)) + "|"]
+    for kind in sorted({kind for counts in results.values() for kind in counts}):
+        cells = []
+        for counts in results.values():
+            right, total = counts.get(kind, (0, 0))
+            cells.append(f"{100 * right / total:.1f} % of {total}" if total else "-")
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="the default model's folder")
+    parser.add_argument("eye", type=Path)
+    parser.add_argument("--pictures", type=int, default=1500, help="in each set")
+    parser.add_argument("--json", type=Path, help="write the counts here, too")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    trunk = FrozenTrunk.load(options.model, device, compiled=False)
+    writer = Writer(options.model / "tokenizer.json")
+    results = evaluate(load_eye(options.eye, device), trunk, writer, device, options.pictures)
+    print(table(results))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
