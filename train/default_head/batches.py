@@ -33,6 +33,10 @@ class Batch:
     targets: Tensor  # [N] places of drafted tokens in the flattened [rows * width]
     is_valid: Tensor  # [N] float; 0 where there were fewer targets than N
 
+    def follows(self) -> Tensor:
+        """1 where the target before is the token before, 0 at the first target of an answer.  [N] float"""
+        return (self.targets - self.targets.roll(1) == 1).float()  # targets ascend: never so for the first
+
     def teacher(self) -> Tensor:
         """The hidden states from which the trunk itself picks the targets.  [N, H]"""
         return self.hidden.flatten(0, 1)[self.targets - 1]

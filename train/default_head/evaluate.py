@@ -199,9 +199,11 @@ def main() -> None:
                 cells += [f"{rates} (first {low:.2f}–{high:.2f})", f"{tally.tokens_per_step():.2f}"]
             print(f"| {name} | {which} | {' | '.join(cells)} |", flush=True)
         for depth in range(1, args.depth):
-            tally, _ = evaluated(head, trunk, given, depth, draft_ids)
-            rates = " ".join(f"{rate:.3f}" for rate in tally.rates())
-            print(f"| {name} | depth {depth} | {rates} | {tally.tokens_per_step():.2f} | | |", flush=True)
+            for which, vocabulary in list(vocabularies.items())[:2]:
+                tally, _ = evaluated(head, trunk, given, depth, vocabulary)
+                rates = " ".join(f"{rate:.3f}" for rate in tally.rates())
+                stride = f"{tally.tokens_per_step():.2f}"
+                print(f"| {name} | {which}, depth {depth} | {rates} | {stride} | | |", flush=True)
 
 
 if __name__ == "__main__":

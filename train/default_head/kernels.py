@@ -103,30 +103,37 @@ class Distilled:
     hit: Tensor  # [R] 1 where both have the same best token
 
 
-def distil(drafts: Tensor, targets: Tensor, offsets: Tensor, hard: float, scale: Tensor) -> Distilled:
+def distil(
+    drafts: Tensor, targets: Tensor, offsets: Tensor, hard: float, overlap: float, scale: Tensor
+) -> Distilled:
     """Compare logits drafts [R, V] with targets [R, V]; overwrite drafts with the gradient times scale [R].
 
-    The loss is cross entropy against (1 - hard) * the trunk's distribution + hard * its best token.
+    What is wanted is (1 - hard) * the trunk's distribution + hard * its best token. The loss is the cross
+    entropy against it, minus `overlap` times the mass that the draft's distribution shares with it.
     offsets [V] is added to both: the logarithm of how many tokens a column stands for.
     """
     if not uses_triton(drafts):
-        return distil_reference(drafts, targets, offsets, hard, scale)
+        return distil_reference(drafts, targets, offsets, hard, overlap, scale)
     found = torch.empty(2, len(drafts), device=drafts.device)
+    sizes = (drafts.shape[1], overlap > 0, 2048)
     _distil[(len(drafts),)](
-        drafts, targets, offsets, scale, found[0], found[1], hard, drafts.shape[1], 2048, num_warps=8
+        drafts, targets, offsets, scale, found[0], found[1], hard, overlap, *sizes, num_warps=8
     )
     return Distilled(found[0], found[1])
 
 
 def distil_reference(
-    drafts: Tensor, targets: Tensor, offsets: Tensor, hard: float, scale: Tensor
+    drafts: Tensor, targets: Tensor, offsets: Tensor, hard: float, overlap: float, scale: Tensor
 ) -> Distilled:
     log_q = (drafts.float() + offsets).log_softmax(-1)
     log_p = (targets.float() + offsets).log_softmax(-1)
     best = log_p.argmax(-1)
     wanted = log_p.exp() * (1 - hard)
     wanted[torch.arange(len(best)), best] += hard
-    drafts.copy_((log_q.exp() - wanted) * scale[:, None])
+    q = log_q.exp()
+    short = (q < wanted).float()  # where the draft gives too little
+    gradient = q - wanted + overlap * q * ((q * short).sum(-1, keepdim=True) - short)
+    drafts.copy_(gradient * scale[:, None])
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
     return Distilled(divergence, (log_q.argmax(-1) == best).float())
 
@@ -223,10 +230,12 @@ if triton is not None:
         divergence_ptr,
         hit_ptr,
         hard,
+        overlap,
         columns,
+        OVERLAPS: tl.constexpr,  # overlap > 0
         BLOCK: tl.constexpr,
     ):
-        """Two passes over a row: the sums of both softmaxes, then the gradient."""
+        """Passes over a row: the sums of both softmaxes, the draft's mass where it is short, the gradient."""
         row = tl.program_id(0).to(tl.int64)
         draft_ptr += row * columns
         target_ptr += row * columns
@@ -263,6 +272,19 @@ if triton is not None:
         tl.store(divergence_ptr + row, divergence)
         tl.store(hit_ptr + row, (_lowest_index_of(q_peak, q_best) == best).to(tl.float32))
         scale = tl.load(scale_ptr + row)
+        short_mass = 0.0
+        if OVERLAPS:
+            lanes = tl.zeros((BLOCK,), tl.float32)
+            for first in range(0, columns, BLOCK):
+                index = first + lane
+                inside = index < columns
+                offset = tl.load(offset_ptr + index, mask=inside, other=0.0)
+                q = tl.load(draft_ptr + index, mask=inside, other=-60000.0).to(tl.float32) + offset
+                p = tl.load(target_ptr + index, mask=inside, other=-60000.0).to(tl.float32) + offset
+                wanted = tl.exp(p - p_log_sum) * (1.0 - hard) + tl.where(index == best, hard, 0.0)
+                q = tl.exp(q - q_log_sum)
+                lanes += tl.where(q < wanted, q, 0.0)
+            short_mass = tl.sum(lanes, 0)
         for first in range(0, columns, BLOCK):
             index = first + lane
             inside = index < columns
@@ -270,5 +292,8 @@ if triton is not None:
             q = tl.load(draft_ptr + index, mask=inside, other=-60000.0).to(tl.float32) + offset
             p = tl.load(target_ptr + index, mask=inside, other=-60000.0).to(tl.float32) + offset
             wanted = tl.exp(p - p_log_sum) * (1.0 - hard) + tl.where(index == best, hard, 0.0)
-            gradient = (tl.exp(q - q_log_sum) - wanted) * scale
-            tl.store(draft_ptr + index, gradient.to(draft_ptr.dtype.element_ty), mask=inside)
+            q = tl.exp(q - q_log_sum)
+            gradient = q - wanted
+            if OVERLAPS:
+                gradient += overlap * q * (short_mass - tl.where(q < wanted, 1.0, 0.0))
+            tl.store(draft_ptr + index, (gradient * scale).to(draft_ptr.dtype.element_ty), mask=inside)

@@ -1,7 +1,11 @@
 """What a head is trained for: drafts that the trunk would pick itself.
 
 At every depth the draft's distribution is pulled towards the trunk's, with some weight on its best token. A
-draft at depth 2 is only ever looked at where the one at depth 1 stood, so deeper losses count mostly there.
+draft at depth 2 is only ever looked at where its chain's draft at depth 1 stood, so deeper losses count
+mostly there.
+
+    targets:            t-2   t-1    t          depth d drafts them all, each from a chain of its own;
+    chain from t-4:      1     2     3          depth 3 at t is reached where depth 1 hit t-2 and 2 hit t-1
 
 The softmax runs over the draft vocabulary and a fresh random sample of the other ids, each of which stands
 for many: a third of the work of the whole vocabulary, and the head still learns to leave the others alone.
@@ -21,7 +25,8 @@ from torch import Tensor
 class LossRecipe:
     depth_weights: tuple[float, ...] = (1.0, 0.8, 0.64)
     hard: float = 0.15  # weight of the trunk's best token; the rest is its distribution
-    unreached: float = 0.2  # weight of a deeper draft where an earlier one fell
+    overlap: float = 0.0  # weight of the mass that both distributions share
+    unreached: float = 0.2  # weight of a deeper draft where an earlier one of its chain fell
     num_sampled: int = 2048  # ids outside the draft vocabulary
 
 
@@ -58,20 +63,24 @@ class DraftLoss:
 
     @torch.no_grad()
     def __call__(
-        self, drafts: list[Tensor], teacher: Tensor, is_valid: Tensor
+        self, drafts: list[Tensor], teacher: Tensor, is_valid: Tensor, follows: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """drafts [N, H] of each depth, teacher [N, H], is_valid [N].
+        """drafts [N, H] of each depth, teacher [N, H], is_valid and follows [N] (see Batch).
 
-        Returns the gradients of the drafts, and sums over the valid targets of KL and hits [depths, 2].
+        Returns the gradients of the drafts, and sums over the valid targets [depths, 4]: KL, hits, drafts
+        that stand and drafts that were reached.
         """
-        columns = self._columns
+        columns, recipe = self._columns, self._recipe
         targets = torch.mm(teacher, columns.T, out=self._target_logits)
         reached = is_valid
         gradients, sums = [], []
-        for draft, weight in zip(drafts, self._recipe.depth_weights, strict=True):
+        for draft, weight in zip(drafts, recipe.depth_weights, strict=True):
             logits = torch.mm(draft.to(teacher.dtype), columns.T, out=self._draft_logits)
-            found = distil(logits, targets, self._offsets, self._recipe.hard, reached)
+            weights = torch.where(reached > 0, 1.0, recipe.unreached) * is_valid
+            found = distil(logits, targets, self._offsets, recipe.hard, recipe.overlap, weights)
             gradients.append(torch.mm(logits, columns).float() * (weight / len(teacher)))
-            sums.append(torch.stack([found.divergence @ is_valid, found.hit @ is_valid]))
-            reached = reached * torch.where(found.hit > 0, 1.0, self._recipe.unreached)
+            stood = found.hit * reached
+            counted = [found.divergence @ is_valid, found.hit @ is_valid, stood.sum(), reached.sum()]
+            sums.append(torch.stack(counted))
+            reached = stood.roll(1) * follows * is_valid
         return gradients, torch.stack(sums)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from everyday import everyday_questions
+
 DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 SYSTEMS = (
@@ -551,7 +553,7 @@ class Beginning:
     """Token ids a conversation starts with, and who writes on."""
 
     token_ids: list[int]
-    kind: str  # free, system, opening or question
+    kind: str  # free, system, opening, question or everyday
     asks: bool  # the user's turn is complete: the assistant is next
 
 
@@ -575,4 +577,5 @@ def beginnings(encode: Callable[[str], list[int]]) -> list[Beginning]:
         *(Beginning(encode(user_turn("", system)), "system", False) for system in SYSTEMS),
         *(Beginning(encode(user_turn(opening)), "opening", False) for opening in OPENINGS),
         *(Beginning(encode(question(text)), "question", True) for text in questions),
+        *(Beginning(encode(question(text)), "everyday", True) for text in everyday_questions()),
     ]

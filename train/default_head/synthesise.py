@@ -32,8 +32,7 @@ LONGEST_USER_TURN = 160
 LEAST_TARGETS = 8  # conversations with fewer are dropped
 ROOM_FOR_ANOTHER_TURN = 96
 
-KIND_SHARES = {"free": 0.35, "system": 0.08, "opening": 0.32, "question": 0.25}
-GREEDY_SHARE = 0.5
+KIND_SHARES = {"free": 0.35, "system": 0.08, "opening": 0.32, "question": 0.25, "everyday": 0.0}  # see Mix
 TEMPERATURES = (0.6, 1.0)
 
 
@@ -46,6 +45,17 @@ class Run:
     steps: int
     limits: tuple[int, ...]  # lengths at which conversations are cut, drawn at random
     most_turns: int  # answers in one conversation, drawn from 1 to this
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Which conversations are had."""
+
+    greedy: float  # share of conversations whose answers are greedy
+    everyday: float  # share that begins with an everyday question; the other kinds share the rest
+
+    def share_of(self, kind: str) -> float:
+        return self.everyday if kind == "everyday" else (1 - self.everyday) * KIND_SHARES[kind]
 
 
 RUNS = (
@@ -88,16 +98,18 @@ class Queue:
     turns: Tensor  # [C] answers
 
     @classmethod
-    def draw(cls, starts: list[Beginning], run: Run, size: int, seed: int, device: torch.device) -> Queue:
+    def draw(
+        cls, starts: list[Beginning], mix: Mix, run: Run, size: int, seed: int, device: torch.device
+    ) -> Queue:
         generator = torch.Generator().manual_seed(seed)
         kinds = list(KIND_SHARES)
         members = [[i for i, start in enumerate(starts) if start.kind == kind] for kind in kinds]
         weight = torch.zeros(len(starts))
         for kind, indices in zip(kinds, members, strict=True):
-            weight[indices] = KIND_SHARES[kind] / len(indices)
+            weight[indices] = mix.share_of(kind) / len(indices)
         low, high = TEMPERATURES
         heat = low + (high - low) * torch.rand(size, generator=generator)
-        greedy = torch.rand(size, generator=generator) < GREEDY_SHARE
+        greedy = torch.rand(size, generator=generator) < mix.greedy
         limits = torch.tensor(run.limits)
         fields = (
             torch.multinomial(weight, size, replacement=True, generator=generator),
@@ -240,7 +252,9 @@ class Synthesiser:
         )
 
 
-def synthesise(trunk: Trunk, tokenizer: Tokenizer, runs: tuple[Run, ...], seed: int) -> Conversations:
+def synthesise(
+    trunk: Trunk, tokenizer: Tokenizer, mix: Mix, runs: tuple[Run, ...], seed: int
+) -> Conversations:
     """All runs, one after the other, as they came."""
     starts = beginnings(lambda text: tokenizer.encode(text).ids)
     scripts = Scripts.of(starts, tokenizer, trunk.device)
@@ -248,7 +262,7 @@ def synthesise(trunk: Trunk, tokenizer: Tokenizer, runs: tuple[Run, ...], seed: 
     for index, run in enumerate(runs):
         began = time.monotonic()
         size = run.rows * (2 + run.steps // 64)  # more than can be had
-        queue = Queue.draw(starts, run, size, seed + index, trunk.device)
+        queue = Queue.draw(starts, mix, run, size, seed + index, trunk.device)
         first_stream = (seed * len(runs) + index) << 40
         parts.append(Synthesiser(trunk, scripts, queue, run, first_stream).run())
         seconds = time.monotonic() - began
@@ -282,17 +296,25 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rows", type=float, default=1.0, help="share of the usual rows, for a trial")
-    parser.add_argument("--steps", type=float, default=1.0, help="share of the usual steps")
+    parser.add_argument(
+        "--steps", type=float, nargs="+", default=[1.0], help="share of the usual steps, or one for each run"
+    )
+    parser.add_argument("--greedy", type=float, default=0.5, help="share of conversations answered greedily")
+    parser.add_argument("--everyday", type=float, default=0.0, help="share of everyday questions")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trunk = load_trunk(args.model, device, torch.float16 if device == "cuda" else torch.float32)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    if len(args.steps) not in (1, len(RUNS)):
+        parser.error(f"--steps takes one number, or {len(RUNS)}")
+    shares = args.steps * len(RUNS) if len(args.steps) == 1 else args.steps
     runs = tuple(
-        replace(run, rows=max(2, int(run.rows * args.rows)), steps=int(run.steps * args.steps))
-        for run in RUNS
+        replace(run, rows=max(2, int(run.rows * args.rows)), steps=int(run.steps * share))
+        for run, share in zip(RUNS, shares, strict=True)
     )
     held_out = [tokenizer.encode(text).ids for text in json.loads(HELD_OUT.read_text())]
-    cleaned(synthesise(trunk, tokenizer, runs, args.seed), held_out).save(args.out)
+    mix = Mix(args.greedy, args.everyday)
+    cleaned(synthesise(trunk, tokenizer, mix, runs, args.seed), held_out).save(args.out)
 
 
 if __name__ == "__main__":

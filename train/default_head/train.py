@@ -24,6 +24,7 @@ from conversations import Conversations
 from head import Head, load_head
 from loss import DraftLoss, LossRecipe
 from muon import Muon
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from trunk import Trunk, dequantised, load_trunk
@@ -133,7 +134,7 @@ class Trainer:
         self._depths = len(recipe.loss.depth_weights)
         self._loss = DraftLoss(trunk.embedding, draft_ids, recipe.loss, recipe.targets_per_step, recipe.seed)
         self._optimiser = Optimiser(head, recipe)
-        self._sums = torch.zeros(self._depths, 2, device=trunk.device)  # of KL and hits
+        self._sums = torch.zeros(self._depths, 4, device=trunk.device)  # what the loss counts
         self._num = torch.zeros((), device=trunk.device)  # targets in the sums
 
     def run(self, data: TrainingData, checkpoint: Path | None = None) -> None:
@@ -156,7 +157,7 @@ class Trainer:
 
     def _step(self, batch: Batch) -> None:
         drafts = self._drafts(batch)
-        gradients, sums = self._loss(drafts, batch.teacher(), batch.is_valid)
+        gradients, sums = self._loss(drafts, batch.teacher(), batch.is_valid, batch.follows())
         torch.autograd.backward(drafts, gradients)
         self._optimiser.step()
         self._sums += sums
@@ -168,23 +169,27 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, data: TrainingData, name: str) -> None:
-        """Report KL and hits by depth over conversations that were not trained on."""
+        """Report on conversations that were not trained on."""
         self._sums.zero_(), self._num.zero_()
         self._loss.sample_others(self.step_index)
         for group in data.epoch(seed=0):
             batch = data.batch(group.width, group.rows.to(self._embedding.device))
-            self._sums += self._loss(self._drafts(batch), batch.teacher(), batch.is_valid)[1]
+            drafts = self._drafts(batch)
+            self._sums += self._loss(drafts, batch.teacher(), batch.is_valid, batch.follows())[1]
             self._num += batch.is_valid.sum()
         self._report(name)
 
     def _report(self, name: str, seconds: float | None = None) -> None:
-        """Print the means since the last report."""
-        means = self._sums / self._num
-        divergence, hits = (" ".join(f"{x:.4f}" for x in column) for column in means.T.tolist())
+        """Print the means since the last report: KL, hits, and how drafts stand given those before them."""
+        divergence, hits, stood, reached = self._sums.T
+        columns = (divergence / self._num, hits / self._num, stood / reached.clamp(min=1))
+        shown = (" ".join(f"{x:.4f}" for x in column.tolist()) for column in columns)
+        text = "KL {}  hits {}  stand {}".format(*shown)
         pace = "" if seconds is None else f"  {1000 * seconds:.1f} ms a step"
-        print(f"{name:>16} {self.step_index:6}  KL {divergence}  hits {hits}{pace}", flush=True)
+        print(f"{name:>16} {self.step_index:6}  {text}{pace}", flush=True)
+        is_finite = math.isfinite(float(divergence.sum()))
         self._sums.zero_(), self._num.zero_()
-        if not math.isfinite(float(means.sum())):
+        if not is_finite:
             raise FloatingPointError("the loss is no longer finite")
 
     def save(self, file: Path) -> None:
@@ -204,13 +209,12 @@ class Trainer:
 
 
 def first_head(args: argparse.Namespace, trunk: Trunk, conversations: Conversations) -> tuple[Head, Tensor]:
-    """The head to begin with and its draft vocabulary; one given by --start keeps its own."""
+    """The head to begin with and its draft vocabulary."""
+    draft_ids = most_used(conversations, trunk.shape.vocab_size)
     if args.start is None:
-        return new_head(args.model, trunk), most_frequent(conversations, trunk.shape.vocab_size)
-    head, draft_ids = load_head(args.start, trunk.shape, trunk.device)
-    if draft_ids is None:
-        draft_ids = most_frequent(conversations, trunk.shape.vocab_size)
-    return head, draft_ids
+        return new_head(args.model, trunk), draft_ids
+    head, own_ids = load_head(args.start, trunk.shape, trunk.device)
+    return head, own_ids if args.keep_draft_ids and own_ids is not None else draft_ids
 
 
 def new_head(folder: Path, trunk: Trunk) -> Head:
@@ -221,14 +225,21 @@ def new_head(folder: Path, trunk: Trunk) -> Head:
     return head.to(trunk.device)
 
 
-def most_frequent(conversations: Conversations, vocab_size: int) -> Tensor:
-    """The draft vocabulary: the ids that the assistant uses most, most frequent first."""
-    spoken = conversations.token_ids[conversations.is_target]
-    counts = torch.bincount(spoken, minlength=vocab_size)
-    order = counts.argsort(descending=True, stable=True)
-    covered = counts[order[:NUM_DRAFT_IDS]].sum() / counts.sum()
+def most_used(conversations: Conversations, vocab_size: int) -> Tensor:
+    """The draft vocabulary: the ids that most conversations use in an answer, the most used first.
+
+    Counting conversations instead of tokens keeps a word that one answer repeats from taking the place of
+    one that many answers need.
+    """
+    spoken = conversations.is_target
+    ids = conversations.token_ids[spoken].long()
+    numbers = torch.arange(len(conversations), device=ids.device).repeat_interleave(conversations.lengths)
+    used = (numbers[spoken] * vocab_size + ids).unique() % vocab_size
+    order = torch.bincount(used, minlength=vocab_size).argsort(descending=True, stable=True)
+    chosen = order[:NUM_DRAFT_IDS]
+    covered = torch.isin(ids, chosen).float().mean()
     print(f"draft vocabulary: {NUM_DRAFT_IDS} ids, {float(covered):.2%} of the assistant's tokens")
-    return order[:NUM_DRAFT_IDS]
+    return chosen
 
 
 def split_off(conversations: Conversations, num: int, seed: int) -> tuple[Conversations, Conversations]:
@@ -240,9 +251,16 @@ def split_off(conversations: Conversations, num: int, seed: int) -> tuple[Conver
     return conversations.select(~held), conversations.select(held)
 
 
-def provenance(folder: Path, recipe: Recipe) -> dict[str, str]:
+def provenance(folder: Path, recipe: Recipe, start: Path | None) -> dict[str, str]:
+    """The head file's metadata; the recipes of the heads it started from come first in `earlier_recipes`."""
     origin = json.loads((folder / "origin.json").read_text())
-    return {"trunk": origin["name"], "trunk_sha256": origin["sha256"], "recipe": json.dumps(asdict(recipe))}
+    found = {"trunk": origin["name"], "trunk_sha256": origin["sha256"], "recipe": json.dumps(asdict(recipe))}
+    if start is not None:
+        with safe_open(start, "pt") as file:
+            before = file.metadata() or {}
+        earlier = [*json.loads(before.get("earlier_recipes", "[]")), json.loads(before.get("recipe", "null"))]
+        found["earlier_recipes"] = json.dumps(earlier)
+    return found
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -254,11 +272,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--matrix-rate", type=float, default=Recipe.matrix_rate)
     parser.add_argument("--norm-rate", type=float, default=Recipe.norm_rate)
     parser.add_argument("--matrix-decay", type=float, default=Recipe.matrix_decay)
+    parser.add_argument("--hard", type=float, default=LossRecipe.hard)
+    parser.add_argument("--overlap", type=float, default=LossRecipe.overlap)
     parser.add_argument("--unreached", type=float, default=LossRecipe.unreached)
     parser.add_argument("--targets-per-step", type=int, default=Recipe.targets_per_step)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument(
         "--start", type=Path, help="a head file to start from instead of the trunk's last layer"
+    )
+    parser.add_argument(
+        "--keep-draft-ids", action="store_true", help="those of --start instead of the conversations' own"
     )
     parser.add_argument("--resume", action="store_true", help="go on from OUT.checkpoint")
     return parser.parse_args()
@@ -278,7 +301,7 @@ def main() -> None:
         matrix_decay=args.matrix_decay,
         norm_rate=args.norm_rate,
         seed=args.seed,
-        loss=LossRecipe(unreached=args.unreached),
+        loss=LossRecipe(hard=args.hard, overlap=args.overlap, unreached=args.unreached),
     )
     head, draft_ids = first_head(args, trunk, conversations)
     trainer = Trainer(head, trunk, draft_ids, recipe)
@@ -291,7 +314,7 @@ def main() -> None:
     for name, chosen in (("greedy", validation.is_greedy), ("sampled", ~validation.is_greedy)):
         unseen = TrainingData(validation.select(chosen), trunk, recipe.targets_per_step)
         trainer.validate(unseen, f"unseen, {name}")
-    trainer.head.save(args.out, draft_ids, provenance(args.model, recipe))
+    trainer.head.save(args.out, draft_ids, provenance(args.model, recipe, args.start))
 
 
 if __name__ == "__main__":
