@@ -25,8 +25,7 @@ import mlx.core as mx
 
 from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
 from outrider.models.heads import LoadedHead, head_layout
-from outrider.models.heads.blocks import text_model
-from outrider.models.trunk import Trunk, TrunkCache
+from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.request import SamplingParams
 from outrider.sampling.picking import pick_drafts
 
@@ -57,7 +56,7 @@ class MTPDrafter:
         self._draft_ids = head.draft_ids
         self._reduced_weight = None if head.draft_ids is None else _projection_rows(trunk, head.draft_ids)
 
-    def buffers(self) -> Iterator[RaggedKV]:
+    def buffers(self) -> Iterator[Buffers]:
         for cache in self._caches:
             yield from cache.buffers()
         if len(self._layers) > 1:
@@ -170,7 +169,7 @@ class _HiddenCells:
 
 def _projection_rows(trunk: Trunk, token_ids: mx.array) -> mx.array:
     """The rows of the output projection for these tokens.  [ids, hidden]"""
-    output = getattr(text_model(trunk.model), "lm_head", None) or trunk.embedding
+    output = getattr(trunk.model, "lm_head", None) or trunk.embedding
     if hasattr(output, "bits"):
         weight = mx.dequantize(
             output.weight[token_ids],

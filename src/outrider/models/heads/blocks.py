@@ -48,15 +48,8 @@ class Wanted:
         return any(EXPERTS.search(name) for name in self.names)
 
 
-def text_model(model: nn.Module) -> nn.Module:
-    """The part of a model that has the layers' arguments and the projection."""
-    text: Any = getattr(model, "language_model", model)
-    return text
-
-
 def model_args(model: nn.Module) -> Any:
-    text = text_model(model)
-    return getattr(text, "args", None) or text.config
+    return getattr(model, "args", None) or model.config
 
 
 def norm_eps(model: nn.Module) -> float:

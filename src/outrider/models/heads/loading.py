@@ -95,7 +95,7 @@ def _load_depth(
 ) -> MTPHead:
     targets = files.tensors.targets
     own = {targets[name][1]: array for name, array in stored.items() if targets[name][0] in (None, depth)}
-    tensors = weights.made_whole(own)
+    tensors = _stacked(files, weights.made_whole(own), depth)
     in_block = {name.removeprefix(BLOCK) for name in tensors if name.startswith(BLOCK)}
     module, block = _new_depth(trunk, files.tensors.layout.spec, Wanted(in_block, config, depth))
     tensors = _arranged(files, tensors, module, block, trunk, depth)
@@ -112,6 +112,13 @@ def _new_depth(trunk: Trunk, spec: HeadSpec, wanted: Wanted) -> tuple[MTPHead, B
     head = MTPHead(spec, trunk.hidden_size, eps, block.module, block.new_cache)
     head.eval()
     return head, block
+
+
+def _stacked(files: HeadFiles, tensors: Tensors, depth: int) -> Tensors:
+    try:
+        return weights.stacked(tensors)
+    except KeyError as error:
+        raise _part_of_a_head(files, files.tensors.original(depth, error.args[0])) from error
 
 
 def _arranged(

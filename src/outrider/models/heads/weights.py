@@ -1,7 +1,8 @@
 """From a head's tensors as they are stored to the parameters of its module.
 
 8-bit floats with block scales   made whole
-experts, latent attention        arranged by the family's own `sanitize`, by the names of a trunk's layer
+experts                          stacked
+latent attention, odd names      arranged by the family's own `sanitize`, by the names of a trunk's layer
 zero-centred norms               1 added, once, if the files are as published (Qwen hybrids)
 MLX's quantised tensors          dequantised: a head runs in the trunk's 16 (or 32) bits
 """
@@ -23,6 +24,8 @@ FP8_BLOCK = 128
 FP8_SCALE = "_scale_inv"
 QUANTISED = (".scales", ".biases")
 ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})  # families whose published norms lack their 1
+EXPERT = re.compile(r"(?P<mlp>.*mlp\.)experts\.(?P<number>\d+)\.(?P<rest>(gate|up|down)_proj\..*)")
+FUSED_EXPERTS = re.compile(r"(?P<mlp>.*mlp\.)experts\.(?P<projection>gate_up_proj|down_proj)")
 NORM = re.compile(r"norm(_embedding|_hidden)?\.weight$")
 
 
@@ -38,6 +41,28 @@ def made_whole(tensors: Tensors) -> Tensors:
         scales = mx.repeat(mx.repeat(scales, FP8_BLOCK, 0)[:rows], FP8_BLOCK, 1)[:, :columns]
         whole[weight] = (mx.from_fp8(tensors[weight], mx.float32) * scales).astype(mx.bfloat16)
     return whole
+
+
+def stacked(tensors: Tensors) -> Tensors:
+    """Experts as one tensor a projection: from one tensor an expert, or from gate and up in one."""
+    rest = dict(tensors)
+    several: dict[str, dict[int, str]] = {}
+    for name, array in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            stack = f"{match['mlp']}switch_mlp.{match['rest']}"
+            several.setdefault(stack, {})[int(match["number"])] = name
+        elif match := FUSED_EXPERTS.fullmatch(name):
+            del rest[name]
+            into = f"{match['mlp']}switch_mlp."
+            if match["projection"] == "down_proj":
+                rest[f"{into}down_proj.weight"] = array
+            else:
+                rest[f"{into}gate_proj.weight"], rest[f"{into}up_proj.weight"] = mx.split(array, 2, axis=-2)
+    for stack, names in several.items():
+        last = max(names)
+        every = [names[last].replace(f"experts.{last}.", f"experts.{i}.") for i in range(last + 1)]
+        rest[stack] = mx.stack([rest.pop(name) for name in every])  # a KeyError names one that is missing
+    return rest
 
 
 def arranged(model: nn.Module, block: Block, tensors: Tensors) -> Tensors:
