@@ -50,6 +50,9 @@ class HeadTensors:
     wrapper: str  # what stands before the layout's own names
     first: int  # the number of depth 0 in the checkpoint
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.targets or name in self.unused
+
     @property
     def num_depths(self) -> int:
         return max((depth + 1 for depth, _ in self.targets.values() if depth is not None), default=1)

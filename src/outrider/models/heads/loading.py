@@ -57,7 +57,7 @@ def load_head(
     draft_ids = stored.pop(DRAFT_IDS, None)
     if draft_ids is None and not files.is_inside:
         draft_ids = _draft_ids_beside(files.source)
-    _check_hidden_size(files, trunk)
+    _check_is_for(trunk, files)
     num_depths = files.tensors.num_depths
     layers = tuple(_load_depth(files, stored, trunk, config, depth) for depth in range(num_depths))
     mx.eval([layer.parameters() for layer in layers])
@@ -171,7 +171,15 @@ def _parameters(module: nn.Module) -> Tensors:
 # -- what is refused -------------------------------------------------------------------------------------
 
 
-def _check_hidden_size(files: HeadFiles, trunk: Trunk) -> None:
+def _check_is_for(trunk: Trunk, files: HeadFiles) -> None:
+    """Refuse what was made for another model before its tensors are looked at one by one."""
+    first = min((depth for depth, _ in files.tensors.targets.values() if depth is not None), default=0)
+    if first > 0 and files.tensors.layout.follows_trunk:
+        raise HeadError(
+            f"{files.source} is a head for another model: it is stored as layer "
+            f"{files.tensors.first + first}, after the last of a trunk, and this model has "
+            f"{len(trunk.model.layers)} layers."
+        )
     for name, (_, ours) in files.tensors.targets.items():
         if weights.NORM.search(ours) and ours.count(".") == 1:
             (size,) = files.stored[name].shape[-1:] or (0,)
