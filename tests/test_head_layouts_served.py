@@ -125,6 +125,18 @@ def test_a_model_that_never_had_a_head_is_not_said_to_have_lost_it(
         answers(folder, drafter="mtp")
 
 
+def test_a_head_of_an_unknown_kind_does_not_keep_its_model_from_being_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = {name: array for name, array in tiny_head("glm4_moe").published().items() if "mlp" not in name}
+    tiny = tiny_head("mimo")
+    folder = write_model(tmp_path / "model", tiny, head)
+    answers(folder, depths=PLAIN)
+    assert "of a kind that is not known here" in caplog.text
+    with pytest.raises(HeadError, match="not known here"):
+        answers(folder, drafter="mtp")
+
+
 def test_half_a_head_inside_a_checkpoint_stops_the_start_unless_it_is_not_wanted(tmp_path: Path) -> None:
     tiny = tiny_head("glm4_moe")
     head = tiny.published()

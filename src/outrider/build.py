@@ -87,7 +87,13 @@ def _load_head(
     else:
         source = heads.locate(loaded.path) or shipped_head(loaded.path)
     if source is not None:
-        return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config)
+        try:
+            return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config)
+        except heads.UnknownHead as error:
+            if choice.head is not None or config.drafter == "mtp":
+                raise
+            log.warning("%s Answering without drafts.", error)
+            return None
     if config.drafter == "mtp":
         raise InvalidConfig(_no_head(loaded))
     if heads.expected(loaded.config):

@@ -132,7 +132,7 @@ class _Tokens:
     """
 
     def __init__(self, next_ids: mx.array, rows: HeadRows, num_layers: int) -> None:
-        self._ids = mx.pad(next_ids, [(0, 0), (0, num_layers - 1)])
+        self._ids = mx.pad(next_ids, [(0, 0), (0, num_layers - 1)]) if num_layers > 1 else next_ids
         self._starts = rows.starts[:, None]
         self._num = rows.num_kept[:, None]
 

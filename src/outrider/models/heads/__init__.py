@@ -8,7 +8,7 @@ module    the arithmetic, the same for all
 loading   all of the above, and what is refused
 """
 
-from outrider.models.heads.errors import HeadError
+from outrider.models.heads.errors import HeadError, UnknownHead
 from outrider.models.heads.files import HEAD_FILES, HeadFiles, find_head, locate, locate_file
 from outrider.models.heads.layouts import HeadSpec, expected, recognise
 from outrider.models.heads.loading import LoadedHead, load_head, new_head
@@ -21,6 +21,7 @@ __all__ = [
     "HeadSpec",
     "LoadedHead",
     "MTPHead",
+    "UnknownHead",
     "expected",
     "find_head",
     "head_kv_spec",

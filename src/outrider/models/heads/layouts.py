@@ -36,6 +36,7 @@ class Layout:
     name: str
     sign: re.Pattern[str]  # a name that only this layout has
     rules: Rules  # first match wins
+    families: frozenset[str]  # mlx-lm's, whose heads these are; empty: a trunk's own layer will do
     spec: HeadSpec = field(default_factory=HeadSpec)
     follows_trunk: bool = False  # depth 0 is numbered after the trunk's last layer
 
@@ -82,6 +83,7 @@ QWEN = Layout(
         ("mtp.lm_head.", None),
         ("mtp.", ""),  # the draft vocabulary; anything else is refused by name when it is loaded
     ),
+    frozenset(),
 )
 NEXTN = Layout(
     "nextn",
@@ -96,6 +98,7 @@ NEXTN = Layout(
         ("layers.{i}.self_attn.rotary_emb.", None),
         ("layers.{i}.", BLOCK),
     ),
+    frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"}),
     follows_trunk=True,
 )
 MIMO = Layout(
@@ -109,6 +112,7 @@ MIMO = Layout(
         ("mtp_layers.{i}.self_attn.rotary_emb.", None),
         ("mtp_layers.{i}.", BLOCK),
     ),
+    frozenset({"mimo"}),
     HeadSpec(embedding_first=False),
 )
 MIMO_V2 = Layout(
@@ -122,6 +126,7 @@ MIMO_V2 = Layout(
         ("mtp.layers.{i}.pre_mlp_layernorm.", BLOCK + "post_attention_layernorm."),
         ("mtp.layers.{i}.", BLOCK),
     ),
+    frozenset({"mimo_v2_flash"}),
     HeadSpec(is_chained=False),
 )
 ERNIE = Layout(
@@ -133,6 +138,7 @@ ERNIE = Layout(
         ("mtp_linear_proj.{i}.", "fc."),
         ("mtp_block.{i}.", BLOCK),
     ),
+    frozenset({"ernie4_5", "ernie4_5_moe"}),
     HeadSpec(has_norm=False),
 )
 LONGCAT = Layout(
@@ -147,6 +153,7 @@ LONGCAT = Layout(
         ("mtp.layers.{i}.transformer_layer.mlp.", BLOCK + "mlp."),
         ("mtp.layers.{i}.", BLOCK),
     ),
+    frozenset({"longcat_flash"}),
 )
 NEMOTRON_H = Layout(
     "nemotron_h",
@@ -158,6 +165,7 @@ NEMOTRON_H = Layout(
         ("mtp.layers.{b}.final_layernorm.", "norm."),
         ("mtp.layers.{b}.", BLOCK + "blocks.{b}."),
     ),
+    frozenset({"nemotron_h"}),
 )
 LAYOUTS = (LONGCAT, NEMOTRON_H, MIMO_V2, MIMO, ERNIE, NEXTN, QWEN)  # the first whose sign is there
 

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from outrider.models.heads import weights
-from outrider.models.heads.blocks import Block, Wanted, new_block, norm_eps
-from outrider.models.heads.errors import HeadError
+from outrider.models.heads.blocks import Block, Wanted, families, new_block, norm_eps
+from outrider.models.heads.errors import HeadError, UnknownHead
 from outrider.models.heads.files import HeadFiles, locate, locate_file
 from outrider.models.heads.layouts import BLOCK, HeadSpec
 from outrider.models.heads.module import MTPHead
@@ -131,13 +131,15 @@ def _arranged(
     if _plain_names(tensors) == _plain_names(_parameters(module)):
         return tensors
     raw = {
-        name.removeprefix(BLOCK): array
+        name: array
         for name, array in tensors.items()
         if name.startswith(BLOCK) and not weights.is_zero_centred(trunk.model, name)
     }
-    rest = {name: array for name, array in tensors.items() if name.removeprefix(BLOCK) not in raw}
+    rest = {name: array for name, array in tensors.items() if name not in raw}
     try:
-        found = weights.arranged(trunk.model, block, raw)
+        found = weights.arranged(
+            trunk.model, block, {name.removeprefix(BLOCK): array for name, array in raw.items()}
+        )
     except KeyError as error:
         missing = str(error.args[0])
         for ours, theirs in block.aliases:
@@ -173,8 +175,14 @@ def _parameters(module: nn.Module) -> Tensors:
 
 def _check_is_for(trunk: Trunk, files: HeadFiles) -> None:
     """Refuse what was made for another model before its tensors are looked at one by one."""
+    layout, family = files.tensors.layout, families(trunk.model)
+    if layout.families and family.isdisjoint(layout.families):
+        raise UnknownHead(
+            f"{files.source} is a head for another model, or of a kind that is not known here: its layout is "
+            f"that of {', '.join(sorted(layout.families))}, and this model is a {trunk.model.model_type}."
+        )
     first = min((depth for depth, _ in files.tensors.targets.values() if depth is not None), default=0)
-    if first > 0 and files.tensors.layout.follows_trunk:
+    if first > 0 and layout.follows_trunk:
         raise HeadError(
             f"{files.source} is a head for another model: it is stored as layer "
             f"{files.tensors.first + first}, after the last of a trunk, and this model has "
