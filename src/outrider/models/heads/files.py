@@ -24,6 +24,7 @@ class StoredTensor:
     dtype: str  # as safetensors writes it: BF16, F8_E4M3, U32, ...
     shape: tuple[int, ...]
     num_bytes: int
+    begin: int  # where its bytes start in the file
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ def locate(folder: Path) -> HeadFiles | None:
     beside = find_head(folder)
     if beside is not None:
         return locate_file(beside, config)
-    return _search(sorted(folder.glob("*.safetensors")), folder, config, is_inside=True)
+    return search(sorted(folder.glob("*.safetensors")), folder, config, is_inside=True)
 
 
 def locate_file(file: Path, config: Mapping[str, Any] | None = None) -> HeadFiles:
     """The head in this one file; `config` is that of the model it is for."""
     if not file.is_file():
         raise HeadError(f"{file}: no such head file.")
-    found = _search([file], file, config or {}, is_inside=False)
+    found = search([file], file, config or {}, is_inside=False)
     if found is None:
         raise HeadError(f"{file} holds no MTP head of a layout that is known (mtp.*, nextn layers, ...).")
     return found
@@ -87,7 +88,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _search(files: list[Path], source: Path, config: Mapping[str, Any], is_inside: bool) -> HeadFiles | None:
+def search(files: list[Path], source: Path, config: Mapping[str, Any], is_inside: bool) -> HeadFiles | None:
+    """The head among the tensors of these files."""
     stored: dict[str, StoredTensor] = {}
     metadata: dict[Path, dict[str, str]] = {}
     for file in files:
@@ -116,7 +118,7 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))
         metadata = header.pop("__metadata__", None) or {}
-        stored = {name: _stored(file, entry) for name, entry in header.items()}
+        stored = {name: _stored(file, entry, 8 + length) for name, entry in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise HeadError(f"{file} cannot be read as safetensors: {error}") from error
     last = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
@@ -125,6 +127,6 @@ def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return stored, metadata
 
 
-def _stored(file: Path, entry: Mapping[str, Any]) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    return StoredTensor(file, str(entry["dtype"]), tuple(entry["shape"]), int(end) - int(begin))
+def _stored(file: Path, entry: Mapping[str, Any], data_begins: int) -> StoredTensor:
+    begin, end = (int(offset) for offset in entry["data_offsets"])
+    return StoredTensor(file, str(entry["dtype"]), tuple(entry["shape"]), end - begin, data_begins + begin)
