@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from outrider.request import Request
 from outrider.step.runner import Runner
 from outrider.text.output import AnswerText
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class ModelChoice:
     """Which files to load."""
 
     model: str | Path
-    head: str | Path | None = None  # None: a head that lies beside the model, if there is one
+    head: str | Path | None = None  # None: a head beside the model or in its checkpoint, if there is one
     draft_vocabulary: int | None = None  # draft from this many most frequent tokens only
     dtype: str = "auto"
 
@@ -75,21 +78,45 @@ def _parts(loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig
 def _load_head(
     loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig
 ) -> heads.LoadedHead | None:
+    """The head that was asked for, else one beside the model, in its checkpoint, or shipped with Outrider."""
     if config.drafter in ("ngram", "none"):
         return None
-    beside = heads.find_head(loaded.path) or shipped_head(loaded.path)
-    file = Path(choice.head) if choice.head is not None else beside
-    return None if file is None else heads.load_head(file, loaded.trunk, choice.draft_vocabulary)
+    source: Path | heads.HeadFiles | None
+    if choice.head is not None:
+        source = Path(choice.head)
+    else:
+        source = heads.locate(loaded.path) or shipped_head(loaded.path)
+    if source is not None:
+        try:
+            return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config)
+        except heads.UnknownHead as error:
+            if choice.head is not None or config.drafter == "mtp":
+                raise
+            log.warning("%s Answering without drafts.", error)
+            return None
+    if config.drafter == "mtp":
+        raise InvalidConfig(_no_head(loaded))
+    if heads.expected(loaded.config):
+        log.warning("%s Answering without drafts.", _no_head(loaded))
+    return None
+
+
+def _no_head(loaded: loader.LoadedModel) -> str:
+    train = f"train one (outrider mtp train {loaded.path})"
+    if heads.expected(loaded.config):
+        return (
+            f"{loaded.path} was converted without its MTP head. Take it out of the original "
+            f"(outrider mtp extract ORIGINAL --into {loaded.path}), or {train}."
+        )
+    return (
+        f'drafter="mtp" needs an MTP head, and none lies beside this model or in it: {train}, '
+        'pass head=FILE, or use drafter="ngram" or "auto".'
+    )
 
 
 def _drafter(config: EngineConfig, has_head: bool) -> str:
     if config.drafter == "auto":
         return "mtp" if has_head else "none"
-    if config.drafter == "mtp" and not has_head:
-        raise InvalidConfig(
-            'drafter="mtp" needs an MTP head, and none lies beside this model. '
-            'Pass head=FILE, or use drafter="ngram" or "auto".'
-        )
     return config.drafter
 
 

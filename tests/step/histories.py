@@ -25,7 +25,7 @@ from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.scheduler import SLACK, Scheduler
 from outrider.engine.sequence import Delta
-from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, head_kv_spec, new_head
+from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
 from outrider.plan import TokenLogprobs
 from outrider.request import Request, SamplingParams
@@ -131,12 +131,11 @@ class World:
         self.trunk = Trunk(self.model, max_context=256)
         self.vocab_size = self.trunk.vocab_size
         self.head = random_head(self.trunk)
-        kv_spec = head_kv_spec(self.head, self.trunk)
         some = mx.array(sorted(random.Random(7).sample(range(self.vocab_size), self.vocab_size // 2)))
         self.runners: dict[HeadSize, Runner] = {
             "none": Runner(self.trunk),
-            "whole": Runner(self.trunk, LoadedHead(self.head, kv_spec, "random", None)),
-            "reduced": Runner(self.trunk, LoadedHead(self.head, kv_spec, "random", some)),
+            "whole": Runner(self.trunk, LoadedHead((self.head,), "random")),
+            "reduced": Runner(self.trunk, LoadedHead((self.head,), "random", some)),
         }
 
     def answer(self, ask: Ask, so_far: Sequence[int] = ()) -> Answer:

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 import sampling_oracle as oracle
-from outrider.models.heads import HeadSpec, LoadedHead, head_kv_spec
+from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.plan import Move, RowPlan, RowResult, StepPlan
 from outrider.request import SamplingParams
 from outrider.sampling.picking import pick_drafts
@@ -222,7 +222,7 @@ def expected_drafts(
     hidden = inner(mx.array([tokens[:-1]]))
     for t in range(len(tokens) - 1):
         embedded = inner.embed_tokens(mx.array([[tokens[t + 1]]]))
-        out, fed_back = head.module(hidden[:, t : t + 1], embedded, cache)
+        out, fed_back = head.layers[0](hidden[:, t : t + 1], embedded, cache)
     drafts: list[int] = []
     for depth_now in range(depth):
         logits = tiny.trunk.logits(out)
@@ -230,7 +230,7 @@ def expected_drafts(
             logits = logits[..., head.draft_ids]
         position = mx.array([[len(tokens) + depth_now]])
         drafts.append(pick_drafts(logits, position, [params], head.draft_ids).item())
-        out, fed_back = head.module(fed_back, inner.embed_tokens(mx.array([drafts[-1:]])), cache)
+        out, fed_back = head.layers[0](fed_back, inner.embed_tokens(mx.array([drafts[-1:]])), cache)
     return drafts
 
 
@@ -242,7 +242,7 @@ def test_drafts_are_those_of_a_head_primed_over_the_whole_text(
     """Three rows of different lengths, acceptance and depth over several steps, one of them plain."""
     module = random_head(tiny.trunk, HeadSpec(recurse_after_norm=recurse_after_norm))
     draft_ids = mx.array(sorted(range(0, tiny.vocab_size, 3))) if is_reduced else None
-    head = LoadedHead(module, head_kv_spec(module, tiny.trunk), "random", draft_ids)
+    head = LoadedHead((module,), "random", draft_ids)
     runner = Runner(tiny.trunk, head)
     params = [
         replace(GREEDY, max_tokens=30),

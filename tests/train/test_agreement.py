@@ -61,7 +61,7 @@ def test_measured_acceptance_is_the_engines(
     answers = _answers(llm, depth, max_tokens=37)
     counted = _counted(answers, depth)
     head = heads.load_head(trained.head, loaded.trunk)
-    measured = evaluate(head.module, loaded.trunk, _exchanges(answers), depth, head.draft_ids)
+    measured = evaluate(head.layers[0], loaded.trunk, _exchanges(answers), depth, head.draft_ids)
     assert measured == counted
     assert counted.accepted[0] > 20
 
@@ -72,7 +72,7 @@ def test_answers_that_end_by_themselves_are_counted_alike(
     answers = [one for one in _answers(llm, 3, max_tokens=180) if one.finish_reason == "stop"]
     assert answers
     head = heads.load_head(trained.head, loaded.trunk)
-    measured = evaluate(head.module, loaded.trunk, _exchanges(answers), 3, head.draft_ids)
+    measured = evaluate(head.layers[0], loaded.trunk, _exchanges(answers), 3, head.draft_ids)
     assert measured == _counted(answers, 3)
 
 
@@ -80,7 +80,7 @@ def test_the_draft_vocabulary_is_honoured(loaded: LoadedModel, trained: Trained,
     exchanges = _exchanges(_answers(llm, 3, max_tokens=37))
     head = heads.load_head(trained.head, loaded.trunk)
     useless = mx.array([1, 2])  # special tokens, which no answer holds
-    assert sum(evaluate(head.module, loaded.trunk, exchanges, 3, useless).accepted) == 0
+    assert sum(evaluate(head.layers[0], loaded.trunk, exchanges, 3, useless).accepted) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`outrider mtp train`: give a model that has no MTP head one of its own. Owns the options and last words."""
+"""`outrider mtp`: inspect, extract and train heads. Owns the options and last words of `train`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from outrider.cli.mtp_extract import add_extract
+from outrider.cli.mtp_inspect import add_inspect
 from outrider.request import MAX_DEPTH
 from outrider.train.errors import Interrupted, TrainingError
 from outrider.train.settings import DEFAULT_STEPS, Settings
@@ -16,8 +18,10 @@ Commands = argparse._SubParsersAction  # of argparse.ArgumentParser
 
 
 def add_mtp(commands: Commands[argparse.ArgumentParser]) -> None:
-    mtp = commands.add_parser("mtp", help="MTP heads: train one for a model that has none")
+    mtp = commands.add_parser("mtp", help="MTP heads: look at one, take one out of a checkpoint, train one")
     verbs = mtp.add_subparsers(required=True, metavar="VERB")
+    add_inspect(verbs)
+    add_extract(verbs)
     train = verbs.add_parser(
         "train",
         help="train a head for a model, on its own answers",

@@ -77,8 +77,9 @@ def _check_drafter(options: dict[str, Any], engine: Engine) -> None:
     if (options["mtp"] == "on" or options["drafter"] == "mtp") and facts.drafter != "mtp":
         raise InvalidConfig(
             f"--mtp on needs an MTP head, and none lies beside {facts.name} (mtp/weights.safetensors or "
-            "mtp.safetensors). Pass --head FILE, train one with `outrider mtp train`, or use --mtp auto "
-            "or --drafter ngram."
+            "mtp.safetensors) or inside it. Pass --head FILE, take one out of the original checkpoint with "
+            "`outrider mtp extract`, train one with `outrider mtp train`, or use --mtp auto or "
+            "--drafter ngram."
         )
     if options["draft_depth"] and facts.drafter == "none":
         raise InvalidConfig(

@@ -19,6 +19,7 @@ from outrider.config import DTYPES
 from outrider.models import gguf
 from outrider.models.errors import ModelUnavailable
 from outrider.models.families import check_supported
+from outrider.models.heads.layouts import recognise
 from outrider.models.trunk import Trunk
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def _load_network(path: Path) -> nn.Module:
     from mlx_lm.utils import load_model
 
     try:
-        network, _ = load_model(path, lazy=True)
+        network, _ = load_model(path, lazy=True, get_model_classes=_classes)
         mx.eval(network.parameters())
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path} holds no weights (model*.safetensors).") from error
@@ -120,6 +121,25 @@ def _load_network(path: Path) -> nn.Module:
         where = _unreadable_file(path) or path
         raise ModelLoadError(f"the model in {where} cannot be loaded: {error}") from error
     return network
+
+
+def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """mlx-lm's classes, except that an MTP head among the weights is put aside first.
+
+    Most families drop theirs; those that do not, or not all of it, would refuse the checkpoint.
+    """
+    from mlx_lm.utils import _get_classes
+
+    kind, args = _get_classes(config)
+
+    def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        head = recognise(weights, config)
+        if head is not None:
+            weights = {name: array for name, array in weights.items() if name not in head}
+        arranged: dict[str, mx.array] = kind.sanitize(self, weights) if hasattr(kind, "sanitize") else weights
+        return arranged
+
+    return type(kind.__name__, (kind,), {"sanitize": sanitize, "__module__": kind.__module__}), args
 
 
 def _unreadable_file(path: Path) -> Path | None:

@@ -1,19 +1,31 @@
-"""Drafting with an MTP head, on the device: feed it the committed pairs, then let it recurse.
+"""Drafting with an MTP head, on the device: feed it the committed pairs, then let it go deeper.
 
-The head's cells run parallel to the trunk's: cell t holds the pair (h_t, x_(t+1)), so a row's start is the
-same number in both. Deeper drafts write tentative cells past that, which the next pass overwrites.
+The head's cells run parallel to the trunk's. With tokens x_0.. and a layer for each of D depths, cell t holds
+
+    depth 1   (h_t, x_(t+1))                      guesses x_(t+2)
+    depth d   (depth d-1's output at t, x_(t+d))   guesses x_(t+d+1)     (unchained heads: h_t again)
+
+A row with `end` cells knows x_0..x_end, so depth d's last d-1 cells hold drafts in the place of tokens. They
+are written again by the next pass, which starts d-1 cells before the trunk's:
+
+    cells    0 ...... start-d | start-d+1 ... start-1 | start ............ end-1
+    depth d  stand            | written again         | new; the last d-1 tentative
+
+What they are written from (the outputs of depth d-1, or h) is kept in cells of its own, so that there is no
+state beside the cells. Depths past the last layer use that layer again: it is given its own output, one cell
+further on, as one-layer heads are at every depth. Those cells are tentative too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from outrider.cache.ragged_kv import LayerView, Placement, RaggedKV
-from outrider.models.heads import LoadedHead
-from outrider.models.trunk import Trunk
+from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
+from outrider.models.heads import LoadedHead, head_layout
+from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.request import SamplingParams
 from outrider.sampling.picking import pick_drafts
 
@@ -35,37 +47,66 @@ class MTPDrafter:
     """A loaded head with its cache, drafting for all rows of a pass at once."""
 
     def __init__(self, head: LoadedHead, trunk: Trunk) -> None:
-        self._module = head.module
+        self._layers = head.layers
+        self._caches = [TrunkCache([head_layout(layer, trunk)]) for layer in head.layers]
+        self._is_chained = head.spec.is_chained
+        num_between = len(head.layers) - 1
+        self._between = [_HiddenCells(trunk) for _ in range(num_between if self._is_chained else 1)]
         self._trunk = trunk
         self._draft_ids = head.draft_ids
-        self.kv = RaggedKV(head.kv_spec)
         self._reduced_weight = None if head.draft_ids is None else _projection_rows(trunk, head.draft_ids)
+
+    def buffers(self) -> Iterator[Buffers]:
+        for cache in self._caches:
+            yield from cache.buffers()
+        if len(self._layers) > 1:
+            yield from (cells.kv for cells in self._between)
 
     def draft(self, hidden: mx.array, next_ids: mx.array, rows: HeadRows, capacity: int) -> mx.array | None:
         """Feed the pairs (hidden [rows, width, H], next_ids [rows, width]); return drafts [rows, depth].
 
         Pairs past a row's num_kept are written too, as tentative cells: no later pass sees them.
         """
-        width = hidden.shape[1]
-        place = Placement(rows.slots, rows.starts, rows.num_fed, width, rows.end, capacity)
-        out, fed_back = self._pass(hidden, next_ids, place)
-        if rows.depth == 0:
-            return None
-        last = (rows.num_kept - 1)[:, None, None]
-        out, fed_back = (mx.take_along_axis(x, last, axis=1) for x in (out, fed_back))  # [rows, 1, H]
+        width = next_ids.shape[1]
         ends = rows.starts + rows.num_kept  # [rows] cells after the step
-        one = mx.ones_like(ends)
-        drafts = [self._pick(out, ends + 1, rows.params)]
-        for depth in range(1, rows.depth):
-            place = Placement(
-                rows.slots, ends + (depth - 1), one, 1, min(rows.end + depth, capacity), capacity
-            )
-            out, fed_back = self._pass(fed_back, drafts[-1], place)
-            drafts.append(self._pick(out, ends + depth + 1, rows.params))
-        return mx.concatenate(drafts, axis=1)
+        tokens = _Tokens(next_ids, rows, len(self._layers))
+        drafts: list[mx.array] = []
+        fed_back = hidden
+        for number in range(len(self._layers)):
+            if number == 0:
+                place = Placement(rows.slots, rows.starts, rows.num_fed, width, rows.end, capacity)
+            else:
+                place = _placed_back(rows, number, len(drafts), width, capacity)
+                hidden = self._between[number - 1 if self._is_chained else 0].read(place)
+            out, fed_back = self._pass(number, hidden, tokens.at(place, number), place)
+            self._keep(number, hidden, fed_back, place)
+            if number < rows.depth:
+                last = (ends - 1 - place.offset)[:, None, None]
+                out, fed_back = (mx.take_along_axis(x, last, axis=1) for x in (out, fed_back))  # [rows, 1, H]
+                drafts.append(self._pick(out, ends + len(drafts) + 1, rows.params))
+                if number < len(self._layers) - 1:
+                    tokens.append(drafts[-1])
+        for further in range(rows.depth - len(drafts)):
+            end = min(rows.end + further + 1, capacity)
+            place = Placement(rows.slots, ends + further, mx.ones_like(ends), 1, end, capacity)
+            out, fed_back = self._pass(-1, fed_back, drafts[-1], place)
+            drafts.append(self._pick(out, ends + len(drafts) + 1, rows.params))
+        return mx.concatenate(drafts, axis=1) if drafts else None
 
-    def _pass(self, hidden: mx.array, token_ids: mx.array, place: Placement) -> tuple[mx.array, mx.array]:
-        return self._module(hidden, self._trunk.embed(token_ids), LayerView(self.kv, place))
+    def _pass(
+        self, number: int, hidden: mx.array, token_ids: mx.array, place: Placement
+    ) -> tuple[mx.array, mx.array]:
+        view = self._caches[number].views(place)[0]
+        return self._layers[number](hidden, self._trunk.embed(token_ids), view)
+
+    def _keep(self, number: int, hidden: mx.array, fed_back: mx.array, place: Placement) -> None:
+        """What later layers are given at these cells, now and in the next pass."""
+        if number == len(self._layers) - 1:
+            return
+        if self._is_chained:
+            self._between[number].write(fed_back, place)
+        elif number == 0:
+            self._between[0].write(hidden, place)
 
     def _pick(self, out: mx.array, positions: mx.array, params: Sequence[SamplingParams]) -> mx.array:
         """[rows, 1, H] -> [rows, 1]"""
@@ -74,6 +115,56 @@ class MTPDrafter:
         else:
             logits = (out @ self._reduced_weight.T).astype(mx.float32)
         return pick_drafts(logits, positions[:, None], params, self._draft_ids)
+
+
+def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity: int) -> Placement:
+    """Where the layer of depth lag + 1 writes: from `lag` cells before the trunk's, up to the last cell whose
+    token is known or drafted."""
+    firsts = mx.maximum(rows.starts - lag, 0)
+    lasts = rows.starts + rows.num_kept - (lag - num_drafts)
+    return Placement(rows.slots, firsts, lasts - firsts, width + lag, rows.end, capacity)
+
+
+class _Tokens:
+    """The tokens from each row's start + 1 on: those that are committed, then the drafts.
+
+    Columns past them hold tokens that were rejected, or nothing: no cell that counts is paired with those.
+    """
+
+    def __init__(self, next_ids: mx.array, rows: HeadRows, num_layers: int) -> None:
+        self._ids = mx.pad(next_ids, [(0, 0), (0, num_layers - 1)]) if num_layers > 1 else next_ids
+        self._starts = rows.starts[:, None]
+        self._num = rows.num_kept[:, None]
+
+    def at(self, place: Placement, lag: int) -> mx.array:
+        """For the cells t of a placement the tokens x_(t + lag + 1).  [rows, width]"""
+        if lag == 0:
+            return self._ids[:, : place.cells.shape[1]]
+        columns = mx.minimum(place.cells + lag - self._starts, self._ids.shape[1] - 1)
+        return mx.take_along_axis(self._ids, columns, axis=1)
+
+    def append(self, drafts: mx.array) -> None:
+        """One more for every row.  [rows, 1]"""
+        self._ids = mx.put_along_axis(self._ids, self._num, drafts.astype(self._ids.dtype), axis=1)
+        self._num = self._num + 1
+
+
+class _HiddenCells:
+    """Hidden states by cell, in buffers that are resized, moved and accounted for as keys and values are."""
+
+    def __init__(self, trunk: Trunk) -> None:
+        self._half = trunk.hidden_size // 2
+        self.kv = RaggedKV(KVSpec(1, self._half, trunk.hidden_size - self._half, trunk.dtype))
+
+    def write(self, hidden: mx.array, place: Placement) -> None:
+        """[rows, width, H]"""
+        hidden = hidden[:, None]
+        LayerView(self.kv, place).update_and_fetch(hidden[..., : self._half], hidden[..., self._half :])
+
+    def read(self, place: Placement) -> mx.array:
+        """[rows, width, H]; of columns that are not fed, anything."""
+        cells = mx.minimum(place.cells, place.capacity)
+        return mx.concatenate([x[place.slot_ids, 0, cells] for x in (self.kv.keys, self.kv.values)], axis=-1)
 
 
 def _projection_rows(trunk: Trunk, token_ids: mx.array) -> mx.array:

@@ -84,7 +84,7 @@ class Runner:
     def _buffers(self) -> Iterator[Buffers]:
         yield from self._cache.buffers()
         if self._drafter is not None:
-            yield self._drafter.kv
+            yield from self._drafter.buffers()
 
     def _cache_arrays(self) -> list[mx.array]:
         return [array for buffers in self._buffers() for array in buffers.arrays()]

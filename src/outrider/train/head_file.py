@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from outrider.models.heads import LoadedHead, MTPHead, head_kv_spec, new_head
+from outrider.models.heads import LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
 from outrider.speculate.mtp import MTPDrafter
 from outrider.train.checkpoint import Tree
@@ -49,7 +49,7 @@ def draft_vocabulary(exchanges: Iterable[Exchange], head: MTPHead, trunk: Trunk)
     ranked = sorted(counts, key=lambda token_id: (-counts[token_id], token_id))
     draft_ids = mx.array(ranked[:most], mx.int32)
     try:
-        MTPDrafter(LoadedHead(head, head_kv_spec(head, trunk), "", draft_ids), trunk)
+        MTPDrafter(LoadedHead((head,), "", draft_ids), trunk)
     except (AttributeError, TypeError, ValueError):
         return None  # a family whose projection is not where a reduced one is read from
     return draft_ids

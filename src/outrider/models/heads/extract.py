@@ -1,0 +1,144 @@
+"""Takes the MTP head out of an original checkpoint and puts it beside a model that was converted without it.
+
+Only the files that hold the head are fetched, and of those only its bytes are copied, as they are. The new
+file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from outrider.models.heads.errors import HeadError
+from outrider.models.heads.files import HEAD_FILES, HeadFiles, StoredTensor, find_head, read_config, search
+from outrider.models.heads.layouts import QWEN, HeadTensors, expected, recognise
+from outrider.models.heads.originals import Original
+from outrider.models.heads.weights import is_as_published
+from outrider.models.progress import Listener, Progress, ignore
+
+COPIED_AT_ONCE = 8 << 20
+
+
+@dataclass(frozen=True)
+class Extracted:
+    file: Path
+    layout: str
+    num_depths: int
+    num_tensors: int
+    num_bytes: int
+
+
+def extract(source: Original, into: Path, force: bool = False, progress: Listener = ignore) -> Extracted:
+    """Write `into`/mtp/weights.safetensors from the head of `source`; refuses what cannot be its model's."""
+    target = _target(into, force)
+    shards, config = source.shards(), source.config()
+    named = recognise(shards, config)
+    if named is None or not named.targets:
+        raise HeadError(_no_head(source, config))
+    _check_is_for(into, source, config, named)
+    files = [source.fetch(shard) for shard in sorted({shards[name] for name in named.targets})]
+    head = search(files, files[0], config, is_inside=True)
+    if head is None or head.stored.keys() != named.targets.keys():
+        missing = sorted(named.targets.keys() - (head.stored.keys() if head else set()))
+        raise HeadError(f"{source.name} is incomplete: its files do not hold {missing[0]}.")
+    metadata = {"format": _format(head), "taken_from": source.name}
+    _write(target, head.stored, metadata, progress)
+    return Extracted(target, named.layout.name, named.num_depths, len(head.stored), head.num_bytes)
+
+
+def _target(into: Path, force: bool) -> Path:
+    if not (into / "config.json").is_file():
+        raise HeadError(f"{into} is no model folder: it has no config.json.")
+    found = find_head(into)
+    if found is not None and not force:
+        raise HeadError(f"{found} is there already. Replace it with --force.")
+    return found or into / HEAD_FILES[0]
+
+
+def _no_head(source: Original, config: Mapping[str, Any]) -> str:
+    if expected(config):
+        return f"{source.name} is itself a conversion that lost its MTP head: name the original checkpoint."
+    return f"{source.name} has no MTP head of a known layout. Train one: outrider mtp train MODEL."
+
+
+def _check_is_for(into: Path, source: Original, config: Mapping[str, Any], head: HeadTensors) -> None:
+    """By the two configs: the same width, and for a head that is numbered after the trunk the same depth."""
+    model = read_config(into)
+    keys = ["hidden_size", *(["num_hidden_layers"] if head.layout.follows_trunk else [])]
+    for key in keys:
+        ours, theirs = _setting(model, key), _setting(config, key)
+        if ours != theirs:
+            raise HeadError(
+                f"{source.name} is the original of another model: its {key} is {theirs}, "
+                f"that of {into} is {ours}."
+            )
+
+
+def _setting(config: Mapping[str, Any], key: str) -> Any:
+    return config.get(key, (config.get("text_config") or {}).get(key))
+
+
+def _format(head: HeadFiles) -> str:
+    """As published (pt) or converted (mlx): where norms differ between the two it has to be known."""
+    try:
+        return "pt" if is_as_published(head) else "mlx"
+    except HeadError:
+        if head.tensors.layout is QWEN:
+            raise
+        return "pt"
+
+
+def _write(
+    target: Path, stored: Mapping[str, StoredTensor], metadata: Mapping[str, str], progress: Listener
+) -> None:
+    try:
+        target.parent.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as part:
+            try:
+                _write_tensors(part, stored, metadata, progress)
+                part.flush()
+                os.fsync(part.fileno())
+                os.chmod(part.name, 0o644)
+                os.replace(part.name, target)
+            except BaseException:
+                os.unlink(part.name)
+                raise
+    except OSError as error:
+        raise HeadError(f"{target} cannot be written: {error.strerror or error}.") from error
+
+
+def _write_tensors(
+    part: Any, stored: Mapping[str, StoredTensor], metadata: Mapping[str, str], progress: Listener
+) -> None:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    total = 0
+    for name, tensor in stored.items():
+        offsets = [total, total + tensor.num_bytes]
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        total += tensor.num_bytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    part.write(len(encoded).to_bytes(8, "little") + encoded)
+    done = 0
+    for tensor in stored.values():
+        with open(tensor.file, "rb") as shard:
+            shard.seek(tensor.begin)
+            for chunk in _chunks(shard, tensor):
+                part.write(chunk)
+                done += len(chunk)
+                progress(Progress("Copying the head", done, total))
+
+
+def _chunks(shard: BinaryIO, tensor: StoredTensor) -> Any:
+    left = tensor.num_bytes
+    while left:
+        chunk = shard.read(min(left, COPIED_AT_ONCE))
+        if not chunk:
+            raise HeadError(f"{tensor.file} is cut short.")
+        left -= len(chunk)
+        yield chunk

@@ -1,0 +1,132 @@
+"""Where a model's head lies: in a file beside it, or among the tensors of the checkpoint itself.
+
+Reads the headers of safetensors files, never a weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.models.heads.errors import HeadError
+from outrider.models.heads.layouts import HeadTensors, recognise
+
+HEAD_FILES = ("mtp/weights.safetensors", "mtp.safetensors")
+LONGEST_HEADER = 100_000_000  # what the format allows
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    file: Path
+    dtype: str  # as safetensors writes it: BF16, F8_E4M3, U32, ...
+    shape: tuple[int, ...]
+    num_bytes: int
+    begin: int  # where its bytes start in the file
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """A head that was found: which tensors, where, and what is known of how they were written."""
+
+    source: Path  # the file beside the model, or the folder of the checkpoint that holds it
+    is_inside: bool  # among the checkpoint's own tensors
+    tensors: HeadTensors
+    stored: Mapping[str, StoredTensor]  # by the checkpoint's names, only the head's
+    metadata: Mapping[str, str]  # of the head's files
+    conv_is_raw: bool | None  # how a trunk around it stores its convolutions; None: there is none
+
+    @property
+    def files(self) -> dict[Path, list[str]]:
+        """The head's tensors by file."""
+        found: dict[Path, list[str]] = {}
+        for name, tensor in self.stored.items():
+            found.setdefault(tensor.file, []).append(name)
+        return found
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        return frozenset(tensor.dtype for tensor in self.stored.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.stored.values())
+
+
+def find_head(model_folder: Path) -> Path | None:
+    """The file of a head that lies beside a model, if there is one."""
+    return next((model_folder / name for name in HEAD_FILES if (model_folder / name).is_file()), None)
+
+
+def locate(folder: Path) -> HeadFiles | None:
+    """The head of the model in this folder: beside it, else inside the checkpoint; None: there is none."""
+    config = read_config(folder)
+    beside = find_head(folder)
+    if beside is not None:
+        return locate_file(beside, config)
+    return search(sorted(folder.glob("*.safetensors")), folder, config, is_inside=True)
+
+
+def locate_file(file: Path, config: Mapping[str, Any] | None = None) -> HeadFiles:
+    """The head in this one file; `config` is that of the model it is for."""
+    if not file.is_file():
+        raise HeadError(f"{file}: no such head file.")
+    found = search([file], file, config or {}, is_inside=False)
+    if found is None:
+        raise HeadError(f"{file} holds no MTP head of a layout that is known (mtp.*, nextn layers, ...).")
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's config.json; empty where there is none that can be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def search(files: list[Path], source: Path, config: Mapping[str, Any], is_inside: bool) -> HeadFiles | None:
+    """The head among the tensors of these files."""
+    stored: dict[str, StoredTensor] = {}
+    metadata: dict[Path, dict[str, str]] = {}
+    for file in files:
+        found, metadata[file] = read_header(file)
+        stored.update(found)
+    tensors = recognise(stored, config)
+    if tensors is None or not tensors.targets:
+        return None
+    head = {name: stored[name] for name in tensors.targets}
+    notes = {key: value for one in head.values() for key, value in metadata[one.file].items()}
+    return HeadFiles(source, is_inside, tensors, head, notes, _conv_is_raw(stored))
+
+
+def _conv_is_raw(stored: Mapping[str, StoredTensor]) -> bool | None:
+    """PyTorch keeps a depthwise convolution as [channels, 1, kernel], MLX as [channels, kernel, 1]."""
+    shapes = [one.shape for name, one in stored.items() if name.endswith("conv1d.weight")]
+    return any(shape[-1] != 1 for shape in shapes) if shapes else None
+
+
+def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """What a safetensors file says of its tensors, and its metadata."""
+    try:
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= LONGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(stream.read(length))
+        metadata = header.pop("__metadata__", None) or {}
+        stored = {name: _stored(file, entry, 8 + length) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HeadError(f"{file} cannot be read as safetensors: {error}") from error
+    last = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if file.stat().st_size < last:
+        raise HeadError(f"{file} cannot be read as safetensors: it is cut short.")
+    return stored, metadata
+
+
+def _stored(file: Path, entry: Mapping[str, Any], data_begins: int) -> StoredTensor:
+    begin, end = (int(offset) for offset in entry["data_offsets"])
+    return StoredTensor(file, str(entry["dtype"]), tuple(entry["shape"]), end - begin, data_begins + begin)

@@ -1,0 +1,241 @@
+"""Which tensors of a checkpoint are an MTP head, by their names alone: one table, one row a layout.
+
+A rule turns a checkpoint's name into ours, and back for messages. `{i}` is the depth, `{b}` a block within
+one depth; a rule without `{i}` is shared by all depths; a rule to None names what is known and not needed,
+such as copies of the trunk's embeddings. Names are compared without what a wrapper puts before them
+(`model.`, `language_model.`, `model.language_model.`). Ours are MTPHead's: the block is `layers.0.`.
+
+Pure Python: a list of names and a config are enough, so that a checkpoint need not be here to be looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BLOCK = "layers.0."
+EMBEDDING_NORM, HIDDEN_NORM = "pre_fc_norm_embedding.", "pre_fc_norm_hidden."
+WRAPPER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
+Rules = tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """How a family builds its head."""
+
+    embedding_first: bool = True
+    recurse_after_norm: bool = True  # the next depth's h is `out`; False: the block's output before the norm
+    is_chained: bool = True  # with a layer for each depth: h is the last layer's output; False: the trunk's
+    has_norm: bool = True  # False: `out` goes through the trunk's own final norm
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    sign: re.Pattern[str]  # a name that only this layout has
+    rules: Rules  # first match wins
+    families: frozenset[str]  # mlx-lm's, whose heads these are; empty: a trunk's own layer will do
+    spec: HeadSpec = field(default_factory=HeadSpec)
+    follows_trunk: bool = False  # depth 0 is numbered after the trunk's last layer
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """The tensors of a head: for each name in the checkpoint, its depth (None: all) and its name here."""
+
+    layout: Layout
+    targets: Mapping[str, tuple[int | None, str]]
+    unused: tuple[str, ...]  # of the head, but copies of what the trunk has
+    wrapper: str  # what stands before the layout's own names
+    first: int  # the number of depth 0 in the checkpoint
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.targets or name in self.unused
+
+    @property
+    def num_depths(self) -> int:
+        return max((depth + 1 for depth, _ in self.targets.values() if depth is not None), default=1)
+
+    def original(self, depth: int, ours: str) -> str:
+        """What a tensor of ours would be called in this checkpoint."""
+        for theirs, target in self.layout.rules:
+            if target is None:
+                continue
+            match = re.fullmatch(_pattern(target), ours)
+            if match:
+                parts = {"i": str(depth + self.first), **match.groupdict()}
+                return self.wrapper + _filled(theirs, parts) + parts["rest"]
+        return ours
+
+
+QWEN = Layout(
+    "qwen",
+    re.compile(r"mtp\.(fc|norm|pre_fc_norm_embedding|pre_fc_norm_hidden|layers\.\d+)\."),
+    (
+        ("mtp.fc.", "fc."),
+        ("mtp.norm.", "norm."),
+        ("mtp.pre_fc_norm_embedding.", EMBEDDING_NORM),
+        ("mtp.pre_fc_norm_hidden.", HIDDEN_NORM),
+        ("mtp.layers.{i}.", BLOCK),
+        ("mtp.embed_tokens.", None),
+        ("mtp.lm_head.", None),
+        ("mtp.", ""),  # the draft vocabulary; anything else is refused by name when it is loaded
+    ),
+    frozenset(),
+)
+NEXTN = Layout(
+    "nextn",
+    re.compile(r"layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\."),
+    (
+        ("layers.{i}.enorm.", EMBEDDING_NORM),
+        ("layers.{i}.hnorm.", HIDDEN_NORM),
+        ("layers.{i}.eh_proj.", "fc."),
+        ("layers.{i}.shared_head.norm.", "norm."),
+        ("layers.{i}.shared_head.head.", None),
+        ("layers.{i}.embed_tokens.", None),
+        ("layers.{i}.self_attn.rotary_emb.", None),
+        ("layers.{i}.", BLOCK),
+    ),
+    frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"}),
+    follows_trunk=True,
+)
+MIMO = Layout(
+    "mimo",
+    re.compile(r"mtp_layers\.\d+\."),
+    (
+        ("mtp_layers.{i}.token_layernorm.", EMBEDDING_NORM),
+        ("mtp_layers.{i}.hidden_layernorm.", HIDDEN_NORM),
+        ("mtp_layers.{i}.input_proj.", "fc."),
+        ("mtp_layers.{i}.final_layernorm.", "norm."),
+        ("mtp_layers.{i}.self_attn.rotary_emb.", None),
+        ("mtp_layers.{i}.", BLOCK),
+    ),
+    frozenset({"mimo"}),
+    HeadSpec(embedding_first=False),
+)
+MIMO_V2 = Layout(
+    "mimo_v2",
+    re.compile(r"mtp\.layers\.\d+\.(enorm|hnorm|eh_proj|final_layernorm|pre_mlp_layernorm)\."),
+    (
+        ("mtp.layers.{i}.enorm.", EMBEDDING_NORM),
+        ("mtp.layers.{i}.hnorm.", HIDDEN_NORM),
+        ("mtp.layers.{i}.eh_proj.", "fc."),
+        ("mtp.layers.{i}.final_layernorm.", "norm."),
+        ("mtp.layers.{i}.pre_mlp_layernorm.", BLOCK + "post_attention_layernorm."),
+        ("mtp.layers.{i}.", BLOCK),
+    ),
+    frozenset({"mimo_v2_flash"}),
+    HeadSpec(is_chained=False),
+)
+ERNIE = Layout(
+    "ernie",
+    re.compile(r"mtp_(emb_norm|hidden_norm|linear_proj|block)\.\d+\."),
+    (
+        ("mtp_emb_norm.{i}.", EMBEDDING_NORM),
+        ("mtp_hidden_norm.{i}.", HIDDEN_NORM),
+        ("mtp_linear_proj.{i}.", "fc."),
+        ("mtp_block.{i}.", BLOCK),
+    ),
+    frozenset({"ernie4_5", "ernie4_5_moe"}),
+    HeadSpec(has_norm=False),
+)
+LONGCAT = Layout(
+    "longcat",
+    re.compile(r"mtp\.layers\.\d+\.(enorm\.m|hnorm\.m|transformer_layer)\."),
+    (
+        ("mtp.layers.{i}.enorm.m.", EMBEDDING_NORM),
+        ("mtp.layers.{i}.hnorm.m.", HIDDEN_NORM),
+        ("mtp.layers.{i}.eh_proj.", "fc."),
+        ("mtp.norm.", "norm."),
+        ("mtp.embed_tokens.", None),
+        ("mtp.layers.{i}.transformer_layer.mlp.", BLOCK + "mlp."),
+        ("mtp.layers.{i}.", BLOCK),
+    ),
+    frozenset({"longcat_flash"}),
+)
+NEMOTRON_H = Layout(
+    "nemotron_h",
+    re.compile(r"mtp\.layers\.\d+\.mixer\."),
+    (
+        ("mtp.layers.0.enorm.", EMBEDDING_NORM),
+        ("mtp.layers.0.hnorm.", HIDDEN_NORM),
+        ("mtp.layers.0.eh_proj.", "fc."),
+        ("mtp.layers.{b}.final_layernorm.", "norm."),
+        ("mtp.layers.{b}.", BLOCK + "blocks.{b}."),
+    ),
+    frozenset({"nemotron_h"}),
+)
+LAYOUTS = (LONGCAT, NEMOTRON_H, MIMO_V2, MIMO, ERNIE, NEXTN, QWEN)  # the first whose sign is there
+
+PROMISES = (
+    "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers",
+    "multi_token_pred_depth",
+)  # fmt: skip
+SILENT = {
+    "qwen3_next": 1,
+    "mimo_v2_flash": 3,
+    "longcat_flash": 1,
+}  # have heads and do not say so
+
+
+def expected(config: Mapping[str, Any]) -> int:
+    """How many MTP layers the original checkpoint of this config has; 0: none that is known."""
+    for part in (config, config.get("text_config") or {}):
+        for key in PROMISES:
+            if isinstance(part.get(key), int):
+                return int(part[key])
+    return SILENT.get(str(config.get("model_type")), 0)
+
+
+def recognise(names: Iterable[str], config: Mapping[str, Any] | None = None) -> HeadTensors | None:
+    """The head among these tensors, whole or not; None where there is none."""
+    bare = {name: WRAPPER.sub("", name) for name in names}
+    if any(name.startswith("pre_fc_norm_") for name in bare.values()):  # a drafter that stands alone
+        bare = {name: f"mtp.{own}" for name, own in bare.items() if not own.startswith("lm_head.")}
+    for layout in LAYOUTS:
+        if any(layout.sign.match(own) for own in bare.values()):
+            return _tensors(layout, bare, config or {})
+    return None
+
+
+def _tensors(layout: Layout, bare: Mapping[str, str], config: Mapping[str, Any]) -> HeadTensors:
+    first = _first_depth(layout, bare.values(), config) if layout.follows_trunk else 0
+    targets: dict[str, tuple[int | None, str]] = {}
+    unused, wrapper = [], ""
+    for name, own in bare.items():
+        for theirs, ours in layout.rules:
+            match = re.fullmatch(_pattern(theirs), own)
+            if match is None:
+                continue
+            parts = match.groupdict()
+            depth = int(parts["i"]) - first if "i" in parts else None
+            if depth is not None and depth < 0:
+                break  # a layer of the trunk
+            wrapper = name.removesuffix(own) if name.endswith(own) else ""
+            if ours is None:
+                unused.append(name)
+            else:
+                targets[name] = depth, _filled(ours, parts) + parts["rest"]
+            break
+    return HeadTensors(layout, targets, tuple(unused), wrapper, first)
+
+
+def _first_depth(layout: Layout, names: Iterable[str], config: Mapping[str, Any]) -> int:
+    """The trunk's number of layers; in a file that numbers the head by itself, its own first."""
+    numbers = {int(name.split(".")[1]) for name in names if layout.sign.match(name)}
+    for part in (config, config.get("text_config") or {}):
+        size = part.get("num_hidden_layers")
+        if isinstance(size, int) and max(numbers) >= size:
+            return size
+    return min(numbers)
+
+
+def _pattern(rule: str) -> str:
+    escaped = re.escape(rule).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
+    return escaped + "(?P<rest>.*)"
+
+
+def _filled(rule: str, parts: Mapping[str, str]) -> str:
+    return rule.replace("{i}", parts.get("i", "")).replace("{b}", parts.get("b", "N"))

@@ -1,0 +1,249 @@
+"""From a file or a checkpoint to a head that can draft; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from outrider.models.heads import weights
+from outrider.models.heads.blocks import Block, Wanted, families, new_block, norm_eps
+from outrider.models.heads.errors import HeadError, UnknownHead
+from outrider.models.heads.files import HeadFiles, locate, locate_file
+from outrider.models.heads.layouts import BLOCK, HeadSpec
+from outrider.models.heads.module import MTPHead
+from outrider.models.trunk import Trunk
+
+DRAFT_IDS = "draft_ids"
+KEPT_DTYPE = "e_score_correction_bias"  # added to scores that are float32 everywhere
+Tensors = dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class LoadedHead:
+    layers: tuple[MTPHead, ...]  # one for each depth; deeper drafts use the last again
+    source: str
+    draft_ids: mx.array | None = None  # the reduced draft vocabulary, if the head has one
+
+    @property
+    def spec(self) -> HeadSpec:
+        return self.layers[0].spec
+
+
+def new_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
+    """A head of one depth with random weights, with a decoder layer of the trunk's own kind."""
+    return _new_depth(trunk, spec or HeadSpec(), Wanted())[0]
+
+
+def load_head(
+    source: Path | HeadFiles,
+    trunk: Trunk,
+    draft_vocabulary: int | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> LoadedHead:
+    """Read a head of any known layout, published or converted.
+
+    `source` is a head file, a folder, or what `locate` found; `config` is the trunk's config.json;
+    `draft_vocabulary` limits drafts to that many most frequent ids.
+    """
+    files = _located(source, trunk, config or {})
+    stored = _read(files)
+    draft_ids = stored.pop(DRAFT_IDS, None)
+    if draft_ids is None and not files.is_inside:
+        draft_ids = _draft_ids_beside(files.source)
+    _check_is_for(trunk, files)
+    num_depths = files.tensors.num_depths
+    layers = tuple(_load_depth(files, stored, trunk, config, depth) for depth in range(num_depths))
+    mx.eval([layer.parameters() for layer in layers])
+    return LoadedHead(layers, str(files.source), _reduced(draft_ids, draft_vocabulary, trunk.vocab_size))
+
+
+def _located(source: Path | HeadFiles, trunk: Trunk, config: Mapping[str, Any]) -> HeadFiles:
+    if isinstance(source, HeadFiles):
+        return source
+    if source.is_dir():
+        found = locate(source)
+        if found is None:
+            raise HeadError(f"{source} holds no MTP head, neither beside a checkpoint nor inside one.")
+        return found
+    return locate_file(source, config or {"num_hidden_layers": len(trunk.model.layers)})
+
+
+def _read(files: HeadFiles) -> Tensors:
+    """The head's tensors by the checkpoint's names, mapped and not yet read; draft ids under our name."""
+    found: Tensors = {}
+    for file, names in files.files.items():
+        try:
+            arrays: Tensors = mx.load(str(file))  # type: ignore[assignment]
+        except RuntimeError as error:
+            raise HeadError(f"{file} cannot be read as safetensors: {error}") from error
+        found |= {name: arrays[name] for name in names}
+    for name, (_, ours) in files.tensors.targets.items():
+        if ours == DRAFT_IDS:
+            found[DRAFT_IDS] = found.pop(name)
+    return found
+
+
+def _load_depth(
+    files: HeadFiles, stored: Tensors, trunk: Trunk, config: Mapping[str, Any] | None, depth: int
+) -> MTPHead:
+    targets = files.tensors.targets
+    own = {targets[name][1]: array for name, array in stored.items() if targets[name][0] in (None, depth)}
+    tensors = _stacked(files, weights.made_whole(own), depth)
+    in_block = {name.removeprefix(BLOCK) for name in tensors if name.startswith(BLOCK)}
+    module, block = _new_depth(trunk, files.tensors.layout.spec, Wanted(in_block, config, depth))
+    tensors = _arranged(files, tensors, module, block, trunk, depth)
+    tensors = _with_norms(files, tensors, trunk)
+    tensors = weights.dequantised(tensors, module)
+    _check_shapes(files, module, tensors, depth)
+    module.load_weights([(name, _cast(name, array, trunk)) for name, array in tensors.items()])
+    return module
+
+
+def _new_depth(trunk: Trunk, spec: HeadSpec, wanted: Wanted) -> tuple[MTPHead, Block]:
+    block = new_block(trunk, wanted)
+    eps = norm_eps(trunk.model)
+    head = MTPHead(spec, trunk.hidden_size, eps, block.module, block.new_cache)
+    head.eval()
+    return head, block
+
+
+def _stacked(files: HeadFiles, tensors: Tensors, depth: int) -> Tensors:
+    try:
+        return weights.stacked(tensors)
+    except KeyError as error:
+        raise _part_of_a_head(files, files.tensors.original(depth, error.args[0])) from error
+
+
+def _arranged(
+    files: HeadFiles, tensors: Tensors, module: MTPHead, block: Block, trunk: Trunk, depth: int
+) -> Tensors:
+    """With the block as the module has it; a block that is so already is left alone.
+
+    Zero-centred norms stay out of the family's hands: whether they get their 1 is decided in one place.
+    """
+    if _plain_names(tensors) == _plain_names(_parameters(module)):
+        return tensors
+    raw = {
+        name: array
+        for name, array in tensors.items()
+        if name.startswith(BLOCK) and not weights.is_zero_centred(trunk.model, name)
+    }
+    rest = {name: array for name, array in tensors.items() if name not in raw}
+    try:
+        found = weights.arranged(
+            trunk.model, block, {name.removeprefix(BLOCK): array for name, array in raw.items()}
+        )
+    except KeyError as error:
+        missing = str(error.args[0])
+        for ours, theirs in block.aliases:
+            missing = missing.replace(theirs, BLOCK + ours)
+        raise _part_of_a_head(files, files.tensors.original(depth, missing)) from error
+    return rest | {BLOCK + name: array for name, array in found.items()}
+
+
+def _plain_names(tensors: Mapping[str, mx.array]) -> set[str]:
+    return {name for name in tensors if not name.endswith(weights.QUANTISED)}
+
+
+def _with_norms(files: HeadFiles, tensors: Tensors, trunk: Trunk) -> Tensors:
+    """Zero-centred norms get their 1, if they lack it; a head without a last norm gets the trunk's."""
+    centred = [name for name in tensors if weights.is_zero_centred(trunk.model, name)]
+    if centred and weights.is_as_published(files):
+        tensors = tensors | {name: tensors[name].astype(mx.float32) + 1 for name in centred}
+    if not files.tensors.layout.spec.has_norm:
+        tensors = tensors | {"norm.weight": trunk.inner.norm.weight}
+    return tensors
+
+
+def _cast(name: str, array: mx.array, trunk: Trunk) -> mx.array:
+    return array.astype(mx.float32 if name.endswith(KEPT_DTYPE) else trunk.dtype)
+
+
+def _parameters(module: nn.Module) -> Tensors:
+    return dict(tree_flatten(module.parameters()))
+
+
+# -- what is refused -------------------------------------------------------------------------------------
+
+
+def _check_is_for(trunk: Trunk, files: HeadFiles) -> None:
+    """Refuse what was made for another model before its tensors are looked at one by one."""
+    layout, family = files.tensors.layout, families(trunk.model)
+    if layout.families and family.isdisjoint(layout.families):
+        raise UnknownHead(
+            f"{files.source} is a head for another model, or of a kind that is not known here: its layout is "
+            f"that of {', '.join(sorted(layout.families))}, and this model is a {trunk.model.model_type}."
+        )
+    first = min((depth for depth, _ in files.tensors.targets.values() if depth is not None), default=0)
+    if first > 0 and layout.follows_trunk:
+        raise HeadError(
+            f"{files.source} is a head for another model: it is stored as layer "
+            f"{files.tensors.first + first}, after the last of a trunk, and this model has "
+            f"{len(trunk.model.layers)} layers."
+        )
+    for name, (_, ours) in files.tensors.targets.items():
+        if weights.NORM.search(ours) and ours.count(".") == 1:
+            (size,) = files.stored[name].shape[-1:] or (0,)
+            if size != trunk.hidden_size:
+                raise HeadError(
+                    f"{files.source} is a head for another model: {name} is "
+                    f"{list(files.stored[name].shape)}, this model's hidden size is {trunk.hidden_size}."
+                )
+
+
+def _part_of_a_head(files: HeadFiles, name: str, count: str = "") -> HeadError:
+    return HeadError(
+        f"{files.source} is only part of a head: {name} is missing{count}. Take the whole of it out of the "
+        "original checkpoint (outrider mtp extract ORIGINAL --into MODEL_DIR), or serve without it: "
+        '--drafter none, drafter="none".'
+    )
+
+
+def _check_shapes(files: HeadFiles, module: MTPHead, tensors: Tensors, depth: int) -> None:
+    wanted = _parameters(module)
+    missing = sorted(wanted.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - wanted.keys())
+    if missing:
+        count = f" ({len(missing)} of {len(wanted)} are)"
+        raise _part_of_a_head(files, files.tensors.original(depth, missing[0]), count)
+    if unknown:
+        name = files.tensors.original(depth, unknown[0])
+        raise HeadError(f"{files.source} holds {name}, which this family's head does not have.")
+    for name, array in wanted.items():
+        if tensors[name].shape != array.shape:
+            raise HeadError(
+                f"{files.source} is a head for another model: {files.tensors.original(depth, name)} is "
+                f"{list(tensors[name].shape)}, this model needs {list(array.shape)}."
+            )
+
+
+# -- the draft vocabulary --------------------------------------------------------------------------------
+
+
+def _draft_ids_beside(file: Path) -> mx.array | None:
+    """Most frequent ids first, from a `freq.json` of {"ids": […]} beside the head."""
+    beside = file.with_name("freq.json")
+    if not beside.is_file():
+        return None
+    try:
+        return mx.array(json.loads(beside.read_text())["ids"], mx.int32)
+    except (KeyError, TypeError, ValueError) as error:
+        raise HeadError(f"{beside} holds no list of token ids named 'ids': {error!r}") from error
+
+
+def _reduced(draft_ids: mx.array | None, size: int | None, vocab_size: int) -> mx.array | None:
+    if draft_ids is None:
+        return None
+    ids = draft_ids if size is None else draft_ids[:size]
+    if ids.ndim != 1 or ids.size == 0:
+        raise HeadError("the head's draft vocabulary (draft_ids) is empty, or not one list of ids.")
+    if mx.any((ids < 0) | (ids >= vocab_size)).item():
+        raise HeadError("the head's draft vocabulary (draft_ids) names ids that this model does not have.")
+    return mx.sort(ids.astype(mx.int32))

@@ -1,0 +1,124 @@
+"""From a head's tensors as they are stored to the parameters of its module.
+
+8-bit floats with block scales   made whole
+experts                          stacked
+latent attention, odd names      arranged by the family's own `sanitize`, by the names of a trunk's layer
+zero-centred norms               1 added, once, if the files are as published (Qwen hybrids)
+MLX's quantised tensors          dequantised: a head runs in the trunk's 16 (or 32) bits
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from outrider.models.heads.blocks import Block, families
+from outrider.models.heads.errors import HeadError
+from outrider.models.heads.files import HeadFiles
+
+Tensors = dict[str, mx.array]
+FP8_BLOCK = 128
+FP8_SCALE = "_scale_inv"
+QUANTISED = (".scales", ".biases")
+ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})  # families whose published norms lack their 1
+EXPERT = re.compile(r"(?P<mlp>.*mlp\.)experts\.(?P<number>\d+)\.(?P<rest>(gate|up|down)_proj\..*)")
+FUSED_EXPERTS = re.compile(r"(?P<mlp>.*mlp\.)experts\.(?P<projection>gate_up_proj|down_proj)")
+NORM = re.compile(r"norm(_embedding|_hidden)?\.weight$")
+
+
+def made_whole(tensors: Tensors) -> Tensors:
+    """8-bit floats times their scales, one for each block of 128 x 128."""
+    whole = {name: array for name, array in tensors.items() if not name.endswith(FP8_SCALE)}
+    for name in tensors.keys() - whole.keys():
+        weight = name.removesuffix(FP8_SCALE)
+        if weight not in tensors:
+            raise HeadError(f"only part of a head: there is {name}, but no {weight}.")
+        rows, columns = tensors[weight].shape
+        scales = tensors[name].astype(mx.float32)
+        scales = mx.repeat(mx.repeat(scales, FP8_BLOCK, 0)[:rows], FP8_BLOCK, 1)[:, :columns]
+        whole[weight] = (mx.from_fp8(tensors[weight], mx.float32) * scales).astype(mx.bfloat16)
+    return whole
+
+
+def stacked(tensors: Tensors) -> Tensors:
+    """Experts as one tensor a projection: from one tensor an expert, or from gate and up in one."""
+    rest = dict(tensors)
+    several: dict[str, dict[int, str]] = {}
+    for name, array in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            stack = f"{match['mlp']}switch_mlp.{match['rest']}"
+            several.setdefault(stack, {})[int(match["number"])] = name
+        elif match := FUSED_EXPERTS.fullmatch(name):
+            del rest[name]
+            into = f"{match['mlp']}switch_mlp."
+            if match["projection"] == "down_proj":
+                rest[f"{into}down_proj.weight"] = array
+            else:
+                rest[f"{into}gate_proj.weight"], rest[f"{into}up_proj.weight"] = mx.split(array, 2, axis=-2)
+    for stack, names in several.items():
+        last = max(names)
+        every = [names[last].replace(f"experts.{last}.", f"experts.{i}.") for i in range(last + 1)]
+        rest[stack] = mx.stack([rest.pop(name) for name in every])  # a KeyError names one that is missing
+    return rest
+
+
+def arranged(model: nn.Module, block: Block, tensors: Tensors) -> Tensors:
+    """The block's tensors as the trunk's model class would arrange them in one of its own layers."""
+    there = {_alias(name, block.aliases): array for name, array in tensors.items()}
+    alone = copy.copy(model)  # a sanitize may take parts off its model
+    found: Tensors = alone.sanitize(there) if hasattr(alone, "sanitize") else there
+    turned = tuple((theirs, ours) for ours, theirs in block.aliases)
+    return {_alias(name, turned): array for name, array in found.items()}
+
+
+def _alias(name: str, aliases: tuple[tuple[str, str], ...]) -> str:
+    return next((new + name.removeprefix(old) for old, new in aliases if name.startswith(old)), name)
+
+
+def is_zero_centred(model: nn.Module, name: str) -> bool:
+    """Whether the family publishes this parameter without its 1."""
+    return not ZERO_CENTRED.isdisjoint(families(model)) and NORM.search(name) is not None
+
+
+def is_as_published(files: HeadFiles) -> bool:
+    """Whether a head's files are the publisher's (norms without their 1), or a converter's.
+
+    By what only one of them does, the head's own tensors first; never by the values.
+    """
+    names = list(files.stored)
+    if any(name.endswith(FP8_SCALE) or ".experts." in name for name in names):
+        return True
+    if any(name.endswith(QUANTISED) or ".switch_mlp." in name for name in names):
+        return False
+    if files.is_inside and files.conv_is_raw is not None:
+        return files.conv_is_raw
+    written_by = files.metadata.get("format")
+    if written_by in ("pt", "mlx"):
+        return written_by == "pt"
+    raise HeadError(
+        f"{files.source} does not say whether its norms are as published (zero-centred) or converted: it has "
+        f'no metadata "format" of "pt" or "mlx". Take the head out of the original checkpoint: '
+        f"outrider mtp extract ORIGINAL --into MODEL_DIR."
+    )
+
+
+def dequantised(tensors: Tensors, module: nn.Module) -> Tensors:
+    """Undo MLX's quantisation; bits and group size follow from the shapes that the module has."""
+    from mlx_lm.utils import infer_quant_config
+
+    whole = {name: array for name, array in tensors.items() if not name.endswith(QUANTISED)}
+    modules = dict(module.named_modules())
+    for name in tensors:
+        path = name.removesuffix(".scales")
+        if path == name:
+            continue
+        if path not in modules or "weight" not in modules[path]:
+            whole[name] = tensors[name]  # no place for it: refused by name later
+            continue
+        how = infer_quant_config(path, modules[path], tensors)
+        biases = tensors.get(f"{path}.biases")
+        whole[f"{path}.weight"] = mx.dequantize(tensors[f"{path}.weight"], tensors[name], biases, **how)
+    return whole
