@@ -86,7 +86,8 @@ def test_a_layer_more_takes_corrections_more_not_states(runner: Runner) -> None:
     per_layer = (large - small) / 3
     whole = small + (LAYERS_OF_27B - 3) * per_layer
     print(
-        f"peak of a step: {small / MIB:.0f} MiB with 3 recurrent layers, {per_layer / MIB:.1f} for each more, "
+        f"peak of a step: {small / MIB:.0f} MiB with 3 recurrent layers, "
+        f"{per_layer / MIB:.1f} for each more, "
         f"{whole / MIB:.0f} MiB with {LAYERS_OF_27B}; "
         f"a state a position: {LAYERS_OF_27B * WINDOW_STATE_BYTES / MIB:.0f} MiB"
     )

@@ -12,13 +12,17 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from outrider.train.head_file import write_head
 
 VOCAB_SIZE = 768
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONFIG: dict[str, Any] = {
@@ -74,7 +78,10 @@ def new_tokenizer(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def write_folder(folder: Path, model: nn.Module, head: nn.Module, tokenizer: Tokenizer) -> None:
+def write_folder(
+    folder: Path, model: nn.Module, head: nn.Module, tokenizer: Tokenizer, held_out: list[str]
+) -> None:
+    """`held_out` are questions to try it with that it was not trained on."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config = {
@@ -85,14 +92,16 @@ def write_folder(folder: Path, model: nn.Module, head: nn.Module, tokenizer: Tok
     }
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     _write_json(folder / "config.json", CONFIG)
-    _write_weights(folder / "model.safetensors", model, "")
-    _write_weights(folder / "mtp.safetensors", head, "mtp.")
+    _write_json(folder / "held_out_prompts.json", held_out)
+    # The mark says that norms are as they are used, not zero-centred: no reader shifts them.
+    weights = dict(tree_flatten(_halved(model)))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    write_head(folder / "mtp.safetensors", _halved(head), None, {})
 
 
-def _write_weights(file: Path, module: nn.Module, prefix: str) -> None:
-    weights = {f"{prefix}{name}": array.astype(mx.float16) for name, array in tree_flatten(module.parameters())}
-    mx.save_safetensors(str(file), weights, {"format": "mlx"})  # so that no reader shifts the norms
+def _halved(module: nn.Module) -> Any:
+    return tree_map(lambda array: array.astype(mx.float16), module.parameters())
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def _write_json(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")

@@ -18,16 +18,22 @@ Exchange = tuple[str, str]  # question, answer
 HELD_OUT_SHARE = 10  # one question of so many
 
 NAMES = (
-    "Ada Bela Cora Dario Edda Falk Gita Hugo Ines Jonas Kira Leon Mira Nils Olga Pavel Quinn Rosa Sami Tilda "
-    "Uwe Vera Wim Yara"
-).split()
-CITIES = "Aachen Bergen Cadiz Delft Exeter Faro Ghent Lund Malmo Nantes Oulu Parma Riga Siena Turku York".split()
-THINGS = "lantern kettle ladder drum map coin boat clock basket whistle letter stone rope window key".split()
-PLACES = "forest harbour mill market bridge tower garden cave meadow station".split()
-MOODS = "glad tired curious brave quiet hungry proud careful".split()
-DISHES = "soup bread salad stew pie porridge".split()
-FOODS = "carrots beans onions apples rice leeks plums barley peas nuts".split()
-SKIES = "sunny cloudy rainy windy foggy".split()
+    "Ada", "Bela", "Cora", "Dario", "Edda", "Falk", "Gita", "Hugo", "Ines", "Jonas", "Kira", "Leon",
+    "Mira", "Nils", "Olga", "Pavel", "Quinn", "Rosa", "Sami", "Tilda", "Uwe", "Vera", "Wim", "Yara",
+)  # fmt: skip
+CITIES = (
+    "Aachen", "Bergen", "Cadiz", "Delft", "Exeter", "Faro", "Ghent", "Lund", "Malmo", "Nantes", "Oulu",
+    "Parma", "Riga", "Siena", "Turku", "York",
+)  # fmt: skip
+THINGS = (
+    "lantern", "kettle", "ladder", "drum", "map", "coin", "boat", "clock", "basket", "whistle",
+    "letter", "stone", "rope", "window", "key",
+)  # fmt: skip
+PLACES = ("forest", "harbour", "mill", "market", "bridge", "tower", "garden", "cave", "meadow", "station")
+MOODS = ("glad", "tired", "curious", "brave", "quiet", "hungry", "proud", "careful")
+DISHES = ("soup", "bread", "salad", "stew", "pie", "porridge")
+FOODS = ("carrots", "beans", "onions", "apples", "rice", "leeks", "plums", "barley", "peas", "nuts")
+SKIES = ("sunny", "cloudy", "rainy", "windy", "foggy")
 ANIMALS = {  # legs, home, food
     "fox": ("four", "a den", "mice"), "owl": ("two", "a hollow tree", "mice"),
     "otter": ("four", "a river bank", "fish"), "crab": ("ten", "the sea shore", "snails"),
@@ -47,7 +53,9 @@ def story(rng: random.Random) -> Exchange:
         f"There {name} met {article(animal)} {animal} who had lost a {thing}.",
         rng.choice([f"The {animal} was {mood}.", f'"I am so {mood}," said the {animal}.']),
         f'"Let us look for the {thing} together," said {name}.',
-        rng.choice([f"They looked all day and asked {friend}.", f"On the way they met {friend}, who helped."]),
+        rng.choice(
+            [f"They looked all day and asked {friend}.", f"On the way they met {friend}, who helped."]
+        ),
         f"In the evening they found the {thing} {found}.",
         f"The {animal} thanked {name}, and they all went home.",
     ]
@@ -118,7 +126,9 @@ def comparison(rng: random.Random) -> Exchange:
         for animal, (legs, home, food) in ((animal, ANIMALS[animal]) for animal in pair)
     ]
     same = ANIMALS[pair[0]][0] == ANIMALS[pair[1]][0]
-    lines.append("Both have the same number of legs." if same else "They do not have the same number of legs.")
+    lines.append(
+        "Both have the same number of legs." if same else "They do not have the same number of legs."
+    )
     return f"{asks} {article(pair[0])} {pair[0]} and {article(pair[1])} {pair[1]}.", " ".join(lines)
 
 
@@ -154,11 +164,13 @@ def exchanges(seed: int) -> Iterator[Exchange]:
 
 
 def held_out(seed: int) -> Iterator[Exchange]:
-    """Exchanges whose questions are never trained on: every kind in turn."""
+    """Exchanges whose questions are never trained on, each once: every kind in turn."""
     rng = random.Random(seed)
+    asked: set[str] = set()
     while True:
         for kind in KINDS:
             question, answer = kind(rng)
-            while not is_held_out(question):
+            while not is_held_out(question) or question in asked:
                 question, answer = kind(rng)
+            asked.add(question)
             yield question, answer
