@@ -6,6 +6,8 @@ state is made at the commit, layer by layer.
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models import qwen3_5
@@ -71,6 +73,7 @@ def runner() -> Runner:
 
 def test_nothing_of_a_verify_window_outlives_the_step(runner: Runner) -> None:
     peak_of_a_step(runner)
+    gc.collect()  # what other tests left
     mx.synchronize()
     before = mx.get_active_memory()
     for _ in range(3):
