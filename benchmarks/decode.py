@@ -1,6 +1,6 @@
 """Decode throughput: plain rows against mlx-lm's batch generator, drafts on against off, and a mixed batch.
 
-    python -m benchmarks.decode [--model M] [--head FILE] [--rows 1 4 8 16] [--tokens 48] [--rounds 3]
+    python -m benchmarks.decode [--model M] [--head FILE] [--prompts FILE] [--rows 1 4 8 16] [--tokens 48]
 
 Every figure is a ratio of runs that took turns on the same weights: median (least-most).
 """
@@ -8,6 +8,8 @@ Every figure is a ratio of runs that took turns on the same weights: median (lea
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 from benchmarks.side_by_side import Bench, ratios, spread
 from outrider.llm import default_model
@@ -15,7 +17,8 @@ from outrider.llm import default_model
 
 def main() -> None:
     args = _arguments()
-    bench = Bench(args.model or default_model(), args.head, args.draft_vocabulary)
+    questions = json.loads(args.prompts.read_text()) if args.prompts else None
+    bench = Bench(args.model or default_model(), args.head, args.draft_vocabulary, questions)
     print(f"{bench.loaded.path.name}, {args.tokens} tokens a row, {args.rounds} rounds\n")
     if "plain" in args.parts:
         _plain(bench, args)
@@ -95,6 +98,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model")
     parser.add_argument("--head")
+    parser.add_argument("--prompts", type=Path, help="a JSON list of questions to ask instead of our own")
     parser.add_argument("--draft-vocabulary", type=int, default=8192)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3])

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 
 import mlx.core as mx
@@ -46,7 +47,14 @@ class Run:
 
 
 class Bench:
-    def __init__(self, model: str | Path, head: str | Path | None, draft_vocabulary: int | None) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        head: str | Path | None,
+        draft_vocabulary: int | None,
+        questions: Sequence[str] | None = None,
+    ) -> None:
+        self._questions = questions or PROMPTS
         self.loaded = loader.load(model)
         self.head = None
         file = Path(head) if head else heads.find_head(self.loaded.path)
@@ -58,7 +66,7 @@ class Bench:
         template = self.loaded.tokenizer.apply_chat_template
         return [
             template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)
-            for text in (PROMPTS * -(-num_rows // len(PROMPTS)))[:num_rows]
+            for text in islice(cycle(self._questions), num_rows)
         ]
 
     def ours(self, depths: Sequence[int], num_tokens: int, temperature: float = 0.0) -> tuple[Run, list[Row]]:

@@ -72,11 +72,19 @@ class Placement:
     """
 
     def __init__(
-        self, slots: Sequence[int], starts: mx.array, num_fed: mx.array, width: int, end: int, capacity: int
+        self,
+        slots: Sequence[int],
+        starts: mx.array,
+        num_fed: mx.array,
+        width: int,
+        end: int,
+        capacity: int,
+        any_new: bool = True,
     ) -> None:
         if end > capacity:
             raise ValueError(f"a row would need {end} cells where the buffers have {capacity}")
         self.offset = starts  # [rows]
+        self.any_new = any_new  # whether a row may start at 0, with what another left in its slot
         self.capacity = capacity
         self.num_seen = min(capacity, -(-end // VIEW_STEP) * VIEW_STEP)
         self.slots = slots

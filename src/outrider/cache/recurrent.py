@@ -84,6 +84,8 @@ class StateView:
         """The rows' states before the pass.  [rows, …]"""
         place = self._placement
         rows = _rows_of(self._state.parts[index], place)
+        if not place.any_new:
+            return rows  # the states themselves: a copy of every layer's would live until the commit
         is_new = (place.offset == 0).reshape(-1, *[1] * (rows.ndim - 1))
         return mx.where(is_new, mx.zeros((), rows.dtype), rows)
 
@@ -91,13 +93,15 @@ class StateView:
         """Say how a part's new value follows from the number of tokens kept."""
         self._choices[index] = choose
 
-    def commit(self, num_kept: mx.array) -> None:
+    def commit(self, num_kept: mx.array) -> list[mx.array]:
+        """Write the new states, and return them."""
         parts = self._state.parts
         if len(self._choices) != len(parts):
             raise ValueError(f"a layer kept {len(self._choices)} of its {len(parts)} states per row")
         for index, choose in self._choices.items():
             parts[index] = _written(parts[index], choose(num_kept), self._placement)
         self._choices = {}
+        return parts
 
 
 def _zeros(num_slots: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

@@ -142,7 +142,7 @@ class TrunkCache:
     def commit(self, num_kept: mx.array) -> None:
         """Take over the states of recurrent layers after the tokens that each row of the last pass keeps."""
         for view in self._uncommitted:
-            view.commit(num_kept)
+            num_kept = mx.depends(num_kept, view.commit(num_kept))  # one layer at a time needs less memory
         self._uncommitted = []
 
 

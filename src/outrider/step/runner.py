@@ -108,7 +108,8 @@ class Runner:
         num_fed = mx.array([row.num_fed for row in batch])
         end = max(row.start + row.num_fed for row in batch)
         slots = [row.slot for row in batch]
-        place = Placement(slots, starts, num_fed, width, end, self._shape[1])
+        any_new = any(row.start == 0 for row in batch)
+        place = Placement(slots, starts, num_fed, width, end, self._shape[1], any_new)
         hidden = self._trunk.hidden(token_ids, self._cache, place)
         picks = verify(self._trunk, hidden, batch)
         num_kept = kept_tokens(batch, picks)

@@ -37,9 +37,9 @@ class Corrections:
         """The rows' states when `num_tokens` [rows] of the pass stand."""
         num = mx.maximum(num_tokens - self.offset, 0)[:, None, None, None]
         last = mx.maximum(num - 1, 0)
-        decay = mx.take_along_axis(self.decay, last, axis=2)
+        decay = mx.where(num > 0, mx.take_along_axis(self.decay, last, axis=2), 1)
         since = mx.take_along_axis(self.since, last[..., None], axis=2)[:, :, 0]
-        return mx.where(num > 0, self._state(decay, since), self.state)
+        return self._state(decay, mx.where(num > 0, since, 0))
 
     def state_after_all(self) -> mx.array:
         return self._state(self.decay[:, :, -1:], self.since[:, :, -1])

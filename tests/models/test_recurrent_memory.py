@@ -1,0 +1,99 @@
+"""What a verify window of recurrent layers takes: eight rows, three drafts, layers as wide as Qwen3.5-27B's.
+
+A state after every position would be 96 MiB a layer. What is kept instead are corrections, of which a new
+state is made at the commit, layer by layer.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import qwen3_5
+
+from outrider.models.trunk import Trunk
+from outrider.plan import StepPlan
+from outrider.request import SamplingParams
+from outrider.step.runner import Runner
+from plan_rows import plan_row
+
+NUM_ROWS, DEPTH = 8, 3
+MIB = 1 << 20
+STATE_BYTES = NUM_ROWS * 48 * 128 * 128 * 4  # of one layer, all rows
+WINDOW_STATE_BYTES = (1 + DEPTH) * STATE_BYTES
+LAYERS_OF_27B = 48  # recurrent ones
+GREEDY = SamplingParams(temperature=0)
+
+CONFIG = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_value_heads": 48,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+
+
+def decoding_runner(num_layers: int) -> Runner:
+    """Eight rows that have been fed their first token; three of four layers are recurrent."""
+    config = {**CONFIG, "num_hidden_layers": num_layers}
+    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict({"model_type": "qwen3_5", "text_config": config}))
+    mx.eval(model.parameters())
+    runner = Runner(Trunk(model, 512))
+    rows = tuple(plan_row([slot], params=GREEDY, slot=slot) for slot in range(NUM_ROWS))
+    runner.run(StepPlan(NUM_ROWS, 64, (), (rows,)))
+    return runner
+
+
+def peak_of_a_step(runner: Runner) -> int:
+    """Bytes that a verify step takes above what was held before it."""
+    rows = tuple(plan_row([slot, 1], (), [2, 3, 4], params=GREEDY, slot=slot) for slot in range(NUM_ROWS))
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    runner.run(StepPlan(NUM_ROWS, 64, (), (rows,)))
+    return mx.get_peak_memory() - before
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return decoding_runner(4)
+
+
+def test_nothing_of_a_verify_window_outlives_the_step(runner: Runner) -> None:
+    peak_of_a_step(runner)
+    gc.collect()  # what other tests left
+    mx.synchronize()
+    before = mx.get_active_memory()
+    for _ in range(3):
+        peak_of_a_step(runner)
+    mx.synchronize()
+    assert mx.get_active_memory() == before
+
+
+def test_a_layer_more_takes_corrections_more_not_states(runner: Runner) -> None:
+    small = min(peak_of_a_step(runner) for _ in range(3))
+    larger = decoding_runner(8)
+    large = min(peak_of_a_step(larger) for _ in range(3))
+    per_layer = (large - small) / 3
+    whole = small + (LAYERS_OF_27B - 3) * per_layer
+    print(
+        f"peak of a step: {small / MIB:.0f} MiB with 3 recurrent layers, "
+        f"{per_layer / MIB:.1f} for each more, "
+        f"{whole / MIB:.0f} MiB with {LAYERS_OF_27B}; "
+        f"a state a position: {LAYERS_OF_27B * WINDOW_STATE_BYTES / MIB:.0f} MiB"
+    )
+    assert per_layer < STATE_BYTES / 4
+    assert small < 3 * STATE_BYTES
+    assert whole < LAYERS_OF_27B * WINDOW_STATE_BYTES / 10
