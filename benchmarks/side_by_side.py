@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
-from benchmarks.prompts import PROMPTS
+from outrider.bench.prompts.chat import PROMPTS
 from outrider.config import EngineConfig
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row

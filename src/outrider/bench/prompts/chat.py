@@ -1,6 +1,6 @@
-"""Chat prompts for the benchmarks; none of them occurs in a head's training data."""
+"""Questions as people ask them."""
 
-PROMPTS = [
+PROMPTS = (
     "What causes thunder, and why do we see lightning first?",
     "Write a short letter to a neighbour about a fallen branch.",
     "Explain how a bicycle stays upright.",
@@ -17,4 +17,4 @@ PROMPTS = [
     "What are the advantages and drawbacks of working from home?",
     "How does a microwave oven heat food?",
     "Describe how bread is made, step by step.",
-]
+)
