@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Benchmark:
         self.measured: list[Measured] = []
         self._watch = watch
         self._num_done = 0
-        self._warm: set[tuple[str, int, bool]] = set()
+        self._warm: set[tuple[str, int, bool, str]] = set()
 
     def cases(self) -> list[Case]:
         return [
@@ -127,10 +128,10 @@ class Benchmark:
         return Asking(case.temperature, self.settings.max_tokens, seed, arm.depth_for(task))
 
     async def _warm_up(self, case: Case) -> None:
-        """As many streams as will run, a few tokens each, not counted: buffers and kernels are made."""
-        tasks = [Task(f"Count to {10 + i}.") for i in range(case.streams)]
+        """As many streams as will run, a few tokens each, uncounted: buffers, kernels, grammars are made."""
+        tasks = warm_up_tasks(case)
         for arm in self.arms:
-            key = (arm.name, case.streams, case.temperature > 0)
+            key = (arm.name, case.streams, case.temperature > 0, tasks[-1].kind)
             if key in self._warm:
                 continue
             self._warm.add(key)
@@ -138,6 +139,16 @@ class Benchmark:
                 (task, Asking(case.temperature, WARM_UP_TOKENS, i, arm.depth)) for i, task in enumerate(tasks)
             ]
             await ask_all(arm, asked, case.streams)
+
+
+def warm_up_tasks(case: Case) -> list[Task]:
+    """Other questions than those that are timed, but every schema that will come."""
+    schemas = {
+        json.dumps(task.schema): task.schema for task in case.workload.tasks if task.schema is not None
+    }
+    free = [Task(f"Count to {10 + i}.") for i in range(case.streams)]
+    held = [Task("Count to ten.", schema=schema, kind="constrained") for schema in schemas.values()]
+    return free + held
 
 
 def turns(arms: Sequence[Arm], index: int) -> list[Arm]:

@@ -99,7 +99,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-LEGEND = """tokens/s: all streams together, from the first request to the last answer's end; median (least-most).
+LEGEND = """tokens/s: all streams, from the first request to the last answer's end; median (least-most).
 / X: the same, round by round, over X's. first token, a token: p50 / p95 over all answers; tokens that come
 together share the time since those before them. stride: tokens that a row gains in a decode step.
 ended: answers that the model ended itself."""
