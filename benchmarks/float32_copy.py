@@ -1,7 +1,7 @@
 """A model as Outrider has it in memory on a CPU, written down: float32, not quantised.
 
-MLX's quantised and 16-bit products crawl on CPUs (half a minute a token and more), and other servers load a folder
-as it is. With this copy all of them multiply the same numbers.
+MLX's quantised and 16-bit products crawl on CPUs, and other servers load a folder as it is. With this copy
+all of them multiply the same numbers.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ turns, and stops them.
 
     python -m benchmarks.peers [MODEL] [--peers mlx-lm vllm-mlx] [--vllm-mlx-python FILE] [-- bench options]
 
-On a CPU all of them get a float32 copy of the model. What follows `--` goes to `outrider bench`. See docs/BENCHMARKS.md
-for what the peers need.
+On a CPU all of them get a float32 copy of the model. What follows `--` goes to `outrider bench`.
+docs/BENCHMARKS.md says what the peers need.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import http.client
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,7 @@ class Running:
 
 def main() -> int:
     args, for_bench = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped
     with tempfile.TemporaryDirectory(prefix="outrider-peers-") as scratch, contextlib.ExitStack() as stack:
         model = _model(args.model or default_model(), Path(scratch))
         running = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -162,4 +163,7 @@ async def _in_time(reading: Awaitable[T], silence_s: float) -> T:
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
+    number = error.errno if isinstance(error, OSError) else None
+    if number is not None and number > 0:  # asyncio says "Connect call failed"; below 0 names were not found
+        return os.strerror(number)
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

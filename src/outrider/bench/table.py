@@ -80,7 +80,7 @@ def _latency(latency: Latency, digits: int) -> str:
 def _notes(told: Iterable[tuple[int, ArmFigures]], workload: str) -> list[str]:
     notes = []
     for streams, found in told:
-        where = f"  {streams} streams, {found.arm}: "
+        where = f"  {streams} {'stream' if streams == 1 else 'streams'}, {found.arm}: "
         if workload == "mixed":
             paces = ", ".join(f"{kind} {_latency(pace, 1)}" for kind, pace in found.pace_by_kind.items())
             notes.append(f"{where}a token ms by row: {paces}")
