@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -128,8 +129,12 @@ def test_names_before_urls(given: str, name: str | None, url: str) -> None:
     assert _named(given) == (name, url)
 
 
-@pytest.mark.parametrize("http", [False, True])
-def test_ctrl_c_tells_what_was_measured_so_far(folder: Path, tmp_path: Path, http: bool) -> None:
+@pytest.mark.parametrize(
+    ("http", "number"), [(False, signal.SIGINT), (True, signal.SIGINT), (True, signal.SIGTERM)]
+)
+def test_ctrl_c_tells_what_was_measured_so_far_and_leaves_no_server(
+    folder: Path, tmp_path: Path, http: bool, number: signal.Signals
+) -> None:
     file = tmp_path / "b.json"
     many = ["--workloads", "chat", "--streams", "2", "--rounds", "5000", "--json", str(file)]
     process = subprocess.Popen(
@@ -143,7 +148,7 @@ def test_ctrl_c_tells_what_was_measured_so_far(folder: Path, tmp_path: Path, htt
         if line.startswith("Measuring"):
             break
     time.sleep(3)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Interrupted: this is what was measured so far." in out
@@ -152,3 +157,6 @@ def test_ctrl_c_tells_what_was_measured_so_far(folder: Path, tmp_path: Path, htt
     found = json.loads(file.read_text())
     assert found["is_complete"] is False
     assert 0 < len(found["cases"][0]["rounds"]) < 10_000
+    if http:
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(found["targets"]["outrider"]["url"] + "/health", timeout=5)

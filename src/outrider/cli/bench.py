@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,9 @@ def run_bench(args: argparse.Namespace) -> int:
     settings = _settings(args)
     _check_sides(args)
     _check_files(args)
+    signal.signal(
+        signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)
+    )  # its own server must not stay
     try:
         with _targets(args, settings) as (loop, targets):
             return _measure(args, settings, loop, targets)
