@@ -136,7 +136,7 @@ def test_ctrl_c_tells_what_was_measured_so_far_and_leaves_no_server(
     folder: Path, tmp_path: Path, http: bool, number: signal.Signals
 ) -> None:
     file = tmp_path / "b.json"
-    many = ["--workloads", "chat", "--streams", "2", "--rounds", "5000", "--json", str(file)]
+    many = [*SHORT, "--rounds", "5000", "--json", str(file)]
     process = subprocess.Popen(
         [sys.executable, "-m", "outrider", "bench", str(folder), *many, *(["--http"] if http else [])],
         stdout=subprocess.PIPE,
