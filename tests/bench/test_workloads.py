@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +27,24 @@ def test_no_prompt_is_among_those_that_the_head_is_tested_on() -> None:
     held_out = data.read_text()
     for make in WORKLOADS.values():
         assert not [task.prompt for task in make().tasks if json.dumps(task.prompt)[1:-1] in held_out]
+
+
+def test_no_prompt_is_among_those_that_the_head_is_trained_on() -> None:
+    """Whatever a template of the training prompts may be filled with."""
+    file = Path(__file__).parents[2] / "train" / "default_head" / "everyday.py"
+    everyday = runpy.run_path(str(file))
+
+    def pattern(template: str) -> str:
+        pieces = everyday["SLOT"].split(template)
+        slots = ("|".join(map(re.escape, everyday["SLOTS"][name])) for name in pieces[1::2])
+        fixed = map(re.escape, pieces[::2])
+        return next(fixed) + "".join(f"(?:{slot}){rest}" for slot, rest in zip(slots, fixed, strict=True))
+
+    trained = [re.compile(pattern(template), re.IGNORECASE) for template in everyday["TEMPLATES"]]
+    assert any(one.fullmatch("What is the difference between weather and climate?") for one in trained)
+    for make in WORKLOADS.values():
+        prompts = [task.prompt for task in make().tasks]
+        assert not [prompt for prompt in prompts if any(one.fullmatch(prompt) for one in trained)]
 
 
 def test_tasks_go_round() -> None:

@@ -70,7 +70,7 @@ def _json() -> Workload:
 
 def _long() -> Workload:
     tasks = [Task(f"{reports.report(i)}\n\n{question}") for i, question in enumerate(reports.QUESTIONS)]
-    return Workload("long", "questions about a report of about 750 tokens", tuple(tasks), is_fresh=True)
+    return Workload("long", "questions about a report of about 700 tokens", tuple(tasks), is_fresh=True)
 
 
 def _shared() -> Workload:

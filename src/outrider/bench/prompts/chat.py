@@ -10,7 +10,7 @@ PROMPTS = (
     "Summarise the story of Robinson Crusoe in one paragraph.",
     "Give me a JSON object that describes a library book.",
     "How do I get candle wax out of a tablecloth?",
-    "What is the difference between weather and climate?",
+    "When does one say that a number is prime, and which is the smallest?",
     "Suggest a quick lunch with rice, eggs and peas.",
     "Why do leaves change colour?",
     "Write a dialogue between a lighthouse keeper and a seagull.",
