@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
-from benchmarks.prompts import PROMPTS
+from outrider.bench.prompts.chat import PROMPTS
+from outrider.bench.statistics import Spread
 from outrider.config import EngineConfig
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
@@ -144,4 +144,6 @@ def ratios(first: Callable[[], Run], second: Callable[[], Run], rounds: int) -> 
 
 
 def spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+    found = Spread.of(values)
+    assert found is not None
+    return found.told(2)

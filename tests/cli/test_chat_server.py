@@ -13,14 +13,15 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from scripted_server import Reply, refuses, says, scripted, stream
 
 from outrider.chat.conversation import Message, TextPart
 from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta, Usage
 from outrider.cli.chat_backends import ChatFailed
-from outrider.cli.chat_server import ServerAddress, ServerBackend, first_model
+from outrider.cli.chat_server import ServerBackend, first_model
 from outrider.config import InvalidConfig
 from outrider.request import SamplingParams
+from outrider.server_address import ServerAddress
+from scripted_server import Reply, refuses, says, scripted, stream
 from server_process import ServerProcess, serving, write_tiny_model
 
 HI = [Message("system", (TextPart("Be brief."),)), Message("user", (TextPart("Hi"),))]

@@ -118,7 +118,8 @@ def _local(args: argparse.Namespace, params: SamplingParams) -> Iterator[Backend
 @contextlib.contextmanager
 def _server(args: argparse.Namespace, params: SamplingParams) -> Iterator[Backend]:
     from outrider.cli.chat_backends import ChatFailed
-    from outrider.cli.chat_server import ServerAddress, ServerBackend, first_model
+    from outrider.cli.chat_server import ServerBackend, first_model
+    from outrider.server_address import ServerAddress
 
     address = ServerAddress.parse(args.url, args.api_key or os.environ.get("OUTRIDER_API_KEY"))
     try:

@@ -10,82 +10,48 @@ import json
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from outrider.chat.conversation import Message
 from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta, Usage
 from outrider.cli.chat_backends import ChatFailed
-from outrider.config import InvalidConfig
 from outrider.engine.sequence import Stats
 from outrider.request import SamplingParams
+from outrider.server_address import ServerAddress
 
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # Outrider's own streams say something every few seconds
 MAX_ERROR_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True)
-class ServerAddress:
-    scheme: str
-    host: str
-    port: int | None
-    path: str  # before /v1
-    api_key: str | None = None
-
-    @classmethod
-    def parse(cls, url: str, api_key: str | None = None) -> ServerAddress:
-        """From a URL with or without its scheme, with or without /v1 at its end."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+@contextmanager
+def ask(
+    address: ServerAddress, method: str, route: str, body: object = None
+) -> Iterator[http.client.HTTPResponse]:
+    """The answer to a request, if it is none of refusal; the connection ends with the block."""
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+    connection = kind(address.host, address.port, timeout=CONNECT_S)
+    try:
         try:
-            port = parts.port
-        except ValueError as error:
-            raise InvalidConfig(f"--url {url}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidConfig(f"--url {url}: not an address like http://127.0.0.1:8000")
-        if parts.username or parts.query or parts.fragment:
-            raise InvalidConfig("--url takes a host, a port and a path; a key goes into --api-key")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise InvalidConfig("--api-key has characters that no HTTP header can carry")
-        path = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.scheme, parts.hostname, port, path, api_key)
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        port = "" if self.port is None else f":{self.port}"
-        return f"{self.scheme}://{host}{port}{self.path}"
-
-    @contextmanager
-    def ask(self, method: str, route: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
-        """The answer to a request, if it is none of refusal; the connection ends with the block."""
-        kind = http.client.HTTPSConnection if self.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=CONNECT_S)
+            connection.connect()
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            raise ChatFailed(f"cannot reach {address}: {_reason(error)}") from None
         try:
-            try:
-                connection.connect()
-            except (OSError, http.client.HTTPException, UnicodeError) as error:
-                raise ChatFailed(f"cannot reach {self}: {_reason(error)}") from None
-            try:
-                connection.sock.settimeout(SILENCE_S)
-                payload = None if body is None else json.dumps(body).encode()
-                connection.request(method, self.path + route, payload, self._headers())
-                response = connection.getresponse()
-                if response.status != 200:
-                    raise ChatFailed(_refusal(response))
-                yield response
-            except (OSError, http.client.HTTPException) as error:
-                raise ChatFailed(f"the connection to {self} broke: {_reason(error)}") from None
-        finally:
-            connection.close()
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json", "User-Agent": "outrider-chat"}
-        return headers | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
+            connection.sock.settimeout(SILENCE_S)
+            payload = None if body is None else json.dumps(body).encode()
+            connection.request(method, address.path + route, payload, address.headers("outrider-chat"))
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ChatFailed(_refusal(response))
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise ChatFailed(f"the connection to {address} broke: {_reason(error)}") from None
+    finally:
+        connection.close()
 
 
 def first_model(address: ServerAddress) -> str:
-    with address.ask("GET", "/v1/models") as response:
+    with ask(address, "GET", "/v1/models") as response:
         try:
             return str(json.loads(response.read())["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
@@ -105,7 +71,7 @@ class ServerBackend:
     def answer(self, messages: Sequence[Message]) -> Generator[ChatEvent, None, None]:
         body = request_body(self._model, messages, self._params)
         reader = ChunkReader()
-        with self._address.ask("POST", "/v1/chat/completions", body) as response:
+        with ask(self._address, "POST", "/v1/chat/completions", body) as response:
             if response.headers.get_content_type() != "text/event-stream":
                 raise ChatFailed(f"{self._address} did not answer with a stream of events")
             for chunk in _chunks(response):

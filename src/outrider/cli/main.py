@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from outrider import __version__
+from outrider.cli.bench import add_bench
 from outrider.cli.chat import add_chat
 from outrider.cli.models import add_models
 from outrider.cli.mtp import add_mtp
@@ -38,4 +39,5 @@ def _parser() -> argparse.ArgumentParser:
     add_chat(commands)
     add_models(commands)
     add_mtp(commands)
+    add_bench(commands)
     return parser

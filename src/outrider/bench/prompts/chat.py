@@ -1,6 +1,6 @@
-"""Chat prompts for the benchmarks; none of them occurs in a head's training data."""
+"""Questions as people ask them."""
 
-PROMPTS = [
+PROMPTS = (
     "What causes thunder, and why do we see lightning first?",
     "Write a short letter to a neighbour about a fallen branch.",
     "Explain how a bicycle stays upright.",
@@ -10,11 +10,11 @@ PROMPTS = [
     "Summarise the story of Robinson Crusoe in one paragraph.",
     "Give me a JSON object that describes a library book.",
     "How do I get candle wax out of a tablecloth?",
-    "What is the difference between weather and climate?",
+    "When does one say that a number is prime, and which is the smallest?",
     "Suggest a quick lunch with rice, eggs and peas.",
     "Why do leaves change colour?",
     "Write a dialogue between a lighthouse keeper and a seagull.",
     "What are the advantages and drawbacks of working from home?",
     "How does a microwave oven heat food?",
     "Describe how bread is made, step by step.",
-]
+)

@@ -1,0 +1,34 @@
+"""A model as Outrider has it in memory on a CPU, written down: float32, not quantised.
+
+MLX's quantised and 16-bit products crawl on CPUs, and other servers load a folder as it is. With this copy
+all of them multiply the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from outrider.models import loader
+
+LEFT_OUT = ("quantization", "quantization_config")
+
+
+def write_float32_copy(model: str | Path, folder: Path) -> Path:
+    """Into `folder`, with tokenizer, notes and MTP head."""
+    loaded = loader.load(model)
+    folder.mkdir(parents=True)
+    for file in loaded.path.iterdir():
+        if file.is_dir():
+            shutil.copytree(file, folder / file.name)
+        elif ".safetensors" not in file.name or file.name == "mtp.safetensors":
+            shutil.copy(file, folder)
+    config = {name: value for name, value in loaded.config.items() if name not in LEFT_OUT}
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}, indent=2))
+    weights = dict(tree_flatten(loaded.trunk.model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return folder

@@ -1,0 +1,103 @@
+"""The engine of this process as a target: tokens are counted where they are made, nothing is between."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import mlx.core as mx
+
+from outrider.bench.answer import Answer, Arrival, DraftCounts
+from outrider.bench.errors import BenchFailed
+from outrider.bench.target import Asking
+from outrider.bench.workloads import Task
+from outrider.engine.sequence import Delta, Stats
+from outrider.llm import LLM
+from outrider.request import Grammar, InvalidRequest, SamplingParams
+
+
+class EngineTarget:
+    """An LLM, asked through its asyncio engine. An answer's clock starts when the engine gets the tokens."""
+
+    name = "outrider"
+    can_draft = True
+    memory_source = "MLX"
+
+    def __init__(self, llm: LLM) -> None:
+        if not getattr(llm.tokenizer, "has_chat_template", True):
+            raise BenchFailed(
+                "this model has no chat template, and the benchmark asks questions: take another"
+            )
+        self._llm = llm
+        self._engine = llm.async_engine
+        self._counts = DraftCounts()
+
+    def facts(self) -> dict[str, Any]:
+        facts = self._llm.engine.facts
+        return {
+            "kind": "engine",
+            "model": facts.name,
+            "dtype": facts.dtype,
+            "device": facts.device,
+            "drafter": facts.drafter,
+            "head": facts.head,
+            "max_context": facts.max_context,
+        }
+
+    async def ask(self, task: Task, asking: Asking) -> Answer:
+        prompt_ids = self._llm.tokenizer.apply_chat_template(
+            task.messages, add_generation_prompt=True, return_dict=False
+        )
+        started_s = time.perf_counter()
+        try:
+            stream = self._engine.submit(prompt_ids, _params(task, asking), continues_prompt=False)
+        except InvalidRequest as error:
+            return Answer(task.kind, started_s, time.perf_counter(), error=str(error))
+        arrivals, texts, last = [], [], Delta("")
+        async for last in stream:
+            texts.append(last.text)
+            if last.token_ids:
+                arrivals.append(Arrival(time.perf_counter() - started_s, len(last.token_ids)))
+        stats = last.stats or Stats()
+        self._counts += _counts(stats)
+        return Answer(
+            kind=task.kind,
+            started_s=started_s,
+            ended_s=time.perf_counter(),
+            arrivals=tuple(arrivals),
+            num_tokens=stats.num_generated,
+            finish_reason=last.finish_reason,
+            text="".join(texts),
+            num_prompt=stats.num_prompt,
+            error=last.error,
+        )
+
+    async def draft_counts(self) -> DraftCounts:
+        return self._counts
+
+    def reset_peak(self) -> None:
+        mx.reset_peak_memory()
+
+    def peak_bytes(self) -> int:
+        return mx.get_peak_memory()
+
+
+def _params(task: Task, asking: Asking) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=asking.max_tokens,
+        temperature=asking.temperature,
+        seed=asking.seed,
+        draft_depth="auto" if asking.depth is None else asking.depth,
+        grammar=None if task.schema is None else Grammar("json_schema", json.dumps(task.schema)),
+    )
+
+
+def _counts(stats: Stats) -> DraftCounts:
+    """Without the first token, which the prompt's last step brings."""
+    return DraftCounts(
+        max(0, stats.steps - 1),
+        max(0, stats.num_generated - 1),
+        tuple(stats.drafted),
+        tuple(stats.accepted),
+    )

@@ -1,0 +1,65 @@
+"""The memory of a process and its children, watched from outside while a round runs (Linux only)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+POLL_S = 0.05
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryWatch:
+    """Looks at a process twenty times a second, on a thread of its own, and keeps the highest figure."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._peak = 0
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def works(self) -> bool:
+        return resident_bytes(self.pid) > 0
+
+    def reset(self) -> None:
+        self._peak = resident_bytes(self.pid)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="outrider-bench-memory", daemon=True)
+            self._thread.start()
+
+    def peak_bytes(self) -> int | None:
+        self._peak = max(self._peak, resident_bytes(self.pid))
+        return self._peak or None
+
+    def close(self) -> None:
+        self._done.set()
+
+    def _look(self) -> None:
+        while not self._done.wait(POLL_S):
+            self._peak = max(self._peak, resident_bytes(self.pid))
+
+
+def resident_bytes(pid: int) -> int:
+    """Of the process and all that it started; 0 where that cannot be known."""
+    return sum(_resident_bytes(one) for one in _family(pid))
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found = children.read_text().split()
+        except OSError:
+            continue
+        for child in found:
+            yield from _family(int(child))

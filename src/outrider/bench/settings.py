@@ -1,0 +1,83 @@
+"""What a benchmark runs over. Frozen and validated; the presets are here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.bench.workloads import WORKLOADS
+from outrider.config import InvalidConfig
+from outrider.request import MAX_DEPTH, DraftDepth
+
+MAX_STREAMS = 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every workload with every number of streams at every temperature, `rounds` times with each arm."""
+
+    workloads: tuple[str, ...] = ("chat", "code", "json")
+    streams: tuple[int, ...] = (1, 4, 8)
+    temperatures: tuple[float, ...] = (0.0,)
+    rounds: int = 3
+    requests: int = 4  # answers a round; never fewer than streams
+    max_tokens: int = 64  # of an answer; it ends before where the model ends it
+    depths: tuple[DraftDepth, ...] = ("auto",)  # of the arms that draft
+    seed: int = 1
+    timeout_s: float = 300.0  # longest silence of a server
+
+    def __post_init__(self) -> None:
+        _unique("--workloads", self.workloads)
+        for name in self.workloads:
+            if name not in WORKLOADS:
+                raise InvalidConfig(f"--workloads: there is no {name!r}. Workloads: {', '.join(WORKLOADS)}")
+        _unique("--streams", self.streams)
+        for streams in self.streams:
+            _within("--streams", streams, 1, MAX_STREAMS)
+        _unique("--temperatures", self.temperatures)
+        for temperature in self.temperatures:
+            _within("--temperatures", temperature, 0, 2)
+        _within("--rounds", self.rounds, 1, 10_000)
+        _within("--requests", self.requests, 1, 10_000)
+        _within("--max-tokens", self.max_tokens, 2, 1_000_000)
+        _unique("--depths", self.depths)
+        for depth in self.depths:
+            if depth != "auto" and not 1 <= depth <= MAX_DEPTH:
+                raise InvalidConfig(
+                    f"--depths: {depth} is not auto or 1..{MAX_DEPTH} (depth 0 is always measured beside)"
+                )
+        _within("--timeout", self.timeout_s, 0.001, 86_400)
+
+    def requests_a_round(self, streams: int) -> int:
+        return max(self.requests, streams)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {
+        "workloads": ("chat", "json"),
+        "streams": (1, 4),
+        "rounds": 2,
+        "requests": 1,
+        "max_tokens": 16,
+    },
+    "full": {
+        "workloads": tuple(WORKLOADS),
+        "streams": (1, 2, 4, 8, 16),
+        "temperatures": (0.0, 0.8),
+        "rounds": 5,
+        "max_tokens": 128,
+    },
+}
+
+
+def _within(flag: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise InvalidConfig(f"{flag}: {value:g} is not from {least:g} to {most:g}")
+
+
+def _unique(flag: str, values: Sequence[object]) -> None:
+    if not values:
+        raise InvalidConfig(f"{flag} needs at least one value")
+    if len(set(values)) < len(values):
+        raise InvalidConfig(f"{flag} names one value twice: {' '.join(map(str, values))}")

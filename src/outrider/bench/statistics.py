@@ -1,0 +1,43 @@
+"""Percentiles and spreads. Pure arithmetic."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Weighted = tuple[float, float]  # (value, weight)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Several measurements of one thing."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        return cls(statistics.median(values), min(values), max(values)) if values else None
+
+    def told(self, digits: int) -> str:
+        return f"{self.median:.{digits}f} ({self.least:.{digits}f}-{self.most:.{digits}f})"
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """The least value that `share` of all values do not exceed."""
+    return weighted_percentile(((value, 1.0) for value in values), share)
+
+
+def weighted_percentile(pairs: Iterable[Weighted], share: float) -> float | None:
+    """The same where a value counts as often as its weight says."""
+    ordered = sorted(pair for pair in pairs if pair[1] > 0)
+    if not ordered:
+        return None
+    wanted, so_far = share * sum(weight for _, weight in ordered), 0.0
+    for value, weight in ordered:
+        so_far += weight
+        if so_far >= wanted * (1 - 1e-12):
+            return value
+    return ordered[-1][0]

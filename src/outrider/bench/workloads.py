@@ -1,0 +1,100 @@
+"""What is asked: a workload is a list of tasks, a task is one conversation and the form of its answer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from outrider.bench.prompts import chat, code, handbook, records, reports
+
+TaskKind = Literal["free", "plain", "constrained"]  # may draft; never drafts; has a JSON schema (may draft)
+JSON_REQUEST = "Put the facts of this text into JSON: "
+
+
+@dataclass(frozen=True)
+class Task:
+    """One request, the same for every target."""
+
+    prompt: str
+    system: str | None = None
+    schema: dict[str, Any] | None = field(default=None, hash=False)
+    kind: TaskKind = "free"
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        return [*system, {"role": "user", "content": self.prompt}]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`is_fresh`: no prompt may have been seen before, so each gets a number of its own at its very start."""
+
+    name: str
+    about: str
+    tasks: tuple[Task, ...]
+    is_fresh: bool = False
+
+    def take(self, start: int, count: int, run: int = 0) -> list[Task]:
+        """`count` tasks from `start` on, round and round; `run` tells apart the runs of a fresh workload."""
+        turn = itertools.islice(itertools.cycle(self.tasks), start % len(self.tasks), None)
+        taken = list(itertools.islice(turn, count))
+        if not self.is_fresh:
+            return taken
+        return [_numbered(task, (run * 97 + start + i) % 9000 + 1000) for i, task in enumerate(taken)]
+
+
+def _numbered(task: Task, number: int) -> Task:
+    return replace(task, prompt=f"Report no. {number}\n\n{task.prompt}")
+
+
+def _chat() -> Workload:
+    return Workload("chat", "everyday questions", tuple(Task(text) for text in chat.PROMPTS))
+
+
+def _code() -> Workload:
+    return Workload("code", "programs to write and repair", tuple(Task(text) for text in code.PROMPTS))
+
+
+def _json_tasks() -> tuple[Task, ...]:
+    return tuple(
+        Task(JSON_REQUEST + text, schema=schema, kind="constrained") for text, schema in records.PROMPTS
+    )
+
+
+def _json() -> Workload:
+    return Workload("json", "facts into JSON, held to a schema", _json_tasks())
+
+
+def _long() -> Workload:
+    tasks = [Task(f"{reports.report(i)}\n\n{question}") for i, question in enumerate(reports.QUESTIONS)]
+    return Workload("long", "questions about a report of about 700 tokens", tuple(tasks), is_fresh=True)
+
+
+def _shared() -> Workload:
+    tasks = tuple(Task(question, system=handbook.HANDBOOK) for question in handbook.QUESTIONS)
+    return Workload("shared", "questions under one long system message", tasks)
+
+
+def _mixed() -> Workload:
+    """A third never drafts, a third drafts, a third is held to a schema and drafts."""
+    plain = (Task(text, kind="plain") for text in chat.PROMPTS)
+    free = (Task(text) for text in code.PROMPTS)
+    rows = zip(plain, free, _json_tasks(), strict=True)
+    return Workload("mixed", "plain, drafting and constrained rows in turn", tuple(itertools.chain(*rows)))
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "chat": _chat,
+    "code": _code,
+    "json": _json,
+    "long": _long,
+    "shared": _shared,
+    "mixed": _mixed,
+}
+
+
+def workloads(names: Sequence[str]) -> list[Workload]:
+    return [WORKLOADS[name]() for name in names]

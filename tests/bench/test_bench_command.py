@@ -1,0 +1,162 @@
+"""`outrider bench` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.bench import _named
+from scripted_server import refuses, scripted, stream
+from server_process import write_tiny_model
+
+SHORT = ("--workloads", "chat", "--streams", "2", "--rounds", "2", "--requests", "2", "--max-tokens", "8")
+PLENTY = {"completion_tokens": 3, "prompt_tokens": 5}
+
+
+def outrider(*args: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("OUTRIDER_")}
+    return subprocess.run(
+        [sys.executable, "-m", "outrider", "bench", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environ,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_in_process(folder: Path, tmp_path: Path) -> None:
+    files = "--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.svg")
+    result = outrider(str(folder), *SHORT, *files, "--depths", "auto", "2")
+    assert result.returncode == 0, result.stderr
+    assert "arms, in turns: off, auto, depth 2" in result.stdout
+    assert re.search(r"^ +depth 2 +\d+\.\d \(", result.stdout, re.MULTILINE)
+    assert "off and depth 2 gave the same text 4 times of 4." in result.stdout
+    assert json.loads((tmp_path / "b.json").read_text())["is_complete"] is True
+    assert (tmp_path / "b.svg").read_text().startswith("<svg")
+    assert "Measuring: 0/12 answers" in result.stderr
+
+
+def test_over_http_with_a_server_of_its_own(folder: Path) -> None:
+    result = outrider(str(folder), "--http", *SHORT, "--depths", "1")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"outrider: .*tiny at http://127\.0\.0\.1:\d+, float32 on cpu", result.stdout)
+    assert "off and depth 1 gave the same text 4 times of 4." in result.stdout
+
+
+def test_two_servers_in_turns() -> None:
+    def reply(usage: dict[str, int] | None) -> list:
+        return [stream({"content": "Hello"}, {"content": " you"}, usage=usage) for _ in range(9)]
+
+    with scripted(reply(PLENTY)) as one, scripted(reply(None)) as other:
+        urls = "--url", f"one={one.url}", "--url", f"other={other.url}/v1", "--baseline", "other"
+        result = outrider("m", *urls, *SHORT)
+        assert result.returncode == 0, result.stderr
+        assert {body["model"] for body in (*one.bodies, *other.bodies)} == {"m"}
+        assert not any("draft_depth" in body for body in one.bodies)
+    assert "/ other" in result.stdout
+    assert "other: sent no usage; a chunk was counted as one token." in result.stdout
+
+
+def test_an_arm_that_fails_at_a_case_is_told_and_the_status_says_so() -> None:
+    good = [stream({"content": "Hello"}, usage=PLENTY) for _ in range(3)]
+    with scripted([*good, refuses(500, "out of memory"), refuses(500, "out of memory")]) as server:
+        result = outrider("m", "--url", server.url, *SHORT)
+    assert result.returncode == 1
+    assert "2 failed: the server says 500: out of memory" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--workloads", "poetry"], "there is no 'poetry'"),
+        (["--streams", "0"], "--streams: 0"),
+        (["--depths", "0"], "depth 0 is always measured"),
+        (["--depths", "deep"], "'deep' is not auto or a number"),
+        (["--url", "127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
+        (["--url", "ftp://h"], "not an address like"),
+        (["--url", "http://h", "--http"], "give one of them"),
+        (["--url", "http://h", "--drafter", "ngram"], "--drafter is for a model loaded here"),
+        (["--api-key", "k"], "--api-key is for a running server"),
+        (["--pid", "1"], "1 --pid for 0 --url"),
+        (["--plot", "x.pdf"], "ends with .svg or .png"),
+        (["--json", "no/such/folder/x.json"], "cannot be written there"),
+        (["no/such/folder"], "no such folder"),
+        (["no/such/folder", "--http"], "no such folder"),
+        (["FOLDER", "--baseline", "on"], "--baseline 'on' is none of the arms: off, auto"),
+        (["FOLDER", "--head", "none.safetensors"], "no such head file"),
+        (["--quick", "--full"], "not allowed with"),
+    ],
+)
+def test_bad_input_is_one_clear_line(folder: Path, args: list[str], message: str) -> None:
+    result = outrider(*[str(folder) if arg == "FOLDER" else arg for arg in args])
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_two_servers_need_two_names() -> None:
+    with scripted([]) as server:
+        result = outrider("--url", server.url, "--url", server.url)
+    assert result.returncode == 2
+    assert "name them, --url NAME=URL" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "url"),
+    [
+        ("http://h:1", None, "http://h:1"),
+        ("ours=http://h:1", "ours", "http://h:1"),
+        ("mlx-lm=h:1/v1", "mlx-lm", "h:1/v1"),
+        ("http://h/?a=b", None, "http://h/?a=b"),
+        ("h:1/a=b", None, "h:1/a=b"),
+    ],
+)
+def test_names_before_urls(given: str, name: str | None, url: str) -> None:
+    assert _named(given) == (name, url)
+
+
+@pytest.mark.parametrize(
+    ("http", "number"), [(False, signal.SIGINT), (True, signal.SIGINT), (True, signal.SIGTERM)]
+)
+def test_ctrl_c_tells_what_was_measured_so_far_and_leaves_no_server(
+    folder: Path, tmp_path: Path, http: bool, number: signal.Signals
+) -> None:
+    file = tmp_path / "b.json"
+    many = [*SHORT, "--rounds", "5000", "--json", str(file)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider", "bench", str(folder), *many, *(["--http"] if http else [])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("Measuring"):
+            break
+    time.sleep(3)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Interrupted: this is what was measured so far." in out
+    assert "tokens/s" in out
+    assert "Traceback" not in err
+    found = json.loads(file.read_text())
+    assert found["is_complete"] is False
+    assert 0 < len(found["cases"][0]["rounds"]) < 10_000
+    if http:
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(found["targets"]["outrider"]["url"] + "/health", timeout=5)

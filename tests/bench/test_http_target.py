@@ -1,0 +1,245 @@
+"""The HTTP client against servers with odd manners."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+from raw_server import chunk, head, raw_server
+
+from outrider.bench.answer import Answer, DraftCounts
+from outrider.bench.errors import BenchFailed
+from outrider.bench.http_target import HttpTarget, connect, parse_metrics, request_body
+from outrider.bench.target import Asking
+from outrider.bench.workloads import Task
+from outrider.server_address import ServerAddress
+from scripted_server import Reply, refuses, scripted, stream
+
+TASK = Task("Hi")
+ASKING = Asking(0.5, 9, 3, None)
+DONE = b"data: [DONE]\n\n"
+
+
+def ask(url: str, timeout_s: float = 5.0, task: Task = TASK) -> Answer:
+    target = HttpTarget("t", ServerAddress.parse(url), "m", None, timeout_s)
+    return asyncio.run(target.ask(task, ASKING))
+
+
+def event(content: str | None = None, finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "delta": {} if content is None else {"content": content}, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
+
+
+# -- what is asked ---------------------------------------------------------------------------------------
+
+
+def test_every_parameter_with_differing_defaults_is_given_and_no_depth_to_a_stranger() -> None:
+    assert request_body("m", TASK, ASKING) == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "seed": 3,
+    }
+
+
+def test_a_depth_and_a_schema_are_asked_for() -> None:
+    body = request_body("m", Task("Hi", schema={"type": "object"}, kind="constrained"), Asking(0, 9, 3, 0))
+    assert body["draft_depth"] == 0
+    assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert "ignore_eos" not in body
+
+
+# -- counting --------------------------------------------------------------------------------------------
+
+
+def test_usage_counts_the_tokens() -> None:
+    usage = {
+        "prompt_tokens": 8,
+        "completion_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 6},
+    }
+    with scripted(
+        [stream({"role": "assistant", "content": ""}, {"content": "Hello"}, usage=usage)]
+    ) as server:
+        found = ask(server.url)
+    assert (found.error, found.text, found.finish_reason) == (None, "Hello", "stop")
+    assert (found.num_tokens, found.token_source) == (5, "usage")
+    assert (found.num_prompt, found.num_cached) == (8, 6)
+
+
+def test_without_usage_chunks_are_counted_and_it_is_said() -> None:
+    reply = stream({"role": "assistant", "content": ""}, {"content": "Hel"}, {"content": "lo"})
+    with scripted([reply]) as server:
+        found = ask(server.url)
+    assert (found.num_tokens, found.token_source) == (2, "chunks")
+
+
+def test_usage_in_every_chunk_counts_once() -> None:
+    lines = [
+        event("a", usage={"completion_tokens": 1}),
+        event("b", "length", usage={"completion_tokens": 2}),
+        DONE,
+    ]
+    with scripted([Reply(lines)]) as server:
+        assert ask(server.url).num_tokens == 2
+
+
+def test_reasoning_counts_as_text_that_came() -> None:
+    with scripted([stream({"reasoning_content": "Hm."}, {"content": "Yes"})]) as server:
+        found = ask(server.url)
+    assert (found.num_tokens, found.text) == (2, "Yes")
+
+
+def test_an_answer_without_a_word_has_no_first_token() -> None:
+    with scripted([stream({"role": "assistant", "content": ""}, usage={"completion_tokens": 1})]) as server:
+        found = ask(server.url)
+    assert (found.error, found.num_tokens, found.ttft_s, found.arrivals) == (None, 1, None, ())
+
+
+# -- timing ----------------------------------------------------------------------------------------------
+
+
+def test_the_clock_stops_at_the_first_word_not_at_a_role_or_a_sign_of_life() -> None:
+    role = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+    with raw_server(
+        [head(), role, b": keep-alive\n\n", 0.15, event("a"), 0.1, event("b", "stop"), DONE]
+    ) as url:
+        found = ask(url)
+    assert found.ttft_s is not None
+    assert found.ttft_s > 0.14
+    assert len(found.arrivals) == 2
+    assert found.arrivals[1].s - found.arrivals[0].s > 0.09
+
+
+def test_what_comes_in_one_read_is_one_arrival() -> None:
+    with raw_server([head(), event("a") + event("b"), 0.1, event("c", "stop") + DONE]) as url:
+        found = ask(url)
+    assert [arrival.num_tokens for arrival in found.arrivals] == [2, 1]
+
+
+def test_strides_are_shared_out_by_characters_when_chunks_are_fewer_than_tokens() -> None:
+    script = [head(), event("a"), 0.05, event("bbbb"), 0.05, event("ccccc", "stop")]
+    usage = b'data: {"choices": [], "usage": {"completion_tokens": 10}}\n\n'
+    with raw_server([*script, usage, DONE]) as url:
+        found = ask(url)
+    assert [arrival.num_tokens for arrival in found.arrivals] == [1, 4, 5]
+
+
+def test_an_end_token_without_text_does_not_make_chunks_strides() -> None:
+    pieces: list[Any] = []
+    for i in range(39):
+        pieces += [event("word " if i % 2 else "a"), 0.001]
+    usage = b'data: {"choices": [], "usage": {"completion_tokens": 40}}\n\n'
+    with raw_server([head(), *pieces, event(None, "stop"), usage, DONE]) as url:
+        found = ask(url)
+    shares = {round(arrival.num_tokens % (40 / 39), 3) for arrival in found.arrivals}
+    assert shares <= {0.0, round(40 / 39, 3)}
+    assert sum(arrival.num_tokens for arrival in found.arrivals) == pytest.approx(40)
+
+
+# -- the wire --------------------------------------------------------------------------------------------
+
+
+def test_chunked_bodies_may_be_cut_anywhere() -> None:
+    whole = event("Hé") + event("llo", "stop") + DONE
+    whole = whole.replace(b"\\u00e9", "é".encode())
+    for size in (1, 7, len(whole)):
+        parts = [chunk(whole[i : i + size]) for i in range(0, len(whole), size)]
+        with raw_server([head("Transfer-Encoding: chunked"), *parts, b"0\r\n\r\n"]) as url:
+            assert ask(url).text == "Héllo"
+
+
+def test_bodies_with_a_length_and_lines_with_carriage_returns() -> None:
+    body = (event("Hi", "stop") + DONE).replace(b"\n", b"\r\n")
+    with raw_server([b"HTTP/1.1 100 Continue\r\n\r\n", head(f"Content-Length: {len(body)}"), body]) as url:
+        assert ask(url).text == "Hi"
+
+
+def test_a_stream_may_end_without_done_once_it_has_said_why() -> None:
+    with raw_server([head(), event("Hi", "stop")]) as url:
+        assert ask(url).error is None
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ([head(), event("Hel")], "hung up in the middle"),
+        ([head("Content-Length: 900"), event("Hel")], "hung up in the middle"),
+        ([head("Transfer-Encoding: chunked"), chunk(event("Hel"))], "hung up in the middle"),
+        ([head("Transfer-Encoding: chunked"), b"zz\r\n"], "chunk without a size"),
+        ([b"SSH-2.0-OpenSSH\r\n\r\n"], "does not speak HTTP"),
+        ([], "hung up in the middle|broke"),
+        ([head(), b"data: nonsense\n\n"], "no JSON object"),
+        ([head(), b'data: {"choices": [1]}\n\n'], "none of a chat completion"),
+        ([head(), b'data: {"choices": [{"delta": {"content": [1]}}]}\n\n'], "none of a chat completion"),
+        ([head(), b'data: {"error": {"message": "it broke"}}\n\n'], "the server says: it broke"),
+        (
+            [head("Content-Type: application/json"), b"{}"],
+            "answered with application/json, not with a stream",
+        ),
+        ([head(status="500 Oh"), b"<html>"], "the server says 500: no reason given"),
+        ([head(status="422 No"), b'{"detail": "bad"}'], "the server says 422: bad"),
+        ([head(), event("a"), 1.0], "silent for 0.3 seconds"),
+        ([1.0, head()], "silent for 0.3 seconds"),
+    ],
+)
+def test_what_goes_wrong_is_in_the_answer(script: list[Any], message: str) -> None:
+    with raw_server(script) as url:
+        found = ask(url, timeout_s=0.3)
+    assert re.search(message, found.error or "")
+
+
+def test_a_refusal_is_told_in_the_server_s_words() -> None:
+    with scripted([refuses(404, "the model m does not exist")]) as server:
+        assert ask(server.url).error == "the server says 404: the model m does not exist"
+
+
+# -- who is there ----------------------------------------------------------------------------------------
+
+
+def test_a_foreign_server_is_one_that_has_no_status() -> None:
+    with scripted([]) as server:
+        target = asyncio.run(connect(None, ServerAddress.parse(server.url), None, 5.0))
+    assert (target.model, target.can_draft, target.memory_source) == ("first", False, None)
+    assert target.name == server.url.removeprefix("http://")
+    assert asyncio.run(target.draft_counts()) is None
+
+
+def test_nobody_there_is_said_even_if_the_model_is_named() -> None:
+    for model in (None, "m"):
+        with pytest.raises(BenchFailed, match=r"cannot reach http://127.0.0.1:9: Connection refused"):
+            asyncio.run(connect(None, ServerAddress.parse("127.0.0.1:9"), model, 5.0))
+
+
+def test_a_server_that_names_no_model_needs_one() -> None:
+    not_found = [head(status="404 No"), b"no"]
+    with raw_server(not_found, not_found) as url, pytest.raises(BenchFailed, match="give its name as MODEL"):
+        asyncio.run(connect(None, ServerAddress.parse(url), None, 5.0))
+    with raw_server(not_found, not_found) as url:
+        assert asyncio.run(connect("x", ServerAddress.parse(url), "m", 5.0)).model == "m"
+
+
+def test_a_process_that_cannot_be_watched_is_refused() -> None:
+    with scripted([]) as server, pytest.raises(BenchFailed, match="--pid 999999999"):
+        asyncio.run(connect(None, ServerAddress.parse(server.url), None, 5.0, 999999999))
+
+
+def test_draft_counts_are_read_from_metrics() -> None:
+    text = """# HELP outrider_drafted_tokens_total Drafts
+outrider_drafted_tokens_total{position="1"} 30.0
+outrider_drafted_tokens_total{position="2"} 20.0
+outrider_accepted_tokens_total{position="1"} 15.0
+outrider_accepted_tokens_total{position="2"} 5.0
+outrider_stride_tokens_bucket{le="1.0"} 20.0
+outrider_stride_tokens_count 40.0
+outrider_stride_tokens_sum 60.0
+python_info{version="3"} 1.0
+"""
+    assert parse_metrics(text) == DraftCounts(40, 60, (30, 20), (15, 5))

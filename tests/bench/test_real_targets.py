@@ -1,0 +1,127 @@
+"""A real, tiny model: in this process, and behind a real server. Both tell the same story."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.http_target import HttpTarget, connect
+from outrider.bench.in_process import EngineTarget
+from outrider.bench.rounds import Benchmark
+from outrider.bench.settings import Settings
+from outrider.bench.summary import figures, same_texts
+from outrider.bench.target import Target, arms_of
+from outrider.llm import LLM
+from outrider.server_address import ServerAddress
+from server_process import ServerProcess, serving, write_tiny_model
+
+SETTINGS = Settings(
+    workloads=("chat", "json", "mixed"),
+    streams=(3,),
+    temperatures=(0.8,),
+    rounds=2,
+    max_tokens=12,
+    depths=(2,),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with serving(folder, "--max-rows", "3", "--log-level", "warning") as running:
+        yield running
+
+
+def check(target: Target) -> None:
+    """Answers end by themselves or at their limit, drafts show where they were asked for, texts agree."""
+    benchmark = Benchmark(arms_of([target], SETTINGS.depths), SETTINGS)
+    asyncio.run(benchmark.run())
+    for measured in benchmark.measured:
+        off, on = (figures(measured, name, ["off"]) for name in ("off", "depth 2"))
+        assert off is not None
+        assert on is not None
+        assert (off.num_failed, on.num_failed) == (0, 0), (off.errors, on.errors)
+        assert off.stride == 1.0
+        assert off.acceptance == []
+        assert on.acceptance
+        assert on.ttft.p50_s is not None
+        assert on.inter_token.p95_s is not None
+        assert on.num_tokens == off.num_tokens > 0
+        assert on.peak_bytes
+        assert same_texts(measured, "off", "depth 2") == (8, 8)
+        for one in measured.rounds:
+            for answer in one.answers:
+                assert answer.finish_reason in ("stop", "length")
+                assert answer.num_tokens <= SETTINGS.max_tokens
+                assert answer.num_prompt
+                shares = sum(arrival.num_tokens for arrival in answer.arrivals)
+                assert shares == pytest.approx(answer.num_tokens if answer.text else shares)
+
+
+def test_the_engine_of_this_process(folder: Path) -> None:
+    with LLM(folder, max_rows=3) as llm:
+        target = EngineTarget(llm)
+        assert target.facts()["drafter"] == "mtp"
+        check(target)
+
+
+def test_our_server(server: ServerProcess) -> None:
+    target = asyncio.run(connect(None, ServerAddress.parse(server.url), None, 30.0, server.process.pid))
+    assert (target.name, target.model, target.can_draft) == ("outrider", "tiny", True)
+    assert target.facts()["server"].startswith("outrider-")
+    check(target)
+
+
+def test_both_count_tokens_and_steps_alike(folder: Path, server: ServerProcess) -> None:
+    settings = Settings(workloads=("chat",), streams=(2,), rounds=1, max_tokens=16, depths=(3,))
+
+    def stride_and_tokens(target: Target) -> tuple[float | None, int]:
+        benchmark = Benchmark(arms_of([target], settings.depths), settings)
+        asyncio.run(benchmark.run())
+        found = figures(benchmark.measured[0], "depth 3", [])
+        assert found is not None
+        return found.stride, found.num_tokens
+
+    with LLM(folder, max_rows=3) as llm:
+        here = stride_and_tokens(EngineTarget(llm))
+    there = stride_and_tokens(asyncio.run(connect(None, ServerAddress.parse(server.url), None, 30.0)))
+    assert here[1] == there[1]
+    assert here[0] == pytest.approx(
+        there[0], rel=0.15
+    )  # they differ in drafts that stood past an answer's end
+
+
+def test_a_request_that_the_engine_refuses_is_a_failed_answer(folder: Path) -> None:
+    from outrider.bench.target import Asking
+    from outrider.bench.workloads import Task
+
+    with LLM(folder, drafter="none") as llm:
+        answer = asyncio.run(EngineTarget(llm).ask(Task("Hi"), Asking(0.0, 4, 1, 3)))
+    assert "depth" in (answer.error or "")
+
+
+def test_a_wrong_model_is_told_in_the_server_s_words(server: ServerProcess) -> None:
+    target = asyncio.run(connect(None, ServerAddress.parse(server.url), "gpt-9", 30.0))
+    assert isinstance(target, HttpTarget)
+    with pytest.raises(Exception, match=r"outrider gave no answer: the server says 404: .*gpt-9"):
+        asyncio.run(Benchmark(arms_of([target], (1,)), SETTINGS).run())
+
+
+def test_memory_of_this_process_is_seen() -> None:
+    from outrider.bench.memory import MemoryWatch
+
+    watch = MemoryWatch(os.getpid())
+    watch.reset()
+    before = watch.peak_bytes() or 0
+    ballast = bytearray(b"\1") * (64 << 20)
+    assert (watch.peak_bytes() or 0) > before + (32 << 20)
+    del ballast
+    watch.close()

@@ -1,0 +1,104 @@
+"""What is asked: enough of it, all of it our own, the same for every arm."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.settings import PRESETS, Settings
+from outrider.bench.workloads import WORKLOADS
+from outrider.config import InvalidConfig
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_has_at_least_sixteen_different_tasks(name: str) -> None:
+    workload = WORKLOADS[name]()
+    assert workload.name == name
+    assert len({json.dumps(task.messages) for task in workload.tasks}) == len(workload.tasks) >= 16
+
+
+def test_no_prompt_is_among_those_that_the_head_is_tested_on() -> None:
+    data = resources.files("outrider.models") / "data" / "smollm2-135m-instruct" / "held_out_prompts.json"
+    held_out = data.read_text()
+    for make in WORKLOADS.values():
+        assert not [task.prompt for task in make().tasks if json.dumps(task.prompt)[1:-1] in held_out]
+
+
+def test_no_prompt_is_among_those_that_the_head_is_trained_on() -> None:
+    """Whatever a template of the training prompts may be filled with."""
+    file = Path(__file__).parents[2] / "train" / "default_head" / "everyday.py"
+    everyday = runpy.run_path(str(file))
+
+    def pattern(template: str) -> str:
+        pieces = everyday["SLOT"].split(template)
+        slots = ("|".join(map(re.escape, everyday["SLOTS"][name])) for name in pieces[1::2])
+        fixed = map(re.escape, pieces[::2])
+        return next(fixed) + "".join(f"(?:{slot}){rest}" for slot, rest in zip(slots, fixed, strict=True))
+
+    trained = [re.compile(pattern(template), re.IGNORECASE) for template in everyday["TEMPLATES"]]
+    assert any(one.fullmatch("What is the difference between weather and climate?") for one in trained)
+    for make in WORKLOADS.values():
+        prompts = [task.prompt for task in make().tasks]
+        assert not [prompt for prompt in prompts if any(one.fullmatch(prompt) for one in trained)]
+
+
+def test_tasks_go_round() -> None:
+    chat = WORKLOADS["chat"]()
+    assert chat.take(14, 4) == [*chat.tasks[14:], *chat.tasks[:2]]
+    assert len(chat.take(0, 40)) == 40
+
+
+def test_a_fresh_workload_never_begins_twice_alike() -> None:
+    long = WORKLOADS["long"]()
+    starts = {task.prompt[:16] for run in range(4) for task in long.take(run * 16, 16, run)}
+    assert len(starts) == 64
+    assert len({len(start) for start in starts}) == 1
+    assert long.take(3, 5, 2) == long.take(3, 5, 2)
+
+
+def test_a_third_of_the_mixed_rows_is_of_each_kind() -> None:
+    kinds = [task.kind for task in WORKLOADS["mixed"]().take(0, 6)]
+    assert kinds == ["plain", "free", "constrained"] * 2
+    assert all(
+        (task.schema is not None) == (task.kind == "constrained") for task in WORKLOADS["mixed"]().tasks
+    )
+
+
+def test_the_shared_prefix_is_long_and_the_same() -> None:
+    tasks = WORKLOADS["shared"]().tasks
+    assert len({task.system for task in tasks}) == 1
+    assert len(tasks[0].system or "") > 2000
+    assert [message["role"] for message in tasks[0].messages] == ["system", "user"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workloads": ("chat", "poetry")}, "there is no 'poetry'. Workloads: chat, code"),
+        ({"workloads": ()}, "--workloads needs at least one"),
+        ({"streams": (1, 1)}, "--streams names one value twice"),
+        ({"streams": (0,)}, "--streams: 0 is not from 1"),
+        ({"temperatures": (-1.0,)}, "--temperatures: -1 is not"),
+        ({"temperatures": (float("nan"),)}, "--temperatures: nan is not"),
+        ({"rounds": 0}, "--rounds"),
+        ({"requests": 0}, "--requests"),
+        ({"max_tokens": 1}, "--max-tokens"),
+        ({"depths": (0,)}, "depth 0 is always measured beside"),
+        ({"depths": (9,)}, "--depths: 9"),
+        ({"timeout_s": 0}, "--timeout"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        Settings(**changes)  # type: ignore[arg-type]
+
+
+def test_presets_are_settings() -> None:
+    assert Settings(**PRESETS["full"]).streams == (1, 2, 4, 8, 16)
+    assert set(Settings(**PRESETS["full"]).workloads) == set(WORKLOADS)
+    assert Settings(**PRESETS["quick"]).requests_a_round(4) == 4
