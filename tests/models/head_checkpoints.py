@@ -130,6 +130,20 @@ def tiny_head(family: str, num_depths: int = 1, **changes: Any) -> TinyHead:
     return TinyHead(family, config, model, trunk, depths)
 
 
+def projection(trunk: Trunk) -> Array:
+    output = getattr(trunk.model, "lm_head", None) or trunk.embedding
+    return np.array(output.weight, np.float64)
+
+
+def final_norm(trunk: Trunk) -> Array:
+    norm = getattr(trunk.inner, "norm", None)
+    return np.array(norm.weight, np.float64) if norm is not None else np.ones(64)
+
+
+def wide(tensors: Tensors) -> Tensors:
+    return {name: array.astype(np.float64) for name, array in tensors.items()}
+
+
 def write(file: Path, tensors: dict[str, mx.array], metadata: dict[str, str] | None = None) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(file), tensors, metadata)

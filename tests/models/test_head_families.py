@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.head_checkpoints import FAMILIES, QWENS, TinyHead, tiny_head, write
+from models.head_checkpoints import FAMILIES, QWENS, TinyHead, final_norm, projection, tiny_head, wide, write
 from models.head_reference import head_pass
 from outrider.cache.ragged_kv import KVSpec, Placement
 from outrider.models.heads import LoadedHead, MTPHead, head_layout, load_head, locate_file
@@ -25,20 +25,6 @@ def loaded(tiny: TinyHead, form: str, folder: Path) -> LoadedHead:
     tensors = tiny.published() if form == "published" else tiny.converted()
     file = write(folder / "mtp.safetensors", tensors, {"format": "pt" if form == "published" else "mlx"})
     return load_head(file, tiny.trunk, config=tiny.config)
-
-
-def projection(trunk: Trunk) -> Array:
-    output = getattr(trunk.model, "lm_head", None) or trunk.embedding
-    return np.array(output.weight, np.float64)
-
-
-def final_norm(trunk: Trunk) -> Array:
-    norm = getattr(trunk.inner, "norm", None)
-    return np.array(norm.weight, np.float64) if norm is not None else np.ones(64)
-
-
-def wide(tensors: dict[str, Array]) -> dict[str, Array]:
-    return {name: array.astype(np.float64) for name, array in tensors.items()}
 
 
 class Cells:

@@ -8,9 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.head_checkpoints import TinyHead, tiny_head, write
+from models.head_checkpoints import TinyHead, final_norm, projection, tiny_head, wide, write
 from models.head_reference import head_pass
-from models.test_head_families import final_norm, projection, wide
 from outrider.models.heads import load_head
 from outrider.request import SamplingParams
 from outrider.speculate.mtp import HeadRows, MTPDrafter
