@@ -100,11 +100,13 @@ def collate(scenes: Sequence[Scene], rows: Sequence[tuple[list[int], list[int]]]
 class Lessons(IterableDataset[Batch]):
     """Endless batches for training; each worker has a stream of its own.
 
-    A quarter of the rows show a second picture in their second turn.
+    A quarter of the rows show a second picture in their second turn. `several`: how many times as often
+    as usual a picture shows several shapes.
     """
 
-    def __init__(self, tokenizer_file: Path, rows: int, width: int, seed: str) -> None:
-        self._tokenizer_file, self._rows, self._width, self._seed = tokenizer_file, rows, width, seed
+    def __init__(self, tokenizer_file: Path, rows: int, width: int, seed: str, several: int = 1) -> None:
+        self._tokenizer_file, self._seed = tokenizer_file, seed
+        self._rows, self._width, self._several = rows, width, several
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
@@ -117,7 +119,7 @@ class Lessons(IterableDataset[Batch]):
         scenes: list[Scene] = []
         rows = []
         for row in range(self._rows):
-            shown = [any_scene(maker) for _ in range(2 if row < self._rows // 4 else 1)]
+            shown = [any_scene(maker, self._several) for _ in range(2 if row < self._rows // 4 else 1)]
             scenes += shown
             rows.append(self._row(shown, maker, writer))
         return collate(scenes, rows, self._width)
@@ -142,8 +144,7 @@ class Lessons(IterableDataset[Batch]):
         return writer.conversation(turns, system, self._width)
 
 
-def lessons(tokenizer_file: Path, rows: int, width: int, seed: str, workers: int) -> Iterator[Batch]:
-    dataset = Lessons(tokenizer_file, rows, width, seed)
+def lessons(dataset: Lessons, workers: int) -> Iterator[Batch]:
     loader = DataLoader(
         dataset,
         batch_size=None,

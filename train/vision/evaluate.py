@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -25,8 +25,8 @@ from seeing import answer_logits, load_eye
 from vit import Eye
 
 Results = dict[str, dict[str, tuple[int, int]]]  # by set and kind of question: right answers of how many
-ROWS = 128
-WIDTH = 144
+ROWS = 32
+WIDTH = 160  # at most
 
 
 def examples(name: str, pictures: int) -> Iterator[tuple[Scene, Question]]:
@@ -45,21 +45,25 @@ def kind_of(scene: Scene, question: Question) -> str:
 
 
 @torch.no_grad()
-def evaluate(eye: Eye, trunk: FrozenTrunk, writer: Writer, device: str, pictures: int) -> Results:
+def evaluate(
+    eye: Eye, trunk: FrozenTrunk, writer: Writer, device: str, pictures: int, kinds: Sequence[str] = ()
+) -> Results:
+    """`kinds`: ask only questions of these kinds."""
     results: Results = {}
     for name in ("new", "held out"):
-        asked = list(examples(name, pictures))
+        asked = [example for example in examples(name, pictures) if not kinds or example[1].kind in kinds]
+        rows = [writer.conversation([Turn(question)], DEFAULT_SYSTEM, WIDTH) for _, question in asked]
+        order = sorted(range(len(asked)), key=lambda row: len(rows[row][0]))  # long ones together
         counts: dict[str, list[bool]] = defaultdict(list)
-        for start in range(0, len(asked), ROWS):
-            part = asked[start : start + ROWS]
-            part += part[:1] * (ROWS - len(part))  # one shape, so that nothing is compiled again
-            rows = [writer.conversation([Turn(question)], DEFAULT_SYSTEM, WIDTH) for _, question in part]
-            batch = collate([scene for scene, _ in part], rows, WIDTH).to(device)
+        for start in range(0, len(order), ROWS):
+            part = order[start : start + ROWS]
+            scenes = [asked[row][0] for row in part]
+            batch = collate(scenes, [rows[row] for row in part], len(rows[part[-1]][0])).to(device)
             logits, _ = answer_logits(eye, trunk, batch)
-            wrong = torch.zeros(ROWS, device=device)
+            wrong = torch.zeros(len(part), device=device)
             wrong.index_add_(0, batch.row_of, (logits.argmax(-1) != batch.answers).float())
-            for (scene, question), errors in zip(asked[start : start + ROWS], wrong.tolist(), strict=False):
-                counts[kind_of(scene, question)].append(errors == 0)
+            for row, errors in zip(part, wrong.tolist(), strict=True):
+                counts[kind_of(*asked[row])].append(errors == 0)
         results[name] = {kind: (sum(right), len(right)) for kind, right in sorted(counts.items())}
     return results
 
@@ -82,12 +86,13 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="the default model's folder")
     parser.add_argument("eye", type=Path)
     parser.add_argument("--pictures", type=int, default=1500, help="in each set")
+    parser.add_argument("--kinds", nargs="*", default=(), help="such as: shape colour")
     parser.add_argument("--json", type=Path, help="write the counts here, too")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trunk = FrozenTrunk.load(options.model, device, compiled=False)
     writer = Writer(options.model / "tokenizer.json")
-    results = evaluate(load_eye(options.eye, device), trunk, writer, device, options.pictures)
+    results = evaluate(load_eye(options.eye, device), trunk, writer, device, options.pictures, options.kinds)
     print(table(results))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -200,6 +200,8 @@ KINDS: dict[str, tuple[Callable[[SceneMaker], Scene], int]] = {  # and how often
 }
 
 
-def any_scene(maker: SceneMaker) -> Scene:
-    makers, weights = zip(*KINDS.values(), strict=True)
+def any_scene(maker: SceneMaker, several: int = 1) -> Scene:
+    """`several`: how many times as often as usual a scene has several different shapes."""
+    makers = [make for make, _ in KINDS.values()]
+    weights = [often * (several if name == "shapes" else 1) for name, (_, often) in KINDS.items()]
     return maker.random.choices(makers, weights)[0](maker)

@@ -3,7 +3,8 @@
     python train/vision/train.py patches MODEL_FOLDER start.safetensors --seconds 60
     python train/vision/train.py answers MODEL_FOLDER eye.safetensors --start start.safetensors --seconds 400
 
-The first lesson needs only the model's tokenizer. The rate follows the clock, so a run ends when it should.
+The first lesson needs only the model's tokenizer. The rate follows the clock, so a run ends when it should. A
+finished eye learns on with `answers --start vision.safetensors --patches-until 0 --rate 6e-4`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from batches import Batch, lessons
+from batches import Batch, Lessons, lessons
 from font import CHARACTERS
 from frozen import FrozenTrunk, random_trunk
 from pictures import COLOURS, SHAPES
@@ -25,11 +26,8 @@ from torch import Tensor
 from vit import Eye, PatchReader, normalised
 
 LABEL_CLASSES = (1 + len(SHAPES), 1 + len(COLOURS), 1 + len(CHARACTERS))
-RATES = {"patches": 1.5e-3, "answers": 1e-3}
 CONNECTOR_RATE = 2e-4  # it has 2,560 inputs, so small steps go far
 DECAY = 0.05
-WARM_UP_STEPS = 200
-PATCHES_UNTIL = 0.6  # the share of the second lesson in which patches still count
 LOG_EVERY_STEPS = 100
 SAVE_EVERY_S = 60
 
@@ -42,12 +40,12 @@ class Trainer:
         torch.manual_seed(1)
         self.eye = load_eye(options.start, device) if options.start else Eye().to(device)
         self.reader = PatchReader(self.eye.shape.hidden_size, LABEL_CLASSES).to(device)
-        if options.start:
+        if options.start and _reader_file(options.start).is_file():
             self.reader.load_state_dict(torch.load(_reader_file(options.start), map_location=device))
         if options.compiled:
             for layer in self.eye.vision_model.encoder.layers:
                 layer.compile(dynamic=False)
-        self.optimizer = _optimizer(self.eye, self.reader, RATES[options.lesson], device)
+        self.optimizer = _optimizer(self.eye, self.reader, options.rate, device)
         self.trunk: FrozenTrunk | None = None
 
     def run(self, batches: Iterator[Batch]) -> None:
@@ -73,15 +71,22 @@ class Trainer:
 
     def _step(self, batch: Batch, progress: float, step: int) -> dict[str, Tensor]:
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * min((step + 1) / WARM_UP_STEPS, 1.02 - progress)
+            group["lr"] = group["peak"] * min((step + 1) / self.options.warm_up_steps, 1.02 - progress)
         losses = self._losses(batch)
-        weight = max(0.0, 1 - progress / PATCHES_UNTIL) if "answers" in losses else 1.0
-        loss = losses["patches"] * weight + losses.get("answers", torch.zeros((), device=self.device))
+        loss = losses["patches"] * self._weight_of_patches(progress)
+        if "answers" in losses:
+            loss = loss + losses["answers"]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.eye.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return losses
+
+    def _weight_of_patches(self, progress: float) -> float:
+        if self.trunk is None:
+            return 1.0
+        until = self.options.patches_until
+        return max(0.0, 1 - progress / until) if until else 0.0
 
     def _losses(self, batch: Batch) -> dict[str, Tensor]:
         if self.trunk is None:
@@ -147,7 +152,18 @@ def main() -> None:
     parser.add_argument("eye", type=Path, help="the file to write")
     parser.add_argument("--start", type=Path, help="the file to begin with")
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--rows", type=int, default=192)
+    parser.add_argument("--rate", type=float, default=1e-3, help="at its highest; the connector has its own")
+    parser.add_argument("--warm-up-steps", type=int, default=200)
+    parser.add_argument(
+        "--patches-until",
+        type=float,
+        default=0.6,
+        help="the share of the second lesson in which patches still count",
+    )
+    parser.add_argument(
+        "--several", action="store_true", help="draw pictures of several shapes twice as often"
+    )
+    parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--width", type=int, default=128, help="tokens a row")
     parser.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 3))
     parser.add_argument("--seed", default="training 1")
@@ -160,9 +176,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     tokenizer_file = options.model / "tokenizer.json"
-    batches = lessons(
-        tokenizer_file, options.rows, options.width, f"{options.seed} {options.lesson}", options.workers
-    )
+    seed = f"{options.seed} {options.lesson}"
+    several = 2 if options.several else 1
+    batches = lessons(Lessons(tokenizer_file, options.rows, options.width, seed, several), options.workers)
     trainer = Trainer(options, device)
     if options.lesson == "answers":
         trainer.trunk = FrozenTrunk.load(options.model, device, options.compiled)
