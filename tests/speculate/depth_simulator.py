@@ -1,7 +1,7 @@
-"""Replays recorded acceptance on a table of costs: what a policy of depths would have brought, in simulated time.
+"""Replays recorded acceptance on a table of costs: what a policy of depths would have brought.
 
-A trace tells, for every token of a real answer, how many of the head's 8 drafts after it were right, and how many
-that an n-gram lookup proposed (none: it proposed nothing). So any depths can be replayed exactly.
+A trace tells, for every token of a real answer, how many of the head's 8 drafts after it were right, and how
+many that an n-gram lookup proposed (none: it proposed nothing). So any depths can be replayed exactly.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Simulation:
         return depths, tokens, seconds
 
     def _catch_up_s(self, choice: Choice) -> float:
-        """Feeding the head what it missed, in one pass as wide as the longest gap: a feed's cost by its tokens."""
+        """Feeding the head what it missed, in one pass as wide as the longest gap."""
         behind = [row.behind for row, wanted in zip(self.rows, choice.next, strict=True) if wanted]
         if not behind or not max(behind):
             return 0.0
@@ -182,7 +182,11 @@ fixed_zero = fixed(0)
 
 
 def pace(
-    table: Measured, rows: Sequence[Trace], num_steps: int, policy: Policy | None = None, with_ngram: bool = False
+    table: Measured,
+    rows: Sequence[Trace],
+    num_steps: int,
+    policy: Policy | None = None,
+    with_ngram: bool = False,
 ) -> float:
     simulation = Simulation(table)
     simulation.add(*rows)
@@ -193,7 +197,11 @@ def pace(
 
 
 def machine(
-    trunk: Callable[[int, int], float], feed: float, first: float, each: float, counts: Sequence[int] = (1, 2, 4, 8, 16)
+    trunk: Callable[[int, int], float],
+    feed: float,
+    first: float,
+    each: float,
+    counts: Sequence[int] = (1, 2, 4, 8, 16),
 ) -> Measured:
     """A table from a formula; the head's parts are shares of a plain step."""
     head = {r: HeadCost(feed * trunk(r, 1), first * trunk(r, 1), each * trunk(r, 1)) for r in counts}
@@ -216,7 +224,7 @@ def _cpu() -> Measured:
 
 
 def _cliffs(rows: int, width: int) -> float:
-    """A quantised product: 1, 2, 3, 4 tokens in 0.65, 1.14, 1.43, 1.92 ms, then 0.71 ms for any number up to 64."""
+    """A quantised product: 0.65, 1.14, 1.43, 1.92 ms for 1 to 4 tokens, 0.71 ms for 8 to 64."""
     tokens = rows * width
     few = {1: 0.65, 2: 1.14, 3: 1.43, 4: 1.92}
     return few.get(tokens, 0.71 if tokens >= 8 else 1.92) + 0.002 * max(0, tokens - 64)

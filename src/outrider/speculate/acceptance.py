@@ -121,7 +121,7 @@ class RowAcceptance:
         self._own: dict[Source, Places] = {}
 
     def add(self, source: Source, num_proposed: int, num_right: int, num_committed: int) -> None:
-        """A source proposed drafts for a step that committed `num_committed` tokens; `num_right` were right."""
+        """A source proposed drafts for a step that brought `num_committed` tokens; `num_right` were right."""
         tried = num_tried(num_proposed, num_right, num_committed)
         if tried == 0 or source == "forced":
             return
@@ -129,6 +129,13 @@ class RowAcceptance:
             self._own[source] = Places(ROW_FADE)
         self._own[source].add(tried, min(num_right, tried))
         self._model.add(source, self._class, tried, min(num_right, tried))
+
+    def compare(
+        self, source: Source, drafts: Sequence[int], committed: Sequence[int], num_sure: int = 0
+    ) -> None:
+        """Hold a proposal against the tokens that came; drafts that were certain say nothing."""
+        if source != "forced" and num_sure == 0:
+            self.add(source, len(drafts), num_right(drafts, committed), len(committed))
 
     def chances(self, source: Source, num: int) -> list[float]:
         """That drafts 1..j all stand, for j = 1..num."""

@@ -33,6 +33,7 @@ class Wish:
     fixed: int | None  # the depth that the request asked for; None: auto
     most_next: int  # drafts from the head that its next step could feed; 0: the head does not follow
     behind: int = 0  # cells of the row that the head has still to be fed
+    joins: bool = False  # it decodes from the next step on
 
 
 class DepthController:
@@ -43,11 +44,11 @@ class DepthController:
     def new_record(self, params: SamplingParams) -> RowAcceptance:
         return RowAcceptance(self.acceptance, params)
 
-    def choose(self, wishes: Sequence[Wish], num_cells: int, num_joining: int = 0) -> Choice:
-        """Depths for the rows of a step; `num_joining` more will decode in the step after it."""
+    def choose(self, wishes: Sequence[Wish], num_cells: int) -> Choice:
+        """Depths for the rows of a step, and for those that join them in the step after it."""
         rows = [_outlook(wish) for wish in wishes]
         heading = sum(wish.most_next > 0 for wish in wishes)
-        now, later = len(rows), len(rows) + num_joining
+        now, later = max(1, sum(not wish.joins for wish in wishes)), len(rows)
         costs = self.costs
 
         def cost(num_rows: int, num_heading: int, width: int, depth: int) -> float:
@@ -56,8 +57,8 @@ class DepthController:
 
         choice = choose(
             rows,
-            lambda width, depth: cost(now, heading, width, depth),
-            lambda width, depth: cost(later, heading + num_joining if heading else 0, width, depth),
+            lambda width, depth: cost(now, min(now, heading), width, depth),
+            lambda width, depth: cost(later, heading, width, depth),
             lambda depth: costs.head_row_s(later, max(1, heading), depth),
         )
         if heading == 0 or not (any(choice.next) or self._could_pay(len(rows), num_cells)):
@@ -85,8 +86,9 @@ class DepthController:
             if wish.fixed is None and wish.most_next > 0 and wish.record.since_head >= pause:
                 due.append(i)
         if not any(choice.next):
-            warm = sorted((i for i in range(len(wishes)) if wishes[i].most_next > 0), key=lambda i: (wishes[i].behind, i))
-            due = [i for i in due if i in warm[:NUM_SENTINELS]]
+            following = (i for i, wish in enumerate(wishes) if wish.most_next > 0)
+            warmest = sorted(following, key=lambda i: (wishes[i].behind, i))[:NUM_SENTINELS]
+            due = [i for i in due if i in warmest]
         if not due:
             return choice
         for i in due:

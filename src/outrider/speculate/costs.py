@@ -81,7 +81,7 @@ class CostTable:
         self._row_counts = sorted(self._by_rows)
         self._head_counts = sorted(measured.head)
         self._correction: dict[tuple[int, int], float] = dict(seen or {})
-        self._confirmed: dict[tuple[int, int], int] = {}
+        self._confirmed = dict.fromkeys(self._correction, KEPT_STEPS)
         self._seen_at: dict[tuple[int, int], int] = {}
         self._num_steps = 0
         self._speed: float | None = None  # log of this machine's pace against the measured one
@@ -114,7 +114,7 @@ class CostTable:
         return max(0.0, each[0] - each[1])
 
     def best_width(self, rows: int, width: int) -> int:
-        """The width to give a forward pass that needs `width`: a wider one where that is known to cost less."""
+        """The width for a forward pass that needs `width`: a wider one where that is known to cost less."""
         if (rows, width) not in self.measured.trunk_s:
             return width
         wider = [w for w in WIDTHS if w > width and (rows, w) in self.measured.trunk_s]

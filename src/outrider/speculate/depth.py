@@ -6,8 +6,8 @@ are answered for a step:
     feed   how many of the drafts at hand go into this step's forward pass, and whose
     next   how many drafts the head makes now, for the step after this one
 
-`next` is the depth of the best steady pace: tokens a step over seconds a step. `feed` takes the drafts at hand
-whose expected tokens are worth more than the seconds that their width costs at that pace.
+`next` is the depth of the best steady pace: tokens a step over seconds a step. `feed` takes the drafts at
+hand whose expected tokens are worth more than the seconds that their width costs at that pace.
 """
 
 from __future__ import annotations
