@@ -15,11 +15,12 @@ Source = Literal["head", "ngram", "prediction", "forced"]
 Key = tuple[Source, int]  # source and temperature class
 SOURCES: tuple[Source, ...] = ("head", "ngram", "prediction")  # those that can be wrong
 
-ROW_FADE = 0.93  # a trial's weight after the next one at its place
-LATELY_FADE = 0.98
+ROW_FADE = 0.92  # a trial's weight after the next one at its place
+IDLE_FADE = 0.97  # and after a step in which all rows rest: what a few show by then counts for more
+LATELY_FADE = 0.95
 MODEL_FADE = 0.999
-PRIOR_TRIALS = 5.0  # what the model's record weighs against a row's own trials
-LATELY_TRIALS = 10.0  # what it weighs against all rows' latest ones
+PRIOR_TRIALS = 2.0  # what the model's record weighs against a row's own trials
+LATELY_TRIALS = 6.0  # what it weighs against all rows' latest ones
 FIRST_GUESS: dict[Source, float] = {"head": 0.6, "ngram": 0.4, "prediction": 0.8}  # before anything is known
 GUESS_TRIALS = 20.0  # what that guess weighs in a model's record
 TEMPERATURE_CLASSES = (0.0, 0.5, 1.0)  # drafts stand less often in hotter text; a class ends at its number
@@ -34,10 +35,17 @@ class Places:
         self.stood = [0.0] * MAX_DEPTH
 
     def add(self, num_tried: int, num_stood: int) -> None:
-        """Drafts 1..num_tried were looked at: num_stood stood, and if that is fewer, the next one fell."""
-        for place in range(num_tried):
-            self.tried[place] = self.tried[place] * self._fade + 1
+        """Drafts 1..num_tried were looked at: num_stood stood, and if that is fewer, the next one fell.
+
+        What is known of the places after a fallen draft fades too: the text is not what it was.
+        """
+        for place in range(num_tried if num_stood == num_tried else MAX_DEPTH):
+            self.tried[place] = self.tried[place] * self._fade + (place < num_tried)
             self.stood[place] = self.stood[place] * self._fade + (place < num_stood)
+
+    def age(self, by: float) -> None:
+        self.tried = [count * by for count in self.tried]
+        self.stood = [count * by for count in self.stood]
 
     def chance(self, place: int, lean: float, lean_trials: float) -> float:
         """That a draft at this place stands, `lean` being worth so many trials."""
@@ -129,6 +137,12 @@ class RowAcceptance:
             self._own[source] = Places(ROW_FADE)
         self._own[source].add(tried, min(num_right, tried))
         self._model.add(source, self._class, tried, min(num_right, tried))
+
+    def note_head(self, drafts: bool, all_rest: bool) -> None:
+        """A step in which the head drafts for this row, or does not, or does for none of the batch."""
+        self.since_head = 0 if drafts else self.since_head + 1
+        if all_rest and "head" in self._own:
+            self._own["head"].age(IDLE_FADE)
 
     def compare(
         self, source: Source, drafts: Sequence[int], committed: Sequence[int], num_sure: int = 0

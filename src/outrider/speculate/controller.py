@@ -80,12 +80,13 @@ class DepthController:
     def _with_probes(self, choice: Choice, wishes: Sequence[Wish]) -> Choice:
         """Let the head make a draft for rows that have long been without one; while all rest, for a few."""
         due = []
+        all_rest = not any(choice.next)
         pause = self.pause(len(wishes))
         for i, (wish, depth) in enumerate(zip(wishes, choice.next, strict=True)):
-            wish.record.since_head = 0 if depth else wish.record.since_head + 1
+            wish.record.note_head(depth > 0, all_rest)
             if wish.fixed is None and wish.most_next > 0 and wish.record.since_head >= pause:
                 due.append(i)
-        if not any(choice.next):
+        if all_rest:
             following = (i for i, wish in enumerate(wishes) if wish.most_next > 0)
             warmest = sorted(following, key=lambda i: (wishes[i].behind, i))[:NUM_SENTINELS]
             due = [i for i in due if i in warmest]

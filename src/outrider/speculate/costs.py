@@ -18,10 +18,10 @@ from outrider.request import MAX_DEPTH
 
 WIDTHS = range(1, MAX_DEPTH + 2)
 WORTH_PADDING = 0.95  # pad where the wider shape costs less than this share
-SURPRISE = 0.3  # a step's log ratio to what was expected counts up to this
 SPEED_GAIN, SHAPE_GAIN = 0.25, 0.04
+MOST_SURPRISE, MOST_SHAPE_SURPRISE = 0.8, 0.3  # as log ratios: what a step counts for, at most
 MOST_CORRECTION = 0.5  # of a shape, as a log ratio
-FADE = 0.9995  # of a shape's correction, for every step that does not confirm it
+FADE = 0.999  # of a shape's correction, for every step that does not confirm it
 KEPT_STEPS = 50  # a correction confirmed so often is worth keeping
 
 
@@ -134,10 +134,10 @@ class CostTable:
         ratio = math.log(max(seconds, 1e-9) / self.step_s(shape))
         if self._speed is None:
             self._speed = ratio
-        surprise = min(SURPRISE, max(-SURPRISE, ratio - self._speed))
-        self._speed += SPEED_GAIN * surprise
-        corrected = self._corrected(*key) + SHAPE_GAIN * surprise
-        self._correction[key] = min(MOST_CORRECTION, max(-MOST_CORRECTION, corrected))
+        surprise = ratio - self._speed
+        self._speed += SPEED_GAIN * _within(MOST_SURPRISE, surprise)
+        corrected = self._corrected(*key) + SHAPE_GAIN * _within(MOST_SHAPE_SURPRISE, surprise)
+        self._correction[key] = _within(MOST_CORRECTION, corrected)
         self._seen_at[key] = self._num_steps
         self._confirmed[key] = self._confirmed.get(key, 0) + 1
 
@@ -203,6 +203,10 @@ def _interpolated(places: Sequence[int], values: Sequence[float], at: int) -> fl
         return values[-1] + max(0.0, slope) * (at - places[-1])
     share = (at - places[right - 1]) / (places[right] - places[right - 1])
     return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+def _within(limit: float, value: float) -> float:
+    return min(limit, max(-limit, value))
 
 
 def _seconds(value: object) -> float:

@@ -59,7 +59,7 @@ def choose(
 
 
 def best_depth(rows: Sequence[RowOutlook], cost: StepCost) -> tuple[int, float]:
-    """The head's depth for the free rows at which the steady pace is best, and that pace."""
+    """The head's depth at which the steady pace is best, at least what is made anyway, and that pace."""
     wide = max((row.fixed for row in rows if row.fixed is not None), default=0)  # a width that is paid anyway
     made = max((min(row.fixed, len(row.from_head)) for row in rows if row.fixed is not None), default=0)
     most = max((len(row.from_head) for row in rows if row.fixed is None), default=0)
@@ -77,7 +77,7 @@ def best_depth(rows: Sequence[RowOutlook], cost: StepCost) -> tuple[int, float]:
         found = max(pace(depth, width) for width in widths)
         if found > hurdle:
             best, best_pace, hurdle = depth, found, found
-    return best, best_pace
+    return max(best, made), best_pace
 
 
 def _expected(chances: Iterator[Sequence[float]]) -> list[float]:
