@@ -1,4 +1,4 @@
-"""The controller on recorded acceptance and machines of every kind: it never costs, and finds the best depth."""
+"""The controller on recorded acceptance and on many machines: it never costs, and finds the best depth."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HEADLESS = KINDS[:4]
+AUTO_SHARE = {kind: 0.1 if kind.startswith("scripted") else 0.5 for kind in KINDS}
 HeadSize = Literal["none", "whole", "reduced"]
 SHALLOW = {
     "llama": {"num_hidden_layers": 2},
@@ -99,6 +100,7 @@ class Tally:
     held: Counter[tuple[int, int]] = field(default_factory=Counter)  # rows with a grammar: drafted, accepted
     held_finished: Counter[str] = field(default_factory=Counter)
     held_preemptions: int = 0
+    caught_up: int = 0  # rows whose head had rested
 
     def add(self, other: Tally) -> None:
         self.histories += other.histories
@@ -112,6 +114,7 @@ class Tally:
         self.held += other.held
         self.held_finished += other.held_finished
         self.held_preemptions += other.held_preemptions
+        self.caught_up += other.caught_up
 
     def summary(self) -> str:
         return (
@@ -368,7 +371,7 @@ class _Player:
             head_depth=depth if ask.kind.endswith("head") else 0,
             drafter=self._drafter(ask, answer, random.Random(f"{self._history.seed}/{index}")),
             grammar=None if grammar is None else compiler().new_row(grammar),
-            is_auto=random.Random(f"auto {self._history.seed}/{index}").random() < 0.4,
+            is_auto=random.Random(f"auto {self._history.seed}/{index}").random() < AUTO_SHARE[ask.kind],
         )
         return _Live(ask, sequence, answer)
 
@@ -391,6 +394,8 @@ class _Player:
             return
         result = self._runner.run(plan)
         drafted = {row.sequence_id: row.num_drafts for batch in plan.batches for row in batch if row.picks}
+        planned = [row for batch in plan.batches for row in batch]
+        self.tally.caught_up += sum(row.feeds_head and row.num_behind > 0 for row in planned)
         for row in result.rows:
             if row.token_ids:
                 ask = self._history.asks[row.sequence_id]
