@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 from benchmarks.side_by_side import Bench, ratios, spread
@@ -23,6 +24,8 @@ def main() -> None:
     print(f"{bench.loaded.path.name}, {args.tokens} tokens a row, {args.rounds} rounds\n")
     if "plain" in args.parts:
         _plain(bench, args)
+    if args.process_time:
+        bench.clock = time.process_time
     if bench.head is None:
         print("no head: drafting is not measured")
         return
@@ -78,10 +81,10 @@ def _auto(bench: Bench, args: argparse.Namespace) -> None:
         policies: list[DraftDepth] = ["auto", 0, *args.depths]
         paces: dict[DraftDepth, list[float]] = {policy: [] for policy in policies}
         strides, drafts = [], []
-        bench.ours(["auto"] * rows, args.tokens, args.temperature)  # lets it learn, and warms up
+        bench.ours(["auto"] * rows, args.tokens, args.temperature, 3)  # lets it learn, and warms up
         for number in range(args.rounds):
             for policy in policies[number % len(policies) :] + policies[: number % len(policies)]:
-                run, sequences = bench.ours([policy] * rows, args.tokens, args.temperature)
+                run, sequences = bench.ours([policy] * rows, args.tokens, args.temperature, number * rows)
                 paces[policy].append(run.tokens_per_s)
                 if policy == "auto":
                     steps = sum(s.steps for s in sequences)
@@ -134,6 +137,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--process-time",
+        action="store_true",
+        help="auto and depth parts: count this process's own time (CPU), not the wall clock's",
+    )
     parser.add_argument("--parts", nargs="+", default=["plain", "depth", "auto", "mixed"])
     return parser.parse_args()
 

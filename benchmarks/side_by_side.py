@@ -68,6 +68,7 @@ class Bench:
             self.head = heads.load_head(file, self.loaded.trunk, draft_vocabulary)
         self.runner = Runner(self.loaded.trunk, self.head)
         self.controller = DepthController()
+        self.clock: Callable[[], float] = time.perf_counter  # of `ours`
 
     def measure_costs(self, max_rows: int) -> None:
         """What auto depth needs to know; it learns on from run to run."""
@@ -77,15 +78,15 @@ class Bench:
         assert found is not None
         self.controller = DepthController(CostTable(found))
 
-    def prompts(self, num_rows: int) -> list[list[int]]:
+    def prompts(self, num_rows: int, first: int = 0) -> list[list[int]]:
         template = self.loaded.tokenizer.apply_chat_template
         return [
             template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)
-            for text in islice(cycle(self._questions), num_rows)
+            for text in islice(cycle(self._questions), first, first + num_rows)
         ]
 
     def ours(
-        self, depths: Sequence[DraftDepth], num_tokens: int, temperature: float = 0.0
+        self, depths: Sequence[DraftDepth], num_tokens: int, temperature: float = 0.0, first_prompt: int = 0
     ) -> tuple[Run, list[Row]]:
         """One row a depth (0: a plain row), each decoding `num_tokens`."""
         config = EngineConfig(max_rows=len(depths))
@@ -106,21 +107,23 @@ class Bench:
                 lookup=NgramDrafter() if depth == "auto" else None,
                 is_auto=depth == "auto",
             )
-            for i, (prompt, depth) in enumerate(zip(self.prompts(len(depths)), depths, strict=True))
+            for i, (prompt, depth) in enumerate(
+                zip(self.prompts(len(depths), first_prompt), depths, strict=True)
+            )
         ]
         for row in rows:
             scheduler.add(row)
         started = tokens_before = steps = 0
         while not scheduler.is_idle:
             if not started and all(row.is_decoding for row in rows):
-                started, tokens_before = time.perf_counter(), sum(row.num_generated for row in rows)
+                started, tokens_before = self.clock(), sum(row.num_generated for row in rows)
             plan = scheduler.plan()
             assert plan is not None
             before = time.perf_counter()
             result = self.runner.run(plan)
             scheduler.commit(result, time.perf_counter() - before)
             steps += bool(started)
-        seconds = time.perf_counter() - started
+        seconds = self.clock() - started
         self.runner.reset()
         return Run(seconds, sum(row.num_generated for row in rows) - tokens_before, steps), rows
 

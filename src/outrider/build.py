@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider import __version__
+from outrider import __version__, blas
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.door import ModelFacts
 from outrider.engine.engine import Engine, EngineObserver, EngineParts
@@ -140,7 +140,7 @@ def _fingerprint(
             "device": facts.device,
             "dtype": facts.dtype,
             "drafter": facts.drafter,
-            "cpu": (platform.machine(), platform.node(), os.cpu_count()),
+            "machine": (platform.machine(), os.cpu_count(), str(blas.report())),
         }
     )
 

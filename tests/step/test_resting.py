@@ -1,4 +1,4 @@
-"""A head that rested drafts as if it had always been fed; a padded forward pass gives what a narrow one gives."""
+"""A head that rested drafts as if it had always been fed; a padded pass gives what a narrow one gives."""
 
 from __future__ import annotations
 

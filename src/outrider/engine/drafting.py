@@ -12,7 +12,8 @@ from outrider.plan import RowPlan
 from outrider.speculate.controller import DepthController, Wish
 from outrider.speculate.costs import StepShape
 
-MOST_BEHIND = 512  # cells; a head that has rested for longer does not come back to a row
+MOST_BEHIND = 2048  # cells; a head that has rested for longer does not come back to a row
+CATCH_UP_CELLS = 1024  # that heads are fed in one step, so that nobody waits long; always one row's
 
 
 def settle_drafts(controller: DepthController, decoding: Rows[Sequence], joining: Rows[Sequence]) -> None:
@@ -29,6 +30,18 @@ def settle_drafts(controller: DepthController, decoding: Rows[Sequence], joining
     for row, (offer, num), wanted in zip(rows, choice.feed, choice.next, strict=True):
         row.num_next = wanted
         row.use_drafts(offer, num)
+    _take_turns(decoding)
+
+
+def _take_turns(decoding: Rows[Sequence]) -> None:
+    """Of the heads that come back in this step, let only some catch up; the others rest a step longer."""
+    late = [row for row in decoding if row.is_auto and row.num_next and row.num_cached > row.num_headed]
+    late.sort(key=lambda row: (row.num_cached - row.num_headed, row.id))
+    num_cells = 0
+    for i, row in enumerate(late):
+        num_cells += row.num_cached - row.num_headed
+        if i > 0 and num_cells > CATCH_UP_CELLS:
+            row.num_next = 0
 
 
 def observe_drafts(row: Sequence, committed: Rows[int]) -> None:
