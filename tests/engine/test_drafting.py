@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduler_harness import Harness
 
+from outrider.config import CacheGeometry
 from outrider.engine import drafting
 from outrider.plan import RowPlan, StepPlan
 from outrider.speculate.controller import DepthController, Wish
@@ -88,7 +89,8 @@ def test_times_of_decode_steps_reach_the_table_and_of_others_do_not() -> None:
         def observe(self, shape: StepShape, seconds: float) -> None:
             seen.append(shape)
 
-    harness = Harness(controller=DepthController(Watching(CHEAP)))
+    roomy = CacheGeometry(bytes_per_cell=1, page_size=256)
+    harness = Harness(geometry=roomy, controller=DepthController(Watching(CHEAP)))
     auto_rows(harness, 2, max_tokens=40)
     for step in range(9):
         if step == 5:
@@ -102,5 +104,5 @@ def test_times_of_decode_steps_reach_the_table_and_of_others_do_not() -> None:
             assert only_decoded
             assert (seen[-1].rows, seen[-1].width) == (len(plan.batches[0]), plan.widths[0])
         elif only_decoded:
-            assert step in (1, 6)  # the caches grew, or rows moved
+            assert plan.moves or step == 6  # the caches grew
     assert len(seen) >= 5
