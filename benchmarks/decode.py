@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 from benchmarks.side_by_side import Bench, ratios, spread
 from outrider.llm import default_model
+from outrider.request import DraftDepth
 
 
 def main() -> None:
@@ -22,11 +24,15 @@ def main() -> None:
     print(f"{bench.loaded.path.name}, {args.tokens} tokens a row, {args.rounds} rounds\n")
     if "plain" in args.parts:
         _plain(bench, args)
+    if args.process_time:
+        bench.clock = time.process_time
     if bench.head is None:
         print("no head: drafting is not measured")
         return
     if "depth" in args.parts:
         _depth(bench, args)
+    if "auto" in args.parts:
+        _auto(bench, args)
     if "mixed" in args.parts:
         _mixed(bench, args)
 
@@ -67,6 +73,32 @@ def _depth(bench: Bench, args: argparse.Namespace) -> None:
     print()
 
 
+def _auto(bench: Bench, args: argparse.Namespace) -> None:
+    """Auto depth, depth 0 and constant depths take turns; every round is one ratio to depth 0."""
+    bench.measure_costs(max(args.rows))
+    print("auto and constant depths against depth 0, all in turns; tokens a step and mean depth of auto")
+    for rows in args.rows:
+        policies: list[DraftDepth] = ["auto", 0, *args.depths]
+        paces: dict[DraftDepth, list[float]] = {policy: [] for policy in policies}
+        strides, drafts = [], []
+        bench.ours(["auto"] * rows, args.tokens, args.temperature, 3)  # lets it learn, and warms up
+        for number in range(args.rounds):
+            for policy in policies[number % len(policies) :] + policies[: number % len(policies)]:
+                run, sequences = bench.ours([policy] * rows, args.tokens, args.temperature, number * rows)
+                paces[policy].append(run.tokens_per_s)
+                if policy == "auto":
+                    steps = sum(s.steps for s in sequences)
+                    strides.append(sum(s.num_generated for s in sequences) / steps)
+                    drafts.append(sum(map(sum, (s.drafted for s in sequences))) / steps)
+        found = {
+            policy: spread([own / plain for own, plain in zip(each, paces[0], strict=True)])
+            for policy, each in paces.items()
+        }
+        words = "   ".join(f"{policy}: {found[policy]}" for policy in policies if policy != 0)
+        print(f"  {rows:3d} rows   {words}   stride {strides[-1]:.2f}, depth {drafts[-1]:.2f}", flush=True)
+    print()
+
+
 def _mixed(bench: Bench, args: argparse.Namespace) -> None:
     """A plain row's pace in a half-drafting batch, against all-plain, beside the wider forward's cost."""
     print("plain rows in a half-drafting batch: pace against an all-plain batch; cost of the wider forward")
@@ -99,13 +131,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model")
     parser.add_argument("--head")
     parser.add_argument("--prompts", type=Path, help="a JSON list of questions to ask instead of our own")
-    parser.add_argument("--draft-vocabulary", type=int, default=8192)
+    parser.add_argument("--draft-vocabulary", type=int, help="draft from so many most frequent ids only")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--parts", nargs="+", default=["plain", "depth", "mixed"])
+    parser.add_argument(
+        "--process-time",
+        action="store_true",
+        help="auto and depth parts: count this process's own time (CPU), not the wall clock's",
+    )
+    parser.add_argument("--parts", nargs="+", default=["plain", "depth", "auto", "mixed"])
     return parser.parse_args()
 
 

@@ -16,8 +16,13 @@ from outrider.bench.statistics import Spread
 from outrider.config import EngineConfig
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
-from outrider.models import heads, loader
-from outrider.request import Request, SamplingParams
+from outrider.models import heads, loader, machine
+from outrider.models.shipped_head import shipped_head
+from outrider.request import MAX_DEPTH, DraftDepth, Request, SamplingParams
+from outrider.speculate import calibration
+from outrider.speculate.controller import DepthController
+from outrider.speculate.costs import CostTable
+from outrider.speculate.ngram import NgramDrafter
 from outrider.step.runner import Runner
 
 BUDGET_BYTES = 8 << 30
@@ -55,23 +60,37 @@ class Bench:
         questions: Sequence[str] | None = None,
     ) -> None:
         self._questions = questions or PROMPTS
+        machine.settle()
         self.loaded = loader.load(model)
         self.head = None
-        file = Path(head) if head else heads.find_head(self.loaded.path)
+        file = Path(head) if head else heads.find_head(self.loaded.path) or shipped_head(self.loaded.path)
         if file is not None:
             self.head = heads.load_head(file, self.loaded.trunk, draft_vocabulary)
         self.runner = Runner(self.loaded.trunk, self.head)
+        self.controller = DepthController()
+        self.clock: Callable[[], float] = time.perf_counter  # of `ours`
 
-    def prompts(self, num_rows: int) -> list[list[int]]:
+    def measure_costs(self, max_rows: int) -> None:
+        """What auto depth needs to know; it learns on from run to run."""
+        clock = time.process_time if mx.default_device() == mx.Device(mx.cpu) else time.perf_counter
+        vocab_size = self.loaded.trunk.vocab_size
+        found = calibration.measure(self.runner, vocab_size, max_rows, 4096, BUDGET_BYTES, clock=clock)
+        assert found is not None
+        self.controller = DepthController(CostTable(found))
+
+    def prompts(self, num_rows: int, first: int = 0) -> list[list[int]]:
         template = self.loaded.tokenizer.apply_chat_template
         return [
             template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)
-            for text in islice(cycle(self._questions), num_rows)
+            for text in islice(cycle(self._questions), first, first + num_rows)
         ]
 
-    def ours(self, depths: Sequence[int], num_tokens: int, temperature: float = 0.0) -> tuple[Run, list[Row]]:
+    def ours(
+        self, depths: Sequence[DraftDepth], num_tokens: int, temperature: float = 0.0, first_prompt: int = 0
+    ) -> tuple[Run, list[Row]]:
         """One row a depth (0: a plain row), each decoding `num_tokens`."""
-        scheduler = Scheduler(EngineConfig(max_rows=len(depths)), self.runner.geometry(256), BUDGET_BYTES)
+        config = EngineConfig(max_rows=len(depths))
+        scheduler = Scheduler(config, self.runner.geometry(256), BUDGET_BYTES, self.controller)
         params = [
             SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=i, ignore_eos=True)
             for i in range(len(depths))
@@ -83,22 +102,28 @@ class Bench:
                 NoText(),
                 frozenset(),
                 num_tokens,
-                depth,
-                depth,
+                max_depth=MAX_DEPTH if depth == "auto" else depth,
+                head_depth=MAX_DEPTH if depth == "auto" else depth,
+                lookup=NgramDrafter() if depth == "auto" else None,
+                is_auto=depth == "auto",
             )
-            for i, (prompt, depth) in enumerate(zip(self.prompts(len(depths)), depths, strict=True))
+            for i, (prompt, depth) in enumerate(
+                zip(self.prompts(len(depths), first_prompt), depths, strict=True)
+            )
         ]
         for row in rows:
             scheduler.add(row)
         started = tokens_before = steps = 0
         while not scheduler.is_idle:
             if not started and all(row.is_decoding for row in rows):
-                started, tokens_before = time.perf_counter(), sum(row.num_generated for row in rows)
+                started, tokens_before = self.clock(), sum(row.num_generated for row in rows)
             plan = scheduler.plan()
             assert plan is not None
-            scheduler.commit(self.runner.run(plan))
+            before = time.perf_counter()
+            result = self.runner.run(plan)
+            scheduler.commit(result, time.perf_counter() - before)
             steps += bool(started)
-        seconds = time.perf_counter() - started
+        seconds = self.clock() - started
         self.runner.reset()
         return Run(seconds, sum(row.num_generated for row in rows) - tokens_before, steps), rows
 

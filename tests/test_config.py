@@ -17,7 +17,7 @@ REFUSED: dict[str, list[Any]] = {
     "memory_budget_bytes": [0, -1, True, 1e9, "1GB"],
     "prefill_step_size": [0, -1, True, 1.5, "512"],
     "drafter": [None, "", "MTP", "n-gram", True, 3, ["mtp"]],
-    "auto_depth": [-1, 9, True, None, 2.0, "2", "auto", math.nan],
+    "auto_depth": [-1, 9, True, None, 2.0, "2", "automatic", math.nan],
     "page_size": [15, 0, -16, True, None, 16.0, "256"],
 }
 
@@ -27,7 +27,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "memory_budget_bytes": [None, 1, 2**40],
     "prefill_step_size": [None, 1, 8192],
     "drafter": list(DRAFTERS),
-    "auto_depth": [0, 8],
+    "auto_depth": ["auto", 0, 8],
     "page_size": [16, 256, 1000],
 }
 

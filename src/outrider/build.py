@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
+import os
+import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from outrider import __version__, blas
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.door import ModelFacts
 from outrider.engine.engine import Engine, EngineObserver, EngineParts
@@ -15,6 +21,10 @@ from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
 from outrider.models import heads, loader, machine
 from outrider.models.shipped_head import shipped_head
 from outrider.request import Request
+from outrider.speculate import calibration, kept
+from outrider.speculate.acceptance import ModelAcceptance
+from outrider.speculate.controller import DepthController
+from outrider.speculate.costs import CostTable
 from outrider.step.runner import Runner
 from outrider.text.output import AnswerText
 
@@ -32,16 +42,19 @@ class ModelChoice:
 
 
 def build_engine(
-    choice: ModelChoice, config: EngineConfig, observer: EngineObserver | None = None
+    choice: ModelChoice,
+    config: EngineConfig,
+    observer: EngineObserver | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Engine, Any]:
-    """A running engine and its tokenizer."""
+    """A running engine and its tokenizer; `say` is told, on the engine's thread, what takes long."""
     tokenizers: list[Any] = []
 
     def build() -> EngineParts:
         machine.settle()
         loaded = loader.load(choice.model, choice.dtype)
         tokenizers.append(loaded.tokenizer)
-        return _parts(loaded, choice, config)
+        return _parts(loaded, choice, config, say)
 
     engine = Engine(_settled(config), build, observer)
     return engine, tokenizers[0]
@@ -53,7 +66,9 @@ def _settled(config: EngineConfig) -> EngineConfig:
     return replace(config, prefill_step_size=size)
 
 
-def _parts(loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig) -> EngineParts:
+def _parts(
+    loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig, say: Callable[[str], None]
+) -> EngineParts:
     head = _load_head(loaded, choice, config)
     drafter = _drafter(config, head is not None)
     runner = Runner(loaded.trunk, head if drafter == "mtp" else None)
@@ -72,7 +87,62 @@ def _parts(loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig
     tokenizer = loaded.tokenizer
     eos_ids = loaded.eos_ids
     grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, trunk.vocab_size, eos_ids), eos_ids)
-    return EngineParts(runner, facts, budget, _text_factory(tokenizer), grammars)
+    controller, keep_learnt = DepthController(), _nothing
+    if config.auto_depth == "auto":
+        name = _fingerprint(loaded, head, choice, facts)
+        controller = _controller(name, runner, facts, config, budget, say)
+        keep_learnt = partial(kept.save, name, controller.costs, controller.acceptance)
+    return EngineParts(runner, facts, budget, _text_factory(tokenizer), grammars, controller, keep_learnt)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _controller(
+    name: str,
+    runner: Runner,
+    facts: ModelFacts,
+    config: EngineConfig,
+    budget_bytes: int,
+    say: Callable[[str], None],
+) -> DepthController:
+    """With the costs and the record that were kept, as long as they hold; else with costs measured now."""
+    found = kept.load(name)
+    # On the CPU the process's own time tells more than the clock on the wall, which others' work moves.
+    clock = time.process_time if facts.device == "cpu" else time.perf_counter
+    if found is not None and calibration.still_holds(runner, facts.vocab_size, found.measured, clock=clock):
+        return DepthController(CostTable(found.measured, found.seen), found.acceptance)
+    say("Measuring what drafts cost on this machine, once for this model")
+    acceptance = found.acceptance if found is not None else ModelAcceptance()
+    measured = calibration.measure(
+        runner, facts.vocab_size, config.max_rows, facts.max_context, budget_bytes, clock=clock
+    )
+    if measured is None:
+        return DepthController(None, acceptance)
+    controller = DepthController(CostTable(measured), acceptance)
+    kept.save(name, controller.costs, acceptance)
+    return controller
+
+
+def _fingerprint(
+    loaded: loader.LoadedModel, head: heads.LoadedHead | None, choice: ModelChoice, facts: ModelFacts
+) -> str:
+    """Everything on which the costs and the record of a model depend."""
+    files = [*sorted(loaded.path.glob("*.safetensors")), *([Path(head.source)] if head is not None else [])]
+    return kept.fingerprint(
+        {
+            "version": __version__,
+            "mlx": importlib.metadata.version("mlx"),
+            "config": loaded.config,
+            "files": [(file.name, file.stat().st_size) for file in files if file.is_file()],
+            "draft_vocabulary": choice.draft_vocabulary,
+            "device": facts.device,
+            "dtype": facts.dtype,
+            "drafter": facts.drafter,
+            "machine": (platform.machine(), os.cpu_count(), str(blas.report())),
+        }
+    )
 
 
 def _load_head(

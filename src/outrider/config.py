@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
-from outrider.request import MAX_DEPTH
+from outrider.request import MAX_DEPTH, DraftDepth
 
 DrafterName = Literal["auto", "mtp", "ngram", "none"]
 DRAFTERS: tuple[DrafterName, ...] = ("auto", "mtp", "ngram", "none")
@@ -27,7 +27,7 @@ class EngineConfig:
     memory_budget_bytes: int | None = None  # for caches; None: a share of what the machine has left
     prefill_step_size: int | None = None  # prompt tokens in one step, over all rows
     drafter: DrafterName = "auto"
-    auto_depth: int = 1  # what draft_depth="auto" means
+    auto_depth: DraftDepth = "auto"  # what draft_depth="auto" means: the controller's choice, or a constant
     page_size: int = 256  # cells by which capacity grows
 
     def __post_init__(self) -> None:
@@ -39,8 +39,9 @@ class EngineConfig:
             _at_least("max_context", self.max_context, 2)
         if self.memory_budget_bytes is not None:
             _at_least("memory_budget_bytes", self.memory_budget_bytes, 1)
-        if not _is_int(self.auto_depth) or not 0 <= self.auto_depth <= MAX_DEPTH:
-            raise InvalidConfig(f"auto_depth must be 0..{MAX_DEPTH}, not {self.auto_depth!r}")
+        is_constant = _is_int(self.auto_depth) and 0 <= self.auto_depth <= MAX_DEPTH
+        if self.auto_depth != "auto" and not is_constant:
+            raise InvalidConfig(f'auto_depth must be "auto" or 0..{MAX_DEPTH}, not {self.auto_depth!r}')
         if self.drafter not in DRAFTERS:
             raise InvalidConfig(f"drafter must be one of {', '.join(DRAFTERS)}, not {self.drafter!r}")
 

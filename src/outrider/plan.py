@@ -44,6 +44,8 @@ class RowPlan:
     history: Sequence[int]  # all committed tokens; read, never kept
     num_prompt: int  # how many of history are the prompt
     banned_ids: Sequence[int] = ()  # may not be picked while the answer is shorter than min_tokens
+    head_start: int | None = None  # cells that the head has been fed; None: as many as the trunk
+    rests: bool = False  # the head will follow later: keep what it is to be fed
     masks: np.ndarray | None = None  # [1 + num_drafts, words] bits of the tokens that a grammar allows
 
     @property
@@ -53,6 +55,11 @@ class RowPlan:
     @property
     def num_fed(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_behind(self) -> int:
+        """Cells that the trunk has and the head has not."""
+        return 0 if self.head_start is None else self.start - self.head_start
 
     @property
     def first_pick(self) -> int:
@@ -68,6 +75,9 @@ class StepPlan:
     capacity: int
     moves: tuple[Move, ...]
     batches: tuple[tuple[RowPlan, ...], ...]
+    widths: tuple[
+        int, ...
+    ] = ()  # least width of each batch's forward; some shapes cost less than narrower ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,11 +106,17 @@ def test_gauges_show_the_last_step_and_nothing_when_idle() -> None:
     found = scraped(metrics)
     assert found["outrider_rows{kind=plain}"] == 1
     assert found["outrider_rows{kind=speculating}"] == 1
+    assert found["outrider_depth{}"] == 0.5
     assert found["outrider_waiting_requests{}"] == 3
     assert found["outrider_cache_bytes{}"] == 1000
     metrics.is_idle = lambda: True
     found = scraped(metrics)
-    assert found["outrider_rows{kind=plain}"] == found["outrider_cache_bytes{}"] == 0
+    assert (
+        found["outrider_rows{kind=plain}"]
+        == found["outrider_cache_bytes{}"]
+        == found["outrider_depth{}"]
+        == 0
+    )
 
 
 def test_observer_is_cheap() -> None:

@@ -39,6 +39,7 @@ class FakeRunner:
         self.num_raised = 0
         self.cells: list[list[int]] = []
         self.head: list[list[int]] = []
+        self.rested: list[list[int]] = []  # tokens whose states are kept for a head that rests
         self.capacity = 0
         self._geometry = geometry
         self._random = random.Random(seed)
@@ -71,13 +72,13 @@ class FakeRunner:
         source, target = move.source, move.target
         assert source != target, "a move from a slot to itself"
         assert max(source, target) < len(self.cells), "a move outside of the caches"
-        for cells in (self.cells, self.head):
+        for cells in (self.cells, self.head, self.rested):
             cells[source], cells[target] = cells[target], cells[source]
             if move.one_way:
                 cells[source] = [JUNK] * self.capacity
 
     def _resize(self, num_slots: int, capacity: int) -> None:
-        for cells in (self.cells, self.head):
+        for cells in (self.cells, self.head, self.rested):
             del cells[num_slots:]
             for row in cells:
                 del row[capacity:]
@@ -94,6 +95,8 @@ class FakeRunner:
         self._check_row(row)
         cells, end = self.cells[row.slot], row.start + row.num_fed
         cells[row.start : end] = row.token_ids
+        if row.rests:
+            self.rested[row.slot][row.start : end] = row.token_ids
         targets = self._targets(row)
         num_kept = row.num_fed - row.num_drafts + max(0, len(targets) - 1)
         drafts: Sequence[int] = ()
@@ -109,6 +112,8 @@ class FakeRunner:
         assert num_committed >= 1, "a row that feeds nothing"
         assert 0 <= row.num_drafts <= MAX_DEPTH
         assert 0 <= row.num_drafts_next <= MAX_DEPTH
+        assert not (row.rests and row.feeds_head)
+        assert row.num_behind >= 0
         assert list(row.token_ids[:num_committed]) == history[row.start : end], (
             "not the tokens that come next"
         )
@@ -121,9 +126,10 @@ class FakeRunner:
         assert touched <= self.capacity, f"{touched} cells touched where there are {self.capacity}"
         assert self.cells[row.slot][: row.start] == history[: row.start], "the cells hold another text"
         if row.feeds_head:
-            assert self.head[row.slot][: row.start] == history[1 : row.start + 1], (
-                "the head holds another text"
-            )
+            headed = row.start - row.num_behind
+            assert self.head[row.slot][:headed] == history[1 : headed + 1], "the head holds another text"
+            missed = slice(headed, row.start)
+            assert self.rested[row.slot][missed] == history[missed], "what the head missed was not kept"
 
     def _targets(self, row: RowPlan) -> list[int]:
         """The picked tokens: accepted drafts and the bonus."""
@@ -142,6 +148,8 @@ class FakeRunner:
         """The pairs of the kept cells; junk over what was rejected and where the recursion writes."""
         known = [*row.token_ids[1 : row.num_fed - row.num_drafts], *(targets if row.picks else [row.next_id])]
         end = row.start + num_kept
+        headed = row.start - row.num_behind
+        self.head[row.slot][headed : row.start] = row.history[headed + 1 : row.start + 1]
         self.head[row.slot][row.start : end] = known
         clobbered = max(row.start + row.num_fed, end + max(0, recursions))
         for cell in range(end, min(clobbered, self.capacity)):

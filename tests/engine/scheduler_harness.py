@@ -15,6 +15,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.plan import RowPlan, StepPlan
 from outrider.request import Request, SamplingParams
+from outrider.speculate.controller import DepthController
 from outrider.speculate.drafter import Drafter
 
 PAGE = 16
@@ -65,13 +66,14 @@ class Harness:
         geometry: CacheGeometry | None = None,
         budget_bytes: int | None = None,
         seed: int = 0,
+        controller: DepthController | None = None,
     ) -> None:
         self.geometry = geometry or CacheGeometry(bytes_per_cell=1, page_size=PAGE)
         self.budget_bytes = budget_bytes or 10**9
         self.max_rows = max_rows
         self.prefill_step_size = prefill_step_size
         config = EngineConfig(max_rows=max_rows, prefill_step_size=prefill_step_size)
-        self.scheduler = Scheduler(config, self.geometry, self.budget_bytes)
+        self.scheduler = Scheduler(config, self.geometry, self.budget_bytes, controller)
         self.runner = FakeRunner(self.geometry, seed)
         self.live: dict[int, Sequence] = {}
         self.sequences: list[Sequence] = []
@@ -94,6 +96,7 @@ class Harness:
         drafter: Drafter | None = None,
         head_depth: int | None = None,
         raises_at: int | None = None,
+        is_auto: bool = False,
     ) -> Sequence:
         """Queue a request; a number stands for a prompt of that length. Without a drafter the head drafts.
 
@@ -120,6 +123,7 @@ class Harness:
             max_depth=depth,
             head_depth=head_depth,
             drafter=drafter,
+            is_auto=is_auto,
         )
         self._stop_tokens[sequence_id] = stop_token
         self.live[sequence_id] = sequence

@@ -197,7 +197,7 @@ def test_fault_in_the_books_ends_requests_with_an_error_and_the_engine_serves_on
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = engine._scheduler
-    monkeypatch.setattr(scheduler, "commit", lambda result: 1 / 0)
+    monkeypatch.setattr(scheduler, "commit", lambda *_: 1 / 0)
     end = end_of(engine.submit([1], SHORT)[1])
     assert end.finish_reason == "error"
     assert "division" in (end.error or "")

@@ -535,6 +535,8 @@ def test_text_that_raises_ends_its_own_request_only(caplog: pytest.LogCaptureFix
 
 def test_drafter_that_raises_ends_its_own_request_only() -> None:
     class BrokenDrafter:
+        source = "ngram"
+
         def propose(self, token_ids: object, num: int) -> list[int]:
             raise ZeroDivisionError("no idea")
 
@@ -568,6 +570,8 @@ def test_grammar_that_gets_stuck_ends_its_own_request_only() -> None:
 
 def test_drafter_that_proposes_too_much_is_cut() -> None:
     class EagerDrafter:
+        source = "ngram"
+
         def propose(self, token_ids: object, num: int) -> list[int]:
             return [1] * 50
 

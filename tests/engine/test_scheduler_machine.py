@@ -24,6 +24,7 @@ from outrider.config import CacheGeometry
 from outrider.engine.scheduler import SLACK
 from outrider.request import MAX_DEPTH
 from outrider.speculate.ngram import NgramDrafter
+from restless_controller import RestlessController
 
 FAULTS: dict[str, Fault] = {
     "always": lambda row: True,
@@ -53,6 +54,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "prompt": draw(prompts()),
         "max_tokens": draw(st.sampled_from([1, 2, 10, 40, 80, 80, 80, 80])),
         "depth": depth,
+        "is_auto": draw(st.booleans()),
         **draw(st.sampled_from([{}, {}, {"ngrams": True}, {"ngrams": True, "head_depth": depth}])),
         "stop_ids": draw(st.sampled_from([()] * 6 + [(3,), (3, 7)])),
         "min_tokens": draw(st.sampled_from([0, 0, 1, 5, 30])),
@@ -80,7 +82,8 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(engine=engines())
     def start(self, engine: dict[str, Any]) -> None:
-        self.harness = Harness(**engine)
+        restless = RestlessController(engine["seed"]) if engine["seed"] % 2 else None
+        self.harness = Harness(**engine, controller=restless)
         self.num_raised_at_random = 0
 
     @rule(several=st.lists(requests(), min_size=1, max_size=4))

@@ -29,10 +29,12 @@ from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
 from outrider.plan import TokenLogprobs
 from outrider.request import Request, SamplingParams
+from outrider.speculate.controller import DepthController
 from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
 from outrider.speculate.prediction import PredictionDrafter
 from outrider.step.runner import Runner
+from restless_controller import RestlessController
 from step.reference import Answer, fresh_cells, solo_answer, stop_ids_of
 from step.row_grammars import compiler, with_random_grammar
 from step.scripted_drafter import ScriptedDrafter
@@ -43,6 +45,7 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HEADLESS = KINDS[:4]
+AUTO_SHARE = {kind: 0.1 if kind.startswith("scripted") else 0.5 for kind in KINDS}
 HeadSize = Literal["none", "whole", "reduced"]
 SHALLOW = {
     "llama": {"num_hidden_layers": 2},
@@ -97,6 +100,7 @@ class Tally:
     held: Counter[tuple[int, int]] = field(default_factory=Counter)  # rows with a grammar: drafted, accepted
     held_finished: Counter[str] = field(default_factory=Counter)
     held_preemptions: int = 0
+    caught_up: int = 0  # rows whose head had rested
 
     def add(self, other: Tally) -> None:
         self.histories += other.histories
@@ -110,6 +114,7 @@ class Tally:
         self.held += other.held
         self.held_finished += other.held_finished
         self.held_preemptions += other.held_preemptions
+        self.caught_up += other.caught_up
 
     def summary(self) -> str:
         return (
@@ -366,6 +371,7 @@ class _Player:
             head_depth=depth if ask.kind.endswith("head") else 0,
             drafter=self._drafter(ask, answer, random.Random(f"{self._history.seed}/{index}")),
             grammar=None if grammar is None else compiler().new_row(grammar),
+            is_auto=random.Random(f"auto {self._history.seed}/{index}").random() < AUTO_SHARE[ask.kind],
         )
         return _Live(ask, sequence, answer)
 
@@ -388,6 +394,8 @@ class _Player:
             return
         result = self._runner.run(plan)
         drafted = {row.sequence_id: row.num_drafts for batch in plan.batches for row in batch if row.picks}
+        planned = [row for batch in plan.batches for row in batch]
+        self.tally.caught_up += sum(row.feeds_head and row.num_behind > 0 for row in planned)
         for row in result.rows:
             if row.token_ids:
                 ask = self._history.asks[row.sequence_id]
@@ -432,11 +440,15 @@ class _Player:
             if not row.is_decoding:
                 continue
             cells = fresh_cells(self._world.model, self._world.head if row.feeds_head else None, row.tokens)
+            num_trunk = len(cells) - row.feeds_head
             for layer, (kv, expected) in enumerate(zip(buffers, cells, strict=False)):
+                num_cells = len(row.tokens) - 1 if layer < num_trunk else row.num_headed  # the head may rest
                 for part, (array, want) in enumerate(zip(kv.arrays(), expected, strict=True)):
                     found = np.array(array[row.slot])
                     if not isinstance(kv, RecurrentState):
-                        found = found[:, : len(row.tokens) - 1]
+                        found, want = found[:, :num_cells], want[:, :num_cells]
+                    if not found.size:
+                        continue
                     error = np.abs(found - want).max()
                     if not error <= CELL_TOLERANCE:
                         raise Divergence(f"row {row.id}: part {part} of layer {layer} is off by {error:.2g}")
@@ -487,7 +499,8 @@ def _scheduler(history: History, runner: Runner) -> Scheduler:
     longest = max(len(ask.prompt) + (ask.params.max_tokens or 0) for ask in history.asks)
     budget = geometry.num_bytes(1, geometry.capacity_for(longest + SLACK)) * history.roominess
     config = EngineConfig(max_rows=history.max_rows, prefill_step_size=history.chunk, page_size=history.page)
-    scheduler = Scheduler(config, geometry, int(budget))
+    controller = RestlessController(history.seed) if history.seed % 3 else DepthController()
+    scheduler = Scheduler(config, geometry, int(budget), controller)
     assert scheduler.longest_context() >= longest
     return scheduler
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from outrider.speculate.acceptance import Source
+
 
 class ScriptedDrafter:
     """Right up to a random place, wrong there, and after it either right again or anything.
@@ -12,6 +14,8 @@ class ScriptedDrafter:
     Right tokens after a wrong one are the sharpest test: a verifier that looks past the first error would
     commit them.
     """
+
+    source: Source = "prediction"
 
     def __init__(self, plain: Sequence[int], vocab_size: int, rng: random.Random) -> None:
         self._plain = list(plain)  # prompt and answer of the plain run

@@ -79,6 +79,7 @@ def assert_everything_occurred(tally: Tally) -> None:
     assert tally.held.keys() >= {(drafted, accepted) for drafted in (1, 3, 5) for accepted in (0, drafted)}
     assert tally.held_finished.keys() == {"length", "stop", "cancelled", "error"}
     assert tally.held_preemptions > 0
+    assert tally.caught_up > 50
 
 
 @pytest.mark.skipif(

@@ -149,7 +149,8 @@ def test_a_slot_keeps_nothing_of_the_row_that_left_it(tiny: World, runner: Runne
 
 def assert_cells(tiny: World, runner: Runner, slot: int, tokens: Sequence[int]) -> None:
     expected = fresh_cells(tiny.model, tiny.head, tokens)
-    for kv, (keys, values) in zip(runner._buffers(), expected, strict=True):
+    *caches, _ = runner._buffers()  # the last holds what a resting head has missed
+    for kv, (keys, values) in zip(caches, expected, strict=True):
         np.testing.assert_allclose(np.array(kv.keys[slot, :, : len(tokens) - 1]), keys, atol=1e-4)
         np.testing.assert_allclose(np.array(kv.values[slot, :, : len(tokens) - 1]), values, atol=1e-4)
 

@@ -125,6 +125,12 @@ class StepMetrics:
         return () if self.is_idle() else self._rows
 
     @property
+    def depth(self) -> float:
+        """Mean over the decoding rows of the last step."""
+        depths = [row.num_drafts for row in self.rows if row.kind != "prefill"]
+        return sum(depths) / len(depths) if depths else 0.0
+
+    @property
     def num_waiting(self) -> int:
         return 0 if self.is_idle() else self._num_waiting
 
@@ -161,6 +167,9 @@ class StepMetrics:
         yield self._seconds.family("outrider_step_seconds", "How long a step took")
         yield self._stride.family("outrider_stride_tokens", "Tokens that a decoding row gained in a step")
         yield self._row_gauge()
+        yield GaugeMetricFamily(
+            "outrider_depth", "Drafts a decoding row fed in the last step", value=self.depth
+        )
         yield GaugeMetricFamily("outrider_waiting_requests", "Waiting for a row", value=self.num_waiting)
         yield GaugeMetricFamily("outrider_cache_bytes", "Bytes that the caches hold", value=self.cache_bytes)
 

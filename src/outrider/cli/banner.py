@@ -5,9 +5,12 @@ from __future__ import annotations
 from outrider import __version__, blas
 from outrider.api.settings import ServerSettings
 from outrider.engine.door import ModelFacts
+from outrider.request import DraftDepth
 
 
-def banner(facts: ModelFacts, settings: ServerSettings, budget_bytes: int, auto_depth: int, url: str) -> str:
+def banner(
+    facts: ModelFacts, settings: ServerSettings, budget_bytes: int, auto_depth: DraftDepth, url: str
+) -> str:
     lines = {
         "model": f"{facts.name} (as {', '.join(settings.served_model_names)})",
         "runs": f"{facts.dtype} on {facts.device}",
@@ -23,8 +26,9 @@ def banner(facts: ModelFacts, settings: ServerSettings, budget_bytes: int, auto_
     return f"Outrider {__version__}\n{body}\nReady: {url}"
 
 
-def _drafts(facts: ModelFacts, auto_depth: int) -> str:
-    depth = f"{auto_depth} a step unless a request says otherwise"
+def _drafts(facts: ModelFacts, auto_depth: DraftDepth) -> str:
+    num = "as many a step as pay for themselves" if auto_depth == "auto" else f"{auto_depth} a step"
+    depth = f"{num}, unless a request says otherwise"
     if facts.drafter == "mtp":
         return f"MTP head {facts.head}, {depth}"
     if facts.drafter == "ngram":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,8 +16,11 @@ POLL_S = 0.1
 
 
 @contextmanager
-def loading_bar(folder: Path, name: str) -> Iterator[None]:
-    """Draws while its body runs; the loading itself is done elsewhere, on the engine's thread."""
+def loading_bar(folder: Path, name: str) -> Iterator[Callable[[str], None]]:
+    """Draws while its body runs; the loading itself is done elsewhere, on the engine's thread.
+
+    Gives a function that ends the bar and says what is done after the loading.
+    """
     total_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     bar, done = TerminalBar(), threading.Event()
     stage, before = f"Loading {name}", mx.get_active_memory()
@@ -26,12 +30,19 @@ def loading_bar(folder: Path, name: str) -> Iterator[None]:
             held = max(0, mx.get_active_memory() - before)
             bar(Progress(stage, min(held, total_bytes), total_bytes))
 
+    def say(line: str) -> None:
+        done.set()
+        bar(Progress(stage, total_bytes, total_bytes))
+        bar.close()
+        print(line, file=sys.stderr, flush=True)
+
     bar(Progress(stage, 0, total_bytes))
     drawing = threading.Thread(target=draw, name="outrider-loading-bar", daemon=True)
     drawing.start()
     try:
-        yield
-        bar(Progress(stage, total_bytes, total_bytes))
+        yield say
+        if not done.is_set():
+            bar(Progress(stage, total_bytes, total_bytes))
     finally:
         done.set()
         drawing.join()

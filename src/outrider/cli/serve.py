@@ -131,8 +131,8 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
     settings = _settings(options, (model_name(model),))
     choice = ModelChoice(model, options["head"], options["draft_vocabulary"], options["dtype"])
     metrics = Metrics()
-    with loading_bar(find_folder(model), model_name(model)):
-        engine, tokenizer = build_engine(choice, config, metrics.steps)
+    with loading_bar(find_folder(model), model_name(model)) as say:
+        engine, tokenizer = build_engine(choice, config, metrics.steps, say)
     try:
         _check_drafter(options, engine)
         async_engine = AsyncEngine(engine)

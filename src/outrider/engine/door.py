@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from outrider.config import EngineConfig
 from outrider.engine.sequence import OutputText, Sequence
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.request import MAX_DEPTH, InvalidRequest, Request
+from outrider.request import MAX_DEPTH, DraftDepth, InvalidRequest, Request
 from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
 from outrider.speculate.prediction import PredictionDrafter
@@ -72,7 +72,8 @@ class Door:
 
     def admit(self, request: Request) -> Sequence:
         """A checked request as a sequence, with what it may use."""
-        depth = self._drafter_depth(request)
+        asked = self._asked_depth(request)
+        depth = 0 if self._facts.drafter == "none" else _most(asked)
         grammar = request.params.grammar
         stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
@@ -86,6 +87,8 @@ class Door:
             max_depth=self._max_depth(request),
             head_depth=depth if self._facts.drafter == "mtp" else 0,
             drafter=self._new_drafter(request, depth),
+            lookup=NgramDrafter() if self._looks_up(asked) else None,
+            is_auto=asked == "auto",
             grammar=None if grammar is None else self._grammars.new_row(grammar),
         )
 
@@ -113,22 +116,30 @@ class Door:
         room = min(self._facts.max_context, self._longest_context) - len(request.prompt_ids)
         return room if request.params.max_tokens is None else min(room, request.params.max_tokens)
 
-    def _drafter_depth(self, request: Request) -> int:
-        """Drafts a step from the engine's own drafter."""
-        if self._facts.drafter == "none":
-            return 0
+    def _asked_depth(self, request: Request) -> DraftDepth:
+        """A number is honoured as it is; "auto" leaves every step's depth to the controller."""
         depth = request.params.draft_depth
         return self._config.auto_depth if depth == "auto" else depth
 
     def _max_depth(self, request: Request) -> int:
         """Drafts a step from anywhere: those that a grammar forces or the client predicts may be many."""
-        depth = request.params.draft_depth
-        if depth != "auto":
-            return depth
-        is_certain = request.params.grammar is not None or bool(request.params.prediction_ids)
-        return MAX_DEPTH if is_certain else self._drafter_depth(request)
+        params = request.params
+        if params.draft_depth != "auto":
+            return params.draft_depth
+        has_own_drafts = params.grammar is not None or bool(params.prediction_ids)
+        if has_own_drafts:
+            return MAX_DEPTH
+        return 0 if self._facts.drafter == "none" else _most(self._config.auto_depth)
+
+    def _looks_up(self, asked: DraftDepth) -> bool:
+        """Whether the row's own text is searched for drafts beside the head's."""
+        return asked == "auto" and self._config.drafter == "auto" and self._facts.drafter == "mtp"
 
     def _new_drafter(self, request: Request, depth: int) -> Drafter | None:
         if request.params.prediction_ids:
             return PredictionDrafter(request.params.prediction_ids, len(request.prompt_ids))
         return NgramDrafter(depth) if self._facts.drafter == "ngram" and depth > 0 else None
+
+
+def _most(depth: DraftDepth) -> int:
+    return MAX_DEPTH if depth == "auto" else depth

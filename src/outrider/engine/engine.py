@@ -13,7 +13,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
@@ -24,6 +24,7 @@ from outrider.engine.sequence import Delta, FinishReason, OutputText, Sequence
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.plan import StepPlan, StepResult
 from outrider.request import Request, SamplingParams
+from outrider.speculate.controller import DepthController
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class EngineParts:
     budget_bytes: int
     new_text: Callable[[Request], OutputText]
     grammars: GrammarCompiler
+    controller: DepthController = field(default_factory=DepthController)
+    keep_learnt: Callable[[], None] = lambda: None  # called once, at the end
 
 
 class EngineObserver(Protocol):
@@ -197,6 +200,10 @@ class Engine:
             except Exception:
                 log.exception("a command failed while the engine stopped")
         self._end_all("cancelled" if error is None else "error", error)
+        try:
+            self._parts.keep_learnt()
+        except Exception:
+            log.exception("what was learnt about depths is lost")
         del self._parts, self._scheduler  # and with them the weights
 
     def _new_door(self) -> Door:
@@ -209,7 +216,8 @@ class Engine:
         return Door(self._config, self._parts.facts, longest, self._parts.new_text, self._parts.grammars)
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self._config, self._geometry, self._parts.budget_bytes)
+        parts = self._parts
+        return Scheduler(self._config, self._geometry, parts.budget_bytes, parts.controller)
 
     def _turn(self) -> None:
         try:
@@ -244,8 +252,9 @@ class Engine:
             self._parts.runner.reset()
             deltas = self._scheduler.fail(f"the model failed: {error}")
         else:
+            run_s = time.perf_counter() - started_s
             self._num_steps += 1
-            deltas = self._scheduler.commit(result)
+            deltas = self._scheduler.commit(result, run_s)
             self._observe(plan, result, time.perf_counter() - started_s)
         for delta in deltas:
             self._deliver(delta)

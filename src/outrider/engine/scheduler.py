@@ -15,10 +15,13 @@ from collections import deque
 from dataclasses import replace
 
 from outrider.config import CacheGeometry, EngineConfig
+from outrider.engine.drafting import observe_drafts, settle_drafts, step_shape
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.engine.slots import SlotTable
 from outrider.plan import RowPlan, RowResult, StepPlan, StepResult
 from outrider.request import MAX_DEPTH
+from outrider.speculate.controller import DepthController
+from outrider.speculate.costs import StepShape
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,14 @@ SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # so that joi
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, geometry: CacheGeometry, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        geometry: CacheGeometry,
+        budget_bytes: int,
+        controller: DepthController | None = None,
+    ) -> None:
+        self._controller = controller or DepthController()
         self._config = config
         self._geometry = geometry
         self._budget_bytes = budget_bytes
@@ -38,6 +48,7 @@ class Scheduler:
         self._slots = SlotTable()
         self._shape = (0, 0)  # slots and capacity of the caches, as last planned
         self._planned: dict[int, tuple[Sequence, RowPlan]] = {}
+        self._timed: StepShape | None = None  # what the planned step's time will tell about
 
     @property
     def is_idle(self) -> bool:
@@ -74,16 +85,24 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do."""
         self._admit()
-        self._shape = self._make_room()
+        shape_before, self._shape = self._shape, self._make_room()
         moves = self._slots.settle()
         rows = self._rows_to_run()
-        batches = [batch for batch in (self._decode_batch(rows), self._prefill_batch(rows)) if batch]
+        settle_drafts(self._controller, [row for row in rows if row.is_decoding], self._about_to_pick(rows))
+        decode, prefill = self._decode_batch(rows), self._prefill_batch(rows)
+        batches = tuple(tuple(batch) for batch in (decode, prefill) if batch)
         if not batches:
             return None
-        return StepPlan(*self._shape, tuple(moves), tuple(tuple(batch) for batch in batches))
+        width = self._decode_width(decode)
+        did_more = bool(prefill or moves or shape_before != self._shape)
+        self._timed = None if did_more else step_shape(decode, width)
+        widths = (width, 1)[: len(batches)] if decode else ()
+        return StepPlan(*self._shape, tuple(moves), batches, widths)
 
-    def commit(self, result: StepResult) -> list[Delta]:
-        """Take what the step brought; what each request gained, in order."""
+    def commit(self, result: StepResult, seconds: float | None = None) -> list[Delta]:
+        """Take what the step brought, and how long it took; what each request gained, in order."""
+        if seconds is not None and self._timed is not None:
+            self._controller.costs.observe(self._timed, seconds)
         brought = sorted(row.sequence_id for row in result.rows)
         if brought != sorted(self._planned):
             raise RuntimeError(f"the step was to run the rows {sorted(self._planned)} and brought {brought}")
@@ -176,6 +195,15 @@ class Scheduler:
         suspects = [row for row in rows if row.failures]
         return [min(suspects, key=lambda row: row.id)] if suspects else rows
 
+    def _about_to_pick(self, rows: list[Sequence]) -> list[Sequence]:
+        budget = self._config.prefill_step_size or DEFAULT_CHUNK
+        return [s for s in rows if not s.is_decoding and s.num_prefill - s.num_cached <= budget]
+
+    def _decode_width(self, batch: list[RowPlan]) -> int:
+        """The width of the decode rows' forward pass: a wider one than they need where that costs less."""
+        needed = max((row.num_fed for row in batch), default=1)
+        return self._controller.costs.best_width(max(1, len(batch)), needed)
+
     def _decode_batch(self, rows: list[Sequence]) -> list[RowPlan]:
         return [self._decode_row(row) for row in rows if row.is_decoding]
 
@@ -205,7 +233,8 @@ class Scheduler:
     def _row(self, sequence: Sequence, token_ids: list[int], num_drafts: int, next_id: int | None) -> RowPlan:
         assert sequence.slot is not None
         picks = next_id is None
-        most_next = min(sequence.head_depth, sequence.num_left - 2) if picks else 0
+        most_next = min(sequence.num_next, sequence.num_left - 2) if picks else 0
+        rests = sequence.feeds_head and sequence.is_decoding and sequence.is_auto and most_next <= 0
         row = RowPlan(
             sequence_id=sequence.id,
             slot=sequence.slot,
@@ -213,8 +242,10 @@ class Scheduler:
             token_ids=token_ids,
             num_drafts=num_drafts,
             next_id=next_id,
-            feeds_head=sequence.feeds_head,
+            feeds_head=sequence.feeds_head and not rests,
             num_drafts_next=max(0, most_next),
+            head_start=sequence.num_headed if sequence.is_decoding else None,
+            rests=rests,
             params=sequence.params,
             history=sequence.tokens,
             num_prompt=sequence.num_prompt,
@@ -235,6 +266,8 @@ class Scheduler:
         if sequence.is_decoding:
             sequence.failures = 0
         sequence.num_cached += planned.num_fed - planned.num_drafts + row.num_accepted
+        if planned.feeds_head:
+            sequence.num_headed = sequence.num_cached
         if not planned.picks:
             self._prefilling.remove(sequence)  # to the end of the line
             self._prefilling.append(sequence)
@@ -246,6 +279,7 @@ class Scheduler:
         sequence.steps += 1
         delta = sequence.commit(row.token_ids)
         num_taken = len(delta.token_ids)
+        observe_drafts(sequence, row.token_ids)
         sequence.count_drafts(planned.num_drafts, min(row.num_accepted, num_taken))
         delta = replace(delta, logprobs=row.logprobs[:num_taken])
         if delta.finish_reason is not None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from outrider.plan import TokenLogprobs
 from outrider.request import MAX_DEPTH, Request, SamplingParams
+from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.drafter import Drafter
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -86,6 +87,16 @@ class Delta:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drafts that a row could feed."""
+
+    source: Source
+    token_ids: Tokens[int]
+    num_sure: int = 0  # so many of them must come
+    masks: np.ndarray | None = None  # [1 + drafts, words] what the row's grammar allows at each position
+
+
 @dataclass(eq=False)
 class Sequence:
     """Between steps `num_cached` cells hold tokens[:num_cached]; a decoding row has all but the last."""
@@ -96,14 +107,20 @@ class Sequence:
     stop_ids: frozenset[int]
     max_tokens: int
     max_depth: int  # most drafts this row may feed in a step
-    head_depth: int = 0  # drafts wanted from the MTP head; 0: the head does not follow this row
+    head_depth: int = 0  # most drafts from the MTP head; 0: the head does not follow this row
     drafter: Drafter | None = None
+    lookup: Drafter | None = None  # a second one
+    is_auto: bool = False  # the depths are the controller's, up to those above
     grammar: TokenGrammar | None = None
     tokens: list[int] = field(default_factory=list)
     num_cached: int = 0
     num_prefill: int = 0  # tokens to be cached before the row picks; more than the prompt after a preemption
     slot: int | None = None
-    drafts: Tokens[int] = ()
+    num_headed: int = 0  # of a decoding row's cells, those whose pairs the head was fed; it may rest
+    num_next: int = 0  # drafts that the head is to make for the next step
+    record: RowAcceptance | None = None  # how its drafts fare
+    proposals: Tokens[Proposal] = ()  # what it could feed in the next step
+    drafts: Tokens[int] = ()  # what it feeds
     masks: np.ndarray | None = None  # [1 + drafts, words] what the grammar allows at each position
     failures: int = 0  # steps that raised with this sequence in them, since it last got through a decode step
 
@@ -150,8 +167,9 @@ class Sequence:
         """Back to where nothing is cached; every committed token will be fed again, none is lost."""
         self.slot = None
         self.num_cached = 0
+        self.num_headed = 0
         self.num_prefill = len(self.tokens)
-        self.drafts = ()
+        self.drafts = self.proposals = ()
         self.masks = None if self.masks is None else self.masks[:1]
 
     def commit(self, token_ids: Tokens[int]) -> Delta:
@@ -182,21 +200,38 @@ class Sequence:
         return Delta(self.request.id, (token_id,), text, finish_reason=reason, stop_string=stop_string)
 
     def prepare_next(self, from_head: Tokens[int]) -> None:
-        """Choose the drafts of the next step, and with them what its grammar allows at each position."""
-        self.drafts = self._choose_drafts(from_head)
-        if self.grammar is not None:
-            self.drafts = self.drafts[: self.grammar.num_allowed(self.drafts)]
-            self.masks = self.grammar.masks(self.drafts)
-
-    def _choose_drafts(self, from_head: Tokens[int]) -> Tokens[int]:
-        """What must come, else what the drafter proposes, else what the head guessed."""
+        """Collect what the row could feed in its next step; `use_drafts` takes its choice."""
         most = min(self.max_depth, self.num_left - 1)
-        if most <= 0:
-            return ()
-        drafts = self.grammar.forced(most) if self.grammar is not None else []
-        if not drafts and self.drafter is not None:
-            drafts = list(self.drafter.propose(self.tokens, most))
-        return (drafts or list(from_head))[:most]
+        found = self._proposals(from_head, most) if most > 0 else []
+        if self.grammar is not None:
+            found = self._allowed(found, self.grammar, most)
+            self.masks = self.grammar.masks(()) if not found else found[0].masks
+        self.proposals = found
+        self.use_drafts(0, 0)
+
+    def _proposals(self, from_head: Tokens[int], most: int) -> list[Proposal]:
+        found = [(d.source, d.propose(self.tokens, most)) for d in (self.drafter, self.lookup) if d]
+        found.append(("head", from_head))
+        return [Proposal(source, drafts[:most]) for source, drafts in found if drafts]
+
+    def _allowed(self, found: list[Proposal], grammar: TokenGrammar, most: int) -> list[Proposal]:
+        """What the grammar leaves of the proposals, and what it forces."""
+        forced = grammar.forced(most) if most > 0 else []
+        left = [Proposal("forced", forced, len(forced), grammar.masks(forced))] if forced else []
+        for proposal in found:
+            drafts = list(proposal.token_ids)[: grammar.num_allowed(proposal.token_ids)]
+            if len(drafts) > len(forced):  # more than what must come anyway; it begins with that
+                left.append(Proposal(proposal.source, drafts, len(forced), grammar.masks(drafts)))
+        return left
+
+    def use_drafts(self, which: int, num: int) -> None:
+        """Feed the first `num` drafts of a proposal."""
+        self.drafts = ()
+        if self.proposals:
+            self.drafts = self.proposals[which].token_ids[:num]
+            self.masks = self.proposals[which].masks
+        if self.masks is not None:
+            self.masks = self.masks[: num + 1]
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
         for i in range(num_drafted):

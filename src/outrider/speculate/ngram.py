@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.request import MAX_DEPTH
+from outrider.speculate.acceptance import Source
 
 LONGEST = 4
 SHORTEST = 2
@@ -12,6 +13,8 @@ SHORTEST = 2
 
 class NgramDrafter:
     """Looks the last 4, else 3, else 2 tokens up in everything before them. Any model, no head needed."""
+
+    source: Source = "ngram"
 
     def __init__(self, max_drafts: int = MAX_DEPTH, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
         self._max_drafts = max_drafts

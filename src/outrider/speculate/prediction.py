@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.speculate.acceptance import Source
+
 LONGEST = 4
 SHORTEST = 2
 
 
 class PredictionDrafter:
     """Walks along the prediction with the answer; where they part, finds the place where they meet again."""
+
+    source: Source = "prediction"
 
     def __init__(self, prediction_ids: Sequence[int], num_prompt: int) -> None:
         self._prediction = list(prediction_ids)

@@ -23,6 +23,7 @@ from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.plan import RowResult, StepPlan, StepResult, TokenLogprobs
 from outrider.sampling.logprobs import read_logprobs
 from outrider.speculate.mtp import HeadRows, MTPDrafter
+from outrider.step.resting import RestingStates
 from outrider.step.verify import Batch, Picks, kept_tokens, next_tokens, verify
 
 
@@ -52,6 +53,7 @@ class Runner:
     def __init__(self, trunk: Trunk, head: LoadedHead | None = None) -> None:
         self._trunk = trunk
         self._drafter = MTPDrafter(head, trunk) if head is not None else None
+        self._resting = RestingStates(trunk) if head is not None else None
         self._cache = TrunkCache(trunk.layout)
         self._shape = (0, 0)  # slots, capacity
 
@@ -71,7 +73,8 @@ class Runner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self._arrange(plan)
-        launched = [self._launch(batch) for batch in plan.batches]
+        widths = plan.widths or (1,) * len(plan.batches)
+        launched = [self._launch(*each) for each in zip(plan.batches, widths, strict=True)]
         mx.eval([x for one in launched for x in one.arrays()], self._cache_arrays())
         return StepResult(tuple(row for one in launched for row in _collect(one)))
 
@@ -85,6 +88,8 @@ class Runner:
         yield from self._cache.buffers()
         if self._drafter is not None:
             yield from self._drafter.buffers()
+        if self._resting is not None:
+            yield self._resting.kv
 
     def _cache_arrays(self) -> list[mx.array]:
         return [array for buffers in self._buffers() for array in buffers.arrays()]
@@ -101,8 +106,8 @@ class Runner:
                 buffers.resize(num_slots, capacity)
             self._shape = (num_slots, capacity)
 
-    def _launch(self, batch: Batch) -> _Launched:
-        width = max(row.num_fed for row in batch)
+    def _launch(self, batch: Batch, least_width: int) -> _Launched:
+        width = max(least_width, *(row.num_fed for row in batch))
         token_ids = mx.array([[*row.token_ids, *([0] * (width - row.num_fed))] for row in batch])
         starts = mx.array([row.start for row in batch])
         num_fed = mx.array([row.num_fed for row in batch])
@@ -114,6 +119,8 @@ class Runner:
         picks = verify(self._trunk, hidden, batch)
         num_kept = kept_tokens(batch, picks)
         self._cache.commit(num_kept)
+        if self._resting is not None and any(row.rests for row in batch):
+            self._resting.keep(hidden, place)
         heading = [i for i, row in enumerate(batch) if row.feeds_head] if self._drafter is not None else []
         drafts = self._draft(batch, heading, hidden, picks, num_kept) if heading else None
         return _Launched(batch, picks, heading, drafts)
@@ -122,7 +129,7 @@ class Runner:
         self, batch: Batch, heading: list[int], hidden: mx.array, picks: Picks | None, num_kept: mx.array
     ) -> mx.array | None:
         """Feed the head what is now committed and let it draft for the next step."""
-        assert self._drafter is not None
+        assert self._drafter is not None and self._resting is not None
         next_ids = next_tokens(batch, picks, hidden.shape[1])
         rows = [batch[i] for i in heading]
         if len(heading) < len(batch):
@@ -137,7 +144,9 @@ class Runner:
             params=[row.params for row in rows],
             depth=max(row.num_drafts_next for row in rows),
         )
-        return self._drafter.draft(hidden, next_ids, head_rows, self._shape[1])
+        capacity = self._shape[1]
+        fed = self._resting.catch_up(rows, hidden, next_ids, head_rows, capacity)
+        return self._drafter.draft(*fed, capacity)
 
 
 def _collect(launched: _Launched) -> Iterator[RowResult]:

@@ -1,0 +1,76 @@
+"""Between scheduler and depth controller: what the rows of a step wish for, and what they are given.
+
+Owns no decision: those are the controller's. Must not know caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+from outrider.engine.sequence import Sequence
+from outrider.plan import RowPlan
+from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.costs import StepShape
+
+MOST_BEHIND = 2048  # cells; a head that has rested for longer does not come back to a row
+CATCH_UP_CELLS = 1024  # that heads are fed in one step, so that nobody waits long; always one row's
+
+
+def settle_drafts(controller: DepthController, decoding: Rows[Sequence], joining: Rows[Sequence]) -> None:
+    """Give every decoding row its drafts for this step, and all rows what the head shall make for the next.
+
+    `joining` are the rows that may pick their first token in this step.
+    """
+    rows = [*decoding, *joining]
+    if not any(row.max_depth > 0 for row in rows):
+        return
+    num_cells = max(len(row.tokens) for row in rows)
+    wishes = [_wish(controller, row, joins=i >= len(decoding)) for i, row in enumerate(rows)]
+    choice = controller.choose(wishes, num_cells)
+    for row, (offer, num), wanted in zip(rows, choice.feed, choice.next, strict=True):
+        row.num_next = wanted
+        row.use_drafts(offer, num)
+    _take_turns(decoding)
+
+
+def _take_turns(decoding: Rows[Sequence]) -> None:
+    """Of the heads that come back in this step, let only some catch up; the others rest a step longer."""
+    late = [row for row in decoding if row.is_auto and row.num_next and row.num_cached > row.num_headed]
+    late.sort(key=lambda row: (row.num_cached - row.num_headed, row.id))
+    num_cells = 0
+    for i, row in enumerate(late):
+        num_cells += row.num_cached - row.num_headed
+        if i > 0 and num_cells > CATCH_UP_CELLS:
+            row.num_next = 0
+
+
+def observe_drafts(row: Sequence, committed: Rows[int]) -> None:
+    """Hold everything that was proposed for a row, fed or not, against the tokens that came."""
+    if row.record is None:
+        return
+    for proposal in row.proposals:
+        row.record.compare(proposal.source, proposal.token_ids, committed, proposal.num_sure)
+
+
+def step_shape(batch: Rows[RowPlan], width: int) -> StepShape | None:
+    """What the time of a decode step tells about; None where it will do other work as well."""
+    heading = [row for row in batch if row.feeds_head]
+    if not batch or any(row.num_behind for row in heading):
+        return None
+    depth = max((row.num_drafts_next for row in heading), default=0)
+    return StepShape(len(batch), width, len(heading), depth, max(row.start for row in batch))
+
+
+def _wish(controller: DepthController, row: Sequence, joins: bool) -> Wish:
+    if row.record is None:
+        row.record = controller.new_record(row.params)
+    behind = 0 if joins else row.num_cached - row.num_headed
+    most_next = min(row.head_depth, row.num_left - 2) if behind <= MOST_BEHIND else 0
+    return Wish(
+        record=row.record,
+        offers=[(p.source, len(p.token_ids), p.num_sure) for p in row.proposals],
+        fixed=None if row.is_auto else row.max_depth,
+        most_next=max(0, most_next),
+        behind=behind,
+        joins=joins,
+    )

@@ -1,0 +1,181 @@
+"""Measures what steps cost, by running made-up ones through the runner: real forwards, picks, head passes.
+
+A few seconds at start-up. The shapes that matter most come first; where time runs out the rest is
+interpolated and corrected by the steps that really run. Of several times the shortest is taken: compiling,
+growing memory and others' work on the machine only ever add. All rows have one modest length; longer rows
+are modelled by one number, seconds a further cell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.config import CacheGeometry
+from outrider.plan import RowPlan, StepPlan, StepResult
+from outrider.request import MAX_DEPTH, SamplingParams
+from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
+
+BUDGET_S = 6.0  # of the device's time
+PATIENCE = 3.0  # how much longer that may take on a busy machine
+TOLERANCE = 1.3  # by which a kept table's cost of a width may be off
+NUM_CELLS, MANY_CELLS = 128, 1024
+ROW_COUNTS = (1, 4, 16, 8, 2, 32, 64)  # those that say most come first
+FIRST_COUNTS = 3  # that many of them, and of the widths, are measured before the others
+WIDTHS = (1, 2, 4, 3, 9, 6, 5, 8, 7)
+HEAD_DEPTHS = (0, MAX_DEPTH)
+
+Clock = Callable[[], float]
+
+
+class Runs(Protocol):
+    """What of a runner is needed."""
+
+    @property
+    def has_head(self) -> bool: ...
+
+    def geometry(self, page_size: int) -> CacheGeometry: ...
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def reset(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A made-up step: all its rows are alike."""
+
+    rows: int
+    width: int
+    depth: int | None = None  # drafts that the head makes; None: it is not fed
+    num_cells: int = NUM_CELLS
+
+
+class Stopwatch:
+    """The shortest time of each trial."""
+
+    def __init__(self, runner: Runs, vocab_size: int, clock: Clock) -> None:
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._geometry = runner.geometry(256)
+        self._started_s, self._began_s = clock(), time.perf_counter()
+        self.best: dict[Trial, float] = {}
+
+    def is_late(self, budget_s: float) -> bool:
+        busy, waited = self._clock() - self._started_s, time.perf_counter() - self._began_s
+        return busy > budget_s or waited > PATIENCE * budget_s
+
+    def run(self, trial: Trial) -> None:
+        plan = _plan(trial, self._geometry, self._vocab_size)
+        before = self._clock()
+        self._runner.run(plan)
+        self.best[trial] = min(self.best.get(trial, float("inf")), self._clock() - before)
+
+    def fits(self, trial: Trial, max_cells: int, budget_bytes: int) -> bool:
+        cells = trial.num_cells + 2 * MAX_DEPTH
+        num_bytes = self._geometry.num_bytes(trial.rows, self._geometry.capacity_for(cells))
+        return cells <= max_cells and num_bytes <= budget_bytes
+
+
+def measure(
+    runner: Runs,
+    vocab_size: int,
+    max_rows: int,
+    max_cells: int,
+    budget_bytes: int,
+    *,
+    clock: Clock = time.perf_counter,
+) -> Measured | None:
+    """The costs of steps with up to `max_rows` rows; None where not even one row of a modest length fits."""
+    watch = Stopwatch(runner, vocab_size, clock)
+    first, second = (
+        [trial for trial in trials if watch.fits(trial, max_cells, budget_bytes)]
+        for trials in _trials(max_rows, runner.has_head)
+    )
+    if Trial(1, 1) not in first:
+        return None
+    try:
+        for number, trial in enumerate([*first, *first, *second, *first, *second]):
+            if number >= len(first) and watch.is_late(BUDGET_S):
+                break
+            watch.run(trial)
+    finally:
+        runner.reset()
+    return _measured(watch.best)
+
+
+def still_holds(runner: Runs, vocab_size: int, kept: Measured, *, clock: Clock = time.perf_counter) -> bool:
+    """Whether a width still costs, beside a plain step, about what it did: a table may be of a busy hour."""
+    watch = Stopwatch(runner, vocab_size, clock)
+    try:
+        for trial in (Trial(1, 1), Trial(1, 4)) * 3:
+            watch.run(trial)
+    finally:
+        runner.reset()
+    now = watch.best[Trial(1, 4)] / watch.best[Trial(1, 1)]
+    table = CostTable(kept)
+    then = table.step_s(StepShape(1, 4)) / table.step_s(StepShape(1, 1))
+    return 1 / TOLERANCE < now / then < TOLERANCE
+
+
+def _trials(max_rows: int, has_head: bool) -> tuple[list[Trial], list[Trial]]:
+    """What is measured before anything else, and what where time is left."""
+    counts = list(dict.fromkeys(count for count in (*ROW_COUNTS, max_rows) if count <= max_rows))
+    first, second = counts[:FIRST_COUNTS], counts[FIRST_COUNTS:]
+    few, others = WIDTHS[:FIRST_COUNTS], WIDTHS[FIRST_COUNTS:]
+    depths = HEAD_DEPTHS if has_head else ()
+
+    def some(counts: list[int], widths: tuple[int, ...], depths: tuple[int, ...]) -> list[Trial]:
+        plain = [Trial(rows, width) for rows in counts for width in widths]
+        return plain + [Trial(rows, 1, depth) for rows in counts for depth in depths]
+
+    long = [Trial(1, 1, None, MANY_CELLS)]
+    return some(first, few, depths), long + some(second, few, depths) + some(counts, others, ())
+
+
+def _plan(trial: Trial, geometry: CacheGeometry, vocab_size: int) -> StepPlan:
+    history = [(7 * i + 11) % vocab_size for i in range(trial.num_cells + trial.width)]
+    params = SamplingParams(temperature=0, seed=0)
+    rows = tuple(
+        RowPlan(
+            sequence_id=slot,
+            slot=slot,
+            start=trial.num_cells,
+            token_ids=history[trial.num_cells :],
+            num_drafts=trial.width - 1,
+            next_id=None,
+            feeds_head=trial.depth is not None,
+            num_drafts_next=trial.depth or 0,
+            params=params,
+            history=history[: trial.num_cells + 1],
+            num_prompt=1,
+        )
+        for slot in range(trial.rows)
+    )
+    capacity = geometry.capacity_for(trial.num_cells + 2 * MAX_DEPTH)
+    return StepPlan(trial.rows, capacity, (), (rows,))
+
+
+def _measured(best: Mapping[Trial, float]) -> Measured:
+    trunk = {(t.rows, t.width): s for t, s in best.items() if t.depth is None and t.num_cells == NUM_CELLS}
+    head = {}
+    for rows in sorted({t.rows for t in best if t.depth is not None}):
+        fed, deepest = (best.get(Trial(rows, 1, depth)) for depth in HEAD_DEPTHS)
+        if fed is not None and deepest is not None and (rows, 1) in trunk:
+            head[rows] = _head_cost(trunk[rows, 1], fed, deepest)
+    long = best.get(Trial(1, 1, None, MANY_CELLS))
+    cell_s = 0.0 if long is None else max(0.0, long - trunk[1, 1]) / (MANY_CELLS - NUM_CELLS)
+    return Measured(trunk, head, NUM_CELLS, cell_s)
+
+
+def _head_cost(plain_s: float, fed_s: float, deepest_s: float) -> HeadCost:
+    """Feeding is a small difference of long times, so it is kept within what it can be: a part of a draft.
+
+    A draft is a pass and a projection onto the vocabulary; the first one's pass is the feeding.
+    """
+    each = max(0.0, deepest_s - min(fed_s, plain_s)) / MAX_DEPTH
+    feed = min(0.6 * each, max(0.1 * each, fed_s - plain_s))
+    return HeadCost(feed, each - feed, each)

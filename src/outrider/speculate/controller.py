@@ -1,0 +1,136 @@
+"""The depth controller: what the costs and the rows' records say about the next step. Pure Python, no clock.
+
+Holds the machine's costs and the model's record. Everything about a row is in the row's own record; the
+decision itself is `depth.choose`.
+
+While the head makes no drafts for a row it rests: the row's hidden states are kept, and the head is fed them
+in one pass when it is wanted again. Now and then it makes one draft that is compared and not fed: a probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.request import MAX_DEPTH, SamplingParams
+from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance, Source
+from outrider.speculate.costs import CostTable, StepShape, guessed_costs
+from outrider.speculate.depth import Choice, RowOutlook, choose
+
+PROBE_SHARE = 0.01  # of the time, for trying the head where nobody drafts with it
+LEAST_PAUSE, MOST_PAUSE = 6, 16  # steps between two such trials
+NUM_SENTINELS = 4  # rows that are tried while the whole batch rests; the others' states are not even fed
+NEARLY_ALWAYS = 0.97
+OTHER_GAIN = 0.1  # how fast a row's share of other drafters follows what they offer
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a row asks of the controller for one step."""
+
+    record: RowAcceptance
+    offers: Sequence[tuple[Source, int, int]]  # source, number of drafts, how many of them are certain
+    fixed: int | None  # the depth that the request asked for; None: auto
+    most_next: int  # drafts from the head that its next step could feed; 0: the head does not follow
+    behind: int = 0  # cells of the row that the head has still to be fed
+    joins: bool = False  # it decodes from the next step on
+
+
+class DepthController:
+    def __init__(self, costs: CostTable | None = None, acceptance: ModelAcceptance | None = None) -> None:
+        self.costs = costs or CostTable(guessed_costs())
+        self.acceptance = acceptance or ModelAcceptance()
+
+    def new_record(self, params: SamplingParams) -> RowAcceptance:
+        return RowAcceptance(self.acceptance, params)
+
+    def choose(self, wishes: Sequence[Wish], num_cells: int) -> Choice:
+        """Depths for the rows of a step, and for those that join them in the step after it."""
+        rows = [_outlook(wish) for wish in wishes]
+        heading = sum(wish.most_next > 0 for wish in wishes)
+        now, later = max(1, sum(not wish.joins for wish in wishes)), len(rows)
+        costs = self.costs
+
+        def cost(num_rows: int, num_heading: int, width: int, depth: int) -> float:
+            wide = costs.best_width(num_rows, width)
+            return costs.step_s(StepShape(num_rows, wide, num_heading if depth else 0, depth, num_cells))
+
+        choice = choose(
+            rows,
+            lambda width, depth: cost(now, min(now, heading), width, depth),
+            lambda width, depth: cost(later, heading, width, depth),
+            lambda depth: costs.head_row_s(later, max(1, heading), depth),
+        )
+        if heading == 0 or not (any(choice.next) or self._could_pay(len(rows), num_cells)):
+            return choice
+        return self._with_probes(choice, wishes)
+
+    def _could_pay(self, num_rows: int, num_cells: int) -> bool:
+        """Whether drafts could pay at all on this machine, were they nearly always right."""
+        costs = self.costs
+
+        def pace(depth: int) -> float:
+            heading = num_rows if depth else 0
+            tokens = sum(NEARLY_ALWAYS**place for place in range(depth + 1))
+            wide = costs.best_width(num_rows, 1 + depth)
+            return tokens / costs.step_s(StepShape(num_rows, wide, heading, depth, num_cells))
+
+        return max(map(pace, range(1, MAX_DEPTH + 1))) > pace(0)
+
+    def _with_probes(self, choice: Choice, wishes: Sequence[Wish]) -> Choice:
+        """Let the head make a draft for rows that have long been without one; while all rest, for a few."""
+        due = []
+        all_rest = not any(choice.next)
+        pause = self.pause(len(wishes))
+        for i, (wish, depth) in enumerate(zip(wishes, choice.next, strict=True)):
+            wish.record.note_head(depth > 0, all_rest)
+            if wish.fixed is None and wish.most_next > 0 and wish.record.since_head >= pause:
+                due.append(i)
+        if all_rest:
+            following = (i for i, wish in enumerate(wishes) if wish.most_next > 0)
+            warmest = sorted(following, key=lambda i: (wishes[i].behind, i))[:NUM_SENTINELS]
+            due = [i for i in due if i in warmest]
+        if not due:
+            return choice
+        for i in due:
+            wishes[i].record.since_head = 0
+        depths = tuple(1 if i in due else depth for i, depth in enumerate(choice.next))
+        return Choice(choice.feed, depths, choice.pace)
+
+    def pause(self, num_rows: int) -> int:
+        """Steps between two trials of the head, so that they take no more than their share of the time."""
+        step_s = self.costs.step_s(StepShape(num_rows, 1))
+        trial_s = self.costs.head_s(StepShape(num_rows, 1, min(num_rows, NUM_SENTINELS), 1))
+        return min(MOST_PAUSE, max(LEAST_PAUSE, round(trial_s / (PROBE_SHARE * step_s))))
+
+
+def _outlook(wish: Wish) -> RowOutlook:
+    record = wish.record
+    offers = [_chances(record, *offer) for offer in wish.offers]
+    from_head: Sequence[float] = ()
+    if wish.most_next > 0:
+        from_head = record.chances("head", min(MAX_DEPTH, wish.most_next))
+    _note_others(wish, offers, from_head)
+    share = record.other_share
+    if wish.fixed is not None or share < 0.02 or record.other is None:
+        return RowOutlook(offers, wish.fixed, from_head)
+    otherwise = [share * chance for chance in record.chances(record.other, MAX_DEPTH)]
+    return RowOutlook(offers, None, [(1 - share) * chance for chance in from_head], otherwise)
+
+
+def _note_others(wish: Wish, offers: Sequence[Sequence[float]], from_head: Sequence[float]) -> None:
+    """How often, lately, a drafter other than the head offered more than the head is worth."""
+    record, best, best_worth = wish.record, None, sum(from_head)
+    for (source, _, _), chances in zip(wish.offers, offers, strict=True):
+        if source != "head" and sum(chances) >= best_worth:
+            best, best_worth = source, sum(chances)
+    record.other = best or record.other
+    record.other_share += OTHER_GAIN * ((best is not None) - record.other_share)
+
+
+def _chances(record: RowAcceptance, source: Source, num: int, num_sure: int) -> list[float]:
+    """That drafts 1..j all stand, where the first few are certain."""
+    chances = record.chances(source, num)
+    if not 0 < num_sure <= num:
+        return chances
+    return [1.0 if j < num_sure else chances[j] / chances[num_sure - 1] for j in range(num)]

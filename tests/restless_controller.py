@@ -1,0 +1,43 @@
+"""A controller that chooses anything it may: whatever it does, the tokens must be the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from outrider.request import MAX_DEPTH
+from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.costs import CostTable, guessed_costs
+from outrider.speculate.depth import Choice
+
+
+class RestlessCosts(CostTable):
+    """Pads now and then, for no reason."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(guessed_costs())
+        self._rng = rng
+
+    def best_width(self, rows: int, width: int) -> int:
+        return self._rng.randint(width, MAX_DEPTH + 1) if self._rng.random() < 0.2 else width
+
+
+class RestlessController(DepthController):
+    def __init__(self, seed: object) -> None:
+        self._rng = random.Random(f"restless {seed}")
+        super().__init__(RestlessCosts(self._rng))
+        self._draws = 0.5  # how often the head is wanted, in this stretch
+
+    def choose(self, wishes: Sequence[Wish], num_cells: int) -> Choice:
+        if self._rng.random() < 0.2:
+            self._draws = self._rng.choice((0.0, 0.1, 0.5, 1.0))
+        feed, wanted = [], []
+        for wish in wishes:
+            which = self._rng.randrange(len(wish.offers)) if wish.offers else 0
+            most = wish.offers[which][1] if wish.offers else 0
+            feed.append(
+                (which, min(most, wish.fixed) if wish.fixed is not None else self._rng.randint(0, most))
+            )
+            free = self._rng.randint(0, wish.most_next) if self._rng.random() < self._draws else 0
+            wanted.append(min(wish.fixed, wish.most_next) if wish.fixed is not None else free)
+        return Choice(tuple(feed), tuple(wanted), 1.0)

@@ -1,0 +1,239 @@
+"""Replays recorded acceptance on a table of costs: what a policy of depths would have brought.
+
+A trace tells, for every token of a real answer, how many of the head's 8 drafts after it were right, and how
+many that an n-gram lookup proposed (none: it proposed nothing). So any depths can be replayed exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.request import MAX_DEPTH, SamplingParams
+from outrider.speculate.acceptance import RowAcceptance, Source
+from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
+from outrider.speculate.depth import Choice
+
+WIDTHS = range(1, MAX_DEPTH + 2)
+NUM_CELLS = 128
+
+
+@dataclass(frozen=True)
+class Trace:
+    kind: str
+    temperature: float
+    head: tuple[int, ...]  # right drafts of 8, after each token
+    ngram: tuple[int | None, ...]  # right drafts of 8; None: nothing proposed
+
+    def part(self, start: int, end: int | None = None) -> Trace:
+        return Trace(self.kind, self.temperature, self.head[start:end], self.ngram[start:end])
+
+    def __add__(self, other: Trace) -> Trace:
+        return Trace(self.kind, self.temperature, self.head + other.head, self.ngram + other.ngram)
+
+
+@functools.cache
+def traces(kind: str | None = None, hot: bool | None = None) -> tuple[Trace, ...]:
+    """The recorded ones: chat, code, json (greedy and at temperature 0.8), words (greedy and at 1.2)."""
+    data = json.loads((Path(__file__).parent / "traces.json").read_text())
+    made = [
+        Trace(
+            one["kind"],
+            one["temperature"],
+            tuple(map(int, one["head"])),
+            tuple(None if c == "-" else int(c) for c in one["ngram"]),
+        )
+        for one in data
+    ]
+    return tuple(
+        t for t in made if kind in (None, t.kind) and hot in (None, t.temperature > 0) and len(t.head) >= 100
+    )
+
+
+def constant(num_right: int, length: int = 4000) -> Trace:
+    """Text in which so many drafts are always right."""
+    return Trace("constant", 0.0, (num_right,) * length, (None,) * length)
+
+
+class SimulatedRow:
+    """A row that walks along its trace, over and over."""
+
+    def __init__(self, trace: Trace, record: RowAcceptance, start: int = 0) -> None:
+        self.trace = trace
+        self.record = record
+        self.place = start
+        self.made = 0  # drafts that the head made for this step
+        self.behind = 0  # tokens that the head has not been fed
+
+    def offers(self, with_ngram: bool) -> list[tuple[Source, int, int]]:
+        found: list[tuple[Source, int, int]] = []
+        if self.made:
+            found.append(("head", self.made, 0))
+        if with_ngram and self._right("ngram") is not None:
+            found.append(("ngram", MAX_DEPTH, 0))
+        return found
+
+    def _right(self, source: Source) -> int | None:
+        rights = self.trace.head if source == "head" else self.trace.ngram
+        return rights[self.place % len(rights)]
+
+    def advance(self, offers: Sequence[tuple[Source, int, int]], fed: tuple[int, int]) -> int:
+        """Commit what stands of what was fed, and learn from everything that was proposed."""
+        source, num = (offers[fed[0]][0], fed[1]) if offers else ("head", 0)
+        committed = 1 + min(num, self._right(source) or 0)
+        for offered, num_proposed, _ in offers:
+            right = min(num_proposed, committed, self._right(offered) or 0)
+            self.record.add(offered, num_proposed, right, committed)
+        self.place += committed
+        return committed
+
+
+@dataclass
+class Outcome:
+    """A run: its pace, and for every step its depths, tokens and seconds."""
+
+    steps: list[tuple[tuple[int, ...], int, float]]
+
+    @property
+    def pace(self) -> float:
+        return self.pace_of(0, len(self.steps))
+
+    def pace_of(self, start: int, end: int) -> float:
+        part = self.steps[start:end]
+        return sum(tokens for _, tokens, _ in part) / sum(seconds for _, _, seconds in part)
+
+    def mean_depth(self, start: int, end: int) -> float:
+        depths = [depth for each, _, _ in self.steps[start:end] for depth in each]
+        return sum(depths) / len(depths)
+
+
+Policy = Callable[[Sequence[Wish]], Choice]
+
+
+def fixed(depth: int) -> Policy:
+    """Every row drafts so deep with the head, always."""
+
+    def choose(wishes: Sequence[Wish]) -> Choice:
+        feed = tuple((0, min(depth, wish.offers[0][1]) if wish.offers else 0) for wish in wishes)
+        return Choice(feed, (depth,) * len(wishes), 0.0)
+
+    return choose
+
+
+class Simulation:
+    """Rows on a machine; they may come and go between steps."""
+
+    def __init__(self, table: Measured, controller: DepthController | None = None) -> None:
+        self.truth = CostTable(table)
+        self.controller = controller or DepthController(CostTable(table))
+        self.rows: list[SimulatedRow] = []
+
+    def add(self, *found: Trace) -> None:
+        for i, trace in enumerate(found):
+            record = self.controller.new_record(SamplingParams(temperature=trace.temperature))
+            self.rows.append(SimulatedRow(trace, record, start=7 * i))
+
+    def run(self, num_steps: int, policy: Policy | None = None, with_ngram: bool = False) -> Outcome:
+        outcome = Outcome([])
+        for _ in range(num_steps):
+            outcome.steps.append(self._step(policy, with_ngram))
+        return outcome
+
+    def _step(self, policy: Policy | None, with_ngram: bool) -> tuple[tuple[int, ...], int, float]:
+        offers = [row.offers(with_ngram) for row in self.rows]
+        wishes = [
+            Wish(row.record, offer, None, MAX_DEPTH, row.behind)
+            for row, offer in zip(self.rows, offers, strict=True)
+        ]
+        choice = policy(wishes) if policy else self.controller.choose(wishes, NUM_CELLS)
+        depths = tuple(num for _, num in choice.feed)
+        width = 1 + max(depths)
+        if policy is None:
+            width = self.controller.costs.best_width(len(self.rows), width)
+        tokens = 0
+        seconds = self._catch_up_s(choice)
+        for row, offer, fed, wanted in zip(self.rows, offers, choice.feed, choice.next, strict=True):
+            committed = row.advance(offer, fed)
+            row.behind = 0 if wanted else row.behind + committed
+            row.made = wanted
+            tokens += committed
+        heading = sum(wanted > 0 for wanted in choice.next)
+        shape = StepShape(len(self.rows), width, heading, max(choice.next), NUM_CELLS)
+        seconds += self.truth.step_s(shape)
+        if policy is None:
+            self.controller.costs.observe(shape, seconds)
+        return depths, tokens, seconds
+
+    def _catch_up_s(self, choice: Choice) -> float:
+        """Feeding the head what it missed, in one pass as wide as the longest gap."""
+        behind = [row.behind for row, wanted in zip(self.rows, choice.next, strict=True) if wanted]
+        if not behind or not max(behind):
+            return 0.0
+        few, many = 1, 16
+        feeds = [self.truth.head_s(StepShape(num, 1, num)) for num in (few, many)]
+        return feeds[0] + (feeds[1] - feeds[0]) / (many - few) * len(behind) * max(behind)
+
+
+fixed_zero = fixed(0)
+
+
+def pace(
+    table: Measured,
+    rows: Sequence[Trace],
+    num_steps: int,
+    policy: Policy | None = None,
+    with_ngram: bool = False,
+) -> float:
+    simulation = Simulation(table)
+    simulation.add(*rows)
+    return simulation.run(num_steps, policy, with_ngram).pace
+
+
+# -- machines ----------------------------------------------------------------------------------------------
+
+
+def machine(
+    trunk: Callable[[int, int], float],
+    feed: float,
+    first: float,
+    each: float,
+    counts: Sequence[int] = (1, 2, 4, 8, 16),
+) -> Measured:
+    """A table from a formula; the head's parts are shares of a plain step."""
+    head = {r: HeadCost(feed * trunk(r, 1), first * trunk(r, 1), each * trunk(r, 1)) for r in counts}
+    return Measured({(r, w): trunk(r, w) for r in counts for w in WIDTHS}, head)
+
+
+def _cpu() -> Measured:
+    """This project's reference CPU: 2 cores, SmolLM2-135M in float32, milliseconds."""
+    widths = (1, 2, 3, 4, 5, 6, 8, 9)
+    rows = {
+        1: (65.8, 69.2, 82.2, 80.8, 91.2, 94.3, 106.1, 116.2),
+        2: (73.5, 86.0, 94.8, 100.9, 112.5, 112.9, 142.8, 142.1),
+        4: (84.9, 103.2, 119.9, 135.7, 153.1, 167.9, 206.5, 225.8),
+        8: (105.0, 141.6, 173.8, 201.1, 234.0, 276.7, 329.0, 360.7),
+        16: (139.0, 216.0, 276.5, 344.5, 411.9, 461.4, 608.7, 678.9),
+    }
+    head = {1: HeadCost(2.0, 6.0, 7.5), 4: HeadCost(2.5, 7.5, 9.5), 16: HeadCost(4.5, 13.0, 15.5)}
+    trunk = {(r, w): ms for r, each in rows.items() for w, ms in zip(widths, each, strict=True)}
+    return Measured(trunk, head)
+
+
+def _cliffs(rows: int, width: int) -> float:
+    """A quantised product: 0.65, 1.14, 1.43, 1.92 ms for 1 to 4 tokens, 0.71 ms for 8 to 64."""
+    tokens = rows * width
+    few = {1: 0.65, 2: 1.14, 3: 1.43, 4: 1.92}
+    return few.get(tokens, 0.71 if tokens >= 8 else 1.92) + 0.002 * max(0, tokens - 64)
+
+
+MACHINES = {
+    "cpu": _cpu(),
+    "gpu": machine(lambda r, w: 2.4 + 0.1 * r + 0.02 * r * w, 0.03, 0.05, 0.06),  # bound by memory and host
+    "linear": machine(lambda r, w: float(r * w), 0.03, 0.1, 0.1),  # every token costs the same
+    "flat": machine(lambda r, w: 1.0, 0.02, 0.02, 0.03),  # tokens are free
+    "cliffs": machine(_cliffs, 0.03, 0.05, 0.06),
+}

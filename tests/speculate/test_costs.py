@@ -1,0 +1,213 @@
+"""The table of costs: what lies between measured shapes, what steps teach it, how it is measured and kept."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from depth_simulator import MACHINES
+
+from outrider.config import CacheGeometry
+from outrider.plan import StepPlan, StepResult
+from outrider.speculate import calibration, kept
+from outrider.speculate.acceptance import ModelAcceptance
+from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape, guessed_costs
+
+CPU = MACHINES["cpu"]
+
+
+def ratio(table: CostTable, rows: int = 1, width: int = 2) -> float:
+    return table.step_s(StepShape(rows, width)) / table.step_s(StepShape(rows, 1))
+
+
+def test_measured_shapes_are_given_back_and_others_lie_between() -> None:
+    table = CostTable(CPU)
+    assert table.step_s(StepShape(4, 3)) == pytest.approx(119.9)
+    assert table.step_s(StepShape(6, 1)) == pytest.approx((84.9 + 105.0) / 2)
+    assert table.step_s(StepShape(1, 7)) == pytest.approx((94.3 + 106.1) / 2)
+    assert table.step_s(StepShape(32, 1)) > table.step_s(StepShape(16, 1))
+
+
+def test_longer_rows_cost_more_and_a_width_relatively_less() -> None:
+    table = CostTable(Measured({(1, 1): 1.0, (1, 2): 1.5}, {}, 128, 0.001))
+    long = [table.step_s(StepShape(1, width, num_cells=1128)) for width in (1, 2)]
+    assert long == pytest.approx([2.0, 2.5])
+
+
+def test_head_costs_what_it_is_fed_and_makes() -> None:
+    table = CostTable(Measured({(1, 1): 1.0, (1, 2): 1.5}, {1: HeadCost(0.1, 0.2, 0.3)}))
+    assert table.head_s(StepShape(1, 1)) == 0
+    assert table.head_s(StepShape(1, 1, 1, 0)) == pytest.approx(0.1)
+    assert table.head_s(StepShape(1, 2, 1, 3)) == pytest.approx(0.15 + 0.2 + 0.6)
+
+
+def test_real_steps_correct_a_shape_that_was_measured_wrongly() -> None:
+    wrong = CostTable(Measured({(1, 1): 1.0, (1, 2): 2.0}, {}))
+    for step in range(600):
+        wrong.observe(StepShape(1, 1 + step % 2), (1.0, 1.3)[step % 2])
+    assert 1.2 < ratio(wrong) < 1.5
+
+
+@pytest.mark.parametrize("slow", [1.0, 4.0])
+def test_a_busy_machine_and_slow_steps_do_not_spoil_the_table(slow: float) -> None:
+    """Everything takes `slow` times as long, and one step in ten much longer, for any reason."""
+    table, rng = CostTable(CPU), random.Random(3)
+    truth = ratio(table, 4, 2)
+    for step in range(400):
+        shape = StepShape(4, 1 + (step // 7) % 2)
+        hiccup = 30.0 if rng.random() < 0.1 else 1.0
+        table.observe(shape, CostTable(CPU).step_s(shape) * slow * hiccup * rng.uniform(0.95, 1.2))
+    assert ratio(table, 4, 2) == pytest.approx(truth, rel=0.15)
+
+
+def test_a_burst_of_load_on_one_shape_passes() -> None:
+    table = CostTable(CPU)
+    truth = ratio(table, 1, 2)
+    for _ in range(40):
+        table.observe(StepShape(1, 1), 65.8)
+    for _ in range(30):
+        table.observe(StepShape(1, 2), 69.2 * 8)  # the machine was busy whenever it drafted
+    assert ratio(table, 1, 2) < 1.3 * truth
+    for _ in range(3000):
+        table.observe(StepShape(1, 1), 65.8)
+    assert ratio(table, 1, 2) == pytest.approx(truth, rel=0.12)
+
+
+def test_first_step_of_a_shape_is_not_counted() -> None:
+    table = CostTable(CPU)
+    table.observe(StepShape(1, 1), 1e6)
+    assert table.step_s(StepShape(1, 1)) == pytest.approx(65.8)
+
+
+# -- measuring -------------------------------------------------------------------------------------------
+
+
+class TimedRunner:
+    """Takes the time that a table says, on a clock of its own; a shape's first step takes ten times that."""
+
+    def __init__(self, truth: Measured, has_head: bool = True) -> None:
+        self.now_s = 0.0
+        self.has_head = has_head
+        self.num_resets = 0
+        self._truth = CostTable(truth)
+        self._seen: set[StepShape] = set()
+
+    def geometry(self, page_size: int) -> CacheGeometry:
+        return CacheGeometry(1000, 0, page_size)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        (batch,) = plan.batches
+        row = batch[0]
+        heading = len(batch) if row.feeds_head else 0
+        shape = StepShape(len(batch), row.num_fed, heading, row.num_drafts_next, row.start)
+        self.now_s += self._truth.step_s(shape) * (1 if shape in self._seen else 10)
+        self._seen.add(shape)
+        return StepResult()
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def scaled(table: Measured, by: float) -> Measured:
+    head = {r: HeadCost(c.feed_s * by, c.first_s * by, c.each_s * by) for r, c in table.head.items()}
+    return Measured({k: s * by for k, s in table.trunk_s.items()}, head, table.num_cells, 1e-6)
+
+
+@pytest.mark.parametrize("machine", ["cpu", "gpu", "cliffs"])
+def test_measuring_finds_the_costs(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "BUDGET_S", 600.0)
+    truth = scaled(MACHINES[machine], 1e-3)
+    runner = TimedRunner(truth)
+    found = calibration.measure(runner, 1000, 16, 4096, 1 << 30, clock=runner.clock)
+    assert found is not None
+    assert runner.num_resets == 1
+    assert all(found.trunk_s[key] == pytest.approx(truth.trunk_s[key]) for key in truth.trunk_s)
+    assert found.cell_s == pytest.approx(1e-6)
+    for depth in (1, 4, 8):
+        shape = StepShape(4, 1, 4, depth)
+        assert CostTable(found).head_s(shape) == pytest.approx(CostTable(truth).head_s(shape), rel=0.25)
+
+
+def test_measuring_stops_when_its_time_is_up_with_what_matters_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "BUDGET_S", 0.0)
+    runner = TimedRunner(scaled(CPU, 1e-3))
+    found = calibration.measure(runner, 1000, 16, 4096, 1 << 30, clock=runner.clock)
+    assert found is not None
+    assert {(1, 1), (1, 2), (1, 4), (16, 1), (16, 2)} <= found.trunk_s.keys()
+    assert set(found.head) == {1, 4, 16}
+
+
+def test_measuring_keeps_within_rows_context_and_memory() -> None:
+    runner = TimedRunner(scaled(CPU, 1e-3), has_head=False)
+    found = calibration.measure(runner, 1000, 3, 200, 600_000, clock=runner.clock)
+    assert found is not None
+    assert max(rows for rows, _ in found.trunk_s) == 2
+    assert found.head == {}
+    assert calibration.measure(runner, 1000, 3, 100, 1 << 30, clock=runner.clock) is None
+
+
+def test_a_kept_table_is_checked_against_the_machine() -> None:
+    runner = TimedRunner(scaled(CPU, 1e-3))
+    for _ in range(2):
+        assert calibration.still_holds(runner, 1000, scaled(CPU, 2e-3), clock=runner.clock)
+    assert not calibration.still_holds(runner, 1000, MACHINES["linear"], clock=runner.clock)
+
+
+# -- keeping ---------------------------------------------------------------------------------------------
+
+
+def test_what_was_learnt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "depth")
+    table, acceptance = CostTable(CPU), ModelAcceptance()
+    for step in range(300):
+        table.observe(StepShape(1, 1 + step % 2), (65.8, 80.0)[step % 2])
+        acceptance.add("head", 0, 2, 1)
+    kept.save("a", table, acceptance)
+    found = kept.load("a")
+    assert found is not None
+    assert found.measured == CPU
+    assert found.acceptance.as_json() == acceptance.as_json()
+    assert ratio(CostTable(found.measured, found.seen)) == pytest.approx(ratio(table), rel=0.01)
+    assert [file.name for file in (tmp_path / "depth").iterdir()] == ["a.json"]
+    assert kept.load("b") is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: json.dumps({**json.loads(text), "seen": [[1, 1, 3.0]]}),
+        lambda text: json.dumps({**json.loads(text), "acceptance": [["head", 0, [1], [2]]]}),
+        lambda text: text.replace("65.8", "NaN"),
+        lambda text: text.replace("65.8", "-1"),
+    ],
+)
+def test_a_damaged_file_is_as_good_as_none(damage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
+    kept.save("a", CostTable(CPU), ModelAcceptance())
+    file = tmp_path / "a.json"
+    file.write_text(damage(file.read_text()))
+    assert kept.load("a") is None
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "file" / "depth")
+    kept.save("a", CostTable(guessed_costs()), ModelAcceptance())
+    assert "cannot be kept" in caplog.text
+    assert kept.load("a") is None
+
+
+def test_every_part_of_the_fingerprint_counts() -> None:
+    base = {"model": "m", "device": "cpu", "dtype": "float32"}
+    names = {kept.fingerprint({**base, key: "other"}) for key in base} | {kept.fingerprint(base)}
+    assert len(names) == 4

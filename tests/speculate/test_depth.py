@@ -1,0 +1,179 @@
+"""What the choice of depths must always keep to, whatever the costs and the chances."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import hypothesis.strategies as st
+from depth_simulator import WIDTHS
+from hypothesis import given, settings
+
+from outrider.request import MAX_DEPTH, SamplingParams
+from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance, Source
+from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.costs import CostTable, HeadCost, Measured
+from outrider.speculate.depth import RowOutlook, best_depth, choose
+
+seconds = st.floats(1e-4, 10.0)
+sources = st.sampled_from(["head", "ngram", "prediction", "forced"])
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Measured:
+    counts = [1, *draw(st.sets(st.integers(2, 32), max_size=3))]
+    widths = [1, 2, *draw(st.sets(st.sampled_from(WIDTHS[2:])))]
+    trunk = {(rows, width): draw(seconds) for rows in counts for width in widths}
+    head = {rows: HeadCost(draw(seconds), draw(seconds), draw(seconds)) for rows in counts}
+    return Measured(trunk, head if draw(st.booleans()) else {}, 128, draw(st.floats(0, 1e-3)))
+
+
+@st.composite
+def row_specs(draw: st.DrawFn) -> dict[str, Any]:
+    fixed = draw(st.none() | st.integers(0, MAX_DEPTH))
+    most = MAX_DEPTH if fixed is None else fixed
+    offers = draw(st.lists(st.tuples(sources, st.integers(1, max(1, most))), max_size=3)) if most else []
+    return {
+        "offers": [(source, num, num if source == "forced" else 0) for source, num in offers],
+        "fixed": fixed,
+        "most_next": draw(st.integers(0, most)),
+        "behind": draw(st.integers(0, 600)),
+        "joins": draw(st.booleans()) and not offers,
+        "fate": draw(st.integers(0, 8)),
+        "temperature": draw(st.sampled_from([0.0, 0.3, 0.8, 2.0])),
+    }
+
+
+def wishes_of(specs: list[dict[str, Any]], records: list[RowAcceptance]) -> list[Wish]:
+    kept = ("offers", "fixed", "most_next", "behind", "joins")
+    return [Wish(record, **{k: spec[k] for k in kept}) for spec, record in zip(specs, records, strict=True)]
+
+
+def play(table: Measured, specs: list[dict[str, Any]], num_steps: int) -> tuple[list[Any], DepthController]:
+    controller = DepthController(CostTable(table))
+    records = [controller.new_record(SamplingParams(temperature=spec["temperature"])) for spec in specs]
+    choices = []
+    for _ in range(num_steps):
+        choice = controller.choose(wishes_of(specs, records), 200)
+        choices.append(choice)
+        for spec, record in zip(specs, records, strict=True):
+            for source, num, _ in spec["offers"]:
+                record.add(source, num, min(num, spec["fate"]), 1 + spec["fate"])
+    return choices, controller
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables(), st.lists(row_specs(), min_size=1, max_size=8))
+def test_depths_keep_within_what_is_offered_asked_and_left(
+    table: Measured, specs: list[dict[str, Any]]
+) -> None:
+    choices, _ = play(table, specs, 12)
+    for choice in choices:
+        assert len(choice.feed) == len(choice.next) == len(specs)
+        for spec, (which, num), wanted in zip(specs, choice.feed, choice.next, strict=True):
+            offered = [n for _, n, _ in spec["offers"]]
+            assert 0 <= num <= (offered[which] if offered else 0) <= MAX_DEPTH
+            assert 0 <= wanted <= spec["most_next"]
+            if spec["fixed"] is not None:
+                assert num == (min(spec["fixed"], offered[which]) if offered else 0)
+                assert wanted == min(spec["fixed"], spec["most_next"])
+
+
+@settings(max_examples=50, deadline=None)
+@given(tables(), st.lists(row_specs(), min_size=1, max_size=6))
+def test_same_history_gives_the_same_depths(table: Measured, specs: list[dict[str, Any]]) -> None:
+    assert play(table, specs, 20)[0] == play(table, specs, 20)[0]
+
+
+def test_nothing_grows_with_time() -> None:
+    table = CostTable(
+        Measured({(1, 1): 1.0, (1, 2): 1.2, (8, 1): 2.0, (8, 2): 3.0}, {1: HeadCost(0.1, 0.1, 0.1)})
+    )
+    spec = {"offers": [("head", 4, 0)], "fixed": None, "most_next": 8, "behind": 0, "joins": False}
+    specs = [{**spec, "fate": i % 4, "temperature": 0.0} for i in range(8)]
+    controller = DepthController(table)
+    records = [controller.new_record(SamplingParams(temperature=0)) for _ in specs]
+
+    def size(thing: object, seen: set[int]) -> int:
+        if id(thing) in seen:
+            return 0
+        seen.add(id(thing))
+        parts = (
+            list(thing.items())
+            if isinstance(thing, dict)
+            else list(thing)
+            if isinstance(thing, (list, tuple))
+            else []
+        )
+        parts += [vars(thing)] if hasattr(thing, "__dict__") else []
+        return sys.getsizeof(thing) + sum(size(part, seen) for part in parts)
+
+    def run(num_steps: int) -> None:
+        for step in range(num_steps):
+            controller.choose(wishes_of(specs, records), 200)
+            for spec, record in zip(specs, records, strict=True):
+                record.add("head", 4, spec["fate"], 1 + spec["fate"])
+            from outrider.speculate.costs import StepShape
+
+            controller.costs.observe(StepShape(1 + step % 8, 1 + step % 9, 1, 1), 1.0)
+
+    run(200)
+    before = size([controller, records], set())
+    run(2000)
+    assert size([controller, records], set()) <= before + 500
+
+
+def test_a_width_that_someone_pays_is_free_for_the_others() -> None:
+    """One row insists on 3 drafts; the others ride along although alone they would not."""
+
+    def cost(width: int, depth: int) -> float:
+        return float(width)
+
+    weak = RowOutlook(offers=[[0.3, 0.1, 0.05]], from_head=[0.3, 0.1, 0.05])
+    alone = choose([weak, weak], cost, cost, lambda depth: 0.0)
+    assert [num for _, num in alone.feed] == [0, 0]
+    insists = RowOutlook(offers=[[0.3, 0.1, 0.05]], fixed=3, from_head=[0.3, 0.1, 0.05])
+    together = choose([insists, weak], cost, cost, lambda depth: 0.0)
+    assert [num for _, num in together.feed] == [3, 3]
+    assert together.next == (3, 3)
+
+
+def test_the_best_offer_is_fed() -> None:
+    row = RowOutlook(offers=[[0.5, 0.2], [0.9, 0.8, 0.7], [1.0]])
+    choice = choose(
+        [row], lambda width, depth: 1 + 0.1 * width, lambda width, depth: 1 + 0.1 * width, lambda d: 0.0
+    )
+    assert choice.feed == ((1, 3),)
+
+
+def test_a_cliff_is_climbed_where_the_other_side_is_better() -> None:
+    costs = {1: 0.65, 2: 1.14, 3: 1.43, 4: 1.92, 5: 1.92, 6: 1.92, 7: 1.92, 8: 0.71, 9: 0.71}
+    row = RowOutlook(from_head=[0.8**j for j in range(1, 9)])
+    depth, _ = best_depth([row], lambda width, depth: costs[width] + 0.02 * depth)
+    assert depth >= 7
+
+
+def test_drafts_that_were_not_fed_are_learnt_from_too() -> None:
+    model = ModelAcceptance()
+    record = RowAcceptance(model, SamplingParams(temperature=0))
+    before = record.chances("head", 1)[0]
+    for _ in range(5):
+        record.compare("head", [4, 5, 6], [4])  # a plain step brought the first draft
+    assert record.chances("head", 1)[0] > before + 0.15
+    for _ in range(20):
+        record.compare("head", [4, 5, 6], [9])
+    assert record.chances("head", 1)[0] < 0.2
+
+
+def test_new_rows_start_from_what_others_of_their_temperature_showed() -> None:
+    model = ModelAcceptance()
+    cold, hot = SamplingParams(temperature=0), SamplingParams(temperature=0.8)
+    source: Source = "head"
+    for _ in range(100):
+        RowAcceptance(model, cold).add(source, 2, 2, 3)
+        RowAcceptance(model, hot).add(source, 2, 0, 1)
+    assert RowAcceptance(model, cold).chances(source, 1)[0] > 0.9
+    assert RowAcceptance(model, hot).chances(source, 1)[0] < 0.15
+    again = ModelAcceptance.from_json(model.as_json())
+    assert again.as_json() == model.as_json()
+    assert RowAcceptance(again, cold).chances(source, 1)[0] > 0.9

@@ -1,0 +1,142 @@
+"""The controller on recorded acceptance and on many machines: it never costs, and finds the best depth."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from depth_simulator import MACHINES, Outcome, Policy, Simulation, Trace, constant, fixed, fixed_zero, traces
+
+from outrider.request import MAX_DEPTH
+
+KINDS: dict[str, tuple[Trace, ...]] = {
+    "chat": traces("chat", False),
+    "hot chat": traces("chat", True),
+    "code": traces("code", False),
+    "hot words": traces("words", True),
+    "anything": traces()[::3],
+}
+NUM_STEPS = 160
+
+
+def batches(kind: str, num_rows: int) -> list[list[Trace]]:
+    """A few batches of that many rows, so that no single text decides."""
+    found = KINDS[kind]
+    return [[found[(3 * b + i) % len(found)] for i in range(num_rows)] for b in range(max(1, 6 // num_rows))]
+
+
+def pace(machine: str, kind: str, num_rows: int, policy: Policy | None, with_ngram: bool = False) -> float:
+    tokens, seconds = 0, 0.0
+    for rows in batches(kind, num_rows):
+        simulation = Simulation(MACHINES[machine])
+        simulation.add(*rows)
+        for _, gained, spent in simulation.run(NUM_STEPS, policy, with_ngram).steps:
+            tokens, seconds = tokens + gained, seconds + spent
+    return tokens / seconds
+
+
+@functools.cache
+def constant_paces(machine: str, kind: str, num_rows: int) -> list[float]:
+    policies = [fixed_zero, *(fixed(depth) for depth in range(1, MAX_DEPTH + 1))]
+    return [pace(machine, kind, num_rows, policy) for policy in policies]
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_auto_is_near_the_best_constant_depth_and_never_below_depth_0(
+    machine: str, kind: str, num_rows: int
+) -> None:
+    paces = constant_paces(machine, kind, num_rows)
+    auto = pace(machine, kind, num_rows, None)
+    assert auto >= 0.97 * paces[0]
+    assert auto >= 0.95 * max(paces)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["chat", "code", "hot words"])
+def test_lookup_beside_the_head_never_costs(kind: str, num_rows: int) -> None:
+    alone, both = (pace("cpu", kind, num_rows, None, with_ngram) for with_ngram in (False, True))
+    assert both >= 0.97 * constant_paces("cpu", kind, num_rows)[0]
+    assert both >= 0.97 * alone
+
+
+def test_what_is_known_of_the_machines() -> None:
+    """Nothing above says anything unless the best depth differs from machine to machine."""
+    best = {
+        machine: max(range(MAX_DEPTH + 1), key=constant_paces(machine, "code", 16).__getitem__)
+        for machine in MACHINES
+    }
+    assert best["linear"] == 0 < best["cpu"] < best["gpu"] < best["flat"]
+
+
+# -- what changes while it runs ----------------------------------------------------------------------------
+
+
+def running(machine: str, *rows: Trace, num_steps: int = 64) -> Simulation:
+    simulation = Simulation(MACHINES[machine])
+    simulation.add(*rows)
+    simulation.run(num_steps)
+    return simulation
+
+
+def after_change(simulation: Simulation, text: Trace) -> Outcome:
+    for row in simulation.rows:
+        row.trace = text
+    return simulation.run(96)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("machine", ["cpu", "gpu", "flat", "cliffs"])
+def test_depth_comes_back_within_32_steps_when_text_becomes_predictable(machine: str, num_rows: int) -> None:
+    simulation = running(machine, *[constant(0)] * num_rows)
+    outcome = after_change(simulation, constant(4))
+    best = Simulation(MACHINES[machine])
+    best.add(*[constant(4)] * num_rows)
+    assert outcome.pace_of(32, 96) >= 0.9 * max(best.run(64, fixed(d)).pace for d in range(1, 9))
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_depth_goes_within_32_steps_when_text_becomes_unpredictable(machine: str, num_rows: int) -> None:
+    simulation = running(machine, *[constant(8)] * num_rows)
+    outcome = after_change(simulation, constant(0))
+    plain = Simulation(MACHINES[machine])
+    plain.add(*[constant(0)] * num_rows)
+    best = max(plain.run(64, policy).pace for policy in (fixed_zero, *map(fixed, range(1, 9))))
+    assert outcome.pace_of(32, 96) >= 0.95 * best
+
+
+def test_depth_falls_with_the_load_and_comes_back_with_it() -> None:
+    simulation = running("cpu", traces("chat", False)[0], traces("chat", False)[1])
+    alone = simulation.run(64)
+    simulation.add(*(traces("chat", False) * 2)[:14])
+    crowded = simulation.run(96)
+    assert crowded.mean_depth(32, 96) < 0.2 < alone.mean_depth(0, 64)
+    del simulation.rows[2:]
+    assert simulation.run(64).mean_depth(32, 64) > 0.5
+
+
+def test_rows_of_different_worth_go_to_different_depths() -> None:
+    """Where a row's part in the head's passes costs, one that gains nothing from them is left out of them."""
+    simulation = running("cpu", *[constant(6)] * 12, *[constant(0)] * 4, num_steps=96)
+    depths = [each for each, _, _ in simulation.run(32).steps]
+    assert sum(sum(each[:12]) for each in depths) > 32 * 12
+    assert sum(sum(each[12:]) for each in depths) < 32 * 4 / 4
+
+
+def test_while_all_rest_the_head_is_hardly_ever_run() -> None:
+    simulation = running("cpu", *[constant(0)] * 16, num_steps=128)
+    plain = simulation.truth.step_s
+    from outrider.speculate.costs import StepShape
+
+    outcome = simulation.run(64)
+    assert all(not any(each) for each, _, _ in outcome.steps)
+    assert 64 / outcome.pace_of(0, 64) * 16 / 64 <= 1.02 * plain(StepShape(16, 1))
+
+
+def test_padding_is_used_where_it_is_cheaper() -> None:
+    """One row on a machine where 8 tokens cost what 1 does and 4 cost three times that."""
+    simulation = running("cliffs", constant(3), num_steps=64)
+    assert simulation.controller.costs.best_width(1, 4) == 8
+    assert simulation.run(32).mean_depth(0, 32) >= 3
