@@ -11,6 +11,7 @@ How large the layer's input should be differs from model to model, and is found 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,7 +34,7 @@ def starting_head(trunk: Trunk, batch: Batch, seed: int) -> MTPHead:
     head = new_head(trunk)
     head_kv_spec(head, trunk)
     head.update(tree_map(lambda array: array.astype(mx.float32), head.parameters()))
-    _copy_layer(trunk.model.layers[-1], head.layers[0])
+    _copy_layer(_likest(trunk.model.layers, head.layers[0]), head.layers[0])
     half = 0.5 * mx.eye(trunk.hidden_size)
     head.fc.weight = mx.concatenate([half, half], axis=1)
     gain = final_gain(trunk)
@@ -54,6 +55,17 @@ def final_gain(trunk: Trunk) -> mx.array:
     gain = norm(ones.astype(trunk.dtype)).astype(mx.float32)  # RMS norms leave ones as they are
     is_gain = gain.shape == ones.shape and bool(mx.median(mx.abs(gain)) > 0)
     return gain if is_gain else ones
+
+
+def _likest(layers: Sequence[nn.Module], target: nn.Module) -> nn.Module:
+    """The last of the layers that have most parameters in common with the target, by name."""
+    wanted = _names(target)
+    return max(reversed(layers), key=lambda layer: len(wanted & _names(layer)))
+
+
+def _names(module: nn.Module) -> set[str]:
+    named: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
+    return set(named)
 
 
 def _copy_layer(source: nn.Module, target: nn.Module) -> None:
