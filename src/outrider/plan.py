@@ -29,6 +29,15 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockPiece:
+    """Cells first..last-1 of a cached block."""
+
+    block_id: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """One sequence's part in one forward pass."""
 
