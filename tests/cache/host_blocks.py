@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.cache.block_file import Arrays, HostArray
+from outrider.cache.block_file import Arrays
+from outrider.host_array import HostArray
 
 
 def block(seed: int, num_cells: int = 16) -> Arrays:

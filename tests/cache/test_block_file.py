@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from cache.host_blocks import block, is_same
 from outrider.cache import block_file
-from outrider.cache.block_file import BadFile, HostArray, check_finite, read_block_file, write_block_file
+from outrider.cache.block_file import BadFile, check_finite, read_block_file, write_block_file
+from outrider.host_array import HostArray
 
 LABELS = {"fingerprint": "abc", "name": "def"}
 

@@ -12,7 +12,8 @@ from outrider.cache.block_file import read_block_file, write_block_file
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.cache.prefix_store import PrefixStore
 from outrider.cache.ragged_kv import KVSpec, RaggedKV
-from outrider.plan import BlockPiece
+from outrider.cache.recurrent import RecurrentState, StateSpec
+from outrider.plan import BlockPiece, SaveCells
 
 SPECS = (
     KVSpec(2, 4, 4, mx.float32),
@@ -46,7 +47,7 @@ def _same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 
 def _save(store: PrefixStore, block_id: int, slot: int, start: int, end: int) -> None:
-    store.save_block(block_id, slot, start, end)
+    store.save_blocks([SaveCells(block_id, slot, start, end)])
     store.settle([block_id])
 
 
@@ -82,6 +83,21 @@ def test_a_block_is_a_copy_and_keeps_no_buffer(specs: tuple[KVSpec, ...]) -> Non
     assert mx.get_active_memory() - before == grown
     store.load_blocks(1, 0, [BlockPiece(1, 0, 8)])
     assert _same(_cells(buffers, 1, 0, 8), wanted)
+
+
+@pytest.mark.parametrize("specs", [SPECS, SPECS[2:3]])
+def test_blocks_saved_together_are_each_their_own(specs: tuple[KVSpec, ...]) -> None:
+    buffers = _buffers(specs=specs)
+    store = PrefixStore(buffers)
+    wanted = _cells(buffers, 0, 3, 29)
+    before = mx.get_active_memory()
+    store.save_blocks([SaveCells(1, 0, 3, 11), SaveCells(2, 0, 11, 19), SaveCells(3, 0, 19, 29)])
+    store.settle([1, 2, 3])
+    store.load_blocks(1, 0, [BlockPiece(1, 0, 8), BlockPiece(2, 0, 8), BlockPiece(3, 0, 10)])
+    assert _same(_cells(buffers, 1, 0, 26), wanted)
+    held = mx.get_active_memory() - before
+    store.drop([1, 3])
+    assert mx.get_active_memory() - before < 0.7 * held, "one block does not keep the others"
 
 
 def test_loading_does_not_change_the_block_nor_keep_the_buffer() -> None:
@@ -127,34 +143,32 @@ def test_a_block_goes_through_a_file_unchanged(tmp_path) -> None:
     assert _same(_cells(other, 2, 0, 8), wanted)
 
 
-class _States:
-    """Two arrays a slot."""
+def _states() -> RecurrentState:
+    """Two parts a slot."""
+    state = RecurrentState(StateSpec(((4, 2), (5,)), (mx.float32, mx.bfloat16)))
+    state.parts = [mx.random.normal((3, 4, 2)), mx.random.normal((3, 5)).astype(mx.bfloat16)]
+    mx.eval(state.parts)
+    return state
 
-    def __init__(self) -> None:
-        self.arrays = [mx.random.normal((3, 4, 2)), mx.random.normal((3, 5)).astype(mx.bfloat16)]
 
-    def read_row(self, slot: int) -> list[mx.array]:
-        return [array[slot] for array in self.arrays]
-
-    def write_row(self, slot: int, arrays) -> None:
-        for own, new in zip(self.arrays, arrays, strict=True):
-            own[slot] = new
+def _row(states: list[RecurrentState], slot: int) -> list[np.ndarray]:
+    return [np.array(part[slot].astype(mx.float32)) for state in states for part in state.parts]
 
 
 def test_states_are_copied_like_cells() -> None:
-    states = [_States(), _States()]
-    store = PrefixStore(_buffers(), states)
-    wanted = [np.array(x.astype(mx.float32)) for s in states for x in s.read_row(0)]
+    states = [_states(), _states()]
+    store = PrefixStore([*_buffers(), *states])
+    wanted = _row(states, 0)
     store.save_state(1, 0)
     store.settle([1])
-    for s in states:
-        s.write_row(0, [mx.zeros_like(x) for x in s.read_row(0)])
+    for state in states:
+        state.parts = [mx.zeros_like(part) for part in state.parts]
     store.from_host(2, store.to_host(1))
     for slot, state_id in ((1, 1), (2, 2)):
-        store.load_state(slot, state_id)
-        found = [np.array(x.astype(mx.float32)) for s in states for x in s.read_row(slot)]
-        assert _same(found, wanted)
-    assert store.num_bytes == 2 * 2 * (4 * 2 * 4 + 5 * 2)
+        store.load_state(state_id, slot)
+        assert _same(_row(states, slot), wanted)
+        assert _same(_row(states, 0), [np.zeros_like(x) for x in wanted])
+    assert store.num_bytes == 2 * sum(state.spec.bytes_per_slot for state in states)
 
 
 def test_index_and_store_agree_on_every_byte_of_any_history() -> None:

@@ -17,11 +17,12 @@ import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from outrider.host_array import HostArray
 
 FORMAT = "outrider prefix block"
 VERSION = 1
@@ -33,14 +34,6 @@ _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f
 
 class BadFile(ValueError):
     """The file, or what should be written to one, is not what it must be; the message says why."""
-
-
-@dataclass(frozen=True)
-class HostArray:
-    """An array in host memory; bfloat16 as the 16-bit integers that it is made of."""
-
-    dtype: str  # as safetensors names it
-    data: np.ndarray
 
 
 Arrays = Mapping[str, HostArray]

@@ -7,8 +7,9 @@ A tree's edges are blocks of `block_size` cells, aligned, so that one text has o
     state        after 64 |                 |                 (recurrent layers: at ends of full blocks only)
 
 The index knows keys and sizes, never the data: a node has a `block_id`, and whoever holds the data is told by
-`take_dropped` which ids to let go. A key is a token id, or for a cell that a picture fills a number made from
-the picture (`media_keys`). Every tree has a name, so that who does not know the name finds nothing in it.
+`take_dropped` which ids to let go. A key stands for what went into a cell: a token id, or a number made from
+a picture (`media_keys`), or from a token and the next one (`pair_key`: an MTP head's cells). Every tree has a
+name, so that who does not know the name finds nothing in it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ def media_keys(digest: bytes, num_cells: int) -> list[int]:
         -1 - int.from_bytes(hashlib.sha256(b"%d/" % cell + digest).digest()[:16], "big")
         for cell in range(num_cells)
     ]
+
+
+def pair_key(key: int, next_key: int) -> int:
+    """The key of a cell that was made from two tokens."""
+    if key >= 0 and next_key >= 0:
+        return key << 32 | next_key
+    return -1 - int.from_bytes(hashlib.sha256(b"%d/%d" % (key, next_key)).digest()[:16], "big")
 
 
 class Node:

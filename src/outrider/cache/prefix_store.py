@@ -13,27 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.cache.block_file import HostArray
 from outrider.cache.ragged_kv import RaggedKV
-from outrider.plan import BlockPiece
+from outrider.cache.recurrent import RecurrentState
+from outrider.host_array import HostArray
+from outrider.plan import BlockPiece, SaveCells
 
 NAMES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}  # as safetensors writes them
 TYPES = {name: dtype for dtype, name in NAMES.items()}
-
-
-class RowStates(Protocol):
-    """State that a layer keeps for each slot and that has no cells (recurrent layers)."""
-
-    def read_row(self, slot: int) -> list[mx.array]:
-        """A slot's state, as arrays."""
-        ...
-
-    def write_row(self, slot: int, arrays: Sequence[mx.array]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -44,8 +34,7 @@ class _Group:
 
     def read(self, slot: int, start: int, end: int) -> mx.array:
         """A copy: a mere slice would keep the whole buffer, and the next write would copy that instead."""
-        cells = [getattr(kv, name)[slot : slot + 1, :, start:end] for kv, name in self.members]
-        return mx.concatenate([*cells, cells[0][:0]], axis=0)
+        return _copied(*(getattr(kv, name)[slot : slot + 1, :, start:end] for kv, name in self.members))
 
     def write(self, slot: int, start: int, pieces: Sequence[mx.array]) -> None:
         for i, (kv, name) in enumerate(self.members):
@@ -56,22 +45,31 @@ class _Group:
 class PrefixStore:
     """Owns the blocks and states of one runner's caches."""
 
-    def __init__(self, buffers: Sequence[RaggedKV], states: Sequence[RowStates] = ()) -> None:
-        self._groups = _grouped(buffers)
-        self._states = states
+    def __init__(self, buffers: Iterable[RaggedKV | RecurrentState]) -> None:
+        buffers = list(buffers)
+        self._groups = _grouped([one for one in buffers if isinstance(one, RaggedKV)])
+        self._states = [one for one in buffers if isinstance(one, RecurrentState)]
         self._held: dict[int, tuple[mx.array, ...]] = {}
 
     @property
     def num_bytes(self) -> int:
         return sum(array.nbytes for arrays in self._held.values() for array in arrays)
 
-    def save_block(self, block_id: int, slot: int, start: int, end: int) -> None:
-        """Copy a slot's cells; made real by `settle`."""
-        self._held[block_id] = tuple(group.read(slot, start, end) for group in self._groups)
+    def save_blocks(self, saves: Sequence[SaveCells]) -> None:
+        """Copy a slot's cells, blocks that follow each other; made real by `settle`.
+
+        All layers are read once for all blocks: many small copies are what costs.
+        """
+        slot, start = saves[0].slot, saves[0].start
+        whole = [group.read(slot, start, saves[-1].end) for group in self._groups]
+        for save in saves:
+            first, last = save.start - start, save.end - start
+            parts = whole if len(saves) == 1 else [_copied(cells[:, :, first:last]) for cells in whole]
+            self._held[save.block_id] = tuple(parts)
 
     def save_state(self, state_id: int, slot: int) -> None:
-        arrays = [array for states in self._states for array in states.read_row(slot)]
-        self._held[state_id] = tuple(mx.concatenate([array[None], array[None][:0]]) for array in arrays)
+        parts = [part for layer in self._states for part in layer.parts]
+        self._held[state_id] = tuple(_copied(part[slot : slot + 1]) for part in parts)
 
     def settle(self, ids: Iterable[int]) -> None:
         """Make copies before anything writes into the buffers again."""
@@ -83,11 +81,11 @@ class PrefixStore:
             cells = [self._held[p.block_id][number][:, :, p.first : p.last] for p in pieces]
             group.write(slot, start, cells)
 
-    def load_state(self, slot: int, state_id: int) -> None:
-        arrays = iter(self._held[state_id])
-        for states in self._states:
-            num = len(states.read_row(slot))
-            states.write_row(slot, [next(arrays)[0] for _ in range(num)])
+    def load_state(self, state_id: int, slot: int) -> None:
+        saved = iter(self._held[state_id])
+        for layer in self._states:
+            for part in layer.parts:
+                part[slot : slot + 1] = next(saved)
 
     def drop(self, ids: Iterable[int]) -> None:
         for i in ids:
@@ -102,6 +100,11 @@ class PrefixStore:
 
     def from_host(self, i: int, arrays: Mapping[str, HostArray]) -> None:
         self._held[i] = tuple(_from_host(arrays[f"{number}"]) for number in range(len(arrays)))
+
+
+def _copied(*arrays: mx.array) -> mx.array:
+    """One behind the other in memory of their own. One alone would be handed through: hence the empty one."""
+    return mx.concatenate([*arrays, arrays[0][:0]], axis=0)
 
 
 def _grouped(buffers: Sequence[RaggedKV]) -> list[_Group]:
