@@ -41,7 +41,7 @@ class FakeRunner:
         self.head: list[list[int]] = []
         self.rested: list[list[int]] = []  # tokens whose states are kept for a head that rests
         self.states_of: list[list[int] | None] = []  # by slot: the text that a recurrent layer has read
-        self.blocks: dict[int, tuple[list[int], list[int]]] = {}  # the prefix cache: cells and head
+        self.blocks: dict[int, tuple[list[int], ...]] = {}  # the prefix cache: cells, head, rested
         self.states: dict[int, list[int]] = {}
         self.most_prefix_bytes = 0
         self.num_loaded = 0
@@ -51,12 +51,8 @@ class FakeRunner:
 
     @property
     def prefix_bytes(self) -> int:
-        cells = sum(len(cells) for cells, _ in self.blocks.values())
+        cells = sum(len(cells) for cells, _, _ in self.blocks.values())
         return cells * self._geometry.bytes_per_cell + len(self.states) * self._geometry.bytes_per_slot
-
-    @property
-    def block_bytes_per_cell(self) -> int:
-        return self._geometry.bytes_per_cell
 
     @property
     def num_bytes(self) -> int:
@@ -86,10 +82,11 @@ class FakeRunner:
             self.states.pop(i, None)
         for save in copies.saves:
             assert save.block_id not in self.blocks, "a block saved twice"
-            parts = [cells[save.slot][save.start : save.end] for cells in (self.cells, self.head)]
+            kept = (self.cells, self.head, self.rested)
+            parts = tuple(cells[save.slot][save.start : save.end] for cells in kept)
             assert len(parts[0]) == save.end - save.start, "cells saved that are not there"
             assert JUNK not in parts[0], "junk saved"
-            self.blocks[save.block_id] = (parts[0], parts[1])
+            self.blocks[save.block_id] = parts
         for save in copies.states:
             text = self.states_of[save.slot]
             assert text is not None
@@ -101,12 +98,13 @@ class FakeRunner:
         for load in copies.loads:
             start = load.start
             for piece in load.pieces:
-                cells, head = self.blocks[piece.block_id]
+                cells, head, rested = self.blocks[piece.block_id]
                 end = start + piece.last - piece.first
                 assert piece.last <= len(cells)
                 assert end <= self.capacity
                 self.cells[load.slot][start:end] = cells[piece.first : piece.last]
                 self.head[load.slot][start:end] = head[piece.first : piece.last]
+                self.rested[load.slot][start:end] = rested[piece.first : piece.last]
                 self.num_loaded += end - start
                 start = end
             self.states_of[load.slot] = None if load.state_id is None else self.states[load.state_id]

@@ -111,6 +111,7 @@ class Harness:
         raises_at: int | None = None,
         is_auto: bool = False,
         salt: str = "",
+        keys: Tokens[int] | None = None,
     ) -> Sequence:
         """Queue a request; a number stands for a prompt of that length. Without a drafter the head drafts.
 
@@ -131,7 +132,9 @@ class Harness:
         )
         sequence = Sequence(
             id=sequence_id,
-            request=Request(f"r{sequence_id}", tuple(prompt), params),
+            request=Request(
+                f"r{sequence_id}", tuple(prompt), params, prompt_keys=None if keys is None else tuple(keys)
+            ),
             text=FakeText(stop_token, raises_at),
             stop_ids=frozenset(stop_ids),
             max_tokens=max_tokens,

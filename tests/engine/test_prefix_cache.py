@@ -8,6 +8,7 @@ import pytest
 from fake_runner import VOCAB_SIZE
 from scheduler_harness import Harness, planned_ids, rows_of
 
+from outrider.cache.prefix_index import media_keys
 from outrider.config import CacheGeometry
 from outrider.engine.checkpoints import STATE_EVERY, next_stop, prompt_stops
 from outrider.engine.sequence import Sequence
@@ -174,6 +175,32 @@ def test_an_answers_blocks_are_saved_several_at_a_time() -> None:
     saves = [len(plan.copies.saves) for plan in plans[3:] if plan.copies.saves]
     assert saves == [4, 4, 4], "and the last ones when it has ended"
     assert _num_prefilled(_finish(harness, harness.add([*row.tokens, 1]))) == 2
+    harness.run_to_idle()
+
+
+def test_another_picture_in_the_same_words_does_not_hit() -> None:
+    """Image tokens are alike; the cells are known by the picture."""
+    harness = _harness()
+    text = _text(100)
+    for picture, num_fed in ((b"one", 100), (b"other", 80), (b"one", 1)):
+        keys = (*text[:20], *media_keys(picture, 40), *text[60:])
+        assert _num_prefilled(_finish(harness, harness.add(text, keys=keys))) == num_fed
+    harness.run_to_idle()
+
+
+def test_an_answer_that_the_head_did_not_follow_is_used_and_caught_up_with() -> None:
+    """A head that rests leaves what it was to be fed; the next turn's row feeds it that."""
+    harness = _harness()
+    first = harness.add(_text(40), max_tokens=60, depth=3, is_auto=True)
+    first.head_depth = 3
+    plans = _finish(harness, first)
+    assert any(row.rests for plan in plans for row in rows_of(plan)), "this engine does not draft of itself"
+    for number in range(2):
+        turn = harness.add([*first.tokens, 1, 2, 3 + number], depth=3)
+        plans = _finish(harness, turn)
+        assert _num_prefilled(plans) == (4, 2)[number]
+        behind = [row.num_behind for row in rows_of(plans[0])]
+        assert (max(behind) > 0) == (number == 0), "the second time its cells are cached too"
     harness.run_to_idle()
 
 

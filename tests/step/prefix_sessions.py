@@ -82,7 +82,7 @@ class Session:
         return self.tally
 
     def _start(self) -> None:
-        per_cell = self._runner.block_bytes_per_cell
+        per_cell = self._runner.geometry(16).bytes_per_cell
         per_state = self._runner.geometry(16).bytes_per_slot
         per_block = self._block_size * per_cell + per_state
         budget = int(per_block * self._rng.choice((1.5, 20, 500, 500)))

@@ -36,7 +36,7 @@ def test_a_cached_prefix_never_changes_an_answer(family: str, tmp_path: Path) ->
         tally.add(_play(family, seed, tmp_path / str(seed)))
     print(family, tally.summary())
     assert tally.played.excused * 10_000 <= tally.played.tokens
-    assert tally.hit_cells > 50 * NUM_SESSIONS[family], "nothing counts unless the cache was used"
+    assert tally.hit_cells > 20 * NUM_SESSIONS[family], "nothing counts unless the cache was used"
     assert tally.evictions > 0
     assert tally.restarts > NUM_SESSIONS[family]
     assert tally.disk_reads > 0

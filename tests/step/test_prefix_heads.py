@@ -35,7 +35,7 @@ class _Driver:
         geometry = self.runner.geometry(16)
         self.cache = None
         if has_cache:
-            per_cell = self.runner.block_bytes_per_cell
+            per_cell = geometry.bytes_per_cell
             self.cache = PrefixCache(PrefixIndex(10**9, per_cell, 0, BLOCK), per_cell, least_loaded=1)
         config = EngineConfig(max_rows=1, prefill_step_size=16)
         self._scheduler = Scheduler(config, geometry, 10**9, prefix_cache=self.cache)

@@ -46,9 +46,6 @@ class StepRunner(Protocol):
     @property
     def prefix_bytes(self) -> int: ...
 
-    @property
-    def block_bytes_per_cell(self) -> int: ...
-
     def geometry(self, page_size: int) -> CacheGeometry: ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
@@ -244,8 +241,7 @@ class Engine:
     def _new_scheduler(self) -> Scheduler:
         parts, prefix_cache = self._parts, None
         if parts.prefix_bytes:
-            per_cell, per_state = parts.runner.block_bytes_per_cell, self._geometry.bytes_per_slot
-            prefix_cache = new_prefix_cache(per_cell, per_state, parts.prefix_bytes, parts.disk)
+            prefix_cache = new_prefix_cache(self._geometry, parts.prefix_bytes, parts.disk)
         self._prefix_status = None if prefix_cache is None else PrefixStatus(prefix_cache, parts.disk)
         return Scheduler(self._config, self._geometry, parts.budget_bytes, parts.controller, prefix_cache)
 

@@ -200,13 +200,13 @@ class PrefixCache:
             self._hold(match.nodes[(usable - 1) // self.index.block_size])
             self.num_hit_cells += usable - row.num_cached
             row.count_loaded(usable - row.num_cached)
-            row.num_cached = row.num_headed = usable
-            self._settle(place, match, usable)
+            row.num_cached = usable
+            row.num_headed = self._settle(place, match, usable)
         return is_too_much and not self._has_states
 
     def _usable(self, row: Sequence, match: Match, place: _Place) -> int:
         """Cells of a match that the row can start with."""
-        usable = match.num_keys
+        usable = self._num_followed(match)
         if not self._has_states:
             return usable
         if row.num_cached == 0:  # this is where texts branch: the next one shall find a state here
@@ -245,10 +245,27 @@ class PrefixCache:
                 state_id = node.state_id
         return LoadCells(slot, start, tuple(pieces), state_id if self._has_states else None)
 
-    def _settle(self, place: _Place, match: Match, num_cells: int) -> None:
-        """The row holds these cells of the match: nothing of its whole blocks needs to be saved."""
-        place.depth = num_cells // self.index.block_size
+    def _num_followed(self, match: Match) -> int:
+        """Cells up to where a head that has rested cannot catch up: what it missed is one stretch only."""
+        has_rested = False
+        for number, node in enumerate(match.nodes):
+            if has_rested and node.num_headed:
+                return number * self.index.block_size
+            has_rested = has_rested or not node.is_headed
+        return match.num_keys
+
+    def _settle(self, place: _Place, match: Match, num_cells: int) -> int:
+        """The row holds these cells of the match: its whole blocks need not be saved. Cells the head was fed.
+
+        But those that it was not fed are saved again once it has caught up.
+        """
+        block_size = self.index.block_size
+        first_rested = next((i for i, node in enumerate(match.nodes) if not node.is_headed), len(match.nodes))
+        place.depth = min(num_cells // block_size, first_rested)
         place.node = match.nodes[place.depth - 1] if place.depth else self.index.root(place.tree)
+        if first_rested == len(match.nodes):
+            return num_cells
+        return min(num_cells, first_rested * block_size + match.nodes[first_rested].num_headed)
 
     def _is_ahead(self, other: Sequence, row: Sequence, place: _Place) -> bool:
         """Whether an older row is computing cells that this one needs next."""
@@ -268,14 +285,18 @@ class PrefixCache:
     def _kept(self, row: Sequence, parent: Node, start: int, end: int) -> Node | None:
         """The node for these cells, saved now if it was not there; None when there is no room."""
         assert row.slot is not None
-        keys = row.keys(start, end)
+        keys, num_headed = row.keys(start, end), row.num_headed_of(start, end)
         node = self.index.child(parent, keys)
-        if node is not None:
+        is_old = node is not None and len(node.keys) == len(keys) and node.num_headed < num_headed
+        if node is not None and not is_old:
             self.index.touch(node)
             return node
         if sum(save.end - save.start for save in self._saves) + len(keys) > self._most_cells:
             return None
-        node = self.index.insert(parent, keys)
+        if node is not None:
+            self.index.renew(node, num_headed)
+        else:
+            node = self.index.insert(parent, keys, num_headed)
         if node is not None:
             self._saves.append(SaveCells(node.block_id, row.slot, start, end, self._file_name(node)))
             row.count_saved(start, end)
@@ -283,7 +304,7 @@ class PrefixCache:
 
     def _file_name(self, node: Node, is_state: bool = False) -> str | None:
         """What to call it on disk; None when it is there already, or not wanted there."""
-        if self.disk is None or len(node.keys) < self.index.block_size:
+        if self.disk is None or len(node.keys) < self.index.block_size or not node.is_headed:
             return None
         name = file_name(node.digest, is_state)
         return None if self.disk.has(name) else name

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import PrefixIndex
+from outrider.config import CacheGeometry
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.prefix_disk import BlockDisk
 
 
-def new_prefix_cache(per_cell: int, per_state: int, budget_bytes: int, tier: DiskTier | None) -> PrefixCache:
-    """`per_cell`, `per_state`: bytes of a cached cell, and of a row's recurrent states (0: it has none)."""
+def new_prefix_cache(geometry: CacheGeometry, budget_bytes: int, tier: DiskTier | None) -> PrefixCache:
+    per_cell, per_state = geometry.bytes_per_cell, geometry.bytes_per_slot
     index = PrefixIndex(budget_bytes, per_cell, per_state)
     disk = None if tier is None else BlockDisk(tier, index)
     return PrefixCache(index, per_cell, has_states=per_state > 0, disk=disk)

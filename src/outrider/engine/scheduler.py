@@ -294,7 +294,7 @@ class Scheduler:
             next_id=next_id,
             feeds_head=sequence.feeds_head and not rests,
             num_drafts_next=max(0, most_next),
-            head_start=sequence.num_headed if sequence.is_decoding else None,
+            head_start=sequence.num_headed if sequence.feeds_head else None,
             rests=rests,
             params=sequence.params,
             history=sequence.tokens,

@@ -191,11 +191,12 @@ class Sequence:
 
     @property
     def num_final(self) -> int:
-        """Cells that hold committed tokens and will not be written again, in any layer of the head."""
-        num = min(self.num_cached, len(self.tokens) - 1)
-        if not self.feeds_head:
-            return num
-        return min(num, self.num_headed) - (self.num_ahead - 1)
+        """Cells that hold committed tokens and will not be written again but by a head that catches up."""
+        return min(self.num_cached, len(self.tokens) - 1) - max(0, self.num_ahead - 1)
+
+    def num_headed_of(self, start: int, end: int) -> int:
+        """Of these cells, those that the head was fed; all where there is no head to feed."""
+        return max(0, min(end, self.num_headed) - start) if self.feeds_head else end - start
 
     def _token_key(self, place: int) -> int:
         prompt_keys = self.request.prompt_keys

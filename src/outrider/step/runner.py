@@ -62,7 +62,7 @@ class Runner:
         self._drafter = MTPDrafter(head, trunk) if head is not None else None
         self._resting = RestingStates(trunk) if head is not None else None
         self._cache = TrunkCache(trunk.layout)
-        self._prefixes = PrefixStore(self._lasting_buffers())
+        self._prefixes = PrefixStore(self._buffers())
         self._write_block = write_block
         self._shape = (0, 0)  # slots, capacity
 
@@ -79,11 +79,6 @@ class Runner:
     def prefix_bytes(self) -> int:
         """Bytes of cached prefixes."""
         return self._prefixes.num_bytes
-
-    @property
-    def block_bytes_per_cell(self) -> int:
-        """Bytes of a cell of a cached prefix."""
-        return sum(buffers.spec.bytes_per_cell for buffers in self._lasting_buffers())
 
     def geometry(self, page_size: int) -> CacheGeometry:
         per_cell = sum(buffers.spec.bytes_per_cell for buffers in self._buffers())
@@ -106,14 +101,10 @@ class Runner:
     def forget_prefixes(self) -> None:
         self._prefixes.clear()
 
-    def _lasting_buffers(self) -> Iterator[Buffers]:
-        """What a row's past is made of."""
+    def _buffers(self) -> Iterator[Buffers]:
         yield from self._cache.buffers()
         if self._drafter is not None:
             yield from self._drafter.buffers()
-
-    def _buffers(self) -> Iterator[Buffers]:
-        yield from self._lasting_buffers()
         if self._resting is not None:
             yield self._resting.kv
 
