@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from outrider.cache.prefix_index import Match, Node, PrefixIndex, num_common
 from outrider.engine.checkpoints import next_stop, prompt_stops
 from outrider.engine.prefix_disk import BlockDisk, Fetches, file_name
+from outrider.engine.prefix_match import first_rested, last_state, num_followed, num_headed, pieces
 from outrider.engine.sequence import Sequence
-from outrider.plan import BlockPiece, LoadCells, PrefixCopies, SaveCells, SaveState
+from outrider.plan import LoadCells, PrefixCopies, SaveCells, SaveState
 
 LEAST_LOADED = 16  # cells; fewer are computed as quickly
 ANSWER_BLOCKS = 4  # of an answer are saved together, which is cheaper
@@ -201,17 +202,18 @@ class PrefixCache:
             self.num_hit_cells += usable - row.num_cached
             row.count_loaded(usable - row.num_cached)
             row.num_cached = usable
-            row.num_headed = self._settle(place, match, usable)
+            row.num_headed = num_headed(match, usable, self.index.block_size)
+            self._settle(place, match, usable)
         return is_too_much and not self._has_states
 
     def _usable(self, row: Sequence, match: Match, place: _Place) -> int:
         """Cells of a match that the row can start with."""
-        usable = self._num_followed(match)
+        usable = num_followed(match, self.index.block_size)
         if not self._has_states:
             return usable
         if row.num_cached == 0:  # this is where texts branch: the next one shall find a state here
             place.stops |= {usable // self.index.block_size * self.index.block_size} - {0}
-        return _last_state(match, usable)
+        return last_state(match, usable)
 
     def _fetch(self, disk: BlockDisk, row: Sequence, place: _Place) -> Fetches:
         """Ask for what comes behind the cached blocks of the row's text."""
@@ -235,37 +237,15 @@ class PrefixCache:
         return 1 if row.num_loaded else self._least_loaded
 
     def _load(self, slot: int, start: int, end: int, match: Match) -> LoadCells:
-        block_size = self.index.block_size
-        pieces = []
-        state_id = None
-        for number, node in enumerate(match.nodes):
-            first, last = max(start - number * block_size, 0), min(end - number * block_size, block_size)
-            if first < last:
-                pieces.append(BlockPiece(node.block_id, first, last))
-                state_id = node.state_id
-        return LoadCells(slot, start, tuple(pieces), state_id if self._has_states else None)
+        found = pieces(match, start, end, self.index.block_size)
+        state_id = match.nodes[(end - 1) // self.index.block_size].state_id if self._has_states else None
+        return LoadCells(slot, start, found, state_id)
 
-    def _num_followed(self, match: Match) -> int:
-        """Cells up to where a head that has rested cannot catch up: what it missed is one stretch only."""
-        has_rested = False
-        for number, node in enumerate(match.nodes):
-            if has_rested and node.num_headed:
-                return number * self.index.block_size
-            has_rested = has_rested or not node.is_headed
-        return match.num_keys
-
-    def _settle(self, place: _Place, match: Match, num_cells: int) -> int:
-        """The row holds these cells of the match: its whole blocks need not be saved. Cells the head was fed.
-
-        But those that it was not fed are saved again once it has caught up.
-        """
-        block_size = self.index.block_size
-        first_rested = next((i for i, node in enumerate(match.nodes) if not node.is_headed), len(match.nodes))
-        place.depth = min(num_cells // block_size, first_rested)
+    def _settle(self, place: _Place, match: Match, num_cells: int) -> None:
+        """The row holds these cells of the match: its whole blocks need not be saved, but those that the head
+        was not fed are saved again once it has caught up."""
+        place.depth = min(num_cells // self.index.block_size, first_rested(match))
         place.node = match.nodes[place.depth - 1] if place.depth else self.index.root(place.tree)
-        if first_rested == len(match.nodes):
-            return num_cells
-        return min(num_cells, first_rested * block_size + match.nodes[first_rested].num_headed)
 
     def _is_ahead(self, other: Sequence, row: Sequence, place: _Place) -> bool:
         """Whether an older row is computing cells that this one needs next."""
@@ -285,18 +265,18 @@ class PrefixCache:
     def _kept(self, row: Sequence, parent: Node, start: int, end: int) -> Node | None:
         """The node for these cells, saved now if it was not there; None when there is no room."""
         assert row.slot is not None
-        keys, num_headed = row.keys(start, end), row.num_headed_of(start, end)
+        keys, num_fed = row.keys(start, end), row.num_headed_of(start, end)
         node = self.index.child(parent, keys)
-        is_old = node is not None and len(node.keys) == len(keys) and node.num_headed < num_headed
+        is_old = node is not None and len(node.keys) == len(keys) and node.num_headed < num_fed
         if node is not None and not is_old:
             self.index.touch(node)
             return node
         if sum(save.end - save.start for save in self._saves) + len(keys) > self._most_cells:
             return None
         if node is not None:
-            self.index.renew(node, num_headed)
+            self.index.renew(node, num_fed)
         else:
-            node = self.index.insert(parent, keys, num_headed)
+            node = self.index.insert(parent, keys, num_fed)
         if node is not None:
             self._saves.append(SaveCells(node.block_id, row.slot, start, end, self._file_name(node)))
             row.count_saved(start, end)
@@ -313,14 +293,3 @@ class PrefixCache:
 def _prompt(row: Sequence) -> tuple[int, ...]:
     """The cells that a prefilling row may find elsewhere: at least one token is left to feed."""
     return row.keys(0, max(0, row.num_prefill - max(1, row.num_ahead)))
-
-
-def _last_state(match: Match, num_cells: int) -> int:
-    """The last place at or before `num_cells` whose state is kept."""
-    last = 0
-    place = 0
-    for node in match.nodes:
-        place += len(node.keys)
-        if node.state_id is not None and place <= num_cells:
-            last = place
-    return last
