@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ REFUSED: dict[str, list[Any]] = {
     "drafter": [None, "", "MTP", "n-gram", True, 3, ["mtp"]],
     "auto_depth": [-1, 9, True, None, 2.0, "2", "automatic", math.nan],
     "page_size": [15, 0, -16, True, None, 16.0, "256"],
+    "prefix_cache_bytes": [-1, True, 1.5, "1GB"],
+    "prefix_cache_dir": [3, True, Path("x")],
+    "prefix_cache_disk_bytes": [0, -1, True, None, 1e9],
 }
 
 ACCEPTED: dict[str, list[Any]] = {
@@ -29,6 +33,9 @@ ACCEPTED: dict[str, list[Any]] = {
     "drafter": list(DRAFTERS),
     "auto_depth": ["auto", 0, 8],
     "page_size": [16, 256, 1000],
+    "prefix_cache_bytes": [None, 0, 2**40],
+    "prefix_cache_dir": [None, "somewhere"],
+    "prefix_cache_disk_bytes": [1, 2**40],
 }
 
 
@@ -47,6 +54,11 @@ def test_refused_with_the_name_of_the_field(name: str, value: Any) -> None:
 @pytest.mark.parametrize(("name", "value"), cases(ACCEPTED))
 def test_accepted_as_it_is(name: str, value: Any) -> None:
     assert getattr(EngineConfig(**{name: value}), name) == value
+
+
+def test_a_folder_for_a_prefix_cache_that_is_off_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="prefix_cache_dir needs"):
+        EngineConfig(prefix_cache_bytes=0, prefix_cache_dir="somewhere")
 
 
 def test_the_tables_name_every_field() -> None:

@@ -49,6 +49,7 @@ REFUSED: dict[str, list[Any]] = {
     "logprobs": [-1, 21, 1.5, True, "5", NAN, [5]],
     "skip_special_tokens": [None, 0, 1, "yes", []],
     "grammar": [5, "json", {"type": "object"}, True, ["a"]],
+    "cache_salt": [None, 5, b"x", ["x"]],
     "prediction_ids": [None, 5, "5", b"5", [-1], ["5"], [1.5], [True], [None], {5}, {5: 5}, object()],
     "draft_depth": [-1, 9, True, False, None, 2.0, NAN, "2", "automatic", "", [2], INF, HUGE],
 }
@@ -72,6 +73,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "skip_special_tokens": [True, False],
     "grammar": [None, Grammar("json_object")],
     "prediction_ids": [[], (), [0], (1, 2)],
+    "cache_salt": ["", "anything"],
     "draft_depth": ["auto", 0, 1, 8],
 }
 

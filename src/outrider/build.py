@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from outrider import __version__, blas
+from outrider.cache.block_folder import BlockFolder
+from outrider.cache.disk_tier import DiskTier
+from outrider.cache.prefix_index import BLOCK_SIZE
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.door import ModelFacts
 from outrider.engine.engine import Engine, EngineObserver, EngineParts
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
 from outrider.models import heads, loader, machine
+from outrider.models.fingerprint import fingerprint
 from outrider.models.shipped_head import shipped_head
 from outrider.request import Request
 from outrider.speculate import calibration, kept
@@ -29,6 +33,8 @@ from outrider.step.runner import Runner
 from outrider.text.output import AnswerText
 
 log = logging.getLogger(__name__)
+
+SHARE_OF_PREFIXES = 0.25  # of the memory for caches
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,9 @@ def _parts(
 ) -> EngineParts:
     head = _load_head(loaded, choice, config)
     drafter = _drafter(config, head is not None)
-    runner = Runner(loaded.trunk, head if drafter == "mtp" else None)
+    head = head if drafter == "mtp" else None
+    disk = _prefix_disk(loaded, head, config)
+    runner = Runner(loaded.trunk, head, None if disk is None else disk.write)
     trunk = loaded.trunk
     facts = ModelFacts(
         name=str(choice.model),
@@ -80,10 +88,11 @@ def _parts(
         eos_ids=loaded.eos_ids,
         drafter=drafter,
         head=head.source if head is not None else None,
+        head_layers=len(head.layers) if head is not None else 0,
         dtype=str(trunk.dtype).removeprefix("mlx.core."),
         device=machine.device_name(),
     )
-    budget = config.memory_budget_bytes or machine.cache_budget_bytes()
+    budget, prefix_budget = _budgets(config)
     tokenizer = loaded.tokenizer
     eos_ids = loaded.eos_ids
     grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, trunk.vocab_size, eos_ids), eos_ids)
@@ -92,7 +101,17 @@ def _parts(
         name = _fingerprint(loaded, head, choice, facts)
         controller = _controller(name, runner, facts, config, budget, say)
         keep_learnt = partial(kept.save, name, controller.costs, controller.acceptance)
-    return EngineParts(runner, facts, budget, _text_factory(tokenizer), grammars, controller, keep_learnt)
+    return EngineParts(
+        runner,
+        facts,
+        budget,
+        _text_factory(tokenizer),
+        grammars,
+        controller,
+        keep_learnt,
+        prefix_budget,
+        disk,
+    )
 
 
 def _nothing() -> None:
@@ -143,6 +162,35 @@ def _fingerprint(
             "machine": (platform.machine(), os.cpu_count(), str(blas.report())),
         }
     )
+
+
+def _budgets(config: EngineConfig) -> tuple[int, int]:
+    """Bytes for rows and for cached prefixes. What was not said comes out of the machine's share."""
+    rows = config.memory_budget_bytes
+    prefixes = config.prefix_cache_bytes
+    if rows is None:
+        share = machine.cache_budget_bytes()
+        prefixes = int(share * SHARE_OF_PREFIXES) if prefixes is None else prefixes
+        return max(share - prefixes, share // 4), prefixes
+    return rows, int(rows * SHARE_OF_PREFIXES) if prefixes is None else prefixes
+
+
+def _prefix_disk(
+    loaded: loader.LoadedModel, head: heads.LoadedHead | None, config: EngineConfig
+) -> DiskTier | None:
+    if config.prefix_cache_dir is None:
+        return None
+    layers = head.layers if head is not None else ()
+    spec = head.spec if head is not None else None
+    name = fingerprint([loaded.trunk.model, *layers], loaded.trunk.layout, spec, loaded.config, BLOCK_SIZE)
+    try:
+        folder = BlockFolder(Path(config.prefix_cache_dir).expanduser(), name, config.prefix_cache_disk_bytes)
+    except OSError as error:
+        raise InvalidConfig(
+            f"the prefix cache cannot use the folder {config.prefix_cache_dir}: {error.strerror}. "
+            "Name another, or leave it out."
+        ) from error
+    return DiskTier(folder)
 
 
 def _load_head(

@@ -29,6 +29,9 @@ class EngineConfig:
     drafter: DrafterName = "auto"
     auto_depth: DraftDepth = "auto"  # what draft_depth="auto" means: the controller's choice, or a constant
     page_size: int = 256  # cells by which capacity grows
+    prefix_cache_bytes: int | None = None  # beside the rows' budget; None: a share of the same; 0: off
+    prefix_cache_dir: str | None = None  # where prefixes outlive the process; None: nowhere
+    prefix_cache_disk_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
         _at_least("max_rows", self.max_rows, 1)
@@ -39,11 +42,23 @@ class EngineConfig:
             _at_least("max_context", self.max_context, 2)
         if self.memory_budget_bytes is not None:
             _at_least("memory_budget_bytes", self.memory_budget_bytes, 1)
+        self._check_prefix_cache()
         is_constant = _is_int(self.auto_depth) and 0 <= self.auto_depth <= MAX_DEPTH
         if self.auto_depth != "auto" and not is_constant:
             raise InvalidConfig(f'auto_depth must be "auto" or 0..{MAX_DEPTH}, not {self.auto_depth!r}')
         if self.drafter not in DRAFTERS:
             raise InvalidConfig(f"drafter must be one of {', '.join(DRAFTERS)}, not {self.drafter!r}")
+
+    def _check_prefix_cache(self) -> None:
+        if self.prefix_cache_bytes is not None:
+            _at_least("prefix_cache_bytes", self.prefix_cache_bytes, 0)
+        if self.prefix_cache_dir is not None and not isinstance(self.prefix_cache_dir, str):
+            raise InvalidConfig(f"prefix_cache_dir must be a path as text, not {self.prefix_cache_dir!r}")
+        _at_least("prefix_cache_disk_bytes", self.prefix_cache_disk_bytes, 1)
+        if self.prefix_cache_dir is not None and self.prefix_cache_bytes == 0:
+            raise InvalidConfig(
+                "prefix_cache_dir needs a prefix cache in memory, and prefix_cache_bytes is 0: drop either"
+            )
 
 
 @dataclass(frozen=True)

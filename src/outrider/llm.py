@@ -84,6 +84,9 @@ class LLM:
         max_context: int | None = None,
         memory_budget_bytes: int | None = None,
         prefill_step_size: int | None = None,
+        prefix_cache_bytes: int | None = None,
+        prefix_cache_dir: str | Path | None = None,
+        prefix_cache_disk_bytes: int = EngineConfig.prefix_cache_disk_bytes,
     ) -> None:
         config = EngineConfig(
             max_rows=max_rows,
@@ -91,6 +94,9 @@ class LLM:
             memory_budget_bytes=memory_budget_bytes,
             prefill_step_size=prefill_step_size,
             drafter=drafter,
+            prefix_cache_bytes=prefix_cache_bytes,
+            prefix_cache_dir=None if prefix_cache_dir is None else str(prefix_cache_dir),
+            prefix_cache_disk_bytes=prefix_cache_disk_bytes,
         )
         choice = ModelChoice(default_model() if model is None else model, head, draft_vocabulary, dtype)
         self.engine, self.tokenizer = build_engine(choice, config)

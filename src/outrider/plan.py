@@ -11,11 +11,12 @@ The picks are the target tokens; the row keeps `c + accepted` of the fed cells.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from outrider.host_array import HostArray
 from outrider.request import SamplingParams
 
 
@@ -26,6 +27,71 @@ class Move:
     source: int
     target: int
     one_way: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPiece:
+    """Cells first..last-1 of a cached block."""
+
+    block_id: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCells:
+    """Copy a slot's cells start..end-1 into a block; with a file name, to disk as well."""
+
+    block_id: int
+    slot: int
+    start: int
+    end: int
+    file_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """Copy the states that recurrent layers have for a slot."""
+
+    state_id: int
+    slot: int
+    file_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCells:
+    """Fill a slot's cells from `start` on; and its states, where a model has them."""
+
+    slot: int
+    start: int
+    pieces: tuple[BlockPiece, ...]
+    state_id: int | None = None
+
+    @property
+    def num_cells(self) -> int:
+        return sum(piece.last - piece.first for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A block or state that came from disk."""
+
+    id: int
+    arrays: Mapping[str, HostArray]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCopies:
+    """What the prefix cache asks of a step, in this order; the moves come before the arrivals."""
+
+    drops: tuple[int, ...] = ()  # blocks and states to let go
+    saves: tuple[SaveCells, ...] = ()  # out of slots as the last step left them
+    states: tuple[SaveState, ...] = ()
+    arrivals: tuple[Arrival, ...] = ()
+    loads: tuple[LoadCells, ...] = ()  # into slots as this step has them
+
+    def __bool__(self) -> bool:
+        return bool(self.drops or self.saves or self.states or self.arrivals or self.loads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +135,10 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: give the caches this shape, make these moves, run these batches, one forward pass each."""
+    """One step: give the caches this shape, make these moves, run these batches, one forward pass each.
+
+    A step without batches only copies.
+    """
 
     num_slots: int
     capacity: int
@@ -78,6 +147,7 @@ class StepPlan:
     widths: tuple[
         int, ...
     ] = ()  # least width of each batch's forward; some shapes cost less than narrower ones
+    copies: PrefixCopies = PrefixCopies()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ class SamplingParams:
     draft_depth: DraftDepth = "auto"
     grammar: Grammar | None = None
     prediction_ids: Sequence[int] = ()  # tokens that the answer is expected to resemble: used as drafts
+    cache_salt: str = ""  # only requests of the same salt share cached prefixes
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -103,6 +104,12 @@ class Request:
     continues_prompt: bool = (
         True  # the answer's text goes on from the prompt's; False: it stands alone (chat)
     )
+    prompt_keys: tuple[int, ...] | None = None  # for the prefix cache, where a prompt is not just its tokens
+
+    def __post_init__(self) -> None:
+        keys = self.prompt_keys
+        if keys is not None and len(keys) != len(self.prompt_ids):
+            raise InvalidRequest(f"{len(keys)} keys for a prompt of {len(self.prompt_ids)} tokens")
 
 
 def _refuse_unless(condition: bool, message: str) -> None:
@@ -197,6 +204,7 @@ def _check_stops(p: SamplingParams) -> None:
 
 
 def _check_grammar(p: SamplingParams) -> None:
+    _refuse_unless(isinstance(p.cache_salt, str), f"cache_salt must be a string, not {p.cache_salt!r}")
     _refuse_unless(
         p.grammar is None or isinstance(p.grammar, Grammar), f"grammar must be a Grammar, not {p.grammar!r}"
     )

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 
 from outrider.config import CacheGeometry
-from outrider.plan import Move, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+from outrider.plan import Move, PrefixCopies, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
 from outrider.request import MAX_DEPTH
 
 VOCAB_SIZE = 16
@@ -40,9 +40,19 @@ class FakeRunner:
         self.cells: list[list[int]] = []
         self.head: list[list[int]] = []
         self.rested: list[list[int]] = []  # tokens whose states are kept for a head that rests
+        self.states_of: list[list[int] | None] = []  # by slot: the text that a recurrent layer has read
+        self.blocks: dict[int, tuple[list[int], ...]] = {}  # the prefix cache: cells, head, rested
+        self.states: dict[int, list[int]] = {}
+        self.most_prefix_bytes = 0
+        self.num_loaded = 0
         self.capacity = 0
         self._geometry = geometry
         self._random = random.Random(seed)
+
+    @property
+    def prefix_bytes(self) -> int:
+        cells = sum(len(cells) for cells, _, _ in self.blocks.values())
+        return cells * self._geometry.bytes_per_cell + len(self.states) * self._geometry.bytes_per_slot
 
     @property
     def num_bytes(self) -> int:
@@ -52,13 +62,52 @@ class FakeRunner:
         self._resize(0, 0)
 
     def run(self, plan: StepPlan) -> StepResult:
+        self._save(plan.copies)
         for move in plan.moves:
             self._move(move)
         self._resize(plan.num_slots, plan.capacity)
+        self._load(plan.copies)
         _check_places(plan)
         results = [result for batch in plan.batches for result in self._run_batch(batch)]
         self._raise_if_faulty(plan)  # after the caches were changed: nothing in them may be used again
         return StepResult(tuple(results))
+
+    def forget_prefixes(self) -> None:
+        self.blocks.clear()
+        self.states.clear()
+
+    def _save(self, copies: PrefixCopies) -> None:
+        for i in copies.drops:
+            self.blocks.pop(i, None)
+            self.states.pop(i, None)
+        for save in copies.saves:
+            assert save.block_id not in self.blocks, "a block saved twice"
+            kept = (self.cells, self.head, self.rested)
+            parts = tuple(cells[save.slot][save.start : save.end] for cells in kept)
+            assert len(parts[0]) == save.end - save.start, "cells saved that are not there"
+            assert JUNK not in parts[0], "junk saved"
+            self.blocks[save.block_id] = parts
+        for save in copies.states:
+            text = self.states_of[save.slot]
+            assert text is not None
+            self.states[save.state_id] = text
+        self.most_prefix_bytes = max(self.most_prefix_bytes, self.prefix_bytes)
+
+    def _load(self, copies: PrefixCopies) -> None:
+        assert not copies.arrivals, "there is no disk here"
+        for load in copies.loads:
+            start = load.start
+            for piece in load.pieces:
+                cells, head, rested = self.blocks[piece.block_id]
+                end = start + piece.last - piece.first
+                assert piece.last <= len(cells)
+                assert end <= self.capacity
+                self.cells[load.slot][start:end] = cells[piece.first : piece.last]
+                self.head[load.slot][start:end] = head[piece.first : piece.last]
+                self.rested[load.slot][start:end] = rested[piece.first : piece.last]
+                self.num_loaded += end - start
+                start = end
+            self.states_of[load.slot] = None if load.state_id is None else self.states[load.state_id]
 
     def _raise_if_faulty(self, plan: StepPlan) -> None:
         rows = [row for batch in plan.batches for row in batch]
@@ -72,12 +121,16 @@ class FakeRunner:
         source, target = move.source, move.target
         assert source != target, "a move from a slot to itself"
         assert max(source, target) < len(self.cells), "a move outside of the caches"
+        states = self.states_of
+        states[source], states[target] = states[target], states[source]
         for cells in (self.cells, self.head, self.rested):
             cells[source], cells[target] = cells[target], cells[source]
             if move.one_way:
                 cells[source] = [JUNK] * self.capacity
 
     def _resize(self, num_slots: int, capacity: int) -> None:
+        del self.states_of[num_slots:]
+        self.states_of += [None] * (num_slots - len(self.states_of))
         for cells in (self.cells, self.head, self.rested):
             del cells[num_slots:]
             for row in cells:
@@ -99,6 +152,10 @@ class FakeRunner:
             self.rested[row.slot][row.start : end] = row.token_ids
         targets = self._targets(row)
         num_kept = row.num_fed - row.num_drafts + max(0, len(targets) - 1)
+        if self._geometry.bytes_per_slot:  # states cannot be cut: what a row continues must be just its text
+            before = [] if row.start == 0 else self.states_of[row.slot]
+            assert before == list(row.history[: row.start]), "the state has read another text"
+            self.states_of[row.slot] = cells[: row.start + num_kept]
         drafts: Sequence[int] = ()
         if row.feeds_head:
             self._feed_head(row, targets, num_kept, recursions)
@@ -176,7 +233,7 @@ def _heading(batch: Sequence[RowPlan]) -> bool:
 
 def _check_places(plan: StepPlan) -> None:
     rows = [row for batch in plan.batches for row in batch]
-    assert rows, "a plan without rows"
+    assert rows or plan.copies, "a plan without rows"
     assert len({row.slot for row in rows}) == len(rows), "two rows in one slot"
     assert len({row.sequence_id for row in rows}) == len(rows), "a sequence in two rows"
     assert all(0 <= row.slot < plan.num_slots for row in rows), "a row outside of the caches"

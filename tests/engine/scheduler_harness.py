@@ -10,7 +10,9 @@ from typing import Any
 
 from fake_runner import FakeRunner, StepFailed, true_next
 
+from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import CacheGeometry, EngineConfig
+from outrider.engine.prefix_cache import LEAST_LOADED, PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.plan import RowPlan, StepPlan
@@ -67,13 +69,19 @@ class Harness:
         budget_bytes: int | None = None,
         seed: int = 0,
         controller: DepthController | None = None,
+        prefix_bytes: int | None = None,
+        block_size: int = 4,
+        least_loaded: int = LEAST_LOADED,
     ) -> None:
         self.geometry = geometry or CacheGeometry(bytes_per_cell=1, page_size=PAGE)
         self.budget_bytes = budget_bytes or 10**9
         self.max_rows = max_rows
         self.prefill_step_size = prefill_step_size
         config = EngineConfig(max_rows=max_rows, prefill_step_size=prefill_step_size)
-        self.scheduler = Scheduler(config, self.geometry, self.budget_bytes, controller)
+        self.prefix = (
+            None if prefix_bytes is None else self._prefix_cache(prefix_bytes, block_size, least_loaded)
+        )
+        self.scheduler = Scheduler(config, self.geometry, self.budget_bytes, controller, self.prefix)
         self.runner = FakeRunner(self.geometry, seed)
         self.live: dict[int, Sequence] = {}
         self.sequences: list[Sequence] = []
@@ -81,6 +89,11 @@ class Harness:
         self.num_steps = 0
         self._stop_tokens: dict[int, int | None] = {}
         self._ids = itertools.count()
+
+    def _prefix_cache(self, num_bytes: int, block_size: int, least_loaded: int) -> PrefixCache:
+        per_cell, per_slot = self.geometry.bytes_per_cell, self.geometry.bytes_per_slot
+        index = PrefixIndex(num_bytes, per_cell, per_slot, block_size)
+        return PrefixCache(index, per_cell, has_states=per_slot > 0, least_loaded=least_loaded)
 
     # -- what clients do ---------------------------------------------------------------------------------
 
@@ -97,6 +110,8 @@ class Harness:
         head_depth: int | None = None,
         raises_at: int | None = None,
         is_auto: bool = False,
+        salt: str = "",
+        keys: Tokens[int] | None = None,
     ) -> Sequence:
         """Queue a request; a number stands for a prompt of that length. Without a drafter the head drafts.
 
@@ -113,10 +128,13 @@ class Harness:
             seed=0,
             draft_depth=depth,
             logprobs=0,
+            cache_salt=salt,
         )
         sequence = Sequence(
             id=sequence_id,
-            request=Request(f"r{sequence_id}", tuple(prompt), params),
+            request=Request(
+                f"r{sequence_id}", tuple(prompt), params, prompt_keys=None if keys is None else tuple(keys)
+            ),
             text=FakeText(stop_token, raises_at),
             stop_ids=frozenset(stop_ids),
             max_tokens=max_tokens,
@@ -153,12 +171,15 @@ class Harness:
         except StepFailed as error:
             meanwhile()
             self.runner.reset()
+            self.runner.forget_prefixes()
             self.take(*self.scheduler.fail(str(error)))
         else:
             self._check_bytes()
             meanwhile()
             self.take(*self.scheduler.commit(result))
         self.check()
+        if self.prefix is not None:
+            assert self.runner.most_prefix_bytes <= self.prefix.index.budget_bytes
         return plan
 
     def steps(self, num: int) -> list[StepPlan]:
@@ -175,7 +196,11 @@ class Harness:
     def run_to_idle(self, most: int = 1000) -> None:
         """Run until nothing is left; then every answer must be whole and every byte given back."""
         self.run_until(lambda: self.scheduler.is_idle, most)
+        last = self.step()  # what is left to be copied
+        assert last is None or not last.batches
         assert self.step() is None
+        if self.prefix is not None:
+            assert self.runner.prefix_bytes == self.prefix.index.num_bytes, "bytes held, bytes accounted"
         assert self.scheduler.num_bytes == self.runner.num_bytes == 0
         assert self.scheduler.num_rows == self.scheduler.num_waiting == 0
         for sequence in self.sequences:
@@ -236,9 +261,11 @@ class Harness:
                 assert delta.stats is not None
 
     def _check_plan(self, plan: StepPlan | None) -> None:
-        assert (plan is None) == (not self.live), "a plan whenever, and only when, there is something to do"
-        if plan is None:
+        if not self.live:
+            assert not rows_of(plan), "rows where nobody lives"
             return
+        assert rows_of(plan), "nothing done where there is something to do"
+        assert plan is not None
         inside = [s.id for s in self.live.values() if s.slot is not None]
         outside = [s.id for s in self.live.values() if s.slot is None]
         assert max(inside) < min(outside, default=10**9), "a younger one went first"
@@ -257,7 +284,7 @@ class Harness:
 
     def _check_bytes(self) -> None:
         assert self.scheduler.num_bytes == self.runner.num_bytes
-        longest = max(len(s.request.prompt_ids) + s.max_tokens for s in self.live.values())
+        longest = max((len(s.request.prompt_ids) + s.max_tokens for s in self.live.values()), default=0)
         if longest <= self.scheduler.longest_context():
             assert self.runner.num_bytes <= self.budget_bytes
 

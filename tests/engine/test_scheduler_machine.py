@@ -34,6 +34,8 @@ FAULTS: dict[str, Fault] = {
     "from its third token on": lambda row: len(row.history) >= row.num_prompt + 3,
 }
 
+LOADED: list[int] = []  # cells that each history took from the prefix cache
+
 token_ids = st.integers(0, VOCAB_SIZE - 1)
 
 
@@ -76,6 +78,9 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
         "geometry": geometry,
         "budget_bytes": int(alone * draw(st.sampled_from([1, 1.5, 1.5, 2, 2, 3, 10]))),
         "seed": draw(st.integers(0, 2**16)),
+        "block_size": draw(st.sampled_from([2, 4, 8, 32])),
+        "least_loaded": draw(st.sampled_from([1, 1, 5])),
+        "prefix_bytes": draw(st.sampled_from([None, 50, 1000, 10**6, 10**6])),
     }
 
 
@@ -87,6 +92,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_raised_at_random = 0
 
     @rule(several=st.lists(requests(), min_size=1, max_size=4))
+    def add_some(self, several: list[dict[str, Any]]) -> None:
+        self.add(several)
+
     def add(self, several: list[dict[str, Any]]) -> None:
         for request in several:
             fault = request.pop("fault")
@@ -97,6 +105,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             sequence = self.harness.add(prompt, drafter=drafter, **request)
             if fault is not None:
                 self.harness.runner.faults[sequence.id] = FAULTS[fault]
+
+    @precondition(lambda self: self.harness.sequences)
+    @rule(data=st.data(), several=st.lists(requests(), min_size=1, max_size=3))
+    def add_what_begins_like_another(self, data: st.DataObject, several: list[dict[str, Any]]) -> None:
+        """The next turn of a conversation, a fork of it, the same again: what a prefix cache is for."""
+        earlier = data.draw(st.sampled_from(self.harness.sequences))
+        shared = earlier.tokens[: data.draw(st.integers(0, len(earlier.tokens)))]
+        for request in several:
+            request["prompt"] = shared + request["prompt"][: data.draw(st.sampled_from([1, 2, 20, 60]))]
+            request["salt"] = data.draw(st.sampled_from(["", "", "", "other"]))
+        self.add(several)
+
+    @rule(really=st.sampled_from([False] * 5 + [True]))
+    def clear_the_prefix_cache(self, really: bool) -> None:
+        if really and self.harness.prefix is not None:
+            self.harness.prefix.clear()
 
     @rule(num=st.integers(1, 12))
     def step(self, num: int) -> None:
@@ -129,6 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "harness"):
             return
         self.harness.run_to_idle(most=self._most_steps())
+        LOADED.append(self.harness.runner.num_loaded)
         faults = self.harness.runner.faults
         assert self.harness.runner.num_raised <= self.num_raised_at_random + 2 * len(faults)
         for sequence in self.harness.sequences:
@@ -157,7 +182,9 @@ SETTINGS = settings(
 
 
 def test_every_history_gives_every_request_its_true_tokens() -> None:
+    LOADED.clear()
     run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
+    assert sum(LOADED) > 200, "the prefix cache was hardly used"
 
 
 @pytest.mark.soak

@@ -23,6 +23,7 @@ from mlx.utils import tree_map
 from outrider.cache.recurrent import RecurrentState
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
+from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.scheduler import SLACK, Scheduler
 from outrider.engine.sequence import Delta
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
@@ -302,11 +303,11 @@ class _Live:
     finish_reason: str | None = None
 
 
-def play(world: World, history: History) -> Tally:
+def play(world: World, history: History, prefix_cache: PrefixCache | None = None) -> Tally:
     """Drive the history to its end; raises if anything is not as it must be."""
     runner = world.runners[history.head]
     runner.reset()
-    player = _Player(world, history, runner)
+    player = _Player(world, history, runner, prefix_cache)
     try:
         player.run()
     finally:
@@ -315,11 +316,14 @@ def play(world: World, history: History) -> Tally:
 
 
 class _Player:
-    def __init__(self, world: World, history: History, runner: Runner) -> None:
+    def __init__(
+        self, world: World, history: History, runner: Runner, prefix_cache: PrefixCache | None
+    ) -> None:
         self._world = world
         self._history = history
         self._runner = runner
-        self._scheduler = _scheduler(history, runner)
+        self._prefix_cache = prefix_cache
+        self._scheduler = _scheduler(history, runner, prefix_cache)
         self._rng = random.Random(history.seed)
         self._live: dict[str, _Live] = {}
         self.tally = Tally(histories=1)
@@ -333,13 +337,20 @@ class _Player:
             plan = self._scheduler.plan()
             if plan is not None:
                 self._step(plan, fails=step in self._history.failing)
-            else:
+            elif self._scheduler.is_idle:
                 self._runner.reset()  # as the engine does when it rests
+            else:
+                self._scheduler.wait_for_disk()
             self._check_books()
             if self._scheduler.is_idle and step >= last_join:
                 break
+        last_copies = self._scheduler.plan()
+        if last_copies is not None:
+            assert not last_copies.batches
+            self._runner.run(last_copies)
         self._runner.reset()
         assert self._scheduler.plan() is None
+        assert self._scheduler.prefix_bytes == self._runner.prefix_bytes
         assert self._scheduler.num_bytes == self._runner.num_bytes == 0
         for live in self._live.values():
             self._check_answer(live)
@@ -389,6 +400,7 @@ class _Player:
             if self._rng.random() < 0.5:
                 self._runner.run(plan)  # computed, and lost
             self._runner.reset()
+            self._runner.forget_prefixes()
             for delta in self._scheduler.fail(MADE_TO_FAIL):
                 self._take(delta)
             return
@@ -464,6 +476,8 @@ class _Player:
             lengths = np.zeros(num_slots, np.int32)
             for row in self._rows():
                 lengths[row.slot] = row.num_cached
+            for save in self._prefix_cache._saves if self._prefix_cache is not None else ():
+                lengths[save.slot] = max(lengths[save.slot], save.end)  # still to be copied
             empty = mx.array(np.arange(num_cells) >= lengths[:, None])[:, None, :, None]
             junk = self._rng.uniform(-1e4, 1e4)
             kv.keys = mx.where(empty, junk, kv.keys)
@@ -471,6 +485,8 @@ class _Player:
 
     def _scribble_states(self, states: RecurrentState) -> None:
         owned = {row.slot for row in self._rows() if row.num_cached}
+        if self._prefix_cache is not None:
+            owned |= {save.slot for save in self._prefix_cache._states}
         for part in states.parts:
             for slot in range(part.shape[0]):
                 if slot not in owned:
@@ -494,13 +510,13 @@ class _Player:
         self.tally.tokens += len(found)
 
 
-def _scheduler(history: History, runner: Runner) -> Scheduler:
+def _scheduler(history: History, runner: Runner, prefix_cache: PrefixCache | None) -> Scheduler:
     geometry = runner.geometry(history.page)
     longest = max(len(ask.prompt) + (ask.params.max_tokens or 0) for ask in history.asks)
     budget = geometry.num_bytes(1, geometry.capacity_for(longest + SLACK)) * history.roominess
     config = EngineConfig(max_rows=history.max_rows, prefill_step_size=history.chunk, page_size=history.page)
     controller = RestlessController(history.seed) if history.seed % 3 else DepthController()
-    scheduler = Scheduler(config, geometry, int(budget), controller)
+    scheduler = Scheduler(config, geometry, int(budget), controller, prefix_cache)
     assert scheduler.longest_context() >= longest
     return scheduler
 

@@ -33,7 +33,13 @@ class MessageBuilder:
     """Whole and streamed messages come from here."""
 
     def __init__(
-        self, message_id: str, model: str, num_prompt: int, max_tokens: int, shows_thinking: bool = True
+        self,
+        message_id: str,
+        model: str,
+        num_prompt: int,
+        max_tokens: int,
+        shows_thinking: bool = True,
+        asks_for_caching: bool = False,
     ) -> None:
         self.message: dict[str, Any] = {
             "id": message_id,
@@ -43,9 +49,10 @@ class MessageBuilder:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage_of(Usage(num_prompt=num_prompt)),
+            "usage": usage_of(Usage(num_prompt=num_prompt), asks_for_caching),
         }
         self._max_tokens = max_tokens
+        self._asks_for_caching = asks_for_caching
         self._shows_thinking = shows_thinking
         self._open: str | None = None  # the kind of the block under way
         self._arguments = ""
@@ -118,7 +125,7 @@ class MessageBuilder:
         ended = self._leave()
         reason = stop_reason(finished, self._max_tokens)
         sequence = finished.stop_string if reason == "stop_sequence" else None
-        usage = usage_of(finished.usage)
+        usage = usage_of(finished.usage, self._asks_for_caching)
         self.message |= {"stop_reason": reason, "stop_sequence": sequence, "usage": usage}
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return [*ended, {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
@@ -135,11 +142,15 @@ def stop_reason(finished: Finished, max_tokens: int) -> str:
             return "stop_sequence" if finished.stop_string is not None else "end_turn"
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """Anthropic counts the cached part of a prompt apart from the rest."""
+def usage_of(usage: Usage, asks_for_caching: bool) -> dict[str, Any]:
+    """Anthropic counts three parts of a prompt: read from the cache, put into it, and the rest.
+
+    All prompts are cached; only who asked for it (cache_control) is told what was put in.
+    """
+    num_created = usage.num_stored if asks_for_caching else 0
     return {
-        "input_tokens": usage.num_prompt - usage.num_cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.num_prompt - usage.num_cached - num_created,
+        "cache_creation_input_tokens": num_created,
         "cache_read_input_tokens": usage.num_cached,
         "output_tokens": usage.num_generated,
         "output_tokens_details": {"thinking_tokens": usage.num_reasoning},

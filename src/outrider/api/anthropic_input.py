@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from outrider.chat.conversation import (
 )
 
 ERROR_MARK = "Error: "  # how a tool_result with is_error is told to the model
+BILLING_NOTE = re.compile(r"\A(?:x-anthropic-[a-z-]+:[^\n]*\n?)+")
 TOOL_FIELDS = {  # of a tool, that would change what the model sees or may do
     "input_examples": "put examples into the description",
     "defer_loading": "all tools are loaded at once",
@@ -93,7 +95,7 @@ def _choice(tools: Sequence[Tool], choice: schema.ToolChoiceParam | None) -> Too
 
 
 def _messages(body: schema.CountTokensRequest) -> list[Message]:
-    found = [Message("system", _text_parts(body.system))] if body.system else []
+    found = [Message("system", _system_parts(body.system))] if body.system else []
     for i, message in enumerate(body.messages):
         where = f"messages[{i}]"
         if isinstance(message, schema.AssistantMessage):
@@ -103,6 +105,14 @@ def _messages(body: schema.CountTokensRequest) -> list[Message]:
         else:
             found += _user(message, where)
     return found
+
+
+def _system_parts(system: str | Sequence[schema.TextBlock]) -> tuple[Part, ...]:
+    """Without the note to the biller that some clients put first: it changes with every request, so that no
+    two prompts would begin alike and nothing could be cached."""
+    parts = [part for part in _text_parts(system) if isinstance(part, TextPart)]
+    kept = [TextPart(BILLING_NOTE.sub("", part.text)) for part in parts]
+    return tuple(new for old, new in zip(parts, kept, strict=True) if new.text or not old.text)
 
 
 def _assistant(message: schema.AssistantMessage) -> Message:

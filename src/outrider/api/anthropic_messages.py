@@ -58,6 +58,7 @@ class Messages:
             answers.choices[0].num_prompt,
             body.max_tokens,
             shows_thinking=not (body.thinking and body.thinking.display == "omitted"),
+            asks_for_caching='"cache_control":' in body.model_dump_json(exclude_none=True),
         )
 
 

@@ -26,6 +26,7 @@ from outrider.api.openai_chat import chat_router
 from outrider.api.openai_completions import completions_router
 from outrider.api.openai_models import models_router
 from outrider.api.openai_responses import responses_router
+from outrider.api.prefix_cache import PrefixMetrics, prefix_cache_router
 from outrider.api.settings import ServerSettings
 from outrider.api.token_text import TokenText
 from outrider.engine.door import ModelFacts
@@ -92,9 +93,12 @@ def create_server(
         lifespan=_lifespan(stop_engine),
         redoc_url=None,
     )
+    if context.prefix_cache is not None:
+        metrics.registry.register(PrefixMetrics(context.prefix_cache))
     for router in ROUTERS:
         app.include_router(router(context))
     app.include_router(metrics_router(metrics))
+    app.include_router(prefix_cache_router(lambda: context.prefix_cache))
     return Server(app, context, stop_engine)
 
 

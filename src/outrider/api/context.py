@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from outrider.api.answers import AnswerDesk
 from outrider.api.backend import ChatBackend
 from outrider.api.errors import ApiError
+from outrider.api.prefix_cache import PrefixControl
 from outrider.api.settings import ServerSettings
 from outrider.api.token_text import TokenText
 from outrider.engine.door import ModelFacts
@@ -28,6 +29,7 @@ class ServerContext:
     desk: AnswerDesk
     now_s: Callable[[], float] = time.time
     new_id: Callable[[str], str] = new_id
+    prefix_cache: PrefixControl | None = None
     started_s: float = field(default_factory=time.time)
 
     def check_model(self, name: str | None) -> None:

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 
 from outrider.api.answers import Answers
 from outrider.api.context import ServerContext
+from outrider.api.prefix_cache import status_of
 from outrider.api.version import FINGERPRINT
 
 
@@ -54,6 +55,7 @@ def _status(context: ServerContext) -> dict[str, Any]:
         "capacity": admission.capacity,
         "waiting": steps.num_waiting,
         "cache_bytes": steps.cache_bytes,
+        "prefix_cache": status_of(context.prefix_cache),
         "steps": steps.num_steps,
         "since_last_step_s": steps.since_last_step_s,
         "drafted_by_position": drafted,

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.api.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
 from outrider.api.metrics import Metrics
 from outrider.api.request_id import current_request_id, request_id_for
+from outrider.api.tenant import current_tenant, tenant_of
 
 log = logging.getLogger("outrider.access")
 
@@ -47,6 +48,7 @@ class RequestLog:
             await send(message)
 
         token = current_request_id.set(request_id)
+        tenant_token = current_tenant.set(tenant_of(Headers(scope=scope)))
         try:
             await self._app(scope, receive, send_named)
         except Exception:
@@ -55,6 +57,7 @@ class RequestLog:
         finally:
             self._close(scope, status, time.perf_counter() - started_s)
             current_request_id.reset(token)
+            current_tenant.reset(tenant_token)
 
     def _close(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "none")

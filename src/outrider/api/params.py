@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.api.errors import invalid
 from outrider.api.schemas.decoding import ChatDecoding, Decoding
+from outrider.api.tenant import cache_salt
 from outrider.request import Grammar, SamplingParams
 
 MAX_STOP_STRINGS = 4  # OpenAI's limit
@@ -62,6 +63,7 @@ def sampling_params(
     """What was asked for; what was not said is left at the engine's defaults. Raises InvalidRequest."""
     given: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAMES}
     given |= {"top_k": 0 if body.top_k == -1 else body.top_k, "logit_bias": _logit_bias(body.logit_bias)}
+    given["cache_salt"] = cache_salt(body.cache_salt)
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
         max_tokens=max_tokens, stop=stop or None, logprobs=logprobs, grammar=grammar, **given

@@ -239,7 +239,7 @@ class _CallItem(_Item):
 def usage_of(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt,
-        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": usage.num_stored},
         "output_tokens": usage.num_generated,
         "output_tokens_details": {
             "reasoning_tokens": usage.num_reasoning,

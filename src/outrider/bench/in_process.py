@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from typing import Any
 
 import mlx.core as mx
@@ -89,6 +90,7 @@ def _params(task: Task, asking: Asking) -> SamplingParams:
         temperature=asking.temperature,
         seed=asking.seed,
         draft_depth="auto" if asking.depth is None else asking.depth,
+        cache_salt=uuid.uuid4().hex,  # every prompt is computed, however often it was asked
         grammar=None if task.schema is None else Grammar("json_schema", json.dumps(task.schema)),
     )
 

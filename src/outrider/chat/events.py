@@ -57,6 +57,7 @@ class Usage:
     num_reasoning: int = 0
     num_accepted: int = 0  # drafts that stood
     num_rejected: int = 0
+    num_stored: int = 0  # prompt tokens that were put into the prefix cache
 
 
 @dataclass(frozen=True)

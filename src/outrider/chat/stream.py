@@ -108,6 +108,8 @@ def _usage(stats: Stats, num_reasoning: int) -> Usage:
     num_accepted = sum(stats.accepted)
     return Usage(
         num_prompt=stats.num_prompt,
+        num_cached=stats.num_cached,
+        num_stored=stats.num_stored,
         num_generated=stats.num_generated,
         num_reasoning=min(num_reasoning, stats.num_generated),
         num_accepted=num_accepted,

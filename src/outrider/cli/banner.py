@@ -9,7 +9,12 @@ from outrider.request import DraftDepth
 
 
 def banner(
-    facts: ModelFacts, settings: ServerSettings, budget_bytes: int, auto_depth: DraftDepth, url: str
+    facts: ModelFacts,
+    settings: ServerSettings,
+    budget_bytes: int,
+    auto_depth: DraftDepth,
+    url: str,
+    prefixes: str,
 ) -> str:
     lines = {
         "model": f"{facts.name} (as {', '.join(settings.served_model_names)})",
@@ -19,6 +24,7 @@ def banner(
         "rows": f"{settings.max_rows} at once, {settings.max_queue} may wait",
         "context": f"{facts.max_context:,} tokens",
         "caches": f"up to {budget_bytes / 1e9:.2f} GB",
+        "prefixes": prefixes,
         "access": _access(settings),
         "APIs": f"{url}/v1 (OpenAI), {url} (Anthropic), {url}/docs",
     }

@@ -60,6 +60,8 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         raise InvalidConfig("--mtp off and --head contradict each other")
     if mtp == "off" and drafter == "auto":
         drafter = "none"
+    if options["no_prefix_cache"] and (options["prefix_cache_bytes"] or options["prefix_cache_dir"]):
+        raise InvalidConfig("--no-prefix-cache contradicts --prefix-cache-bytes and --prefix-cache-dir")
     depth = {} if options["draft_depth"] is None else {"auto_depth": options["draft_depth"]}
     return EngineConfig(
         max_rows=options["max_rows"],
@@ -67,6 +69,9 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         memory_budget_bytes=options["memory_budget"],
         prefill_step_size=options["prefill_step_size"],
         drafter="auto" if drafter == "mtp" else drafter,  # asked for by _check_drafter, in words of flags
+        prefix_cache_bytes=0 if options["no_prefix_cache"] else options["prefix_cache_bytes"],
+        prefix_cache_dir=options["prefix_cache_dir"],
+        prefix_cache_disk_bytes=options["prefix_cache_disk_bytes"],
         **depth,
     )
 
@@ -138,14 +143,38 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
         async_engine = AsyncEngine(engine)
         service = ChatService(async_engine, tokenizer, settings.model_name)
         server = create_server(
-            service, engine.facts, tokenizer, settings, metrics=metrics, stop_engine=async_engine.close
+            service,
+            engine.facts,
+            tokenizer,
+            settings,
+            metrics=metrics,
+            stop_engine=async_engine.close,
+            prefix_cache=engine,
         )
-        words = banner(engine.facts, settings, engine.budget_bytes, config.auto_depth, _url(listener))
+        words = banner(
+            engine.facts,
+            settings,
+            engine.budget_bytes,
+            config.auto_depth,
+            _url(listener),
+            _prefixes(engine, config),
+        )
         _run(server, listener, words)
         service.close()
     finally:
         engine.close()
     return 0
+
+
+def _prefixes(engine: Engine, config: EngineConfig) -> str:
+    """For the banner: how much is cached, and where."""
+    status = engine.prefix_status()
+    if status is None:
+        return "not cached"
+    words = f"cached, up to {status.gauges()['budget_bytes'] / 1e9:.2f} GB"
+    if config.prefix_cache_dir is None:
+        return words
+    return f"{words}, and {config.prefix_cache_disk_bytes / 1e9:.2f} GB in {config.prefix_cache_dir}"
 
 
 def _run(server: Server, listener: socket.socket, words: str) -> None:

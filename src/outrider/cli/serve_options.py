@@ -137,6 +137,17 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("dtype", f"of weights: {', '.join(DTYPES)} (auto)", one_of(*DTYPES), "auto", "NAME"),
     ),
+    "prefix cache": (
+        Option(
+            "prefix-cache-bytes",
+            "memory for cached prefixes, such as 2GB (a share of what is free)",
+            size_bytes,
+            metavar="SIZE",
+        ),
+        Option("prefix-cache-dir", "folder in which they outlive the server (none)", metavar="DIR"),
+        Option("prefix-cache-disk-bytes", "most that folder may hold (16GiB)", size_bytes, 16 << 30, "SIZE"),
+        Option("no-prefix-cache", "compute every prompt from its beginning", is_switch=True),
+    ),
     "requests": (
         Option(
             "max-tokens",
@@ -161,11 +172,12 @@ ALIASES: dict[str, tuple[str, Callable[[str], str]]] = {
     "chunked-prefill-tokens": ("prefill_step_size", str),
     "cache-memory-mb": ("memory_budget", lambda text: f"{text}MiB"),
 }
-SWITCH_ALIASES = {"enable-mtp": ("mtp", "on")}
+SWITCH_ALIASES = {"enable-mtp": ("mtp", "on"), "no-enable-prefix-caching": ("no_prefix_cache", "on")}
 # ... and those that ask for what is always so: (takes a value, what to say).
 NOTES: dict[str, tuple[bool, str]] = {
     "continuous-batching": (False, "rows are always batched"),
     "use-paged-cache": (False, "caches always grow by pages"),
+    "enable-prefix-caching": (False, "prefixes are always cached"),
     "enable-metrics": (False, "/metrics is always there"),
     "mllm": (False, "a model's kind is read from its files; vision models are refused for now"),
     "enable-auto-tool-choice": (False, "tools are always available"),

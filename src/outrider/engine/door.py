@@ -25,6 +25,7 @@ class ModelFacts:
     eos_ids: frozenset[int]
     drafter: str  # "mtp", "ngram" or "none": what is really on
     head: str | None = None  # where the head came from
+    head_layers: int = 0
     dtype: str = ""
     device: str = ""
 
@@ -86,6 +87,7 @@ class Door:
             max_tokens=self._max_tokens(request),
             max_depth=self._max_depth(request),
             head_depth=depth if self._facts.drafter == "mtp" else 0,
+            head_layers=max(1, self._facts.head_layers),
             drafter=self._new_drafter(request, depth),
             lookup=NgramDrafter() if self._looks_up(asked) else None,
             is_auto=asked == "auto",

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from outrider.cache.disk_tier import DiskTier
 from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
 from outrider.engine.door import Door, ModelFacts
 from outrider.engine.outbox import Outbox
+from outrider.engine.prefix_status import PrefixStatus, new_prefix_cache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, OutputText, Sequence
 from outrider.grammar.compiler import GrammarCompiler
@@ -41,11 +43,16 @@ class StepRunner(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    @property
+    def prefix_bytes(self) -> int: ...
+
     def geometry(self, page_size: int) -> CacheGeometry: ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
     def reset(self) -> None: ...
+
+    def forget_prefixes(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class EngineParts:
     grammars: GrammarCompiler
     controller: DepthController = field(default_factory=DepthController)
     keep_learnt: Callable[[], None] = lambda: None  # called once, at the end
+    prefix_bytes: int = 0  # for cached prefixes; 0: none are cached
+    disk: DiskTier | None = None  # where they outlive the process
 
 
 class EngineObserver(Protocol):
@@ -136,6 +145,18 @@ class Engine:
             if not self._stopping.is_set():
                 self._inbox.put(lambda: self._cancel(request_id, outbox))
 
+    def prefix_status(self) -> PrefixStatus | None:
+        """What the prefix cache holds and has done; None when there is none."""
+        return self._prefix_status
+
+    def clear_prefix_cache(self) -> int:
+        """Forget all cached prefixes, in memory and on disk; how many bytes of memory that freed."""
+        done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        with self._gate:
+            self._refuse_if_stopped()
+            self._inbox.put(lambda: done.put(self._clear_prefixes()))
+        return done.get()
+
     def close(self) -> None:
         """Stop after the step under way; live requests end as cancelled."""
         with self._gate:
@@ -204,6 +225,8 @@ class Engine:
             self._parts.keep_learnt()
         except Exception:
             log.exception("what was learnt about depths is lost")
+        if self._parts.disk is not None:
+            self._parts.disk.close()
         del self._parts, self._scheduler  # and with them the weights
 
     def _new_door(self) -> Door:
@@ -216,8 +239,11 @@ class Engine:
         return Door(self._config, self._parts.facts, longest, self._parts.new_text, self._parts.grammars)
 
     def _new_scheduler(self) -> Scheduler:
-        parts = self._parts
-        return Scheduler(self._config, self._geometry, parts.budget_bytes, parts.controller)
+        parts, prefix_cache = self._parts, None
+        if parts.prefix_bytes:
+            prefix_cache = new_prefix_cache(self._geometry, parts.prefix_bytes, parts.disk)
+        self._prefix_status = None if prefix_cache is None else PrefixStatus(prefix_cache, parts.disk)
+        return Scheduler(self._config, self._geometry, parts.budget_bytes, parts.controller, prefix_cache)
 
     def _turn(self) -> None:
         try:
@@ -228,6 +254,7 @@ class Engine:
             log.exception("the engine failed; live requests end with an error")
             self._end_all("error", f"the engine failed: {error}")
             self._parts.runner.reset()
+            self._parts.runner.forget_prefixes()
             self._scheduler = self._new_scheduler()
 
     def _read_inbox(self) -> None:
@@ -243,6 +270,7 @@ class Engine:
     def _step(self) -> None:
         plan = self._scheduler.plan()
         if plan is None:
+            self._scheduler.wait_for_disk()
             return
         started_s = time.perf_counter()
         try:
@@ -250,6 +278,7 @@ class Engine:
         except Exception as error:
             log.exception("a step failed; its rows are computed again")
             self._parts.runner.reset()
+            self._parts.runner.forget_prefixes()
             deltas = self._scheduler.fail(f"the model failed: {error}")
         else:
             run_s = time.perf_counter() - started_s
@@ -262,7 +291,7 @@ class Engine:
             self._rest()
 
     def _observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        if self._observer is None:
+        if self._observer is None or not plan.batches:
             return
         scheduler = self._scheduler
         try:
@@ -271,11 +300,14 @@ class Engine:
             log.exception("the observer failed")
 
     def _rest(self) -> None:
-        """Nothing to do: give the memory back and see that the books balance."""
-        self._parts.runner.reset()
-        self._scheduler.plan()
-        self._scheduler.check_integrity()
-        held, accounted = self._parts.runner.num_bytes, self._scheduler.num_bytes
+        """Nothing to do: give the memory back, but for cached prefixes, and see that the books balance."""
+        runner, scheduler = self._parts.runner, self._scheduler
+        last_copies = scheduler.plan()
+        if last_copies is not None:
+            runner.run(last_copies)
+        runner.reset()
+        scheduler.check_integrity()
+        held, accounted = runner.num_bytes + runner.prefix_bytes, scheduler.num_bytes + scheduler.prefix_bytes
         if self._live or held != accounted:
             raise RuntimeError(
                 f"idle with {len(self._live)} requests, {held} bytes held, {accounted} accounted"
@@ -301,6 +333,15 @@ class Engine:
         self._deliver(self._scheduler.cancel(sequence))
         if self._scheduler.is_idle:
             self._rest()
+
+    def _clear_prefixes(self) -> int:
+        num_bytes = self._scheduler.prefix_bytes
+        self._scheduler.clear_prefix_cache()
+        if self._parts.disk is not None:
+            self._parts.disk.clear()
+        if self._scheduler.is_idle:
+            self._rest()
+        return num_bytes
 
     def _deliver(self, delta: Delta) -> None:
         _, outbox = self._live[delta.request_id]

@@ -16,9 +16,10 @@ from dataclasses import replace
 
 from outrider.config import CacheGeometry, EngineConfig
 from outrider.engine.drafting import observe_drafts, settle_drafts, step_shape
+from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.engine.slots import SlotTable
-from outrider.plan import RowPlan, RowResult, StepPlan, StepResult
+from outrider.plan import PrefixCopies, RowPlan, RowResult, StepPlan, StepResult
 from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import StepShape
@@ -26,6 +27,7 @@ from outrider.speculate.costs import StepShape
 log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK = 512
+DISK_WAIT_S = 0.005
 MAX_FAILURES = 2  # a step that raises makes its rows suspects; one that raises again, alone, is given up
 SLACK = 2 * MAX_DEPTH  # cells past a row's tokens that a step may touch: its drafts and the head's recursion
 SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # so that joining rarely moves the others
@@ -38,9 +40,11 @@ class Scheduler:
         geometry: CacheGeometry,
         budget_bytes: int,
         controller: DepthController | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._controller = controller or DepthController()
         self._config = config
+        self._prefix = prefix_cache
         self._geometry = geometry
         self._budget_bytes = budget_bytes
         self._waiting: deque[Sequence] = deque()
@@ -67,6 +71,20 @@ class Scheduler:
         """Bytes that the caches hold, by the last plan."""
         return self._geometry.num_bytes(*self._shape)
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of cached prefixes, by the last plan."""
+        return 0 if self._prefix is None else self._prefix.index.num_bytes
+
+    def clear_prefix_cache(self) -> None:
+        if self._prefix is not None:
+            self._prefix.clear()
+
+    def wait_for_disk(self) -> None:
+        """There was nothing to plan, since all rows wait for blocks on disk: give those a moment."""
+        if self._prefix is not None and self._prefix.disk is not None:
+            self._prefix.disk.wait(DISK_WAIT_S)
+
     def longest_context(self) -> int:
         """Tokens that a row alone can hold within the budget."""
         page = self._geometry.page_size
@@ -78,6 +96,8 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> Delta:
+        if self._prefix is not None:
+            self._prefix.keep(sequence, to_the_end=True)
         return self._finish(sequence, "cancelled")
 
     # -- a step: plan, then commit (or fail) -------------------------------------------------------------
@@ -88,16 +108,19 @@ class Scheduler:
         shape_before, self._shape = self._shape, self._make_room()
         moves = self._slots.settle()
         rows = self._rows_to_run()
+        to_prefill = self._to_prefill(rows)
         settle_drafts(self._controller, [row for row in rows if row.is_decoding], self._about_to_pick(rows))
-        decode, prefill = self._decode_batch(rows), self._prefill_batch(rows)
+        decode, prefill = self._decode_batch(rows), self._prefill_batch(to_prefill)
         batches = tuple(tuple(batch) for batch in (decode, prefill) if batch)
-        if not batches:
+        copies = self._prefix.take_copies() if self._prefix is not None else PrefixCopies()
+        is_rearranged = bool(moves) or shape_before != self._shape
+        if not (batches or copies or (is_rearranged and rows)):
             return None
         width = self._decode_width(decode)
-        did_more = bool(prefill or moves or shape_before != self._shape)
+        did_more = bool(prefill or copies) or is_rearranged
         self._timed = None if did_more else step_shape(decode, width)
         widths = (width, 1)[: len(batches)] if decode else ()
-        return StepPlan(*self._shape, tuple(moves), batches, widths)
+        return StepPlan(*self._shape, tuple(moves), batches, widths, copies)
 
     def commit(self, result: StepResult, seconds: float | None = None) -> list[Delta]:
         """Take what the step brought, and how long it took; what each request gained, in order."""
@@ -118,6 +141,8 @@ class Scheduler:
 
     def fail(self, error: str) -> list[Delta]:
         """The step raised and the caches are gone: nobody loses a token; who keeps failing is given up."""
+        if self._prefix is not None:
+            self._prefix.clear()  # it may hold copies of cells that made the step fail
         for sequence, _ in self._planned.values():
             sequence.failures += 1
         self._planned.clear()
@@ -160,6 +185,8 @@ class Scheduler:
                 return len(rows), capacity
             last = max(rows, key=lambda row: row.id)
             last.preemptions += 1
+            if self._prefix is not None:
+                self._prefix.keep(last, to_the_end=True)
             self._send_back(last)
         return 0, 0
 
@@ -171,6 +198,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self._slots.leave(sequence)
+        if self._prefix is not None:
+            self._prefix.leave(sequence)
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
 
@@ -208,22 +237,43 @@ class Scheduler:
         return [self._decode_row(row) for row in rows if row.is_decoding]
 
     def _decode_row(self, sequence: Sequence) -> RowPlan:
-        return self._row(sequence, [sequence.tokens[-1], *sequence.drafts], len(sequence.drafts), None)
+        drafts = sequence.drafts
+        if self._prefix is not None:
+            drafts = drafts[: self._prefix.most_drafts(sequence)]
+        return self._row(sequence, [sequence.tokens[-1], *drafts], len(drafts), None)
+
+    def _to_prefill(self, rows: list[Sequence]) -> list[Sequence]:
+        """The prefilling rows that are to compute, in turn: what the prefix cache has for them is in place.
+
+        Not those whose next cells come from elsewhere: from an older row that computes them, or from disk.
+        """
+        prefilling = [row for row in self._prefilling if row in rows]
+        if self._prefix is None:
+            return prefilling
+        self._prefix.receive()
+        return [
+            row
+            for row in prefilling
+            if self._prefix.prepare(row, [other for other in prefilling if other.id < row.id])
+        ]
 
     def _prefill_batch(self, rows: list[Sequence]) -> list[RowPlan]:
         """Chunks of prompts: the one whose turn it is, and those that fit in beside it, padding counted."""
         budget = self._config.prefill_step_size or DEFAULT_CHUNK
         batch: list[RowPlan] = []
         widest = 0
-        for sequence in self._prefilling:
-            if sequence not in rows:
-                continue
-            size = min(sequence.num_prefill - sequence.num_cached, budget)
+        for sequence in rows:
+            size = self._chunk_size(sequence, budget)
             if batch and (len(batch) + 1) * max(widest, size) > budget:
                 continue
             widest = max(widest, size)
             batch.append(self._prefill_row(sequence, size))
         return batch
+
+    def _chunk_size(self, sequence: Sequence, most: int) -> int:
+        start = sequence.num_cached
+        end = min(sequence.num_prefill, start + most)
+        return (end if self._prefix is None else self._prefix.stop_before(sequence, end)) - start
 
     def _prefill_row(self, sequence: Sequence, size: int) -> RowPlan:
         start, end = sequence.num_cached, sequence.num_cached + size
@@ -244,13 +294,13 @@ class Scheduler:
             next_id=next_id,
             feeds_head=sequence.feeds_head and not rests,
             num_drafts_next=max(0, most_next),
-            head_start=sequence.num_headed if sequence.is_decoding else None,
+            head_start=sequence.num_headed if sequence.feeds_head else None,
             rests=rests,
             params=sequence.params,
             history=sequence.tokens,
             num_prompt=sequence.num_prompt,
             banned_ids=tuple(sequence.stop_ids) if sequence.params.min_tokens else (),
-            masks=sequence.masks if picks else None,
+            masks=sequence.masks[: num_drafts + 1] if picks and sequence.masks is not None else None,
         )
         self._planned[sequence.id] = (sequence, row)
         return row
@@ -271,8 +321,10 @@ class Scheduler:
         if not planned.picks:
             self._prefilling.remove(sequence)  # to the end of the line
             self._prefilling.append(sequence)
+            self._keep(sequence)
             return None
-        if sequence in self._prefilling:
+        has_just_prefilled = sequence in self._prefilling
+        if has_just_prefilled:
             self._prefilling.remove(sequence)
         if sequence.first_token_s is None:
             sequence.first_token_s = time.perf_counter()
@@ -282,16 +334,24 @@ class Scheduler:
         observe_drafts(sequence, row.token_ids)
         sequence.count_drafts(planned.num_drafts, min(row.num_accepted, num_taken))
         delta = replace(delta, logprobs=row.logprobs[:num_taken])
+        self._keep(sequence, to_the_end=has_just_prefilled or delta.finish_reason is not None)
         if delta.finish_reason is not None:
             return delta.merged(self._finish(sequence, delta.finish_reason))
         sequence.prepare_next(row.drafts)
         return delta
+
+    def _keep(self, sequence: Sequence, to_the_end: bool = False) -> None:
+        if self._prefix is not None:
+            self._prefix.keep(sequence, to_the_end=to_the_end)
+            self._prefix.keep_state(sequence)
 
     # -- self-check --------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raise if the books do not balance. Cheap enough for every step of a test and every idle moment."""
         rows = list(self._slots.sequences())
+        if self._prefix is not None:
+            self._prefix.index.check_integrity()
         for row in rows:
             if row.is_decoding and row.num_cached != len(row.tokens) - 1:
                 raise AssertionError(f"row {row.id} has {row.num_cached} cells for {len(row.tokens)} tokens")

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from outrider.cache.prefix_index import pair_key
 from outrider.plan import TokenLogprobs
 from outrider.request import MAX_DEPTH, Request, SamplingParams
 from outrider.speculate.acceptance import RowAcceptance, Source
@@ -47,6 +48,8 @@ class Stats:
 
     num_prompt: int = 0
     num_generated: int = 0
+    num_cached: int = 0  # prompt tokens that were not computed: their cells came from the prefix cache
+    num_stored: int = 0  # prompt tokens whose cells the prefix cache now has because of this request
     steps: int = 0  # forward passes that committed tokens
     drafted: list[int] = field(default_factory=list)  # by draft position
     accepted: list[int] = field(default_factory=list)  # by draft position
@@ -108,6 +111,7 @@ class Sequence:
     max_tokens: int
     max_depth: int  # most drafts this row may feed in a step
     head_depth: int = 0  # most drafts from the MTP head; 0: the head does not follow this row
+    head_layers: int = 1  # the head's cells are made from so many tokens after their own
     drafter: Drafter | None = None
     lookup: Drafter | None = None  # a second one
     is_auto: bool = False  # the depths are the controller's, up to those above
@@ -128,6 +132,9 @@ class Sequence:
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
     steps: int = 0
     preemptions: int = 0
+    num_loaded: int = 0  # cells of the prompt that came from the prefix cache
+    num_saved: int = 0  # cells of the prompt that were copied to it; some twice, as blocks fill up
+    _keys: list[int] = field(default_factory=list)  # by cell; see keys
     submitted_s: float = field(default_factory=time.perf_counter)
     started_s: float | None = None
     first_token_s: float | None = None
@@ -162,6 +169,47 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_cached >= self.num_prefill
+
+    def keys(self, start: int, end: int) -> tuple[int, ...]:
+        """What these cells are known by in the prefix cache: by all that went into them.
+
+        That is the text up to the cell, and where the head follows, the token after it too (one for each of
+        its layers).
+        """
+        while len(self._keys) < end:
+            cell = len(self._keys)
+            key = self._token_key(cell)
+            for further in range(self.num_ahead):
+                key = pair_key(key, self._token_key(cell + 1 + further))
+            self._keys.append(key)
+        return tuple(self._keys[start:end])
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens after a cell's own that its contents depend on."""
+        return self.head_layers if self.feeds_head else 0
+
+    @property
+    def num_final(self) -> int:
+        """Cells that hold committed tokens and will not be written again but by a head that catches up."""
+        return min(self.num_cached, len(self.tokens) - 1) - max(0, self.num_ahead - 1)
+
+    def num_headed_of(self, start: int, end: int) -> int:
+        """Of these cells, those that the head was fed; all where there is no head to feed."""
+        return max(0, min(end, self.num_headed) - start) if self.feeds_head else end - start
+
+    def _token_key(self, place: int) -> int:
+        prompt_keys = self.request.prompt_keys
+        if prompt_keys is not None and place < len(prompt_keys):
+            return prompt_keys[place]
+        return self.tokens[place]
+
+    def count_loaded(self, num_cells: int) -> None:
+        if self.num_generated == 0 and self.preemptions == 0:
+            self.num_loaded += num_cells
+
+    def count_saved(self, start: int, end: int) -> None:
+        self.num_saved += max(0, min(end, self.num_prompt) - start)
 
     def drop_cache(self) -> None:
         """Back to where nothing is cached; every committed token will be fed again, none is lost."""
@@ -248,6 +296,8 @@ class Sequence:
         return Stats(
             num_prompt=self.num_prompt,
             num_generated=self.num_generated,
+            num_cached=self.num_loaded,
+            num_stored=min(self.num_saved, self.num_prompt - self.num_loaded),
             steps=self.steps,
             drafted=self.drafted[:deepest],
             accepted=self.accepted[:deepest],

@@ -10,21 +10,25 @@ For each batch of a plan, all on the device and read back once:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
+from outrider.cache.prefix_store import PrefixStore
 from outrider.cache.ragged_kv import Placement
 from outrider.config import CacheGeometry
+from outrider.host_array import HostArray
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
-from outrider.plan import RowResult, StepPlan, StepResult, TokenLogprobs
+from outrider.plan import PrefixCopies, RowResult, SaveCells, StepPlan, StepResult, TokenLogprobs
 from outrider.sampling.logprobs import read_logprobs
 from outrider.speculate.mtp import HeadRows, MTPDrafter
 from outrider.step.resting import RestingStates
 from outrider.step.verify import Batch, Picks, kept_tokens, next_tokens, verify
+
+WriteBlock = Callable[[str, Mapping[str, HostArray]], object]
 
 
 class UnsoundLogits(RuntimeError):
@@ -50,11 +54,16 @@ class _Launched:
 class Runner:
     """Owns the caches of one model and runs steps on them."""
 
-    def __init__(self, trunk: Trunk, head: LoadedHead | None = None) -> None:
+    def __init__(
+        self, trunk: Trunk, head: LoadedHead | None = None, write_block: WriteBlock | None = None
+    ) -> None:
+        """`write_block` takes cached blocks that are to be kept on disk."""
         self._trunk = trunk
         self._drafter = MTPDrafter(head, trunk) if head is not None else None
         self._resting = RestingStates(trunk) if head is not None else None
         self._cache = TrunkCache(trunk.layout)
+        self._prefixes = PrefixStore(self._buffers())
+        self._write_block = write_block
         self._shape = (0, 0)  # slots, capacity
 
     @property
@@ -65,6 +74,11 @@ class Runner:
     def num_bytes(self) -> int:
         """Bytes that the caches hold now."""
         return sum(buffers.num_bytes for buffers in self._buffers())
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of cached prefixes."""
+        return self._prefixes.num_bytes
 
     def geometry(self, page_size: int) -> CacheGeometry:
         per_cell = sum(buffers.spec.bytes_per_cell for buffers in self._buffers())
@@ -84,6 +98,9 @@ class Runner:
             buffers.resize(0, 0)
         self._shape = (0, 0)
 
+    def forget_prefixes(self) -> None:
+        self._prefixes.clear()
+
     def _buffers(self) -> Iterator[Buffers]:
         yield from self._cache.buffers()
         if self._drafter is not None:
@@ -95,10 +112,35 @@ class Runner:
         return [array for buffers in self._buffers() for array in buffers.arrays()]
 
     def _arrange(self, plan: StepPlan) -> None:
+        self._save(plan.copies)
         for move in plan.moves:
             for buffers in self._buffers():
                 buffers.exchange(move.source, move.target, move.one_way)
         self._resize(plan.num_slots, plan.capacity)
+        self._load(plan.copies)
+
+    def _save(self, copies: PrefixCopies) -> None:
+        store = self._prefixes
+        store.drop(copies.drops)
+        for run in _runs(copies.saves):
+            store.save_blocks(run)
+        for state in copies.states:
+            store.save_state(state.state_id, state.slot)
+        named = [(save.block_id, save.file_name) for save in copies.saves]
+        named += [(state.state_id, state.file_name) for state in copies.states]
+        store.settle(i for i, _ in named)
+        if self._write_block is not None:
+            for i, file_name in named:
+                if file_name is not None:
+                    self._write_block(file_name, store.to_host(i))
+
+    def _load(self, copies: PrefixCopies) -> None:
+        for arrival in copies.arrivals:
+            self._prefixes.from_host(arrival.id, arrival.arrays)
+        for load in copies.loads:
+            self._prefixes.load_blocks(load.slot, load.start, load.pieces)
+            if load.state_id is not None:
+                self._prefixes.load_state(load.state_id, load.slot)
 
     def _resize(self, num_slots: int, capacity: int) -> None:
         if (num_slots, capacity) != self._shape:
@@ -147,6 +189,18 @@ class Runner:
         capacity = self._shape[1]
         fed = self._resting.catch_up(rows, hidden, next_ids, head_rows, capacity)
         return self._drafter.draft(*fed, capacity)
+
+
+def _runs(saves: Sequence[SaveCells]) -> list[list[SaveCells]]:
+    """Saves of neighbouring cells of one slot, together."""
+    runs: list[list[SaveCells]] = []
+    for save in saves:
+        last = runs[-1][-1] if runs else None
+        if last is not None and (last.slot, last.end) == (save.slot, save.start):
+            runs[-1].append(save)
+        else:
+            runs.append([save])
+    return runs
 
 
 def _collect(launched: _Launched) -> Iterator[RowResult]:

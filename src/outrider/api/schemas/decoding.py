@@ -42,6 +42,9 @@ class Decoding(Shape):
     ignore_eos: bool | None = Field(None, description="Extension")
     stop_token_ids: list[int] | None = Field(None, description="Extension")
     skip_special_tokens: bool | None = Field(None, description="Extension")
+    cache_salt: str | None = Field(
+        None, description="Extension: only requests of the same salt (and API key) share cached prefixes"
+    )
     draft_depth: int | Literal["auto"] | None = Field(
         None, description="Extension: drafts a step, 0..8; changes the speed, never the answer"
     )

@@ -118,7 +118,9 @@ class CountTokensRequest(ChatDecoding):
     thinking: ThinkingParam | None = None
     output_config: OutputConfig | None = None
 
-    cache_control: dict[str, Any] | None = Field(None, description="No effect: caching is automatic")
+    cache_control: dict[str, Any] | None = Field(
+        None, description="Caching is automatic: this has it counted"
+    )
     speed: str | None = Field(None, description="No effect: there is one speed")
     user_profile_id: str | None = Field(None, description="No effect")
     workspace_id: str | None = Field(None, description="No effect")

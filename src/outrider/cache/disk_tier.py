@@ -1,0 +1,184 @@
+"""The prefix cache's second tier: a thread that writes blocks to a folder and reads them back. No MLX.
+
+The engine thread hands over plain host arrays and never waits for the disk. Whatever goes wrong here costs a
+recomputation, never an answer: it is logged, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from outrider.cache.block_file import Arrays, BadFile, check_finite
+from outrider.cache.block_folder import BlockFolder
+
+log = logging.getLogger(__name__)
+
+MOST_QUEUED_BYTES = 256 << 20  # handed over and not written yet; what comes on top is not written
+PAUSE_S = 30.0  # after a write that failed
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a file held; None when it could not be used."""
+
+    name: str
+    arrays: Arrays | None
+
+
+@dataclass
+class DiskCounts:
+    """What happened, ever."""
+
+    written: int = 0
+    read: int = 0
+    refused: int = 0  # files that were not right and were removed
+    failed: int = 0  # writes that went wrong
+    skipped: int = 0  # not written: too much queued, writing paused, a read-only folder
+
+
+class DiskTier:
+    def __init__(self, folder: BlockFolder, queue_bytes: int = MOST_QUEUED_BYTES) -> None:
+        self.folder = folder
+        self.counts = DiskCounts()
+        self._queue_bytes = queue_bytes
+        self._paused_until_s = 0.0
+        self._lock = threading.Condition()
+        self._to_read: deque[str] = deque()
+        self._to_write: deque[tuple[str, Arrays]] = deque()
+        self._queued: dict[str, int] = {}  # names to be written, with their bytes
+        self._fetched: list[Fetched] = []
+        self._is_clearing = self._is_busy = self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name="outrider-prefix-disk", daemon=True)
+        self._thread.start()
+
+    # -- for the engine thread ---------------------------------------------------------------------------
+
+    def has(self, name: str) -> bool:
+        return self.folder.has(name)
+
+    def write(self, name: str, arrays: Arrays) -> bool:
+        """Hand a block over; False when it will not be written."""
+        num_bytes = sum(array.data.nbytes for array in arrays.values())
+        with self._lock:
+            is_off = self.folder.is_read_only or self._is_closed or time.monotonic() < self._paused_until_s
+            if is_off or sum(self._queued.values()) + num_bytes > self._queue_bytes:
+                self.counts.skipped += 1
+                return False
+            if name not in self._queued:
+                self._queued[name] = num_bytes
+                self._to_write.append((name, arrays))
+                self._lock.notify_all()
+        return True
+
+    def fetch(self, name: str) -> None:
+        """Ask for a file; `take_fetched` will name it, usable or not. Reads go before writes."""
+        with self._lock:
+            self._to_read.append(name)
+            self._lock.notify_all()
+
+    def take_fetched(self) -> list[Fetched]:
+        with self._lock:
+            fetched, self._fetched = self._fetched, []
+        return fetched
+
+    def wait_for_fetched(self, timeout_s: float) -> None:
+        """Until something was fetched, or this long."""
+        with self._lock:
+            self._lock.wait_for(lambda: bool(self._fetched), timeout_s)
+
+    def clear(self) -> None:
+        """Remove this model's files; what is queued is not written any more."""
+        with self._lock:
+            self._to_write.clear()
+            self._queued.clear()
+            self._is_clearing = True
+            self._lock.notify_all()
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Wait until all that was asked for is done; False if it takes longer."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._has_work and not self._is_busy, timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Finish what is queued, if that does not take too long."""
+        if not self.flush(timeout_s):
+            log.warning("prefix cache: %d blocks were not written in time", len(self._queued))
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
+        self._thread.join(timeout_s)
+
+    # -- on the disk thread ------------------------------------------------------------------------------
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._to_read or self._to_write or self._is_clearing)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._has_work or self._is_closed)
+                if self._is_closed:
+                    return
+                self._is_busy = True
+            try:
+                self._do_next()
+            except Exception:  # this thread is all there is
+                log.exception("prefix cache: the disk's thread failed and goes on")
+            with self._lock:
+                self._is_busy = False
+                self._lock.notify_all()
+
+    def _do_next(self) -> None:
+        with self._lock:
+            is_clearing, self._is_clearing = self._is_clearing, False
+            read = self._to_read.popleft() if self._to_read and not is_clearing else None
+            write = self._to_write.popleft() if self._to_write and not is_clearing and read is None else None
+        if is_clearing:
+            self.folder.remove_all()
+        elif read is not None:
+            self._read(read)
+        elif write is not None:
+            self._write(*write)
+
+    def _write(self, name: str, arrays: Arrays) -> None:
+        try:
+            check_finite(arrays)
+            if self.folder.write(name, arrays):
+                self.counts.written += 1
+            else:
+                self.counts.skipped += 1
+        except BadFile as error:
+            log.warning("prefix cache: a block is not written: %s", error)
+            self.counts.failed += 1
+        except OSError as error:
+            log.warning(
+                "prefix cache: cannot write to %s (%s); trying again in %.0f s",
+                self.folder.folder, error.strerror or error, PAUSE_S,
+            )  # fmt: skip
+            self.counts.failed += 1
+            self._paused_until_s = time.monotonic() + PAUSE_S
+        finally:
+            with self._lock:
+                self._queued.pop(name, None)
+
+    def _read(self, name: str) -> None:
+        arrays = None
+        try:
+            arrays = self.folder.read(name)
+            self.counts.read += 1
+        except FileNotFoundError:
+            pass  # another server has removed it
+        except BadFile as error:
+            log.warning("prefix cache: %s is removed: %s", self.folder.path(name), error)
+            self.counts.refused += 1
+            self.folder.remove(name)
+        except OSError as error:
+            log.warning("prefix cache: cannot read %s (%s)", self.folder.path(name), error.strerror or error)
+        with self._lock:
+            self._fetched.append(Fetched(name, arrays))
+            self._lock.notify_all()

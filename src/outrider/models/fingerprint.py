@@ -1,0 +1,49 @@
+"""A name for a model's very weights: files of another model, or of another head, must never pass for its own.
+
+Computed from the arrays as loaded (names, shapes, types, every word of them), so that a fine-tune, another
+quantisation or --dtype give another name. It guards against mix-ups, not against forgery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+CHUNK_WORDS = 1 << 24
+LENGTH = 24  # hex digits
+
+
+def fingerprint(modules: Iterable[nn.Module], *facts: object) -> str:
+    """Of these modules' weights, and of whatever else changes what they compute."""
+    digest = hashlib.sha256()
+    for module in modules:
+        digest.update(f"{type(module).__module__}.{type(module).__qualname__} {_settings(module)}\n".encode())
+        for name, array in sorted(dict(tree_flatten(module.parameters())).items()):
+            line = f"{name} {array.shape} {array.dtype} {_checksums(array)}\n"
+            digest.update(line.encode())
+    for fact in facts:
+        digest.update(f"{fact!r}\n".encode())
+    return digest.hexdigest()[:LENGTH]
+
+
+def _settings(module: nn.Module) -> str:
+    """What mlx-lm's models were built with: scales, rope, windows."""
+    return repr(getattr(module, "args", None))
+
+
+def _checksums(array: mx.array) -> list[int]:
+    """Of each stretch of the array: a sum of its words, each scrambled together with its place."""
+    words = mx.contiguous(array).reshape(-1).view(mx.uint8)
+    words = mx.pad(words, (0, -words.size % 4)).view(mx.uint32)
+    sums = []
+    for start in range(0, words.size, CHUNK_WORDS):
+        part = words[start : start + CHUNK_WORDS]
+        mixed = (part ^ (mx.arange(part.size, dtype=mx.uint32) * 2654435761)) * 2246822519
+        mixed = (mixed ^ (mixed >> 15)) * 3266489917
+        sums.append(mx.sum(mixed ^ (mixed >> 13)))
+    return np.array(mx.stack(sums)).tolist() if sums else []

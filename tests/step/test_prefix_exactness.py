@@ -1,0 +1,64 @@
+"""With a prefix cache every answer is what it is without one: see prefix_sessions."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from step.histories import world
+from step.prefix_sessions import SessionTally, play_session
+
+NUM_SESSIONS = {
+    "llama": 24,  # attention
+    "gemma3_text": 6,  # sliding windows
+    "gpt_oss": 4,
+    "deepseek_v3": 6,  # latent attention
+    "qwen3_5": 10,  # recurrent layers
+    "qwen3_next": 4,
+}
+
+
+def _play(family: str, seed: int, folder: Path) -> SessionTally:
+    try:
+        return play_session(world(family), seed, folder)
+    except Exception as error:
+        error.add_note(f"To play it again: OUTRIDER_SESSION={family}:{seed} pytest -s tests/step -k session")
+        raise
+
+
+@pytest.mark.parametrize("family", NUM_SESSIONS)
+def test_a_cached_prefix_never_changes_an_answer(family: str, tmp_path: Path) -> None:
+    tally = SessionTally()
+    for seed in range(NUM_SESSIONS[family]):
+        tally.add(_play(family, seed, tmp_path / str(seed)))
+    print(family, tally.summary())
+    assert tally.played.excused * 10_000 <= tally.played.tokens
+    assert tally.hit_cells > 20 * NUM_SESSIONS[family], "nothing counts unless the cache was used"
+    assert tally.evictions > 0
+    assert tally.restarts > NUM_SESSIONS[family]
+    assert tally.disk_reads > 0
+    if family == "llama":
+        assert tally.refused > 0
+        assert tally.played.cells > 0
+
+
+def test_one_session_again(tmp_path: Path) -> None:
+    named = os.environ.get("OUTRIDER_SESSION", "llama:0")
+    family, _, seed = named.partition(":")
+    print(_play(family, int(seed), tmp_path))
+
+
+@pytest.mark.soak
+def test_sessions_for_as_long_as_asked(tmp_path: Path) -> None:
+    seconds = float(os.environ.get("OUTRIDER_SOAK_SECONDS", "0"))
+    if not seconds:
+        pytest.skip("set OUTRIDER_SOAK_SECONDS")
+    end, seed, tally = time.monotonic() + seconds, 100_000, SessionTally()
+    while time.monotonic() < end:
+        for family in NUM_SESSIONS:
+            tally.add(_play(family, seed, tmp_path / f"{family}-{seed}"))
+        seed += 1
+    print(tally)
