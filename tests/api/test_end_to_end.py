@@ -301,9 +301,10 @@ def test_message(claude: anthropic.Anthropic, live: ServerProcess) -> None:
         final = stream.get_final_message()
     assert text == message.content[0].text
     assert final.usage.output_tokens == 12
-    assert final.usage.input_tokens == message.usage.input_tokens
     counted = claude.messages.count_tokens(model=live.model, messages=MESSAGES)
-    assert counted.input_tokens == message.usage.input_tokens
+    for usage in (message.usage, final.usage):  # the cached part of a prompt is counted apart
+        assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted.input_tokens
+    assert final.usage.cache_read_input_tokens, "the same prompt a moment ago"
 
 
 def test_tool_using_conversation(claude: anthropic.Anthropic, live: ServerProcess) -> None:
