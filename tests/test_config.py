@@ -33,6 +33,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "drafter": list(DRAFTERS),
     "auto_depth": ["auto", 0, 8],
     "page_size": [16, 256, 1000],
+    "picture_cache_bytes": [1, 256 << 20],
     "prefix_cache_bytes": [None, 0, 2**40],
     "prefix_cache_dir": [None, "somewhere"],
     "prefix_cache_disk_bytes": [1, 2**40],

@@ -61,7 +61,7 @@ class PromptMedia:
         """
         ids = list(prompt_ids)
         for piece in self.pieces:
-            own = -1 - int.from_bytes(hashlib.sha256(piece.key.encode()).digest()[:7], "big")
+            own = -1 - int.from_bytes(hashlib.sha256(piece.key.encode()).digest()[:16], "big")
             for cell in piece.cells.tolist():
                 ids[cell] = own
         return ids
