@@ -24,7 +24,7 @@ ROPE_THETA = 10000.0  # Hugging Face's, where a config does not say
 
 
 def text_classes(family: VisionFamily, path: Path) -> Any:
-    """For `mlx_lm.utils.load_model(get_model_classes=...)`, where mlx-lm does not know the checkpoint itself."""
+    """For `mlx_lm.utils.load_model(get_model_classes=...)`, where mlx-lm does not know the checkpoint."""
     if family.pictures != "tiles":
         return None
     names = {str(name) for file in path.glob("model*.safetensors") for name in mx.load(str(file))}
