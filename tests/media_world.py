@@ -72,7 +72,7 @@ def new_world(folder: Path, family: str) -> World:
     head = new_head(load(folder).trunk)
     (folder / "mtp").mkdir()
     weights = {f"mtp.{name}": array for name, array in tree_flatten(head.parameters())}
-    mx.save_safetensors(str(folder / "mtp" / "weights.safetensors"), weights)
+    mx.save_safetensors(str(folder / "mtp" / "weights.safetensors"), weights, {"format": "mlx"})
     return World(family, folder, model)
 
 

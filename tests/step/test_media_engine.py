@@ -16,6 +16,8 @@ from outrider import LLM
 from outrider.build import ModelChoice, build_engine
 from outrider.config import EngineConfig
 from outrider.engine.scheduler import SLACK
+from outrider.models.heads import HeadSpec, LoadedHead, new_head
+from outrider.models.mrope import share_sections
 from picture_files import noise
 
 
@@ -60,6 +62,26 @@ def test_the_head_is_fed_the_pictures_too(world: World) -> None:
             assert num_seen[0] == sum(piece.num_tokens for piece in prompt.media.pieces)
             drafts.append(np.array(next(one for one in made if one is not None)).tolist())
     assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize("is_chained", [True, False])
+def test_a_head_with_a_layer_for_each_depth_changes_nothing_either(
+    world: World, llm: LLM, is_chained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [world.prompt(llm, *case) for case in CASES[:2]]
+    expected = [tokens(llm, prompt, replace(GREEDY, draft_depth=0)) for prompt in prompts]
+
+    def deep_head(loaded: Any, *_: Any) -> LoadedHead:
+        layers = tuple(new_head(loaded.trunk, HeadSpec(is_chained=is_chained)) for _ in range(3))
+        for layer in layers:
+            share_sections(loaded.trunk.inner, layer)
+        return LoadedHead(layers, "random")
+
+    monkeypatch.setattr("outrider.build._load_head", deep_head)
+    for step_size in (5, 512):
+        with LLM(world.folder, drafter="mtp", max_rows=4, prefill_step_size=step_size) as other:
+            asked = [(prompt, replace(GREEDY, draft_depth=5)) for prompt in prompts]
+            assert [one.token_ids for one in answers(other, *asked)] == expected
 
 
 def test_a_preempted_media_row_goes_on_as_if_nothing_had_happened(world: World, llm: LLM) -> None:
