@@ -291,7 +291,7 @@ def test_a_picture_is_encoded_once_for_all_turns_and_requests(seeing: Seeing, mo
         (image("ftp://host/a"), "http"),
         (image("https://"), "host"),
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "audio"),
-        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAAIGZ0eXBpc29t"}}, "GIF"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAAIGZ0eXBpc29t"}}, "damaged"),
     ],
 )
 def test_a_picture_that_breaks_a_rule_is_a_400_that_says_so(
