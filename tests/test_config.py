@@ -20,6 +20,7 @@ REFUSED: dict[str, list[Any]] = {
     "drafter": [None, "", "MTP", "n-gram", True, 3, ["mtp"]],
     "auto_depth": [-1, 9, True, None, 2.0, "2", "automatic", math.nan],
     "page_size": [15, 0, -16, True, None, 16.0, "256"],
+    "picture_cache_bytes": [0, -1, True, None, 1e9],
     "prefix_cache_bytes": [-1, True, 1.5, "1GB"],
     "prefix_cache_dir": [3, True, Path("x")],
     "prefix_cache_disk_bytes": [0, -1, True, None, 1e9],
