@@ -198,3 +198,37 @@ def test_a_cancelled_media_request_leaves_nothing_held(world: World, llm: LLM) -
     tokens(llm, prompt)
     runner: Any = llm.engine._parts.runner
     assert runner.shelf.num_held == 0
+
+
+# -- cached prefixes -------------------------------------------------------------------------------------
+
+
+def test_a_second_turn_loads_the_picture_and_computes_what_is_new(world: World) -> None:
+    """Neither tower nor trunk works on a picture's cells again; another picture shares none of them."""
+    words = ("is this one ", " a thing that we have talked about before, and at some length? ")
+    again = (words[0], words[1] + "And what is it then?")
+    with LLM(world.folder, drafter="mtp", max_rows=2, prefix_cache_bytes=0) as plain:
+        expected = [
+            tokens(plain, world.prompt(plain, asked, [noise(40, 40, seed)]))
+            for asked, seed in ((words, 81), (again, 81), (again, 82))
+        ]
+    with LLM(world.folder, drafter="mtp", max_rows=2) as llm:
+        first, second, other = (
+            world.prompt(llm, asked, [noise(40, 40, seed)])
+            for asked, seed in ((words, 81), (again, 81), (again, 82))
+        )
+        assert second.ids == other.ids
+        found = [answers(llm, (first, GREEDY))[0]]
+        runner: Any = llm.engine._parts.runner
+        runner._tower.encode, encode = None, runner._tower.encode  # calling it would be an error
+        runner.shelf = type(runner.shelf)(1)  # and nothing is on the shelf
+        llm.engine._scheduler._shelf = runner.shelf
+        found.append(answers(llm, (second, GREEDY))[0])
+        runner._tower.encode = encode
+        found.append(answers(llm, (other, GREEDY))[0])
+    assert [one.token_ids for one in found] == expected
+    loaded = [one.stats.num_cached for one in found if one.stats is not None]
+    assert loaded[0] == 0
+    last_cell = int(second.media.pieces[-1].cells[-1])
+    assert loaded[1] > last_cell
+    assert loaded[2] < second.media.pieces[0].first
