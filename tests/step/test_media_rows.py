@@ -14,7 +14,9 @@ from mlx.utils import tree_flatten
 from media_world import CASES, GREEDY, HOT, NUM_TOKENS, TEXTS, World, answers, new_world, tokens
 from outrider import LLM, InvalidRequest, SamplingParams
 from outrider.models.loader import load
+from outrider.prompt_media import MediaPiece, PromptMedia
 from picture_files import noise
+from tiny_models import write_checkpoint
 from tiny_vision import FAMILIES, TILED, reference_logits, reference_tokens
 
 
@@ -116,10 +118,8 @@ def test_the_weights_are_held_once(world: World) -> None:
     assert not any("language" in name for name, _ in tree_flatten(loaded.vision.tower.model.parameters()))
 
 
-def test_a_text_engine_refuses_a_media_prompt(world: World, llm: LLM, tmp_path: Path) -> None:
-    from tiny_models import write_checkpoint
-
-    prompt = world.prompt(llm, *CASES[0])
+def test_a_text_engine_refuses_a_media_prompt(tmp_path: Path) -> None:
+    media = PromptMedia((MediaPiece("a", {}, np.array([1], np.int32)),))
     write_checkpoint(tmp_path, "llama")
     with LLM(tmp_path) as blind, pytest.raises(InvalidRequest, match="text only"):
-        blind.engine.submit([1, 2, 3], GREEDY, media=prompt.media)
+        blind.engine.submit([1, 2, 3], GREEDY, media=media)
