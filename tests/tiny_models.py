@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -652,21 +653,27 @@ def save_checkpoint(folder: Path, model: nn.Module, config: dict[str, Any]) -> N
     write_tokenizer(folder)
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of VOCAB_SIZE ids: the special tokens, then single ASCII characters."""
+def write_tokenizer(
+    folder: Path,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    template: str = CHAT_TEMPLATE,
+    **settings: Any,
+) -> None:
+    """A byte-level tokenizer: the special tokens, then single ASCII characters; VOCAB_SIZE ids or more."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     wanted = [symbol for symbol in alphabet if symbol.isascii()] + ["Ġ", "Ċ", "ĉ"]
-    symbols = [*SPECIAL_TOKENS, *wanted]
-    symbols += [s for s in alphabet if s not in symbols][: VOCAB_SIZE - len(symbols)]
+    symbols = [*special_tokens, *wanted]
+    symbols += [s for s in alphabet if s not in symbols][: max(0, VOCAB_SIZE - len(symbols))]
     tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": SPECIAL_TOKENS[END_ID],
-        "chat_template": CHAT_TEMPLATE,
+        "eos_token": special_tokens[END_ID],
+        "chat_template": template,
         "clean_up_tokenization_spaces": False,
+        **settings,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

@@ -23,6 +23,7 @@ from outrider.engine.engine import Engine, EngineObserver, EngineParts
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
 from outrider.models import heads, loader, machine
 from outrider.models.fingerprint import fingerprint
+from outrider.models.mrope import share_sections
 from outrider.models.shipped_head import shipped_head
 from outrider.request import Request
 from outrider.speculate import calibration, kept
@@ -79,8 +80,10 @@ def _parts(
     drafter = _drafter(config, head is not None)
     head = head if drafter == "mtp" else None
     disk = _prefix_disk(loaded, head, config)
-    runner = Runner(loaded.trunk, head, None if disk is None else disk.write)
-    trunk = loaded.trunk
+    trunk, vision = loaded.trunk, loaded.vision
+    tower = vision.tower if vision is not None else None
+    write_block = None if disk is None else disk.write
+    runner = Runner(trunk, head, write_block, tower, config.picture_cache_bytes)
     facts = ModelFacts(
         name=str(choice.model),
         vocab_size=trunk.vocab_size,
@@ -91,6 +94,8 @@ def _parts(
         head_layers=len(head.layers) if head is not None else 0,
         dtype=str(trunk.dtype).removeprefix("mlx.core."),
         device=machine.device_name(),
+        sees=vision is not None,
+        blind=loaded.blind,
     )
     budget, prefix_budget = _budgets(config)
     tokenizer = loaded.tokenizer
@@ -111,6 +116,7 @@ def _parts(
         keep_learnt,
         prefix_budget,
         disk,
+        vision.reader if vision is not None else None,
     )
 
 
@@ -206,7 +212,10 @@ def _load_head(
         source = heads.locate(loaded.path) or shipped_head(loaded.path)
     if source is not None:
         try:
-            return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config)
+            head = heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config)
+            for layer in head.layers:
+                share_sections(loaded.trunk.inner, layer)
+            return head
         except heads.UnknownHead as error:
             if choice.head is not None or config.drafter == "mtp":
                 raise

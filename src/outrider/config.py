@@ -32,10 +32,12 @@ class EngineConfig:
     prefix_cache_bytes: int | None = None  # beside the rows' budget; None: a share of the same; 0: off
     prefix_cache_dir: str | None = None  # where prefixes outlive the process; None: nowhere
     prefix_cache_disk_bytes: int = 16 << 30
+    picture_cache_bytes: int = 256 << 20  # for embeddings of pictures, beside the caches
 
     def __post_init__(self) -> None:
         _at_least("max_rows", self.max_rows, 1)
         _at_least("page_size", self.page_size, 16)
+        _at_least("picture_cache_bytes", self.picture_cache_bytes, 1)
         if self.prefill_step_size is not None:
             _at_least("prefill_step_size", self.prefill_step_size, 1)
         if self.max_context is not None:

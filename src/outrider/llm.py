@@ -13,6 +13,7 @@ from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine import Engine
 from outrider.engine.outbox import Outbox
 from outrider.engine.sequence import Delta, FinishReason, Stats
+from outrider.llm_pictures import EncodedPrompt, encode_with_pictures, take_pictures
 from outrider.plan import TokenLogprobs
 from outrider.request import InvalidRequest, SamplingParams
 
@@ -123,7 +124,11 @@ class LLM:
     ) -> list[Completion]: ...
 
     def chat(self, messages: Any, params: Any = None) -> Any:
-        """Answer one conversation, or several together, through the model's chat template."""
+        """Answer one conversation, or several together, through the model's chat template.
+
+        For a vision model a message's content may be a list of parts: {"type": "text", "text": ...} and
+        {"type": "image", "image": array, Pillow image, bytes, file or data URL}.
+        """
         if messages and isinstance(messages[0], Mapping):
             return self._answer([self._render(messages)], params, False)[0]
         return self._answer([self._render(conversation) for conversation in messages], params, False)
@@ -151,42 +156,50 @@ class LLM:
 
     def _answer(
         self,
-        prompts: list[tuple[int, ...]],
+        prompts: list[EncodedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         continues_prompt: bool,
     ) -> list[Completion]:
         each = _params_for_each(params, len(prompts))
-        for prompt_ids, one in zip(prompts, each, strict=True):
-            self.engine.check(prompt_ids, one)
+        for prompt, one in zip(prompts, each, strict=True):
+            self.engine.check(prompt.ids, one)
         started = []
         try:
-            for prompt_ids, one in zip(prompts, each, strict=True):
-                started.append(self.engine.submit(prompt_ids, one, continues_prompt=continues_prompt))
+            for prompt, one in zip(prompts, each, strict=True):
+                started.append(self._submit(prompt, one, continues_prompt))
             return [
-                _completion(prompt_ids, one, outbox)
-                for prompt_ids, one, (_, outbox) in zip(prompts, each, started, strict=True)
+                _completion(prompt.ids, one, outbox)
+                for prompt, one, (_, outbox) in zip(prompts, each, started, strict=True)
             ]
         except BaseException:
             for request_id, _ in started:
                 self.engine.cancel(request_id)
             raise
 
-    def _stream(
-        self, prompt_ids: tuple[int, ...], params: SamplingParams, continues_prompt: bool
-    ) -> DeltaStream:
-        started = self.engine.submit(prompt_ids, params, continues_prompt=continues_prompt)
-        return DeltaStream(self.engine, *started)
+    def _stream(self, prompt: EncodedPrompt, params: SamplingParams, continues_prompt: bool) -> DeltaStream:
+        return DeltaStream(self.engine, *self._submit(prompt, params, continues_prompt))
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+    def _submit(
+        self, prompt: EncodedPrompt, params: SamplingParams, continues_prompt: bool
+    ) -> tuple[str, Outbox]:
+        return self.engine.submit(prompt.ids, params, continues_prompt=continues_prompt, media=prompt.media)
 
-    def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+        return EncodedPrompt(
+            tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        )
+
+    def _render(self, messages: Sequence[Message]) -> EncodedPrompt:
         if not getattr(self.tokenizer, "has_chat_template", True):
             raise InvalidRequest("this model has no chat template: use generate with a prompt instead")
-        ids = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
-        )
-        return tuple(ids)
+        plain, pictures = take_pictures(messages)
+        if not pictures:
+            ids = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+            return EncodedPrompt(tuple(ids))
+        if self.engine.reader is None:
+            raise InvalidRequest(self.engine.facts.blind or "this model reads text only, not pictures")
+        text = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        return encode_with_pictures(self.engine.reader, self.tokenizer, text, pictures)
 
 
 def default_model() -> Path:

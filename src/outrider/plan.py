@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outrider.host_array import HostArray
+from outrider.prompt_media import PromptMedia
 from outrider.request import SamplingParams
 
 
@@ -113,6 +114,8 @@ class RowPlan:
     head_start: int | None = None  # cells that the head has been fed; None: as many as the trunk
     rests: bool = False  # the head will follow later: keep what it is to be fed
     masks: np.ndarray | None = None  # [1 + num_drafts, words] bits of the tokens that a grammar allows
+    media: PromptMedia | None = None  # a prompt's pictures, while it is read
+    position_delta: int = 0  # what is added to a cell's number to get its position, after the prompt
 
     @property
     def picks(self) -> bool:

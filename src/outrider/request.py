@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from outrider.prompt_media import PromptMedia
+
 MAX_DEPTH = 8
 MAX_TOP_LOGPROBS = 20
 
@@ -104,6 +106,7 @@ class Request:
     continues_prompt: bool = (
         True  # the answer's text goes on from the prompt's; False: it stands alone (chat)
     )
+    media: PromptMedia | None = None  # the prompt's pictures
     prompt_keys: tuple[int, ...] | None = None  # for the prefix cache, where a prompt is not just its tokens
 
     def __post_init__(self) -> None:

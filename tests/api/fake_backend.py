@@ -85,6 +85,9 @@ class FakeBackend:
     completions: list[tuple[str | Sequence[int], SamplingParams]] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
 
+    async def with_pictures(self, request: ChatRequest) -> ChatRequest:
+        return request
+
     async def start(self, request: ChatRequest) -> FakeStream:
         self.requests.append(request)
         return self._stream(request)

@@ -16,6 +16,7 @@ from outrider.engine.prefix_cache import LEAST_LOADED, PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.plan import RowPlan, StepPlan
+from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams
 from outrider.speculate.controller import DepthController
 from outrider.speculate.drafter import Drafter
@@ -72,6 +73,7 @@ class Harness:
         prefix_bytes: int | None = None,
         block_size: int = 4,
         least_loaded: int = LEAST_LOADED,
+        shelf: Any = None,
     ) -> None:
         self.geometry = geometry or CacheGeometry(bytes_per_cell=1, page_size=PAGE)
         self.budget_bytes = budget_bytes or 10**9
@@ -81,7 +83,7 @@ class Harness:
         self.prefix = (
             None if prefix_bytes is None else self._prefix_cache(prefix_bytes, block_size, least_loaded)
         )
-        self.scheduler = Scheduler(config, self.geometry, self.budget_bytes, controller, self.prefix)
+        self.scheduler = Scheduler(config, self.geometry, self.budget_bytes, controller, self.prefix, shelf)
         self.runner = FakeRunner(self.geometry, seed)
         self.live: dict[int, Sequence] = {}
         self.sequences: list[Sequence] = []
@@ -112,6 +114,7 @@ class Harness:
         is_auto: bool = False,
         salt: str = "",
         keys: Tokens[int] | None = None,
+        media: PromptMedia | None = None,
     ) -> Sequence:
         """Queue a request; a number stands for a prompt of that length. Without a drafter the head drafts.
 
@@ -133,7 +136,11 @@ class Harness:
         sequence = Sequence(
             id=sequence_id,
             request=Request(
-                f"r{sequence_id}", tuple(prompt), params, prompt_keys=None if keys is None else tuple(keys)
+                f"r{sequence_id}",
+                tuple(prompt),
+                params,
+                media=media,
+                prompt_keys=None if keys is None else tuple(keys),
             ),
             text=FakeText(stop_token, raises_at),
             stop_ids=frozenset(stop_ids),
@@ -163,7 +170,8 @@ class Harness:
         plan = self.scheduler.plan()
         self._check_plan(plan)
         if plan is None:
-            self.runner.reset()
+            if not self.live:
+                self.runner.reset()
             return None
         self.num_steps += 1
         try:
@@ -264,15 +272,15 @@ class Harness:
         if not self.live:
             assert not rows_of(plan), "rows where nobody lives"
             return
-        assert rows_of(plan), "nothing done where there is something to do"
-        assert plan is not None
+        waits = self.scheduler.next_piece() is not None
+        assert rows_of(plan) or waits, "nothing done where there is something to do"
         inside = [s.id for s in self.live.values() if s.slot is not None]
         outside = [s.id for s in self.live.values() if s.slot is None]
         assert max(inside) < min(outside, default=10**9), "a younger one went first"
         is_trial = any(self.live[i].failures for i in inside)
         rows = rows_of(plan)
         if is_trial:
-            assert len(rows) == 1, "a suspect in company"
+            assert len(rows) <= 1, "a suspect in company"
         decoding = [row for row in rows if self.live[row.sequence_id].is_decoding]
         if not is_trial:
             assert [row.slot for row in decoding] == list(range(len(decoding))), "gaps between decoding rows"

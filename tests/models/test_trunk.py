@@ -88,7 +88,7 @@ def test_one_position_for_all_rows_makes_the_short_row_drift(
 
     def with_the_longest_start(self: Placement, *args: object, **named: object) -> None:
         init(self, *args, **named)  # type: ignore[arg-type]
-        self.offset = mx.broadcast_to(self.offset.max(), self.offset.shape)
+        self.positions = mx.broadcast_to(self.offset.max(), self.offset.shape)
 
     monkeypatch.setattr(Placement, "__init__", with_the_longest_start)
     longest, shortest = _errors(model, _step(rows))

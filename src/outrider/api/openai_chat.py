@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from outrider.api import sse
 from outrider.api.answers import Answers, failure_message, is_failure, raise_if_failed
+from outrider.api.backend import EventStream
 from outrider.api.body import JsonRoute, check_extra
 from outrider.api.chat_input import chat_request
 from outrider.api.context import ServerContext
@@ -62,10 +63,15 @@ class ChatCompletions:
 
     async def _start(self, body: ChatCompletionRequest) -> Answers:
         request = chat_request(body, self._context.settings.max_tokens)
-        starts = [
-            partial(self._context.backend.start, _choice_request(request, i)) for i in range(body.n or 1)
-        ]
-        return await self._context.desk.start("chat", starts)
+        backend = self._context.backend
+        loaded: list[ChatRequest] = []  # once for all choices, which start one after the other
+
+        async def start(choice: int) -> EventStream:
+            if not loaded:
+                loaded.append(await backend.with_pictures(request))
+            return await backend.start(_choice_request(loaded[0], choice))
+
+        return await self._context.desk.start("chat", [partial(start, i) for i in range(body.n or 1)])
 
     def _envelope(self, body: ChatCompletionRequest) -> dict[str, Any]:
         envelope: dict[str, Any] = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.api.sse import to_json
-from outrider.chat.conversation import MediaPart, Message
+from outrider.chat.conversation import MediaPart, Message, TextPart
 
 MESSAGE_OVERHEAD_BYTES = 200
 
@@ -68,9 +68,8 @@ def _size(stored: StoredResponse) -> int:
 def _messages_size(messages: Sequence[Message]) -> int:
     size = 0
     for message in messages:
-        parts = sum(
-            len(part.source) if isinstance(part, MediaPart) else len(part.text) for part in message.content
-        )
+        parts = sum(len(part.source) for part in message.content if isinstance(part, MediaPart))
+        parts += sum(len(part.text) for part in message.content if isinstance(part, TextPart))
         calls = sum(len(call.arguments) + len(call.name) for call in message.tool_calls)
         size += MESSAGE_OVERHEAD_BYTES + parts + calls + len(message.reasoning or "")
     return size

@@ -40,6 +40,16 @@ class KVSpec:
         return 0
 
 
+@dataclass(frozen=True)
+class GridPositions:
+    """Three positions a token (time, row, column), for prompts with pictures: see models/mrope."""
+
+    grid: mx.array  # int32 [3, rows, width]
+
+
+Positions = mx.array | GridPositions  # an offset a row [rows], or every token's own
+
+
 class RaggedKV:
     """The buffers of one layer."""
 
@@ -80,11 +90,14 @@ class Placement:
         end: int,
         capacity: int,
         any_new: bool = True,
+        positions: Positions | None = None,
     ) -> None:
         if end > capacity:
             raise ValueError(f"a row would need {end} cells where the buffers have {capacity}")
         self.offset = starts  # [rows]
         self.any_new = any_new  # whether a row may start at 0, with what another left in its slot
+        self.positions = starts if positions is None else positions  # what rope is given
+        self.added: Sequence[mx.array] = ()  # [rows, width, hidden] to be added after the first layers
         self.capacity = capacity
         self.num_seen = min(capacity, -(-end // VIEW_STEP) * VIEW_STEP)
         self.slots = slots
@@ -124,7 +137,12 @@ class LayerView:
     def __init__(self, kv: RaggedKV, placement: Placement) -> None:
         self._kv = kv
         self._placement = placement
-        self.offset = placement.offset
+        self.offset: Positions = placement.positions
+
+    @property
+    def added(self) -> Sequence[mx.array]:
+        """What pictures add to the hidden states: see models/deepstack."""
+        return self._placement.added
 
     @property
     def keys(self) -> mx.array:

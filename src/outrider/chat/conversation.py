@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outrider.media.reading import ReadPicture
 from outrider.request import Grammar, SamplingParams
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -18,13 +19,20 @@ class TextPart:
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A picture, video or sound as the client named it; text-only models refuse it."""
+    """A picture, video or sound as the client named it."""
 
     kind: Literal["image", "video", "audio"]
     source: str  # a data: URL, an http(s) URL or a file: URL
 
 
-Part = TextPart | MediaPart
+@dataclass(frozen=True, eq=False)
+class PicturePart:
+    """What a MediaPart becomes once it is loaded: a picture, or the frames of a video."""
+
+    pictures: tuple[ReadPicture, ...]
+
+
+Part = TextPart | MediaPart | PicturePart
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,10 @@ class Message:
     def text(self) -> str:
         """Its text parts, a line each."""
         return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def pictures(self) -> tuple[PicturePart, ...]:
+        return tuple(part for part in self.content if isinstance(part, PicturePart))
 
 
 @dataclass(frozen=True)

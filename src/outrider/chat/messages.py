@@ -99,6 +99,22 @@ def forget_reasoning(messages: Conversation) -> Conversation:
     return [replace(message, reasoning=None) for message in messages]
 
 
+def show_results(messages: Conversation) -> Conversation:
+    """Pictures among tool results come after them, from the user, for templates that would drop them."""
+    shown: Conversation = []
+    held: list[Part] = []
+    for message in messages:
+        if held and message.role != "tool":
+            shown.append(Message("user", tuple(held)))
+            held = []
+        if message.role == "tool" and message.pictures:
+            held += message.pictures
+            texts = tuple(part for part in message.content if isinstance(part, TextPart))
+            message = replace(message, content=texts or (TextPart("(a picture)"),))
+        shown.append(message)
+    return [*shown, Message("user", tuple(held))] if held else shown
+
+
 def write_out_calls(messages: Conversation) -> Conversation:
     """Calls and results as text, for templates that know neither."""
     return merge_neighbours(calls_as_text(messages))
@@ -121,6 +137,7 @@ RULES: tuple[Callable[[Conversation], Conversation], ...] = (
     shorten_call_ids,
     separate_calls,
     forget_reasoning,
+    show_results,
     write_out_calls,
     fold_system,
 )

@@ -17,6 +17,7 @@ from outrider.chat.formats import DEFAULT_TOOL_FORMAT, detect
 from outrider.chat.formats.tool_format import Toolbox
 from outrider.chat.grammars import Constraint, Thinking, constraint_for
 from outrider.chat.output_parser import OutputParser, new_splitter
+from outrider.chat.pictures import Pictures
 from outrider.chat.pieces import PlainSplitter
 from outrider.chat.reasoning_splitter import ends_outside, starts_inside
 from outrider.chat.stream import ChatStream, Prepared
@@ -32,19 +33,33 @@ T = TypeVar("T")
 class ChatService:
     """One model's chat: `start` an answer, `complete` a bare prompt, `count_tokens`."""
 
-    def __init__(self, engine: AsyncEngine, tokenizer: Any, model_name: str) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: Any,
+        model_name: str,
+        pictures: Pictures | None = None,
+        blind: str | None = None,
+    ) -> None:
+        """`pictures`: of a model that reads them. `blind`: why a vision model does not."""
         self.model_name = model_name
         self._engine = engine
         self._vocabulary = Vocabulary(tokenizer)
         tool_format, self._reasoning = detect(template_source(tokenizer), tokenizer)
         self._tool_format = tool_format or DEFAULT_TOOL_FORMAT
         spared = self._reasoning.markers if self._reasoning is not None else ()
-        self._template = ChatTemplate(tokenizer, self._vocabulary, spared)
+        self._pictures = pictures
+        placeholder = pictures.placeholder if pictures is not None else None
+        self._template = ChatTemplate(tokenizer, self._vocabulary, spared, placeholder, blind)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-chat")
 
     async def start(self, request: ChatRequest) -> ChatStream:
         """Queue a conversation. Raises InvalidRequest, before anything is queued, if it cannot be served."""
-        return self._stream(await self._off_loop(self._prepare, request))
+        return self._stream(await self._off_loop(self._prepare, await self.with_pictures(request)))
+
+    async def with_pictures(self, request: ChatRequest) -> ChatRequest:
+        """The request with its pictures loaded, so that several answers load them once."""
+        return request if self._pictures is None else await self._pictures.load(request)
 
     async def complete(self, prompt: str | Sequence[int], params: SamplingParams) -> ChatStream:
         """Queue a bare prompt. Its stream has text, logprobs and the end."""
@@ -52,11 +67,13 @@ class ChatService:
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """How many tokens the request's prompt has."""
-        return len((await self._off_loop(self._render, request)).ids)
+        return len((await self._off_loop(self._render, await self.with_pictures(request))).ids)
 
     def close(self) -> None:
         """Let the service's thread end. The engine is not closed."""
         self._thread.shutdown(wait=False)
+        if self._pictures is not None:
+            self._pictures.close()
 
     def _stream(self, prepared: Prepared) -> ChatStream:
         return ChatStream(self._engine, prepared, self._count)
@@ -79,11 +96,11 @@ class ChatService:
             prompt_ids += tuple(self._vocabulary.encode(self._reasoning.opening))
             thinking = "inside"
         params = self._params(request, tools, constraint)
+        media = self._pictures.place(prompt_ids, rendered.pictures) if self._pictures is not None else None
         self._engine.engine.check(prompt_ids, params)  # compiles the grammar: here, not on the event loop
         parser = self._parser(request, tools, constraint, is_inside=thinking == "inside")
-        return Prepared(
-            prompt_ids, params, parser, bool(request.template_kwargs.get("continue_final_message"))
-        )
+        continues = bool(request.template_kwargs.get("continue_final_message"))
+        return Prepared(prompt_ids, params, parser, continues, media)
 
     def _prepare_prompt(self, prompt: str | Sequence[int], params: SamplingParams) -> Prepared:
         prompt_ids = tuple(self._vocabulary.encode_prompt(prompt) if isinstance(prompt, str) else prompt)

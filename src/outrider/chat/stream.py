@@ -9,6 +9,7 @@ from outrider.chat.events import ChatEvent, Finished, FinishedReason, Logprobs, 
 from outrider.chat.output_parser import OutputParser
 from outrider.engine.async_engine import AsyncEngine, AsyncStream
 from outrider.engine.sequence import Delta, Stats
+from outrider.prompt_media import PromptMedia
 from outrider.request import SamplingParams
 
 CountTokens = Callable[[str], Awaitable[int]]
@@ -22,6 +23,7 @@ class Prepared:
     params: SamplingParams
     parser: OutputParser
     continues_prompt: bool  # the answer's text goes on from the prompt's
+    media: PromptMedia | None = None  # the prompt's pictures
 
 
 class ChatStream:
@@ -33,7 +35,10 @@ class ChatStream:
     def __init__(self, engine: AsyncEngine, prepared: Prepared, count_tokens: CountTokens) -> None:
         self.prompt_ids = prepared.prompt_ids
         self._deltas = engine.submit(
-            prepared.prompt_ids, prepared.params, continues_prompt=prepared.continues_prompt
+            prepared.prompt_ids,
+            prepared.params,
+            continues_prompt=prepared.continues_prompt,
+            media=prepared.media,
         )
         # The generator does not hold the stream, so it ends, and the request too, when the stream is dropped.
         self._events = _read(engine, self._deltas, prepared, count_tokens)

@@ -9,17 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from jinja2 import Environment, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
-from outrider.chat.conversation import MediaPart, Message, Tool, ToolCall
+from outrider.chat.conversation import MediaPart, Message, PicturePart, TextPart, Tool, ToolCall
 from outrider.chat.guard import Guard
 from outrider.chat.json_text import loads
 from outrider.chat.messages import names_of_calls, variants
 from outrider.chat.vocabulary import Vocabulary
+from outrider.media.reading import ReadPicture
 from outrider.request import InvalidRequest
 
 # What the template gets from us, or what would let a client do more than fill in a template.
@@ -41,6 +42,8 @@ RESERVED = frozenset(
     }
 )
 
+PROBE = "outrider"  # what a message says when a template is tried out
+
 ArgumentsAs = Literal["mapping", "text"]
 
 
@@ -48,13 +51,27 @@ ArgumentsAs = Literal["mapping", "text"]
 class Rendered:
     ids: tuple[int, ...]
     text: str
+    pictures: tuple[ReadPicture, ...] = ()  # in the order in which the prompt shows them
 
 
 class ChatTemplate:
-    """`spared`: special tokens that an assistant's turns may hold, since the template looks for them."""
+    """`spared`: special tokens that an assistant's turns may hold, since the template looks for them.
 
-    def __init__(self, tokenizer: Any, vocabulary: Vocabulary, spared: Sequence[str] = ()) -> None:
+    `placeholder`: what the template writes for a picture; None for a model that reads text only, with the
+    reason in `blind` where it could read them elsewhere.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocabulary: Vocabulary,
+        spared: Sequence[str] = (),
+        placeholder: str | None = None,
+        blind: str | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._placeholder = placeholder
+        self._blind = blind
         self._vocabulary = vocabulary
         self.source = template_source(tokenizer)
         self._exists = bool(self.source) or bool(getattr(tokenizer, "has_chat_template", False))
@@ -67,6 +84,22 @@ class ChatTemplate:
     def mentions_tools(self) -> bool:
         """A template that is not Jinja is a model's own code, which knows its tools."""
         return not self.source or "tools" in _variables(self.source)
+
+    @cached_property
+    def _takes_lists_only(self) -> bool:
+        """Some vision templates look for parts and would drop a message that is a string."""
+        if self._placeholder is None:
+            return False
+        lists = [{"type": "text", "text": PROBE}]
+        return not self._shows(PROBE) and self._shows(lists)
+
+    def _shows(self, content: Any) -> bool:
+        try:
+            return PROBE in self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False
+            )
+        except Exception:  # a template raises what it likes
+            return False
 
     @property
     def has_thinking_switch(self) -> bool:
@@ -105,7 +138,7 @@ class ChatTemplate:
         settings: Mapping[str, Any],
         arguments_as: ArgumentsAs,
     ) -> Rendered:
-        dicts = _as_dicts(messages, arguments_as)
+        dicts = _as_dicts(messages, arguments_as, self._takes_lists_only)
         described = [_tool_dict(tool) for tool in tools]
         guard = Guard(self._guarded, [dicts, described, dict(settings)])
         text = self._tokenizer.apply_chat_template(
@@ -114,7 +147,18 @@ class ChatTemplate:
             tokenize=False,
             **guard.marked(settings),
         )
-        return Rendered(tuple(guard.encode(text, self._vocabulary.encode)), guard.unmarked(text))
+        pictures = tuple(p for message in messages for part in message.pictures for p in part.pictures)
+        text = self._with_pictures(text, pictures)
+        return Rendered(tuple(guard.encode(text, self._vocabulary.encode)), guard.unmarked(text), pictures)
+
+    def _with_pictures(self, text: str, pictures: Sequence[ReadPicture]) -> str:
+        """What the model wants to read for each picture, where the template says that there is one."""
+        if not pictures or self._placeholder is None:
+            return text
+        between = text.split(self._placeholder)
+        if len(between) != len(pictures) + 1:
+            raise ValueError(f"{len(pictures)} pictures were to be shown, and {len(between) - 1} were")
+        return between[0] + "".join(p.text + t for p, t in zip(pictures, between[1:], strict=True))
 
     def _settings(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         refused = RESERVED & kwargs.keys()
@@ -130,9 +174,12 @@ class ChatTemplate:
             raise InvalidRequest("this model has no chat template: use plain completions instead")
         if not messages:
             raise InvalidRequest("messages is empty: there must be at least one")
-        media = [p.kind for message in messages for p in message.content if isinstance(p, MediaPart)]
-        if media:
-            raise InvalidRequest(f"this model reads text only, and a message holds {_article(media[0])}")
+        parts = [part for message in messages for part in message.content]
+        media = [part.kind for part in parts if isinstance(part, MediaPart)]
+        if media or (self._placeholder is None and any(isinstance(part, PicturePart) for part in parts)):
+            kind = media[0] if media else "image"
+            reason = f" ({self._blind})" if self._blind else ""
+            raise InvalidRequest(f"this model reads text only{reason}, and a message holds {_article(kind)}")
 
 
 @lru_cache(maxsize=8)
@@ -163,7 +210,8 @@ def _candidates(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message]
 
 def _keeps(text: str, messages: Sequence[Message], arguments_as: ArgumentsAs) -> bool:
     """Whether a rendering holds what the system said, and arguments as JSON rather than as Python."""
-    if any(m.role == "system" and m.text.strip() not in text for m in messages):
+    system = [part for m in messages if m.role == "system" for part in m.content]
+    if any(isinstance(part, TextPart) and part.text.strip() not in text for part in system):
         return False
     if arguments_as == "text":
         return True
@@ -171,13 +219,18 @@ def _keeps(text: str, messages: Sequence[Message], arguments_as: ArgumentsAs) ->
     return not any("'" in str(mapping) and str(mapping) in text for mapping in mappings)
 
 
-def _as_dicts(messages: Sequence[Message], arguments_as: ArgumentsAs) -> list[dict[str, Any]]:
+def _as_dicts(
+    messages: Sequence[Message], arguments_as: ArgumentsAs, as_lists: bool = False
+) -> list[dict[str, Any]]:
     names = names_of_calls(messages)
-    return [_as_dict(message, names, arguments_as) for message in messages]
+    return [_as_dict(message, names, arguments_as, as_lists) for message in messages]
 
 
-def _as_dict(message: Message, names: Mapping[str, str], arguments_as: ArgumentsAs) -> dict[str, Any]:
-    written: dict[str, Any] = {"role": message.role, "content": message.text}
+def _as_dict(
+    message: Message, names: Mapping[str, str], arguments_as: ArgumentsAs, as_lists: bool
+) -> dict[str, Any]:
+    content: Any = _content_list(message) if as_lists or message.pictures else message.text
+    written: dict[str, Any] = {"role": message.role, "content": content}
     name = message.name
     if message.role == "tool" and message.tool_call_id is not None:
         written["tool_call_id"] = message.tool_call_id
@@ -189,6 +242,16 @@ def _as_dict(message: Message, names: Mapping[str, str], arguments_as: Arguments
     if message.tool_calls:
         written["tool_calls"] = [_call_dict(call, arguments_as) for call in message.tool_calls]
     return written
+
+
+def _content_list(message: Message) -> list[dict[str, str]]:
+    listed: list[dict[str, str]] = []
+    for part in message.content:
+        if isinstance(part, TextPart):
+            listed.append({"type": "text", "text": part.text})
+        elif isinstance(part, PicturePart):
+            listed += [{"type": "image"}] * len(part.pictures)
+    return listed or [{"type": "text", "text": ""}]
 
 
 def _call_dict(call: ToolCall, arguments_as: ArgumentsAs) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def calls_as_text(messages: Sequence[Message]) -> list[Message]:
 def _in_words(message: Message) -> Message:
     if message.role == "tool":
         text = f"<tool_response>\n{message.text}\n</tool_response>"
-        return Message("user", (TextPart(text),))
+        return Message("user", (TextPart(text), *message.pictures))
     if not message.tool_calls:
         return message
     said = [message.text] if message.text else []

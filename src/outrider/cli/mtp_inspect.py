@@ -159,8 +159,8 @@ def _measure(folder: Path, head: HeadFiles, args: argparse.Namespace) -> dict[st
 
 def _ids(llm: LLM, prompt: str) -> tuple[int, ...]:
     if llm.tokenizer.has_chat_template:
-        return llm._render([{"role": "user", "content": prompt}])
-    return llm._encode(prompt)
+        return llm._render([{"role": "user", "content": prompt}]).ids
+    return llm._encode(prompt).ids
 
 
 def _acceptance(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from outrider.api.app import Server
     from outrider.api.settings import ServerSettings
     from outrider.engine.engine import Engine
+    from outrider.media.limits import MediaLimits
 
 DESCRIPTION = """Serves a model over OpenAI's and Anthropic's HTTP APIs.
 
@@ -45,6 +46,7 @@ def run_serve(args: argparse.Namespace) -> int:
         print(note, file=sys.stderr)
     config = engine_config(options)
     _settings(options, ("model",))  # what is wrong with them is said before anything is loaded
+    media_limits(options)
     with _listening_socket(options["host"], options["port"]) as listener:
         return _serve(options, config, listener)
 
@@ -72,6 +74,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         prefix_cache_bytes=0 if options["no_prefix_cache"] else options["prefix_cache_bytes"],
         prefix_cache_dir=options["prefix_cache_dir"],
         prefix_cache_disk_bytes=options["prefix_cache_disk_bytes"],
+        picture_cache_bytes=options["picture_cache"],
         **depth,
     )
 
@@ -113,6 +116,21 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
     )
 
 
+def media_limits(options: dict[str, Any]) -> MediaLimits:
+    from outrider.media.limits import MediaLimits
+
+    return MediaLimits(
+        max_image_bytes=options["max_image_bytes"],
+        max_image_pixels=options["max_image_pixels"],
+        max_images=options["max_images"],
+        max_frames=options["max_frames"],
+        fetch_total_s=options["fetch_timeout"],
+        fetch_timeout_s=min(options["fetch_timeout"], 10.0),
+        allow_private_urls=options["allow_private_urls"],
+        local_folder=options["allow_local_media"],
+    )
+
+
 def model_name(model: str | Path) -> str:
     """A Hugging Face id as it is; a folder or file by its last part."""
     path = Path(model).expanduser()
@@ -125,6 +143,7 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
     from outrider.api.app import create_server
     from outrider.api.metrics import Metrics
     from outrider.build import ModelChoice, build_engine
+    from outrider.chat.pictures import Pictures
     from outrider.chat.service import ChatService
     from outrider.cli.banner import banner
     from outrider.cli.loading import loading_bar
@@ -141,7 +160,9 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
     try:
         _check_drafter(options, engine)
         async_engine = AsyncEngine(engine)
-        service = ChatService(async_engine, tokenizer, settings.model_name)
+        reader = engine.reader
+        pictures = Pictures(reader, media_limits(options)) if reader is not None else None
+        service = ChatService(async_engine, tokenizer, settings.model_name, pictures, engine.facts.blind)
         server = create_server(
             service,
             engine.facts,

@@ -148,6 +148,18 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("prefix-cache-disk-bytes", "most that folder may hold (16GiB)", size_bytes, 16 << 30, "SIZE"),
         Option("no-prefix-cache", "compute every prompt from its beginning", is_switch=True),
     ),
+    "pictures": (
+        Option("max-image-bytes", "largest picture, as sent (20MiB)", size_bytes, 20 << 20, "SIZE"),
+        Option("max-image-pixels", "most pixels of a picture (33554432)", whole_number, 32 << 20, "N"),
+        Option(
+            "max-images", "most pictures in a request, frames of videos included (16)", whole_number, 16, "N"
+        ),
+        Option("max-frames", "most frames taken from a video (8)", whole_number, 8, "N"),
+        Option("fetch-timeout", "seconds for fetching a request's pictures (30)", seconds, 30.0, "S"),
+        Option("allow-local-media", "folder that file: URLs may read from (none)", metavar="DIR"),
+        Option("allow-private-urls", "fetch pictures from private addresses too", is_switch=True),
+        Option("picture-cache", "for embeddings of pictures seen (256MiB)", size_bytes, 256 << 20, "SIZE"),
+    ),
     "requests": (
         Option(
             "max-tokens",
@@ -179,7 +191,7 @@ NOTES: dict[str, tuple[bool, str]] = {
     "use-paged-cache": (False, "caches always grow by pages"),
     "enable-prefix-caching": (False, "prefixes are always cached"),
     "enable-metrics": (False, "/metrics is always there"),
-    "mllm": (False, "a model's kind is read from its files; vision models are refused for now"),
+    "mllm": (False, "a model's kind is read from its files"),
     "enable-auto-tool-choice": (False, "tools are always available"),
     "tool-call-parser": (True, "the tool format is read from the chat template"),
     "reasoning-parser": (True, "the reasoning format is read from the chat template"),

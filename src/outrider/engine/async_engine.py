@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from outrider.engine.engine import Engine
 from outrider.engine.outbox import Outbox
 from outrider.engine.sequence import Delta
+from outrider.prompt_media import PromptMedia
 from outrider.request import SamplingParams
 
 
@@ -68,10 +69,11 @@ class AsyncEngine:
         *,
         continues_prompt: bool = True,
         request_id: str | None = None,
+        media: PromptMedia | None = None,
     ) -> AsyncStream:
         """Queue a request; raises InvalidRequest at once if it cannot be served."""
         started = self.engine.submit(
-            prompt_ids, params, continues_prompt=continues_prompt, request_id=request_id
+            prompt_ids, params, continues_prompt=continues_prompt, request_id=request_id, media=media
         )
         return AsyncStream(self.engine, *started)
 

@@ -27,6 +27,8 @@ class ModelFacts:
     head: str | None = None  # where the head came from
     head_layers: int = 0
     dtype: str = ""
+    sees: bool = False  # whether pictures are read
+    blind: str | None = None  # why a vision model reads none
     device: str = ""
 
 
@@ -51,6 +53,9 @@ class Door:
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if this request cannot be served as asked."""
         self._check_prompt(request)
+        if request.media is not None and not self._facts.sees:
+            reason = self._facts.blind or "this model reads text only"
+            raise InvalidRequest(f"the prompt holds pictures: {reason}")
         params = request.params
         after_ids = params.grammar.after_ids if params.grammar is not None else ()
         named = (*params.logit_bias, *params.stop_token_ids, *params.prediction_ids, *after_ids)

@@ -19,12 +19,15 @@ from typing import Protocol
 from outrider.cache.disk_tier import DiskTier
 from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
 from outrider.engine.door import Door, ModelFacts
+from outrider.engine.encoding import EncodingTurns, PictureShelf
 from outrider.engine.outbox import Outbox
 from outrider.engine.prefix_status import PrefixStatus, new_prefix_cache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, OutputText, Sequence
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.media.reading import PictureReader
 from outrider.plan import StepPlan, StepResult
+from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.request import Request, SamplingParams
 from outrider.speculate.controller import DepthController
 
@@ -48,7 +51,12 @@ class StepRunner(Protocol):
 
     def geometry(self, page_size: int) -> CacheGeometry: ...
 
+    @property
+    def shelf(self) -> PictureShelf | None: ...  # of a model that sees
+
     def run(self, plan: StepPlan) -> StepResult: ...
+
+    def encode(self, piece: MediaPiece) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -68,6 +76,7 @@ class EngineParts:
     keep_learnt: Callable[[], None] = lambda: None  # called once, at the end
     prefix_bytes: int = 0  # for cached prefixes; 0: none are cached
     disk: DiskTier | None = None  # where they outlive the process
+    reader: PictureReader | None = None  # of a model that sees; for any thread
 
 
 class EngineObserver(Protocol):
@@ -88,6 +97,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[str, tuple[Sequence, Outbox]] = {}  # engine thread only
         self._num_steps = 0
+        self._turns = EncodingTurns()
         # Nothing enters the inbox once stopping is set. Reentrant: the garbage collector may end an abandoned
         # stream, which cancels, on the very thread that submits.
         self._gate = threading.RLock()
@@ -124,11 +134,13 @@ class Engine:
         *,
         continues_prompt: bool = True,
         request_id: str | None = None,
+        media: PromptMedia | None = None,
     ) -> tuple[str, Outbox]:
         """Queue a request. Raises InvalidRequest at once if it cannot be served; else its end will come."""
-        request = Request(
-            request_id or uuid.uuid4().hex, tuple(prompt_ids), params.with_seed(), continues_prompt
-        )
+        ids = tuple(prompt_ids)
+        keys = None if media is None else tuple(media.distinct_ids(ids))
+        request_id = request_id or uuid.uuid4().hex
+        request = Request(request_id, ids, params.with_seed(), continues_prompt, media, keys)
         outbox = Outbox()
         self._door.check(request)
         with self._gate:
@@ -189,6 +201,7 @@ class Engine:
             self._parts = build()
             self.facts = self._parts.facts
             self.budget_bytes = self._parts.budget_bytes
+            self.reader = self._parts.reader
             self._geometry = self._parts.runner.geometry(self._config.page_size)
             self._scheduler = self._new_scheduler()
             self._door = self._new_door()
@@ -243,13 +256,17 @@ class Engine:
         if parts.prefix_bytes:
             prefix_cache = new_prefix_cache(self._geometry, parts.prefix_bytes, parts.disk)
         self._prefix_status = None if prefix_cache is None else PrefixStatus(prefix_cache, parts.disk)
-        return Scheduler(self._config, self._geometry, parts.budget_bytes, parts.controller, prefix_cache)
+        shelf = parts.runner.shelf
+        if shelf is not None:
+            shelf.forget_holds()
+        budget_bytes = parts.budget_bytes
+        return Scheduler(self._config, self._geometry, budget_bytes, parts.controller, prefix_cache, shelf)
 
     def _turn(self) -> None:
         try:
             self._read_inbox()
             if not self._scheduler.is_idle:
-                self._step()
+                self._encode(is_urgent=not self._step())
         except Exception as error:  # a fault of ours, not of the model: end everyone cleanly and serve on
             log.exception("the engine failed; live requests end with an error")
             self._end_all("error", f"the engine failed: {error}")
@@ -267,11 +284,13 @@ class Engine:
             if command is not None:
                 command()
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Whether any row ran: all of them may wait for pictures."""
         plan = self._scheduler.plan()
         if plan is None:
-            self._scheduler.wait_for_disk()
-            return
+            if self._scheduler.next_piece() is None:
+                self._scheduler.wait_for_disk()
+            return False
         started_s = time.perf_counter()
         try:
             result = self._parts.runner.run(plan)
@@ -282,13 +301,32 @@ class Engine:
             deltas = self._scheduler.fail(f"the model failed: {error}")
         else:
             run_s = time.perf_counter() - started_s
-            self._num_steps += 1
+            self._num_steps += bool(plan.batches)
             deltas = self._scheduler.commit(result, run_s)
-            self._observe(plan, result, time.perf_counter() - started_s)
+            self._turns.stepped(run_s)
+            if plan.batches:
+                self._observe(plan, result, time.perf_counter() - started_s)
         for delta in deltas:
             self._deliver(delta)
         if self._scheduler.is_idle:
             self._rest()
+        return bool(plan.batches)
+
+    def _encode(self, is_urgent: bool) -> None:
+        """Between steps, one piece of a picture that a row waits for, when its turn has come."""
+        piece = self._scheduler.next_piece()
+        if piece is None or not (is_urgent or self._turns.may_encode(self._scheduler.num_decoding)):
+            return
+        started_s = time.perf_counter()
+        try:
+            self._parts.runner.encode(piece)
+        except Exception as error:
+            log.exception("a picture could not be encoded; its requests end")
+            for delta in self._scheduler.fail_piece(piece, f"a picture could not be encoded: {error}"):
+                self._deliver(delta)
+            if self._scheduler.is_idle:
+                self._rest()
+        self._turns.encoded(time.perf_counter() - started_s)
 
     def _observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         if self._observer is None or not plan.batches:

@@ -16,10 +16,12 @@ from dataclasses import replace
 
 from outrider.config import CacheGeometry, EngineConfig
 from outrider.engine.drafting import observe_drafts, settle_drafts, step_shape
+from outrider.engine.encoding import PictureShelf
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.engine.slots import SlotTable
 from outrider.plan import PrefixCopies, RowPlan, RowResult, StepPlan, StepResult
+from outrider.prompt_media import MediaPiece
 from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import StepShape
@@ -41,12 +43,15 @@ class Scheduler:
         budget_bytes: int,
         controller: DepthController | None = None,
         prefix_cache: PrefixCache | None = None,
+        shelf: PictureShelf | None = None,
     ) -> None:
+        """`shelf`: where the encoded pieces of pictures lie, for models that see."""
         self._controller = controller or DepthController()
         self._config = config
         self._prefix = prefix_cache
         self._geometry = geometry
         self._budget_bytes = budget_bytes
+        self._shelf = shelf
         self._waiting: deque[Sequence] = deque()
         self._prefilling: deque[Sequence] = deque()
         self._slots = SlotTable()
@@ -65,6 +70,10 @@ class Scheduler:
     @property
     def num_rows(self) -> int:
         return len(self._slots)
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._slots) - len(self._prefilling)
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +112,7 @@ class Scheduler:
     # -- a step: plan, then commit (or fail) -------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do."""
+        """The next step, or None when there is nothing to do, or all rows wait for pictures or the disk."""
         self._admit()
         shape_before, self._shape = self._shape, self._make_room()
         moves = self._slots.settle()
@@ -152,6 +161,36 @@ class Scheduler:
         lost = [sequence for sequence in self._waiting if sequence.failures >= MAX_FAILURES]
         return [self._finish(sequence, "error", error) for sequence in lost]
 
+    # -- pictures ----------------------------------------------------------------------------------------
+
+    def next_piece(self) -> MediaPiece | None:
+        """What is to be encoded next: the first piece that the row whose turn it is waits for."""
+        return next((piece for row in self._prefilling if (piece := self._missing(row))), None)
+
+    def fail_piece(self, piece: MediaPiece, error: str) -> list[Delta]:
+        """A piece that cannot be encoded ends those who wait for it; nobody else loses anything."""
+        lost = [
+            row for row in self._prefilling if (missing := self._missing(row)) and missing.key == piece.key
+        ]
+        return [self._finish(row, "error", error) for row in lost]
+
+    def _missing(self, sequence: Sequence) -> MediaPiece | None:
+        media = sequence.request.media
+        if media is None or self._shelf is None:
+            return None
+        return media.first_missing(self._shelf, sequence.num_cached)
+
+    def _hold(self, sequence: Sequence) -> None:
+        """What it reads stays on the shelf until it has read its prompt."""
+        if sequence.request.media is not None and self._shelf is not None:
+            self._shelf.hold(sequence.request.media.keys)
+
+    def _end_prefill(self, sequence: Sequence) -> None:
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+            if sequence.request.media is not None and self._shelf is not None:
+                self._shelf.release(sequence.request.media.keys)
+
     # -- who is in ---------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
@@ -162,6 +201,7 @@ class Scheduler:
             self._waiting.popleft()
             self._slots.join(sequence)
             self._prefilling.append(sequence)
+            self._hold(sequence)
             if sequence.started_s is None:
                 sequence.started_s = time.perf_counter()
 
@@ -200,8 +240,7 @@ class Scheduler:
         self._slots.leave(sequence)
         if self._prefix is not None:
             self._prefix.leave(sequence)
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
+        self._end_prefill(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
         if sequence.slot is not None:
@@ -226,7 +265,11 @@ class Scheduler:
 
     def _about_to_pick(self, rows: list[Sequence]) -> list[Sequence]:
         budget = self._config.prefill_step_size or DEFAULT_CHUNK
-        return [s for s in rows if not s.is_decoding and s.num_prefill - s.num_cached <= budget]
+        return [
+            s
+            for s in rows
+            if not s.is_decoding and s.num_prefill - s.num_cached <= min(budget, self._num_readable(s))
+        ]
 
     def _decode_width(self, batch: list[RowPlan]) -> int:
         """The width of the decode rows' forward pass: a wider one than they need where that costs less."""
@@ -264,7 +307,7 @@ class Scheduler:
         widest = 0
         for sequence in rows:
             size = self._chunk_size(sequence, budget)
-            if batch and (len(batch) + 1) * max(widest, size) > budget:
+            if size <= 0 or (batch and (len(batch) + 1) * max(widest, size) > budget):
                 continue
             widest = max(widest, size)
             batch.append(self._prefill_row(sequence, size))
@@ -272,8 +315,16 @@ class Scheduler:
 
     def _chunk_size(self, sequence: Sequence, most: int) -> int:
         start = sequence.num_cached
-        end = min(sequence.num_prefill, start + most)
-        return (end if self._prefix is None else self._prefix.stop_before(sequence, end)) - start
+        end = start + min(most, self._num_readable(sequence))
+        if self._prefix is not None and end > start:
+            end = self._prefix.stop_before(sequence, end)
+        return end - start
+
+    def _num_readable(self, sequence: Sequence) -> int:
+        """Tokens left to read before a piece that is not encoded. The head reads one ahead."""
+        missing = self._missing(sequence)
+        end = sequence.num_prefill if missing is None else missing.first - 1
+        return end - sequence.num_cached
 
     def _prefill_row(self, sequence: Sequence, size: int) -> RowPlan:
         start, end = sequence.num_cached, sequence.num_cached + size
@@ -283,6 +334,7 @@ class Scheduler:
     def _row(self, sequence: Sequence, token_ids: list[int], num_drafts: int, next_id: int | None) -> RowPlan:
         assert sequence.slot is not None
         picks = next_id is None
+        media = sequence.request.media
         most_next = min(sequence.num_next, sequence.num_left - 2) if picks else 0
         rests = sequence.feeds_head and sequence.is_decoding and sequence.is_auto and most_next <= 0
         row = RowPlan(
@@ -301,6 +353,8 @@ class Scheduler:
             num_prompt=sequence.num_prompt,
             banned_ids=tuple(sequence.stop_ids) if sequence.params.min_tokens else (),
             masks=sequence.masks[: num_drafts + 1] if picks and sequence.masks is not None else None,
+            media=None if sequence.is_decoding else media,
+            position_delta=0 if media is None else media.delta,
         )
         self._planned[sequence.id] = (sequence, row)
         return row
@@ -324,8 +378,7 @@ class Scheduler:
             self._keep(sequence)
             return None
         has_just_prefilled = sequence in self._prefilling
-        if has_just_prefilled:
-            self._prefilling.remove(sequence)
+        self._end_prefill(sequence)
         if sequence.first_token_s is None:
             sequence.first_token_s = time.perf_counter()
         sequence.steps += 1

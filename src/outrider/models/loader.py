@@ -17,10 +17,14 @@ from mlx.utils import tree_map_with_path
 
 from outrider.config import DTYPES
 from outrider.models import gguf
+from outrider.models.deepstack import use_levels
 from outrider.models.errors import ModelUnavailable
 from outrider.models.families import check_supported
 from outrider.models.heads.layouts import recognise
 from outrider.models.trunk import Trunk
+from outrider.models.vision_families import VisionFamily, vision_family, why_blind
+from outrider.models.vision_text import prepare_rope, text_classes
+from outrider.models.vision_tower import LoadedVision, has_extra, has_tower, load_vision
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,8 @@ class LoadedModel:
     tokenizer: Any  # mlx_lm.tokenizer_utils.TokenizerWrapper
     config: dict[str, Any]
     eos_ids: frozenset[int]
+    vision: LoadedVision | None = None  # what it sees with
+    blind: str | None = None  # why a vision model does not see
 
 
 def load(model: str | Path, dtype: str = "auto") -> LoadedModel:
@@ -51,13 +57,16 @@ def load(model: str | Path, dtype: str = "auto") -> LoadedModel:
         raise ModelLoadError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
     path = find_folder(model)
     config = _read_config(path)
-    family = _family(config)
+    seeing = vision_family(config)
+    family = _family(config, seeing)
     check_supported(family)
-    network = _load_network(path)
+    network = _load_network(path, config, seeing)
     _settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
     trunk = Trunk(network, _max_context(config))
-    return LoadedModel(path, family, trunk, tokenizer, config, frozenset(tokenizer.eos_token_ids))
+    vision, blind = _load_vision(path, seeing, config, trunk)
+    eos_ids = frozenset(tokenizer.eos_token_ids)
+    return LoadedModel(path, family, trunk, tokenizer, config, eos_ids, vision, blind)
 
 
 def find_folder(model: str | Path) -> Path:
@@ -102,18 +111,26 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _family(config: dict[str, Any]) -> str:
+def _family(config: dict[str, Any], seeing: VisionFamily | None) -> str:
     """mlx-lm's module name for this checkpoint."""
     from mlx_lm.utils import MODEL_REMAPPING
 
+    if seeing is not None and seeing.pictures == "tiles":  # mlx-lm does not know these
+        return seeing.text
     return str(MODEL_REMAPPING.get(config["model_type"], config["model_type"]))
 
 
-def _load_network(path: Path) -> nn.Module:
-    from mlx_lm.utils import load_model
+def _load_network(path: Path, config: dict[str, Any], seeing: VisionFamily | None) -> nn.Module:
+    """The text model; of a vision checkpoint, its language part."""
+    from mlx_lm.utils import _get_classes, load_model
 
+    get_classes = _get_classes if seeing is None else text_classes(seeing, path) or _get_classes
     try:
-        network, _ = load_model(path, lazy=True, get_model_classes=_classes)
+        network, _ = load_model(
+            path, lazy=True, get_model_classes=lambda config: _without_head(config, *get_classes(config))
+        )
+        if seeing is not None:
+            prepare_rope(network, seeing, config)
         mx.eval(network.parameters())
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path} holds no weights (model*.safetensors).") from error
@@ -123,14 +140,11 @@ def _load_network(path: Path) -> nn.Module:
     return network
 
 
-def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """mlx-lm's classes, except that an MTP head among the weights is put aside first.
+def _without_head(config: dict[str, Any], kind: type[nn.Module], args: type) -> tuple[type[nn.Module], type]:
+    """A model's classes, except that an MTP head among the weights is put aside first.
 
     Most families drop theirs; those that do not, or not all of it, would refuse the checkpoint.
     """
-    from mlx_lm.utils import _get_classes
-
-    kind, args = _get_classes(config)
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         head = recognise(weights, config)
@@ -140,6 +154,23 @@ def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         return arranged
 
     return type(kind.__name__, (kind,), {"sanitize": sanitize, "__module__": kind.__module__}), args
+
+
+def _load_vision(
+    path: Path, seeing: VisionFamily | None, config: dict[str, Any], trunk: Trunk
+) -> tuple[LoadedVision | None, str | None]:
+    """What a vision model sees with, or why it does not."""
+    blind = why_blind(config)
+    if seeing is not None and not has_tower(path):
+        blind = "pictures are not read: the checkpoint holds no vision tower"
+    elif seeing is not None and not has_extra():
+        blind = "pictures are not read: install outrider[vision]"
+    if blind is not None:
+        log.warning("%s is a vision model and will read text only: %s", path.name, blind)
+    if seeing is None or blind is not None:
+        return None, blind
+    use_levels(trunk.inner.layers, len(config["vision_config"].get("deepstack_visual_indexes") or ()))
+    return load_vision(path, seeing, config, trunk.hidden_size, trunk.dtype), None
 
 
 def _unreadable_file(path: Path) -> Path | None:

@@ -71,8 +71,19 @@ class Trunk:
     def embed(self, token_ids: mx.array) -> mx.array:
         return self.embedding(token_ids)
 
-    def hidden(self, token_ids: mx.array, cache: TrunkCache, placement: Placement) -> mx.array:
-        """The hidden states after the final norm.  [rows, width] -> [rows, width, hidden]"""
+    def hidden(
+        self,
+        token_ids: mx.array,
+        cache: TrunkCache,
+        placement: Placement,
+        embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """The hidden states after the final norm.  [rows, width] -> [rows, width, hidden]
+
+        `embeddings` [rows, width, hidden] stand in for those of the tokens, where pictures are among them.
+        """
+        if embeddings is not None:
+            return self.inner(token_ids, cache=cache.views(placement), input_embeddings=embeddings)
         return self.inner(token_ids, cache=cache.views(placement))
 
     def logits(self, hidden: mx.array) -> mx.array:

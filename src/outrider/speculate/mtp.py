@@ -23,8 +23,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
+from outrider.cache.embeddings import Seen
+from outrider.cache.ragged_kv import GridPositions, KVSpec, LayerView, Placement, Positions, RaggedKV
 from outrider.models.heads import LoadedHead, head_layout
+from outrider.models.mrope import SectionedRope
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.request import SamplingParams
 from outrider.sampling.picking import pick_drafts
@@ -41,6 +43,13 @@ class HeadRows:
     end: int  # no row's last fed cell is beyond this
     params: Sequence[SamplingParams]
     depth: int  # drafts wanted, the most of any row
+    positions: Positions | None = None  # of the fed cells, where they are not the cells' numbers
+    deltas: mx.array | None = None  # [rows] from a later cell's number to its position
+    seen: Seen | None = None  # pictures among the next tokens
+
+    def after(self, cells: mx.array) -> Positions | None:
+        """Positions of cells past the prompt.  [rows]"""
+        return None if self.deltas is None else cells + self.deltas
 
 
 class MTPDrafter:
@@ -52,6 +61,7 @@ class MTPDrafter:
         self._is_chained = head.spec.is_chained
         num_between = len(head.layers) - 1
         self._between = [_HiddenCells(trunk) for _ in range(num_between if self._is_chained else 1)]
+        self._takes_grids = any(isinstance(m, SectionedRope) for h in head.layers for m in h.modules())
         self._trunk = trunk
         self._draft_ids = head.draft_ids
         self._reduced_weight = None if head.draft_ids is None else _projection_rows(trunk, head.draft_ids)
@@ -69,12 +79,16 @@ class MTPDrafter:
         """
         width = next_ids.shape[1]
         ends = rows.starts + rows.num_kept  # [rows] cells after the step
-        tokens = _Tokens(next_ids, rows, len(self._layers))
+        tokens = _Tokens(next_ids, rows, len(self._layers), self._trunk)
         drafts: list[mx.array] = []
         fed_back = hidden
         for number in range(len(self._layers)):
             if number == 0:
-                place = Placement(rows.slots, rows.starts, rows.num_fed, width, rows.end, capacity)
+                is_known = self._takes_grids or not isinstance(rows.positions, GridPositions)
+                positions = rows.positions if is_known else None
+                place = Placement(
+                    rows.slots, rows.starts, rows.num_fed, width, rows.end, capacity, positions=positions
+                )
             else:
                 place = _placed_back(rows, number, len(drafts), width, capacity)
                 hidden = self._between[number - 1 if self._is_chained else 0].read(place)
@@ -88,16 +102,19 @@ class MTPDrafter:
                     tokens.append(drafts[-1])
         for further in range(rows.depth - len(drafts)):
             end = min(rows.end + further + 1, capacity)
-            place = Placement(rows.slots, ends + further, mx.ones_like(ends), 1, end, capacity)
-            out, fed_back = self._pass(-1, fed_back, drafts[-1], place)
+            cells = ends + further
+            place = Placement(
+                rows.slots, cells, mx.ones_like(ends), 1, end, capacity, positions=rows.after(cells)
+            )
+            out, fed_back = self._pass(-1, fed_back, self._trunk.embed(drafts[-1]), place)
             drafts.append(self._pick(out, ends + len(drafts) + 1, rows.params))
         return mx.concatenate(drafts, axis=1) if drafts else None
 
     def _pass(
-        self, number: int, hidden: mx.array, token_ids: mx.array, place: Placement
+        self, number: int, hidden: mx.array, embedded: mx.array, place: Placement
     ) -> tuple[mx.array, mx.array]:
         view = self._caches[number].views(place)[0]
-        return self._layers[number](hidden, self._trunk.embed(token_ids), view)
+        return self._layers[number](hidden, embedded, view)
 
     def _keep(self, number: int, hidden: mx.array, fed_back: mx.array, place: Placement) -> None:
         """What later layers are given at these cells, now and in the next pass."""
@@ -122,7 +139,8 @@ def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity
     token is known or drafted."""
     firsts = mx.maximum(rows.starts - lag, 0)
     lasts = rows.starts + rows.num_kept - (lag - num_drafts)
-    return Placement(rows.slots, firsts, lasts - firsts, width + lag, rows.end, capacity)
+    positions = rows.after(firsts)  # in a picture only near: a deeper layer's guess, never the answer
+    return Placement(rows.slots, firsts, lasts - firsts, width + lag, rows.end, capacity, positions=positions)
 
 
 class _Tokens:
@@ -131,17 +149,22 @@ class _Tokens:
     Columns past them hold tokens that were rejected, or nothing: no cell that counts is paired with those.
     """
 
-    def __init__(self, next_ids: mx.array, rows: HeadRows, num_layers: int) -> None:
+    def __init__(self, next_ids: mx.array, rows: HeadRows, num_layers: int, trunk: Trunk) -> None:
+        self._trunk = trunk
+        self._seen = rows.seen
         self._ids = mx.pad(next_ids, [(0, 0), (0, num_layers - 1)]) if num_layers > 1 else next_ids
         self._starts = rows.starts[:, None]
         self._num = rows.num_kept[:, None]
 
     def at(self, place: Placement, lag: int) -> mx.array:
-        """For the cells t of a placement the tokens x_(t + lag + 1).  [rows, width]"""
-        if lag == 0:
-            return self._ids[:, : place.cells.shape[1]]
+        """For the cells t of a placement the embedded tokens x_(t + lag + 1).  [rows, width, H]"""
         columns = mx.minimum(place.cells + lag - self._starts, self._ids.shape[1] - 1)
-        return mx.take_along_axis(self._ids, columns, axis=1)
+        if self._seen is not None:
+            embedded = self._seen.put_into(self._trunk.embed(self._ids))
+            return mx.take_along_axis(embedded, columns[..., None], axis=1)
+        if lag == 0:
+            return self._trunk.embed(self._ids[:, : place.cells.shape[1]])
+        return self._trunk.embed(mx.take_along_axis(self._ids, columns, axis=1))
 
     def append(self, drafts: mx.array) -> None:
         """One more for every row.  [rows, 1]"""

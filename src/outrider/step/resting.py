@@ -18,6 +18,7 @@ from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
 from outrider.models.trunk import Trunk
 from outrider.plan import RowPlan
 from outrider.speculate.mtp import HeadRows
+from outrider.step.pictures import positions_of
 
 WIDTH_STEP = 16  # cells by which a catching-up pass grows, so that shapes repeat
 
@@ -56,6 +57,8 @@ class RestingStates:
             starts=heading.starts - missed,
             num_fed=heading.num_fed + missed,
             num_kept=heading.num_kept + missed,
+            positions=positions_of(rows, heading.starts - missed, wide, behind),
+            seen=None if heading.seen is None else heading.seen.moved(missed),
         )
         place = Placement(whole.slots, whole.starts, whole.num_fed, wide, whole.end, capacity)
         known = np.zeros((len(rows), wide), np.int32)

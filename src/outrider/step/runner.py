@@ -16,15 +16,19 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from outrider.cache.embeddings import EmbeddingCache
 from outrider.cache.prefix_store import PrefixStore
 from outrider.cache.ragged_kv import Placement
 from outrider.config import CacheGeometry
 from outrider.host_array import HostArray
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
+from outrider.models.vision_tower import VisionTower
 from outrider.plan import PrefixCopies, RowResult, SaveCells, StepPlan, StepResult, TokenLogprobs
+from outrider.prompt_media import MediaPiece
 from outrider.sampling.logprobs import read_logprobs
 from outrider.speculate.mtp import HeadRows, MTPDrafter
+from outrider.step.pictures import deltas_of, positions_of, seen_in
 from outrider.step.resting import RestingStates
 from outrider.step.verify import Batch, Picks, kept_tokens, next_tokens, verify
 
@@ -55,10 +59,17 @@ class Runner:
     """Owns the caches of one model and runs steps on them."""
 
     def __init__(
-        self, trunk: Trunk, head: LoadedHead | None = None, write_block: WriteBlock | None = None
+        self,
+        trunk: Trunk,
+        head: LoadedHead | None = None,
+        write_block: WriteBlock | None = None,
+        tower: VisionTower | None = None,
+        picture_cache_bytes: int = 0,
     ) -> None:
         """`write_block` takes cached blocks that are to be kept on disk."""
         self._trunk = trunk
+        self._tower = tower
+        self.shelf = None if tower is None else EmbeddingCache(picture_cache_bytes)
         self._drafter = MTPDrafter(head, trunk) if head is not None else None
         self._resting = RestingStates(trunk) if head is not None else None
         self._cache = TrunkCache(trunk.layout)
@@ -91,6 +102,14 @@ class Runner:
         launched = [self._launch(*each) for each in zip(plan.batches, widths, strict=True)]
         mx.eval([x for one in launched for x in one.arrays()], self._cache_arrays())
         return StepResult(tuple(row for one in launched for row in _collect(one)))
+
+    def encode(self, piece: MediaPiece) -> None:
+        """Put a piece's embeddings on the shelf. A unit of work of its own, between steps."""
+        assert self._tower is not None and self.shelf is not None
+        if piece.key not in self.shelf:
+            embeddings = self._tower.encode(piece.inputs, piece.num_tokens)
+            mx.eval(embeddings)
+            self.shelf.put(piece.key, embeddings)
 
     def reset(self) -> None:
         """Drop all cells, after a step that failed half-way."""
@@ -156,8 +175,14 @@ class Runner:
         end = max(row.start + row.num_fed for row in batch)
         slots = [row.slot for row in batch]
         any_new = any(row.start == 0 for row in batch)
-        place = Placement(slots, starts, num_fed, width, end, self._shape[1], any_new)
-        hidden = self._trunk.hidden(token_ids, self._cache, place)
+        positions = positions_of(batch, starts, width)
+        place = Placement(slots, starts, num_fed, width, end, self._shape[1], any_new, positions)
+        seen = seen_in(batch, self.shelf)
+        embeddings = None
+        if seen is not None:
+            embeddings = seen.put_into(self._trunk.embed(token_ids))
+            place.added = seen.levels(embeddings)
+        hidden = self._trunk.hidden(token_ids, self._cache, place, embeddings)
         picks = verify(self._trunk, hidden, batch)
         num_kept = kept_tokens(batch, picks)
         self._cache.commit(num_kept)
@@ -174,17 +199,21 @@ class Runner:
         assert self._drafter is not None and self._resting is not None
         next_ids = next_tokens(batch, picks, hidden.shape[1])
         rows = [batch[i] for i in heading]
+        starts = mx.array([row.start for row in rows])
         if len(heading) < len(batch):
             index = mx.array(heading)
             hidden, next_ids, num_kept = hidden[index], next_ids[index], num_kept[index]
         head_rows = HeadRows(
             slots=[row.slot for row in rows],
-            starts=mx.array([row.start for row in rows]),
+            starts=starts,
             num_fed=mx.array([row.num_fed for row in rows]),
             num_kept=num_kept,
             end=max(row.start + row.num_fed for row in rows),
             params=[row.params for row in rows],
             depth=max(row.num_drafts_next for row in rows),
+            positions=positions_of(rows, starts, hidden.shape[1]),
+            deltas=deltas_of(rows),
+            seen=seen_in(rows, self.shelf, ahead=1),
         )
         capacity = self._shape[1]
         fed = self._resting.catch_up(rows, hidden, next_ids, head_rows, capacity)

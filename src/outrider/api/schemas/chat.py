@@ -44,6 +44,7 @@ class AudioPart(Shape):
 
 
 UserPart = Annotated[TextPart | ImagePart | VideoPart | AudioPart, Field(discriminator="type")]
+ToolPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
@@ -84,7 +85,7 @@ class AssistantMessage(Shape):
 
 class ToolMessage(Shape):
     role: Literal["tool"]
-    content: str | list[TextPart]
+    content: str | list[ToolPart]
     tool_call_id: str
     name: str | None = None
 

@@ -1,0 +1,95 @@
+"""Embeddings of pictures, by content: the second turn about a picture, and a second request, encode nothing.
+
+Bounded in bytes; what was used longest ago goes first. Pieces that a live row still has to read are held:
+they stay, whatever the bound says, since the row could never go on without them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+class EmbeddingCache:
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[str, mx.array] = OrderedDict()  # used longest ago first
+        self._held: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: str) -> mx.array:
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def put(self, key: str, embeddings: mx.array) -> None:
+        """embeddings [tokens, (1 + levels) x hidden], evaluated"""
+        if key not in self._entries:
+            self._entries[key] = embeddings
+            self.num_bytes += embeddings.nbytes
+            self._shrink()
+
+    def hold(self, keys: Iterable[str]) -> None:
+        """A row will need these; whether they are there already does not matter."""
+        self._held.update(keys)
+
+    def release(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._held[key] -= 1
+            if self._held[key] < 0:
+                raise AssertionError(f"{key} is released more often than it was held")
+            if not self._held[key]:
+                del self._held[key]
+        self._shrink()
+
+    def forget_holds(self) -> None:
+        """Nobody needs anything any more: all rows are gone."""
+        self._held.clear()
+        self._shrink()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def _shrink(self) -> None:
+        for key in list(self._entries):
+            if self.num_bytes <= self._max_bytes:
+                return
+            if key not in self._held:
+                self.num_bytes -= self._entries.pop(key).nbytes
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Where pieces stand in a pass, and their embeddings."""
+
+    rows: mx.array  # [tokens]
+    columns: mx.array  # [tokens]
+    embeddings: mx.array  # [tokens, (1 + levels) x hidden]
+
+    def moved(self, by: mx.array) -> Seen:
+        """The same pieces so many columns further on.  by [rows]"""
+        return Seen(self.rows, self.columns + by[self.rows], self.embeddings)
+
+    def put_into(self, embedded: mx.array) -> mx.array:
+        """embedded [rows, width, hidden]"""
+        embedded[self.rows, self.columns] = self.embeddings[:, : embedded.shape[-1]].astype(embedded.dtype)
+        return embedded
+
+    def levels(self, embedded: mx.array) -> list[mx.array]:
+        """What is to be added after the first layers, in the shape of the embedded tokens."""
+        hidden_size = embedded.shape[-1]
+        found = []
+        for first in range(hidden_size, self.embeddings.shape[-1], hidden_size):
+            level = mx.zeros_like(embedded)
+            level[self.rows, self.columns] = self.embeddings[:, first : first + hidden_size]
+            found.append(level)
+        return found

@@ -1,0 +1,87 @@
+"""A server process with a vision model, and the official clients: pictures while text streams run."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from picture_files import data_url, encoded, noise
+from server_process import serving
+from tiny_vision import write_vision_checkpoint
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_pictures_over_http_while_text_streams_run(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path / "model", "smolvlm")
+    media = tmp_path / "media"
+    media.mkdir()
+    (media / "a.png").write_bytes(encoded(noise(seed=3)))
+    flags = ("--allow-local-media", str(media), "--max-images", "2", "--max-rows", "4")
+    with serving(tmp_path / "model", *flags) as server:
+        assert "pictures read" in " ".join(server.banner.split())
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+        def ask(*parts: dict[str, Any], **changes: Any) -> str:
+            content: Any = [*parts, {"type": "text", "text": "what is it?"}]
+            settings = {"temperature": 0, "max_tokens": 10, "extra_body": {"ignore_eos": True}} | changes
+            answer = client.chat.completions.create(
+                model="model", messages=[{"role": "user", "content": content}], **settings
+            )
+            return str(answer.choices[0].message.content)
+
+        streamed: list[str] = []
+
+        def stream() -> None:
+            chunks = client.completions.create(
+                model="model", prompt="once", max_tokens=300, temperature=0, stream=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            streamed.extend(chunk.choices[0].text for chunk in chunks)
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        pictures = [data_url(encoded(noise(40, 24, seed))) for seed in (1, 2)]
+        busy = [ask(image(url)) for url in pictures]
+        thread.join(60)
+        assert not thread.is_alive()
+        assert [ask(image(url)) for url in pictures] == busy
+        assert busy[0] != busy[1]
+        assert ask(image((media / "a.png").as_uri())) == ask(image(data_url(encoded(noise(seed=3)))))
+        again = client.completions.create(
+            model="model", prompt="once", max_tokens=300, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert "".join(streamed) == again.choices[0].text
+
+        with pytest.raises(openai.BadRequestError, match="3 pictures"):
+            ask(*[image(pictures[0])] * 3)
+        claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+        source: Any = {"type": "base64", "media_type": "image/png", "data": pictures[0].partition(",")[2]}
+        message = claude.messages.create(
+            model="model",
+            max_tokens=10,
+            messages=[
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "source": source}, {"type": "text", "text": "what is it?"}],
+                }
+            ],
+            extra_body={"ignore_eos": True, "temperature": 0},
+        )
+        block = message.content[0]
+        assert block.type == "text"
+        assert block.text == busy[0]
+        source = {"type": "url", "url": "http://127.0.0.1:1/a.png"}
+        with pytest.raises(anthropic.BadRequestError, match="public internet"):
+            claude.messages.create(
+                model="model",
+                max_tokens=1,
+                messages=[{"role": "user", "content": [{"type": "image", "source": source}]}],
+            )

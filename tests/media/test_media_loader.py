@@ -1,0 +1,86 @@
+import asyncio
+import threading
+import time
+
+import pytest
+
+from outrider.media import loader as loader_module
+from outrider.media.limits import InvalidMedia, MediaLimits
+from outrider.media.loader import MediaLoader, Wanted
+from outrider.media.pictures import picture_of
+from picture_files import animation, data_url, encoded, noise
+
+
+def image(seed: int = 0) -> Wanted:
+    return Wanted("image", data_url(encoded(noise(seed=seed))))
+
+
+def load(wanted, limits=None, use=lambda picture: picture.digest):
+    loader = MediaLoader(limits or MediaLimits(), use)
+    try:
+        return asyncio.run(loader.load(wanted))
+    finally:
+        loader.close()
+
+
+def test_pictures_come_in_order_and_equal_ones_have_equal_digests():
+    digests = [picture_of(noise(seed=seed)).digest for seed in (0, 1)]
+    found = load([image(0), image(1), Wanted("image", data_url(encoded(noise(), "BMP"), "image/bmp"))])
+    assert found == [[digests[0]], [digests[1]], [digests[0]]]
+
+
+def test_a_videos_frames_count_as_pictures():
+    video = Wanted("video", data_url(animation(4), "image/gif"))
+    limits = MediaLimits(max_frames=3, max_images=3)
+    assert [len(frames) for frames in load([video], limits)] == [3]
+    with pytest.raises(InvalidMedia, match="4 pictures"):
+        load([image(), video], limits)
+    with pytest.raises(InvalidMedia, match="4 pictures"):
+        load([image()] * 4, limits)
+
+
+def test_one_bad_picture_refuses_them_all_and_leaves_nothing_running():
+    before = threading.active_count()
+
+    async def go():
+        loader = MediaLoader(MediaLimits(), lambda picture: picture)
+        with pytest.raises(InvalidMedia):
+            await loader.load([image(), Wanted("image", "data:image/png;base64,AAAA"), image()])
+        assert len(asyncio.all_tasks()) == 1
+        loader.close()
+
+    asyncio.run(go())
+    time.sleep(0.1)
+    assert threading.active_count() <= before + 1  # asyncio's own
+
+
+def test_decoding_runs_off_the_event_loop_two_at_a_time():
+    running, most = [], []
+
+    def use(picture):
+        running.append(threading.current_thread())
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+
+    async def go():
+        loader = MediaLoader(MediaLimits(), use)
+        ticks = 0
+        work = asyncio.create_task(loader.load([image(seed) for seed in range(6)]))
+        while not work.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        loader.close()
+        return ticks
+
+    assert asyncio.run(go()) >= 8
+    assert max(most) <= 2
+
+
+def test_all_fetches_together_have_a_time_limit(monkeypatch):
+    async def never(url, limits):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(loader_module, "fetch", never)
+    with pytest.raises(InvalidMedia, match=r"within 0\.2 s"):
+        load([Wanted("image", "http://host/a.png")] * 3, MediaLimits(fetch_total_s=0.2))

@@ -1,0 +1,69 @@
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from outrider.media.limits import InvalidMedia, MediaLimits
+from outrider.media.pictures import decode_frames, decode_picture
+from outrider.media.video import video_kind
+
+LIMITS = MediaLimits(max_frames=3, max_image_pixels=10_000)
+
+
+def video(folder: Path, suffix: str = ".mp4", codec: str = "mp4v", count: int = 11) -> bytes:
+    """Frames that get redder and redder."""
+    path = str(folder / f"video{suffix}")
+    writer = cv2.VideoWriter(path, cv2.VideoWriter_fourcc(*codec), 10, (64, 48))
+    assert writer.isOpened()
+    for number in range(count):
+        writer.write(np.full((48, 64, 3), (0, 0, number * 20), np.uint8))
+    writer.release()
+    return Path(path).read_bytes()
+
+
+@pytest.fixture
+def empty_temp(tmp_path, monkeypatch):
+    """A folder for temporary files, to see what is left in it."""
+    folder = tmp_path / "temp"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == [], "something was left behind"
+
+
+@pytest.mark.parametrize(("suffix", "codec", "kind"), [(".mp4", "mp4v", "mp4"), (".webm", "VP90", "webm")])
+def test_frames_are_spread_from_the_first_to_the_last(tmp_path, empty_temp, suffix, codec, kind):
+    data = video(tmp_path, suffix, codec)
+    assert video_kind(data) == kind
+    frames = decode_frames(data, f"video/{kind}", LIMITS)
+    assert [frame.size for frame in frames] == [(64, 48)] * 3
+    reds = [int(frame.pixels[..., 0].mean()) for frame in frames]
+    assert np.abs(np.array(reds) - [0, 100, 200]).max() < 15
+    assert max(int(frame.pixels[..., 2].mean()) for frame in frames) < 15
+
+
+def test_a_short_video_gives_what_it_has(tmp_path, empty_temp):
+    assert len(decode_frames(video(tmp_path, count=1), "", LIMITS)) == 1
+
+
+def test_damaged_and_mislabelled_videos_are_refused(tmp_path, empty_temp):
+    data = video(tmp_path)
+    for wrong in (data[:100], data[:8] + bytes(500), b"\x1a\x45\xdf\xa3" + bytes(500)):
+        with pytest.raises(InvalidMedia):
+            decode_frames(wrong, "", LIMITS)
+    with pytest.raises(InvalidMedia, match="declared"):
+        decode_frames(data, "video/webm", LIMITS)
+    with pytest.raises(InvalidMedia, match="64 x 48"):
+        decode_frames(data, "", MediaLimits(max_image_pixels=1000))
+    with pytest.raises(InvalidMedia, match="known format"):
+        decode_picture(data, "", LIMITS)  # a video is no picture
+
+
+@pytest.mark.parametrize(
+    "data", [b"#EXTM3U\nhttp://host/a.ts\n", b"ffconcat version 1.0\nfile /etc/passwd\n"]
+)
+def test_files_that_name_other_files_never_reach_the_decoder(data, empty_temp, monkeypatch):
+    monkeypatch.setattr(cv2, "VideoCapture", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(InvalidMedia, match="known format"):
+        decode_frames(data, "video/mp4", LIMITS)

@@ -1,0 +1,263 @@
+"""Tiny vision checkpoints with random weights, one for each served family, as mlx-vlm would save them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from tiny_models import COMMON, END_ID, SPECIAL_TOKENS, fill, write_tokenizer
+
+TILE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+TILE_TOKENS += tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
+GRID_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+VOCAB_SIZE = 144
+
+TILE_TEMPLATE = (  # takes lists only, as SmolVLM's does
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+GRID_TEMPLATE = (  # takes strings and lists, as Qwen's do
+    "{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+TEXT = {**COMMON, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 1024, "rope_theta": 10000.0}
+TILE_CONFIG: dict[str, Any] = {
+    "text_config": {**TEXT, "model_type": "llama"},
+    "vision_config": {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "image_size": 16,
+    },
+    "scale_factor": 2,
+    "image_token_id": len(SPECIAL_TOKENS),
+    "vocab_size": VOCAB_SIZE,
+}
+QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+}
+QWEN_TOKENS = {
+    "image_token_id": len(SPECIAL_TOKENS),
+    "video_token_id": len(SPECIAL_TOKENS) + 1,
+    "vision_start_token_id": len(SPECIAL_TOKENS) + 2,
+    "vision_end_token_id": len(SPECIAL_TOKENS) + 3,
+    "vocab_size": VOCAB_SIZE,
+}
+MROPE = {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]}
+QWEN2_TEXT = {**TEXT, "rope_scaling": MROPE, "tie_word_embeddings": False}
+QWEN3_TEXT = {**TEXT, "rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [4, 2, 2]}}
+QWEN35_TEXT = {
+    **TEXT,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_section": [2, 1, 1],
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "idefics3": {**TILE_CONFIG, "vision_config": {**TILE_CONFIG["vision_config"], "model_type": "idefics3"}},
+    "smolvlm": {
+        **TILE_CONFIG,
+        "vision_config": {**TILE_CONFIG["vision_config"], "model_type": "smolvlm_vision"},
+    },
+    "qwen2_vl": {
+        **QWEN_TOKENS,
+        **QWEN2_TEXT,
+        "text_config": {**QWEN2_TEXT, "model_type": "qwen2_vl"},
+        "vision_config": {**QWEN_VISION, "model_type": "qwen2_vl", "embed_dim": 32, "hidden_size": 64},
+    },
+    "qwen2_5_vl": {
+        **QWEN_TOKENS,
+        **QWEN2_TEXT,
+        "text_config": {**QWEN2_TEXT, "model_type": "qwen2_5_vl"},
+        "vision_config": {
+            **QWEN_VISION,
+            "model_type": "qwen2_5_vl",
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    },
+    "qwen3_vl": {
+        **QWEN_TOKENS,
+        "text_config": {**QWEN3_TEXT, "model_type": "qwen3_vl_text"},
+        "vision_config": {
+            **QWEN_VISION,
+            "model_type": "qwen3_vl",
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+    "qwen3_vl_moe": {
+        **QWEN_TOKENS,
+        "text_config": {
+            **QWEN3_TEXT,
+            "model_type": "qwen3_vl_moe_text",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        },
+        "vision_config": {
+            **QWEN_VISION,
+            "model_type": "qwen3_vl_moe",
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+    "qwen3_5": {
+        **QWEN_TOKENS,
+        "text_config": {**QWEN35_TEXT, "model_type": "qwen3_5_text"},
+        "vision_config": {
+            **QWEN_VISION,
+            "model_type": "qwen3_5",
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [],
+        },
+    },
+    "qwen3_5_moe": {
+        **QWEN_TOKENS,
+        "text_config": {
+            **QWEN35_TEXT,
+            "model_type": "qwen3_5_moe_text",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+        "vision_config": {
+            **QWEN_VISION,
+            "model_type": "qwen3_5_moe",
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [],
+        },
+    },
+}
+TILED = ("idefics3", "smolvlm")
+FAMILIES = tuple(CONFIGS)
+
+
+def vision_config(family: str) -> dict[str, Any]:
+    return {"model_type": family, "eos_token_id": END_ID, **copy.deepcopy(CONFIGS[family])}
+
+
+def vision_model(family: str) -> nn.Module:
+    """mlx-vlm's own model: the reference."""
+    from mlx_vlm.utils import update_module_configs
+
+    package = importlib.import_module(f"mlx_vlm.models.{family}")
+    config = vision_config(family)
+    settings = update_module_configs(
+        package.ModelConfig.from_dict(config), package, config, ["text", "vision"]
+    )
+    model: nn.Module = package.Model(settings)
+    model.eval()
+    fill(model, zlib.crc32(family.encode()))
+    return model
+
+
+def write_vision_checkpoint(folder: Path, family: str) -> nn.Module:
+    """A folder as mlx-vlm saves it: config, weights, tokenizer, processor. Returns mlx-vlm's own model."""
+    model = vision_model(family)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(vision_config(family), indent=2))
+    if family in TILED:
+        write_tokenizer(folder, (*SPECIAL_TOKENS, *TILE_TOKENS), TILE_TEMPLATE)
+        picture: dict[str, Any] = {
+            "image_processor_type": "Idefics3ImageProcessor"
+            if family == "idefics3"
+            else "SmolVLMImageProcessor",
+            "do_image_splitting": True,
+            "size": {"longest_edge": 32},
+            "max_image_size": {"longest_edge": 16},
+        }
+        (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
+    else:
+        write_tokenizer(folder, (*SPECIAL_TOKENS, *GRID_TOKENS), GRID_TEMPLATE)
+        picture = {
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "min_pixels": 64,
+            "max_pixels": 1024,
+        }
+    (folder / "preprocessor_config.json").write_text(json.dumps(picture))
+    return model
+
+
+def reference_inputs(
+    folder: Path, family: str, text: str, pictures: Sequence[np.ndarray]
+) -> dict[str, mx.array]:
+    """What mlx-vlm's own processor makes of a rendered conversation and its pictures."""
+    from PIL import Image
+
+    from outrider.models.vision_families import SUPPORTED
+    from outrider.models.vision_tower import _load_processor
+
+    processor = _load_processor(folder, SUPPORTED[family])
+    images = [Image.fromarray(pixels) for pixels in pictures]
+    found = processor(text=[text], images=[images] if family in TILED else images)
+    return {name: mx.array(value) for name, value in dict(found).items() if name != "attention_mask"}
+
+
+def reference_logits(model: nn.Module, inputs: dict[str, mx.array]) -> mx.array:
+    """mlx-vlm's logits for a prompt with pictures.  [1, tokens, vocab]"""
+    token_ids = inputs["input_ids"]
+    rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+    return model(token_ids, rest.pop("pixel_values"), **rest).logits
+
+
+def reference_tokens(model: nn.Module, inputs: dict[str, mx.array], num_tokens: int) -> list[int]:
+    """mlx-vlm's greedy answer, with its own caches and position deltas."""
+    cache = (
+        model.language_model.make_cache()
+        if hasattr(model.language_model, "make_cache")
+        else [importlib.import_module("mlx_vlm.models.cache").KVCache() for _ in model.layers]
+    )
+    token_ids = inputs["input_ids"]
+    rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+    logits = model(token_ids, rest.pop("pixel_values"), cache=cache, **rest).logits
+    found = []
+    for _ in range(num_tokens):
+        token = int(mx.argmax(logits[0, -1]))
+        found.append(token)
+        logits = model.language_model(mx.array([[token]]), cache=cache).logits
+    return found
