@@ -2,8 +2,8 @@
 
     python train/default_head/merge_ids.py head.safetensors EARLIER_HEAD out.safetensors
 
-Each was counted on the conversations of one stage. An id gets the better of its two ranks, so the result
-draws on all conversations; it has as many ids as the head's own.
+Each was counted on the conversations of one stage. An id gets the better of its two ranks; all ids of both lists
+are kept, since a word that cannot be drafted costs most where an answer repeats it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ NAME = "mtp.draft_ids"
 
 
 def merged(own: Tensor, earlier: Tensor) -> Tensor:
-    """Lists of ids, most frequent first -> one as long as `own`; at equal ranks the lower id comes first."""
-    never = len(own) + len(earlier)
-    ranks = torch.full((2, int(torch.cat([own, earlier]).max()) + 1), never)
+    """Lists of ids, most frequent first -> one of all of them; at equal ranks the lower id comes first."""
+    both = torch.cat([own, earlier]).long()
+    never = len(both)
+    ranks = torch.full((2, int(both.max()) + 1), never)
     for row, ids in zip(ranks, (own, earlier), strict=True):
         row[ids.long()] = torch.arange(len(ids))
-    return ranks.amin(0).argsort(stable=True)[: len(own)].int()
+    return ranks.amin(0).argsort(stable=True)[: len(both.unique())].int()
 
 
 def main() -> None:
