@@ -2,8 +2,8 @@
 
     python train/default_head/merge_ids.py head.safetensors EARLIER_HEAD out.safetensors
 
-Each was counted on the conversations of one stage. An id gets the better of its two ranks; all ids of both lists
-are kept, since a word that cannot be drafted costs most where an answer repeats it.
+Each was counted on the conversations of one stage. An id gets the better of its two ranks; all ids of both
+lists are kept, since a word that cannot be drafted costs most where an answer repeats it.
 """
 
 from __future__ import annotations
