@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,13 +115,27 @@ def test_a_wrong_model_is_told_in_the_server_s_words(server: ServerProcess) -> N
         asyncio.run(Benchmark(arms_of([target], (1,)), SETTINGS).run())
 
 
-def test_memory_of_this_process_is_seen() -> None:
+GROWS = """
+import sys
+sys.stdin.readline()
+ballast = bytearray(b"1") * (64 << 20)
+print("grown", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_memory_of_a_process_is_seen() -> None:
     from outrider.bench.memory import MemoryWatch
 
-    watch = MemoryWatch(os.getpid())
-    watch.reset()
-    before = watch.peak_bytes() or 0
-    ballast = bytearray(b"\1") * (64 << 20)
-    assert (watch.peak_bytes() or 0) > before + (32 << 20)
-    del ballast
-    watch.close()
+    with subprocess.Popen(
+        [sys.executable, "-c", GROWS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        watch = MemoryWatch(process.pid)
+        watch.reset()
+        before = watch.peak_bytes() or 0
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "grown\n"
+        assert (watch.peak_bytes() or 0) > before + (32 << 20)
+        watch.close()
+        print(file=process.stdin, flush=True)
