@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,7 +131,8 @@ def test_memory_of_a_process_is_seen() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", GROWS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         watch = MemoryWatch(process.pid)
         watch.reset()
         before = watch.peak_bytes() or 0
