@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -146,24 +147,30 @@ def test_names_are_found_in_any_case(default_model_folder: Path, model: object) 
         assert find_folder(spelling) == model.folder()  # type: ignore[attr-defined]
 
 
-def test_it_sees_by_name_from_python_and_drafts_with_the_default_head(default_model_folder: Path) -> None:
-    question = questions_about_single_shapes()[0]
-    image = {"type": "image", "image": question.url}
+@pytest.fixture(scope="module")
+def seeing(default_model_folder: Path) -> Iterator[LLM]:
     with LLM("OUTRIDER-SEE-135m", max_rows=2) as llm:
-        assert llm.engine.facts.sees
-        assert llm.engine.facts.head == str(shipped_head(default_model_folder))
-        out = llm.chat(
-            [{"role": "user", "content": [image, {"type": "text", "text": question.text}]}],
-            SamplingParams(max_tokens=24, temperature=0, draft_depth=3),
-        )
+        yield llm
+
+
+def test_it_sees_by_name_from_python_and_drafts_with_the_default_head(
+    seeing: LLM, default_model_folder: Path
+) -> None:
+    assert seeing.engine.facts.head == str(shipped_head(default_model_folder))
+    question = questions_about_single_shapes()[0]
+    content = [{"type": "image", "image": question.url}, {"type": "text", "text": question.text}]
+    params = SamplingParams(max_tokens=24, temperature=0, draft_depth=3)
+    out = seeing.chat([{"role": "user", "content": content}], params)
     assert out.text.strip() == question.answer
     assert sum(out.stats.accepted) > 0
 
 
-def test_text_is_answered_as_by_the_default_model(default_model_folder: Path) -> None:
-    params = SamplingParams(max_tokens=24, temperature=0)
-    answers = []
-    for model in (default_model_folder, see_model.NAME):
-        with LLM(model, max_rows=2) as llm:
-            answers.append(llm.generate("The capital of France is", params)[0].token_ids)
-    assert answers[0] == answers[1]
+def test_text_is_answered_as_by_the_default_model(seeing: LLM, default_model_folder: Path) -> None:
+    def answer(llm: LLM) -> list[list[int]]:
+        params = SamplingParams(max_tokens=24, temperature=0)
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        outs = [llm.chat(messages, params), *llm.generate("Once upon a time", params)]
+        return [out.prompt_token_ids + out.token_ids for out in outs]
+
+    with LLM(default_model_folder, max_rows=2, drafter="none") as llm:
+        assert answer(llm) == answer(seeing)

@@ -96,13 +96,15 @@ def seal(model: Path, folder: Path, source: str) -> None:
 
 
 def joined_config(text: dict[str, Any], eye: dict[str, Any]) -> dict[str, Any]:
-    """Quantisation is told twice: under mlx-lm's name of the embedding and under mlx-vlm's."""
+    """An embedding quantised in its own way is told twice: under mlx-lm's name and under mlx-vlm's."""
     text = dict(text)
     quantization = text.pop("quantization", None)
     joined = {**eye, **{key: text[key] for key in TOP_LEVEL if key in text}, "text_config": text}
     if quantization:
-        aliases = ("language_model.embed_tokens", "language_model.lm_head")
-        joined["quantization"] = quantization | dict.fromkeys(aliases, quantization[EMBEDDING])
+        joined["quantization"] = dict(quantization)
+    if quantization and EMBEDDING in quantization:
+        for name in ("language_model.embed_tokens", "language_model.lm_head"):
+            joined["quantization"][name] = quantization[EMBEDDING]
     return joined
 
 
