@@ -204,10 +204,10 @@ class LLM:
 
 def default_model() -> Path:
     """The folder of the model that is served when none is named; made at first use."""
-    from outrider.models.default_model import ensure
-    from outrider.models.progress import TerminalBar
+    from outrider.models import default_model
+    from outrider.models.named import make_ready
 
-    return ensure(TerminalBar())
+    return make_ready(default_model)
 
 
 def _completion(prompt_ids: tuple[int, ...], params: SamplingParams, outbox: Outbox) -> Completion:

@@ -23,7 +23,7 @@ def add_models(commands: Commands[argparse.ArgumentParser]) -> None:
     models.set_defaults(run=run_list)
     verbs = models.add_subparsers(metavar="VERB")
     pull = verbs.add_parser("pull", help="fetch a model")
-    pull.add_argument("name", help="a Hugging Face id, or the default model's name")
+    pull.add_argument("name", help="a Hugging Face id, SmolLM2-135M-Instruct or outrider-see-135m")
     pull.set_defaults(run=run_pull)
     rm = verbs.add_parser("rm", help="remove a cached model")
     rm.add_argument("name", help="as `outrider models` lists it")
@@ -66,15 +66,11 @@ def run_rm(args: argparse.Namespace) -> int:
 
 
 def _pull(name: str) -> Path:
-    from outrider.models import default_model, loader
-    from outrider.models.progress import TerminalBar
+    from outrider.models import loader
+    from outrider.models.named import make_ready, named_model
 
-    if name.lower() == default_model.NAME.lower():
-        bar = TerminalBar()
-        try:
-            return default_model.ensure(bar)
-        finally:
-            bar.close()
+    if (own := named_model(name)) is not None:
+        return make_ready(own)
     if Path(name).expanduser().exists():
         raise ModelUnavailable(f"{name} is on this machine already: there is nothing to fetch.")
     return loader.find_folder(name)

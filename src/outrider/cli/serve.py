@@ -132,10 +132,13 @@ def media_limits(options: dict[str, Any]) -> MediaLimits:
 
 
 def model_name(model: str | Path) -> str:
-    """A Hugging Face id as it is; a folder or file by its last part."""
+    """A Hugging Face id as it is; a folder or file by its last part; Outrider's own as they are spelt."""
+    from outrider.models.named import named_model
+
     path = Path(model).expanduser()
     if not path.exists():
-        return str(model)
+        own = named_model(model)
+        return str(model) if own is None else own.NAME
     return path.stem if path.is_file() else path.resolve().name
 
 

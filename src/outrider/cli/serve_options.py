@@ -90,7 +90,9 @@ class Option:
         return f"--{self.name}"
 
 
-MODEL = Option("model", "model folder, GGUF file or Hugging Face id (default: SmolLM2-135M-Instruct)")
+MODEL = Option(
+    "model", "model folder, GGUF file, Hugging Face id or outrider-see-135m (default: SmolLM2-135M-Instruct)"
+)
 
 GROUPS: dict[str, tuple[Option, ...]] = {
     "server": (

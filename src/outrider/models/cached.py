@@ -16,6 +16,7 @@ from outrider.models import origin
 from outrider.models.errors import ModelUnavailable
 from outrider.models.folders import models_folder
 from outrider.models.heads import find_head
+from outrider.models.shipped_head import shipped_head
 
 Place = Literal["outrider", "huggingface"]
 
@@ -83,7 +84,7 @@ def _own() -> Iterator[CachedModel]:
             continue
         record = origin.read(path)
         source = record.source if record is not None else "unknown"
-        size, head = _num_bytes(path), find_head(path)
+        size, head = _num_bytes(path), find_head(path) or shipped_head(path)
         yield CachedModel(path.name, "outrider", path, path, size, source, head, origin.is_intact(path))
 
 

@@ -1,4 +1,4 @@
-"""From a folder or a Hugging Face id to a model that can be served: files, family check, dtype, tokenizer.
+"""From a folder or a name to a model that can be served: files, family check, dtype, tokenizer.
 
 Uses mlx-lm's own loader and unmodified model definitions. Must not know the engine.
 """
@@ -21,6 +21,7 @@ from outrider.models.deepstack import use_levels
 from outrider.models.errors import ModelUnavailable
 from outrider.models.families import check_supported
 from outrider.models.heads.layouts import recognise
+from outrider.models.named import NAMED, make_ready, named_model
 from outrider.models.trunk import Trunk
 from outrider.models.vision_families import VisionFamily, vision_family, why_blind
 from outrider.models.vision_text import prepare_rope, text_classes
@@ -70,7 +71,9 @@ def load(model: str | Path, dtype: str = "auto") -> LoadedModel:
 
 
 def find_folder(model: str | Path) -> Path:
-    """A model's local folder: the path itself, a converted GGUF file, or a downloaded Hugging Face id."""
+    """A model's local folder: the path itself, or what a GGUF file, Outrider's own name or a Hugging Face id
+    stands for, which is fetched and made if need be.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -80,8 +83,13 @@ def find_folder(model: str | Path) -> Path:
         raise ModelLoadError(
             f"{path} is a file; a model is a .gguf file or a folder with config.json and *.safetensors."
         )
+    if (own := named_model(model)) is not None:
+        return make_ready(own)
     if str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
-        raise ModelLoadError(f"{model}: no such folder, and not a Hugging Face id of the form owner/name.")
+        raise ModelLoadError(
+            f"{model}: no such folder, and not a Hugging Face id of the form owner/name. "
+            f"Names without an owner: {', '.join(one.NAME for one in NAMED)}."
+        )
     return _download(str(model))
 
 

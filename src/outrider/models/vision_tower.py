@@ -23,6 +23,7 @@ from outrider.media.reading import PictureReader
 from outrider.models.errors import ModelUnavailable
 from outrider.models.picture_reader import GridReader, TileReader
 from outrider.models.vision_families import VisionFamily
+from outrider.models.vision_text import IDEFICS_TOWER
 
 READERS: Mapping[str, Callable[..., PictureReader]] = {"tiles": TileReader, "grid": GridReader}
 LANGUAGE = "language_model"
@@ -86,7 +87,7 @@ def load_vision(
     processor = _load_processor(path, family)
     try:
         model, settings = _new_model(package, config)
-        _load_weights(model, package, settings, path, config)
+        _load_weights(model, package, family, path, config)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise ModelUnavailable(f"the vision tower in {path} cannot be loaded: {error}") from error
     _settle(model, dtype)
@@ -145,10 +146,14 @@ def _new_model(package: Any, config: dict[str, Any]) -> tuple[nn.Module, Any]:
     return model, settings
 
 
-def _load_weights(model: nn.Module, package: Any, settings: Any, path: Path, config: dict[str, Any]) -> None:
+def _load_weights(
+    model: nn.Module, package: Any, family: VisionFamily, path: Path, config: dict[str, Any]
+) -> None:
     weights: dict[str, mx.array] = {}
     for file in sorted(path.glob("model*.safetensors")):
         weights.update(mx.load(str(file)))  # type: ignore[arg-type]
+    if family.pictures == "tiles":  # the text model may have names of its own
+        weights = {name: array for name, array in weights.items() if IDEFICS_TOWER.match(name)}
     weights = model.sanitize(weights)
     weights = {name: array for name, array in weights.items() if not name.startswith(f"{LANGUAGE}.")}
     tower = next(module for _, module in model.named_modules() if isinstance(module, package.VisionModel))

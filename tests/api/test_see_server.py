@@ -1,0 +1,143 @@
+"""`outrider serve outrider-see-135m`: held-out pictures through OpenAI's client, while text is streamed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from drawn_pictures import Question, questions_about_single_shapes
+from outrider.models import see_model
+from outrider.models.errors import ModelUnavailable
+from server_process import ServerProcess, serving
+
+QUESTIONS = questions_about_single_shapes()
+EXAMPLE = Path(__file__).parents[2] / "examples" / "picture.py"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    try:
+        see_model.ensure()
+    except ModelUnavailable as error:
+        pytest.skip(f"the default model cannot be fetched here: {error}")
+    name = Path(see_model.NAME.upper())  # by its name, in any case
+    with serving(name, "--max-rows", "6", "--log-level", "warning") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def ask(client: openai.OpenAI, question: Question, **extra: Any) -> openai.types.chat.ChatCompletion:
+    return client.chat.completions.create(
+        model=see_model.NAME,
+        messages=[{"role": "user", "content": question.content}],
+        temperature=0,
+        max_tokens=24,
+        extra_body=extra,
+    )
+
+
+def words(answer: openai.types.chat.ChatCompletion) -> str:
+    return (answer.choices[0].message.content or "").strip()
+
+
+class TextStream:
+    """A long answer to a question without pictures, read on a thread until it is closed."""
+
+    def __init__(self, client: openai.OpenAI) -> None:
+        self.arrivals_s: list[float] = []
+        self._stream = client.chat.completions.create(
+            model=see_model.NAME,
+            messages=[{"role": "user", "content": "Tell me a long story about a river."}],
+            temperature=0,
+            max_tokens=2000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        self._closing = threading.Event()
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def _read(self) -> None:
+        for _ in self._stream:
+            self.arrivals_s.append(time.monotonic())
+            if self._closing.is_set():
+                break
+        self._stream.close()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._reading.join()
+
+
+@pytest.fixture(scope="module")
+def beside_text(client: openai.OpenAI) -> tuple[list[str], int]:
+    """The answers to all questions, four at a time; the pieces of text that came meanwhile."""
+    stream = TextStream(client)
+    begin_s = time.monotonic()
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            answers = list(threads.map(lambda question: words(ask(client, question)), QUESTIONS))
+        end_s = time.monotonic()
+    finally:
+        stream.close()
+    return answers, sum(begin_s < arrival_s < end_s for arrival_s in stream.arrivals_s)
+
+
+@pytest.mark.parametrize("kind", ["shape", "colour"])
+def test_held_out_pictures_are_seen_while_text_streams(beside_text: tuple[list[str], int], kind: str) -> None:
+    answers, pieces = beside_text
+    asked = [(question, answer) for question, answer in zip(QUESTIONS, answers, strict=True)]
+    verdicts = [answer == question.answer for question, answer in asked if question.kind == kind]
+    assert len(verdicts) == 20
+    assert sum(verdicts) >= 18, answers
+    assert pieces > 20
+
+
+def test_the_picture_decides_the_answer(client: openai.OpenAI) -> None:
+    pictures = list({one.shape: one for one in QUESTIONS}.values())[:4]
+    answers = [words(ask(client, replace(one, text="What shape is in the picture?"))) for one in pictures]
+    assert len(set(answers)) == 4
+    right = [one.shape in answer for one, answer in zip(pictures, answers, strict=True)]
+    assert sum(right) >= 3, answers
+
+
+def test_drafts_change_nothing_and_stand(client: openai.OpenAI, beside_text: tuple[list[str], int]) -> None:
+    accepted = 0
+    for question, expected in list(zip(QUESTIONS, beside_text[0], strict=True))[:6]:
+        plain, drafted = (ask(client, question, draft_depth=depth) for depth in (0, 3))
+        assert words(plain) == words(drafted) == expected
+        assert plain.usage is not None
+        assert drafted.usage is not None
+        assert drafted.usage.completion_tokens_details is not None
+        accepted += drafted.usage.completion_tokens_details.accepted_prediction_tokens or 0
+    assert accepted >= 3
+
+
+def test_the_server_goes_by_the_proper_name_and_has_the_default_head(server: ServerProcess) -> None:
+    assert [one["id"] for one in server.get("/v1/models")["data"]] == [see_model.NAME]
+    assert "smollm2-135m-instruct" in server.banner
+
+
+def test_the_example_sees_its_red_circle(server: ServerProcess) -> None:
+    environment = os.environ | {"OPENAI_BASE_URL": f"{server.url}/v1"}
+    command = [sys.executable, str(EXAMPLE)]
+    shape, colour = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert "circle" in shape
+    assert "red" in colour
