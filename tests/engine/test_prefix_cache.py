@@ -98,6 +98,16 @@ def test_another_salt_finds_nothing() -> None:
     assert _num_prefilled(_finish(harness, harness.add(_text(100), salt="one"))) == 1
 
 
+def test_salts_that_leave_nothing_are_forgotten() -> None:
+    """Clients make them up: a server must not remember them all."""
+    harness = _harness(prefix_bytes=10)
+    for number in range(20):
+        _finish(harness, harness.add(_text(20), salt=f"client {number}"))
+    assert harness.prefix is not None
+    assert len(harness.prefix.index._roots) <= 1
+    harness.run_to_idle()
+
+
 def test_requests_that_come_at_once_compute_what_they_share_once() -> None:
     harness = _harness(max_rows=8, prefill_step_size=16)
     shared = _text(100)

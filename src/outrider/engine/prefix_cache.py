@@ -139,7 +139,9 @@ class PrefixCache:
 
     def leave(self, row: Sequence) -> None:
         """The row gives its slot up."""
-        self._places.pop(row.id, None)
+        place = self._places.pop(row.id, None)
+        if place is not None and all(other.tree != place.tree for other in self._places.values()):
+            self.index.forget_if_empty(place.tree)
 
     def clear(self) -> None:
         """Forget everything: asked to, or because a step failed and its cells cannot be trusted."""
