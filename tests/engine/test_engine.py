@@ -216,6 +216,25 @@ def test_engine_that_cannot_go_on_ends_everyone_and_says_so(engine: Engine, runn
         engine.submit([1], SHORT)
 
 
+def test_clearing_the_prefix_cache_of_an_engine_that_breaks_does_not_hang(
+    engine: Engine, runner: EngineRunner
+) -> None:
+    runner.breaks_on_reset = True
+    failures: list[Exception] = []
+
+    def clear() -> None:
+        try:
+            engine.clear_prefix_cache()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=clear, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), "it waits for ever"
+    assert "the device is gone" in str(failures[0])
+
+
 def test_cancel_from_within_a_submit_does_not_hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the garbage collector runs there and finalises an abandoned stream."""
     put, cancelled = engine._inbox.put, []

@@ -98,6 +98,16 @@ def test_another_salt_finds_nothing() -> None:
     assert _num_prefilled(_finish(harness, harness.add(_text(100), salt="one"))) == 1
 
 
+def test_salts_that_leave_nothing_are_forgotten() -> None:
+    """Clients make them up: a server must not remember them all."""
+    harness = _harness(prefix_bytes=10)
+    for number in range(20):
+        _finish(harness, harness.add(_text(20), salt=f"client {number}"))
+    assert harness.prefix is not None
+    assert len(harness.prefix.index._roots) <= 1
+    harness.run_to_idle()
+
+
 def test_requests_that_come_at_once_compute_what_they_share_once() -> None:
     harness = _harness(max_rows=8, prefill_step_size=16)
     shared = _text(100)
@@ -202,6 +212,45 @@ def test_an_answer_that_the_head_did_not_follow_is_used_and_caught_up_with() -> 
         behind = [row.num_behind for row in rows_of(plans[0])]
         assert (max(behind) > 0) == (number == 0), "the second time its cells are cached too"
     harness.run_to_idle()
+
+
+def test_rows_that_share_what_a_head_rested_over_all_have_it_fed() -> None:
+    """The second waits for the first, whose head catches up: what it then loads begins where its own ends."""
+    harness = _harness(prefill_step_size=16)
+    first = harness.add(_text(40), max_tokens=60, depth=3, is_auto=True)
+    _finish(harness, first)
+    turns = [harness.add([*first.tokens, *_text(60, seed=1), 3 + i], depth=3) for i in range(2)]
+    plans = _finish(harness, *turns)
+    assert sum(len(plan.copies.loads) for plan in plans) > 2, "the second took what the first computed"
+    harness.run_to_idle()
+
+
+def test_a_row_that_meets_cells_a_head_rested_over_keeps_its_own() -> None:
+    """Its head was fed what it computed itself; of that nothing was kept for later."""
+    harness = _harness(prefill_step_size=2, least_loaded=1)
+    rested = harness.add(_text(8), max_tokens=60, depth=3, is_auto=True)
+    harness.run_until(lambda: rested.num_cached >= 30)
+    text = [*_text(8), *harness.truth(rested)[0]]
+    row = harness.add([*text, 1, 2, 3], depth=3)
+    plans = _finish(harness, row)
+    behind = [planned for plan in plans for planned in rows_of(plan) if planned.num_behind]
+    assert any(planned.sequence_id == row.id and planned.start > 20 for planned in behind)
+    harness.run_to_idle()
+
+
+def test_a_head_that_rested_for_very_long_is_not_fed_all_of_it_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.engine.prefix_cache.MOST_BEHIND", 20)
+    for geometry in (None, WITH_STATES):
+        harness = _harness(geometry=geometry)
+        first = harness.add(_text(40), max_tokens=60, depth=3, is_auto=True)
+        _finish(harness, first)
+        plans = _finish(harness, harness.add([*first.tokens, 1, 2], depth=3))
+        behind = [row.num_behind for plan in plans for row in rows_of(plan)]
+        assert max(behind) <= 20
+        assert plans[0].copies.loads
+        harness.run_to_idle()
 
 
 def test_large_loads_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:

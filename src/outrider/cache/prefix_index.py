@@ -119,6 +119,12 @@ class PrefixIndex:
             self._roots[name] = Node(None, (), hashlib.sha256(name.encode()).digest(), 0)
         return self._roots[name]
 
+    def forget_if_empty(self, name: str) -> None:
+        """Nobody grows this tree now: a name alone is not worth keeping, since clients make them up."""
+        root = self._roots.get(name)
+        if root is not None and not root.children and not root.refs:
+            self._forget_root(root)
+
     def match(self, name: str, keys: Sequence[int]) -> Match:
         """The longest cached prefix; using it is a reason to keep it."""
         nodes: list[Node] = []

@@ -163,11 +163,22 @@ class Engine:
 
     def clear_prefix_cache(self) -> int:
         """Forget all cached prefixes, in memory and on disk; how many bytes of memory that freed."""
-        done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        done: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+
+        def clear() -> None:
+            try:
+                done.put(self._clear_prefixes())
+            except BaseException as error:  # who asked must not wait for ever
+                done.put(error)
+                raise
+
         with self._gate:
             self._refuse_if_stopped()
-            self._inbox.put(lambda: done.put(self._clear_prefixes()))
-        return done.get()
+            self._inbox.put(clear)
+        freed = done.get()
+        if isinstance(freed, BaseException):
+            raise RuntimeError(f"the prefix cache could not be cleared: {freed}") from freed
+        return freed
 
     def close(self) -> None:
         """Stop after the step under way; live requests end as cancelled."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from outrider.cache.prefix_index import Match, Node, PrefixIndex, num_common
 from outrider.engine.checkpoints import next_stop, prompt_stops
+from outrider.engine.drafting import MOST_BEHIND
 from outrider.engine.prefix_disk import BlockDisk, Fetches, file_name
 from outrider.engine.prefix_match import first_rested, last_state, num_followed, num_headed, pieces
 from outrider.engine.sequence import Sequence
@@ -138,7 +139,9 @@ class PrefixCache:
 
     def leave(self, row: Sequence) -> None:
         """The row gives its slot up."""
-        self._places.pop(row.id, None)
+        place = self._places.pop(row.id, None)
+        if place is not None and all(other.tree != place.tree for other in self._places.values()):
+            self.index.forget_if_empty(place.tree)
 
     def clear(self) -> None:
         """Forget everything: asked to, or because a step failed and its cells cannot be trusted."""
@@ -197,18 +200,22 @@ class PrefixCache:
             return True
         if usable - row.num_cached >= self._least(row):
             assert row.slot is not None
-            self._loads.append(self._load(row.slot, row.num_cached, usable, match))
+            # What its head has missed is loaded again: the match may have it with the head by now.
+            start = min(row.num_cached, row.num_headed) if row.feeds_head else row.num_cached
+            self._loads.append(self._load(row.slot, start, usable, match))
             self._hold(match.nodes[(usable - 1) // self.index.block_size])
             self.num_hit_cells += usable - row.num_cached
             row.count_loaded(usable - row.num_cached)
             row.num_cached = usable
-            row.num_headed = num_headed(match, usable, self.index.block_size)
+            row.num_headed = max(row.num_headed, num_headed(match, usable, self.index.block_size))
             self._settle(place, match, usable)
         return is_too_much and not self._has_states
 
     def _usable(self, row: Sequence, match: Match, place: _Place) -> int:
         """Cells of a match that the row can start with."""
         usable = num_followed(match, self.index.block_size)
+        headed = max(row.num_headed, num_headed(match, usable, self.index.block_size))
+        usable = min(usable, headed + MOST_BEHIND)
         if not self._has_states:
             return usable
         if row.num_cached == 0:  # this is where texts branch: the next one shall find a state here
