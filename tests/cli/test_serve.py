@@ -157,6 +157,11 @@ def test_engine_config(flags: list[str], drafter: str, depth: int) -> None:
     assert (config.drafter, config.auto_depth) == (drafter, depth)
 
 
+def test_a_limit_for_a_folder_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="needs --prefix-cache-dir"):
+        engine_config(options("--prefix-cache-disk-bytes", "1GiB"))
+
+
 @pytest.mark.parametrize(
     "flags",
     [

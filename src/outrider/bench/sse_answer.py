@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.bench.answer import Answer, Arrival, TokenSource
 from outrider.bench.http_stream import HttpFailed, Read
 from outrider.bench.workloads import Task
+from outrider.sse_lines import NoChunk, read_line
 
 ONE_TOKEN_A_CHUNK = 0.95  # chunks a token from which on each chunk is taken for one token
 
@@ -33,11 +33,12 @@ class AnswerReader:
         """HttpFailed where the stream tells of an error or is none."""
         *lines, self._rest = (self._rest + read.data).split(b"\n")
         for line in lines:
-            for chunk in self._chunks(line):
-                try:
-                    self._take_chunk(chunk, read.at_s)
-                except (AttributeError, TypeError):
-                    raise HttpFailed("the server sent a chunk that is none of a chat completion") from None
+            try:
+                self._take_line(line, read.at_s)
+            except NoChunk as error:
+                raise HttpFailed(str(error)) from None
+            except (AttributeError, TypeError):
+                raise HttpFailed("the server sent a chunk that is none of a chat completion") from None
 
     def answer(self, ended_s: float) -> Answer:
         if self._finish_reason is None and not self.is_done:
@@ -62,21 +63,12 @@ class AnswerReader:
             return counted, "usage"
         return self._num_chunks, "chunks"
 
-    def _chunks(self, line: bytes) -> Iterator[Mapping[str, Any]]:
-        """What a data line holds; comments keep a stream alive and say nothing."""
-        field, _, value = line.strip().partition(b":")
-        if field != b"data" or self.is_done:
-            return
-        if value.strip() == b"[DONE]":
+    def _take_line(self, line: bytes, at_s: float) -> None:
+        chunk = None if self.is_done else read_line(line)
+        if chunk == "done":
             self.is_done = True
-            return
-        try:
-            chunk = json.loads(value)
-        except ValueError:
-            chunk = None
-        if not isinstance(chunk, dict):
-            raise HttpFailed("the server sent a chunk that is no JSON object")
-        yield chunk
+        elif chunk is not None:
+            self._take_chunk(chunk, at_s)
 
     def _take_chunk(self, chunk: Mapping[str, Any], at_s: float) -> None:
         if chunk.get("error"):

@@ -18,6 +18,7 @@ from outrider.cli.chat_backends import ChatFailed
 from outrider.engine.sequence import Stats
 from outrider.request import SamplingParams
 from outrider.server_address import ServerAddress
+from outrider.sse_lines import NoChunk, read_line
 
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # Outrider's own streams say something every few seconds
@@ -144,18 +145,14 @@ class ChunkReader:
 def _chunks(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
     """What the stream's data lines hold, up to [DONE]; comments keep it alive and say nothing."""
     for line in response:
-        field, _, value = line.strip().partition(b":")
-        if field != b"data":
-            continue
-        if value.strip() == b"[DONE]":
-            return
         try:
-            chunk = json.loads(value)
-        except ValueError:
-            chunk = None
-        if not isinstance(chunk, dict):
-            raise ChatFailed("the server sent a chunk that is no JSON object")
-        yield chunk
+            chunk = read_line(line)
+        except NoChunk as error:
+            raise ChatFailed(str(error)) from None
+        if chunk == "done":
+            return
+        if chunk is not None:
+            yield chunk
 
 
 def _usage(usage: Mapping[str, Any]) -> Usage:

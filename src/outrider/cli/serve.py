@@ -64,16 +64,19 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         drafter = "none"
     if options["no_prefix_cache"] and (options["prefix_cache_bytes"] or options["prefix_cache_dir"]):
         raise InvalidConfig("--no-prefix-cache contradicts --prefix-cache-bytes and --prefix-cache-dir")
+    on_disk = options["prefix_cache_disk_bytes"]
+    if on_disk is not None and options["prefix_cache_dir"] is None:
+        raise InvalidConfig("--prefix-cache-disk-bytes needs --prefix-cache-dir, the folder that it limits")
     depth = {} if options["draft_depth"] is None else {"auto_depth": options["draft_depth"]}
     return EngineConfig(
         max_rows=options["max_rows"],
         max_context=options["max_context"],
         memory_budget_bytes=options["memory_budget"],
         prefill_step_size=options["prefill_step_size"],
-        drafter="auto" if drafter == "mtp" else drafter,  # asked for by _check_drafter, in words of flags
+        drafter=drafter,
         prefix_cache_bytes=0 if options["no_prefix_cache"] else options["prefix_cache_bytes"],
         prefix_cache_dir=options["prefix_cache_dir"],
-        prefix_cache_disk_bytes=options["prefix_cache_disk_bytes"],
+        prefix_cache_disk_bytes=EngineConfig.prefix_cache_disk_bytes if on_disk is None else on_disk,
         picture_cache_bytes=options["picture_cache"],
         **depth,
     )

@@ -147,7 +147,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             metavar="SIZE",
         ),
         Option("prefix-cache-dir", "folder in which they outlive the server (none)", metavar="DIR"),
-        Option("prefix-cache-disk-bytes", "most that folder may hold (16GiB)", size_bytes, 16 << 30, "SIZE"),
+        Option("prefix-cache-disk-bytes", "most that folder may hold (16GiB)", size_bytes, None, "SIZE"),
         Option("no-prefix-cache", "compute every prompt from its beginning", is_switch=True),
     ),
     "pictures": (

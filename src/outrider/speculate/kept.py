@@ -22,7 +22,7 @@ from outrider.speculate.costs import MOST_CORRECTION, CostTable, Measured
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -5,34 +5,21 @@ Each is a short causal convolution of queries, keys and values, then the rule, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import bailing_moe_v3, kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
-from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.gated_delta import normalize_qk
 
 from outrider.cache.recurrent import StateView
 from outrider.models.recurrent import window_kernel
 from outrider.models.recurrent.convolution import causal_convolution
 from outrider.models.recurrent.delta_rule import delta_rule
+from outrider.models.recurrent.own_caches import OwnCaches
 
 
-class _OwnCaches:
-    """Hands passes over mlx-lm's caches to the layer that this one was."""
-
-    _rows: Callable[[mx.array, StateView | None], mx.array]
-
-    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        if isinstance(cache, ArraysCache):
-            out: mx.array = super().__call__(x, mask, cache)  # type: ignore[misc]
-            return out
-        return self._rows(x, cache)
-
-
-class _Qwen(_OwnCaches):
+class _Qwen(OwnCaches):
     """One convolution for queries, keys and values together."""
 
     def _rows(self: Any, x: mx.array, view: StateView | None) -> mx.array:
@@ -62,7 +49,7 @@ class Qwen35Layer(_Qwen, qwen3_5.GatedDeltaNet):
         return self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x)
 
 
-class OlmoLayer(_OwnCaches, olmo_hybrid.GatedDeltaNet):
+class OlmoLayer(OwnCaches, olmo_hybrid.GatedDeltaNet):
     def _rows(self: Any, x: mx.array, view: StateView | None) -> mx.array:
         q, k, v = (
             nn.silu(causal_convolution(conv, project(x), view, part))
@@ -78,7 +65,7 @@ class OlmoLayer(_OwnCaches, olmo_hybrid.GatedDeltaNet):
         return self.o_proj(gated.flatten(-2))
 
 
-class _ByDimension(_OwnCaches):
+class _ByDimension(OwnCaches):
     """Kimi's delta attention: a gate for each key dimension."""
 
     def _rows(self: Any, x: mx.array, view: StateView | None) -> mx.array:

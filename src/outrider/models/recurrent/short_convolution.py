@@ -6,20 +6,18 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import lfm2, lfm2_moe
-from mlx_lm.models.cache import ArraysCache
 
+from outrider.cache.recurrent import StateView
 from outrider.models.recurrent.convolution import causal_convolution
+from outrider.models.recurrent.own_caches import OwnCaches
 
 
-class _ShortConvolution:
+class _ShortConvolution(OwnCaches):
     """LFM2's gated convolution: no state but its window."""
 
-    def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        if isinstance(cache, ArraysCache):
-            out: mx.array = super().__call__(x, mask, cache)  # type: ignore[misc]
-            return out
+    def _rows(self: Any, x: mx.array, view: StateView | None) -> mx.array:
         before, after, x = mx.split(self.in_proj(x), 3, axis=-1)
-        out = self.out_proj(after * causal_convolution(self.conv, before * x, cache, 0))
+        out: mx.array = self.out_proj(after * causal_convolution(self.conv, before * x, view, 0))
         return out
 
 
