@@ -207,28 +207,28 @@ def test_step_that_fails_is_done_again_and_nothing_is_lost(folder: Path) -> None
     with LLM(folder) as llm:
         expected = [out.token_ids for out in llm.generate(["one", "two", "three"], GREEDY)]
         runner = llm.engine._parts.runner
-        run, calls = runner.run, 0
+        finish, calls = runner.finish, 0
 
-        def fails_once_half_way(plan: object) -> object:
+        def fails_once_half_way(launched: object) -> object:
             nonlocal calls
             calls += 1
-            result = run(plan)  # type: ignore[arg-type]
+            result = finish(launched)
             if calls == 6:
                 raise RuntimeError("out of memory, say")
             return result
 
-        runner.run = fails_once_half_way  # type: ignore[method-assign, assignment]
+        runner.finish = fails_once_half_way  # type: ignore[method-assign, assignment]
         assert [out.token_ids for out in llm.generate(["one", "two", "three"], GREEDY)] == expected
 
 
 def test_model_that_always_fails_ends_requests_with_its_error_and_serves_on(folder: Path) -> None:
     with LLM(folder) as llm:
         runner = llm.engine._parts.runner
-        run = runner.run
-        runner.run = lambda plan: (_ for _ in ()).throw(RuntimeError("no device"))  # type: ignore[method-assign]
+        launch = runner.launch
+        runner.launch = lambda *step: (_ for _ in ()).throw(RuntimeError("no device"))  # type: ignore[method-assign]
         with pytest.raises(GenerationFailed, match="no device"):
             llm.generate("x", GREEDY)
-        runner.run = run  # type: ignore[method-assign]
+        runner.launch = launch  # type: ignore[method-assign]
         assert llm.generate("x", GREEDY)[0].finish_reason == "length"
 
 
@@ -310,7 +310,7 @@ def test_row_with_unsound_logits_ends_in_error_and_leaves_nothing_behind(folder:
         prompts = [[5, 6], [7, 8], [10, 11]]
         expected = [out.token_ids for out in llm.generate(prompts, plain)]
         assert all(poison not in answer for answer in expected)
-        inner = llm.engine._parts.runner._trunk.inner  # type: ignore[attr-defined]
+        inner = llm.engine._parts.runner._forward._trunk.inner  # type: ignore[attr-defined]
         inner.embed_tokens = PoisonedEmbedding(inner.embed_tokens, poison)
         streams = [llm.stream(ids, plain) for ids in ([5, 6], [poison, 5], [7, 8])]
         with pytest.raises(GenerationFailed, match="NaN"):

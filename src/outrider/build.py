@@ -83,7 +83,8 @@ def _parts(
     trunk, vision = loaded.trunk, loaded.vision
     tower = vision.tower if vision is not None else None
     write_block = None if disk is None else disk.write
-    runner = Runner(trunk, head, write_block, tower, config.picture_cache_bytes)
+    outruns = machine.outruns_host()
+    runner = Runner(trunk, head, write_block, tower, config.picture_cache_bytes, compiles=outruns)
     facts = ModelFacts(
         name=str(choice.model),
         vocab_size=trunk.vocab_size,
@@ -117,6 +118,7 @@ def _parts(
         prefix_budget,
         disk,
         vision.reader if vision is not None else None,
+        launches_ahead=outruns,
     )
 
 

@@ -7,6 +7,10 @@ Pure data. The cells of a row that had `start` cells and feeds c committed token
     picks                                      x         x             x
 
 The picks are the target tokens; the row keeps `c + accepted` of the fed cells.
+
+A step may follow one that nobody has read yet: then its rows feed the token that they will have picked and
+their drafts, wherever they will stand. The plan has UNREAD in the place of such tokens, and as `start` the
+most cells that the row can have by then.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import numpy as np
 from outrider.host_array import HostArray
 from outrider.prompt_media import PromptMedia
 from outrider.request import SamplingParams
+
+UNREAD = -1  # a token that a step under way will bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,7 @@ class StepPlan:
         int, ...
     ] = ()  # least width of each batch's forward; some shapes cost less than narrower ones
     copies: PrefixCopies = PrefixCopies()
+    follows: bool = False  # its one batch has the rows of the step before, which was not read: see UNREAD
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from outrider.prompt_media import PromptMedia
 
 MAX_DEPTH = 8
 MAX_TOP_LOGPROBS = 20
+NUM_CANDIDATES = 1024  # best tokens that a row which filters looks at first
 
 # Wide limits within which the changed logits stay finite in float32.
 MAX_BIAS = 1e10
@@ -80,6 +81,11 @@ class SamplingParams:
     def is_filtered(self) -> bool:
         """Whether a sampled row must know the order of its best tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def filters_widely(self) -> bool:
+        """Whether its filters may leave more than the candidates looked at first."""
+        return not self.is_greedy and self.is_filtered and not 0 < self.top_k < NUM_CANDIDATES
 
     @property
     def has_penalties(self) -> bool:

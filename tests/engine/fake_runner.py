@@ -8,10 +8,20 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.config import CacheGeometry
-from outrider.plan import Move, PrefixCopies, RowPlan, RowResult, StepPlan, StepResult, TokenLogprobs
+from outrider.plan import (
+    UNREAD,
+    Move,
+    PrefixCopies,
+    RowPlan,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from outrider.prompt_media import MediaPiece
 from outrider.request import MAX_DEPTH
 
@@ -30,6 +40,14 @@ def true_next(token_ids: Sequence[int], banned_ids: Collection[int] = ()) -> int
     digest = hashlib.blake2b(bytes(token_ids), digest_size=4).digest()
     allowed = [token_id for token_id in range(VOCAB_SIZE) if token_id not in banned_ids]
     return allowed[int.from_bytes(digest, "big") % len(allowed)]
+
+
+@dataclass(frozen=True)
+class FakeLaunched:
+    """A step that was run at once, and what it was in the end."""
+
+    plan: StepPlan
+    result: StepResult
 
 
 class FakeRunner:
@@ -69,6 +87,12 @@ class FakeRunner:
         raise AssertionError("there are no pictures here")
 
     def run(self, plan: StepPlan) -> StepResult:
+        return self.finish(self.launch(plan))
+
+    def launch(self, plan: StepPlan, after: FakeLaunched | None = None) -> FakeLaunched:
+        assert plan.follows == (after is not None)
+        if after is not None:
+            plan = _resolved(plan, after)
         self._save(plan.copies)
         for move in plan.moves:
             self._move(move)
@@ -76,8 +100,11 @@ class FakeRunner:
         self._load(plan.copies)
         _check_places(plan)
         results = [result for batch in plan.batches for result in self._run_batch(batch)]
-        self._raise_if_faulty(plan)  # after the caches were changed: nothing in them may be used again
-        return StepResult(tuple(results))
+        return FakeLaunched(plan, StepResult(tuple(results)))
+
+    def finish(self, launched: FakeLaunched) -> StepResult:
+        self._raise_if_faulty(launched.plan)  # the caches were changed: nothing in them may be used again
+        return launched.result
 
     def forget_prefixes(self) -> None:
         self.blocks.clear()
@@ -232,6 +259,34 @@ class FakeRunner:
     def _true_next(row: RowPlan, token_ids: list[int]) -> int:
         is_short = len(token_ids) - row.num_prompt < row.params.min_tokens
         return true_next(token_ids, row.banned_ids if is_short else ())
+
+
+def _resolved(plan: StepPlan, after: FakeLaunched) -> StepPlan:
+    """What a plan means that was made before the step in front of it was read."""
+    assert not plan.moves
+    assert not plan.copies
+    assert (plan.num_slots, plan.capacity) == (after.plan.num_slots, after.plan.capacity)
+    (batch,), (before,) = plan.batches, after.plan.batches
+    rows = [_resolved_row(*each) for each in zip(batch, before, after.result.rows, strict=True)]
+    return replace(plan, batches=(tuple(rows),))
+
+
+def _resolved_row(row: RowPlan, before: RowPlan, result: RowResult) -> RowPlan:
+    assert (row.sequence_id, row.slot) == (before.sequence_id, before.slot)
+    assert set(row.token_ids) == {UNREAD}
+    assert row.num_drafts <= len(result.drafts)
+    assert not (row.feeds_head and before.rests), "a head cannot catch up with tokens that nobody has read"
+    assert not row.banned_ids
+    start = before.start + before.num_fed - before.num_drafts + result.num_accepted
+    assert start <= row.start, "more cells than the plan allows for"
+    history = [*before.history[: before.start + before.num_fed - before.num_drafts], *result.token_ids]
+    return replace(
+        row,
+        start=start,
+        token_ids=(result.token_ids[-1], *result.drafts[: row.num_drafts]),
+        history=history,
+        head_start=None if row.head_start is None else start - row.num_behind,
+    )
 
 
 def _heading(batch: Sequence[RowPlan]) -> bool:

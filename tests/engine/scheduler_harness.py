@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any
 
-from fake_runner import FakeRunner, StepFailed, true_next
+from fake_runner import FakeLaunched, FakeRunner, StepFailed, true_next
 
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import CacheGeometry, EngineConfig
@@ -74,7 +75,9 @@ class Harness:
         block_size: int = 4,
         least_loaded: int = LEAST_LOADED,
         shelf: Any = None,
+        ahead: float = 0.0,
     ) -> None:
+        """`ahead`: how often a step is launched before the one in front of it is read."""
         self.geometry = geometry or CacheGeometry(bytes_per_cell=1, page_size=PAGE)
         self.budget_bytes = budget_bytes or 10**9
         self.max_rows = max_rows
@@ -88,7 +91,9 @@ class Harness:
         self.live: dict[int, Sequence] = {}
         self.sequences: list[Sequence] = []
         self.answers: dict[str, Answer] = {}
-        self.num_steps = 0
+        self.num_steps = self.num_ahead = 0
+        self._ahead, self._random = ahead, random.Random(f"ahead {seed}")
+        self._flying: list[tuple[StepPlan, FakeLaunched]] = []
         self._stop_tokens: dict[int, int | None] = {}
         self._ids = itertools.count()
 
@@ -166,18 +171,30 @@ class Harness:
     # -- what the engine does ----------------------------------------------------------------------------
 
     def step(self, meanwhile: Callable[[], Any] = lambda: None) -> StepPlan | None:
-        """One step as the engine makes it; `meanwhile` happens between plan and commit."""
-        plan = self.scheduler.plan()
-        self._check_plan(plan)
-        if plan is None:
-            if not self.live:
-                self.runner.reset()
-            return None
+        """One step as the engine makes it; `meanwhile` happens between plan and commit.
+
+        With `ahead`, a step that follows is launched before the first is read, wherever that may be.
+        """
+        if not self._flying:
+            plan = self.scheduler.plan()
+            self._check_plan(plan)
+            if plan is None:
+                if not self.live:
+                    self.runner.reset()
+                return None
+            self._flying.append((plan, self.runner.launch(plan)))
+        if len(self._flying) == 1 and self._random.random() < self._ahead:
+            follows = self.scheduler.plan_ahead()
+            if follows is not None:
+                self.num_ahead += 1
+                self._flying.append((follows, self.runner.launch(follows, self._flying[0][1])))
+        plan, launched = self._flying.pop(0)
         self.num_steps += 1
         try:
-            result = self.runner.run(plan)
+            result = self.runner.finish(launched)
         except StepFailed as error:
             meanwhile()
+            self._flying.clear()
             self.runner.reset()
             self.runner.forget_prefixes()
             self.take(*self.scheduler.fail(str(error)))
@@ -204,6 +221,8 @@ class Harness:
     def run_to_idle(self, most: int = 1000) -> None:
         """Run until nothing is left; then every answer must be whole and every byte given back."""
         self.run_until(lambda: self.scheduler.is_idle, most)
+        while self._flying:  # launched before its rows were seen to be finished
+            self.step()
         last = self.step()  # what is left to be copied
         assert last is None or not last.batches
         assert self.step() is None

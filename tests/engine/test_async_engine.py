@@ -93,11 +93,11 @@ def test_slow_reader_loses_nothing_and_stalls_no_one(llm: LLM) -> None:
 
 
 def test_event_loop_is_never_blocked_by_a_forward_pass(llm: LLM) -> None:
-    run, delay_s = llm.engine._parts.runner.run, 0.25
+    launch, delay_s = llm.engine._parts.runner.launch, 0.25
 
-    def slow_run(plan: object) -> object:
+    def slow_launch(*step: object) -> object:
         time.sleep(delay_s)  # a long forward pass
-        return run(plan)  # type: ignore[arg-type]
+        return launch(*step)  # type: ignore[arg-type]
 
     async def longest_gap() -> float:
         task = asyncio.create_task(
@@ -110,8 +110,8 @@ def test_event_loop_is_never_blocked_by_a_forward_pass(llm: LLM) -> None:
             gap, last = max(gap, now - last), now
         return gap
 
-    llm.engine._parts.runner.run = slow_run  # type: ignore[method-assign, assignment]
+    llm.engine._parts.runner.launch = slow_launch  # type: ignore[method-assign, assignment]
     try:
         assert asyncio.run(longest_gap()) < delay_s / 2
     finally:
-        llm.engine._parts.runner.run = run  # type: ignore[method-assign]
+        llm.engine._parts.runner.launch = launch  # type: ignore[method-assign]

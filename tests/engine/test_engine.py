@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_runner import VOCAB_SIZE, FakeRunner
+from fake_runner import VOCAB_SIZE, FakeLaunched, FakeRunner
 from scheduler_harness import FakeText
 
 from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
@@ -23,7 +23,7 @@ from outrider.engine.engine import Engine, EngineParts, EngineStopped
 from outrider.engine.outbox import Outbox
 from outrider.engine.sequence import Delta
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.plan import StepPlan, StepResult
+from outrider.plan import StepResult
 from outrider.request import Grammar, InvalidRequest, SamplingParams
 
 WAIT_S = 20
@@ -44,10 +44,10 @@ class EngineRunner(FakeRunner):
     def geometry(self, page_size: int) -> CacheGeometry:
         return GEOMETRY
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def finish(self, launched: FakeLaunched) -> StepResult:
         assert self.may_run.wait(WAIT_S)
         time.sleep(0.001)
-        return super().run(plan)
+        return super().finish(launched)
 
     def reset(self) -> None:
         if self.breaks_on_reset:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import sampling_oracle as oracle
-from outrider.request import SamplingParams
+from outrider.request import NUM_CANDIDATES, SamplingParams
 from outrider.sampling import picking
-from outrider.sampling.picking import NUM_CANDIDATES, pick, pick_drafts
+from outrider.sampling.picking import Picking
+from outrider.sampling.picking import pick as pick_how
+from outrider.sampling.picking import pick_drafts as pick_drafts_how
 
 WIDE = 3000  # more tokens than a filter's candidates
+
+
+def pick(logits: mx.array, positions: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+    return pick_how(logits, positions, Picking.of(params))
+
+
+def pick_drafts(
+    logits: mx.array, positions: mx.array, params: Sequence[SamplingParams], token_ids: mx.array | None
+) -> mx.array:
+    return pick_drafts_how(logits, positions, Picking.of(params), token_ids)
 
 
 def picked(logits: np.ndarray, positions: np.ndarray, params: list[SamplingParams]) -> np.ndarray:

@@ -28,13 +28,13 @@ from outrider.engine.scheduler import SLACK, Scheduler
 from outrider.engine.sequence import Delta
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
-from outrider.plan import TokenLogprobs
+from outrider.plan import StepPlan, TokenLogprobs
 from outrider.request import Request, SamplingParams
 from outrider.speculate.controller import DepthController
 from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
 from outrider.speculate.prediction import PredictionDrafter
-from outrider.step.runner import Runner
+from outrider.step.runner import Launched, Runner
 from restless_controller import RestlessController
 from step.reference import Answer, fresh_cells, solo_answer, stop_ids_of
 from step.row_grammars import compiler, with_random_grammar
@@ -102,6 +102,7 @@ class Tally:
     held_finished: Counter[str] = field(default_factory=Counter)
     held_preemptions: int = 0
     caught_up: int = 0  # rows whose head had rested
+    ahead: int = 0  # steps launched before the one in front was read
 
     def add(self, other: Tally) -> None:
         self.histories += other.histories
@@ -116,13 +117,15 @@ class Tally:
         self.held_finished += other.held_finished
         self.held_preemptions += other.held_preemptions
         self.caught_up += other.caught_up
+        self.ahead += other.ahead
 
     def summary(self) -> str:
         return (
             f"{self.histories} histories, {self.tokens} tokens, {self.excused} excused, "
             f"ends {dict(self.finished)}, {self.preemptions} preemptions, {self.failed_steps} failed steps, "
             f"{self.cells} cells compared; with a grammar {self.held.total()} steps, "
-            f"ends {dict(self.held_finished)}, {self.held_preemptions} preemptions"
+            f"ends {dict(self.held_finished)}, {self.held_preemptions} preemptions; "
+            f"{self.ahead} steps launched ahead"
         )
 
     def accepted_lengths(self, *kinds: str) -> set[tuple[int, int]]:
@@ -326,6 +329,8 @@ class _Player:
         self._scheduler = _scheduler(history, runner, prefix_cache)
         self._rng = random.Random(history.seed)
         self._live: dict[str, _Live] = {}
+        self._ahead = history.seed % 4 / 3  # how often a step is launched before the one in front is read
+        self._flying: list[tuple[StepPlan, Launched]] = []
         self.tally = Tally(histories=1)
 
     def run(self) -> None:
@@ -334,20 +339,21 @@ class _Player:
             if step > 5000:
                 raise AssertionError("the history does not end")
             self._come_and_go(step)
-            plan = self._scheduler.plan()
-            if plan is not None:
-                self._step(plan, fails=step in self._history.failing)
+            if not self._flying and (plan := self._scheduler.plan()) is not None:
+                self._launch(plan)
+            if self._flying:
+                self._step(fails=step in self._history.failing)
             elif self._scheduler.is_idle:
                 self._runner.reset()  # as the engine does when it rests
             else:
                 self._scheduler.wait_for_disk()
             self._check_books()
-            if self._scheduler.is_idle and step >= last_join:
+            if self._scheduler.is_idle and step >= last_join and not self._flying:
                 break
         last_copies = self._scheduler.plan()
         if last_copies is not None:
             assert not last_copies.batches
-            self._runner.run(last_copies)
+            self._scheduler.commit(self._runner.run(last_copies))
         self._runner.reset()
         assert self._scheduler.plan() is None
         assert self._scheduler.prefix_bytes == self._runner.prefix_bytes
@@ -394,17 +400,28 @@ class _Player:
             return PredictionDrafter(_random_prediction(rng, answer.token_ids, vocab_size), len(ask.prompt))
         return NgramDrafter() if ask.kind == "ngram" else None
 
-    def _step(self, plan, fails: bool) -> None:
+    def _launch(self, plan: StepPlan) -> None:
+        after = self._flying[0][1] if self._flying else None
+        self._flying.append((plan, self._runner.launch(plan, after)))
+
+    def _step(self, fails: bool) -> None:
+        if self._rng.random() < self._ahead and len(self._flying) == 1:
+            follows = self._scheduler.plan_ahead()
+            if follows is not None:
+                self.tally.ahead += 1
+                self._launch(follows)
         if fails:
             self.tally.failed_steps += 1
             if self._rng.random() < 0.5:
-                self._runner.run(plan)  # computed, and lost
+                self._runner.finish(self._flying[0][1])  # computed, and lost
+            self._flying.clear()
             self._runner.reset()
             self._runner.forget_prefixes()
             for delta in self._scheduler.fail(MADE_TO_FAIL):
                 self._take(delta)
             return
-        result = self._runner.run(plan)
+        plan, launched = self._flying.pop(0)
+        result = self._runner.finish(launched)
         drafted = {row.sequence_id: row.num_drafts for batch in plan.batches for row in batch if row.picks}
         planned = [row for batch in plan.batches for row in batch]
         self.tally.caught_up += sum(row.feeds_head and row.num_behind > 0 for row in planned)
@@ -416,9 +433,9 @@ class _Player:
                     self.tally.held[drafted[row.sequence_id], row.num_accepted] += 1
         for delta in self._scheduler.commit(result):
             self._take(delta)
-        if self._history.inspects:
+        if self._history.inspects and not self._flying:
             self._check_cells()
-        if self._history.scribbles:
+        if self._history.scribbles and not self._flying:
             self._scribble()
 
     def _take(self, delta: Delta) -> None:

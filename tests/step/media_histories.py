@@ -185,7 +185,7 @@ class MediaHistory:
         while not self._scheduler.is_idle:
             self._turn()
         if (last := self._scheduler.plan()) is not None:
-            self._runner.run(last)
+            self._scheduler.commit(self._runner.run(last))
         self._runner.reset()
         assert self._runner.prefix_bytes == self._scheduler.prefix_bytes
         assert self._runner.num_bytes == self._scheduler.num_bytes == 0

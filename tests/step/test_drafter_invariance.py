@@ -13,7 +13,9 @@ import pytest
 
 from outrider.cache import ragged_kv
 from outrider.grammar.matcher import RowGrammar
-from outrider.step import runner, verify
+from outrider.sampling.picking import Picking
+from outrider.step import forward, verify
+from outrider.step.feed import Batch, Feed
 from step.histories import Divergence, Tally, play, random_history, world
 
 FIRST_SEED = {
@@ -80,6 +82,7 @@ def assert_everything_occurred(tally: Tally) -> None:
     assert tally.held_finished.keys() == {"length", "stop", "cancelled", "error"}
     assert tally.held_preemptions > 0
     assert tally.caught_up > 50
+    assert tally.ahead > 100
 
 
 @pytest.mark.skipif(
@@ -95,48 +98,45 @@ def test_play_one_history_again() -> None:
 
 
 def accepts_one_too_many(patch: pytest.MonkeyPatch) -> None:
-    count = verify._count_accepted
+    count = verify.count_accepted
 
-    def wrong(targets: mx.array, rows: verify.Batch) -> mx.array:
-        return mx.minimum(count(targets, rows) + 1, mx.array([row.num_drafts for row in rows]))
+    def wrong(targets: mx.array, drafts: mx.array, num_drafts: mx.array, positions: mx.array) -> mx.array:
+        return mx.minimum(count(targets, drafts, num_drafts, positions) + 1, num_drafts)
 
-    patch.setattr(verify, "_count_accepted", wrong)
+    patch.setattr(verify, "count_accepted", wrong)
 
 
 def accepts_past_an_error(patch: pytest.MonkeyPatch) -> None:
-    def wrong(targets: mx.array, rows: verify.Batch) -> mx.array:
-        most = targets.shape[1] - 1
-        drafts = [[*row.token_ids[row.first_pick + 1 :], *([-1] * (most - row.num_drafts))] for row in rows]
-        return (targets[:, :-1] == mx.array(drafts).reshape(len(rows), most)).astype(mx.int32).sum(axis=1)
+    def wrong(targets: mx.array, drafts: mx.array, num_drafts: mx.array, positions: mx.array) -> mx.array:
+        is_draft = mx.arange(drafts.shape[1]) < num_drafts[:, None]
+        return ((targets[:, :-1] == drafts) & is_draft).astype(mx.int32).sum(axis=1)
 
-    patch.setattr(verify, "_count_accepted", wrong)
+    patch.setattr(verify, "count_accepted", wrong)
 
 
 def noise_is_one_position_late(patch: pytest.MonkeyPatch) -> None:
     pick = verify.pick
-    patch.setattr(verify, "pick", lambda logits, positions, params: pick(logits, positions + 1, params))
+    patch.setattr(verify, "pick", lambda logits, positions, how: pick(logits, positions + 1, how))
 
 
 def noise_stands_still_in_a_window(patch: pytest.MonkeyPatch) -> None:
     pick = verify.pick
 
-    def wrong(logits: mx.array, positions: mx.array, params: list) -> mx.array:
-        return pick(logits, mx.broadcast_to(positions[:, :1], positions.shape), params)
+    def wrong(logits: mx.array, positions: mx.array, how: Picking) -> mx.array:
+        return pick(logits, mx.broadcast_to(positions[:, :1], positions.shape), how)
 
     patch.setattr(verify, "pick", wrong)
 
 
 def the_first_sampler_serves_all(patch: pytest.MonkeyPatch) -> None:
-    pick = verify.pick
-    patch.setattr(
-        verify, "pick", lambda logits, positions, params: pick(logits, positions, params[:1] * len(params))
-    )
+    of = Picking.of
+    patch.setattr(Picking, "of", lambda params: of(list(params[:1]) * len(params)))
 
 
 def penalties_do_not_see_drafts(patch: pytest.MonkeyPatch) -> None:
     apply_edits = verify.apply_edits
 
-    def wrong(logits: mx.array, rows: verify.Batch) -> mx.array:
+    def wrong(logits: mx.array, rows: Batch) -> mx.array:
         rows = [replace(row, num_drafts=0, token_ids=row.token_ids[: row.first_pick + 1]) for row in rows]
         return apply_edits(logits, rows)
 
@@ -146,7 +146,7 @@ def penalties_do_not_see_drafts(patch: pytest.MonkeyPatch) -> None:
 def penalties_lag_by_a_token(patch: pytest.MonkeyPatch) -> None:
     apply_edits = verify.apply_edits
 
-    def wrong(logits: mx.array, rows: verify.Batch) -> mx.array:
+    def wrong(logits: mx.array, rows: Batch) -> mx.array:
         return apply_edits(logits, [replace(row, history=row.history[:-1]) for row in rows])
 
     patch.setattr(verify, "apply_edits", wrong)
@@ -176,11 +176,15 @@ def moves_are_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_head_is_fed_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
-    def wrong(batch: verify.Batch, picks: verify.Picks | None, width: int) -> mx.array:
-        known = [[*row.token_ids[1:], row.next_id or 0] for row in batch]
-        return mx.array([[*ids, *([0] * (width - len(ids)))] for ids in known])
+    next_tokens = forward.next_tokens
 
-    patch.setattr(runner, "next_tokens", wrong)
+    def wrong(batch: Batch, feed: Feed, picks: verify.Picks | None) -> mx.array:
+        right = next_tokens(batch, feed, picks)
+        shifted = mx.concatenate([feed.token_ids[:, 1:], right[:, -1:]], axis=1)
+        fed = mx.arange(1, right.shape[1] + 1) < feed.num_fed[:, None]
+        return mx.where(fed, shifted, right)
+
+    patch.setattr(forward, "next_tokens", wrong)
 
 
 def masks_lag_by_a_position(patch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_the_head_is_fed_the_pictures_too(world: World) -> None:
     for step_size in (5, 512):
         with LLM(world.folder, drafter="mtp", max_rows=1, prefill_step_size=step_size) as llm:
             prompt = world.prompt(llm, ("is ", " it?"), [noise(40, 24)])
-            drafter: Any = llm.engine._parts.runner._drafter  # type: ignore[attr-defined]
+            drafter: Any = llm.engine._parts.runner._forward._drafter  # type: ignore[attr-defined]
             made, num_seen, draft = [], [0], drafter.draft
 
             def watched(
@@ -112,14 +112,14 @@ def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch, encode_s: float = 0.0) -> l
     """What the runner does, in order: "encode", or the plan of a step."""
     runner: Any = llm.engine._parts.runner
     done: list[Any] = []
-    run, encode = runner.run, runner.encode
+    launch, encode = runner.launch, runner.encode
 
     def slow_encode(piece: Any) -> None:
         done.append("encode")
         time.sleep(encode_s)
         encode(piece)
 
-    monkeypatch.setattr(runner, "run", lambda plan: done.append(plan) or run(plan))
+    monkeypatch.setattr(runner, "launch", lambda plan, after: done.append(plan) or launch(plan, after))
     monkeypatch.setattr(runner, "encode", slow_encode)
     return done
 
@@ -151,7 +151,7 @@ def test_text_requests_never_touch_the_vision_code(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = watch(llm, monkeypatch)
-    trunk: Any = llm.engine._parts.runner._trunk
+    trunk: Any = llm.engine._parts.runner._forward._trunk
     given = []
     hidden = trunk.hidden
 

@@ -66,7 +66,7 @@ class _Driver:
                 cells = [array[row.slot, :, : row.num_final] for kv in buffers for array in kv.arrays()]
                 found = [np.array(array) for array in cells]
         if (last := self._scheduler.plan()) is not None:
-            self.runner.run(last)
+            self._scheduler.commit(self.runner.run(last))
         self.runner.reset()
         return row.tokens, found
 

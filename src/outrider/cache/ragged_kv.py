@@ -11,13 +11,28 @@ in the next pass. Cells past a row's end are masked, never assumed to be zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 VIEW_STEP = 16  # cells by which the attended part of a buffer grows, so that shapes repeat
 LAUNCH_EVERY = 2  # layers after which the device is set to work while the host builds the rest of the pass
+
+
+_launches = True
+
+
+@contextmanager
+def nothing_launched() -> Iterator[None]:
+    """While a pass is traced there is nothing to set a device to work on."""
+    global _launches
+    _launches = False
+    try:
+        yield
+    finally:
+        _launches = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,9 @@ class RaggedKV:
 
     def arrays(self) -> list[mx.array]:
         return [self.keys, self.values]
+
+    def put(self, arrays: Sequence[mx.array]) -> None:
+        self.keys, self.values = arrays
 
     def resize(self, num_slots: int, capacity: int) -> None:
         self.keys = _resized(self.keys, num_slots, capacity + 1)
@@ -115,7 +133,7 @@ class Placement:
     def launch_now_and_then(self, kv: RaggedKV) -> None:
         """Called as each layer writes its cells."""
         self._num_written += 1
-        if self._num_written % LAUNCH_EVERY == 0:
+        if self._num_written % LAUNCH_EVERY == 0 and _launches:
             mx.async_eval(kv.keys, kv.values)
 
     def mask(self, window: int | None) -> mx.array:

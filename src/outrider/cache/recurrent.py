@@ -13,7 +13,7 @@ A row that starts at 0 reads zeros, whoever had its slot before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -53,6 +53,9 @@ class RecurrentState:
 
     def arrays(self) -> list[mx.array]:
         return self.parts
+
+    def put(self, arrays: Sequence[mx.array]) -> None:
+        self.parts = list(arrays)
 
     def resize(self, num_slots: int, capacity: int) -> None:
         self.parts = [_resized(part, num_slots) for part in self.parts]

@@ -1,4 +1,6 @@
-"""The engine: one thread that owns MLX and loops plan, run, commit. It decides nothing and computes nothing.
+"""The engine: one thread that owns MLX and loops plan, launch, finish, commit. It decides nothing.
+
+Where the device is faster than the host, the step after the one under way is launched before that is read.
 
 Other threads talk to it through an inbox (submit, cancel) and one outbox a request.
 """
@@ -12,9 +14,10 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.cache.disk_tier import DiskTier
 from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
@@ -54,7 +57,9 @@ class StepRunner(Protocol):
     @property
     def shelf(self) -> PictureShelf | None: ...  # of a model that sees
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan, after: Any = None) -> Any: ...
+
+    def finish(self, launched: Any) -> StepResult: ...
 
     def encode(self, piece: MediaPiece) -> None: ...
 
@@ -77,6 +82,16 @@ class EngineParts:
     prefix_bytes: int = 0  # for cached prefixes; 0: none are cached
     disk: DiskTier | None = None  # where they outlive the process
     reader: PictureReader | None = None  # of a model that sees; for any thread
+    launches_ahead: bool = False  # whether a step is launched before the one in front of it is read
+
+
+@dataclass(frozen=True)
+class _Flying:
+    """A step that was launched and is not yet read."""
+
+    plan: StepPlan
+    launched: Any
+    launched_s: float
 
 
 class EngineObserver(Protocol):
@@ -97,6 +112,8 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[str, tuple[Sequence, Outbox]] = {}  # engine thread only
         self._num_steps = 0
+        self._flying: deque[_Flying] = deque()  # at most two; engine thread only
+        self._last_read_s = 0.0
         self._turns = EncodingTurns()
         # Nothing enters the inbox once stopping is set. Reentrant: the garbage collector may end an abandoned
         # stream, which cancels, on the very thread that submits.
@@ -276,52 +293,77 @@ class Engine:
     def _turn(self) -> None:
         try:
             self._read_inbox()
-            if not self._scheduler.is_idle:
+            if self._has_work:
                 self._encode(is_urgent=not self._step())
         except Exception as error:  # a fault of ours, not of the model: end everyone cleanly and serve on
             log.exception("the engine failed; live requests end with an error")
             self._end_all("error", f"the engine failed: {error}")
-            self._parts.runner.reset()
-            self._parts.runner.forget_prefixes()
+            self._drop_everything()
             self._scheduler = self._new_scheduler()
 
     def _read_inbox(self) -> None:
         """Carry out all commands; when there is nothing else to do, wait for one."""
         while not self._stopping.is_set():
             try:
-                command = self._inbox.get(block=self._scheduler.is_idle)
+                command = self._inbox.get(block=not self._has_work)
             except queue.Empty:
                 return
             if command is not None:
                 command()
 
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._flying) or not self._scheduler.is_idle
+
     def _step(self) -> bool:
-        """Whether any row ran: all of them may wait for pictures."""
-        plan = self._scheduler.plan()
-        if plan is None:
+        """Read the next step, launched now or earlier. Whether any row ran: all may wait for pictures."""
+        plan = None if self._flying else self._scheduler.plan()
+        if plan is None and not self._flying:
             if self._scheduler.next_piece() is None:
                 self._scheduler.wait_for_disk()
             return False
         started_s = time.perf_counter()
         try:
-            result = self._parts.runner.run(plan)
+            if plan is not None:
+                self._launch(plan)
+            if self._parts.launches_ahead and (ahead := self._scheduler.plan_ahead()) is not None:
+                self._launch(ahead)
+            step, result = self._finish()
         except Exception as error:
             log.exception("a step failed; its rows are computed again")
-            self._parts.runner.reset()
-            self._parts.runner.forget_prefixes()
+            self._drop_everything()
             deltas = self._scheduler.fail(f"the model failed: {error}")
+            has_rows = True
         else:
-            run_s = time.perf_counter() - started_s
-            self._num_steps += bool(plan.batches)
+            run_s = time.perf_counter() - max(step.launched_s, self._last_read_s)
+            self._last_read_s = time.perf_counter()
+            has_rows = bool(step.plan.batches)
+            self._num_steps += has_rows
             deltas = self._scheduler.commit(result, run_s)
             self._turns.stepped(run_s)
-            if plan.batches:
-                self._observe(plan, result, time.perf_counter() - started_s)
+            if has_rows:
+                self._observe(step.plan, result, time.perf_counter() - started_s)
         for delta in deltas:
             self._deliver(delta)
-        if self._scheduler.is_idle:
-            self._rest()
-        return bool(plan.batches)
+        self._rest_if_idle()
+        return has_rows
+
+    def _launch(self, plan: StepPlan) -> None:
+        after = self._flying[-1].launched if self._flying else None
+        launched_s = time.perf_counter()
+        self._flying.append(_Flying(plan, self._parts.runner.launch(plan, after), launched_s))
+
+    def _finish(self) -> tuple[_Flying, StepResult]:
+        step = self._flying[0]
+        result = self._parts.runner.finish(step.launched)
+        self._flying.popleft()
+        return step, result
+
+    def _drop_everything(self) -> None:
+        """All cells are lost: a step failed half-way."""
+        self._flying.clear()
+        self._parts.runner.reset()
+        self._parts.runner.forget_prefixes()
 
     def _encode(self, is_urgent: bool) -> None:
         """Between steps, one piece of a picture that a row waits for, when its turn has come."""
@@ -335,8 +377,7 @@ class Engine:
             log.exception("a picture could not be encoded; its requests end")
             for delta in self._scheduler.fail_piece(piece, f"a picture could not be encoded: {error}"):
                 self._deliver(delta)
-            if self._scheduler.is_idle:
-                self._rest()
+            self._rest_if_idle()
         self._turns.encoded(time.perf_counter() - started_s)
 
     def _observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
@@ -348,12 +389,16 @@ class Engine:
         except Exception:  # who only watches breaks nothing
             log.exception("the observer failed")
 
-    def _rest(self) -> None:
+    def _rest_if_idle(self) -> None:
         """Nothing to do: give the memory back, but for cached prefixes, and see that the books balance."""
         runner, scheduler = self._parts.runner, self._scheduler
+        if not scheduler.is_idle:
+            return
+        while self._flying:  # launched before its rows were seen to be finished
+            scheduler.commit(self._finish()[1])
         last_copies = scheduler.plan()
         if last_copies is not None:
-            runner.run(last_copies)
+            scheduler.commit(runner.finish(runner.launch(last_copies)))
         runner.reset()
         scheduler.check_integrity()
         held, accounted = runner.num_bytes + runner.prefix_bytes, scheduler.num_bytes + scheduler.prefix_bytes
@@ -380,16 +425,14 @@ class Engine:
         if sequence is None or outbox not in (None, live_outbox):
             return
         self._deliver(self._scheduler.cancel(sequence))
-        if self._scheduler.is_idle:
-            self._rest()
+        self._rest_if_idle()
 
     def _clear_prefixes(self) -> int:
         num_bytes = self._scheduler.prefix_bytes
         self._scheduler.clear_prefix_cache()
         if self._parts.disk is not None:
             self._parts.disk.clear()
-        if self._scheduler.is_idle:
-            self._rest()
+        self._rest_if_idle()
         return num_bytes
 
     def _deliver(self, delta: Delta) -> None:

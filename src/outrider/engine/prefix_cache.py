@@ -22,7 +22,7 @@ from outrider.engine.drafting import MOST_BEHIND
 from outrider.engine.prefix_disk import BlockDisk, Fetches, file_name
 from outrider.engine.prefix_match import first_rested, last_state, num_followed, num_headed, pieces
 from outrider.engine.sequence import Sequence
-from outrider.plan import LoadCells, PrefixCopies, SaveCells, SaveState
+from outrider.plan import LoadCells, PrefixCopies, RowPlan, SaveCells, SaveState
 
 LEAST_LOADED = 16  # cells; fewer are computed as quickly
 ANSWER_BLOCKS = 4  # of an answer are saved together, which is cheaper
@@ -89,10 +89,23 @@ class PrefixCache:
         stop = next_stop(self._place(row).stops, row.num_cached)
         return end if stop is None else min(end, stop)
 
-    def most_drafts(self, row: Sequence) -> int:
-        """Drafts that a decoding row may feed without running over the end of a block."""
+    def most_drafts(self, row: Sequence, under_way: RowPlan | None = None) -> int:
+        """Drafts that a decoding row may feed without running over the end of a block.
+
+        In the step after one that is under way: wherever that leaves it, short of the block's end.
+        """
         block_size = self.index.block_size
-        return block_size - 1 - row.num_cached % block_size if self._has_states else block_size
+        start = row.num_cached + (0 if under_way is None else under_way.num_fed)
+        return block_size - 1 - start % block_size if self._has_states else block_size
+
+    def may_end_block(self, row: Sequence, num_fed: int) -> bool:
+        """Whether a step that feeds so many tokens may leave the row where its state is to be kept."""
+        block_size = self.index.block_size
+        return self._has_states and row.num_cached % block_size + num_fed >= block_size
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._saves or self._states or self._loads)
 
     # -- what is kept ------------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
     waiting (first come, first served) -> prefilling (take turns) -> decoding (every step) -> finished
                  ^------------------ preempted: cells dropped, tokens kept ------------------'
 
-`plan` and `commit` (or `fail`) alternate. All decisions live here: who joins, who leaves, how many cells, how
-many drafts.
+`plan` and `commit` (or `fail`) alternate; between the two, `plan_ahead` may give a step that follows before
+anybody has read the first. All decisions live here: who joins, who leaves, how many cells, how many drafts.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import replace
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field, replace
 
 from outrider.config import CacheGeometry, EngineConfig
+from outrider.engine.ahead import follow_row, has_own_say, settle_ahead
 from outrider.engine.drafting import observe_drafts, settle_drafts, step_shape
 from outrider.engine.encoding import PictureShelf
 from outrider.engine.prefix_cache import PrefixCache
@@ -33,6 +35,15 @@ DISK_WAIT_S = 0.005
 MAX_FAILURES = 2  # a step that raises makes its rows suspects; one that raises again, alone, is given up
 SLACK = 2 * MAX_DEPTH  # cells past a row's tokens that a step may touch: its drafts and the head's recursion
 SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # so that joining rarely moves the others
+
+
+@dataclass
+class _Planned:
+    """A step under way."""
+
+    rows: dict[int, tuple[Sequence, RowPlan]] = field(default_factory=dict)
+    is_decode: bool = False  # one batch, whose rows all decode
+    timed: StepShape | None = None  # what its time will tell about
 
 
 class Scheduler:
@@ -56,8 +67,7 @@ class Scheduler:
         self._prefilling: deque[Sequence] = deque()
         self._slots = SlotTable()
         self._shape = (0, 0)  # slots and capacity of the caches, as last planned
-        self._planned: dict[int, tuple[Sequence, RowPlan]] = {}
-        self._timed: StepShape | None = None  # what the planned step's time will tell about
+        self._planned: deque[_Planned] = deque()  # at most two
 
     @property
     def is_idle(self) -> bool:
@@ -113,6 +123,8 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do, or all rows wait for pictures or the disk."""
+        if self._planned:
+            raise RuntimeError("a step is under way: commit it, or let it fail, before the next plan")
         self._admit()
         shape_before, self._shape = self._shape, self._make_room()
         moves = self._slots.settle()
@@ -127,22 +139,71 @@ class Scheduler:
             return None
         width = self._decode_width(decode)
         did_more = bool(prefill or copies) or is_rearranged
-        self._timed = None if did_more else step_shape(decode, width)
+        timed = None if did_more else step_shape(decode, width)
+        self._remember([*decode, *prefill], bool(decode and not prefill), timed)
         widths = (width, 1)[: len(batches)] if decode else ()
         return StepPlan(*self._shape, tuple(moves), batches, widths, copies)
 
+    def plan_ahead(self) -> StepPlan | None:
+        """A step that follows the one under way; None where that has to be read first.
+
+        Its rows are the same, each with the drafts that the head is making for it now. What else a step may
+        do (rows that join, moves, copies, larger caches) has to wait for the next plan: with nothing of the
+        kind at hand, nobody waits.
+        """
+        if len(self._planned) != 1 or not self._may_be_followed(self._planned[0]):
+            return None
+        rows = list(self._planned[0].rows.values())
+        depths = settle_ahead(self._controller, rows)
+        if depths is None:
+            return None
+        most = [MAX_DEPTH if self._prefix is None else self._prefix.most_drafts(*row) for row in rows]
+        batch = tuple(
+            follow_row(sequence, row, min(num, limit), wanted)
+            for (sequence, row), (num, wanted), limit in zip(rows, depths, most, strict=True)
+        )
+        width = self._decode_width(batch)
+        if max(row.start for row in batch) + SLACK > self._shape[1]:
+            return None
+        self._remember(batch, True, step_shape(batch, width))
+        return StepPlan(*self._shape, (), (batch,), (width,), follows=True)
+
+    def _may_be_followed(self, last: _Planned) -> bool:
+        """Whether the same rows go on as they are, as far as can be told before the step is read."""
+        if not last.is_decode or self._prefilling:
+            return False
+        if self._waiting and len(self._slots) < self._config.max_rows:
+            return False
+        if len(last.rows) < len(self._slots) or (self._prefix is not None and self._prefix.has_copies):
+            return False
+        return not any(
+            sequence.slot is None  # cancelled
+            or sequence.failures
+            or sequence.num_left <= 1  # it will be finished
+            or has_own_say(sequence)
+            or (self._prefix is not None and self._prefix.may_end_block(sequence, row.num_fed))
+            for sequence, row in last.rows.values()
+        )
+
+    def _remember(self, batch: Rows[RowPlan], is_decode: bool, timed: StepShape | None) -> None:
+        sequences = {sequence.id: sequence for sequence in self._slots.sequences()}
+        rows = {row.sequence_id: (sequences[row.sequence_id], row) for row in batch}
+        self._planned.append(_Planned(rows, is_decode, timed))
+
     def commit(self, result: StepResult, seconds: float | None = None) -> list[Delta]:
-        """Take what the step brought, and how long it took; what each request gained, in order."""
-        if seconds is not None and self._timed is not None:
-            self._controller.costs.observe(self._timed, seconds)
+        """Take what the oldest step under way brought, and how long it took; what each request gained."""
+        step = self._planned[0]
         brought = sorted(row.sequence_id for row in result.rows)
-        if brought != sorted(self._planned):
-            raise RuntimeError(f"the step was to run the rows {sorted(self._planned)} and brought {brought}")
+        if brought != sorted(step.rows):
+            raise RuntimeError(f"the step was to run the rows {sorted(step.rows)} and brought {brought}")
+        self._planned.popleft()
+        if seconds is not None and step.timed is not None:
+            self._controller.costs.observe(step.timed, seconds)
         deltas = []
         for row in result.rows:
-            sequence, planned = self._planned.pop(row.sequence_id)
+            sequence, planned = step.rows[row.sequence_id]
             if sequence.slot is None:
-                continue  # cancelled while the step ran
+                continue  # cancelled, or finished by the step before, while this one ran
             delta = self._commit_or_end(sequence, planned, row)
             if delta is not None:
                 deltas.append(delta)
@@ -152,7 +213,7 @@ class Scheduler:
         """The step raised and the caches are gone: nobody loses a token; who keeps failing is given up."""
         if self._prefix is not None:
             self._prefix.clear()  # it may hold copies of cells that made the step fail
-        for sequence, _ in self._planned.values():
+        for sequence in {s.id: s for step in self._planned for s, _ in step.rows.values()}.values():
             sequence.failures += 1
         self._planned.clear()
         for sequence in sorted(self._slots.sequences(), key=lambda s: s.id, reverse=True):
@@ -271,7 +332,7 @@ class Scheduler:
             if not s.is_decoding and s.num_prefill - s.num_cached <= min(budget, self._num_readable(s))
         ]
 
-    def _decode_width(self, batch: list[RowPlan]) -> int:
+    def _decode_width(self, batch: Rows[RowPlan]) -> int:
         """The width of the decode rows' forward pass: a wider one than they need where that costs less."""
         needed = max((row.num_fed for row in batch), default=1)
         return self._controller.costs.best_width(max(1, len(batch)), needed)
@@ -337,7 +398,7 @@ class Scheduler:
         media = sequence.request.media
         most_next = min(sequence.num_next, sequence.num_left - 2) if picks else 0
         rests = sequence.feeds_head and sequence.is_decoding and sequence.is_auto and most_next <= 0
-        row = RowPlan(
+        return RowPlan(
             sequence_id=sequence.id,
             slot=sequence.slot,
             start=sequence.num_cached,
@@ -356,8 +417,6 @@ class Scheduler:
             media=None if sequence.is_decoding else media,
             position_delta=0 if media is None else media.delta,
         )
-        self._planned[sequence.id] = (sequence, row)
-        return row
 
     def _commit_or_end(self, sequence: Sequence, planned: RowPlan, row: RowResult) -> Delta | None:
         try:

@@ -24,6 +24,14 @@ def settle() -> None:
         mx.disable_compile()
 
 
+def outruns_host() -> bool:
+    """Whether the device is done with a decode step sooner than the host has built one.
+
+    Then passes are compiled and steps launched before the last is read. A CPU is the host itself.
+    """
+    return device_name() != "cpu"
+
+
 def prefill_step_size() -> int:
     """Prompt tokens a step that keep running streams waiting for a fraction of a second."""
     return 128 if device_name() == "cpu" else 512

@@ -8,117 +8,154 @@ were enough is checked, and if they were not, the whole vocabulary is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from outrider.request import SamplingParams
+from outrider.request import NUM_CANDIDATES, SamplingParams
 from outrider.sampling.noise import gumbel, seed_words
 
-NUM_CANDIDATES = 1024
 NUM_DRAFT_CANDIDATES = 128
 LEAST_TEMPERATURE = (
     1e-30  # below it float32 would overflow; far above it the noise has long stopped to matter
 )
 
 
-def pick(logits: mx.array, positions: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+@dataclass(frozen=True)
+class Picking:
+    """How the rows of a batch pick: greedy, sampled and filtered ones, each kind at once.
+
+    What differs from request to request is in arrays, so that a compiled pass serves them all.
+    """
+
+    num_rows: int
+    kinds: tuple[_Kind, ...]
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> Picking:
+        kinds: dict[str, list[int]] = {}
+        for row, p in enumerate(params):
+            name = "greedy" if p.is_greedy else "filtered" if p.is_filtered else "sampled"
+            kinds.setdefault(name, []).append(row)
+        made = (_Kind.of(name, rows, [params[row] for row in rows]) for name, rows in kinds.items())
+        return cls(len(params), tuple(made))
+
+    @property
+    def key(self) -> Hashable:
+        """All of it but the arrays."""
+        return self.num_rows, tuple(kind.key for kind in self.kinds)
+
+    @property
+    def arrays(self) -> list[list[mx.array]]:
+        return [kind.numbers for kind in self.kinds]
+
+    def with_arrays(self, arrays: Sequence[list[mx.array]]) -> Picking:
+        kinds = zip(self.kinds, arrays, strict=True)
+        return replace(self, kinds=tuple(replace(kind, numbers=numbers) for kind, numbers in kinds))
+
+    def pick(
+        self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, exact: bool
+    ) -> mx.array:
+        parts = []
+        for kind in self.kinds:
+            some = len(kind.rows) < self.num_rows
+            index = mx.array(kind.rows) if some else None
+            part = (logits, positions) if index is None else (logits[index], positions[index])
+            parts.append(kind.pick(*part, token_ids, exact).astype(mx.int32))
+        if len(parts) == 1:
+            return parts[0]
+        order = [row for kind in self.kinds for row in kind.rows]
+        back = mx.array(sorted(range(len(order)), key=order.__getitem__))
+        return mx.concatenate(parts)[back]
+
+
+def pick(logits: mx.array, positions: mx.array, how: Picking) -> mx.array:
     """The target tokens.  logits [rows, n, vocab], positions [rows, n] of the picked tokens -> [rows, n]"""
-    return _by_kind(logits, positions, params, None, exact=True)
+    return how.pick(logits, positions, None, exact=True)
 
 
-def pick_drafts(
-    logits: mx.array, positions: mx.array, params: Sequence[SamplingParams], token_ids: mx.array | None
-) -> mx.array:
+def pick_drafts(logits: mx.array, positions: mx.array, how: Picking, token_ids: mx.array | None) -> mx.array:
     """Draft tokens by the same rule and noise. A draft may be wrong, so it never looks at many candidates.
 
     token_ids [vocab] names the columns of the logits when the draft vocabulary is a reduced one.
     """
-    return _by_kind(logits, positions, params, token_ids, exact=False)
+    return how.pick(logits, positions, token_ids, exact=False)
 
 
-def _by_kind(
-    logits: mx.array,
-    positions: mx.array,
-    params: Sequence[SamplingParams],
-    token_ids: mx.array | None,
-    exact: bool,
-) -> mx.array:
-    """Split the rows into greedy, sampled and filtered ones; pick each kind at once; put them together."""
-    kinds: dict[str, list[int]] = {}
-    for row, p in enumerate(params):
-        kind = "greedy" if p.is_greedy else "filtered" if p.is_filtered else "sampled"
-        kinds.setdefault(kind, []).append(row)
-    parts = []
-    for kind, rows in kinds.items():
-        some = len(rows) < len(params)
-        part_logits = logits[mx.array(rows)] if some else logits
-        part_positions = positions[mx.array(rows)] if some else positions
-        part_params = [params[row] for row in rows]
-        if kind == "greedy":
-            columns = mx.argmax(part_logits, axis=-1)
-            parts.append(columns if token_ids is None else token_ids[columns])
-        elif kind == "sampled":
-            parts.append(_pick_sampled(part_logits, part_positions, part_params, token_ids))
-        else:
-            parts.append(_pick_filtered(part_logits, part_positions, part_params, token_ids, exact))
-    if len(parts) == 1:
-        return parts[0].astype(mx.int32)
-    order = [row for rows in kinds.values() for row in rows]
-    back = mx.array(sorted(range(len(order)), key=order.__getitem__))
-    return mx.concatenate([part.astype(mx.int32) for part in parts])[back]
+@dataclass(frozen=True)
+class _Kind:
+    """Rows that pick alike."""
 
+    name: str
+    rows: tuple[int, ...]  # indices into the batch
+    numbers: list[mx.array]  # inverse temperature [rows, 1, 1], seeds [rows, 2]; the filters' [rows, 1, 1]
+    needs_total: bool = False  # a share of the whole vocabulary is asked for
+    reads: bool = False  # whether the best candidates were enough has to be looked at
 
-def _pick_sampled(
-    logits: mx.array, positions: mx.array, params: Sequence[SamplingParams], token_ids: mx.array | None
-) -> mx.array:
-    ids = mx.arange(logits.shape[-1]) if token_ids is None else token_ids
-    noise = gumbel(_seeds(params), positions, ids)
-    columns = mx.argmax(logits * _inverse_temperature(params) + noise, axis=-1)
-    return columns if token_ids is None else token_ids[columns]
+    @classmethod
+    def of(cls, name: str, rows: Sequence[int], params: Sequence[SamplingParams]) -> _Kind:
+        if name == "greedy":
+            return cls(name, tuple(rows), [])
+        numbers = [_column([1 / max(p.temperature, LEAST_TEMPERATURE) for p in params]), _seeds(params)]
+        if name == "filtered":
+            numbers.append(mx.array([min(p.top_k, 2**30) for p in params])[:, None, None])
+            numbers.append(_column([p.top_p for p in params]))
+            numbers.append(mx.log(_column([p.min_p for p in params])))  # -inf when off
+        needs_total = any(p.top_p < 1 and not 0 < p.top_k <= NUM_CANDIDATES for p in params)
+        return cls(name, tuple(rows), numbers, needs_total, any(p.filters_widely for p in params))
 
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.rows, self.needs_total, self.reads
 
-def _pick_filtered(
-    logits: mx.array,
-    positions: mx.array,
-    params: Sequence[SamplingParams],
-    token_ids: mx.array | None,
-    exact: bool,
-) -> mx.array:
-    vocab = logits.shape[-1]
-    scaled = logits * _inverse_temperature(params)
-    num = min(vocab, NUM_CANDIDATES if exact else NUM_DRAFT_CANDIDATES)
-    kept, columns, enough = _filter_best(scaled, params, num)
-    if exact and num < vocab and not mx.all(enough).item():
-        kept, columns, _ = _filter_best(scaled, params, vocab)
-    ids = columns if token_ids is None else token_ids[columns]
-    scores = kept + gumbel(_seeds(params), positions, ids)
-    best = mx.argmax(scores, axis=-1, keepdims=True)
-    return mx.take_along_axis(ids, best, axis=-1)[..., 0]
+    def pick(
+        self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, exact: bool
+    ) -> mx.array:
+        if self.name == "greedy":
+            columns = mx.argmax(logits, axis=-1)
+            return columns if token_ids is None else token_ids[columns]
+        inverse_temperature, seeds, *filters = self.numbers
+        scaled = logits * inverse_temperature
+        if self.name == "sampled":
+            ids = mx.arange(logits.shape[-1]) if token_ids is None else token_ids
+            columns = mx.argmax(scaled + gumbel(seeds, positions, ids), axis=-1)
+            return columns if token_ids is None else token_ids[columns]
+        kept, columns = self._filtered(scaled, filters, exact)
+        ids = columns if token_ids is None else token_ids[columns]
+        best = mx.argmax(kept + gumbel(seeds, positions, ids), axis=-1, keepdims=True)
+        return mx.take_along_axis(ids, best, axis=-1)[..., 0]
+
+    def _filtered(
+        self, scaled: mx.array, filters: Sequence[mx.array], exact: bool
+    ) -> tuple[mx.array, mx.array]:
+        vocab = scaled.shape[-1]
+        num = min(vocab, NUM_CANDIDATES if exact else NUM_DRAFT_CANDIDATES)
+        kept, columns, enough = _filter_best(scaled, filters, num, self.needs_total)
+        if exact and num < vocab and self.reads and not mx.all(enough).item():
+            kept, columns, _ = _filter_best(scaled, filters, vocab, self.needs_total)
+        return kept, columns
 
 
 def _filter_best(
-    scaled: mx.array, params: Sequence[SamplingParams], num: int
+    scaled: mx.array, filters: Sequence[mx.array], num: int, needs_total: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The `num` best columns in order, -inf where the filters drop them, and whether `num` were enough."""
     vocab = scaled.shape[-1]
     columns = _best_columns(scaled, num)
     values = mx.take_along_axis(scaled, columns, axis=-1)  # [rows, n, num], best first
 
-    limits = [min(p.top_k or vocab, vocab) for p in params]
-    top_k = mx.array(limits)[:, None, None]
+    wanted, top_p, floor = filters
+    top_k = mx.where(wanted > 0, mx.minimum(wanted, vocab), vocab)
     has_top_k = top_k < vocab
-    top_p = mx.array([p.top_p for p in params], mx.float32)[:, None, None]
-    floor = mx.log(mx.array([p.min_p for p in params], mx.float32))[:, None, None]  # -inf when off
 
     best = values[..., :1]
     in_top_k = mx.arange(num) < top_k
     weights = mx.where(in_top_k, mx.exp(values - best), 0)
-    if any(p.top_p < 1 and limit == vocab for p, limit in zip(params, limits, strict=True)):
+    total = mx.sum(weights, axis=-1, keepdims=True)
+    if needs_total or vocab <= NUM_CANDIDATES:
         everything = mx.sum(mx.exp(scaled - best), axis=-1, keepdims=True)
-        total = mx.where(has_top_k, mx.sum(weights, axis=-1, keepdims=True), everything)
-    else:
-        total = mx.sum(weights, axis=-1, keepdims=True)
+        total = mx.where(has_top_k, total, everything)
     reached = mx.cumsum(weights, axis=-1)
     in_top_p = (reached - weights < top_p * total) | (top_p >= 1)
     in_min_p = values >= best + floor
@@ -139,8 +176,8 @@ def _best_columns(scaled: mx.array, num: int) -> mx.array:
     return mx.take_along_axis(columns, order, axis=-1)
 
 
-def _inverse_temperature(params: Sequence[SamplingParams]) -> mx.array:
-    return mx.array([1 / max(p.temperature, LEAST_TEMPERATURE) for p in params], mx.float32)[:, None, None]
+def _column(numbers: list[float]) -> mx.array:
+    return mx.array(numbers, mx.float32)[:, None, None]
 
 
 def _seeds(params: Sequence[SamplingParams]) -> mx.array:

@@ -28,8 +28,7 @@ from outrider.cache.ragged_kv import GridPositions, KVSpec, LayerView, Placement
 from outrider.models.heads import LoadedHead, head_layout
 from outrider.models.mrope import SectionedRope
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
-from outrider.request import SamplingParams
-from outrider.sampling.picking import pick_drafts
+from outrider.sampling.picking import Picking, pick_drafts
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class HeadRows:
     num_fed: mx.array  # [rows] cells the trunk was fed, drafts included
     num_kept: mx.array  # [rows] cells that stand: what was not rejected
     end: int  # no row's last fed cell is beyond this
-    params: Sequence[SamplingParams]
+    how: Picking
     depth: int  # drafts wanted, the most of any row
     positions: Positions | None = None  # of the fed cells, where they are not the cells' numbers
     deltas: mx.array | None = None  # [rows] from a later cell's number to its position
@@ -97,7 +96,7 @@ class MTPDrafter:
             if number < rows.depth:
                 last = (ends - 1 - place.offset)[:, None, None]
                 out, fed_back = (mx.take_along_axis(x, last, axis=1) for x in (out, fed_back))  # [rows, 1, H]
-                drafts.append(self._pick(out, ends + len(drafts) + 1, rows.params))
+                drafts.append(self._pick(out, ends + len(drafts) + 1, rows.how))
                 if number < len(self._layers) - 1:
                     tokens.append(drafts[-1])
         for further in range(rows.depth - len(drafts)):
@@ -107,7 +106,7 @@ class MTPDrafter:
                 rows.slots, cells, mx.ones_like(ends), 1, end, capacity, positions=rows.after(cells)
             )
             out, fed_back = self._pass(-1, fed_back, self._trunk.embed(drafts[-1]), place)
-            drafts.append(self._pick(out, ends + len(drafts) + 1, rows.params))
+            drafts.append(self._pick(out, ends + len(drafts) + 1, rows.how))
         return mx.concatenate(drafts, axis=1) if drafts else None
 
     def _pass(
@@ -125,13 +124,13 @@ class MTPDrafter:
         elif number == 0:
             self._between[0].write(hidden, place)
 
-    def _pick(self, out: mx.array, positions: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+    def _pick(self, out: mx.array, positions: mx.array, how: Picking) -> mx.array:
         """[rows, 1, H] -> [rows, 1]"""
         if self._reduced_weight is None:
             logits = self._trunk.logits(out)
         else:
             logits = (out @ self._reduced_weight.T).astype(mx.float32)
-        return pick_drafts(logits, positions[:, None], params, self._draft_ids)
+        return pick_drafts(logits, positions[:, None], how, self._draft_ids)
 
 
 def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity: int) -> Placement:

@@ -1,11 +1,7 @@
 """The runner: turns a StepPlan into a StepResult. The only code that runs the model.
 
-For each batch of a plan, all on the device and read back once:
-
-    trunk   [rows, width] tokens -> hidden states
-    targets for each picking row, at its last committed token and at each draft: edits, then pick
-    accept  drafts while they equal the targets; kept = committed + accepted; recurrent layers commit that
-    head    feed the pairs (hidden, next token), recurse for the next drafts
+A step is launched (its batches' passes are handed to the device) and finished (read, once). Between the two
+another one may be launched that follows it.
 """
 
 from __future__ import annotations
@@ -14,45 +10,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from outrider.cache.embeddings import EmbeddingCache
 from outrider.cache.prefix_store import PrefixStore
-from outrider.cache.ragged_kv import Placement
 from outrider.config import CacheGeometry
 from outrider.host_array import HostArray
 from outrider.models.heads import LoadedHead
-from outrider.models.trunk import Buffers, Trunk, TrunkCache
+from outrider.models.trunk import Buffers, Trunk
 from outrider.models.vision_tower import VisionTower
-from outrider.plan import PrefixCopies, RowResult, SaveCells, StepPlan, StepResult, TokenLogprobs
+from outrider.plan import PrefixCopies, SaveCells, StepPlan, StepResult
 from outrider.prompt_media import MediaPiece
-from outrider.sampling.logprobs import read_logprobs
-from outrider.speculate.mtp import HeadRows, MTPDrafter
-from outrider.step.pictures import deltas_of, positions_of, seen_in
-from outrider.step.resting import RestingStates
-from outrider.step.verify import Batch, Picks, kept_tokens, next_tokens, verify
+from outrider.step.compiled import CompiledPasses, repeats
+from outrider.step.feed import Batch, Feed, Outcome
+from outrider.step.flight import Flight
+from outrider.step.forward import Forward
 
 WriteBlock = Callable[[str, Mapping[str, HostArray]], object]
 
 
-class UnsoundLogits(RuntimeError):
-    """The model gave NaN or infinity for a token that was to be committed."""
-
-
 @dataclass(frozen=True)
-class _Launched:
-    """A batch under way: arrays that the device will fill."""
+class Launched:
+    """A step under way."""
 
-    batch: Batch
-    picks: Picks | None
-    heading: list[int]  # rows that the head follows, indices into batch
-    drafts: mx.array | None  # [heading, depth]
-
-    def arrays(self) -> Iterator[mx.array]:
-        if self.picks is not None:
-            yield from self.picks.arrays()
-        if self.drafts is not None:
-            yield self.drafts
+    flights: tuple[Flight, ...]
 
 
 class Runner:
@@ -65,21 +45,24 @@ class Runner:
         write_block: WriteBlock | None = None,
         tower: VisionTower | None = None,
         picture_cache_bytes: int = 0,
+        compiles: bool = False,
     ) -> None:
-        """`write_block` takes cached blocks that are to be kept on disk."""
-        self._trunk = trunk
+        """`write_block` takes cached blocks that are to be kept on disk.
+
+        `compiles`: trace decode passes once a shape and replay them; worth while where the device is so fast
+        that building a pass takes the host longer than running it takes the device.
+        """
         self._tower = tower
         self.shelf = None if tower is None else EmbeddingCache(picture_cache_bytes)
-        self._drafter = MTPDrafter(head, trunk) if head is not None else None
-        self._resting = RestingStates(trunk) if head is not None else None
-        self._cache = TrunkCache(trunk.layout)
+        self._forward = Forward(trunk, head, self.shelf)
+        self._compiled = CompiledPasses(self._forward) if compiles else None
         self._prefixes = PrefixStore(self._buffers())
         self._write_block = write_block
         self._shape = (0, 0)  # slots, capacity
 
     @property
     def has_head(self) -> bool:
-        return self._drafter is not None
+        return self._forward.has_head
 
     @property
     def num_bytes(self) -> int:
@@ -97,11 +80,22 @@ class Runner:
         return CacheGeometry(per_cell, per_slot, page_size)
 
     def run(self, plan: StepPlan) -> StepResult:
+        return self.finish(self.launch(plan))
+
+    def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+        """Set the device to work on a step; on one that follows, `after` the step that it follows."""
+        if plan.follows != (after is not None):
+            raise ValueError("a step that follows another needs to be told which")
         self._arrange(plan)
         widths = plan.widths or (1,) * len(plan.batches)
-        launched = [self._launch(*each) for each in zip(plan.batches, widths, strict=True)]
-        mx.eval([x for one in launched for x in one.arrays()], self._cache_arrays())
-        return StepResult(tuple(row for one in launched for row in _collect(one)))
+        before = None if after is None else after.flights[0].outcome
+        flights = [self._launch(*each, before) for each in zip(plan.batches, widths, strict=True)]
+        mx.async_eval([x for flight in flights for x in flight.arrays()], self._cache_arrays())
+        return Launched(tuple(flights))
+
+    def finish(self, launched: Launched) -> StepResult:
+        """Wait for a step and read it."""
+        return StepResult(tuple(row for flight in launched.flights for row in flight.read()))
 
     def encode(self, piece: MediaPiece) -> None:
         """Put a piece's embeddings on the shelf. A unit of work of its own, between steps."""
@@ -121,11 +115,7 @@ class Runner:
         self._prefixes.clear()
 
     def _buffers(self) -> Iterator[Buffers]:
-        yield from self._cache.buffers()
-        if self._drafter is not None:
-            yield from self._drafter.buffers()
-        if self._resting is not None:
-            yield self._resting.kv
+        return self._forward.buffers()
 
     def _cache_arrays(self) -> list[mx.array]:
         return [array for buffers in self._buffers() for array in buffers.arrays()]
@@ -167,57 +157,12 @@ class Runner:
                 buffers.resize(num_slots, capacity)
             self._shape = (num_slots, capacity)
 
-    def _launch(self, batch: Batch, least_width: int) -> _Launched:
+    def _launch(self, batch: Batch, least_width: int, before: Outcome | None) -> Flight:
         width = max(least_width, *(row.num_fed for row in batch))
-        token_ids = mx.array([[*row.token_ids, *([0] * (width - row.num_fed))] for row in batch])
-        starts = mx.array([row.start for row in batch])
-        num_fed = mx.array([row.num_fed for row in batch])
-        end = max(row.start + row.num_fed for row in batch)
-        slots = [row.slot for row in batch]
-        any_new = any(row.start == 0 for row in batch)
-        positions = positions_of(batch, starts, width)
-        place = Placement(slots, starts, num_fed, width, end, self._shape[1], any_new, positions)
-        seen = seen_in(batch, self.shelf)
-        embeddings = None
-        if seen is not None:
-            embeddings = seen.put_into(self._trunk.embed(token_ids))
-            place.added = seen.levels(embeddings)
-        hidden = self._trunk.hidden(token_ids, self._cache, place, embeddings)
-        picks = verify(self._trunk, hidden, batch)
-        num_kept = kept_tokens(batch, picks)
-        self._cache.commit(num_kept)
-        if self._resting is not None and any(row.rests for row in batch):
-            self._resting.keep(hidden, place)
-        heading = [i for i, row in enumerate(batch) if row.feeds_head] if self._drafter is not None else []
-        drafts = self._draft(batch, heading, hidden, picks, num_kept) if heading else None
-        return _Launched(batch, picks, heading, drafts)
-
-    def _draft(
-        self, batch: Batch, heading: list[int], hidden: mx.array, picks: Picks | None, num_kept: mx.array
-    ) -> mx.array | None:
-        """Feed the head what is now committed and let it draft for the next step."""
-        assert self._drafter is not None and self._resting is not None
-        next_ids = next_tokens(batch, picks, hidden.shape[1])
-        rows = [batch[i] for i in heading]
-        starts = mx.array([row.start for row in rows])
-        if len(heading) < len(batch):
-            index = mx.array(heading)
-            hidden, next_ids, num_kept = hidden[index], next_ids[index], num_kept[index]
-        head_rows = HeadRows(
-            slots=[row.slot for row in rows],
-            starts=starts,
-            num_fed=mx.array([row.num_fed for row in rows]),
-            num_kept=num_kept,
-            end=max(row.start + row.num_fed for row in rows),
-            params=[row.params for row in rows],
-            depth=max(row.num_drafts_next for row in rows),
-            positions=positions_of(rows, starts, hidden.shape[1]),
-            deltas=deltas_of(rows),
-            seen=seen_in(rows, self.shelf, ahead=1),
-        )
-        capacity = self._shape[1]
-        fed = self._resting.catch_up(rows, hidden, next_ids, head_rows, capacity)
-        return self._drafter.draft(*fed, capacity)
+        feed = Feed.of_rows(batch, width) if before is None else Feed.after(before, batch, width)
+        if self._compiled is not None and repeats(batch):
+            return self._compiled(batch, feed, self._shape[1])
+        return self._forward(batch, feed, self._shape[1])
 
 
 def _runs(saves: Sequence[SaveCells]) -> list[list[SaveCells]]:
@@ -230,30 +175,3 @@ def _runs(saves: Sequence[SaveCells]) -> list[list[SaveCells]]:
         else:
             runs.append([save])
     return runs
-
-
-def _collect(launched: _Launched) -> Iterator[RowResult]:
-    """Read a finished batch back into plain Python."""
-    batch, picks = launched.batch, launched.picks
-    tokens: dict[int, tuple[int, ...]] = {}
-    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-    if picks is not None:
-        tokens = _committed(picks)
-        rows = [batch[i] for i in picks.rows]
-        found = read_logprobs(picks.logprobs, rows, [tokens[i] for i in picks.rows])
-        logprobs = {picks.rows[j]: values for j, values in found.items()}
-    drafts: dict[int, list[int]] = {}
-    if launched.drafts is not None:
-        drafts = dict(zip(launched.heading, np.array(launched.drafts).tolist(), strict=True))
-    for i, row in enumerate(batch):
-        next_drafts = tuple(drafts.get(i, ())[: row.num_drafts_next])
-        yield RowResult(row.sequence_id, tokens.get(i, ()), next_drafts, logprobs.get(i, ()))
-
-
-def _committed(picks: Picks) -> dict[int, tuple[int, ...]]:
-    """Each picking row's accepted drafts and bonus."""
-    targets, accepted, is_sound = (np.array(x) for x in (picks.targets, picks.num_accepted, picks.is_sound))
-    for j in range(len(picks.rows)):
-        if not is_sound[j, : accepted[j] + 1].all():
-            raise UnsoundLogits("the model gave NaN or infinite logits")
-    return {i: tuple(targets[j, : accepted[j] + 1].tolist()) for j, i in enumerate(picks.rows)}

@@ -5,20 +5,18 @@ All array expressions: nothing here reads a result. Must not know caches or head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from outrider.models.trunk import Trunk
-from outrider.plan import RowPlan
 from outrider.sampling.edits import apply_edits
 from outrider.sampling.logprobs import LogprobArrays, compute_logprobs
 from outrider.sampling.masks import apply_masks
-from outrider.sampling.picking import pick
-
-Batch = Sequence[RowPlan]
+from outrider.sampling.picking import Picking, pick
+from outrider.step.feed import Batch, Feed
 
 
 @dataclass(frozen=True)
@@ -36,67 +34,89 @@ class Picks:
         if self.logprobs is not None:
             yield from self.logprobs.arrays
 
+    def last_ids(self) -> mx.array:
+        """The last token that each row has picked.  [picking]"""
+        return mx.take_along_axis(self.targets, self.num_accepted[:, None], axis=1)[:, 0]
 
-def verify(trunk: Trunk, hidden: mx.array, batch: Batch) -> Picks | None:
+
+def picking_rows(batch: Batch) -> list[int]:
+    return [i for i, row in enumerate(batch) if row.picks]
+
+
+def verify(trunk: Trunk, hidden: mx.array, batch: Batch, feed: Feed, how: Picking) -> Picks | None:
     """Pick at each picking row's last committed token and at its drafts; None if no row picks.
 
-    hidden [rows, width, H]
+    hidden [rows, width, H]; `how` the picking rows pick
     """
-    index = [i for i, row in enumerate(batch) if row.picks]
+    index = picking_rows(batch)
     if not index:
         return None
     rows = [batch[i] for i in index]
     num_picks = 1 + max(row.num_drafts for row in rows)
     first = np.array([row.first_pick for row in rows], np.int32)[:, None]
+    starts, num_drafts, token_ids = feed.starts, feed.num_drafts, feed.token_ids
     if len(rows) < len(batch):
-        hidden = hidden[mx.array(index)]
+        some = mx.array(index)
+        hidden, token_ids = hidden[some], token_ids[some]
+        starts, num_drafts = starts[some], num_drafts[some]
     if num_picks < hidden.shape[1] or first.any():
-        columns = np.minimum(first + np.arange(num_picks), hidden.shape[1] - 1).astype(np.int32)
-        hidden = mx.take_along_axis(hidden, mx.array(columns)[..., None], axis=1)
+        columns = mx.array(np.minimum(first + np.arange(num_picks), hidden.shape[1] - 1).astype(np.int32))
+        hidden = mx.take_along_axis(hidden, columns[..., None], axis=1)
+        token_ids = mx.take_along_axis(token_ids, columns, axis=1)
     logits = trunk.logits(hidden)  # [picking, num_picks, vocab]
-    starts = np.array([row.start for row in rows], np.int32)[:, None]
-    positions = mx.array(starts + first + np.arange(1, num_picks + 1, dtype=np.int32))
+    positions = starts[:, None] + mx.array(first + np.arange(1, num_picks + 1, dtype=np.int32))
     scores = apply_masks(apply_edits(logits, rows), rows)
-    targets = pick(scores, positions, [row.params for row in rows])
+    targets = pick(scores, positions, how)
     chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return Picks(
         rows=index,
         targets=targets,
-        num_accepted=_count_accepted(targets, rows),
+        num_accepted=count_accepted(targets, token_ids[:, 1:], num_drafts, positions[:, :-1]),
         is_sound=mx.isfinite(chosen),
         logprobs=compute_logprobs(logits, targets, rows),
     )
 
 
-def kept_tokens(batch: Batch, picks: Picks | None) -> mx.array:
+def count_accepted(
+    targets: mx.array, drafts: mx.array, num_drafts: mx.array, positions: mx.array
+) -> mx.array:
+    """How many leading drafts of each row equal their targets.  [rows]
+
+    targets [rows, n + 1], drafts [rows, n] at these positions, of which the first num_drafts [rows] are some
+    """
+    num = drafts.shape[1]
+    if num == 0:
+        return mx.zeros_like(num_drafts)
+    is_right = (targets[:, :-1] == drafts) & (mx.arange(num) < num_drafts[:, None])
+    return mx.cumprod(is_right.astype(mx.int32), axis=1).sum(axis=1)
+
+
+def kept_tokens(feed: Feed, picks: Picks | None) -> mx.array:
     """How many of the tokens that each row fed stand: the committed ones and the accepted drafts.  [rows]"""
-    committed = mx.array([row.num_fed - row.num_drafts for row in batch])
-    if picks is not None:
-        index = mx.array(picks.rows)
-        committed[index] = committed[index] + picks.num_accepted
-    return committed
-
-
-def next_tokens(batch: Batch, picks: Picks | None, width: int) -> mx.array:
-    """For every fed cell the token after it.  [rows, width]"""
-    known = np.zeros((len(batch), width), np.int32)
-    for i, row in enumerate(batch):
-        known[i, : row.num_fed] = [*row.token_ids[1:], row.next_id or 0]
+    committed = feed.num_fed - feed.num_drafts
     if picks is None:
-        return mx.array(known)
+        return committed
+    if len(picks.rows) == committed.shape[0]:
+        return committed + picks.num_accepted
+    return committed.at[mx.array(picks.rows)].add(picks.num_accepted)
+
+
+def next_tokens(batch: Batch, feed: Feed, picks: Picks | None) -> mx.array:
+    """For every fed cell the token after it.  [rows, width]"""
+    num_rows, width = feed.token_ids.shape
+    known = mx.concatenate([feed.token_ids[:, 1:], mx.zeros((num_rows, 1), mx.int32)], axis=1)
+    reading = [(i, row.num_fed - 1, row.next_id) for i, row in enumerate(batch) if row.next_id is not None]
+    if reading:
+        rows, lasts, ids = (mx.array(values) for values in zip(*reading, strict=True))
+        known[rows, lasts] = ids
+    if picks is None:
+        return known
     # A picking row's targets stand at columns first_pick .. first_pick + num_drafts.
-    index = mx.array(picks.rows)
+    num_picks = picks.targets.shape[1]
     first = np.array([batch[i].first_pick for i in picks.rows], np.int32)[:, None]
-    columns = np.minimum(first + np.arange(picks.targets.shape[1], dtype=np.int32), width)
-    wide = mx.concatenate([mx.array(known), mx.zeros((len(batch), 1), mx.int32)], axis=1)
-    wide[index[:, None], mx.array(columns)] = picks.targets  # past the end: into the column dropped below
+    if not first.any() and len(picks.rows) == num_rows:
+        return mx.concatenate([picks.targets, known[:, num_picks:]], axis=1)
+    columns = np.minimum(first + np.arange(num_picks, dtype=np.int32), width)
+    wide = mx.concatenate([known, mx.zeros((num_rows, 1), mx.int32)], axis=1)
+    wide[mx.array(picks.rows)[:, None], mx.array(columns)] = picks.targets  # past the end: dropped below
     return wide[:, :width]
-
-
-def _count_accepted(targets: mx.array, rows: Batch) -> mx.array:
-    """How many leading drafts of each row equal their targets.  [rows]"""
-    most = targets.shape[1] - 1
-    if most == 0:
-        return mx.zeros((len(rows),), mx.int32)
-    drafts = [[*row.token_ids[row.first_pick + 1 :], *([-1] * (most - row.num_drafts))] for row in rows]
-    return mx.cumprod((targets[:, :-1] == mx.array(drafts)).astype(mx.int32), axis=1).sum(axis=1)

@@ -1,0 +1,85 @@
+"""Rows of a step that is planned before the step in front of it is read. Pure Python.
+
+Nobody knows yet which tokens those rows will have; but that is for the device to say, as long as nothing on
+the host has a say in what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+from outrider.engine.sequence import Sequence
+from outrider.plan import UNREAD, RowPlan
+from outrider.speculate.controller import DepthController, Wish
+
+
+def has_own_say(row: Sequence) -> bool:
+    """Whether the row's next step depends on its tokens in a way that only the host knows."""
+    params = row.params
+    return (
+        row.grammar is not None
+        or params.has_penalties
+        or bool(params.logit_bias)
+        or params.min_tokens > row.num_generated
+        or params.filters_widely
+        or any(proposal.source != "head" for proposal in row.proposals)
+    )
+
+
+def settle_ahead(
+    controller: DepthController, rows: Rows[tuple[Sequence, RowPlan]]
+) -> list[tuple[int, int]] | None:
+    """For each row of the step under way: how many of its drafts to feed next, and how many to make then.
+
+    None where a head that rests is wanted again: it has to be fed tokens that nobody has read.
+    """
+    if not any(sequence.max_depth > 0 for sequence, _ in rows):
+        return [(0, 0)] * len(rows)
+    resting = [sequence.record for sequence, row in rows if row.rests and sequence.record is not None]
+    if any(record.since_head + 1 >= controller.pause(len(rows)) for record in resting):
+        return None
+    num_cells = max(len(sequence.tokens) + row.num_fed for sequence, row in rows)
+    choice = controller.choose([_wish(controller, *each) for each in rows], num_cells)
+    depths = []
+    for (sequence, row), (_, num), wanted in zip(rows, choice.feed, choice.next, strict=True):
+        left = sequence.num_left - 1  # when the step under way brings just one token
+        num_next = max(0, min(wanted, left - 2))
+        if row.rests and num_next:
+            return None
+        depths.append((max(0, min(num, row.num_drafts_next, left - 1)), num_next))
+    return depths
+
+
+def follow_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int) -> RowPlan:
+    """The row's part in the step after `last`."""
+    most_cells = sequence.num_cached + last.num_fed
+    rests = sequence.feeds_head and sequence.is_auto and num_next == 0
+    return RowPlan(
+        sequence_id=sequence.id,
+        slot=last.slot,
+        start=most_cells,
+        token_ids=(UNREAD,) * (1 + num_drafts),
+        num_drafts=num_drafts,
+        next_id=None,
+        feeds_head=sequence.feeds_head and not rests,
+        num_drafts_next=num_next,
+        params=sequence.params,
+        history=sequence.tokens,
+        num_prompt=sequence.num_prompt,
+        head_start=most_cells if sequence.feeds_head else None,
+        rests=rests,
+        position_delta=last.position_delta,
+    )
+
+
+def _wish(controller: DepthController, sequence: Sequence, row: RowPlan) -> Wish:
+    if sequence.record is None:
+        sequence.record = controller.new_record(sequence.params)
+    behind = sequence.num_cached - sequence.num_headed + row.num_fed if row.rests else 0
+    return Wish(
+        record=sequence.record,
+        offers=[("head", row.num_drafts_next, 0)] if row.num_drafts_next else [],
+        fixed=None if sequence.is_auto else sequence.max_depth,
+        most_next=max(0, min(sequence.head_depth, sequence.num_left - 3)),
+        behind=behind,
+    )

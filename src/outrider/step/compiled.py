@@ -1,0 +1,125 @@
+"""Decode passes, traced once a shape and replayed: the host hands over arrays and builds no graph.
+
+A trace holds for all batches of one key: everything that a pass reads off its rows, other than arrays. Rows
+with something of their own to say (a grammar's masks, penalties, a prompt to read) are not traced.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from outrider.cache.ragged_kv import nothing_launched
+from outrider.models.trunk import Buffers
+from outrider.sampling.edits import needs_edits
+from outrider.sampling.picking import Picking
+from outrider.step.feed import Batch, Feed, Outcome
+from outrider.step.flight import Flight
+from outrider.step.forward import Forward, last_cell
+from outrider.step.verify import Picks
+
+END_STEP = 128  # cells by which the attended part of the buffers grows: each size is a trace
+MOST_TRACES = 128
+
+Traced = Callable[[list[Any], list[list[mx.array]]], tuple[list[mx.array], list[list[mx.array]]]]
+
+
+def repeats(batch: Batch) -> bool:
+    """Whether a batch is of the kind that comes again: rows that decode, and leave the rest to the device."""
+    return all(
+        row.picks
+        and row.start > 0
+        and row.first_pick == 0
+        and row.masks is None
+        and row.media is None
+        and row.params.logprobs is None
+        and not row.params.filters_widely
+        and not needs_edits(row)
+        and not (row.feeds_head and row.num_behind)
+        for row in batch
+    )
+
+
+class CompiledPasses:
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._traces: OrderedDict[Hashable, Traced] = OrderedDict()
+
+    @property
+    def num_traces(self) -> int:
+        return len(self._traces)
+
+    def __call__(self, batch: Batch, feed: Feed, capacity: int) -> Flight:
+        ways = self._forward.ways_to_pick(batch)
+        end = min(capacity, -(-last_cell(batch) // END_STEP) * END_STEP)
+        traced = self._traced(batch, feed, ways, end, capacity)
+        found, arrays = traced(_inputs(feed, ways), self._arrays())
+        self._put(arrays)
+        return _flight(batch, self._forward.heading(batch), found)
+
+    def _traced(
+        self, batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int
+    ) -> Traced:
+        key = (
+            feed.token_ids.shape,
+            end,
+            capacity,
+            max(row.num_drafts for row in batch),
+            tuple(way.key for way in ways),
+            tuple((row.slot, row.feeds_head, row.rests, row.position_delta) for row in batch),
+            max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
+        )
+        if key not in self._traces:
+            self._traces[key] = self._trace([replace(row, history=()) for row in batch], ways, end, capacity)
+            if len(self._traces) > MOST_TRACES:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(key)
+        return self._traces[key]
+
+    def _trace(self, batch: Batch, ways: tuple[Picking, Picking], end: int, capacity: int) -> Traced:
+        def run(
+            inputs: list[Any], caches: list[list[mx.array]]
+        ) -> tuple[list[mx.array], list[list[mx.array]]]:
+            fed, numbers = inputs
+            self._put(caches)
+            with nothing_launched():
+                both = ways[0].with_arrays(numbers[0]), ways[1].with_arrays(numbers[1])
+                flight = self._forward.run(batch, Feed(*fed), both, end, capacity)
+            return _outputs(flight), self._arrays()
+
+        return mx.compile(run)
+
+    def _buffers(self) -> list[Buffers]:
+        return list(self._forward.buffers())
+
+    def _arrays(self) -> list[list[mx.array]]:
+        return [list(buffers.arrays()) for buffers in self._buffers()]
+
+    def _put(self, arrays: Sequence[Sequence[mx.array]]) -> None:
+        for buffers, own in zip(self._buffers(), arrays, strict=True):
+            buffers.put(own)
+
+
+def _inputs(feed: Feed, ways: tuple[Picking, Picking]) -> list[Any]:
+    return [feed.arrays, [way.arrays for way in ways]]
+
+
+def _outputs(flight: Flight) -> list[mx.array]:
+    picks, outcome = flight.picks, flight.outcome
+    assert picks is not None and outcome is not None
+    found = [picks.targets, picks.num_accepted, picks.is_sound, flight.report, outcome.last_ids, outcome.ends]
+    if flight.drafts is not None:
+        assert outcome.drafts is not None
+        found += [flight.drafts, outcome.drafts]
+    return found
+
+
+def _flight(batch: Batch, heading: list[int], found: Sequence[mx.array]) -> Flight:
+    targets, num_accepted, is_sound, report, last_ids, ends, *both = found
+    drafts, spread = both or (None, None)
+    picks = Picks(list(range(len(batch))), targets, num_accepted, is_sound, None)
+    return Flight(batch, picks, heading, drafts, Outcome(last_ids, ends, spread), report)

@@ -1,0 +1,61 @@
+"""What a batch is fed, as arrays. Whether the host knows their values does not matter to what follows.
+
+`of_rows` makes them from a plan; `Outcome.feed` from what a pass leaves behind, before anybody has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from outrider.plan import RowPlan
+
+Batch = Sequence[RowPlan]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The tokens of every row and where they go."""
+
+    token_ids: mx.array  # [rows, width] committed tokens, drafts, padding
+    starts: mx.array  # [rows]
+    num_fed: mx.array  # [rows]
+    num_drafts: mx.array  # [rows] how many of those, at the end, are drafts
+
+    @classmethod
+    def of_rows(cls, batch: Batch, width: int) -> Feed:
+        token_ids = np.zeros((len(batch), width), np.int32)
+        for i, row in enumerate(batch):
+            token_ids[i, : row.num_fed] = row.token_ids
+        return cls(mx.array(token_ids), mx.array([row.start for row in batch]), *_counts(batch))
+
+    @classmethod
+    def after(cls, outcome: Outcome, batch: Batch, width: int) -> Feed:
+        """For the same rows' next pass: the token that each has just picked, then its drafts."""
+        columns = [outcome.last_ids[:, None]]
+        if outcome.drafts is not None:
+            columns.append(outcome.drafts[:, : width - 1])
+        num_more = width - sum(part.shape[1] for part in columns)
+        if num_more > 0:
+            columns.append(mx.zeros((len(batch), num_more), mx.int32))
+        return cls(mx.concatenate(columns, axis=1), outcome.ends, *_counts(batch))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.token_ids, self.starts, self.num_fed, self.num_drafts]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pass over rows that all pick leaves for their next one."""
+
+    last_ids: mx.array  # [rows] the last token that each has picked
+    ends: mx.array  # [rows] cells that stand
+    drafts: mx.array | None  # [rows, depth] for the next pass; anything for rows that asked for none
+
+
+def _counts(batch: Batch) -> tuple[mx.array, mx.array]:
+    return mx.array([row.num_fed for row in batch]), mx.array([row.num_drafts for row in batch])

@@ -1,0 +1,126 @@
+"""One pass over a batch, as array expressions: nothing in it waits for the device or reads a result.
+
+    trunk   [rows, width] tokens -> hidden states
+    targets for each picking row, at its last committed token and at each draft: edits, then pick
+    accept  drafts while they equal the targets; kept = committed + accepted; recurrent layers commit that
+    head    feed the pairs (hidden, next token), recurse for the next drafts
+
+(But for filters that have to look whether their candidates were enough: see sampling/picking.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from outrider.cache.embeddings import EmbeddingCache
+from outrider.cache.ragged_kv import Placement
+from outrider.models.heads import LoadedHead
+from outrider.models.trunk import Buffers, Trunk, TrunkCache
+from outrider.sampling.picking import Picking
+from outrider.speculate.mtp import HeadRows, MTPDrafter
+from outrider.step.feed import Batch, Feed
+from outrider.step.flight import Flight
+from outrider.step.pictures import deltas_of, positions_of, seen_in
+from outrider.step.resting import RestingStates
+from outrider.step.verify import kept_tokens, next_tokens, picking_rows, verify
+
+
+class Forward:
+    """Owns the caches of one model."""
+
+    def __init__(self, trunk: Trunk, head: LoadedHead | None, shelf: EmbeddingCache | None) -> None:
+        self._trunk = trunk
+        self._shelf = shelf
+        self._drafter = MTPDrafter(head, trunk) if head is not None else None
+        self._resting = RestingStates(trunk) if head is not None else None
+        self._cache = TrunkCache(trunk.layout)
+
+    @property
+    def has_head(self) -> bool:
+        return self._drafter is not None
+
+    def buffers(self) -> Iterator[Buffers]:
+        yield from self._cache.buffers()
+        if self._drafter is not None:
+            yield from self._drafter.buffers()
+        if self._resting is not None:
+            yield self._resting.kv
+
+    def heading(self, batch: Batch) -> list[int]:
+        """Rows that the head follows in this pass."""
+        return [i for i, row in enumerate(batch) if row.feeds_head] if self.has_head else []
+
+    def ways_to_pick(self, batch: Batch) -> tuple[Picking, Picking]:
+        """How targets are picked, and how drafts are."""
+        picking, heading = picking_rows(batch), self.heading(batch)
+        targets = Picking.of([batch[i].params for i in picking])
+        if heading == picking:
+            return targets, targets
+        return targets, Picking.of([batch[i].params for i in heading])
+
+    def __call__(self, batch: Batch, feed: Feed, capacity: int) -> Flight:
+        return self.run(batch, feed, self.ways_to_pick(batch), last_cell(batch), capacity)
+
+    def run(self, batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int) -> Flight:
+        """`end`: no row's last fed cell is beyond this."""
+        width = feed.token_ids.shape[1]
+        positions = positions_of(batch, feed.starts, width)
+        slots = [row.slot for row in batch]
+        any_new = any(row.start == 0 for row in batch)
+        place = Placement(slots, feed.starts, feed.num_fed, width, end, capacity, any_new, positions)
+        seen = seen_in(batch, self._shelf)
+        embeddings = None
+        if seen is not None:
+            embeddings = seen.put_into(self._trunk.embed(feed.token_ids))
+            place.added = seen.levels(embeddings)
+        hidden = self._trunk.hidden(feed.token_ids, self._cache, place, embeddings)
+        picks = verify(self._trunk, hidden, batch, feed, ways[0])
+        num_kept = kept_tokens(feed, picks)
+        self._cache.commit(num_kept)
+        if self._resting is not None and any(row.rests for row in batch):
+            self._resting.keep(hidden, place)
+        heading, drafts = self.heading(batch), None
+        if heading:
+            next_ids = next_tokens(batch, feed, picks)
+            drafts = self._draft(batch, heading, (hidden, next_ids, num_kept), feed, ways[1], end, capacity)
+        return Flight.of(batch, picks, heading, drafts, hidden, feed.starts + num_kept)
+
+    def _draft(
+        self,
+        batch: Batch,
+        heading: list[int],
+        found: tuple[mx.array, mx.array, mx.array],
+        feed: Feed,
+        how: Picking,
+        end: int,
+        capacity: int,
+    ) -> mx.array | None:
+        """Feed the head what is now committed and let it draft for the next step."""
+        assert self._drafter is not None and self._resting is not None
+        hidden, next_ids, num_kept = found
+        rows = [batch[i] for i in heading]
+        starts, num_fed = feed.starts, feed.num_fed
+        if len(heading) < len(batch):
+            some = mx.array(heading)
+            hidden, next_ids, num_kept = hidden[some], next_ids[some], num_kept[some]
+            starts, num_fed = starts[some], num_fed[some]
+        head_rows = HeadRows(
+            slots=[row.slot for row in rows],
+            starts=starts,
+            num_fed=num_fed,
+            num_kept=num_kept,
+            end=end,
+            how=how,
+            depth=max(row.num_drafts_next for row in rows),
+            positions=positions_of(rows, starts, hidden.shape[1]),
+            deltas=deltas_of(rows),
+            seen=seen_in(rows, self._shelf, ahead=1),
+        )
+        fed = self._resting.catch_up(rows, hidden, next_ids, head_rows, capacity)
+        return self._drafter.draft(*fed, capacity)
+
+
+def last_cell(batch: Batch) -> int:
+    return max(row.start + row.num_fed for row in batch)

@@ -1,0 +1,131 @@
+"""Compiled passes: the same tokens as built ones, from a trace that was made for other rows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from outrider.models.heads import LoadedHead
+from outrider.plan import RowPlan, StepPlan
+from outrider.request import SamplingParams
+from outrider.step.compiled import repeats
+from outrider.step.runner import Launched, Runner
+from plan_rows import plan_row
+from step.histories import History, Tally, World, play, random_history, world
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+CAPACITY = 96
+
+
+@pytest.fixture
+def not_compiled() -> None:
+    """What would be traced is run as it is, from the very closures that a trace has."""
+    mx.disable_compile()
+
+
+@pytest.mark.parametrize(("family", "num"), [("llama", 24), ("qwen3_5", 8), ("gpt_oss", 8)])
+@pytest.mark.usefixtures("not_compiled")
+def test_histories_are_the_same_from_traces(family: str, num: int) -> None:
+    tiny = world(family)
+    usual = tiny.runners
+    heads = {"none": None, "whole": LoadedHead((tiny.head,), "random")}
+    tiny.runners = {name: Runner(tiny.trunk, head, compiles=True) for name, head in heads.items()}  # type: ignore[misc]
+    tiny.runners["reduced"] = tiny.runners["whole"]
+    tally = Tally()
+    try:
+        for seed in range(700, 700 + num):
+            tally.add(play(tiny, _simple(random_history(seed, tiny.vocab_size))))
+        num_traces = sum(tiny.runners[name]._compiled.num_traces for name in ("none", "whole"))  # type: ignore[union-attr, index]
+    finally:
+        tiny.runners = usual
+    print(tally.summary(), num_traces, "traces")
+    assert tally.ahead > 0
+    assert num_traces > num
+    assert tally.excused * 10_000 <= tally.tokens
+
+
+def _simple(history: History) -> History:
+    """With rows that leave most of their decoding to the device."""
+    asks = []
+    for i, ask in enumerate(history.asks):
+        params = SamplingParams(
+            temperature=ask.params.temperature,
+            top_k=ask.params.top_k,
+            seed=ask.params.seed,
+            max_tokens=ask.params.max_tokens,
+            draft_depth=ask.params.draft_depth,
+            logprobs=0 if i % 5 == 4 else None,
+        )
+        kind = "plain" if ask.kind == "plain" or history.head == "none" else "head"
+        asks.append(replace(ask, params=params, kind=kind))
+    return replace(history, asks=tuple(asks))
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    mx.enable_compile()
+    yield
+    mx.disable_compile()  # as it is on CPUs
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(
+    "OUTRIDER_SOAK_SECONDS" not in os.environ or shutil.which("g++") is None,
+    reason="MLX compiles for CPUs with a C++ compiler, slowly: runs under `make soak` only",
+)
+@pytest.mark.usefixtures("compiled")
+def test_a_compiled_pass_gives_what_a_built_one_gives() -> None:
+    """Really compiled, and launched one step ahead all the time: two rows at different paces."""
+    tiny = world("llama")
+    head = LoadedHead((tiny.head,), "random")
+    built, compiled = Runner(tiny.trunk, head), Runner(tiny.trunk, head, compiles=True)
+    assert answers(tiny, compiled) == answers(tiny, built)
+    assert compiled._compiled is not None
+    assert compiled._compiled.num_traces == 1
+
+
+def answers(tiny: World, runner: Runner, num_steps: int = 12) -> list[list[int]]:
+    """Two rows with two drafts a step, of which no step is read before the next is launched."""
+    params = [GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=12)]
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    tokens: list[list[int]] = [[], []]
+
+    def take(launched: Launched) -> None:
+        for row in runner.finish(launched).rows:
+            tokens[row.sequence_id] += row.token_ids
+
+    def rows(**facts: object) -> tuple[RowPlan, ...]:
+        return tuple(
+            plan_row(prompt, params=p, slot=i, feeds_head=True, num_drafts_next=2, **facts)  # type: ignore[arg-type]
+            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+        )
+
+    last = runner.launch(StepPlan(2, CAPACITY, (), (rows(start=0),)))
+    for step in range(num_steps):
+        follows = tuple(
+            RowPlan(i, i, 6 + 3 * (step + 1), (-1, -1, -1), 2, None, True, 2, p, (), 0)
+            for i, p in enumerate(params)
+        )
+        following = runner.launch(StepPlan(2, CAPACITY, (), (follows,), follows=True), last)
+        take(last)
+        last = following
+    take(last)
+    runner.reset()
+    return tokens
+
+
+def test_rows_with_something_to_say_are_not_traced() -> None:
+    def row(**facts: object) -> RowPlan:
+        return plan_row([1, 2, 3], [4], params=SamplingParams(**facts))  # type: ignore[arg-type]
+
+    assert repeats([row(temperature=0)])
+    assert repeats([row(temperature=1, top_k=20, top_p=0.9, seed=1)])
+    assert not repeats([row(temperature=0), row(temperature=1, top_p=0.9, seed=1)])
+    assert not repeats([row(temperature=0, logprobs=1)])
+    assert not repeats([row(temperature=0, presence_penalty=0.5)])
+    assert not repeats([plan_row([1, 2, 3], params=GREEDY, start=0)])
