@@ -62,7 +62,7 @@ def verify(trunk: Trunk, hidden: mx.array, batch: Batch) -> Picks | None:
     return Picks(
         rows=index,
         targets=targets,
-        num_accepted=_count_accepted(targets, rows),
+        num_accepted=_num_accepted(targets, rows, positions),
         is_sound=mx.isfinite(chosen),
         logprobs=compute_logprobs(logits, targets, rows),
     )
@@ -93,10 +93,22 @@ def next_tokens(batch: Batch, picks: Picks | None, width: int) -> mx.array:
     return wide[:, :width]
 
 
-def _count_accepted(targets: mx.array, rows: Batch) -> mx.array:
-    """How many leading drafts of each row equal their targets.  [rows]"""
+def count_accepted(
+    targets: mx.array, drafts: mx.array, num_drafts: mx.array, positions: mx.array
+) -> mx.array:
+    """How many leading drafts of each row equal their targets.  [rows]
+
+    targets [rows, n + 1], drafts [rows, n], num_drafts [rows]; positions [rows, n] are those of the drafts.
+    """
+    is_draft = mx.arange(drafts.shape[1]) < num_drafts[:, None]
+    is_right = (targets[:, :-1] == drafts) & is_draft
+    return mx.cumprod(is_right.astype(mx.int32), axis=1).sum(axis=1)
+
+
+def _num_accepted(targets: mx.array, rows: Batch, positions: mx.array) -> mx.array:
     most = targets.shape[1] - 1
     if most == 0:
         return mx.zeros((len(rows),), mx.int32)
     drafts = [[*row.token_ids[row.first_pick + 1 :], *([-1] * (most - row.num_drafts))] for row in rows]
-    return mx.cumprod((targets[:, :-1] == mx.array(drafts)).astype(mx.int32), axis=1).sum(axis=1)
+    num_drafts = mx.array([row.num_drafts for row in rows])
+    return count_accepted(targets, mx.array(drafts), num_drafts, positions[:, :-1])
