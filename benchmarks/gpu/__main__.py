@@ -1,4 +1,4 @@
-"""The step at real sizes: random weights in published shapes, scripted acceptance, on whatever device MLX has.
+"""The step at real sizes: random weights in published shapes, scripted acceptance, on the device MLX has.
 
     python -m benchmarks.gpu --list
     python -m benchmarks.gpu --models 4b --dtypes bf16 --rows 1 8 32 --accept 70 --out gpu.json
@@ -144,7 +144,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same families")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--accept", type=int, nargs="+", default=[70], help="percent of drafts that are right")
+    parser.add_argument(
+        "--accept", type=int, nargs="+", default=[70], help="percent of drafts that are right"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--context", type=int, default=256, help="prompt tokens of every row")
     parser.add_argument("--steps", type=int, default=64, help="of a turn, at most")
@@ -163,7 +165,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     if 0 in args.depths:
         parser.error("depth 0 is always measured: leave it out of --depths")
     if args.bandwidth_bytes is None:
-        args.bandwidth_bytes = (64 << 20) if machine.device_name() == "cpu" else (8 << 30)
+        args.bandwidth_bytes = (64 << 20) if machine.device_name() == "cpu" else (2 << 30)
     return args
 
 

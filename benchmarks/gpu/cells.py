@@ -186,23 +186,21 @@ class ModelCells:
         policies: list[DraftDepth] = [0, *self._settings.depths, "auto"]
         turns: dict[DraftDepth, list[Turn]] = {policy: [] for policy in policies}
         with scripted(Script(percent / 100)):
-            for policy in policies:  # compiles, and lets auto learn
-                self._loop.turn(policy, self._load(rows, len(policies), warm=True), controller)
-            for number in range(self._settings.rounds):
+            for number in range(-1, self._settings.rounds):  # the first compiles, and lets auto learn
                 shift = number % len(policies)
                 for policy in policies[shift:] + policies[:shift]:
                     turn = self._loop.turn(policy, self._load(rows, len(policies)), controller)
-                    turns[policy].append(turn)
+                    if number >= 0:
+                        turns[policy].append(turn)
         found: Found = {}
         for policy in policies:
             found[str(policy)] = self._told(rows, percent, policy, turns)
         return found
 
-    def _load(self, rows: int, num_policies: int, warm: bool = False) -> Load:
+    def _load(self, rows: int, num_policies: int) -> Load:
         own = self._settings
-        seconds = own.seconds / num_policies / own.rounds
-        steps = min(16, own.steps) if warm else own.steps
-        return Load(rows, own.num_prompt, steps, seconds, own.temperature)
+        seconds = own.seconds / num_policies / (1 + own.rounds)
+        return Load(rows, own.num_prompt, own.steps, seconds, own.temperature)
 
     def _told(
         self, rows: int, percent: int, policy: DraftDepth, turns: dict[DraftDepth, list[Turn]]
@@ -234,7 +232,9 @@ class ModelCells:
             line += f"  mean depth {found['mean_depth']:.2f}, {100 * found['of_best']:.0f}% of the best"
         else:
             found |= self._against_bare(rows, policy, step_s, ratio.median, stride)
-            line += "  bare {bare_ms:.3f} ms, waits {waits_share:.1%}, floor {floor_ms:.3f} ms".format(**found)
+            line += "  bare {bare_ms:.3f} ms, waits {waits_share:.1%}, floor {floor_ms:.3f} ms".format(
+                **found
+            )
             if policy:
                 line += "  cost ratio {cost_ratio:.3f}, efficiency {efficiency:.1%}".format(**found)
         say(line)

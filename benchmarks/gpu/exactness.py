@@ -20,16 +20,18 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
 from outrider.models import machine
 from outrider.request import Request, SamplingParams
-from outrider.speculate.ngram import NgramDrafter
+from outrider.speculate.prediction import PredictionDrafter
 from outrider.step.runner import Runner
 
 ROWS, NUM_TOKENS, DEPTH = 5, 96, 3
+WRONG_EVERY = 7  # tokens of a predicted answer
 
 
 def check(subject: Subject, temperature: float = 0.0) -> dict[str, object]:
+    """Decode without drafts, then with: mostly right ones, taken from the first answers, and the head's."""
     runner = Runner(subject.trunk, subject.head)
-    plain, _ = _decode(runner, subject, 0, temperature)
-    drafted, rows = _decode(runner, subject, DEPTH, temperature)
+    plain, _ = _decode(runner, subject, temperature, None)
+    drafted, rows = _decode(runner, subject, temperature, plain)
     places = [_first_difference(a, b) for a, b in zip(plain, drafted, strict=True)]
     return {
         "equal": plain == drafted,
@@ -40,19 +42,21 @@ def check(subject: Subject, temperature: float = 0.0) -> dict[str, object]:
 
 
 def _decode(
-    runner: Runner, subject: Subject, depth: int, temperature: float
+    runner: Runner, subject: Subject, temperature: float, answers: list[list[int]] | None
 ) -> tuple[list[list[int]], list[Row]]:
-    """Drafts come from the row's own text, which a tiny model repeats, and from the head where that has none."""
+    """`answers`: what to draft from; None: no drafts."""
     config = EngineConfig(max_rows=ROWS, prefill_step_size=64)
     scheduler = Scheduler(config, runner.geometry(256), machine.cache_budget_bytes())
     rows = []
     for i, prompt in enumerate(prompts(subject.trunk.vocab_size, ROWS, 24 + ROWS)):
         params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=i, ignore_eos=True)
         request = Request(str(i), tuple(prompt[: 24 + i]), params)
-        lookup = NgramDrafter(depth) if depth else None
-        row = Row(
-            i, request, NoText(), frozenset(), NUM_TOKENS, max_depth=depth, head_depth=depth, lookup=lookup
-        )
+        depth = 0 if answers is None else DEPTH
+        row = Row(i, request, NoText(), frozenset(), NUM_TOKENS, max_depth=depth, head_depth=depth)
+        if answers is not None:
+            own = answers[i][row.num_prompt :]
+            wrong = [(t + (j % WRONG_EVERY == i)) % subject.trunk.vocab_size for j, t in enumerate(own)]
+            row.drafter = PredictionDrafter(wrong, row.num_prompt)
         rows.append(row)
         scheduler.add(row)
     while not scheduler.is_idle:

@@ -1,7 +1,7 @@
 """The engine's loop, driven in this process and timed: plan, run, commit, as Engine does it.
 
-Without its inbox, outboxes, text and prefix cache. Rows start from a prompt of random tokens; the clock starts
-once all of them decode and a few steps are done.
+Without its inbox, outboxes, text and prefix cache. Rows start from a prompt of random tokens; the clock
+starts once all of them decode and a few steps are done.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Subject:
     @property
     def num_parameters(self) -> int:
         """As if nothing were quantised."""
-        return sum(_num_weights(module) for _, module in self.model.named_modules())
+        return count_parameters(self.model)
 
     @property
     def weight_bytes(self) -> int:
@@ -67,7 +67,7 @@ def random_subject(name: str, dtype: str, seed: int = 0) -> Subject:
     """A model of a known shape; `dtype` is one of DTYPES."""
     mx.random.seed(seed)
     family, config = SHAPES[name]
-    model = _new_model(family, config)
+    model = new_model(family, config)
     model.eval()
     kept = mx.float32 if dtype == "f32" else mx.bfloat16
     for block in model.layers:
@@ -92,7 +92,8 @@ def subject_from(folder: Path) -> Subject:
     return Subject("default", dtype, trunk.model, trunk, head)
 
 
-def _new_model(family: str, config: dict[str, Any]) -> nn.Module:
+def new_model(family: str, config: dict[str, Any]) -> nn.Module:
+    """mlx-lm's model, with nothing computed yet."""
     arch = importlib.import_module(f"mlx_lm.models.{family}")
     own = copy.deepcopy(config)
     if family == "qwen3_5":
@@ -135,6 +136,11 @@ def _quantise(module: nn.Module) -> None:
     nn.quantize(module, GROUP_SIZE, BITS, class_predicate=fits)
     mx.eval(module.parameters())
     mx.clear_cache()
+
+
+def count_parameters(model: nn.Module) -> int:
+    """As if nothing were quantised."""
+    return sum(_num_weights(module) for _, module in model.named_modules())
 
 
 def _num_weights(module: nn.Module) -> int:
