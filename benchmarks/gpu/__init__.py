@@ -7,5 +7,5 @@ loop        the engine's loop, timed
 bare        the device's own time for a step, its bandwidth, the floor
 mlx_lm_loop mlx-lm's generators on the same model
 checks      what must hold on this device before any time means anything
-cells       what can be measured, by name
+*_cells     what can be measured, by name
 """

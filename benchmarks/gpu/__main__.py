@@ -23,7 +23,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from benchmarks.gpu.cells import Found, Machine, ModelCells, Settings, names_of, say
+from benchmarks.gpu.machine_cells import Machine
+from benchmarks.gpu.model_cells import ModelCells, names_of
+from benchmarks.gpu.settings import Found, Settings, say
 from benchmarks.gpu.weights import DTYPES, random_subject, subject_from
 from outrider.models import machine
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import bare, cells, exactness
+from benchmarks.gpu import bare, exactness, model_cells
 from benchmarks.gpu.loop import Load, Loop
 from benchmarks.gpu.scripted import Script, scripted
 from benchmarks.gpu.shapes import SHAPES
@@ -161,7 +161,7 @@ def test_a_cell_that_fails_is_told_and_the_rest_goes_on(
     def broken(*_: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(cells, "measure_bare", broken)
+    monkeypatch.setattr(model_cells, "measure_bare", broken)
     only = ["--only", "*/bare/*", "*/mlx-lm/*"]
     code, found = run(tmp_path, "--tiny", "--models", "dense-4b", *only)
     assert code == 1
@@ -170,6 +170,13 @@ def test_a_cell_that_fails_is_told_and_the_rest_goes_on(
     said = capsys.readouterr().out
     assert "Traceback" in said
     assert "failed: tiny-dense-4b/bf16/bare/rows=2" in said
+
+
+def test_mlx_lm_is_compared_at_temperature_0_only(capsys: pytest.CaptureFixture[str]) -> None:
+    program.main(["--list"])
+    assert "4b/bf16/mlx-lm/rows=32" in capsys.readouterr().out.splitlines()
+    program.main(["--list", "--temperature", "0.8"])
+    assert "mlx-lm" not in capsys.readouterr().out
 
 
 def test_after_the_deadline_nothing_starts(capsys: pytest.CaptureFixture[str]) -> None:

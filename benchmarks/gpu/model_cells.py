@@ -1,74 +1,24 @@
-"""What can be measured, cell by cell. A cell has a name, prints what it found and returns it as JSON."""
+"""Cells of a model: its costs, the device's own time, the engine's loop, mlx-lm beside it."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import mlx.core as mx
 
-from benchmarks.gpu import checks
-from benchmarks.gpu.bare import BareTime, bytes_a_step, measure_bandwidth, measure_bare
+from benchmarks.gpu.bare import BareTime, bytes_a_step, measure_bare
 from benchmarks.gpu.loop import Load, Loop, Turn
+from benchmarks.gpu.machine_cells import Machine
 from benchmarks.gpu.mlx_lm_loop import mlx_lm_turn
 from benchmarks.gpu.scripted import Script, scripted
+from benchmarks.gpu.settings import Found, Settings, median, say
 from benchmarks.gpu.weights import Subject
 from outrider.bench.statistics import Spread
 from outrider.request import DraftDepth
 from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable, Measured
-
-Found = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Settings:
-    rows: Sequence[int]
-    depths: Sequence[int]
-    accept: Sequence[int]  # percent
-    num_prompt: int
-    steps: int
-    seconds: float  # for one cell
-    rounds: int
-    temperature: float
-    bandwidth_bytes: int
-
-
-class Machine:
-    """Cells that need no model; the bandwidth is measured once, when first asked for."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._bandwidth: dict[str, float] | None = None
-
-    def cells(self) -> dict[str, Callable[[], Found]]:
-        return {"bandwidth": self.bandwidth, "checks/window": self.window, "checks/exact": self.exact}
-
-    def bandwidth(self) -> Found:
-        if self._bandwidth is None:
-            self._bandwidth = measure_bandwidth(self._settings.bandwidth_bytes)
-            told = ", ".join(f"{name} {rate / 1e12:.3f} TB/s" for name, rate in self._bandwidth.items())
-            say(f"bandwidth  {told}")
-        return dict(self._bandwidth)
-
-    @property
-    def bytes_per_s(self) -> float:
-        return max(self.bandwidth().values())
-
-    def window(self) -> Found:
-        found = checks.window_kernels()
-        say(f"delta-rule kernels  {found}")
-        return found
-
-    def exact(self) -> Found:
-        found = checks.exactness()
-        for name, result in found["results"].items():
-            say(f"drafts leave tokens as they are  {name}: {result}")
-        return found
 
 
 def names_of(model: str, dtype: str, settings: Settings) -> list[str]:
@@ -77,7 +27,8 @@ def names_of(model: str, dtype: str, settings: Settings) -> list[str]:
     for rows in settings.rows:
         names.append(f"bare/rows={rows}")
         names += [f"loop/rows={rows}/accept={percent}" for percent in settings.accept]
-        names.append(f"mlx-lm/rows={rows}")
+        if settings.temperature == 0:
+            names.append(f"mlx-lm/rows={rows}")
     return [f"{model}/{dtype}/{name}" for name in names]
 
 
@@ -137,11 +88,7 @@ class ModelCells:
             if found is None:
                 raise RuntimeError("not even one row fits the memory for caches")
             self._measured = found
-            for (rows, width), seconds in sorted(found.trunk_s.items()):
-                say(f"  costs  rows {rows:3d} width {width}  {1e3 * seconds:8.3f} ms")
-            for rows, cost in sorted(found.head.items()):
-                parts = (1e3 * s for s in (cost.feed_s, cost.first_s, cost.each_s))
-                say("  costs  rows {:3d} head feed {:.3f}, first {:.3f}, each {:.3f} ms".format(rows, *parts))
+            _tell_costs(found)
         return self._measured
 
     # -- the device's own time ---------------------------------------------------------------------------
@@ -257,8 +204,6 @@ class ModelCells:
         """Depth 0 and mlx-lm's generator in turns."""
         controller = DepthController(CostTable(self._costs()))
         load = self._load(rows, 2)
-        if load.temperature:
-            raise RuntimeError("mlx-lm is compared at temperature 0 only")
         arms: dict[str, Callable[[], Turn]] = {
             "ours": lambda: self._loop.turn(0, load, controller),
             "mlx_lm": lambda: mlx_lm_turn(self._subject, load),
@@ -285,9 +230,12 @@ class ModelCells:
         }
 
 
-def median(values: Any) -> float:
-    return statistics.median(values)
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
+def _tell_costs(found: Measured) -> None:
+    for rows in sorted({rows for rows, _ in found.trunk_s}):
+        widths = sorted(width for r, width in found.trunk_s if r == rows)
+        line = "  ".join(f"{width}: {1e3 * found.trunk_s[rows, width]:.2f}" for width in widths)
+        cost = found.head.get(rows)
+        if cost is not None:
+            parts = (1e3 * s for s in (cost.feed_s, cost.first_s, cost.each_s))
+            line += "   head feed {:.2f}, first {:.2f}, each {:.2f}".format(*parts)
+        say(f"  costs  rows {rows:3d}  ms by width  {line}")
