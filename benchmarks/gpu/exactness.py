@@ -12,6 +12,7 @@ import os
 
 import mlx.core as mx
 
+from benchmarks.gpu.driver import Driver
 from benchmarks.gpu.loop import prompts
 from benchmarks.gpu.weights import Subject, random_subject
 from benchmarks.side_by_side import NoText
@@ -59,11 +60,7 @@ def _decode(
             row.drafter = PredictionDrafter(wrong, row.num_prompt)
         rows.append(row)
         scheduler.add(row)
-    while not scheduler.is_idle:
-        plan = scheduler.plan()
-        assert plan is not None
-        scheduler.commit(runner.run(plan))
-    runner.reset()
+    Driver(scheduler, runner).run_out()
     return [row.tokens for row in rows], rows
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from benchmarks.gpu.driver import Driver, Spent
 from benchmarks.gpu.weights import Subject
 from benchmarks.side_by_side import NoText
 from outrider.config import EngineConfig
@@ -34,8 +36,7 @@ class Turn:
     steps: int
     tokens: int
     drafted: int
-    plan_s: float  # the scheduler's part, all steps
-    commit_s: float
+    spent: Spent  # by the host, all steps
     busy_s: float  # processor time of this thread, all steps; waiting for the device may count as busy
 
     @property
@@ -54,7 +55,7 @@ class Turn:
     def mean_depth(self) -> float:
         return self.drafted / self.steps / self.rows
 
-    def as_json(self) -> dict[str, float]:
+    def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -81,26 +82,27 @@ class Loop:
         rows = self._new_rows(policy, load)
         for row in rows:
             scheduler.add(row)
+        driver = Driver(scheduler, self.runner)
         try:
             while not all(row.is_decoding for row in rows):
-                self._step(scheduler)
+                driver.step()
             for _ in range(WARM_STEPS):
-                self._step(scheduler)
-            return self._timed(scheduler, rows, load)
+                driver.step()
+            return self._timed(driver, rows, load)
         finally:
-            self.runner.reset()
+            driver.leave()
 
-    def _timed(self, scheduler: Scheduler, rows: list[Row], load: Load) -> Turn:
+    def _timed(self, driver: Driver, rows: list[Row], load: Load) -> Turn:
         def counts() -> tuple[int, int]:
             return sum(row.num_generated for row in rows), sum(sum(row.drafted) for row in rows)
 
         tokens, drafted = counts()
         began, busy = time.perf_counter(), time.thread_time()
-        plan_s = commit_s = 0.0
+        driver.spent = Spent()
         steps = 0
         while steps < load.steps and (steps < LEAST_STEPS or time.perf_counter() - began < load.seconds):
-            planned, committed = self._step(scheduler)
-            plan_s, commit_s, steps = plan_s + planned, commit_s + committed, steps + 1
+            driver.step()
+            steps += 1
         seconds, busy = time.perf_counter() - began, time.thread_time() - busy
         tokens_after, drafted_after = counts()
         return Turn(
@@ -109,21 +111,9 @@ class Loop:
             steps=steps,
             tokens=tokens_after - tokens,
             drafted=drafted_after - drafted,
-            plan_s=plan_s,
-            commit_s=commit_s,
+            spent=driver.spent,
             busy_s=busy,
         )
-
-    def _step(self, scheduler: Scheduler) -> tuple[float, float]:
-        """Seconds of planning and of committing."""
-        started = time.perf_counter()
-        plan = scheduler.plan()
-        assert plan is not None
-        planned = time.perf_counter()
-        result = self.runner.run(plan)
-        ran = time.perf_counter()
-        scheduler.commit(result, ran - planned)
-        return planned - started, time.perf_counter() - ran
 
     def _new_rows(self, policy: DraftDepth, load: Load) -> list[Row]:
         most = MAX_DEPTH if policy == "auto" else policy

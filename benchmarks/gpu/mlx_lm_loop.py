@@ -8,6 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generate_step
 
+from benchmarks.gpu.driver import Spent
 from benchmarks.gpu.loop import LEAST_STEPS, WARM_STEPS, Load, Turn, prompts
 from benchmarks.gpu.weights import Subject
 
@@ -43,4 +44,4 @@ def _timed(step: Callable[[], bool], load: Load) -> Turn:
             raise RuntimeError("a row of mlx-lm's batch ended early")
         steps += 1
     seconds, busy = time.perf_counter() - began, time.thread_time() - busy
-    return Turn(load.rows, seconds, steps, steps * load.rows, 0, 0.0, 0.0, busy)
+    return Turn(load.rows, seconds, steps, steps * load.rows, 0, Spent(), busy)

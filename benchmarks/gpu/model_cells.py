@@ -39,7 +39,6 @@ class ModelCells:
         self._subject = subject
         self._settings = settings
         self._machine = machine
-        self._loop = Loop(subject)
         self._bare: dict[tuple[int, int], BareTime] = {}
         self._measured: Measured | None = None
 
@@ -75,14 +74,14 @@ class ModelCells:
 
     def _costs(self) -> Measured:
         if self._measured is None:
-            trunk = self._subject.trunk
+            trunk, loop = self._subject.trunk, Loop(self._subject)
             clock = time.process_time if mx.default_device() == mx.Device(mx.cpu) else time.perf_counter
             found = calibration.measure(
-                self._loop.runner,
+                loop.runner,
                 trunk.vocab_size,
                 max(self._settings.rows),
                 trunk.max_context,
-                self._loop.budget_bytes,
+                loop.budget_bytes,
                 clock=clock,
             )
             if found is None:
@@ -133,10 +132,11 @@ class ModelCells:
         policies: list[DraftDepth] = [0, *self._settings.depths, "auto"]
         turns: dict[DraftDepth, list[Turn]] = {policy: [] for policy in policies}
         with scripted(Script(percent / 100)):
+            loop = Loop(self._subject)  # a new one: what a runner has compiled knows its script
             for number in range(-1, self._settings.rounds):  # the first compiles, and lets auto learn
                 shift = number % len(policies)
                 for policy in policies[shift:] + policies[:shift]:
-                    turn = self._loop.turn(policy, self._load(rows, len(policies)), controller)
+                    turn = loop.turn(policy, self._load(rows, len(policies)), controller)
                     if number >= 0:
                         turns[policy].append(turn)
         found: Found = {}
@@ -163,16 +163,18 @@ class ModelCells:
             "stride": stride,
             "mean_depth": median(t.mean_depth for t in own),
             "ratio": [ratio.median, ratio.least, ratio.most],
-            "plan_ms": 1e3 * median(t.plan_s / t.steps for t in own),
-            "commit_ms": 1e3 * median(t.commit_s / t.steps for t in own),
+            "host_ms": {
+                name: 1e3 * median(vars(t.spent)[name] / t.steps for t in own) for name in vars(own[0].spent)
+            },
             "busy_ms": 1e3 * median(t.busy_s / t.steps for t in own),
             "turns": [t.as_json() for t in own],
         }
         line = (
             f"  loop  rows {rows:3d} accept {percent}% depth {policy!s:>4}  {1e3 * step_s:8.3f} ms/step  "
             f"{found['tokens_per_s']:8.1f} tok/s  stride {stride:.2f}  ratio {ratio.told(2)}  "
-            f"plan+commit {found['plan_ms'] + found['commit_ms']:.3f} ms, busy {found['busy_ms']:.3f} ms"
+            f"busy {found['busy_ms']:.3f} ms of"
         )
+        line += "".join(f" {name[:-2]} {ms:.3f}" for name, ms in found["host_ms"].items())
         if policy == "auto":
             best = max(median(t.tokens_per_s for t in each) for each in turns.values())
             found["of_best"] = found["tokens_per_s"] / best
@@ -203,9 +205,9 @@ class ModelCells:
     def _mlx_lm_cell(self, rows: int) -> Found:
         """Depth 0 and mlx-lm's generator in turns."""
         controller = DepthController(CostTable(self._costs()))
-        load = self._load(rows, 2)
+        load, loop = self._load(rows, 2), Loop(self._subject)
         arms: dict[str, Callable[[], Turn]] = {
-            "ours": lambda: self._loop.turn(0, load, controller),
+            "ours": lambda: loop.turn(0, load, controller),
             "mlx_lm": lambda: mlx_lm_turn(self._subject, load),
         }
         turns: dict[str, list[Turn]] = {"ours": [], "mlx_lm": []}

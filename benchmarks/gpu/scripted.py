@@ -38,6 +38,8 @@ class Script:
         self, targets: mx.array, drafts: mx.array, num_drafts: mx.array, positions: mx.array
     ) -> mx.array:
         """In the place of step.verify's; rows are numbered as they stand in the batch."""
+        if drafts.shape[1] == 0:
+            return mx.zeros(num_drafts.shape, mx.int32)
         rows = mx.arange(positions.shape[0]).astype(mx.uint32)[:, None]
         step, factor = mx.array(ROW_STEP, mx.uint32), mx.array(POSITION_STEP, mx.uint32)
         x = mx.array(self._seed, mx.uint32) + rows * step + positions.astype(mx.uint32) * factor

@@ -95,21 +95,20 @@ def test_play_one_history_again() -> None:
 
 
 def accepts_one_too_many(patch: pytest.MonkeyPatch) -> None:
-    count = verify._count_accepted
+    count = verify.count_accepted
 
-    def wrong(targets: mx.array, rows: verify.Batch) -> mx.array:
-        return mx.minimum(count(targets, rows) + 1, mx.array([row.num_drafts for row in rows]))
+    def wrong(targets: mx.array, drafts: mx.array, num_drafts: mx.array, positions: mx.array) -> mx.array:
+        return mx.minimum(count(targets, drafts, num_drafts, positions) + 1, num_drafts)
 
-    patch.setattr(verify, "_count_accepted", wrong)
+    patch.setattr(verify, "count_accepted", wrong)
 
 
 def accepts_past_an_error(patch: pytest.MonkeyPatch) -> None:
-    def wrong(targets: mx.array, rows: verify.Batch) -> mx.array:
-        most = targets.shape[1] - 1
-        drafts = [[*row.token_ids[row.first_pick + 1 :], *([-1] * (most - row.num_drafts))] for row in rows]
-        return (targets[:, :-1] == mx.array(drafts).reshape(len(rows), most)).astype(mx.int32).sum(axis=1)
+    def wrong(targets: mx.array, drafts: mx.array, num_drafts: mx.array, positions: mx.array) -> mx.array:
+        is_draft = mx.arange(drafts.shape[1]) < num_drafts[:, None]
+        return ((targets[:, :-1] == drafts) & is_draft).astype(mx.int32).sum(axis=1)
 
-    patch.setattr(verify, "_count_accepted", wrong)
+    patch.setattr(verify, "count_accepted", wrong)
 
 
 def noise_is_one_position_late(patch: pytest.MonkeyPatch) -> None:
