@@ -1,0 +1,56 @@
+"""What must hold on this device before any time means anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import mlx.core as mx
+
+from outrider.models.recurrent import window_kernel
+from outrider.models.recurrent.delta_rule import delta_rule
+
+
+def window_kernels() -> dict[str, Any]:
+    """The delta-rule kernels against the portable form: on the kernels' own trial, and at a real shape."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return {"used": False, "why": "no GPU"}
+    found: dict[str, Any] = {"used": window_kernel._agrees()}
+    for name, shape in {"trial": None, "4b": (8, 4, 16, 32, 128, 128)}.items():
+        inputs = window_kernel._trial() if shape is None else _inputs(*shape)
+        rows, tokens = inputs[0].shape[:2]
+        num_kept = mx.arange(rows) % (tokens + 1)
+        want, corrections = delta_rule(*inputs)
+        got, window = window_kernel.window(*inputs)
+        states = window.state_after(num_kept), corrections.state_after(num_kept)
+        found[name] = {
+            "outputs_off_by": float(mx.abs(got - want).max()),
+            "states_off_by": float(mx.abs(states[0] - states[1]).max()),
+            "outputs_size": float(mx.abs(want).max()),
+            "states_size": float(mx.abs(states[1]).max()),
+        }
+    return found
+
+
+def _inputs(
+    rows: int, tokens: int, key_heads: int, heads: int, key_dim: int, value_dim: int
+) -> tuple[mx.array, ...]:
+    mx.random.seed(1)
+    q, k = (mx.random.normal((rows, tokens, key_heads, key_dim)) / key_dim**0.5 for _ in range(2))
+    v = mx.random.normal((rows, tokens, heads, value_dim))
+    gates, betas = (mx.random.normal((rows, tokens, heads)) for _ in range(2))
+    state = mx.random.normal((rows, heads, value_dim, key_dim))
+    return q / key_dim**0.5, k, v, -mx.abs(gates), mx.sigmoid(betas), state
+
+
+def exactness() -> dict[str, Any]:
+    """Runs benchmarks.gpu.exactness in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.exactness"], capture_output=True, text=True, timeout=240
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the exactness check failed:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found

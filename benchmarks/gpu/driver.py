@@ -1,0 +1,78 @@
+"""Drives a scheduler and a runner as the engine does, and says where the host's time goes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.engine.scheduler import Scheduler
+from outrider.plan import StepPlan
+from outrider.step.runner import Launched, Runner
+
+
+@dataclass
+class Spent:
+    """Seconds on the host, over all steps so far."""
+
+    plan_s: float = 0.0
+    launch_s: float = 0.0  # handing steps over to the device
+    read_s: float = 0.0  # waiting for it, and reading
+    commit_s: float = 0.0
+
+
+class Driver:
+    """`ahead`: launch the step that follows before the one under way is read, wherever that can be."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, ahead: bool) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._ahead = ahead
+        self._flying: deque[tuple[Launched, float]] = deque()  # and when they were launched
+        self._last_read_s = 0.0
+        self.num_ahead = 0
+        self.spent = Spent()
+
+    def step(self) -> None:
+        """One step is read and committed."""
+        if not self._flying:
+            plan = self._timed(self._scheduler.plan)
+            assert plan is not None
+            self._launch(plan)
+        if self._ahead and (plan := self._timed(self._scheduler.plan_ahead)) is not None:
+            self._launch(plan)
+            self.num_ahead += 1
+        launched, launched_s = self._flying[0]
+        started_s = time.perf_counter()
+        result = self._runner.finish(launched)
+        self._flying.popleft()
+        read_s = time.perf_counter()
+        self._scheduler.commit(result, read_s - max(launched_s, self._last_read_s))
+        self._last_read_s = read_s
+        self.spent.read_s += read_s - started_s
+        self.spent.commit_s += time.perf_counter() - read_s
+
+    def run_out(self) -> None:
+        """Steps until no row is left."""
+        while not self._scheduler.is_idle:
+            self.step()
+        self.leave()
+
+    def leave(self) -> None:
+        """Wait for what is under way, and drop all rows and cells."""
+        while self._flying:
+            self._runner.finish(self._flying.popleft()[0])
+        self._runner.reset()
+
+    def _timed(self, make: Callable[[], StepPlan | None]) -> StepPlan | None:
+        started_s = time.perf_counter()
+        plan = make()
+        self.spent.plan_s += time.perf_counter() - started_s
+        return plan
+
+    def _launch(self, plan: StepPlan) -> None:
+        after = self._flying[-1][0] if self._flying else None
+        started_s = time.perf_counter()
+        self._flying.append((self._runner.launch(plan, after), started_s))
+        self.spent.launch_s += time.perf_counter() - started_s

@@ -1,0 +1,147 @@
+"""The engine's loop, driven in this process and timed: plan, run, commit, as Engine does it.
+
+Without its inbox, outboxes, text and prefix cache. Rows start from a prompt of random tokens; the clock
+starts once all of them decode and a few steps are done.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.gpu.driver import Driver, Spent
+from benchmarks.gpu.weights import Subject
+from benchmarks.side_by_side import NoText
+from outrider.config import EngineConfig
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.sequence import Sequence as Row
+from outrider.models import machine
+from outrider.request import MAX_DEPTH, DraftDepth, Request, SamplingParams
+from outrider.speculate.controller import DepthController
+from outrider.step.runner import Runner
+
+WARM_STEPS = 4
+LEAST_STEPS = 8
+PAGE = 256
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One timed run of one policy."""
+
+    rows: int
+    seconds: float
+    steps: int
+    tokens: int
+    drafted: int
+    spent: Spent  # by the host, all steps
+    busy_s: float  # processor time of this thread, all steps; waiting for the device may count as busy
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
+
+    @property
+    def stride(self) -> float:
+        return self.tokens / self.steps / self.rows
+
+    @property
+    def mean_depth(self) -> float:
+        return self.drafted / self.steps / self.rows
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the rows are and how long they are watched."""
+
+    rows: int
+    num_prompt: int
+    steps: int
+    seconds: float  # at most, but for a few steps
+    temperature: float = 0.0
+
+
+class Loop:
+    """As an engine on this machine would run it: compiled and ahead where the device outruns the host."""
+
+    def __init__(self, subject: Subject, outruns: bool | None = None) -> None:
+        self._trunk = subject.trunk
+        self._outruns = machine.outruns_host() if outruns is None else outruns
+        self.runner = Runner(subject.trunk, subject.head, compiles=self._outruns)
+        self.budget_bytes = machine.cache_budget_bytes()
+
+    def turn(self, policy: DraftDepth, load: Load, controller: DepthController) -> Turn:
+        config = EngineConfig(max_rows=load.rows, prefill_step_size=machine.prefill_step_size())
+        scheduler = Scheduler(config, self.runner.geometry(PAGE), self.budget_bytes, controller)
+        rows = self._new_rows(policy, load)
+        for row in rows:
+            scheduler.add(row)
+        driver = Driver(scheduler, self.runner, self._outruns)
+        try:
+            while not all(row.is_decoding for row in rows):
+                driver.step()
+            for _ in range(WARM_STEPS):
+                driver.step()
+            return self._timed(driver, rows, load)
+        finally:
+            driver.leave()
+
+    def _timed(self, driver: Driver, rows: list[Row], load: Load) -> Turn:
+        def counts() -> tuple[int, int]:
+            return sum(row.num_generated for row in rows), sum(sum(row.drafted) for row in rows)
+
+        tokens, drafted = counts()
+        began, busy = time.perf_counter(), time.thread_time()
+        driver.spent = Spent()
+        steps = 0
+        while steps < load.steps and (steps < LEAST_STEPS or time.perf_counter() - began < load.seconds):
+            driver.step()
+            steps += 1
+        seconds, busy = time.perf_counter() - began, time.thread_time() - busy
+        tokens_after, drafted_after = counts()
+        return Turn(
+            rows=len(rows),
+            seconds=seconds,
+            steps=steps,
+            tokens=tokens_after - tokens,
+            drafted=drafted_after - drafted,
+            spent=driver.spent,
+            busy_s=busy,
+        )
+
+    def _new_rows(self, policy: DraftDepth, load: Load) -> list[Row]:
+        most = MAX_DEPTH if policy == "auto" else policy
+        most_tokens = (load.steps + 4 * WARM_STEPS + load.rows * 8) * (MAX_DEPTH + 1)  # never reached
+        rows = []
+        for i, prompt in enumerate(prompts(self._trunk.vocab_size, load.rows, load.num_prompt)):
+            params = SamplingParams(
+                max_tokens=most_tokens, temperature=load.temperature, seed=i, ignore_eos=True
+            )
+            request = Request(str(i), tuple(prompt), params)
+            rows.append(
+                Row(
+                    i,
+                    request,
+                    NoText(),
+                    frozenset(),
+                    most_tokens,
+                    max_depth=most,
+                    head_depth=most,
+                    is_auto=policy == "auto",
+                )
+            )
+        return rows
+
+
+def prompts(vocab_size: int, rows: int, length: int) -> list[list[int]]:
+    numbers = random.Random(7)
+    return [[numbers.randrange(vocab_size) for _ in range(length)] for _ in range(rows)]

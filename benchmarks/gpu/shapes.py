@@ -1,0 +1,102 @@
+"""The shapes: configs as published, and tiny ones of the same families for machines without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Config = dict[str, Any]
+
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+HYBRID: Config = {
+    "model_type": "qwen3_5_text",
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "rope_parameters": ROPE,
+}
+QWEN35_4B = HYBRID | {
+    "hidden_size": 2560,
+    "num_hidden_layers": 32,
+    "intermediate_size": 9216,
+    "num_attention_heads": 16,
+    "linear_num_value_heads": 32,
+    "tie_word_embeddings": True,
+}
+QWEN35_27B = HYBRID | {
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "intermediate_size": 17408,
+    "num_attention_heads": 24,
+    "linear_num_value_heads": 48,
+    "tie_word_embeddings": False,
+}
+QWEN3_4B: Config = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+SMOLLM2_135M: Config = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 1e5,
+    "tie_word_embeddings": True,
+}
+TINY_HYBRID = HYBRID | {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+TINY_DENSE = QWEN3_4B | {
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+
+# name -> (mlx-lm's module, config)
+SHAPES: dict[str, tuple[str, Config]] = {
+    "4b": ("qwen3_5", QWEN35_4B),
+    "27b": ("qwen3_5", QWEN35_27B),
+    "dense-4b": ("qwen3", QWEN3_4B),
+    "default-shape": ("llama", SMOLLM2_135M),
+    "tiny-4b": ("qwen3_5", TINY_HYBRID | {"tie_word_embeddings": True}),
+    "tiny-27b": ("qwen3_5", TINY_HYBRID | {"tie_word_embeddings": False}),
+    "tiny-dense-4b": ("qwen3", TINY_DENSE),
+}

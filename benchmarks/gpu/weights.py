@@ -1,0 +1,156 @@
+"""Models with random weights, made where they are used: each tensor in its dtype, one at a time.
+
+mlx-lm's modules start with lazy float32 arrays; those are replaced before anything is computed, so that no
+more than one tensor is ever held twice. A quantised model is quantised block by block.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from benchmarks.gpu.shapes import SHAPES
+from outrider.models import heads, loader
+from outrider.models.heads import LoadedHead
+from outrider.models.shipped_head import shipped_head
+from outrider.models.trunk import Trunk
+
+GROUP_SIZE, BITS = 64, 4
+MAX_CONTEXT = 4096
+DTYPES = ("bf16", "4bit", "f32")  # of random models; one from a folder has its own
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under test: mlx-lm's object, the same one as a trunk, and its head."""
+
+    name: str
+    dtype: str
+    model: nn.Module  # what mlx-lm's generators take
+    trunk: Trunk
+    head: LoadedHead
+
+    @property
+    def num_parameters(self) -> int:
+        """As if nothing were quantised."""
+        return count_parameters(self.model)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Read for one token: all of it, but of embeddings that are not the output projection as well."""
+        total = _bytes(self.trunk.model)
+        return total - (_bytes(self.trunk.embedding) if self._is_untied else 0)
+
+    @property
+    def projection_bytes(self) -> int:
+        """The output projection's share, which every further draft reads again."""
+        return _bytes(self.trunk.model.lm_head if self._is_untied else self.trunk.embedding)
+
+    @property
+    def head_bytes(self) -> int:
+        return sum(map(_bytes, self.head.layers))
+
+    @property
+    def _is_untied(self) -> bool:
+        return isinstance(getattr(self.trunk.model, "lm_head", None), nn.Module)
+
+
+def random_subject(name: str, dtype: str, seed: int = 0) -> Subject:
+    """A model of a known shape; `dtype` is one of DTYPES."""
+    mx.random.seed(seed)
+    family, config = SHAPES[name]
+    model = new_model(family, config)
+    model.eval()
+    kept = mx.float32 if dtype == "f32" else mx.bfloat16
+    for block in model.layers:
+        _fill(block, kept)
+        if dtype == "4bit":
+            _quantise(block)
+    _fill(model, kept, done=model.layers)
+    if dtype == "4bit":
+        _quantise(model)
+    mx.clear_cache()
+    trunk = Trunk(model, MAX_CONTEXT)
+    return Subject(name, dtype, model, trunk, _random_head(trunk))
+
+
+def subject_from(folder: Path) -> Subject:
+    """The model of a folder, with the head that lies beside it or is shipped for it, else a random one."""
+    loaded = loader.load(folder)
+    file = heads.locate(loaded.path) or shipped_head(loaded.path)
+    trunk = loaded.trunk
+    head = heads.load_head(file, trunk, None, loaded.config) if file is not None else _random_head(trunk)
+    dtype = "bf16" if trunk.dtype == mx.bfloat16 else str(trunk.dtype).removeprefix("mlx.core.")
+    return Subject("default", dtype, trunk.model, trunk, head)
+
+
+def new_model(family: str, config: dict[str, Any]) -> nn.Module:
+    """mlx-lm's model, with nothing computed yet."""
+    arch = importlib.import_module(f"mlx_lm.models.{family}")
+    own = copy.deepcopy(config)
+    if family == "qwen3_5":
+        own = {"model_type": family, "text_config": own}
+    model: nn.Module = arch.Model(arch.ModelArgs.from_dict(own))
+    return model
+
+
+def _random_head(trunk: Trunk) -> LoadedHead:
+    head = heads.new_head(trunk)
+    _fill(head, trunk.dtype)
+    return LoadedHead((head,), "random weights")
+
+
+def _fill(module: nn.Module, dtype: mx.Dtype, done: list[nn.Module] | None = None) -> None:
+    """Random values for all parameters but those of modules that are `done`."""
+    ready = {id(array) for part in done or () for _, array in tree_flatten(part.parameters())}
+    for name, array in tree_flatten(module.parameters()):
+        if id(array) in ready or not mx.issubdtype(array.dtype, mx.floating):
+            continue
+        made = _random(name, array, dtype)
+        mx.eval(made)
+        module.update(tree_unflatten([(name, made)]), strict=False)
+
+
+def _random(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Such that hidden states stay of about the same size."""
+    if name.endswith("A_log"):
+        return mx.log(mx.random.uniform(0.5, 16.0, array.shape))  # float32, as the family keeps it
+    if array.ndim < 2:
+        return mx.ones(array.shape, dtype)
+    num_inputs = math.prod(array.shape[1:])
+    return mx.random.normal(array.shape, dtype, scale=1 / math.sqrt(num_inputs))
+
+
+def _quantise(module: nn.Module) -> None:
+    def fits(_: str, part: nn.Module) -> bool:
+        return hasattr(part, "to_quantized") and part.weight.shape[-1] % GROUP_SIZE == 0
+
+    nn.quantize(module, GROUP_SIZE, BITS, class_predicate=fits)
+    mx.eval(module.parameters())
+    mx.clear_cache()
+
+
+def count_parameters(model: nn.Module) -> int:
+    """As if nothing were quantised."""
+    return sum(_num_weights(module) for _, module in model.named_modules())
+
+
+def _num_weights(module: nn.Module) -> int:
+    """The module's own, not its parts'."""
+    own = {name: array for name, array in module.items() if isinstance(array, mx.array)}
+    bits = getattr(module, "bits", None)
+    if bits is None:
+        return sum(array.size for array in own.values())
+    return own["weight"].size * 32 // bits
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(module.parameters()))
