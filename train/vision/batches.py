@@ -1,147 +1,171 @@
-"""Conversations about pictures, as token ids.
+"""Batches of conversations about pictures.
 
-Owns how a picture and a question are written for the model (as the chat template writes them) and the stream
-of batches that worker processes draw. Must not know about weights.
+Owns what a batch holds and the stream of batches that worker processes draw. Must not know about weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import torch
+from conversations import (
+    DEFAULT_SYSTEM,
+    END_OF_TURN_ID,
+    IMAGE_ID,
+    MOST_BRANCHES,
+    OTHER_SYSTEMS,
+    TOKENS_PER_PICTURE,
+    Turn,
+    Writer,
+    Written,
+)
 from pictures import Scene, draw, patch_labels
-from questions import Question, questions, with_opening
-from scenes import SceneMaker, any_scene
-from tokenizers import Tokenizer
+from questions import KINDS, Question, every_question, questions, with_opening
+from scenes import SceneMaker, any_scene, scene_of_few, scene_of_several
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-# Ids of the vocabulary that the default model never met (their embeddings are all alike) get a new meaning.
-FAKE_ID, GLOBAL_ID, IMAGE_ID = 14, 15, 16
-END_OF_TURN_ID = 2
-TOKENS_PER_PICTURE = 16
-PICTURE_IDS = [FAKE_ID, GLOBAL_ID, *[IMAGE_ID] * TOKENS_PER_PICTURE, FAKE_ID]
-DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-OTHER_SYSTEMS = ("You are a helpful assistant.", "You answer questions about pictures.", "Answer briefly.")
 IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Turn:
-    question: Question
-    picture_first: bool = True
-    shows_picture: bool = True
 
 
 @dataclass
 class Batch:
+    """Rows of conversations side by side. Its parts have the same sizes in every batch of a stream."""
+
     pixels: Tensor  # uint8 [pictures, SIZE, SIZE, 3]
     labels: Tensor  # int64 [pictures, 3, patches]
     token_ids: Tensor  # int64 [rows, T]; the pictures fill its IMAGE_IDs in order
+    positions: Tensor  # int64 [rows, T]
+    parts: Tensor  # int64 [rows, T]: conversation * MOST_BRANCHES + branch
     picture_at: Tensor  # int64 [pictures * TOKENS_PER_PICTURE]: where in the flat token_ids the IMAGE_IDs are
     answer_at: Tensor  # int64 [n]: where in the flat token_ids the next token belongs to an answer
-    answers: Tensor  # int64 [n]: that next token
-    row_of: Tensor  # int64 [n]: the row it is in
+    answers: Tensor  # int64 [n]: that next token, or IGNORED where there are fewer than n
+    answer_of: Tensor  # int64 [n]: to which answer it belongs
+    kinds: Tensor  # int64 [n]: of that answer's question, as an index into KINDS
 
     def to(self, device: str) -> Batch:
         return Batch(*(part.to(device, non_blocking=True) for part in vars(self).values()))
+
+    def copy_(self, other: Batch) -> None:
+        for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
+            mine.copy_(theirs, non_blocking=True)
 
     def pin_memory(self) -> Batch:
         return Batch(*(part.pin_memory() for part in vars(self).values()))
 
 
-class Writer:
-    """Conversations to token ids."""
-
-    def __init__(self, tokenizer_file: Path) -> None:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        self.ids = lru_cache(maxsize=200_000)(lambda text: tokenizer.encode(text).ids)
-
-    def conversation(self, turns: Sequence[Turn], system: str, width: int) -> tuple[list[int], list[int]]:
-        """Ids and targets; turns that would reach beyond `width` are left out."""
-        ids = list(self.ids(f"<|im_start|>system\n{system}<|im_end|>\n")) if system else []
-        targets = [IGNORED] * len(ids)
-        for turn in turns:
-            text = self.ids(turn.question.text)
-            parts: list[list[int]] = [text]
-            if turn.shows_picture:
-                parts = [PICTURE_IDS, text] if turn.picture_first else [text, PICTURE_IDS]
-            asked = [*self.ids("<|im_start|>user\n"), *(token for part in parts for token in part)]
-            asked += self.ids("<|im_end|>\n<|im_start|>assistant\n")
-            answer = [*self.ids(turn.question.answer), END_OF_TURN_ID]
-            if len(ids) + len(asked) + len(answer) + 1 > width:
-                break
-            after = self.ids("\n")
-            targets += [IGNORED] * (len(asked) - 1) + answer + [IGNORED] * (1 + len(after))
-            ids += asked + answer + after
-            targets = targets[: len(ids)]
-        return ids, targets
-
-
-def collate(scenes: Sequence[Scene], rows: Sequence[tuple[list[int], list[int]]], width: int) -> Batch:
+def collate(
+    scenes: Sequence[Scene], rows: Sequence[Sequence[Written]], width: int, most_answers: int | None = None
+) -> Batch:
+    """A row may hold several conversations. Of answers, the first `most_answers` tokens count."""
     token_ids = np.full((len(rows), width), END_OF_TURN_ID, dtype=np.int64)
-    targets = np.full((len(rows), width), IGNORED, dtype=np.int64)
-    for row, (ids, wanted) in enumerate(rows):
-        token_ids[row, : len(ids)] = ids
-        targets[row, : len(wanted)] = wanted
+    positions, parts = np.zeros_like(token_ids), np.zeros_like(token_ids)
+    found: list[tuple[int, int, int, int]] = []  # at, token, answer, kind
+    for row, conversations in enumerate(rows):
+        begin = 0
+        for place, written in enumerate(conversations, start=1):
+            end = begin + len(written.token_ids)
+            token_ids[row, begin:end] = written.token_ids
+            positions[row, begin:end] = written.positions
+            parts[row, begin:end] = np.array(written.branches) + place * MOST_BRANCHES
+            for answer in written.answers:
+                number = found[-1][2] + 1 if found else 0
+                at, kind = row * width + begin + answer.at, KINDS.index(answer.kind)
+                found += [(at + i, token, number, kind) for i, token in enumerate(answer.token_ids)]
+            begin = end
     labels = np.stack([patch_labels(scene) for scene in scenes]).reshape(len(scenes), 3, -1)
     pixels = np.stack([draw(scene) for scene in scenes])
-    picture_at, answer_at = (np.flatnonzero(mask) for mask in (token_ids == IMAGE_ID, targets != IGNORED))
+    picture_at = np.flatnonzero(token_ids == IMAGE_ID)
     assert len(picture_at) == len(scenes) * TOKENS_PER_PICTURE, "a picture has no place in its row"
-    parts = (pixels, labels, token_ids, picture_at, answer_at, targets.flat[answer_at], answer_at // width)
-    return Batch(*(torch.from_numpy(part) for part in parts))
+    if most_answers is not None:
+        found = found[:most_answers]
+        found += [(0, IGNORED, most_answers - 1, 0)] * (most_answers - len(found))
+    answers = np.array(found, dtype=np.int64).T.copy()
+    arrays = (pixels, labels, token_ids, positions, parts, picture_at, *answers)
+    return Batch(*(torch.from_numpy(array) for array in arrays))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a batch holds: how many rows of each sort, each `width` tokens wide."""
+
+    several: int  # one picture of several shapes and many questions
+    few: int  # two pictures of one shape or a text, with questions
+    talks: int  # a conversation with two pictures, and one of several turns
+    width: int = 256
+    tokens_per_row: int = 48  # of answers, at most, over all rows
+
+    @classmethod
+    def of(cls, rows: int, share_of_several: float) -> Plan:
+        talks = rows // 8
+        several = round((rows - talks) * share_of_several)
+        return cls(several, rows - talks - several, talks)
+
+    @property
+    def rows(self) -> int:
+        return self.several + self.few + self.talks
 
 
 class Lessons(IterableDataset[Batch]):
-    """Endless batches for training; each worker has a stream of its own.
+    """Endless batches for training; each worker has a stream of its own."""
 
-    A quarter of the rows show a second picture in their second turn. `several`: how many times as often
-    as usual a picture shows several shapes.
-    """
-
-    def __init__(self, tokenizer_file: Path, rows: int, width: int, seed: str, several: int = 1) -> None:
-        self._tokenizer_file, self._seed = tokenizer_file, seed
-        self._rows, self._width, self._several = rows, width, several
+    def __init__(self, tokenizer_file: Path, plan: Plan, seed: str) -> None:
+        self._tokenizer_file, self._plan, self._seed = tokenizer_file, plan, seed
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         maker = SceneMaker(f"{self._seed} {worker.id if worker else 0}")
         writer = Writer(self._tokenizer_file)
         while True:
-            yield self._batch(maker, writer)
+            yield self.batch(maker, writer)
 
-    def _batch(self, maker: SceneMaker, writer: Writer) -> Batch:
+    def batch(self, maker: SceneMaker, writer: Writer) -> Batch:
+        plan = self._plan
         scenes: list[Scene] = []
-        rows = []
-        for row in range(self._rows):
-            shown = [any_scene(maker, self._several) for _ in range(2 if row < self._rows // 4 else 1)]
+        rows: list[list[Written]] = []
+        for _ in range(plan.several):
+            scenes.append(scene_of_several(maker))
+            rows.append([self._fan(scenes[-1], maker.random, writer, plan.width)])
+        for _ in range(plan.few):
+            shown = [scene_of_few(maker) for _ in range(2)]
             scenes += shown
-            rows.append(self._row(shown, maker, writer))
-        return collate(scenes, rows, self._width)
+            rows.append([self._fan(scene, maker.random, writer, plan.width // 2) for scene in shown])
+        for _ in range(plan.talks):
+            shown = [any_scene(maker) for _ in range(3)]
+            scenes += shown
+            rows.append([self._talk(part, maker.random, writer) for part in (shown[:2], shown[2:])])
+        return collate(scenes, rows, plan.width, plan.rows * plan.tokens_per_row)
 
-    def _row(self, shown: list[Scene], maker: SceneMaker, writer: Writer) -> tuple[list[int], list[int]]:
+    def _fan(self, scene: Scene, random: Random, writer: Writer, width: int) -> Written:
+        asked = [_maybe_opened(question, random) for question in every_question(scene, random)]
+        return writer.fan(asked, _any_system(random), width)
+
+    def _talk(self, shown: list[Scene], random: Random, writer: Writer) -> Written:
         while True:
-            ids, targets = self._conversation(shown, maker.random, writer)
-            if ids.count(IMAGE_ID) == len(shown) * TOKENS_PER_PICTURE:  # else the second picture did not fit
-                return ids, targets
+            written = self._conversation(shown, random, writer)
+            if written.token_ids.count(IMAGE_ID) == len(shown) * TOKENS_PER_PICTURE:  # else one did not fit
+                return written
 
-    def _conversation(
-        self, shown: list[Scene], random: Random, writer: Writer
-    ) -> tuple[list[int], list[int]]:
+    def _conversation(self, shown: list[Scene], random: Random, writer: Writer) -> Written:
+        """About two pictures in two turns, or about one in up to four."""
         turns = []
         for scene in shown:
             asked = questions(scene, random)[: 4 if len(shown) == 1 else 1]
             for place, question in enumerate(asked):
-                first = random.random() < 0.85
-                question = with_opening(question, random) if random.random() < 0.5 else question
-                turns.append(Turn(question, picture_first=first, shows_picture=place == 0))
-        system = DEFAULT_SYSTEM if random.random() < 0.85 else random.choice(OTHER_SYSTEMS)
-        return writer.conversation(turns, system, self._width)
+                turns.append(Turn(_maybe_opened(question, random), random.random() < 0.5, place == 0))
+        return writer.conversation(turns, _any_system(random), self._plan.width // 2)
+
+
+def _maybe_opened(question: Question, random: Random) -> Question:
+    return with_opening(question, random) if random.random() < 0.3 else question
+
+
+def _any_system(random: Random) -> str:
+    return DEFAULT_SYSTEM if random.random() < 0.85 else random.choice(OTHER_SYSTEMS)
 
 
 def lessons(dataset: Lessons, workers: int) -> Iterator[Batch]:
@@ -149,7 +173,7 @@ def lessons(dataset: Lessons, workers: int) -> Iterator[Batch]:
         dataset,
         batch_size=None,
         num_workers=workers,
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=6 if workers else None,
         pin_memory=torch.cuda.is_available(),
     )
     return iter(loader)

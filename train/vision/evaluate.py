@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from batches import DEFAULT_SYSTEM, Turn, Writer, collate
+from batches import collate
+from conversations import DEFAULT_SYSTEM, Turn, Writer
 from frozen import FrozenTrunk
 from pictures import Scene
 from questions import Question, questions
@@ -25,7 +26,7 @@ from seeing import answer_logits, load_eye
 from vit import Eye
 
 Results = dict[str, dict[str, tuple[int, int]]]  # by set and kind of question: right answers of how many
-ROWS = 32
+ROWS = 64
 WIDTH = 160  # at most
 
 
@@ -53,15 +54,16 @@ def evaluate(
     for name in ("new", "held out"):
         asked = [example for example in examples(name, pictures) if not kinds or example[1].kind in kinds]
         rows = [writer.conversation([Turn(question)], DEFAULT_SYSTEM, WIDTH) for _, question in asked]
-        order = sorted(range(len(asked)), key=lambda row: len(rows[row][0]))  # long ones together
+        order = sorted(range(len(asked)), key=lambda row: len(rows[row].token_ids))  # long ones together
         counts: dict[str, list[bool]] = defaultdict(list)
         for start in range(0, len(order), ROWS):
             part = order[start : start + ROWS]
             scenes = [asked[row][0] for row in part]
-            batch = collate(scenes, [rows[row] for row in part], len(rows[part[-1]][0])).to(device)
+            width = len(rows[part[-1]].token_ids)
+            batch = collate(scenes, [[rows[row]] for row in part], width).to(device)
             logits, _ = answer_logits(eye, trunk, batch)
             wrong = torch.zeros(len(part), device=device)
-            wrong.index_add_(0, batch.row_of, (logits.argmax(-1) != batch.answers).float())
+            wrong.index_add_(0, batch.answer_of, (logits.argmax(-1) != batch.answers).float())
             for row, errors in zip(part, wrong.tolist(), strict=True):
                 counts[kind_of(*asked[row])].append(errors == 0)
         results[name] = {kind: (sum(right), len(right)) for kind, right in sorted(counts.items())}

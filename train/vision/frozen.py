@@ -43,11 +43,14 @@ class FrozenTrunk:
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._trunk.embedding[token_ids].float()
 
-    def hidden(self, x: Tensor) -> Tensor:
-        """Embeddings to hidden states after the final norm.  float32 [rows, T, H] -> [rows, T, H]"""
+    def hidden(self, x: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
+        """Embeddings to hidden states after the final norm.  float32 [rows, T, H] -> [rows, T, H]
+
+        positions [rows, T]; sees bool [rows, T, T]: which token sees which.
+        """
         trunk = self._trunk
-        angles = rope_angles(torch.arange(x.shape[1], device=x.device), trunk.shape)
-        cos, sin = (part[:, 0] for part in angles)
+        angles = rope_angles(positions.flatten(), trunk.shape)
+        cos, sin = (part[:, 0].view(len(x), 1, x.shape[1], -1) for part in angles)  # [rows, 1, T, D / 2]
         for layer in trunk.layers:
             x = self._block(
                 x,
@@ -59,6 +62,7 @@ class FrozenTrunk:
                 layer.down,
                 cos,
                 sin,
+                sees,
                 self._numbers,
             )
         norm = trunk.final_norm
@@ -79,6 +83,7 @@ def _block(
     down: Tensor,
     cos: Tensor,
     sin: Tensor,
+    sees: Tensor,
     numbers: tuple[int, int, int, float],
 ) -> Tensor:
     head_dim, heads, kv_heads, eps = numbers
@@ -86,16 +91,25 @@ def _block(
     parts = F.linear(normed, qkv).unflatten(-1, (-1, head_dim)).transpose(1, 2)  # [rows, heads, T, D]
     q, k, v = parts.split([heads, kv_heads, kv_heads], dim=1)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    k, v = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (k, v))
-    read = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    x = x + F.linear(read, o)
+    x = x + F.linear(_attend(q, k, v, sees).transpose(1, 2).flatten(2), o)
     normed = F.rms_norm(x, post_norm.shape, post_norm, eps).to(qkv.dtype)
     gate, up = F.linear(normed, gate_up).chunk(2, dim=-1)
     return x + F.linear(F.silu(gate) * up, down)
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
+    """What each token reads. q [rows, heads, T, D], k and v [rows, kv heads, T, D]; two plain products."""
+    rows, heads, width, head_dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(rows, kv_heads, -1, head_dim)  # heads that read the same keys, one below another
+    scores = grouped @ k.transpose(-1, -2)
+    scores = scores.view(rows, kv_heads, heads // kv_heads, width, width).float() * head_dim**-0.5
+    shares = scores.masked_fill(~sees[:, None, None], -torch.inf).softmax(-1).to(v.dtype)
+    return (shares.view(rows, kv_heads, -1, width) @ v).view(q.shape)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rope on [rows, heads, T, D], halves against each other; cos and sin are [T, D / 2]"""
+    """Rope on [rows, heads, T, D], halves against each other; cos and sin are [rows, 1, T, D / 2]"""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 

@@ -200,8 +200,23 @@ KINDS: dict[str, tuple[Callable[[SceneMaker], Scene], int]] = {  # and how often
 }
 
 
-def any_scene(maker: SceneMaker, several: int = 1) -> Scene:
-    """`several`: how many times as often as usual a scene has several different shapes."""
-    makers = [make for make, _ in KINDS.values()]
-    weights = [often * (several if name == "shapes" else 1) for name, (_, often) in KINDS.items()]
-    return maker.random.choices(makers, weights)[0](maker)
+def any_scene(maker: SceneMaker) -> Scene:
+    makers, often = zip(*KINDS.values(), strict=True)
+    make: Callable[[SceneMaker], Scene] = maker.random.choices(makers, often)[0]
+    return make(maker)
+
+
+def scene_of_several(maker: SceneMaker) -> Scene:
+    """Two shapes or more."""
+    while True:
+        scene = maker.shapes() if maker.random.random() < 0.8 else maker.crowd()
+        if len(scene.things) > 1:
+            return scene
+
+
+def scene_of_few(maker: SceneMaker) -> Scene:
+    """One shape, or a text, or a shape and a text."""
+    while True:
+        scene = any_scene(maker)
+        if len(scene.things) == 1 or any(thing.text for thing in scene.things):
+            return scene

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from batches import Batch
+from conversations import MOST_BRANCHES
 from frozen import FrozenTrunk
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,8 +20,19 @@ def answer_logits(eye: Eye, trunk: FrozenTrunk, batch: Batch) -> tuple[Tensor, T
     rows, width = batch.token_ids.shape
     x = trunk.embed(batch.token_ids).flatten(0, 1)
     x = x.index_copy(0, batch.picture_at, pictures.float().flatten(0, 1))
-    hidden = trunk.hidden(x.view(rows, width, -1)).flatten(0, 1)
-    return trunk.logits(hidden[batch.answer_at]), patches
+    hidden = trunk.hidden(x.view(rows, width, -1), batch.positions, sees(batch.parts)).flatten(0, 1)
+    return trunk.logits(hidden.index_select(0, batch.answer_at)), patches
+
+
+def sees(parts: Tensor) -> Tensor:
+    """Which token sees which: those before it, in its branch and in the beginning.
+
+    int64 [rows, T] -> bool [rows, T, T]
+    """
+    conversations, branches = parts // MOST_BRANCHES, parts % MOST_BRANCHES
+    same = conversations[:, :, None] == conversations[:, None, :]
+    shared = (branches[:, None, :] == 0) | (branches[:, :, None] == branches[:, None, :])
+    return torch.tril(same & shared)
 
 
 def save_eye(eye: Eye, file: Path, dtype: torch.dtype, notes: dict[str, str] | None = None) -> None:
