@@ -14,12 +14,13 @@ from outrider.models.see_model import EYE
 from picture_files import data_url, encoded
 
 DRAWING = Path(__file__).parent.parent / "train" / "vision"
-NUM_SINGLE = 20  # the first scenes have one shape each
+SHAPE_AND_COLOUR = ("shape", "colour")
 
 
 @dataclass(frozen=True)
 class Question:
-    shape: str  # what is in the picture
+    shape: str  # what is in the picture, or its first thing
+    num_shapes: int
     kind: str  # "shape" or "colour"
     url: str  # of the picture
     text: str
@@ -30,17 +31,25 @@ class Question:
         return [{"type": "image_url", "image_url": {"url": self.url}}, {"type": "text", "text": self.text}]
 
 
-def questions_about_single_shapes() -> list[Question]:
-    stored = json.loads((EYE / "held_out_pictures.json").read_text())[:NUM_SINGLE]
+def questions_about_shapes() -> list[Question]:
+    """All that ask for a shape or a colour, of one shape or of one of several."""
+    stored = json.loads((EYE / "held_out_pictures.json").read_text())
     return [question for picture in stored for question in _questions(picture)]
 
 
+def questions_about_single_shapes() -> list[Question]:
+    return [question for question in questions_about_shapes() if question.num_shapes == 1]
+
+
 def _questions(picture: dict[str, Any]) -> Iterator[Question]:
-    (thing,) = picture["scene"]["things"]
+    asked = [one for one in picture["questions"] if one["kind"] in SHAPE_AND_COLOUR]
+    if not asked:
+        return
+    things = picture["scene"]["things"]
     drawing = _drawing()
     url = data_url(encoded(drawing.draw(drawing.Scene.from_json(picture["scene"]))))
-    for asked in picture["questions"]:
-        yield Question(thing["shape"], asked["kind"], url, asked["text"], asked["answer"])
+    for one in asked:
+        yield Question(things[0]["shape"], len(things), one["kind"], url, one["text"], one["answer"])
 
 
 def _drawing() -> Any:

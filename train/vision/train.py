@@ -35,7 +35,7 @@ SAVE_EVERY_S = 60
 
 
 class Trainer:
-    """Steps over batches until the time is up. On a GPU a step is one CUDA graph over a batch in one place."""
+    """Steps over batches until the time is up. On a GPU a step is one CUDA graph over buffers that stay."""
 
     def __init__(
         self, options: argparse.Namespace, device: str, first: Batch, trunk: FrozenTrunk | None
