@@ -119,6 +119,21 @@ def test_gauges_show_the_last_step_and_nothing_when_idle() -> None:
     )
 
 
+def test_pictures_are_counted_by_piece_and_stay_when_idle() -> None:
+    metrics = StepMetrics()
+    metrics.on_encode(0.003)
+    metrics.on_encode(0.03)
+    metrics.on_shelf(num_hits=5, num_bytes=640)
+    metrics.is_idle = lambda: True
+    found = scraped(metrics)
+    assert found["outrider_picture_pieces_encoded_total{}"] == 2
+    assert found["outrider_picture_encode_seconds_count{}"] == 2
+    assert found["outrider_picture_encode_seconds_sum{}"] == pytest.approx(0.033)
+    assert found["outrider_picture_encode_seconds_bucket{le=0.005}"] == 1
+    assert found["outrider_picture_cache_hits_total{}"] == 5
+    assert found["outrider_picture_cache_bytes{}"] == 640
+
+
 def test_observer_is_cheap() -> None:
     metrics = StepMetrics()
     rows = [(row(i, 4, 3), 2) for i in range(16)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -278,6 +279,17 @@ def test_a_picture_is_encoded_once_for_all_turns_and_requests(seeing: Seeing, mo
 # -- what is refused -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def nothing_left(llm: LLM, tmp_path: Path, monkeypatch: Any) -> Iterator[None]:
+    """After the test no temporary file, request, task or held piece is left."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield
+    assert list(tmp_path.iterdir()) == []
+    assert llm.engine._scheduler.is_idle
+    assert llm.engine._parts.runner.shelf.num_held == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(
     ("part", "words"),
     [
@@ -301,7 +313,27 @@ def test_a_picture_that_breaks_a_rule_is_a_400_that_says_so(
     answer = seeing.chat(part, text("what?"))
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
-    assert seeing.llm.engine._parts.runner.shelf.num_held == 0  # type: ignore[union-attr]
+    assert seeing.client.get("/v1/status").json()["live_requests"] == 0
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_pictures_that_do_not_come_in_time_are_a_400(llm: LLM) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+        limits = MediaLimits(allow_private_urls=True, fetch_timeout_s=0.3, fetch_total_s=0.5)
+        seeing = Seeing(llm, limits)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.png"
+        answer = seeing.chat(image(url), text("what?"))
+        assert answer.status_code == 400
+        assert "within" in answer.json()["error"]["message"]
+        assert seeing.client.get("/v1/status").json()["live_requests"] == 0
+        seeing.service.close()
+
+
+def test_sound_is_refused_by_the_responses_api_too(seeing: Seeing) -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    answer = seeing.client.post("/v1/responses", {"input": [{"role": "user", "content": [sound]}]})
+    assert answer.status_code == 400
+    assert "audio" in answer.json()["error"]["message"]
 
 
 def test_too_many_pictures_are_refused_through_each_api(seeing: Seeing) -> None:
@@ -332,6 +364,25 @@ def test_a_text_model_answers_400_to_media(tmp_path: Path) -> None:
         client = Client(create_server(service, llm.engine.facts, llm.tokenizer, settings()))
         for part in (picture(RED), {"type": "video_url", "video_url": {"url": "http://a/b"}}):
             answer = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
+            assert answer.status_code == 400
+            assert "text only" in answer.json()["error"]["message"]
+        shown = {"type": "input_image", "image_url": data_url(encoded(RED))}
+        source = {
+            "type": "base64",
+            "media_type": "image/png",
+            "data": shown["image_url"].partition(",")[2],
+        }
+        for path, body in (
+            ("/v1/responses", {"input": [{"role": "user", "content": [shown]}]}),
+            (
+                "/v1/messages",
+                {
+                    "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+                    "max_tokens": 1,
+                },
+            ),
+        ):
+            answer = client.post(path, body)
             assert answer.status_code == 400
             assert "text only" in answer.json()["error"]["message"]
         service.close()

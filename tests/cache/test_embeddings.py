@@ -24,10 +24,14 @@ def test_what_is_held_stays_over_the_bound_and_goes_when_released():
     shelf = EmbeddingCache(16)
     shelf.hold(["a", "b"])
     shelf.hold(["a"])
+    assert shelf.num_hits == 0  # nothing is there yet
     for key in "ab":
         shelf.put(key, rows(2))
     assert "a" in shelf
     assert "b" in shelf
+    shelf.hold(key for key in ("a", "c"))
+    assert shelf.num_hits == 1
+    shelf.release(["a", "c"])
     shelf.release(["a", "b"])
     assert [key in shelf for key in "ab"] == [True, False]  # the other row still holds it
     shelf.release(["a"])

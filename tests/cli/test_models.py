@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -91,6 +92,7 @@ def test_the_list_as_json(caches: Path, capsys: pytest.CaptureFixture[str]) -> N
         "place": "huggingface",
         "path": str(snapshot),
         "bytes": 3000,
+        "shared_bytes": 0,
         "source": "Hugging Face hub",
         "head": None,
         "head_bytes": 0,
@@ -103,6 +105,26 @@ def test_a_damaged_folder_is_marked(caches: Path, capsys: pytest.CaptureFixture[
     (folder / "model.safetensors").write_bytes(b"cut")
     main(["models"])
     assert "made again when needed" in capsys.readouterr().out
+
+
+def test_a_file_of_two_models_is_told_apart_from_their_own(
+    caches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A removal gives back what is a model's own; when the other one is gone, that is all of it."""
+    weights = _own_model(caches, "tiny") / "model.safetensors"
+    (other := caches / "own" / "models" / "other").mkdir()
+    os.link(weights, other / "text.safetensors")
+    (other / "eye.safetensors").write_bytes(b"e" * 400_000)
+    sizes = {one.name: (one.num_bytes // 10_000, one.shared_bytes) for one in cached_models()}
+    assert sizes == {"tiny": (0, 1_500_000), "other": (40, 1_500_000)}
+    main(["models"])
+    assert "400.0 kB + 1.5 MB shared" in capsys.readouterr().out
+    main(["models", "--json"])
+    assert [one["shared_bytes"] for one in json.loads(capsys.readouterr().out)] == [1_500_000] * 2
+    main(["models", "rm", "tiny", "--yes"])
+    assert "1.5 MB" not in capsys.readouterr().out
+    (left,) = cached_models()
+    assert (left.name, left.num_bytes, left.shared_bytes) == ("other", 1_900_000, 0)
 
 
 def test_rm_asks_and_takes_no_for_an_answer(

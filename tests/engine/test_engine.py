@@ -185,6 +185,8 @@ class FaultyObserver:
     def on_step(self, *_: object) -> None:
         raise ZeroDivisionError("a rate of nothing")
 
+    on_encode = on_shelf = on_step
+
 
 def test_observer_that_raises_costs_no_request_anything(runner: EngineRunner) -> None:
     engine = Engine(EngineConfig(), lambda: parts(runner), FaultyObserver())

@@ -77,6 +77,21 @@ def test_decoding_runs_off_the_event_loop_two_at_a_time():
     assert max(most) <= 2
 
 
+@pytest.mark.parametrize("work", ["read_inline", "decode_picture", "decode_frames"])
+def test_the_event_loops_thread_never_decodes(monkeypatch, work):
+    real, threads = getattr(loader_module, work), []
+
+    def watched(*args):
+        threads.append(threading.current_thread())
+        return real(*args)
+
+    monkeypatch.setattr(loader_module, work, watched)
+    jpeg = Wanted("image", data_url(encoded(noise(), "JPEG"), "image/jpeg"))
+    load([jpeg, Wanted("video", data_url(animation(2), "image/gif"))])
+    assert threads
+    assert all(thread.name.startswith("outrider-media") for thread in threads)
+
+
 def test_all_fetches_together_have_a_time_limit(monkeypatch):
     async def never(url, limits):
         await asyncio.sleep(60)

@@ -147,6 +147,44 @@ def test_decoding_goes_on_between_the_pieces_and_the_media_row_gets_its_turn(
     assert whole(text).finish_reason == "length"
 
 
+def test_under_steady_text_a_media_row_starts_within_its_turn(
+    world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoding gets every other slice of time: between two pieces, steps take no longer than a piece did."""
+    runner: Any = llm.engine._parts.runner
+    took: list[tuple[str, float]] = []  # in order
+
+    def timed(name: str, work: Any, least_s: float) -> Any:
+        def wrapped(what: Any) -> Any:
+            began = time.perf_counter()
+            result = work(what)
+            time.sleep(max(0.0, least_s - (time.perf_counter() - began)))
+            took.append((name, time.perf_counter() - began))
+            return result
+
+        return wrapped
+
+    monkeypatch.setattr(runner, "run", timed("step", runner.run, 0.005))
+    monkeypatch.setattr(runner, "encode", timed("encode", runner.encode, 0.03))
+    params = replace(GREEDY, max_tokens=2000, logprobs=None)
+    texts = [llm.engine.submit(llm.tokenizer.encode(text), params) for text in TEXTS]
+    for _, box in texts:
+        box.take()
+    prompt = world.prompt(llm, ("a ", "b ", "c"), [noise(40, 40, 52), noise(40, 24, 53)])
+    box = llm.engine.submit(prompt.ids, GREEDY, media=prompt.media)[1]
+    box.take()
+    until_first_token = list(took)
+    for request_id, text in texts:
+        llm.engine.cancel(request_id)
+        assert whole(text).finish_reason == "cancelled"
+    whole(box)
+    places = [i for i, (name, _) in enumerate(until_first_token) if name == "encode"]
+    assert len(places) == len(prompt.media.pieces) >= 2
+    for before, after in itertools.pairwise(places):
+        steps_s = [seconds for _, seconds in until_first_token[before + 1 : after]]
+        assert sum(steps_s[:-1]) <= until_first_token[before][1], "the row waited beyond its turn"
+
+
 def test_text_requests_never_touch_the_vision_code(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Questions about a scene, with the one answer that each expects.
 
-Owns what is asked. The form of an answer follows from its question's (wording.py), so answers can be compared as
-strings. Must not know how scenes are made or drawn.
+Owns what is asked. The form of an answer follows from its question's (wording.py), so answers can be compared
+as strings. Must not know how scenes are made or drawn.
 """
 
 from __future__ import annotations

@@ -55,6 +55,10 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
     def family(self, name: str, text: str) -> HistogramMetricFamily:
         total, buckets = 0, []
         for bound, count in zip((*map(str, self._bounds), "+Inf"), list(self._counts), strict=True):
@@ -90,6 +94,9 @@ class StepMetrics:
         self._num_waiting = 0
         self._cache_bytes = 0
         self._last_step_s: float | None = None
+        self._encode_seconds = Histogram(STEP_BUCKETS_S)
+        self._picture_hits = 0
+        self._picture_bytes = 0
 
     # -- on the engine thread ----------------------------------------------------------------------------
 
@@ -102,6 +109,12 @@ class StepMetrics:
         self._seconds.observe(seconds)
         self._rows, self._num_waiting, self._cache_bytes = rows, num_waiting, cache_bytes
         self._last_step_s = time.monotonic()
+
+    def on_encode(self, seconds: float) -> None:
+        self._encode_seconds.observe(seconds)
+
+    def on_shelf(self, num_hits: int, num_bytes: int) -> None:
+        self._picture_hits, self._picture_bytes = num_hits, num_bytes
 
     def _count_row(self, row: RowPlan, gained: dict[int, int]) -> LiveRow:
         kind = row_kind(row)
@@ -172,6 +185,22 @@ class StepMetrics:
         )
         yield GaugeMetricFamily("outrider_waiting_requests", "Waiting for a row", value=self.num_waiting)
         yield GaugeMetricFamily("outrider_cache_bytes", "Bytes that the caches hold", value=self.cache_bytes)
+        yield from self._pictures()
+
+    def _pictures(self) -> Iterator[Metric]:
+        """A piece is what the tower takes at a time: a picture, or a few tiles of one."""
+        encoded = CounterMetricFamily("outrider_picture_pieces_encoded", "Pieces of pictures encoded")
+        encoded.add_metric([], self._encode_seconds.count)
+        yield encoded
+        yield self._encode_seconds.family("outrider_picture_encode_seconds", "How long a piece took")
+        hits = CounterMetricFamily(
+            "outrider_picture_cache_hits", "Pieces whose embeddings were there already"
+        )
+        hits.add_metric([], self._picture_hits)
+        yield hits
+        yield GaugeMetricFamily(
+            "outrider_picture_cache_bytes", "Bytes of pictures' embeddings", value=self._picture_bytes
+        )
 
     def _row_gauge(self) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily("outrider_rows", "Rows of the last step, by kind", labels=["kind"])

@@ -19,6 +19,7 @@ class EmbeddingCache:
         self._entries: OrderedDict[str, mx.array] = OrderedDict()  # used longest ago first
         self._held: Counter[str] = Counter()
         self.num_bytes = 0
+        self.num_hits = 0
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -38,8 +39,10 @@ class EmbeddingCache:
             self._shrink()
 
     def hold(self, keys: Iterable[str]) -> None:
-        """A row will need these; whether they are there already does not matter."""
-        self._held.update(keys)
+        """A row will need these; those that are there already are hits."""
+        wanted = tuple(keys)
+        self._held.update(wanted)
+        self.num_hits += sum(key in self._entries for key in wanted)
 
     def release(self, keys: Iterable[str]) -> None:
         for key in keys:

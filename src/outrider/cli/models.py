@@ -89,6 +89,7 @@ def _record(model: CachedModel) -> dict[str, object]:
         "place": model.place,
         "path": str(model.path),
         "bytes": model.num_bytes,
+        "shared_bytes": model.shared_bytes,
         "source": model.source,
         "head": None if model.head is None else str(model.head),
         "head_bytes": model.head_bytes,
@@ -99,7 +100,8 @@ def _record(model: CachedModel) -> dict[str, object]:
 def _row(model: CachedModel) -> tuple[str, str, str, str]:
     head = "-" if model.head is None else _size(model.head_bytes)
     note = "" if model.is_intact else " (incomplete or of an older format: made again when needed)"
-    return model.name, _size(model.num_bytes), head, model.source + note
+    shared = f" + {_size(model.shared_bytes)} shared" if model.shared_bytes else ""
+    return model.name, _size(model.num_bytes) + shared, head, model.source + note
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -9,6 +9,12 @@ from typing import Protocol
 class PictureShelf(Protocol):
     """Where encoded pieces lie, by key: see cache/embeddings.py."""
 
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def num_hits(self) -> int: ...  # pieces that were there when a row came to need them
+
     def __contains__(self, key: object) -> bool: ...
 
     def hold(self, keys: Iterable[str]) -> None: ...

@@ -95,11 +95,15 @@ class _Flying:
 
 
 class EngineObserver(Protocol):
-    """Told of every step, on the engine thread: it must be quick."""
+    """Told of every step and of every piece of a picture, on the engine thread: it must be quick."""
 
     def on_step(
         self, plan: StepPlan, result: StepResult, seconds: float, num_waiting: int, cache_bytes: int
     ) -> None: ...
+
+    def on_encode(self, seconds: float) -> None: ...
+
+    def on_shelf(self, num_hits: int, num_bytes: int) -> None: ...  # after each of both, if the model sees
 
 
 class Engine:
@@ -370,22 +374,31 @@ class Engine:
         piece = self._scheduler.next_piece()
         if piece is None or not (is_urgent or self._turns.may_encode(self._scheduler.num_decoding)):
             return
-        started_s = time.perf_counter()
+        started_s, encode_s = time.perf_counter(), None
         try:
             self._parts.runner.encode(piece)
+            encode_s = time.perf_counter() - started_s
         except Exception as error:
             log.exception("a picture could not be encoded; its requests end")
             for delta in self._scheduler.fail_piece(piece, f"a picture could not be encoded: {error}"):
                 self._deliver(delta)
             self._rest_if_idle()
         self._turns.encoded(time.perf_counter() - started_s)
+        if encode_s is not None:
+            self._tell(lambda observer: observer.on_encode(encode_s))
 
     def _observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        if self._observer is None or not plan.batches:
+        num_waiting, num_bytes = self._scheduler.num_waiting, self._scheduler.num_bytes
+        self._tell(lambda observer: observer.on_step(plan, result, seconds, num_waiting, num_bytes))
+
+    def _tell(self, what: Callable[[EngineObserver], None]) -> None:
+        if self._observer is None:
             return
-        scheduler = self._scheduler
+        shelf = self._parts.runner.shelf
         try:
-            self._observer.on_step(plan, result, seconds, scheduler.num_waiting, scheduler.num_bytes)
+            what(self._observer)
+            if shelf is not None:
+                self._observer.on_shelf(shelf.num_hits, shelf.num_bytes)
         except Exception:  # who only watches breaks nothing
             log.exception("the observer failed")
 

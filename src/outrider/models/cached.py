@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +28,11 @@ class CachedModel:
     place: Place
     path: Path  # the model folder
     entry: Path  # the folder of the cache that holds it: what a removal removes
-    num_bytes: int
+    num_bytes: int  # of its own: what a removal gives back
     source: str  # where it came from, in words
     head: Path | None
     is_intact: bool = True  # False: unfinished or damaged; it will be made again when it is needed
+    shared_bytes: int = 0  # of files that other models of the cache hold, too
 
     @property
     def head_bytes(self) -> int:
@@ -79,13 +81,16 @@ def _own() -> Iterator[CachedModel]:
     folder = models_folder()
     if not folder.is_dir():
         return
-    for path in folder.iterdir():
-        if path.name.startswith(".") or not path.is_dir():
-            continue
+    paths = [path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir()]
+    files = {path: _file_sizes(path) for path in paths}
+    holders = Counter(file for sizes in files.values() for file in sizes)
+    for path, sizes in files.items():
         record = origin.read(path)
         source = record.source if record is not None else "unknown"
-        size, head = _num_bytes(path), find_head(path) or shipped_head(path)
-        yield CachedModel(path.name, "outrider", path, path, size, source, head, origin.is_intact(path))
+        shared = sum(size for file, size in sizes.items() if holders[file] > 1)
+        own, head = sum(sizes.values()) - shared, find_head(path) or shipped_head(path)
+        intact = origin.is_intact(path)
+        yield CachedModel(path.name, "outrider", path, path, own, source, head, intact, shared)
 
 
 def _remove_own(path: Path) -> None:
@@ -96,10 +101,12 @@ def _remove_own(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def _num_bytes(folder: Path) -> int:
+def _file_sizes(folder: Path) -> dict[tuple[int, int], int]:
+    """By file, whatever its names are: one that is linked from two folders is the same in both."""
     if folder.is_symlink():
-        return 0
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+        return {}
+    files = (path.stat() for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return {(stat.st_dev, stat.st_ino): stat.st_size for stat in files}
 
 
 # -- the Hugging Face cache ------------------------------------------------------------------------------
