@@ -150,22 +150,22 @@ def test_decoding_goes_on_between_the_pieces_and_the_media_row_gets_its_turn(
 def test_under_steady_text_a_media_row_starts_within_its_turn(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encoding gets every other slice of time: between two pieces, steps take no longer than a piece did."""
+    """Encoding gets every other slice of time: steps between two pieces take about as long as a piece did."""
     runner: Any = llm.engine._parts.runner
-    took: list[tuple[str, float]] = []  # in order
+    done: list[tuple[str, float, float]] = []  # what, when it began and ended
 
     def timed(name: str, work: Any, least_s: float) -> Any:
         def wrapped(what: Any) -> Any:
             began = time.perf_counter()
             result = work(what)
             time.sleep(max(0.0, least_s - (time.perf_counter() - began)))
-            took.append((name, time.perf_counter() - began))
+            done.append((name, began, time.perf_counter()))
             return result
 
         return wrapped
 
-    monkeypatch.setattr(runner, "run", timed("step", runner.run, 0.005))
-    monkeypatch.setattr(runner, "encode", timed("encode", runner.encode, 0.03))
+    monkeypatch.setattr(runner, "finish", timed("step", runner.finish, 0.005))
+    monkeypatch.setattr(runner, "encode", timed("encode", runner.encode, 0.08))
     params = replace(GREEDY, max_tokens=2000, logprobs=None)
     texts = [llm.engine.submit(llm.tokenizer.encode(text), params) for text in TEXTS]
     for _, box in texts:
@@ -173,16 +173,20 @@ def test_under_steady_text_a_media_row_starts_within_its_turn(
     prompt = world.prompt(llm, ("a ", "b ", "c"), [noise(40, 40, 52), noise(40, 24, 53)])
     box = llm.engine.submit(prompt.ids, GREEDY, media=prompt.media)[1]
     box.take()
-    until_first_token = list(took)
+    until_first_token = list(done)
     for request_id, text in texts:
         llm.engine.cancel(request_id)
         assert whole(text).finish_reason == "cancelled"
     whole(box)
-    places = [i for i, (name, _) in enumerate(until_first_token) if name == "encode"]
+    places = [i for i, (name, *_) in enumerate(until_first_token) if name == "encode"]
     assert len(places) == len(prompt.media.pieces) >= 2
     for before, after in itertools.pairwise(places):
-        steps_s = [seconds for _, seconds in until_first_token[before + 1 : after]]
-        assert sum(steps_s[:-1]) <= until_first_token[before][1], "the row waited beyond its turn"
+        ends = [end for *_, end in until_first_token[before:after]]
+        assert len(ends) > 1, "two pieces were encoded without a step between them"
+        _, began, ended = until_first_token[before]
+        longest_step_s = max(b - a for a, b in itertools.pairwise(ends))
+        waited_s = until_first_token[after][1] - ended
+        assert waited_s <= ended - began + 2 * longest_step_s, "the row waited beyond its turn"
 
 
 def test_text_requests_never_touch_the_vision_code(
@@ -259,8 +263,9 @@ def test_a_second_turn_loads_the_picture_and_computes_what_is_new(world: World) 
         found = [answers(llm, (first, GREEDY))[0]]
         runner: Any = llm.engine._parts.runner
         runner._tower.encode, encode = None, runner._tower.encode  # calling it would be an error
-        runner.shelf = type(runner.shelf)(1)  # and nothing is on the shelf
-        llm.engine._scheduler._shelf = runner.shelf
+        runner.shelf._max_bytes = 1
+        runner.shelf.forget_holds()
+        assert len(runner.shelf) == 0
         found.append(answers(llm, (second, GREEDY))[0])
         runner._tower.encode = encode
         found.append(answers(llm, (other, GREEDY))[0])
