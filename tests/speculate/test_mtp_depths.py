@@ -12,6 +12,7 @@ from models.head_checkpoints import TinyHead, final_norm, projection, tiny_head,
 from models.head_reference import head_pass
 from outrider.models.heads import load_head
 from outrider.request import SamplingParams
+from outrider.sampling.picking import Picking
 from outrider.speculate.mtp import HeadRows, MTPDrafter
 from tiny_models import VOCAB_SIZE
 
@@ -134,6 +135,6 @@ def _rows(starts: Array, fed: list[int], kept: list[int], depth: int) -> HeadRow
         num_fed=mx.array(fed),
         num_kept=mx.array(kept),
         end=int((starts + fed).max()),
-        params=[SamplingParams(temperature=0.0)] * 3,
+        how=Picking.of([SamplingParams(temperature=0.0)] * 3),
         depth=depth,
     )

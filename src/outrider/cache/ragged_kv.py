@@ -125,8 +125,10 @@ class Placement:
         columns = mx.arange(width)
         self.cells = starts[:, None] + columns  # [rows, width]
         self.fed = columns < num_fed[:, None]  # [rows, width] tokens, not padding
-        own = mx.minimum(self.cells, capacity)  # a row that recurses past its own depth may run over
-        self.written = mx.where(self.fed, own, capacity)  # [rows, width]
+        # An array: a number would be built into compiled kernels, which then hold for one capacity only.
+        self.limit = mx.arange(capacity, capacity + 1)
+        own = mx.minimum(self.cells, self.limit)  # a row that recurses past its own depth may run over
+        self.written = mx.where(self.fed, own, self.limit)  # [rows, width]
         self._masks: dict[int | None, mx.array] = {}
         self._num_written = 0
 
@@ -139,12 +141,12 @@ class Placement:
     def mask(self, window: int | None) -> mx.array:
         """Which cells each fed token sees: its own row's, up to itself.  [rows, 1, width, num_seen]"""
         if window not in self._masks:
-            # A padding column sees something too: attention over nothing would be NaN on some devices.
-            own = mx.minimum(self.cells, self.num_seen - 1)[:, None, :, None]
             seen = mx.arange(self.num_seen)
+            own = self.cells[:, None, :, None]
             mask = seen <= own
             if window is not None:
-                mask = mask & (seen > own - window)
+                # A padding column sees something too: attention over nothing would be NaN on some devices.
+                mask = mask & (seen > mx.minimum(own, seen[-1:]) - window)
             self._masks[window] = mask
         return self._masks[window]
 

@@ -78,6 +78,7 @@ class MTPDrafter:
         """
         width = next_ids.shape[1]
         ends = rows.starts + rows.num_kept  # [rows] cells after the step
+        beyond = mx.split(ends[:, None] + mx.arange(rows.depth + 1), rows.depth + 1, axis=1)  # [rows, 1] each
         tokens = _Tokens(next_ids, rows, len(self._layers), self._trunk)
         drafts: list[mx.array] = []
         fed_back = hidden
@@ -96,17 +97,17 @@ class MTPDrafter:
             if number < rows.depth:
                 last = (ends - 1 - place.offset)[:, None, None]
                 out, fed_back = (mx.take_along_axis(x, last, axis=1) for x in (out, fed_back))  # [rows, 1, H]
-                drafts.append(self._pick(out, ends + len(drafts) + 1, rows.how))
+                drafts.append(self._pick(out, beyond[len(drafts) + 1], rows.how))
                 if number < len(self._layers) - 1:
                     tokens.append(drafts[-1])
         for further in range(rows.depth - len(drafts)):
             end = min(rows.end + further + 1, capacity)
-            cells = ends + further
+            cells = beyond[further][:, 0]
             place = Placement(
                 rows.slots, cells, mx.ones_like(ends), 1, end, capacity, positions=rows.after(cells)
             )
             out, fed_back = self._pass(-1, fed_back, self._trunk.embed(drafts[-1]), place)
-            drafts.append(self._pick(out, ends + len(drafts) + 1, rows.how))
+            drafts.append(self._pick(out, beyond[len(drafts) + 1], rows.how))
         return mx.concatenate(drafts, axis=1) if drafts else None
 
     def _pass(
@@ -130,7 +131,7 @@ class MTPDrafter:
             logits = self._trunk.logits(out)
         else:
             logits = (out @ self._reduced_weight.T).astype(mx.float32)
-        return pick_drafts(logits, positions[:, None], how, self._draft_ids)
+        return pick_drafts(logits, positions, how, self._draft_ids)
 
 
 def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity: int) -> Placement:
@@ -185,7 +186,7 @@ class _HiddenCells:
 
     def read(self, place: Placement) -> mx.array:
         """[rows, width, H]; of columns that are not fed, anything."""
-        cells = mx.minimum(place.cells, place.capacity)
+        cells = mx.minimum(place.cells, place.limit)
         return mx.concatenate([x[place.slot_ids, 0, cells] for x in (self.kv.keys, self.kv.values)], axis=-1)
 
 

@@ -37,7 +37,7 @@ class RestingStates:
 
     def _read(self, place: Placement) -> mx.array:
         """[rows, width, H]; of columns that are not fed, anything."""
-        cells = mx.minimum(place.cells, place.capacity)
+        cells = mx.minimum(place.cells, place.limit)
         return mx.concatenate([x[place.slot_ids, 0, cells] for x in (self.kv.keys, self.kv.values)], axis=-1)
 
     def catch_up(
