@@ -223,6 +223,30 @@ def _cpu() -> Measured:
     return Measured(trunk, head)
 
 
+def _h200() -> Measured:
+    """An NVIDIA H200 with MLX 0.32.4, the shape of Qwen3.5-4B in bfloat16, milliseconds: bound by the host.
+
+    Measured by `benchmarks.gpu`, steps one at a time; one token of one row takes a path of its own.
+    """
+    rows = {
+        1: {1: 8.97, 2: 19.34, 3: 15.03, 4: 18.78},
+        2: {1: 20.58, 2: 19.87, 4: 20.19},
+        4: {1: 18.18, 2: 18.02, 4: 18.11},
+        8: {1: 20.09, 2: 19.45, 4: 20.20},
+        16: {1: 18.86, 2: 19.39, 4: 19.39},
+        32: {1: 21.78, 2: 22.29, 4: 20.98},
+    }
+    head = {
+        1: HeadCost(0.31, 0.21, 0.52),
+        2: HeadCost(0.07, 0.65, 0.72),
+        4: HeadCost(0.48, 0.38, 0.85),
+        8: HeadCost(0.11, 0.98, 1.09),
+        16: HeadCost(0.08, 0.73, 0.81),
+        32: HeadCost(0.09, 0.83, 0.93),
+    }
+    return Measured({(r, w): ms for r, each in rows.items() for w, ms in each.items()}, head)
+
+
 def _cliffs(rows: int, width: int) -> float:
     """A quantised product: 0.65, 1.14, 1.43, 1.92 ms for 1 to 4 tokens, 0.71 ms for 8 to 64."""
     tokens = rows * width
@@ -232,6 +256,7 @@ def _cliffs(rows: int, width: int) -> float:
 
 MACHINES = {
     "cpu": _cpu(),
+    "h200": _h200(),
     "gpu": machine(lambda r, w: 2.4 + 0.1 * r + 0.02 * r * w, 0.03, 0.05, 0.06),  # bound by memory and host
     "linear": machine(lambda r, w: float(r * w), 0.03, 0.1, 0.1),  # every token costs the same
     "flat": machine(lambda r, w: 1.0, 0.02, 0.02, 0.03),  # tokens are free

@@ -90,8 +90,9 @@ class TimedRunner:
     A shape's first step takes ten times as long, and caches of another shape have to be made first.
     """
 
-    def __init__(self, truth: Measured, has_head: bool = True) -> None:
+    def __init__(self, truth: Measured, has_head: bool = True, compiles: bool = False) -> None:
         self.now_s = 0.0
+        self.compiles = compiles
         self.has_head = has_head
         self.num_resets = 0
         self._truth = CostTable(truth)
@@ -147,6 +148,16 @@ def test_measuring_stops_when_its_time_is_up_with_what_matters_most(monkeypatch:
     assert found is not None
     assert {(1, 1), (1, 2), (1, 4), (16, 1), (16, 2)} <= found.trunk_s.keys()
     assert set(found.head) == {1, 4, 16}
+
+
+def test_compiling_is_not_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "BUDGET_S", 0.0)  # no shape is tried twice
+    truth = scaled(CPU, 1e-3)
+    runner = TimedRunner(truth, compiles=True)
+    found = calibration.measure(runner, 1000, 16, 4096, 1 << 30, clock=runner.clock)
+    assert found is not None
+    assert len(found.trunk_s) >= 6
+    assert all(seconds == pytest.approx(truth.trunk_s[shape]) for shape, seconds in found.trunk_s.items())
 
 
 def test_measuring_keeps_within_rows_context_and_memory() -> None:

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from outrider.request import MAX_DEPTH
 
-MARGIN = 1.01  # drafting with the head has to promise this much before it is begun
+MARGIN = 1.05  # drafting with the head has to promise this much before it is begun: trials cost, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,10 @@ class Runner:
         return self._forward.has_head
 
     @property
+    def compiles(self) -> bool:
+        return self._compiled is not None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that the caches hold now."""
         return sum(buffers.num_bytes for buffers in self._buffers())
