@@ -72,7 +72,7 @@ class Bench:
 
     def measure_costs(self, max_rows: int) -> None:
         """What auto depth needs to know; it learns on from run to run."""
-        clock = time.process_time if mx.default_device() == mx.Device(mx.cpu) else time.perf_counter
+        clock = machine.step_clock()
         vocab_size = self.loaded.trunk.vocab_size
         found = calibration.measure(self.runner, vocab_size, max_rows, 4096, BUDGET_BYTES, clock=clock)
         assert found is not None

@@ -6,7 +6,6 @@ import importlib.metadata
 import logging
 import os
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,8 +135,7 @@ def _controller(
 ) -> DepthController:
     """With the costs and the record that were kept, as long as they hold; else with costs measured now."""
     found = kept.load(name)
-    # On the CPU the process's own time tells more than the clock on the wall, which others' work moves.
-    clock = time.process_time if facts.device == "cpu" else time.perf_counter
+    clock = machine.step_clock()
     if found is not None and calibration.still_holds(runner, facts.vocab_size, found.measured, clock=clock):
         return DepthController(CostTable(found.measured, found.seen), found.acceptance)
     say("Measuring what drafts cost on this machine, once for this model")

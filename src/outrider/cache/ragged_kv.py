@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 VIEW_STEP = 16  # cells by which the attended part of a buffer grows, so that shapes repeat
+LONG_VIEW, LONG_VIEW_STEP = 256, 32  # beyond, a product over 16 odd cells may round by its number of threads
 LAUNCH_EVERY = 2  # layers after which the device is set to work while the host builds the rest of the pass
 
 
@@ -117,7 +118,8 @@ class Placement:
         self.positions = starts if positions is None else positions  # what rope is given
         self.added: Sequence[mx.array] = ()  # [rows, width, hidden] to be added after the first layers
         self.capacity = capacity
-        self.num_seen = min(capacity, -(-end // VIEW_STEP) * VIEW_STEP)
+        view_step = VIEW_STEP if end <= LONG_VIEW else LONG_VIEW_STEP
+        self.num_seen = min(capacity, -(-end // view_step) * view_step)
         self.slots = slots
         # Slots that follow each other are read without a copy.
         self.is_range = list(slots) == list(range(slots[0], slots[0] + len(slots)))
