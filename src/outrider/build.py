@@ -20,7 +20,7 @@ from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.door import ModelFacts
 from outrider.engine.engine import Engine, EngineObserver, EngineParts
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
-from outrider.models import heads, loader, machine
+from outrider.models import cpu_layers, heads, loader, machine
 from outrider.models.fingerprint import fingerprint
 from outrider.models.mrope import share_sections
 from outrider.models.shipped_head import shipped_head
@@ -80,6 +80,8 @@ def _parts(
     head = head if drafter == "mtp" else None
     disk = _prefix_disk(loaded, head, config)
     trunk, vision = loaded.trunk, loaded.vision
+    for part in (trunk.model, *(head.layers if head is not None else ())):
+        cpu_layers.use(part)
     tower = vision.tower if vision is not None else None
     write_block = None if disk is None else disk.write
     outruns = machine.outruns_host()
