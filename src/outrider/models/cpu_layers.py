@@ -1,4 +1,4 @@
-"""Gives the layers of a loaded model the arithmetic of cpu_math, on the CPUs where that is faster.
+"""Gives the layers of a loaded model the arithmetic of cpu_math and cpu_products, on CPUs it is meant for.
 
 Layers get a subclass of what they are, in which the methods that call mlx-lm's `swiglu` or
 `scaled_dot_product_attention` are the same code with ours in their place. Parameters stay where they are, and
@@ -17,12 +17,18 @@ import mlx.nn as nn
 from mlx_lm.models import activations, base
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from outrider.models import cpu_math
+from outrider.models import cpu_math, cpu_products
 
 _REPLACED: tuple[tuple[object, object], ...] = (
     (activations.swiglu, cpu_math.swiglu),
     (base.scaled_dot_product_attention, cpu_math.attention),
 )
+
+_STAND_INS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.RoPE: cpu_math.PassRope,
+    nn.Linear: cpu_products.CutLinear,
+    nn.Embedding: cpu_products.CutEmbedding,
+}
 
 
 def use(model: nn.Module) -> None:
@@ -57,14 +63,14 @@ def off(*models: nn.Module) -> Iterator[None]:
 
 
 def _is_fast(kind: type) -> bool:
-    return kind is cpu_math.PassRope or "_replaced_by_outrider" in vars(kind)
+    return kind in _STAND_INS.values() or "_replaced_by_outrider" in vars(kind)
 
 
 @cache
 def _fast(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass that stands in for a class; the class itself where there is nothing to replace."""
-    if kind is nn.RoPE:
-        return cpu_math.PassRope
+    if kind in _STAND_INS:
+        return _STAND_INS[kind]
     methods = {} if _is_fast(kind) else _with_ours(kind)
     if not methods:
         return kind
