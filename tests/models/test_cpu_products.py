@@ -30,17 +30,19 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         (16, 1536, 576, 64),
         (1, 49152, 576, 1024),
         (1, 151936, 1024, 128),
-        (1, 50257, 768, None),  # no divisor
+        (1, 50257, 768, 848),  # and a rest
         (16, 4096, 4096, None),  # pieces would be too thin
     ],
 )
-def test_pieces_fit_and_divide(num_tokens: int, num_rows: int, size: int, rows: int | None) -> None:
+def test_pieces_fit_and_divide_where_they_can(
+    num_tokens: int, num_rows: int, size: int, rows: int | None
+) -> None:
     assert rows_in_piece(num_tokens, num_rows, size) == rows
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("shape", [(1, 1), (16, 1), (2, 3), (5,), (1, 17), (8, 4)])
-@pytest.mark.parametrize(("num_rows", "size"), [(1536, 576), (576, 1536), (93, 7001)])
+@pytest.mark.parametrize(("num_rows", "size"), [(1536, 576), (576, 1536), (18321, 576), (93, 7001)])
 def test_a_product_is_what_it_is_in_one_piece(shape: tuple[int, ...], num_rows: int, size: int) -> None:
     x, weight = mx.random.normal((*shape, size)), mx.random.normal((num_rows, size)) / size**0.5
     truth = np.array(x, np.float64) @ np.array(weight, np.float64).T
@@ -75,6 +77,12 @@ def test_what_is_cut_depends_on_the_machine(
     monkeypatch.setattr(blas, "report", lambda: report)
     assert cpu_products.most_tokens() == most
     monkeypatch.setattr(blas, "report", lambda: dataclasses.replace(report, path=None))
+    assert cpu_products.most_tokens() == 0
+
+
+def test_nothing_is_cut_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blas, "report", lambda: blas.BlasReport(FULL_CORE, "a test", "/lib.so", 1))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     assert cpu_products.most_tokens() == 0
 
 

@@ -22,6 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider import blas
+from outrider.models.cpu_math import applies
 
 MOST_IN_PLACE = 660_000  # multiplications of a product that is computed in place
 LEAST_ROWS, ROWS_STEP = 32, 16
@@ -32,19 +33,20 @@ CORES = ("SkylakeX", "Cooperlake", "SapphireRapids")  # those that OpenBLAS has 
 def most_tokens() -> int:
     """For how many tokens a product is cut on this machine; 0: for none."""
     found = blas.report()
-    if not found.active or not found.name.endswith(CORES):
+    if not found.active or not found.name.endswith(CORES) or not applies():
         return 0
     return MOST_TOKENS.get(found.threads or 0, 0)
 
 
 @cache
 def rows_in_piece(num_tokens: int, num_rows: int, size: int) -> int | None:
-    """Rows of a [num_rows, size] matrix to multiply at once; None: all, since they fit or cannot be cut."""
+    """Rows of a [num_rows, size] matrix to multiply at once; None: all, since they fit or are too long."""
     if num_tokens * num_rows * size <= MOST_IN_PLACE:
         return None
     most = MOST_IN_PLACE // (num_tokens * size)
     fitting = range(most - most % ROWS_STEP, LEAST_ROWS - 1, -ROWS_STEP)
-    return next((rows for rows in fitting if num_rows % rows == 0), None)
+    without_rest = (rows for rows in fitting if num_rows % rows == 0)
+    return next(without_rest, fitting[0] if fitting else None)
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
@@ -55,9 +57,13 @@ def product(x: mx.array, weight: mx.array) -> mx.array:
     rows = rows_in_piece(num_tokens, num_rows, size) if few else None
     if rows is None:
         return x @ weight.T
-    pieces = weight.reshape(-1, rows, size).swapaxes(1, 2)
-    found = x.reshape(1, num_tokens, size) @ pieces  # [pieces, tokens, rows]
-    return found.swapaxes(0, 1).reshape(*x.shape[:-1], num_rows)
+    num_cut = num_rows - num_rows % rows
+    tokens = x.reshape(num_tokens, size)
+    pieces = weight[:num_cut].reshape(-1, rows, size).swapaxes(1, 2)
+    found = (tokens[None] @ pieces).swapaxes(0, 1).reshape(num_tokens, num_cut)
+    if num_cut < num_rows:
+        found = mx.concatenate([found, tokens @ weight[num_cut:].T], axis=-1)
+    return found.reshape(*x.shape[:-1], num_rows)
 
 
 class CutLinear(nn.Linear):
