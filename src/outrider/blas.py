@@ -13,9 +13,7 @@ The order is: the library the user names, the pip package scipy-openblas32 (the 
 the system's libopenblas. The package prefixes its symbols with `scipy_`, so a copy with the plain names is
 made once and kept in the user's cache folder.
 
-Threads default to half the CPUs, because OpenBLAS spins at its barriers and collapses without a free core.
-On two cores a decode step (210 products, batch 1) took 60 ms with one thread and 42 ms with two; beside one
-busy process 63 and 118 ms.
+How many threads one gets by default is decided in cpu_threads.py.
 
 Nothing here may import mlx, directly or not: it has to run first.
 """
@@ -31,19 +29,19 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from outrider.cpu_threads import Threads, ThreadWatch, wanted_threads
+
 log = logging.getLogger("outrider.blas")
 
 PACKAGE = "scipy_openblas32"
 SYSTEM_LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libopenblasp.so.0")
-THREAD_VARIABLES = ("OUTRIDER_BLAS_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
-MAX_DEFAULT_THREADS = 8
 RENAMING = 1  # part of the cached copy's name: raise it when _new_name changes
 
 
@@ -55,6 +53,7 @@ class BlasReport:
     reason: str
     path: str | None = None  # None: mlx uses what its wheel or the system gave it
     threads: int | None = None  # None: the library does not say
+    is_watched: bool = False  # whether these are the most, and fewer while others need the cores
 
     @property
     def active(self) -> bool:
@@ -62,7 +61,8 @@ class BlasReport:
         return self.path is not None
 
     def __str__(self) -> str:
-        threads = f", {self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else ""
+        most = "up to " if self.is_watched else ""
+        threads = f", {most}{self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else ""
         return f"{self.name}{threads} ({self.reason})"
 
 
@@ -70,7 +70,16 @@ class Unusable(Exception):
     """A library that cannot serve; the text says why."""
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """The library that took over."""
+
+    library: ctypes.CDLL
+    threads: Threads
+
+
 _report: BlasReport | None = None
+_loaded: _Loaded | None = None
 
 
 def activate() -> BlasReport:
@@ -85,6 +94,27 @@ def activate() -> BlasReport:
 def report() -> BlasReport:
     """What `activate` decided."""
     return _report or BlasReport("mlx's own BLAS", "not activated")
+
+
+def watch_threads() -> BlasReport:
+    """From now on give a product all the cores that are free, if the user named no number of threads."""
+    global _report
+    found = report()
+    if _loaded is None or found.is_watched or not _may_change_threads(_loaded):
+        return found
+    ThreadWatch(_loaded.threads, _loaded.library.openblas_set_num_threads).start()
+    _report = dataclasses.replace(found, threads=_loaded.threads.most, is_watched=True)
+    return _report
+
+
+def _may_change_threads(loaded: _Loaded) -> bool:
+    """While products run, from another thread: only a library with threads of its own can take that."""
+    library, own_threads = loaded.library, 1  # 0: it has none; 2: OpenMP's
+    return (
+        loaded.threads.most > loaded.threads.now
+        and hasattr(library, "openblas_get_parallel")
+        and library.openblas_get_parallel() == own_threads
+    )
 
 
 def _decide() -> BlasReport:
@@ -140,8 +170,11 @@ def _candidates() -> Iterator[tuple[str, Callable[[], BlasReport]]]:
 
 def _load(path: str) -> BlasReport:
     """Open the library, look at it, and only then let it take over."""
+    global _loaded
     threads = wanted_threads(os.environ)
-    with _environment_variable("OPENBLAS_NUM_THREADS", str(threads)):  # else it starts one per CPU at once
+    with _environment_variable(
+        "OPENBLAS_NUM_THREADS", str(threads.now)
+    ):  # else it starts one per CPU at once
         library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)
     config = _text_from(library, "openblas_get_config")
     if not hasattr(library, "cblas_sgemm"):
@@ -149,7 +182,8 @@ def _load(path: str) -> BlasReport:
     if "USE64BITINT" in config:
         raise Unusable("takes 64-bit integers where mlx passes 32-bit ones")
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    return BlasReport(_name(library, config) or path, "", path, _set_threads(library, threads))
+    _loaded = _Loaded(library, threads)
+    return BlasReport(_name(library, config) or path, "", path, _set_threads(library, threads.now))
 
 
 def _name(library: ctypes.CDLL, config: str) -> str:
@@ -183,34 +217,6 @@ def _environment_variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-# Threads ----------------------------------------------------------------------------------------------------
-
-
-def wanted_threads(environ: Mapping[str, str]) -> int:
-    """The user's figure where a valid one is set, never above the CPUs there are; else half of these."""
-    num_cpus = _usable_cpus()
-    for variable in THREAD_VARIABLES:
-        value = environ.get(variable, "").strip()
-        if re.fullmatch(r"0*[1-9]\d{0,5}", value):
-            return min(int(value), num_cpus)
-        if value:
-            log.warning("%s=%r is not a number of threads; ignored", variable, value)
-    return max(1, min(num_cpus // 2, MAX_DEFAULT_THREADS))
-
-
-def _usable_cpus() -> int:
-    """CPUs this process may run on, by its affinity and by its container's quota."""
-    return max(1, min(len(os.sched_getaffinity(0)), _cpu_quota(Path("/sys/fs/cgroup/cpu.max"))))
-
-
-def _cpu_quota(cgroup_file: Path) -> int:
-    """Whole CPUs in a line like "200000 100000" (microseconds per period); a huge number when unlimited."""
-    with suppress(OSError, ValueError):
-        quota_us, period_us = cgroup_file.read_text().split()
-        return max(1, int(quota_us) // int(period_us))
-    return sys.maxsize
 
 
 # The packaged OpenBLAS --------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import importlib.metadata
 import logging
 import os
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.door import ModelFacts
 from outrider.engine.engine import Engine, EngineObserver, EngineParts
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
-from outrider.models import heads, loader, machine
+from outrider.models import cpu_layers, heads, loader, machine
 from outrider.models.fingerprint import fingerprint
 from outrider.models.mrope import share_sections
 from outrider.models.shipped_head import shipped_head
@@ -81,6 +80,8 @@ def _parts(
     head = head if drafter == "mtp" else None
     disk = _prefix_disk(loaded, head, config)
     trunk, vision = loaded.trunk, loaded.vision
+    for part in (trunk.model, *(head.layers if head is not None else ())):
+        cpu_layers.use(part)
     tower = vision.tower if vision is not None else None
     write_block = None if disk is None else disk.write
     outruns = machine.outruns_host()
@@ -136,8 +137,7 @@ def _controller(
 ) -> DepthController:
     """With the costs and the record that were kept, as long as they hold; else with costs measured now."""
     found = kept.load(name)
-    # On the CPU the process's own time tells more than the clock on the wall, which others' work moves.
-    clock = time.process_time if facts.device == "cpu" else time.perf_counter
+    clock = machine.step_clock()
     if found is not None and calibration.still_holds(runner, facts.vocab_size, found.measured, clock=clock):
         return DepthController(CostTable(found.measured, found.seen), found.acceptance)
     say("Measuring what drafts cost on this machine, once for this model")

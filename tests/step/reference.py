@@ -15,6 +15,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 import sampling_oracle as oracle
+from outrider.models import cpu_layers
 from outrider.models.heads import MTPHead
 from outrider.request import SamplingParams
 from step.row_grammars import EOS_IDS, allowed_by
@@ -40,7 +41,8 @@ def solo_answer(
     allowed_after = allowed_by(params.grammar)
     stop_ids = stop_ids_of(params)
     while len(answer) < params.max_tokens:
-        logits = np.array(model(mx.array([fed]), cache=cache)[0, -1].astype(mx.float32), np.float64)
+        with cpu_layers.off(model):
+            logits = np.array(model(mx.array([fed]), cache=cache)[0, -1].astype(mx.float32), np.float64)
         edited = oracle.edited(logits, params, prompt, answer, stop_ids, allowed_after(answer))
         choice = oracle.choose(edited, len(prompt) + len(answer), params)
         answer.append(choice.token_id)
@@ -59,6 +61,11 @@ def stop_ids_of(params: SamplingParams) -> frozenset[int]:
 
 def fresh_cells(model: nn.Module, head: MTPHead | None, token_ids: Sequence[int]) -> Cells:
     """What a decoding row with these committed tokens must hold: all but the last, and the head's pairs."""
+    with cpu_layers.off(model, *([head] if head is not None else [])):
+        return _fresh_cells(model, head, token_ids)
+
+
+def _fresh_cells(model: nn.Module, head: MTPHead | None, token_ids: Sequence[int]) -> Cells:
     inner = model.model
     caches = [layer if type(layer) is ArraysCache else KVCache() for layer in make_prompt_cache(model)]
     hidden = inner(mx.array([token_ids[:-1]]), cache=caches)

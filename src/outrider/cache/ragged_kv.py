@@ -11,13 +11,18 @@ in the next pass. Cells past a row's end are masked, never assumed to be zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
+T = TypeVar("T")
+
 VIEW_STEP = 16  # cells by which the attended part of a buffer grows, so that shapes repeat
+LONG_VIEW, LONG_VIEW_STEP = 256, 32  # beyond, a product over 16 odd cells may round by its number of threads
 LAUNCH_EVERY = 2  # layers after which the device is set to work while the host builds the rest of the pass
 
 
@@ -99,6 +104,8 @@ class Placement:
     `end`, a bound that no row's last fed cell goes beyond.
     """
 
+    _by_positions: ClassVar[WeakValueDictionary[int, Placement]] = WeakValueDictionary()  # by their id
+
     def __init__(
         self,
         slots: Sequence[int],
@@ -117,7 +124,8 @@ class Placement:
         self.positions = starts if positions is None else positions  # what rope is given
         self.added: Sequence[mx.array] = ()  # [rows, width, hidden] to be added after the first layers
         self.capacity = capacity
-        self.num_seen = min(capacity, -(-end // VIEW_STEP) * VIEW_STEP)
+        view_step = VIEW_STEP if end <= LONG_VIEW else LONG_VIEW_STEP
+        self.num_seen = min(capacity, -(-end // view_step) * view_step)
         self.slots = slots
         # Slots that follow each other are read without a copy.
         self.is_range = list(slots) == list(range(slots[0], slots[0] + len(slots)))
@@ -130,7 +138,21 @@ class Placement:
         own = mx.minimum(self.cells, self.limit)  # a row that recurses past its own depth may run over
         self.written = mx.where(self.fed, own, self.limit)  # [rows, width]
         self._masks: dict[int | None, mx.array] = {}
+        self._shared: dict[Hashable, Any] = {}
         self._num_written = 0
+        self._by_positions[id(self.positions)] = self
+
+    @classmethod
+    def at(cls, positions: object) -> Placement | None:
+        """The pass whose positions these very ones are: for a rope, which is given nothing else."""
+        return cls._by_positions.get(id(positions))  # no other object has this id while the pass lives
+
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """What all layers of the pass share, computed by the first that asks."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        shared: T = self._shared[key]
+        return shared
 
     def launch_now_and_then(self, kv: RaggedKV) -> None:
         """Called as each layer writes its cells."""
@@ -150,19 +172,23 @@ class Placement:
             self._masks[window] = mask
         return self._masks[window]
 
+    def made(self, mask: mx.array) -> bool:
+        """Whether a mask is one of this pass's own, as it was."""
+        return any(mask is own for own in self._masks.values())
+
 
 class LayerView:
     """What an attention layer sees of its buffers during one forward pass (mlx-lm's cache interface)."""
 
     def __init__(self, kv: RaggedKV, placement: Placement) -> None:
         self._kv = kv
-        self._placement = placement
+        self.placement = placement
         self.offset: Positions = placement.positions
 
     @property
     def added(self) -> Sequence[mx.array]:
         """What pictures add to the hidden states: see models/deepstack."""
-        return self._placement.added
+        return self.placement.added
 
     @property
     def keys(self) -> mx.array:
@@ -176,16 +202,16 @@ class LayerView:
         kv = self._kv
         kv.keys = self._write(kv.keys, keys)
         kv.values = self._write(kv.values, values)
-        self._placement.launch_now_and_then(kv)
+        self.placement.launch_now_and_then(kv)
         return self._read(kv.keys), self._read(kv.values)
 
     def make_mask(
         self, width: int, return_array: bool = True, window_size: int | None = None, **_: object
     ) -> mx.array:
-        return self._placement.mask(window_size or self._kv.spec.window)
+        return self.placement.mask(window_size or self._kv.spec.window)
 
     def _write(self, buffer: mx.array, new: mx.array) -> mx.array:
-        place = self._placement
+        place = self.placement
         if place.is_range and len(place.slots) == buffer.shape[0]:  # all slots: the cheaper write
             cells = mx.broadcast_to(place.written[:, None, :, None], new.shape)
             return mx.put_along_axis(buffer, cells, new, axis=2)
@@ -193,7 +219,7 @@ class LayerView:
         return buffer
 
     def _read(self, buffer: mx.array) -> mx.array:
-        place = self._placement
+        place = self.placement
         if place.is_range:
             return buffer[place.slots[0] : place.slots[-1] + 1, :, : place.num_seen]
         return buffer[place.slot_ids[:, 0], :, : place.num_seen]

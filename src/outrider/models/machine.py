@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
+
+from outrider import blas
 
 SHARE_OF_FREE = 0.6  # of what is free once the weights are loaded
 LEAST_BUDGET = 64 << 20
@@ -22,6 +26,18 @@ def settle() -> None:
     """Call before a model is loaded. On the CPU compiled functions gain nothing and need a C++ compiler."""
     if device_name() == "cpu":
         mx.disable_compile()
+        blas.watch_threads()
+
+
+def step_clock() -> Callable[[], float]:
+    """What to time steps with, where others work on the machine too.
+
+    On a CPU with one thread the process's own time tells more than the clock on the wall, which others' work
+    moves; with more threads it is their sum, spinning included.
+    """
+    if device_name() == "cpu" and blas.report().threads == 1:
+        return time.process_time
+    return time.perf_counter
 
 
 def outruns_host() -> bool:
