@@ -13,6 +13,7 @@ import pytest
 from outrider.models.heads import LoadedHead
 from outrider.plan import RowPlan, StepPlan
 from outrider.request import SamplingParams
+from outrider.step import forward
 from outrider.step.compiled import repeats
 from outrider.step.runner import Launched, Runner
 from plan_rows import plan_row
@@ -117,6 +118,51 @@ def answers(tiny: World, runner: Runner, num_steps: int = 12) -> list[list[int]]
     take(last)
     runner.reset()
     return tokens
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_a_trace_bans_nothing_for_rows_that_are_long_enough() -> None:
+    """min_tokens was reached before the trace was made: stop tokens may be picked, by this row and others."""
+    tiny = world("llama")
+    built, traced = Runner(tiny.trunk), Runner(tiny.trunk, compiles=True)
+
+    def next_token(runner: Runner, banned_ids: tuple[int, ...]) -> int:
+        params = replace(GREEDY, min_tokens=1)
+        reads = plan_row([3, 1, 4], params=params, start=0, next_id=1)
+        picks = plan_row([3, 1, 4], [1], params=params, banned_ids=banned_ids)
+        runner.run(StepPlan(1, CAPACITY, (), ((reads,),)))
+        result = runner.run(StepPlan(1, CAPACITY, (), ((picks,),)))
+        runner.reset()
+        return result.rows[0].token_ids[0]
+
+    wanted = next_token(built, ())
+    assert next_token(built, (wanted,)) == wanted
+    assert next_token(traced, (wanted,)) == wanted
+    assert traced._compiled is not None
+    assert traced._compiled.num_traces == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.usefixtures("not_compiled")
+def test_a_trace_that_fails_leaves_nothing_behind(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-way the caches hold what only a trace knows: a reset has to get rid of it."""
+    runner = Runner(world(family).trunk, compiles=True)
+    whole = StepPlan(1, CAPACITY, (), ((plan_row([3, 1, 4], params=GREEDY, start=0),),))
+    expected = runner.run(whole)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no reason")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forward, "kept_tokens", fails)
+        mx.enable_compile()  # to trace needs no compiler
+        with pytest.raises(RuntimeError, match="no reason"):
+            runner.launch(StepPlan(1, CAPACITY, (), ((plan_row([3, 1, 4], [1], params=GREEDY),),)))
+        mx.disable_compile()
+    runner.reset()
+    assert runner.num_bytes == 0
+    assert runner.run(whole) == expected
+    runner.reset()
 
 
 def test_rows_with_something_to_say_are_not_traced() -> None:

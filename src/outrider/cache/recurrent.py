@@ -129,6 +129,8 @@ def _resized(part: mx.array, num_slots: int) -> mx.array:
     old_slots = part.shape[0]
     if num_slots == old_slots:
         return part
+    if num_slots == 0:  # what is there may be of a pass that failed: nothing of it can be read
+        return _zeros(0, part.shape[1:], part.dtype)
     if num_slots < old_slots:
         resized = mx.contiguous(part[:num_slots])
     else:

@@ -74,7 +74,8 @@ class CompiledPasses:
             max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
         )
         if key not in self._traces:
-            self._traces[key] = self._trace([replace(row, history=()) for row in batch], ways, end, capacity)
+            rows = [replace(row, history=(), banned_ids=()) for row in batch]  # they edit nothing: see repeats
+            self._traces[key] = self._trace(rows, ways, end, capacity)
             if len(self._traces) > MOST_TRACES:
                 self._traces.popitem(last=False)
         self._traces.move_to_end(key)
