@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fake_runner import VOCAB_SIZE
 from scheduler_harness import Harness
 
 from outrider.config import CacheGeometry
@@ -106,3 +107,16 @@ def test_times_of_decode_steps_reach_the_table_and_of_others_do_not() -> None:
         elif only_decoded:
             assert plan.moves or step == 6  # the caches grew
     assert len(seen) >= 5
+
+
+@pytest.mark.parametrize("num_rows", [3, 8])
+def test_steps_are_launched_ahead_while_the_heads_of_many_rows_rest(num_rows: int) -> None:
+    """Of many rows only a few are tried: the others, long untried, must not keep steps from being launched."""
+    harness = Harness(max_rows=num_rows, ahead=1.0, controller=DepthController())
+    harness.runner._drafts = lambda row, known: [VOCAB_SIZE] * row.num_drafts_next  # type: ignore[method-assign]
+    auto_rows(harness, num_rows, max_tokens=200)
+    harness.steps(60)
+    before = harness.num_ahead
+    rows = [row for plan in harness.steps(40) for row in decode_rows(plan)]
+    assert sum(row.rests for row in rows) > len(rows) / 2
+    assert harness.num_ahead - before > 15

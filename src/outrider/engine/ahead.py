@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
+from outrider.engine.drafting import MOST_BEHIND
 from outrider.engine.sequence import Sequence
 from outrider.plan import UNREAD, RowPlan
 from outrider.speculate.controller import DepthController, Wish
@@ -35,11 +36,12 @@ def settle_ahead(
     """
     if not any(sequence.max_depth > 0 for sequence, _ in rows):
         return [(0, 0)] * len(rows)
-    resting = [sequence.record for sequence, row in rows if row.rests and sequence.record is not None]
-    if any(record.since_head + 1 >= controller.pause(len(rows)) for record in resting):
+    wishes = [_wish(controller, *each) for each in rows]
+    resting = [wish for wish, (_, row) in zip(wishes, rows, strict=True) if row.rests]
+    if controller.is_trial_near(resting, len(rows)):
         return None
     num_cells = max(len(sequence.tokens) + row.num_fed for sequence, row in rows)
-    choice = controller.choose([_wish(controller, *each) for each in rows], num_cells)
+    choice = controller.choose(wishes, num_cells)
     depths = []
     for (sequence, row), (_, num), wanted in zip(rows, choice.feed, choice.next, strict=True):
         left = sequence.num_left - 1  # when the step under way brings just one token
@@ -76,10 +78,11 @@ def _wish(controller: DepthController, sequence: Sequence, row: RowPlan) -> Wish
     if sequence.record is None:
         sequence.record = controller.new_record(sequence.params)
     behind = sequence.num_cached - sequence.num_headed + row.num_fed if row.rests else 0
+    most_next = min(sequence.head_depth, sequence.num_left - 3) if behind <= MOST_BEHIND else 0
     return Wish(
         record=sequence.record,
         offers=[("head", row.num_drafts_next, 0)] if row.num_drafts_next else [],
         fixed=None if sequence.is_auto else sequence.max_depth,
-        most_next=max(0, min(sequence.head_depth, sequence.num_left - 3)),
+        most_next=max(0, most_next),
         behind=behind,
     )

@@ -87,8 +87,7 @@ class DepthController:
             if wish.fixed is None and wish.most_next > 0 and wish.record.since_head >= pause:
                 due.append(i)
         if all_rest:
-            following = (i for i, wish in enumerate(wishes) if wish.most_next > 0)
-            warmest = sorted(following, key=lambda i: (wishes[i].behind, i))[:NUM_SENTINELS]
+            warmest = _warmest(wishes)
             due = [i for i in due if i in warmest]
         if not due:
             return choice
@@ -97,11 +96,27 @@ class DepthController:
         depths = tuple(1 if i in due else depth for i, depth in enumerate(choice.next))
         return Choice(choice.feed, depths, choice.pace)
 
+    def is_trial_near(self, resting: Sequence[Wish], num_rows: int) -> bool:
+        """Whether, of the rows that rest, the next `choose` may let the head try one."""
+        if len(resting) == num_rows:
+            resting = [resting[i] for i in _warmest(resting)]
+        pause = self.pause(num_rows)
+        return any(
+            wish.fixed is None and wish.most_next > 0 and wish.record.since_head + 1 >= pause
+            for wish in resting
+        )
+
     def pause(self, num_rows: int) -> int:
         """Steps between two trials of the head, so that they take no more than their share of the time."""
         step_s = self.costs.step_s(StepShape(num_rows, 1))
         trial_s = self.costs.head_s(StepShape(num_rows, 1, min(num_rows, NUM_SENTINELS), 1))
         return min(MOST_PAUSE, max(LEAST_PAUSE, round(trial_s / (PROBE_SHARE * step_s))))
+
+
+def _warmest(wishes: Sequence[Wish]) -> list[int]:
+    """The rows that are tried while all rest: those whose heads have missed least."""
+    following = (i for i, wish in enumerate(wishes) if wish.most_next > 0)
+    return sorted(following, key=lambda i: (wishes[i].behind, i))[:NUM_SENTINELS]
 
 
 def _outlook(wish: Wish) -> RowOutlook:
