@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.ragged_kv import VIEW_STEP, KVSpec, LayerView, Placement, RaggedKV
+from outrider.cache.ragged_kv import VIEW_STEP, KVSpec, LayerView, Placement, RaggedKV, nothing_launched
 
 SPEC = KVSpec(num_heads=2, key_dim=3, value_dim=5, dtype=mx.float32)
 
@@ -212,3 +214,27 @@ def test_any_history_leaves_each_row_with_its_own_cells(steps: list[tuple]) -> N
                 assert values[row, 0, :length, 0].tolist() == [-number for number in rows[slot]]
     for slot, cells in enumerate(rows):
         assert _numbers(kv, slot)[: len(cells)] == cells
+
+
+def test_a_trace_keeps_only_its_own_thread_from_launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines in one process: while one traces, the other begins and ends a trace of its own."""
+    launched: list[mx.array] = []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: launched.extend(arrays))
+
+    def feed_two_layers() -> None:
+        place = _place([0], [0], [1], capacity=4)
+        for _ in range(2):
+            _feed(_buffer(1, 4), place, [[1]])
+
+    def trace_elsewhere() -> None:
+        with nothing_launched():
+            pass
+
+    with nothing_launched():
+        other = threading.Thread(target=trace_elsewhere)
+        other.start()
+        other.join()
+        feed_two_layers()
+    assert not launched
+    feed_two_layers()
+    assert launched

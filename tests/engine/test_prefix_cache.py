@@ -281,6 +281,20 @@ def test_clearing_gives_every_byte_back() -> None:
     harness.run_to_idle()
 
 
+def test_what_is_cleared_is_let_go_while_steps_are_launched_ahead() -> None:
+    harness = Harness(prefix_bytes=10**6, block_size=64, ahead=1.0, geometry=CacheGeometry(1, 0, 256))
+    harness.add(130, max_tokens=1)
+    harness.run_to_idle()
+    harness.add(4, max_tokens=200)
+    harness.steps(8)
+    assert harness.num_ahead
+    assert harness.runner.prefix_bytes
+    harness.scheduler.clear_prefix_cache()
+    harness.steps(3)
+    assert harness.runner.prefix_bytes == harness.scheduler.prefix_bytes
+    harness.run_to_idle()
+
+
 # -- recurrent layers: a state cannot be cut ---------------------------------------------------------------
 
 

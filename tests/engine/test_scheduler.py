@@ -642,3 +642,12 @@ def test_every_accepted_length_occurs() -> None:
         harness.step()
         strides.add(sequence.num_generated - before)
     assert strides == set(range(1, 10))
+
+
+def test_steps_are_launched_ahead_while_somebody_waits_for_memory() -> None:
+    harness = Harness(ahead=1.0, budget_bytes=budget_for(1, 100 + SLACK))
+    first, _ = harness.add(20, max_tokens=60), harness.add(20, max_tokens=60)
+    harness.run_until(lambda: first.num_generated == 20)
+    assert harness.scheduler.num_waiting == 1
+    assert harness.num_ahead > 5
+    harness.run_to_idle()

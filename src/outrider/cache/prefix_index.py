@@ -216,6 +216,10 @@ class PrefixIndex:
             root.is_alive = False
         self._roots.clear()
 
+    @property
+    def has_dropped(self) -> bool:
+        return bool(self._dropped)
+
     def take_dropped(self) -> list[int]:
         """Ids of blocks and states that are gone since the last call."""
         dropped, self._dropped = self._dropped, []

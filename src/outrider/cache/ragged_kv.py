@@ -11,6 +11,7 @@ in the next pass. Cells past a row's end are masked, never assumed to be zero.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,18 +27,21 @@ LONG_VIEW, LONG_VIEW_STEP = 256, 32  # beyond, a product over 16 odd cells may r
 LAUNCH_EVERY = 2  # layers after which the device is set to work while the host builds the rest of the pass
 
 
-_launches = True
+class _Launches(threading.local):
+    are_on = True
+
+
+_launches = _Launches()  # of this thread: another engine's may be traced at the same time
 
 
 @contextmanager
 def nothing_launched() -> Iterator[None]:
     """While a pass is traced there is nothing to set a device to work on."""
-    global _launches
-    _launches = False
+    _launches.are_on = False
     try:
         yield
     finally:
-        _launches = True
+        _launches.are_on = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,7 @@ class Placement:
     def launch_now_and_then(self, kv: RaggedKV) -> None:
         """Called as each layer writes its cells."""
         self._num_written += 1
-        if self._num_written % LAUNCH_EVERY == 0 and _launches:
+        if self._num_written % LAUNCH_EVERY == 0 and _launches.are_on:
             mx.async_eval(kv.keys, kv.values)
 
     def mask(self, window: int | None) -> mx.array:

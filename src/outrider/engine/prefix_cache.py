@@ -105,7 +105,8 @@ class PrefixCache:
 
     @property
     def has_copies(self) -> bool:
-        return bool(self._saves or self._states or self._loads)
+        """Whether the next plan has something to copy, or memory to give back."""
+        return bool(self._saves or self._states or self._loads or self.index.has_dropped)
 
     # -- what is kept ------------------------------------------------------------------------------------
 

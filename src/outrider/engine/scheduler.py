@@ -172,7 +172,7 @@ class Scheduler:
         """Whether the same rows go on as they are, as far as can be told before the step is read."""
         if not last.is_decode or self._prefilling:
             return False
-        if self._waiting and len(self._slots) < self._config.max_rows:
+        if self._waiting and len(self._slots) < self._config.max_rows and self._may_join(self._waiting[0]):
             return False
         if len(last.rows) < len(self._slots) or (self._prefix is not None and self._prefix.has_copies):
             return False
