@@ -23,7 +23,7 @@ from outrider.engine.engine import Engine, EngineParts, EngineStopped
 from outrider.engine.outbox import Outbox
 from outrider.engine.sequence import Delta
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.plan import StepResult
+from outrider.plan import StepPlan, StepResult
 from outrider.request import Grammar, InvalidRequest, SamplingParams
 
 WAIT_S = 20
@@ -40,12 +40,18 @@ class EngineRunner(FakeRunner):
         self.may_run = threading.Event()
         self.may_run.set()
         self.breaks_on_reset = False
+        self.num_under_way = 0
 
     def geometry(self, page_size: int) -> CacheGeometry:
         return GEOMETRY
 
+    def launch(self, plan: StepPlan, after: FakeLaunched | None = None) -> FakeLaunched:
+        self.num_under_way += 1
+        return super().launch(plan, after)
+
     def finish(self, launched: FakeLaunched) -> StepResult:
         assert self.may_run.wait(WAIT_S)
+        self.num_under_way -= 1
         time.sleep(0.001)
         return super().finish(launched)
 
@@ -59,10 +65,15 @@ def no_tokenizer() -> Any:
     raise AssertionError("no grammar is asked for")
 
 
-def parts(runner: EngineRunner, budget_bytes: int = 10**9) -> EngineParts:
+def parts(runner: EngineRunner, budget_bytes: int = 10**9, launches_ahead: bool = False) -> EngineParts:
     facts = ModelFacts("fake", VOCAB_SIZE, 100_000, frozenset(), "none")
     return EngineParts(
-        runner, facts, budget_bytes, lambda request: FakeText(), GrammarCompiler(no_tokenizer, frozenset())
+        runner,
+        facts,
+        budget_bytes,
+        lambda request: FakeText(),
+        GrammarCompiler(no_tokenizer, frozenset()),
+        launches_ahead=launches_ahead,
     )
 
 
@@ -71,9 +82,9 @@ def runner() -> EngineRunner:
     return EngineRunner()
 
 
-@pytest.fixture
-def engine(runner: EngineRunner) -> Iterator[Engine]:
-    engine = Engine(EngineConfig(), lambda: parts(runner))
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def engine(runner: EngineRunner, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(EngineConfig(), lambda: parts(runner, launches_ahead=request.param))
     yield engine
     runner.may_run.set()
     engine.close()
@@ -108,6 +119,14 @@ def test_closing_ends_everyone_and_closing_twice_is_harmless(engine: Engine, run
     with pytest.raises(EngineStopped):
         engine.submit([1], SHORT)
     engine.cancel("unknown")
+
+
+def test_closing_leaves_no_step_under_way(engine: Engine, runner: EngineRunner) -> None:
+    _, outbox = engine.submit([1], ENDLESS)
+    wait_until(lambda: engine.num_steps > 3)
+    engine.close()
+    assert end_of(outbox).finish_reason == "cancelled"
+    assert runner.num_under_way == 0
 
 
 def test_submits_during_a_close_are_refused_or_get_their_end(engine: Engine) -> None:

@@ -267,6 +267,12 @@ class Engine:
                 log.exception("a command failed while the engine stopped")
         self._end_all("cancelled" if error is None else "error", error)
         try:
+            while self._flying:  # a device must not be at work any more when the process ends
+                self._parts.runner.finish(self._flying.popleft().launched)
+        except Exception:
+            log.exception("a step failed while the engine stopped")
+        self._flying.clear()
+        try:
             self._parts.keep_learnt()
         except Exception:
             log.exception("what was learnt about depths is lost")
