@@ -111,7 +111,7 @@ def test_times_of_decode_steps_reach_the_table_and_of_others_do_not() -> None:
 
 @pytest.mark.parametrize("num_rows", [3, 8])
 def test_steps_are_launched_ahead_while_the_heads_of_many_rows_rest(num_rows: int) -> None:
-    """Of many rows only a few are tried: the others, long untried, must not keep steps from being launched."""
+    """Of many rows only a few are tried: the others, long untried, must not hold steps up."""
     harness = Harness(max_rows=num_rows, ahead=1.0, controller=DepthController())
     harness.runner._drafts = lambda row, known: [VOCAB_SIZE] * row.num_drafts_next  # type: ignore[method-assign]
     auto_rows(harness, num_rows, max_tokens=200)

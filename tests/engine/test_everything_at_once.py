@@ -38,6 +38,7 @@ class History:
             block_size=rng.choice((2, 4, 8, 32)),
             least_loaded=rng.choice((1, 1, 5)),
             shelf=self.shelf,
+            ahead=seed % 3 / 2,
         )
         self.num_caught_up = 0
 

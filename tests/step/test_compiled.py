@@ -59,6 +59,8 @@ def _simple(history: History) -> History:
             top_k=ask.params.top_k,
             seed=ask.params.seed,
             max_tokens=ask.params.max_tokens,
+            min_tokens=min(ask.params.min_tokens, 5),
+            stop_token_ids=ask.params.stop_token_ids,
             draft_depth=ask.params.draft_depth,
             logprobs=0 if i % 5 == 4 else None,
         )

@@ -74,7 +74,9 @@ class CompiledPasses:
             max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
         )
         if key not in self._traces:
-            rows = [replace(row, history=(), banned_ids=()) for row in batch]  # they edit nothing: see repeats
+            rows = [
+                replace(row, history=(), banned_ids=()) for row in batch
+            ]  # those need no edits: `repeats`
             self._traces[key] = self._trace(rows, ways, end, capacity)
             if len(self._traces) > MOST_TRACES:
                 self._traces.popitem(last=False)
