@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_runner import VOCAB_SIZE, FakeLaunched, FakeRunner
+from fake_runner import VOCAB_SIZE, FakeLaunched, FakeRunner, true_next
 from scheduler_harness import FakeText
 
 from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
@@ -212,6 +214,30 @@ def test_observer_that_raises_costs_no_request_anything(runner: EngineRunner) ->
     ends = [end_of(engine.submit([i], SHORT)[1]) for i in range(3)]
     engine.close()
     assert [(end.finish_reason, len(end.token_ids)) for end in ends] == [("length", 4)] * 3
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_observer_is_told_of_the_tokens_that_clients_get(runner: EngineRunner, ahead: bool) -> None:
+    """And not of those of a row that ran once too often, since it was launched before it was seen to end."""
+    seen = Counter[str]()
+
+    class Counts:
+        def on_step(self, plan: StepPlan, result: StepResult, *_: object) -> None:
+            seen["tokens"] += sum(len(row.token_ids) for row in result.rows)
+            seen["rows"] += sum(row.picks for batch in plan.batches for row in batch)
+
+    answer = [1]
+    while len(answer) < 4 or answer[-1] in answer[:-1]:
+        answer.append(true_next(answer))
+    stops = SamplingParams(max_tokens=40, temperature=0, stop_token_ids=(answer[-1],))
+    runner.may_run.clear()
+    engine = Engine(EngineConfig(), lambda: parts(runner, launches_ahead=ahead), Counts())  # type: ignore[arg-type]
+    outboxes = [engine.submit([1], stops)[1], engine.submit([2], replace(SHORT, max_tokens=30))[1]]
+    runner.may_run.set()
+    ends = [end_of(outbox) for outbox in outboxes]
+    engine.close()
+    assert ends[0].finish_reason == "stop"
+    assert seen["tokens"] == seen["rows"] == sum(len(end.token_ids) for end in ends)
 
 
 def test_fault_in_the_books_ends_requests_with_an_error_and_the_engine_serves_on(

@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from outrider.cache.disk_tier import DiskTier
@@ -394,6 +394,13 @@ class Engine:
             self._tell(lambda observer: observer.on_encode(encode_s))
 
     def _observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        if plan.follows:  # rows that had ended by then ran for nothing
+            there = {sequence.id for sequence, _ in self._live.values()}
+            (batch,) = plan.batches
+            plan = replace(plan, batches=(tuple(row for row in batch if row.sequence_id in there),))
+            result = StepResult(tuple(row for row in result.rows if row.sequence_id in there))
+            if not result.rows:
+                return
         num_waiting, num_bytes = self._scheduler.num_waiting, self._scheduler.num_bytes
         self._tell(lambda observer: observer.on_step(plan, result, seconds, num_waiting, num_bytes))
 
