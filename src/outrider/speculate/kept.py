@@ -22,7 +22,7 @@ from outrider.speculate.costs import MOST_CORRECTION, CostTable, Measured
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
