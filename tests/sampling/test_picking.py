@@ -396,3 +396,17 @@ def test_greedy_drafts_are_accepted_where_the_best_tokens_agree() -> None:
     positions = mx.arange(500)[None]
     same = pick(mx.array(p), positions, params) == pick_drafts(mx.array(q), positions, params, None)
     assert np.array_equal(np.array(same), p.argmax(-1) == q.argmax(-1))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_greedy_rows_in_company_pick_what_they_pick_alone(seed: int) -> None:
+    """Merged kinds are for compiled passes: fewer of them, the same tokens."""
+    rng = random.Random(seed)
+    params = [random_params(rng) for _ in range(6)] + [SamplingParams(temperature=0)] * 2
+    rng.shuffle(params)
+    logits = np.random.default_rng(seed).normal(size=(8, 3, WIDE)).astype(np.float32) * 3
+    positions = np.arange(24, dtype=np.int32).reshape(8, 3)
+    inputs = mx.array(logits), mx.array(positions)
+    merged = Picking.of(params, merged=True)
+    assert np.array_equal(np.array(pick_how(*inputs, merged)), picked(logits, positions, params))
+    assert all(kind.name != "greedy" for kind in merged.kinds) or len(merged.kinds) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -18,6 +18,7 @@ from outrider.step.compiled import repeats
 from outrider.step.runner import Launched, Runner
 from plan_rows import plan_row
 from step.histories import History, Tally, World, play, random_history, world
+from step.reference import solo_answer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CAPACITY = 96
@@ -177,3 +178,33 @@ def test_rows_with_something_to_say_are_not_traced() -> None:
     assert not repeats([row(temperature=0, logprobs=1)])
     assert not repeats([row(temperature=0, presence_penalty=0.5)])
     assert not repeats([plan_row([1, 2, 3], params=GREEDY, start=0)])
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_one_trace_serves_rows_that_draft_rest_and_do_neither() -> None:
+    """Which rows the head follows is in arrays: a batch in which others do needs no new trace."""
+    tiny = world("llama")
+    runner = Runner(tiny.trunk, LoadedHead((tiny.head,), "random"), compiles=True)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
+    tokens = [list(prompt) for prompt in prompts]
+
+    def step(heads: Sequence[bool], start: int | None = None) -> None:
+        rows = []
+        for i, (text, prompt) in enumerate(zip(tokens, prompts, strict=True)):
+            row = plan_row(
+                prompt, text[len(prompt) :], params=GREEDY, slot=i, start=start,
+                feeds_head=heads[i], num_drafts_next=2 if heads[i] else 0,
+            )  # fmt: skip
+            rows.append(replace(row, rests=not heads[i]))
+        for result in runner.run(StepPlan(3, CAPACITY, (), (tuple(rows),))).rows:
+            assert len(result.drafts) == (2 if heads[result.sequence_id] else 0)
+            tokens[result.sequence_id] += result.token_ids
+
+    step([True] * 3, start=0)
+    for heads in ([True, False, True], [False, True, False], [True, True, False]):
+        step(heads)
+    runner.reset()
+    assert runner._compiled is not None
+    assert runner._compiled.num_traces == 1
+    for prompt, text in zip(prompts, tokens, strict=True):
+        assert text[len(prompt) :] == list(solo_answer(tiny.model, prompt, GREEDY).token_ids)[:4]

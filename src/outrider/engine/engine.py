@@ -421,7 +421,12 @@ class Engine:
         if not scheduler.is_idle:
             return
         while self._flying:  # launched before its rows were seen to be finished
-            scheduler.commit(self._finish()[1])
+            try:
+                scheduler.commit(self._finish()[1])
+            except Exception:
+                log.exception("a step failed whose rows had all ended; cached prefixes are dropped")
+                self._drop_everything()
+                scheduler.fail("nobody is told")
         last_copies = scheduler.plan()
         if last_copies is not None:
             scheduler.commit(runner.finish(runner.launch(last_copies)))

@@ -33,11 +33,13 @@ class Picking:
     kinds: tuple[_Kind, ...]
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> Picking:
+    def of(cls, params: Sequence[SamplingParams], merged: bool = False) -> Picking:
+        """`merged`: fewer kinds rather than less work. Greedy rows go with others, their noise times zero."""
         kinds: dict[str, list[int]] = {}
-        for row, p in enumerate(params):
-            name = "greedy" if p.is_greedy else "filtered" if p.is_filtered else "sampled"
-            kinds.setdefault(name, []).append(row)
+        names = ["greedy" if p.is_greedy else "filtered" if p.is_filtered else "sampled" for p in params]
+        company = next((name for name in ("sampled", "filtered") if name in names), "greedy")
+        for row, name in enumerate(names):
+            kinds.setdefault(company if merged and name == "greedy" else name, []).append(row)
         made = (_Kind.of(name, rows, [params[row] for row in rows]) for name, rows in kinds.items())
         return cls(len(params), tuple(made))
 
@@ -92,22 +94,29 @@ class _Kind:
     numbers: list[mx.array]  # inverse temperature [rows, 1, 1], seeds [rows, 2]; the filters' [rows, 1, 1]
     needs_total: bool = False  # a share of the whole vocabulary is asked for
     reads: bool = False  # whether the best candidates were enough has to be looked at
+    has_greedy: bool = False  # greedy rows are among them: the noise has weights, the last of the numbers
 
     @classmethod
     def of(cls, name: str, rows: Sequence[int], params: Sequence[SamplingParams]) -> _Kind:
         if name == "greedy":
             return cls(name, tuple(rows), [])
-        numbers = [_column([1 / max(p.temperature, LEAST_TEMPERATURE) for p in params]), _seeds(params)]
+        greedy = [p.is_greedy for p in params]
+        numbers = [_column([_inverse_temperature(p) for p in params]), _seeds(params)]
         if name == "filtered":
-            numbers.append(mx.array([min(p.top_k, 2**30) for p in params])[:, None, None])
+            limits = [1 if p.is_greedy else min(p.top_k, 2**30) for p in params]
+            numbers.append(mx.array(limits)[:, None, None])
             numbers.append(_column([p.top_p for p in params]))
             numbers.append(mx.log(_column([p.min_p for p in params])))  # -inf when off
-        needs_total = any(p.top_p < 1 and not 0 < p.top_k <= NUM_CANDIDATES for p in params)
-        return cls(name, tuple(rows), numbers, needs_total, any(p.filters_widely for p in params))
+        if any(greedy):
+            numbers.append(_column([0.0 if is_greedy else 1.0 for is_greedy in greedy]))
+        sampled = [p for p in params if not p.is_greedy]
+        needs_total = any(p.top_p < 1 and not 0 < p.top_k <= NUM_CANDIDATES for p in sampled)
+        reads = any(p.filters_widely for p in sampled)
+        return cls(name, tuple(rows), numbers, needs_total, reads, any(greedy))
 
     @property
     def key(self) -> Hashable:
-        return self.name, self.rows, self.needs_total, self.reads
+        return self.name, self.rows, self.needs_total, self.reads, self.has_greedy
 
     def pick(
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, exact: bool
@@ -116,14 +125,20 @@ class _Kind:
             columns = mx.argmax(logits, axis=-1)
             return columns if token_ids is None else token_ids[columns]
         inverse_temperature, seeds, *filters = self.numbers
+        weight = filters.pop() if self.has_greedy else None
+
+        def noise(ids: mx.array) -> mx.array:
+            full = gumbel(seeds, positions, ids)
+            return full if weight is None else full * weight
+
         scaled = logits * inverse_temperature
         if self.name == "sampled":
             ids = mx.arange(logits.shape[-1]) if token_ids is None else token_ids
-            columns = mx.argmax(scaled + gumbel(seeds, positions, ids), axis=-1)
+            columns = mx.argmax(scaled + noise(ids), axis=-1)
             return columns if token_ids is None else token_ids[columns]
         kept, columns = self._filtered(scaled, filters, exact)
         ids = columns if token_ids is None else token_ids[columns]
-        best = mx.argmax(kept + gumbel(seeds, positions, ids), axis=-1, keepdims=True)
+        best = mx.argmax(kept + noise(ids), axis=-1, keepdims=True)
         return mx.take_along_axis(ids, best, axis=-1)[..., 0]
 
     def _filtered(
@@ -180,8 +195,12 @@ def _column(numbers: list[float]) -> mx.array:
     return mx.array(numbers, mx.float32)[:, None, None]
 
 
+def _inverse_temperature(params: SamplingParams) -> float:
+    return 1.0 if params.is_greedy else 1 / max(params.temperature, LEAST_TEMPERATURE)
+
+
 def _seeds(params: Sequence[SamplingParams]) -> mx.array:
-    seeds = [p.seed for p in params if p.seed is not None]
-    if len(seeds) < len(params):
+    seeds = [0 if p.is_greedy else p.seed for p in params]
+    if None in seeds:
         raise ValueError("a sampled row has no seed: SamplingParams.with_seed() draws one for each request")
-    return seed_words(seeds)
+    return seed_words([seed for seed in seeds if seed is not None])

@@ -66,6 +66,10 @@ class MTPDrafter:
         self._draft_ids = head.draft_ids
         self._reduced_weight = None if head.draft_ids is None else _projection_rows(trunk, head.draft_ids)
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
     def buffers(self) -> Iterator[Buffers]:
         for cache in self._caches:
             yield from cache.buffers()

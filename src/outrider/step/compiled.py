@@ -54,12 +54,33 @@ class CompiledPasses:
         return len(self._traces)
 
     def __call__(self, batch: Batch, feed: Feed, capacity: int) -> Flight:
-        ways = self._forward.ways_to_pick(batch)
+        rows = self._alike(batch)
+        ways = self._forward.ways_to_pick(rows, merged=True)
         end = min(capacity, -(-last_cell(batch) // END_STEP) * END_STEP)
-        traced = self._traced(batch, feed, ways, end, capacity)
+        traced = self._traced(rows, feed, ways, end, capacity)
         found, arrays = traced(_inputs(feed, ways), self._arrays())
         self._put(arrays)
-        return _flight(batch, self._forward.heading(batch), found)
+        return _flight(batch, self._forward.heading(rows), found)
+
+    def _alike(self, batch: Batch) -> Batch:
+        """The rows as a trace sees them: without what arrays say, so that few traces do for many batches.
+
+        The head passes over all of them where it follows some: what it is fed is `Feed.head_fed`.
+        """
+        any_head, any_rests = any(row.feeds_head for row in batch), any(row.rests for row in batch)
+        alike = self._forward.head_passes_all
+        return [
+            replace(
+                row,
+                history=(),
+                banned_ids=(),  # they need no edits: `repeats`
+                position_delta=0,
+                head_start=None,  # nor have they anything to catch up with
+                feeds_head=any_head if alike else row.feeds_head,
+                rests=any_rests,
+            )
+            for row in batch
+        ]
 
     def _traced(
         self, batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int
@@ -70,14 +91,12 @@ class CompiledPasses:
             capacity,
             max(row.num_drafts for row in batch),
             tuple(way.key for way in ways),
-            tuple((row.slot, row.feeds_head, row.rests, row.position_delta) for row in batch),
+            feed.deltas is None,
+            tuple((row.slot, row.feeds_head, row.rests) for row in batch),
             max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
         )
         if key not in self._traces:
-            rows = [
-                replace(row, history=(), banned_ids=()) for row in batch
-            ]  # those need no edits: `repeats`
-            self._traces[key] = self._trace(rows, ways, end, capacity)
+            self._traces[key] = self._trace(batch, ways, end, capacity)
             if len(self._traces) > MOST_TRACES:
                 self._traces.popitem(last=False)
         self._traces.move_to_end(key)

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.plan import RowPlan
+from outrider.step.pictures import deltas_of
 
 Batch = Sequence[RowPlan]
 
@@ -24,13 +25,15 @@ class Feed:
     starts: mx.array  # [rows]
     num_fed: mx.array  # [rows]
     num_drafts: mx.array  # [rows] how many of those, at the end, are drafts
+    head_fed: mx.array  # [rows] for how many of them the head is fed their pairs: all or none
+    deltas: mx.array | None = None  # [rows] from cells' numbers to positions, where rows have such
 
     @classmethod
     def of_rows(cls, batch: Batch, width: int) -> Feed:
         token_ids = np.zeros((len(batch), width), np.int32)
         for i, row in enumerate(batch):
             token_ids[i, : row.num_fed] = row.token_ids
-        return cls(mx.array(token_ids), mx.array([row.start for row in batch]), *_counts(batch))
+        return cls(mx.array(token_ids), mx.array([row.start for row in batch]), *_of_plan(batch))
 
     @classmethod
     def after(cls, outcome: Outcome, batch: Batch, width: int) -> Feed:
@@ -41,11 +44,12 @@ class Feed:
         num_more = width - sum(part.shape[1] for part in columns)
         if num_more > 0:
             columns.append(mx.zeros((len(batch), num_more), mx.int32))
-        return cls(mx.concatenate(columns, axis=1), outcome.ends, *_counts(batch))
+        return cls(mx.concatenate(columns, axis=1), outcome.ends, *_of_plan(batch))
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [self.token_ids, self.starts, self.num_fed, self.num_drafts]
+        known = [self.token_ids, self.starts, self.num_fed, self.num_drafts, self.head_fed]
+        return known if self.deltas is None else [*known, self.deltas]
 
 
 @dataclass(frozen=True)
@@ -57,5 +61,11 @@ class Outcome:
     drafts: mx.array | None  # [rows, depth] for the next pass; anything for rows that asked for none
 
 
-def _counts(batch: Batch) -> tuple[mx.array, mx.array]:
-    return mx.array([row.num_fed for row in batch]), mx.array([row.num_drafts for row in batch])
+def _of_plan(batch: Batch) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
+    """What is known of the rows before anything is read."""
+    return (
+        mx.array([row.num_fed for row in batch]),
+        mx.array([row.num_drafts for row in batch]),
+        mx.array([row.num_fed if row.feeds_head else 0 for row in batch]),
+        deltas_of(batch),
+    )

@@ -22,7 +22,7 @@ from outrider.sampling.picking import Picking
 from outrider.speculate.mtp import HeadRows, MTPDrafter
 from outrider.step.feed import Batch, Feed
 from outrider.step.flight import Flight
-from outrider.step.pictures import deltas_of, positions_of, seen_in
+from outrider.step.pictures import positions_of, seen_in
 from outrider.step.resting import RestingStates
 from outrider.step.verify import kept_tokens, next_tokens, picking_rows, verify
 
@@ -48,17 +48,22 @@ class Forward:
         if self._resting is not None:
             yield self._resting.kv
 
+    @property
+    def head_passes_all(self) -> bool:
+        """Whether the head may be run over rows that it is not fed, and leaves their cells alone."""
+        return self._drafter is not None and self._drafter.num_layers == 1
+
     def heading(self, batch: Batch) -> list[int]:
         """Rows that the head follows in this pass."""
         return [i for i, row in enumerate(batch) if row.feeds_head] if self.has_head else []
 
-    def ways_to_pick(self, batch: Batch) -> tuple[Picking, Picking]:
+    def ways_to_pick(self, batch: Batch, merged: bool = False) -> tuple[Picking, Picking]:
         """How targets are picked, and how drafts are."""
         picking, heading = picking_rows(batch), self.heading(batch)
-        targets = Picking.of([batch[i].params for i in picking])
+        targets = Picking.of([batch[i].params for i in picking], merged)
         if heading == picking:
             return targets, targets
-        return targets, Picking.of([batch[i].params for i in heading])
+        return targets, Picking.of([batch[i].params for i in heading], merged)
 
     def __call__(self, batch: Batch, feed: Feed, capacity: int) -> Flight:
         return self.run(batch, feed, self.ways_to_pick(batch), last_cell(batch), capacity)
@@ -66,7 +71,7 @@ class Forward:
     def run(self, batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int) -> Flight:
         """`end`: no row's last fed cell is beyond this."""
         width = feed.token_ids.shape[1]
-        positions = positions_of(batch, feed.starts, width)
+        positions = positions_of(batch, feed.starts, width, feed.deltas)
         slots = [row.slot for row in batch]
         any_new = any(row.start == 0 for row in batch)
         place = Placement(slots, feed.starts, feed.num_fed, width, end, capacity, any_new, positions)
@@ -101,11 +106,12 @@ class Forward:
         assert self._drafter is not None and self._resting is not None
         hidden, next_ids, num_kept = found
         rows = [batch[i] for i in heading]
-        starts, num_fed = feed.starts, feed.num_fed
+        starts, num_fed, deltas = feed.starts, feed.head_fed, feed.deltas
         if len(heading) < len(batch):
             some = mx.array(heading)
             hidden, next_ids, num_kept = hidden[some], next_ids[some], num_kept[some]
             starts, num_fed = starts[some], num_fed[some]
+            deltas = None if deltas is None else deltas[some]
         head_rows = HeadRows(
             slots=[row.slot for row in rows],
             starts=starts,
@@ -114,8 +120,8 @@ class Forward:
             end=end,
             how=how,
             depth=max(row.num_drafts_next for row in rows),
-            positions=positions_of(rows, starts, hidden.shape[1]),
-            deltas=deltas_of(rows),
+            positions=positions_of(rows, starts, hidden.shape[1], deltas),
+            deltas=deltas,
             seen=seen_in(rows, self._shelf, ahead=1),
         )
         fed = self._resting.catch_up(rows, hidden, next_ids, head_rows, capacity)

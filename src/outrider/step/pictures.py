@@ -43,7 +43,11 @@ def deltas_of(batch: Sequence[RowPlan]) -> mx.array | None:
 
 
 def positions_of(
-    batch: Sequence[RowPlan], starts: mx.array, width: int, behind: np.ndarray | None = None
+    batch: Sequence[RowPlan],
+    starts: mx.array,
+    width: int,
+    deltas: mx.array | None,
+    behind: np.ndarray | None = None,
 ) -> Positions | None:
     """What rope is given: nothing new, an offset a row, or a grid where a prompt with pictures is read.
 
@@ -59,5 +63,4 @@ def positions_of(
             else:
                 grid[:, i] = np.arange(first, first + width) + row.position_delta
         return GridPositions(mx.array(grid))
-    deltas = deltas_of(batch)
     return None if deltas is None else starts + deltas

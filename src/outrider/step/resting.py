@@ -57,7 +57,7 @@ class RestingStates:
             starts=heading.starts - missed,
             num_fed=heading.num_fed + missed,
             num_kept=heading.num_kept + missed,
-            positions=positions_of(rows, heading.starts - missed, wide, behind),
+            positions=positions_of(rows, heading.starts - missed, wide, heading.deltas, behind),
             seen=None if heading.seen is None else heading.seen.moved(missed),
         )
         place = Placement(whole.slots, whole.starts, whole.num_fed, wide, whole.end, capacity)
