@@ -123,6 +123,27 @@ def test_closing_ends_everyone_and_closing_twice_is_harmless(engine: Engine, run
     engine.cancel("unknown")
 
 
+def test_a_step_whose_rows_have_all_ended_may_fail(
+    runner: EngineRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was launched ahead; nobody waits for it."""
+    engine = Engine(EngineConfig(), lambda: parts(runner, launches_ahead=True))
+    try:
+        for _ in range(5):
+            request_id, outbox = engine.submit([1], ENDLESS)
+            scheduler, num_steps = engine._scheduler, engine.num_steps
+            wait_until(lambda n=num_steps: engine.num_steps > n + 3)  # type: ignore[misc]
+            runner.faults = dict.fromkeys(range(20), lambda row: not engine._live)
+            engine.cancel(request_id)
+            assert end_of(outbox).finish_reason == "cancelled"
+            assert end_of(engine.submit([1, 2], SHORT)[1]).finish_reason == "length"
+            runner.faults = {}
+        assert "whose rows had all ended" in caplog.text
+        assert engine._scheduler is scheduler
+    finally:
+        engine.close()
+
+
 def test_closing_leaves_no_step_under_way(engine: Engine, runner: EngineRunner) -> None:
     _, outbox = engine.submit([1], ENDLESS)
     wait_until(lambda: engine.num_steps > 3)
