@@ -130,7 +130,7 @@ def noise_stands_still_in_a_window(patch: pytest.MonkeyPatch) -> None:
 
 def the_first_sampler_serves_all(patch: pytest.MonkeyPatch) -> None:
     of = Picking.of
-    patch.setattr(Picking, "of", lambda params: of(list(params[:1]) * len(params)))
+    patch.setattr(Picking, "of", lambda params, merged=False: of(list(params[:1]) * len(params), merged))
 
 
 def penalties_do_not_see_drafts(patch: pytest.MonkeyPatch) -> None:
