@@ -110,7 +110,8 @@ def test_depth_does_not_change_the_answer(llm: LLM, depth: int, temperature: flo
     assert drafted.token_ids == plain.token_ids
     assert plain.stats.drafted == []
     assert len(drafted.stats.drafted) <= 8
-    assert (sum(drafted.stats.drafted) > 0) == (depth != 0)
+    if depth != "auto":  # which drafts where that pays on this machine
+        assert (sum(drafted.stats.drafted) > 0) == (depth != 0)
 
 
 def test_unseeded_equal_prompts_differ(llm: LLM) -> None:
@@ -278,7 +279,7 @@ def test_ngram_drafter_needs_no_head(tmp_path: Path) -> None:
     with LLM(tmp_path, drafter="none") as plain:
         expected = plain.generate([[7, 8, 9] * 6], params)[0]
     with LLM(tmp_path, drafter="ngram") as llm:
-        out = llm.generate([[7, 8, 9] * 6], params)[0]
+        out = llm.generate([[7, 8, 9] * 6], replace(params, draft_depth=3))[0]
     assert out.token_ids == expected.token_ids
     assert sum(out.stats.drafted) > 0
 

@@ -48,6 +48,11 @@ def test_chat(client: openai.OpenAI, live: ServerProcess) -> None:
     assert answer._request_id
 
 
+def _counts(usage: Any) -> tuple[int, int, int]:
+    """Without what became of drafts, of which there are as many as pay at the moment."""
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
 def test_streamed_chat_is_the_same_text(client: openai.OpenAI, live: ServerProcess) -> None:
     whole = client.chat.completions.create(model=live.model, messages=MESSAGES, **GREEDY, **FREE)
     chunks = list(
@@ -62,7 +67,7 @@ def test_streamed_chat_is_the_same_text(client: openai.OpenAI, live: ServerProce
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage
+    assert _counts(chunks[-1].usage) == _counts(whole.usage)
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
 
 
