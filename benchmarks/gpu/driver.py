@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.engine.flights import Flights
 from outrider.engine.scheduler import Scheduler
 from outrider.plan import StepPlan
-from outrider.step.runner import Launched, Runner
+from outrider.step.runner import Runner
 
 
 @dataclass
@@ -29,27 +29,23 @@ class Driver:
         self._scheduler = scheduler
         self._runner = runner
         self._ahead = ahead
-        self._flying: deque[tuple[Launched, float]] = deque()  # and when they were launched
-        self._last_read_s = 0.0
+        self._flights = Flights(runner)
         self.num_ahead = 0
         self.spent = Spent()
 
     def step(self) -> None:
         """One step is read and committed."""
-        if not self._flying:
+        if not self._flights:
             plan = self._timed(self._scheduler.plan)
             assert plan is not None
             self._launch(plan)
         if self._ahead and (plan := self._timed(self._scheduler.plan_ahead)) is not None:
             self._launch(plan)
             self.num_ahead += 1
-        launched, launched_s = self._flying[0]
         started_s = time.perf_counter()
-        result = self._runner.finish(launched)
-        self._flying.popleft()
+        step = self._flights.land()
         read_s = time.perf_counter()
-        self._scheduler.commit(result, read_s - max(launched_s, self._last_read_s))
-        self._last_read_s = read_s
+        self._scheduler.commit(step.result, step.seconds)
         self.spent.read_s += read_s - started_s
         self.spent.commit_s += time.perf_counter() - read_s
 
@@ -61,8 +57,8 @@ class Driver:
 
     def leave(self) -> None:
         """Wait for what is under way, and drop all rows and cells."""
-        while self._flying:
-            self._runner.finish(self._flying.popleft()[0])
+        while self._flights:
+            self._flights.land()
         self._runner.reset()
 
     def _timed(self, make: Callable[[], StepPlan | None]) -> StepPlan | None:
@@ -72,7 +68,6 @@ class Driver:
         return plan
 
     def _launch(self, plan: StepPlan) -> None:
-        after = self._flying[-1][0] if self._flying else None
         started_s = time.perf_counter()
-        self._flying.append((self._runner.launch(plan, after), started_s))
+        self._flights.launch(plan)
         self.spent.launch_s += time.perf_counter() - started_s

@@ -14,15 +14,15 @@ import threading
 import time
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from outrider.cache.disk_tier import DiskTier
 from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
 from outrider.engine.door import Door, ModelFacts
 from outrider.engine.encoding import EncodingTurns, PictureShelf
+from outrider.engine.flights import Flights, Launches
 from outrider.engine.outbox import Outbox
 from outrider.engine.prefix_status import PrefixStatus, new_prefix_cache
 from outrider.engine.scheduler import Scheduler
@@ -43,7 +43,7 @@ class EngineStopped(RuntimeError):
     """The engine is shut down and takes no more requests."""
 
 
-class StepRunner(Protocol):
+class StepRunner(Launches, Protocol):
     """What the engine needs of a runner."""
 
     @property
@@ -56,10 +56,6 @@ class StepRunner(Protocol):
 
     @property
     def shelf(self) -> PictureShelf | None: ...  # of a model that sees
-
-    def launch(self, plan: StepPlan, after: Any = None) -> Any: ...
-
-    def finish(self, launched: Any) -> StepResult: ...
 
     def encode(self, piece: MediaPiece) -> None: ...
 
@@ -85,15 +81,6 @@ class EngineParts:
     launches_ahead: bool = False  # whether a step is launched before the one in front of it is read
 
 
-@dataclass(frozen=True)
-class _Flying:
-    """A step that was launched and is not yet read."""
-
-    plan: StepPlan
-    launched: Any
-    launched_s: float
-
-
 class EngineObserver(Protocol):
     """Told of every step and of every piece of a picture, on the engine thread: it must be quick."""
 
@@ -116,8 +103,6 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[str, tuple[Sequence, Outbox]] = {}  # engine thread only
         self._num_steps = 0
-        self._flying: deque[_Flying] = deque()  # at most two; engine thread only
-        self._last_read_s = 0.0
         self._turns = EncodingTurns()
         # Nothing enters the inbox once stopping is set. Reentrant: the garbage collector may end an abandoned
         # stream, which cancels, on the very thread that submits.
@@ -237,6 +222,7 @@ class Engine:
             self._geometry = self._parts.runner.geometry(self._config.page_size)
             self._scheduler = self._new_scheduler()
             self._door = self._new_door()
+            self._flights = Flights(self._parts.runner)
         except BaseException as error:
             self.__dict__.pop("_parts", None)  # this thread stays, the weights must not
             self._ready.put(error)
@@ -267,18 +253,17 @@ class Engine:
                 log.exception("a command failed while the engine stopped")
         self._end_all("cancelled" if error is None else "error", error)
         try:
-            while self._flying:  # a device must not be at work any more when the process ends
-                self._parts.runner.finish(self._flying.popleft().launched)
+            while self._flights:  # a device must not be at work any more when the process ends
+                self._flights.land()
         except Exception:
             log.exception("a step failed while the engine stopped")
-        self._flying.clear()
         try:
             self._parts.keep_learnt()
         except Exception:
             log.exception("what was learnt about depths is lost")
         if self._parts.disk is not None:
             self._parts.disk.close()
-        del self._parts, self._scheduler  # and with them the weights
+        del self._parts, self._flights, self._scheduler  # and with them the weights
 
     def _new_door(self) -> Door:
         longest = self._scheduler.longest_context()
@@ -323,55 +308,42 @@ class Engine:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._flying) or not self._scheduler.is_idle
+        return bool(self._flights) or not self._scheduler.is_idle
 
     def _step(self) -> bool:
         """Read the next step, launched now or earlier. Whether any row ran: all may wait for pictures."""
-        plan = None if self._flying else self._scheduler.plan()
-        if plan is None and not self._flying:
+        plan = None if self._flights else self._scheduler.plan()
+        if plan is None and not self._flights:
             if self._scheduler.next_piece() is None:
                 self._scheduler.wait_for_disk()
             return False
         started_s = time.perf_counter()
         try:
             if plan is not None:
-                self._launch(plan)
+                self._flights.launch(plan)
             if self._parts.launches_ahead and (ahead := self._scheduler.plan_ahead()) is not None:
-                self._launch(ahead)
-            step, result = self._finish()
+                self._flights.launch(ahead)
+            step = self._flights.land()
         except Exception as error:
             log.exception("a step failed; its rows are computed again")
             self._drop_everything()
             deltas = self._scheduler.fail(f"the model failed: {error}")
             has_rows = True
         else:
-            run_s = time.perf_counter() - max(step.launched_s, self._last_read_s)
-            self._last_read_s = time.perf_counter()
             has_rows = bool(step.plan.batches)
             self._num_steps += has_rows
-            deltas = self._scheduler.commit(result, run_s)
-            self._turns.stepped(run_s)
+            deltas = self._scheduler.commit(step.result, step.seconds)
+            self._turns.stepped(step.seconds)
             if has_rows:
-                self._observe(step.plan, result, time.perf_counter() - started_s)
+                self._observe(step.plan, step.result, time.perf_counter() - started_s)
         for delta in deltas:
             self._deliver(delta)
         self._rest_if_idle()
         return has_rows
 
-    def _launch(self, plan: StepPlan) -> None:
-        after = self._flying[-1].launched if self._flying else None
-        launched_s = time.perf_counter()
-        self._flying.append(_Flying(plan, self._parts.runner.launch(plan, after), launched_s))
-
-    def _finish(self) -> tuple[_Flying, StepResult]:
-        step = self._flying[0]
-        result = self._parts.runner.finish(step.launched)
-        self._flying.popleft()
-        return step, result
-
     def _drop_everything(self) -> None:
         """All cells are lost: a step failed half-way."""
-        self._flying.clear()
+        self._flights.drop()
         self._parts.runner.reset()
         self._parts.runner.forget_prefixes()
 
@@ -420,9 +392,9 @@ class Engine:
         runner, scheduler = self._parts.runner, self._scheduler
         if not scheduler.is_idle:
             return
-        while self._flying:  # launched before its rows were seen to be finished
+        while self._flights:  # launched before its rows were seen to be finished
             try:
-                scheduler.commit(self._finish()[1])
+                scheduler.commit(self._flights.land().result)
             except Exception:
                 log.exception("a step failed whose rows had all ended; cached prefixes are dropped")
                 self._drop_everything()
