@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from outrider.cache.embeddings import Seen
-from outrider.cache.ragged_kv import GridPositions, KVSpec, LayerView, Placement, Positions, RaggedKV
+from outrider.cache.hidden_cells import HiddenCells
+from outrider.cache.ragged_kv import GridPositions, Placement, Positions
 from outrider.models.cpu_products import product
 from outrider.models.heads import LoadedHead, head_layout
 from outrider.models.mrope import SectionedRope
@@ -60,7 +61,9 @@ class MTPDrafter:
         self._caches = [TrunkCache([head_layout(layer, trunk)]) for layer in head.layers]
         self._is_chained = head.spec.is_chained
         num_between = len(head.layers) - 1
-        self._between = [_HiddenCells(trunk) for _ in range(num_between if self._is_chained else 1)]
+        self._between = [
+            HiddenCells(trunk.hidden_size, trunk.dtype) for _ in range(num_between if self._is_chained else 1)
+        ]
         self._takes_grids = any(isinstance(m, SectionedRope) for h in head.layers for m in h.modules())
         self._trunk = trunk
         self._draft_ids = head.draft_ids
@@ -175,24 +178,6 @@ class _Tokens:
         """One more for every row.  [rows, 1]"""
         self._ids = mx.put_along_axis(self._ids, self._num, drafts.astype(self._ids.dtype), axis=1)
         self._num = self._num + 1
-
-
-class _HiddenCells:
-    """Hidden states by cell, in buffers that are resized, moved and accounted for as keys and values are."""
-
-    def __init__(self, trunk: Trunk) -> None:
-        self._half = trunk.hidden_size // 2
-        self.kv = RaggedKV(KVSpec(1, self._half, trunk.hidden_size - self._half, trunk.dtype))
-
-    def write(self, hidden: mx.array, place: Placement) -> None:
-        """[rows, width, H]"""
-        hidden = hidden[:, None]
-        LayerView(self.kv, place).update_and_fetch(hidden[..., : self._half], hidden[..., self._half :])
-
-    def read(self, place: Placement) -> mx.array:
-        """[rows, width, H]; of columns that are not fed, anything."""
-        cells = mx.minimum(place.cells, place.limit)
-        return mx.concatenate([x[place.slot_ids, 0, cells] for x in (self.kv.keys, self.kv.values)], axis=-1)
 
 
 def _projection_rows(trunk: Trunk, token_ids: mx.array) -> mx.array:

@@ -14,7 +14,8 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
+from outrider.cache.hidden_cells import HiddenCells
+from outrider.cache.ragged_kv import Placement, RaggedKV
 from outrider.models.trunk import Trunk
 from outrider.plan import RowPlan
 from outrider.speculate.mtp import HeadRows
@@ -24,21 +25,16 @@ WIDTH_STEP = 16  # cells by which a catching-up pass grows, so that shapes repea
 
 
 class RestingStates:
-    """Hidden states by cell, in buffers that are resized, moved and accounted for as keys and values are."""
-
     def __init__(self, trunk: Trunk) -> None:
-        self._half = trunk.hidden_size // 2
-        self.kv = RaggedKV(KVSpec(1, self._half, trunk.hidden_size - self._half, trunk.dtype))
+        self._cells = HiddenCells(trunk.hidden_size, trunk.dtype)
+
+    @property
+    def kv(self) -> RaggedKV:
+        return self._cells.kv
 
     def keep(self, hidden: mx.array, place: Placement) -> None:
         """[rows, width, H], in the cells that the trunk wrote."""
-        hidden = hidden[:, None]
-        LayerView(self.kv, place).update_and_fetch(hidden[..., : self._half], hidden[..., self._half :])
-
-    def _read(self, place: Placement) -> mx.array:
-        """[rows, width, H]; of columns that are not fed, anything."""
-        cells = mx.minimum(place.cells, place.limit)
-        return mx.concatenate([x[place.slot_ids, 0, cells] for x in (self.kv.keys, self.kv.values)], axis=-1)
+        self._cells.write(hidden, place)
 
     def catch_up(
         self, rows: Sequence[RowPlan], hidden: mx.array, next_ids: mx.array, heading: HeadRows, capacity: int
@@ -66,4 +62,4 @@ class RestingStates:
             known[i, : behind[i]] = row.history[row.start - behind[i] + 1 : row.start + 1]
         columns = np.arange(wide) - behind[:, None]  # of what is fed now
         newest = mx.take_along_axis(next_ids, mx.array(np.clip(columns, 0, width - 1)), axis=1)
-        return self._read(place), mx.where(mx.array(columns < 0), mx.array(known), newest), whole
+        return self._cells.read(place), mx.where(mx.array(columns < 0), mx.array(known), newest), whole

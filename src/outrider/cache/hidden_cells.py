@@ -1,0 +1,23 @@
+"""Hidden states by cell, in buffers that are resized, moved and accounted for as keys and values are."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
+
+
+class HiddenCells:
+    def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
+        self._half = hidden_size // 2
+        self.kv = RaggedKV(KVSpec(1, self._half, hidden_size - self._half, dtype))
+
+    def write(self, hidden: mx.array, place: Placement) -> None:
+        """[rows, width, H]"""
+        hidden = hidden[:, None]
+        LayerView(self.kv, place).update_and_fetch(hidden[..., : self._half], hidden[..., self._half :])
+
+    def read(self, place: Placement) -> mx.array:
+        """[rows, width, H]; of columns that are not fed, anything."""
+        cells = mx.minimum(place.cells, place.limit)
+        return mx.concatenate([x[place.slot_ids, 0, cells] for x in (self.kv.keys, self.kv.values)], axis=-1)
