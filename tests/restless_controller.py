@@ -40,4 +40,4 @@ class RestlessController(DepthController):
             )
             free = self._rng.randint(0, wish.most_next) if self._rng.random() < self._draws else 0
             wanted.append(min(wish.fixed, wish.most_next) if wish.fixed is not None else free)
-        return Choice(tuple(feed), tuple(wanted), 1.0)
+        return Choice(tuple(feed), tuple(wanted))

@@ -18,7 +18,7 @@ from outrider.cli.bench import _named
 from scripted_server import refuses, scripted, stream
 from server_process import write_tiny_model
 
-SHORT = ("--workloads", "chat", "--streams", "2", "--rounds", "2", "--requests", "2", "--max-tokens", "8")
+SHORT = ("--workloads", "chat", "--streams", "2", "--rounds", "2", "--requests", "1", "--max-tokens", "8")
 PLENTY = {"completion_tokens": 3, "prompt_tokens": 5}
 
 

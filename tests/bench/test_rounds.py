@@ -13,7 +13,7 @@ from outrider.bench.rounds import Benchmark, Turn, turns
 from outrider.bench.settings import Settings
 from outrider.bench.target import Arm, arms_of
 
-SMALL: dict[str, Any] = {"workloads": ("chat",), "streams": (2,), "rounds": 3, "requests": 3}
+SMALL: dict[str, Any] = {"workloads": ("chat",), "streams": (2,), "rounds": 3, "requests": 2}
 
 
 def run(benchmark: Benchmark) -> Benchmark:
@@ -64,19 +64,19 @@ def test_arms_ask_the_same_with_the_same_seeds_and_rounds_ask_something_else() -
     off = [(task.prompt, asking.seed) for task, asking in timed if asking.depth == 0]
     auto = [(task.prompt, asking.seed) for task, asking in timed if asking.depth == "auto"]
     assert sorted(off) == sorted(auto)
-    assert len(set(off)) == len(off) == 9
+    assert len(set(off)) == len(off) == 12
     assert {asking.temperature for _, asking in timed} == {0.8}
 
 
 def test_streams_run_at_once_and_no_more_than_asked_for() -> None:
     target = FakeTarget(pause_s=0.002)
-    run(Benchmark(arms_of([target], ("auto",)), Settings(**(SMALL | {"streams": (3,), "requests": 7}))))
+    run(Benchmark(arms_of([target], ("auto",)), Settings(**(SMALL | {"streams": (3,), "requests": 2}))))
     assert target.most_live == 3
 
 
 def test_plain_rows_never_draft_and_foreign_servers_are_not_told_a_depth() -> None:
     ours, theirs = FakeTarget("ours"), FakeTarget("theirs", can_draft=False)
-    settings = Settings(**(SMALL | {"workloads": ("mixed",), "rounds": 1, "requests": 6}))
+    settings = Settings(**(SMALL | {"workloads": ("mixed",), "rounds": 1, "requests": 3}))
     run(Benchmark(arms_of([ours, theirs], ("auto",)), settings))
     assert {asking.depth for task, asking in ours.asked if task.kind == "plain"} == {0}
     assert {asking.depth for task, asking in ours.asked if task.kind == "constrained"} == {0, "auto"}
@@ -99,7 +99,7 @@ def test_drafts_and_memory_are_those_of_the_round() -> None:
     benchmark = run(Benchmark(arms_of([FakeTarget()], ("auto",)), Settings(**SMALL)))
     for one in benchmark.measured[0].rounds:
         assert one.drafts is not None
-        assert (one.drafts.num_steps, one.drafts.num_tokens) == (3, 6)
+        assert (one.drafts.num_steps, one.drafts.num_tokens) == (4, 8)
         assert one.drafts.acceptance == [1.0, 0.0]
         assert one.peak_bytes == 5_000_000
 
@@ -116,8 +116,8 @@ def test_one_failed_answer_costs_only_itself() -> None:
     benchmark = run(Benchmark(arms_of([target], ("auto",)), Settings(**SMALL)))
     rounds = benchmark.measured[0].rounds
     assert len(rounds) == 6
-    assert [answer.error for answer in rounds[0].answers] == ["no", None, None]
-    assert rounds[0].num_tokens == 2
+    assert [answer.error for answer in rounds[0].answers] == ["no", None, None, None]
+    assert rounds[0].num_tokens == 3
 
 
 def test_an_arm_without_any_answer_gets_no_further_turn_at_the_case() -> None:
@@ -147,7 +147,7 @@ def test_progress_counts_to_its_total_even_past_an_arm_that_is_given_up() -> Non
     bad = FakeTarget("bad", can_draft=False, fails=lambda task: "no" if "Count" not in task.prompt else None)
     bad.fails = lambda task: None if task.prompt.startswith(("Count", "Hello")) else "no"
     benchmark = run(Benchmark(arms_of([bad, FakeTarget("good")], ("auto",)), Settings(**SMALL), seen.append))
-    assert seen[-1].num_done == seen[-1].num_total == benchmark.num_answers == 27
+    assert seen[-1].num_done == seen[-1].num_total == benchmark.num_answers == 36
 
 
 def test_an_interrupted_run_keeps_its_rounds() -> None:

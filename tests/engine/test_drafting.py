@@ -27,7 +27,7 @@ class ScriptedController(DepthController):
     def choose(self, wishes: list[Wish], num_cells: int) -> Choice:  # type: ignore[override]
         wanted = self._wants.pop(0) if self._wants else 0
         feed = tuple((0, wish.offers[0][1] if wish.offers else 0) for wish in wishes)
-        return Choice(feed, tuple(min(wanted, wish.most_next) for wish in wishes), 1.0)
+        return Choice(feed, tuple(min(wanted, wish.most_next) for wish in wishes))
 
 
 def decode_rows(plan: StepPlan | None) -> list[RowPlan]:

@@ -62,9 +62,10 @@ def constant(num_right: int, length: int = 4000) -> Trace:
 class SimulatedRow:
     """A row that walks along its trace, over and over."""
 
-    def __init__(self, trace: Trace, record: RowAcceptance, start: int = 0) -> None:
+    def __init__(self, trace: Trace, record: RowAcceptance, start: int = 0, drafts: bool = True) -> None:
         self.trace = trace
         self.record = record
+        self.drafts = drafts  # or it asked for none
         self.place = start
         self.made = 0  # drafts that the head made for this step
         self.behind = 0  # tokens that the head has not been fed
@@ -119,7 +120,7 @@ def fixed(depth: int) -> Policy:
 
     def choose(wishes: Sequence[Wish]) -> Choice:
         feed = tuple((0, min(depth, wish.offers[0][1]) if wish.offers else 0) for wish in wishes)
-        return Choice(feed, (depth,) * len(wishes), 0.0)
+        return Choice(feed, (depth,) * len(wishes))
 
     return choose
 
@@ -132,10 +133,10 @@ class Simulation:
         self.controller = controller or DepthController(CostTable(table))
         self.rows: list[SimulatedRow] = []
 
-    def add(self, *found: Trace) -> None:
+    def add(self, *found: Trace, drafts: bool = True) -> None:
         for i, trace in enumerate(found):
             record = self.controller.new_record(SamplingParams(temperature=trace.temperature))
-            self.rows.append(SimulatedRow(trace, record, start=7 * i))
+            self.rows.append(SimulatedRow(trace, record, start=7 * i, drafts=drafts))
 
     def run(self, num_steps: int, policy: Policy | None = None, with_ngram: bool = False) -> Outcome:
         outcome = Outcome([])
@@ -146,7 +147,7 @@ class Simulation:
     def _step(self, policy: Policy | None, with_ngram: bool) -> tuple[tuple[int, ...], int, float]:
         offers = [row.offers(with_ngram) for row in self.rows]
         wishes = [
-            Wish(row.record, offer, None, MAX_DEPTH, row.behind)
+            Wish(row.record, offer, *((None, MAX_DEPTH, row.behind) if row.drafts else (0, 0)))
             for row, offer in zip(self.rows, offers, strict=True)
         ]
         choice = policy(wishes) if policy else self.controller.choose(wishes, NUM_CELLS)
@@ -181,6 +182,31 @@ class Simulation:
 fixed_zero = fixed(0)
 
 
+def answer_all(
+    simulation: Simulation,
+    asked: Sequence[tuple[Trace, bool]],
+    num_streams: int,
+    num_tokens: int,
+    policy: Policy | None = None,
+) -> tuple[float, float]:
+    """Streams that take the next request when their answer has ended: seconds until the last one has, and
+    the mean seconds of an answer. A request is a trace, and whether it may draft."""
+    waiting, clock = list(asked), 0.0
+    began: dict[SimulatedRow, tuple[float, int]] = {}  # when, and at which place of its trace
+    lasted: list[float] = []
+    while waiting or simulation.rows:
+        while waiting and len(simulation.rows) < num_streams:
+            trace, drafts = waiting.pop(0)
+            simulation.add(trace, drafts=drafts)
+            began[simulation.rows[-1]] = clock, simulation.rows[-1].place
+        clock += simulation.run(1, policy).steps[0][2]
+        for row in list(simulation.rows):
+            if row.place - began[row][1] >= num_tokens:
+                simulation.rows.remove(row)
+                lasted.append(clock - began[row][0])
+    return clock, sum(lasted) / len(lasted)
+
+
 def pace(
     table: Measured,
     rows: Sequence[Trace],
@@ -209,7 +235,7 @@ def machine(
 
 
 def _cpu() -> Measured:
-    """This project's reference CPU: 2 cores, SmolLM2-135M in float32, milliseconds."""
+    """This project's reference CPU: SmolLM2-135M in float32, one thread, milliseconds."""
     widths = (1, 2, 3, 4, 5, 6, 8, 9)
     rows = {
         1: (65.8, 69.2, 82.2, 80.8, 91.2, 94.3, 106.1, 116.2),
@@ -220,6 +246,20 @@ def _cpu() -> Measured:
     }
     head = {1: HeadCost(2.0, 6.0, 7.5), 4: HeadCost(2.5, 7.5, 9.5), 16: HeadCost(4.5, 13.0, 15.5)}
     trunk = {(r, w): ms for r, each in rows.items() for w, ms in zip(widths, each, strict=True)}
+    return Measured(trunk, head)
+
+
+def _two_threads() -> Measured:
+    """The same CPU with both cores."""
+    rows = {
+        1: (46, 49, 61, 58),
+        2: (49, 59, 82, 77),
+        4: (63, 78, 90, 95),
+        8: (76, 97, 116, 130),
+        16: (100, 134, 169, 203),
+    }
+    head = {1: HeadCost(2.0, 4.0, 5.0), 4: HeadCost(2.5, 5.0, 7.0), 16: HeadCost(4.0, 9.0, 11.0)}
+    trunk = {(r, w): float(ms) for r, each in rows.items() for w, ms in enumerate(each, start=1)}
     return Measured(trunk, head)
 
 
@@ -256,6 +296,7 @@ def _cliffs(rows: int, width: int) -> float:
 
 MACHINES = {
     "cpu": _cpu(),
+    "two threads": _two_threads(),
     "h200": _h200(),
     "gpu": machine(lambda r, w: 2.4 + 0.1 * r + 0.02 * r * w, 0.03, 0.05, 0.06),  # bound by memory and host
     "linear": machine(lambda r, w: float(r * w), 0.03, 0.1, 0.1),  # every token costs the same

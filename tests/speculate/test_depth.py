@@ -13,7 +13,7 @@ from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance, Source
 from outrider.speculate.controller import DepthController, Wish
 from outrider.speculate.costs import CostTable, HeadCost, Measured
-from outrider.speculate.depth import RowOutlook, best_depth, choose
+from outrider.speculate.depth import RowOutlook, best_steady, choose
 
 seconds = st.floats(1e-4, 10.0)
 sources = st.sampled_from(["head", "ngram", "prediction", "forced"])
@@ -149,8 +149,8 @@ def test_the_best_offer_is_fed() -> None:
 def test_a_cliff_is_climbed_where_the_other_side_is_better() -> None:
     costs = {1: 0.65, 2: 1.14, 3: 1.43, 4: 1.92, 5: 1.92, 6: 1.92, 7: 1.92, 8: 0.71, 9: 0.71}
     row = RowOutlook(from_head=[0.8**j for j in range(1, 9)])
-    depth, _ = best_depth([row], lambda width, depth: costs[width] + 0.02 * depth)
-    assert depth >= 7
+    steady = best_steady([row], lambda width, depth: costs[width] + 0.02 * depth)
+    assert steady.depth >= 7
 
 
 def test_drafts_that_were_not_fed_are_learnt_from_too() -> None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import functools
 
 import pytest
-from depth_simulator import MACHINES, Outcome, Policy, Simulation, Trace, constant, fixed, fixed_zero, traces
+from depth_simulator import (
+    MACHINES,
+    Outcome,
+    Policy,
+    Simulation,
+    Trace,
+    answer_all,
+    constant,
+    fixed,
+    fixed_zero,
+    traces,
+)
 
 from outrider.request import MAX_DEPTH
 
@@ -123,6 +134,43 @@ def test_rows_of_different_worth_go_to_different_depths() -> None:
     depths = [each for each, _, _ in simulation.run(32).steps]
     assert sum(sum(each[:12]) for each in depths) > 32 * 12
     assert sum(sum(each[12:]) for each in depths) < 32 * 4 / 4
+
+
+# -- rows that do not draft, among rows that do -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_each", [1, 3])
+@pytest.mark.parametrize("num_streams", [2, 4, 8, 16])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_rows_that_never_draft_do_not_make_a_mixed_round_longer(
+    machine: str, num_streams: int, num_each: int
+) -> None:
+    """They pay for the width of the others, and are the last to end.
+
+    So if nobody asks again, the round is as long as they take, whatever the others gained: then the mean
+    answer has to be no later.
+    """
+    chat, code = traces("chat", False), traces("code", False)
+    num = num_streams * num_each
+    asked = [((chat, chat, code)[i % 3][i // 3 % 3], i % 3 != 0) for i in range(num)]
+    auto, off = (
+        answer_all(Simulation(MACHINES[machine]), asked, num_streams, 96, policy)
+        for policy in (None, fixed_zero)
+    )
+    assert off[1] >= 0.97 * auto[1]  # the mean answer
+    if num_each > 1:
+        assert off[0] >= 0.97 * auto[0]  # until the last answer
+
+
+def test_a_plain_row_may_wait_a_little_where_the_others_gain_much() -> None:
+    simulation = Simulation(MACHINES["cpu"])
+    simulation.add(constant(0), drafts=False)
+    simulation.add(*[constant(6)] * 7)
+    assert simulation.run(64).mean_depth(32, 64) > 1
+    crowd = Simulation(MACHINES["cpu"])
+    crowd.add(*[constant(0)] * 7, drafts=False)
+    crowd.add(constant(6))
+    assert crowd.run(64).mean_depth(0, 64) == 0
 
 
 def test_while_all_rest_the_head_is_hardly_ever_run() -> None:

@@ -21,7 +21,7 @@ class Settings:
     streams: tuple[int, ...] = (1, 4, 8)
     temperatures: tuple[float, ...] = (0.0,)
     rounds: int = 3
-    requests: int = 4  # answers a round; never fewer than streams
+    requests: int = 2  # answers of each stream in a round: with one, most of a round is its end
     max_tokens: int = 64  # of an answer; it ends before where the model ends it
     depths: tuple[DraftDepth, ...] = ("auto",)  # of the arms that draft
     seed: int = 1
@@ -50,7 +50,7 @@ class Settings:
         _within("--timeout", self.timeout_s, 0.001, 86_400)
 
     def requests_a_round(self, streams: int) -> int:
-        return max(self.requests, streams)
+        return self.requests * streams
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -63,7 +63,7 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--streams", nargs="+", type=int, metavar="N", help="requests at once (1 4 8)")
     group.add_argument("--temperatures", nargs="+", type=float, metavar="T", help="(0)")
     group.add_argument("--rounds", type=int, metavar="N", help="turns of each arm at each case (3)")
-    group.add_argument("--requests", type=int, metavar="N", help="answers a round, at least --streams (4)")
+    group.add_argument("--requests", type=int, metavar="N", help="answers of each stream in a round (2)")
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (64)")
     group.add_argument(
         "--depths",

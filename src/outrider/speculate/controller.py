@@ -19,7 +19,7 @@ from outrider.speculate.depth import Choice, RowOutlook, choose
 
 PROBE_SHARE = 0.01  # of the time, for trying the head where nobody drafts with it
 LEAST_PAUSE, MOST_PAUSE = 6, 16  # steps between two such trials
-NUM_SENTINELS = 4  # rows that are tried while the whole batch rests; the others' states are not even fed
+NUM_SENTINELS = 3  # rows that are tried while the whole batch rests; the others' states are not even fed
 NEARLY_ALWAYS = 0.97
 OTHER_GAIN = 0.1  # how fast a row's share of other drafters follows what they offer
 
@@ -94,7 +94,7 @@ class DepthController:
         for i in due:
             wishes[i].record.since_head = 0
         depths = tuple(1 if i in due else depth for i, depth in enumerate(choice.next))
-        return Choice(choice.feed, depths, choice.pace)
+        return Choice(choice.feed, depths)
 
     def is_trial_near(self, resting: Sequence[Wish], num_rows: int) -> bool:
         """Whether, of the rows that rest, the next `choose` may let the head try one."""
@@ -126,11 +126,11 @@ def _outlook(wish: Wish) -> RowOutlook:
     if wish.most_next > 0:
         from_head = record.chances("head", min(MAX_DEPTH, wish.most_next))
     _note_others(wish, offers, from_head)
-    share = record.other_share
+    share, drafts = record.other_share, any(source == "head" for source, _, _ in wish.offers)
     if wish.fixed is not None or share < 0.02 or record.other is None:
-        return RowOutlook(offers, wish.fixed, from_head)
+        return RowOutlook(offers, wish.fixed, from_head, drafts=drafts)
     otherwise = [share * chance for chance in record.chances(record.other, MAX_DEPTH)]
-    return RowOutlook(offers, None, [(1 - share) * chance for chance in from_head], otherwise)
+    return RowOutlook(offers, None, [(1 - share) * chance for chance in from_head], otherwise, drafts)
 
 
 def _note_others(wish: Wish, offers: Sequence[Sequence[float]], from_head: Sequence[float]) -> None:

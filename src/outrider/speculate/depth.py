@@ -1,13 +1,17 @@
 """How deep each row drafts: a pure function of costs, chances and wishes. No model, no clock, no state.
 
-A forward pass is as wide as its widest row, so a width is paid once and every row may use it. Two questions
-are answered for a step:
+A forward pass is as wide as its widest row, so a width is paid once, by all rows, and every row may use it.
+What counts is the mean time that a row waits for a token. Rows whose depth is free are taken together: what
+one pays for the others now, they pay for it when its text is the easier one. A row that asked for its depth
+gets nothing back, so its wait counts by itself.
+
+Two questions are answered for a step:
 
     feed   how many of the drafts at hand go into this step's forward pass, and whose
     next   how many drafts the head makes now, for the step after this one
 
-`next` is the depth of the best steady pace: tokens a step over seconds a step. `feed` takes the drafts at
-hand whose expected tokens are worth more than the seconds that their width costs at that pace.
+`next` is the depth of the best steady pace. `feed` takes the drafts at hand whose expected tokens are worth
+more than the seconds that their width costs at that pace.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from itertools import accumulate
 
 from outrider.request import MAX_DEPTH
 
-MARGIN = 1.05  # drafting with the head has to promise this much before it is begun: trials cost, too
+MARGIN = (
+    1.05  # drafting with the head has to promise this much before it is begun, or while others pay for it
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class RowOutlook:
     fixed: int | None = None  # it asked for this depth; None: the choice is free
     from_head: Sequence[float] = ()  # chances of the drafts that the head may make for its next step
     otherwise: Sequence[float] = ()  # chances of what others are likely to offer then; they cost no pass
+    drafts: bool = False  # the head has drafted for it just now
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,47 +44,74 @@ class Choice:
 
     feed: tuple[tuple[int, int], ...]  # (which offer, how many of its drafts)
     next: tuple[int, ...]  # drafts wanted from the head; 0: it may rest
-    pace: float  # tokens a second that this promises
 
 
 StepCost = Callable[[int, int], float]  # (width, drafts that the head makes) -> seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Steps that are all alike, and what rows have of them."""
+
+    depth: int  # drafts that the head makes
+    seconds: float
+    free_tokens: float  # a step brings a row whose depth is free, in the mean
+    steps_waited: float  # for a token, summed over all rows
+
+    @property
+    def waits(self) -> float:
+        return self.seconds * self.steps_waited
+
+    @property
+    def pace(self) -> float:
+        """What a second of all rows' time is worth, in tokens of free rows; theirs a second if all are."""
+        return self.free_tokens**2 * self.steps_waited / self.seconds
+
+
 def choose(
     rows: Sequence[RowOutlook], cost_now: StepCost, cost_next: StepCost, head_row_s: Callable[[int], float]
 ) -> Choice:
-    """The depths that bring the most tokens a second over all rows.
+    """The depths at which rows wait least for a token.
 
     `cost_next` is that of the next batch, `head_row_s` what one row adds to the head's passes at a depth.
     """
-    depth, pace = best_depth(rows, cost_next)
-    least = pace * head_row_s(depth)  # tokens that a row's part in the head's passes has to bring
-    wanted = tuple(_wanted(row, depth, least) for row in rows)
+    steady = best_steady(rows, cost_next)
+    least = steady.pace * head_row_s(
+        steady.depth
+    )  # tokens that a row's part in the head's passes has to bring
+    wanted = tuple(_wanted(row, steady.depth, least) for row in rows)
     made = max(wanted, default=0)
-    width = _best_width(rows, lambda width: cost_now(width, made), pace)
-    return Choice(tuple(_best_offer(row, width) for row in rows), wanted, pace)
+    width = _best_width(rows, lambda width: cost_now(width, made), steady.pace)
+    return Choice(tuple(_best_offer(row, width) for row in rows), wanted)
 
 
-def best_depth(rows: Sequence[RowOutlook], cost: StepCost) -> tuple[int, float]:
-    """The head's depth at which the steady pace is best, at least what is made anyway, and that pace."""
+def best_steady(rows: Sequence[RowOutlook], cost: StepCost) -> Steady:
+    """The head's depth at which rows wait least, at least what is made anyway."""
+    free = [row for row in rows if row.fixed is None]
     wide = max((row.fixed for row in rows if row.fixed is not None), default=0)  # a width that is paid anyway
     made = max((min(row.fixed, len(row.from_head)) for row in rows if row.fixed is not None), default=0)
-    most = max((len(row.from_head) for row in rows if row.fixed is None), default=0)
-    by_head, by_others = _expected(row.from_head for row in rows), _expected(row.otherwise for row in rows)
+    most = max((len(row.from_head) for row in free), default=0)
+    by_head, by_others = _expected(row.from_head for row in free), _expected(row.otherwise for row in free)
+    others_wait = sum(1 / (1 + sum(row.from_head[: row.fixed])) for row in rows if row.fixed is not None)
 
-    def pace(depth: int, width: int) -> float:
-        tokens = len(rows) + by_head[max(depth, made)] + by_others[width]
-        return tokens / cost(1 + width, max(depth, made))
+    def at(depth: int, width: int) -> Steady:
+        depth = max(depth, made)
+        tokens = 1 + (by_head[depth] + by_others[width]) / max(1, len(free))
+        return Steady(depth, cost(1 + width, depth), tokens, len(free) / tokens + others_wait)
 
-    widths = range(wide, MAX_DEPTH + 1) if by_others[-1] else range(wide, wide + 1)
-    best, best_pace = 0, max(pace(0, width) for width in widths)
-    hurdle = best_pace * MARGIN
+    def best_at(depth: int) -> Steady:
+        least = max(wide, depth)
+        widths = range(least, (MAX_DEPTH if by_others[-1] else least) + 1)
+        return min((at(depth, width) for width in widths), key=lambda steady: steady.waits)
+
+    best = best_at(0)
+    goes_on = any(row.drafts for row in free) and not others_wait
+    hurdle = best.waits if goes_on else best.waits / MARGIN
     for depth in range(1, most + 1):
-        widths = range(max(wide, depth), MAX_DEPTH + 1 if by_others[-1] else max(wide, depth) + 1)
-        found = max(pace(depth, width) for width in widths)
-        if found > hurdle:
-            best, best_pace, hurdle = depth, found, found
-    return max(best, made), best_pace
+        found = best_at(depth)
+        if found.waits < hurdle:
+            best, hurdle = found, found.waits
+    return best
 
 
 def _expected(chances: Iterator[Sequence[float]]) -> list[float]:
