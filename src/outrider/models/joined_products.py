@@ -37,8 +37,8 @@ class _Parts(NamedTuple):
 class Product:
     """The weights of several layers as one, and the parts of the last product that are still to be fetched.
 
-    They are dropped with the last one fetched, or with the input. Another input, or a part asked for twice,
-    is computed anew: layers may be called in any order, by several threads, and not all of them.
+    A part is let go when it is fetched, what is left when the input goes. Another input, or a part asked for
+    twice, is computed anew: layers may be called in any order, by several threads, and not all of them.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -64,10 +64,7 @@ class Product:
         if parts is None or parts.of() is not x or number not in parts.by_number:
             found = mx.split(self._whole(x), self._ends, axis=-1)
             parts = self._parts = _Parts(weakref.ref(x, self._forget), dict(enumerate(found)))
-        own = parts.by_number.pop(number)
-        if not parts.by_number:
-            self._forget(parts.of)
-        return own
+        return parts.by_number.pop(number)
 
     def _forget(self, of: weakref.ref[mx.array]) -> None:
         if self._parts is not None and self._parts.of is of:
