@@ -17,7 +17,7 @@ from outrider.bench.statistics import Spread
 from outrider.config import EngineConfig
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
-from outrider.models import cpu_layers, heads, loader, machine
+from outrider.models import cpu_layers, heads, joined_products, loader, machine
 from outrider.models.shipped_head import shipped_head
 from outrider.request import MAX_DEPTH, DraftDepth, Request, SamplingParams
 from outrider.speculate import calibration
@@ -69,6 +69,8 @@ class Bench:
             self.head = heads.load_head(file, self.loaded.trunk, draft_vocabulary)
         for part in self._parts():
             cpu_layers.use(part)
+        if machine.outruns_host():
+            joined_products.join(self.loaded.trunk, self.head)
         self.runner = Runner(self.loaded.trunk, self.head)
         self.controller = DepthController()
         self.clock: Callable[[], float] = time.perf_counter  # of `ours`
@@ -135,7 +137,7 @@ class Bench:
 
     def mlx_lm(self, num_rows: int, num_tokens: int) -> Run:
         model = self.loaded.trunk.model
-        with cpu_layers.off(model):
+        with cpu_layers.off(model), joined_products.apart(model):
             generator = BatchGenerator(model, stop_tokens=[], max_tokens=num_tokens)
             generator.insert(self.prompts(num_rows), [num_tokens] * num_rows)
             with generator.stats() as stats:

@@ -11,10 +11,16 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from benchmarks.gpu.driver import Spent
 from benchmarks.gpu.loop import LEAST_STEPS, WARM_STEPS, Load, Turn, prompts
 from benchmarks.gpu.weights import Subject
+from outrider.models import joined_products
 
 
 def mlx_lm_turn(subject: Subject, load: Load) -> Turn:
-    """Plain greedy decoding, from when all rows decode."""
+    """Plain greedy decoding with mlx-lm's own layers, from when all rows decode."""
+    with joined_products.apart(subject.model):
+        return _turn(subject, load)
+
+
+def _turn(subject: Subject, load: Load) -> Turn:
     num_tokens = load.steps + 2 * WARM_STEPS + LEAST_STEPS
     asked = prompts(subject.trunk.vocab_size, load.rows, load.num_prompt)
     if load.rows == 1:

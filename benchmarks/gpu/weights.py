@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from benchmarks.gpu.shapes import SHAPES
-from outrider.models import heads, loader
+from outrider.models import heads, joined_products, loader, machine
 from outrider.models.heads import LoadedHead
 from outrider.models.shipped_head import shipped_head
 from outrider.models.trunk import Trunk
@@ -79,7 +79,7 @@ def random_subject(name: str, dtype: str, seed: int = 0) -> Subject:
         _quantise(model)
     mx.clear_cache()
     trunk = Trunk(model, MAX_CONTEXT)
-    return Subject(name, dtype, model, trunk, _random_head(trunk))
+    return _as_served(Subject(name, dtype, model, trunk, _random_head(trunk)))
 
 
 def subject_from(folder: Path) -> Subject:
@@ -89,7 +89,14 @@ def subject_from(folder: Path) -> Subject:
     trunk = loaded.trunk
     head = heads.load_head(file, trunk, None, loaded.config) if file is not None else _random_head(trunk)
     dtype = "bf16" if trunk.dtype == mx.bfloat16 else str(trunk.dtype).removeprefix("mlx.core.")
-    return Subject("default", dtype, trunk.model, trunk, head)
+    return _as_served(Subject("default", dtype, trunk.model, trunk, head))
+
+
+def _as_served(subject: Subject) -> Subject:
+    """With the layers that an engine gives it on this device."""
+    if machine.outruns_host():
+        joined_products.join(subject.trunk, subject.head)
+    return subject
 
 
 def new_model(family: str, config: dict[str, Any]) -> nn.Module:

@@ -20,7 +20,7 @@ from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.door import ModelFacts
 from outrider.engine.engine import Engine, EngineObserver, EngineParts
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
-from outrider.models import cpu_layers, heads, loader, machine
+from outrider.models import cpu_layers, heads, joined_products, loader, machine
 from outrider.models.fingerprint import fingerprint
 from outrider.models.mrope import share_sections
 from outrider.models.shipped_head import shipped_head
@@ -82,9 +82,11 @@ def _parts(
     trunk, vision = loaded.trunk, loaded.vision
     for part in (trunk.model, *(head.layers if head is not None else ())):
         cpu_layers.use(part)
+    outruns = machine.outruns_host()
+    if outruns:
+        joined_products.join(trunk, head)
     tower = vision.tower if vision is not None else None
     write_block = None if disk is None else disk.write
-    outruns = machine.outruns_host()
     runner = Runner(trunk, head, write_block, tower, config.picture_cache_bytes, compiles=outruns)
     facts = ModelFacts(
         name=str(choice.model),

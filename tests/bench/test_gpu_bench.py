@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import bare, exactness, model_cells
+from benchmarks.gpu import bare, exactness, mlx_lm_loop, model_cells
 from benchmarks.gpu.loop import Load, Loop
 from benchmarks.gpu.scripted import Script, scripted
 from benchmarks.gpu.shapes import SHAPES
@@ -17,6 +17,7 @@ from benchmarks.gpu.weights import Subject, count_parameters, new_model, random_
 
 from outrider.engine import scheduler
 from outrider.models import machine
+from outrider.models.joined_products import JoinedLinear, JoinedQuantizedLinear
 from outrider.request import DraftDepth
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import Measured
@@ -120,6 +121,25 @@ def test_weights_are_made_in_their_dtype(dtype: str, bytes_a_weight: float) -> N
     assert embedding == subject.projection_bytes  # of the same shape, and only one of them is read
     assert subject.trunk.dtype == (mx.float32 if dtype == "f32" else mx.bfloat16)
     assert all(x.dtype == subject.trunk.dtype for x in (subject.head.layers[0].fc.weight,))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "4bit"])
+def test_where_engines_join_products_mlx_lm_has_its_own_layers(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def joined(subject: Subject) -> bool:
+        kinds = JoinedLinear, JoinedQuantizedLinear
+        return any(isinstance(module, kinds) for module in subject.model.modules())
+
+    apart = random_subject("tiny-4b", dtype)
+    monkeypatch.setattr(machine, "outruns_host", lambda: True)
+    subject = random_subject("tiny-4b", dtype)
+    assert joined(subject)
+    assert not joined(apart)
+    assert (subject.num_parameters, subject.weight_bytes) == (apart.num_parameters, apart.weight_bytes)
+    monkeypatch.setattr(mlx_lm_loop, "_turn", lambda subject, load: joined(subject))
+    assert mlx_lm_loop.mlx_lm_turn(subject, LOAD) is False  # type: ignore[comparison-overlap]
+    assert joined(subject)
 
 
 def test_a_step_moves_at_least_its_weights_states_keys_and_drafts(hybrid: Subject) -> None:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_reduce
 
-from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
+from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV, nothing_launched
 from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
 from outrider.models.families import LOGITS_ONLY, UnsupportedModel, unsupported
 from outrider.models.recurrent.adopt import adopt
@@ -100,19 +100,24 @@ class Trunk:
             for layer in caches
         ]
 
-    def _check_rows(self) -> None:
-        """Raise UnsupportedModel where a model takes one position, or one mask, for all rows.
-
-        Such a model fails on a (never computed) pass over more rows than it has groups of heads.
-        """
+    def pass_over_nothing(self) -> None:
+        """A pass over a few rows, which is never computed: for what can be seen while it is built."""
         rows, capacity = 7, 8
         cache = TrunkCache(self.layout)
         for buffers in cache.buffers():
             buffers.resize(rows, capacity)
         place = Placement(range(rows), mx.arange(rows), mx.ones(rows, mx.int32), 2, capacity, capacity)
-        try:
+        with nothing_launched():
             self.hidden(mx.zeros((rows, 2), mx.int32), cache, place)
-            cache.commit(mx.ones(rows, mx.int32))
+        cache.commit(mx.ones(rows, mx.int32))
+
+    def _check_rows(self) -> None:
+        """Raise UnsupportedModel where a model takes one position, or one mask, for all rows.
+
+        Such a model fails on a pass over more rows than it has groups of heads.
+        """
+        try:
+            self.pass_over_nothing()
         except (AttributeError, TypeError, ValueError) as error:
             reason = f"its layers cannot take rows of different lengths ({error})"
             raise _refusal(self.model, reason) from error
