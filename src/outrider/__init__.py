@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from outrider import blas
+from outrider import blas, mlx_settings
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.request import InvalidRequest, SamplingParams
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "EngineConfig", "InvalidConfig", "InvalidRequest", "SamplingParams"]
 
-blas.activate()  # must come before anything imports mlx.core
+# Both must come before anything imports mlx.core.
+mlx_settings.activate()
+blas.activate()
 
 
 def __getattr__(name: str) -> Any:
