@@ -1,8 +1,8 @@
 """MLX's own settings where its defaults do not suit a server. What the user has set stays.
 
-On CUDA, MLX keeps the graphs that it has launched, by their shape, and raises an error once it has missed more
-than twice as often as it has places, 400, in all its life. A batch brings a new shape whenever rows join or
-end, drafts are longer or a context has grown, so a server would come to that within hours.
+On CUDA, MLX keeps the graphs that it has launched, by their shape, and raises an error once it has missed
+more than twice as often as it has places, 400, in all its life. A batch brings a new shape whenever rows
+join or end, drafts are longer or a context has grown, so a server would come to that.
 
 Nothing here may import mlx, directly or not: it reads these once.
 """
