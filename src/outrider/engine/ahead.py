@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from outrider.engine.drafting import MOST_BEHIND
+from outrider.engine.drafting import wish_of
 from outrider.engine.sequence import Sequence
-from outrider.plan import UNREAD, RowPlan
+from outrider.plan import RowPlan
+from outrider.speculate.acceptance import Source
 from outrider.speculate.controller import DepthController, Wish
 
 
@@ -52,37 +53,7 @@ def settle_ahead(
     return depths
 
 
-def follow_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int) -> RowPlan:
-    """The row's part in the step after `last`."""
-    most_cells = sequence.num_cached + last.num_fed
-    rests = sequence.feeds_head and sequence.is_auto and num_next == 0
-    return RowPlan(
-        sequence_id=sequence.id,
-        slot=last.slot,
-        start=most_cells,
-        token_ids=(UNREAD,) * (1 + num_drafts),
-        num_drafts=num_drafts,
-        next_id=None,
-        feeds_head=sequence.feeds_head and not rests,
-        num_drafts_next=num_next,
-        params=sequence.params,
-        history=sequence.tokens,
-        num_prompt=sequence.num_prompt,
-        head_start=most_cells if sequence.feeds_head else None,
-        rests=rests,
-        position_delta=last.position_delta,
-    )
-
-
 def _wish(controller: DepthController, sequence: Sequence, row: RowPlan) -> Wish:
-    if sequence.record is None:
-        sequence.record = controller.new_record(sequence.params)
+    offers: list[tuple[Source, int, int]] = [("head", row.num_drafts_next, 0)] if row.num_drafts_next else []
     behind = sequence.num_cached - sequence.num_headed + row.num_fed if row.rests else 0
-    most_next = min(sequence.head_depth, sequence.num_left - 3) if behind <= MOST_BEHIND else 0
-    return Wish(
-        record=sequence.record,
-        offers=[("head", row.num_drafts_next, 0)] if row.num_drafts_next else [],
-        fixed=None if sequence.is_auto else sequence.max_depth,
-        most_next=max(0, most_next),
-        behind=behind,
-    )
+    return wish_of(controller, sequence, offers, behind, sequence.num_left - 1)

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Rows
 
 from outrider.engine.sequence import Sequence
 from outrider.plan import RowPlan
+from outrider.speculate.acceptance import Source
 from outrider.speculate.controller import DepthController, Wish
 from outrider.speculate.costs import StepShape
 
@@ -61,16 +62,23 @@ def step_shape(batch: Rows[RowPlan], width: int) -> StepShape | None:
     return StepShape(len(batch), width, len(heading), depth, max(row.start for row in batch))
 
 
-def _wish(controller: DepthController, row: Sequence, joins: bool) -> Wish:
+def wish_of(
+    controller: DepthController,
+    row: Sequence,
+    offers: Rows[tuple[Source, int, int]],
+    behind: int,
+    num_left: int,
+    joins: bool = False,
+) -> Wish:
+    """What a row may ask for: `behind` cells of it the head has not been fed, `num_left` tokens may come."""
     if row.record is None:
         row.record = controller.new_record(row.params)
+    most_next = min(row.head_depth, num_left - 2) if behind <= MOST_BEHIND else 0
+    fixed = None if row.is_auto else row.max_depth
+    return Wish(row.record, offers, fixed, max(0, most_next), behind, joins)
+
+
+def _wish(controller: DepthController, row: Sequence, joins: bool) -> Wish:
+    offers = [(p.source, len(p.token_ids), p.num_sure) for p in row.proposals]
     behind = 0 if joins else row.num_cached - row.num_headed
-    most_next = min(row.head_depth, row.num_left - 2) if behind <= MOST_BEHIND else 0
-    return Wish(
-        record=row.record,
-        offers=[(p.source, len(p.token_ids), p.num_sure) for p in row.proposals],
-        fixed=None if row.is_auto else row.max_depth,
-        most_next=max(0, most_next),
-        behind=behind,
-        joins=joins,
-    )
+    return wish_of(controller, row, offers, behind, row.num_left, joins)

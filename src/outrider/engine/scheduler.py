@@ -16,10 +16,11 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 
 from outrider.config import CacheGeometry, EngineConfig
-from outrider.engine.ahead import follow_row, has_own_say, settle_ahead
+from outrider.engine.ahead import has_own_say, settle_ahead
 from outrider.engine.drafting import observe_drafts, settle_drafts, step_shape
 from outrider.engine.encoding import PictureShelf
 from outrider.engine.prefix_cache import PrefixCache
+from outrider.engine.row_plans import decode_row, follow_row, prefill_row
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.engine.slots import SlotTable
 from outrider.plan import PrefixCopies, RowPlan, RowResult, StepPlan, StepResult
@@ -344,7 +345,7 @@ class Scheduler:
         drafts = sequence.drafts
         if self._prefix is not None:
             drafts = drafts[: self._prefix.most_drafts(sequence)]
-        return self._row(sequence, [sequence.tokens[-1], *drafts], len(drafts), None)
+        return decode_row(sequence, drafts)
 
     def _to_prefill(self, rows: list[Sequence]) -> list[Sequence]:
         """The prefilling rows that are to compute, in turn: what the prefix cache has for them is in place.
@@ -371,7 +372,7 @@ class Scheduler:
             if size <= 0 or (batch and (len(batch) + 1) * max(widest, size) > budget):
                 continue
             widest = max(widest, size)
-            batch.append(self._prefill_row(sequence, size))
+            batch.append(prefill_row(sequence, size))
         return batch
 
     def _chunk_size(self, sequence: Sequence, most: int) -> int:
@@ -386,37 +387,6 @@ class Scheduler:
         missing = self._missing(sequence)
         end = sequence.num_prefill if missing is None else missing.first - 1
         return end - sequence.num_cached
-
-    def _prefill_row(self, sequence: Sequence, size: int) -> RowPlan:
-        start, end = sequence.num_cached, sequence.num_cached + size
-        next_id = sequence.tokens[end] if end < sequence.num_prefill else None
-        return self._row(sequence, sequence.tokens[start:end], 0, next_id)
-
-    def _row(self, sequence: Sequence, token_ids: list[int], num_drafts: int, next_id: int | None) -> RowPlan:
-        assert sequence.slot is not None
-        picks = next_id is None
-        media = sequence.request.media
-        most_next = min(sequence.num_next, sequence.num_left - 2) if picks else 0
-        rests = sequence.feeds_head and sequence.is_decoding and sequence.is_auto and most_next <= 0
-        return RowPlan(
-            sequence_id=sequence.id,
-            slot=sequence.slot,
-            start=sequence.num_cached,
-            token_ids=token_ids,
-            num_drafts=num_drafts,
-            next_id=next_id,
-            feeds_head=sequence.feeds_head and not rests,
-            num_drafts_next=max(0, most_next),
-            head_start=sequence.num_headed if sequence.feeds_head else None,
-            rests=rests,
-            params=sequence.params,
-            history=sequence.tokens,
-            num_prompt=sequence.num_prompt,
-            banned_ids=tuple(sequence.stop_ids) if sequence.params.min_tokens else (),
-            masks=sequence.masks[: num_drafts + 1] if picks and sequence.masks is not None else None,
-            media=None if sequence.is_decoding else media,
-            position_delta=0 if media is None else media.delta,
-        )
 
     def _commit_or_end(self, sequence: Sequence, planned: RowPlan, row: RowResult) -> Delta | None:
         try:
