@@ -134,5 +134,5 @@ def _rule(
     log_gates = mx.where(fed if log_gates.ndim == 3 else fed[..., None], log_gates, 0)
     rule = window_kernel.window if window_kernel.fits(k, v, log_gates) else delta_rule
     out, corrections = rule(q, k, v, log_gates, betas, view[part])
-    view.keep(part, corrections.state_after)
+    view.keep(part, lambda kept: corrections.state_after(kept.num))
     return out
