@@ -73,11 +73,16 @@ class CppKernel:
         self.calls.append(call)
         _, group_y, group_z = call["grid"]
         assert group_y % call["threadgroup"][1] == 0  # CUDA would run over the end
-        arrays = [_bytes_of(x) for x in inputs]
+        strided = self.kernel.strided
+        arrays = [
+            _laid_out(x, with_gaps=name in strided)
+            for name, x in zip(self.kernel.inputs, inputs, strict=True)
+        ]
         shapes = [np.array(x.shape, np.int32) for x in inputs]
+        strides = [np.array(x.strides, np.int64) // x.itemsize for x in arrays]
         outputs = list(zip(call["output_shapes"], call["output_dtypes"], strict=True))
         results = [np.full(shape, 0xA5, np.uint8) for shape in ((*s, d.size) for s, d in outputs)]
-        pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (*arrays, *shapes, *results)]
+        pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (*arrays, *shapes, *strides, *results)]
         _compiled(self._source(dict(template)), self.folder)(*pointers, group_y, group_z)
         return [_array_of(result, dtype) for result, (_, dtype) in zip(results, outputs, strict=True)]
 
@@ -95,6 +100,7 @@ class CppKernel:
         kernel = self.kernel
         arguments = [f"const {name.upper()}_TYPE* {name}" for name in kernel.inputs]
         arguments += [f"const int* {name}_shape" for name in kernel.inputs]
+        arguments += [f"const int64_t* {name}_strides" for name in kernel.inputs]
         arguments += [f"{name.upper()}_TYPE* {name}" for name in kernel.outputs]
         return f"""{START}{constants}
         extern "C" void run({", ".join(arguments)}, int num_y, int num_z) {{
@@ -134,8 +140,16 @@ def kernels(cpp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> CppKernels:
     return made
 
 
-def _bytes_of(x: mx.array) -> np.ndarray:
-    return np.ascontiguousarray(np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x))
+def _laid_out(x: mx.array, with_gaps: bool) -> np.ndarray:
+    """The numbers of an array; with gaps, as a part of a larger one whose other numbers are none."""
+    numbers = np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+    if not with_gaps:
+        return np.ascontiguousarray(numbers)
+    none = 0x7FFF if x.dtype == mx.bfloat16 else np.nan
+    whole = np.full((*x.shape[:-1], x.shape[-1] + 3), none, numbers.dtype)
+    part = whole[..., : x.shape[-1]]
+    part[:] = numbers
+    return part
 
 
 def _array_of(result: np.ndarray, dtype: mx.Dtype) -> mx.array:

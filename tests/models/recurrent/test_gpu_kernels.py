@@ -64,3 +64,17 @@ def test_types_are_among_the_constants(made: list[dict[str, Any]]) -> None:
     assert launch["threadgroup"] == (32, 2, 1)
     assert launch["output_shapes"] == [(4,)]
     assert launch["output_dtypes"] == [mx.float16]
+
+
+def test_only_what_is_read_by_strides_may_have_gaps(made: list[dict[str, Any]]) -> None:
+    for kernel in KERNELS:
+        gpu_kernels.compiled(kernel)
+        assert made[-1]["ensure_row_contiguous"] == (not kernel.strided)
+        for name in kernel.inputs:
+            assert (f" {name}_strides[" in kernel.body) == (name in kernel.strided)
+    kernel = Kernel("k", ("one", "two"), ("three",), "", strided=("two",))
+    part = mx.arange(12).reshape(3, 4)[:, :2]
+    gpu_kernels.run(kernel, [part, part], {}, (1, 1), [((4,), mx.float32)])
+    one, two = made[-1]["inputs"]
+    assert one is not part  # laid out anew where need be
+    assert two is part

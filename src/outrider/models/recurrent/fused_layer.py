@@ -36,6 +36,7 @@ PREPARE = Kernel(
     const bool is_value = group_y >= KEYS;  // before: heads of queries, then of keys
     const int first = is_value ? KEYS * KEY_DIM + (group_y - KEYS) * VALUE_DIM : group_y * KEY_DIM;
     const int per_lane = (is_value ? VALUE_DIM : KEY_DIM) / 32;
+    const int by_row = qkv_strides[0], by_token = qkv_strides[1], by_channel = qkv_strides[2];
     float x[MOST];
     float squares = 0;
     for (int i = 0; i < per_lane; ++i) {
@@ -45,7 +46,7 @@ PREPARE = Kernel(
             const int column = t + j - NUM_PAST;
             const float seen = column < 0
                 ? (float)past[(row * NUM_PAST + t + j) * CHANNELS + channel]
-                : (float)qkv[(row * tokens + column) * CHANNELS + channel];
+                : (float)qkv[row * by_row + column * by_token + channel * by_channel];
             sum = FMA((float)filters[channel * (NUM_PAST + 1) + j], seen, sum);
         }
         x[i] = sum / (1 + EXP(-sum));
@@ -56,12 +57,14 @@ PREPARE = Kernel(
         for (int i = 0; i < per_lane; ++i) values[at * VALUE_DIM + lane + 32 * i] = x[i];
         if (lane == 0) {
             const bool is_fed = t < num_fed[row];
-            const float step = (float)a[at] + (float)dt_bias[head];
+            const int a_at = row * a_strides[0] + t * a_strides[1] + head * a_strides[2];
+            const int b_at = row * b_strides[0] + t * b_strides[1] + head * b_strides[2];
+            const float step = (float)a[a_at] + (float)dt_bias[head];
             const float e = EXP(step > 0 ? -step : step);
             const float rest = e < 0.02f ? e * (1 - e * (1 / 2.0f - e * (1 / 3.0f - e / 4))) : LOG(1 + e);
             const float softplus = (step > 0 ? step : 0) + rest;
             log_gates[at] = is_fed ? -EXP((float)log_rates[head]) * softplus : 0;
-            betas[at] = is_fed ? 1 / (1 + EXP(-(float)b[at])) : 0;
+            betas[at] = is_fed ? 1 / (1 + EXP(-(float)b[b_at])) : 0;
         }
     } else {
         const float length = SQRT(GROUP_SUM(squares) + 1e-6f);
@@ -74,6 +77,7 @@ PREPARE = Kernel(
         }
     }
     """,
+    strided=("qkv", "a", "b"),
 )
 
 GATE = Kernel(
@@ -82,7 +86,9 @@ GATE = Kernel(
     ("gated",),
     """
     constexpr int PER_LANE = VALUE_DIM / 32;
-    const int at = (group_z * HEADS + group_y) * VALUE_DIM + lane;
+    const int token = group_z, row = token / z_shape[1], t = token % z_shape[1], head = group_y;
+    const int at = (token * HEADS + head) * VALUE_DIM + lane;
+    const int z_at = row * z_strides[0] + t * z_strides[1] + head * z_strides[2];
     float x[PER_LANE];
     float squares = 0;
     for (int i = 0; i < PER_LANE; ++i) {
@@ -93,10 +99,11 @@ GATE = Kernel(
     for (int i = 0; i < PER_LANE; ++i) {
         const float normed = (float)(GATED_TYPE)(x[i] * scale);
         const float weighed = (float)(GATED_TYPE)((float)weight[lane + 32 * i] * normed);
-        const float gate = (float)z[at + 32 * i];
+        const float gate = (float)z[z_at + (lane + 32 * i) * z_strides[3]];
         gated[at + 32 * i] = (GATED_TYPE)(gate / (1 + EXP(-gate)) * weighed);
     }
     """,
+    strided=("z",),
 )
 
 

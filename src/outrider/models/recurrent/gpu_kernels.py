@@ -5,7 +5,7 @@ A kernel is a body of C++ over groups of 32 lanes. It may use
     lane, group_y, group_z       where it is in the grid (32, groups, groups)
     EXP, LOG, SQRT, FMA          in float32
     GROUP_SUM(x)                 the sum over a group's lanes; every lane has to get there
-    x_shape[i]                   of an input x
+    x_shape[i], x_strides[i]     of an input x
     X_TYPE                       the type of an array x, input or output
 """
 
@@ -58,6 +58,7 @@ class Kernel:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
+    strided: tuple[str, ...] = ()  # inputs that the body reads by their strides; others lie without gaps
 
 
 def is_there() -> bool:
@@ -79,6 +80,11 @@ def run(
     """
     dtypes = [x.dtype for x in inputs] + [dtype for _, dtype in outputs]
     names = [f"{name.upper()}_TYPE" for name in (*kernel.inputs, *kernel.outputs)]
+    if kernel.strided:
+        inputs = [
+            x if name in kernel.strided else mx.contiguous(x)
+            for name, x in zip(kernel.inputs, inputs, strict=True)
+        ]
     made: list[mx.array] = compiled(kernel)(
         inputs=list(inputs),
         template=[*sizes.items(), *zip(names, dtypes, strict=True)],
@@ -100,6 +106,7 @@ def compiled(kernel: Kernel) -> Any:
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         source=source,
+        ensure_row_contiguous=not kernel.strided,
     )
 
 
