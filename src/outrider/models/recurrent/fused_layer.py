@@ -28,7 +28,7 @@ _TOLERANCE = {mx.float32: 1e-2, mx.bfloat16: 5e-2, mx.float16: 2e-2}  # of resul
 PREPARE = Kernel(
     "delta_prepare",
     ("qkv", "past", "filters", "a", "b", "log_rates", "dt_bias", "num_fed"),
-    ("queries", "keys", "values", "log_gates", "betas"),
+    ("queries", "keys", "values", "log_gates", "betas", "inputs"),
     """
     constexpr int KEYS = 2 * KEY_HEADS, CHANNELS = KEYS * KEY_DIM + HEADS * VALUE_DIM;
     constexpr int MOST = (KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM) / 32;
@@ -36,18 +36,19 @@ PREPARE = Kernel(
     const bool is_value = group_y >= KEYS;  // before: heads of queries, then of keys
     const int first = is_value ? KEYS * KEY_DIM + (group_y - KEYS) * VALUE_DIM : group_y * KEY_DIM;
     const int per_lane = (is_value ? VALUE_DIM : KEY_DIM) / 32;
-    const int by_row = qkv_strides[0], by_token = qkv_strides[1], by_channel = qkv_strides[2];
     float x[MOST];
     float squares = 0;
     for (int i = 0; i < per_lane; ++i) {
         const int channel = first + lane + 32 * i;
+        const int now = row * qkv_strides[0] + t * qkv_strides[1] + channel * qkv_strides[2];
+        inputs[token * CHANNELS + channel] = qkv[now];
         float sum = 0;
         for (int j = 0; j <= NUM_PAST; ++j) {
-            const int column = t + j - NUM_PAST;
-            const float seen = column < 0
-                ? (float)past[(row * NUM_PAST + t + j) * CHANNELS + channel]
-                : (float)qkv[row * by_row + column * by_token + channel * by_channel];
-            sum = FMA((float)filters[channel * (NUM_PAST + 1) + j], seen, sum);
+            const int before = NUM_PAST - j;  // tokens before this one
+            const float seen = before > t
+                ? (float)past[row * past_strides[0] + (t + j) * past_strides[1] + channel * past_strides[2]]
+                : (float)qkv[now - before * qkv_strides[1]];
+            sum = FMA((float)filters[channel * filters_strides[0] + j * filters_strides[1]], seen, sum);
         }
         x[i] = sum / (1 + EXP(-sum));
         squares = FMA(x[i], x[i], squares);
@@ -77,7 +78,7 @@ PREPARE = Kernel(
         }
     }
     """,
-    strided=("qkv", "a", "b"),
+    strided=("qkv", "past", "filters", "a", "b"),  # parts of a joined product, of the cache, views
 )
 
 GATE = Kernel(
@@ -130,20 +131,21 @@ def gated_outputs(layer: Any, projected: Projected, view: StateView) -> mx.array
     qkv, z, b, a = projected
     rows, width, _ = qkv.shape
     sizes = LayerSizes.of(layer, qkv.dtype)
-    seen, state = ConvolutionInputs(view[0].astype(qkv.dtype), qkv), view[1]
+    past, state = view[0].astype(qkv.dtype), view[1]
     num_fed = view.num_fed.astype(mx.int32)
     keys, values, gates = (
         ((rows, width, *shape), mx.float32)
         for shape in ((sizes.key_heads, sizes.key_dim), (sizes.heads, sizes.value_dim), (sizes.heads,))
     )
-    q, k, v, log_gates, betas = gpu_kernels.run(
+    *made, inputs = gpu_kernels.run(
         PREPARE,
-        [qkv, seen.past, layer.conv1d.weight, a, b, layer.A_log, layer.dt_bias, num_fed],
+        [qkv, past, layer.conv1d.weight, a, b, layer.A_log, layer.dt_bias, num_fed],
         sizes.constants | {"NUM_PAST": sizes.num_past},
         (2 * sizes.key_heads + sizes.heads, rows * width),
-        [keys, keys, values, gates, gates],
+        [keys, keys, values, gates, gates, (qkv.shape, qkv.dtype)],
     )
-    rule = (q, k, v, log_gates, betas)
+    q, k, v, log_gates, betas = made
+    rule, seen = (q, k, v, log_gates, betas), ConvolutionInputs(past, inputs)
     if view.keeps_all:
         out, new_state, new_past = window_kernel.step_and_past(rule, state, num_fed, seen)
         view.keep_parts(lambda _: [new_past, new_state])

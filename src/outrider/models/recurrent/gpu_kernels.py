@@ -80,7 +80,7 @@ def run(
     """
     dtypes = [x.dtype for x in inputs] + [dtype for _, dtype in outputs]
     names = [f"{name.upper()}_TYPE" for name in (*kernel.inputs, *kernel.outputs)]
-    if kernel.strided:
+    if kernel.strided:  # MLX lays out all inputs of a kernel anew where need be, or none
         inputs = [
             x if name in kernel.strided else mx.contiguous(x)
             for name, x in zip(kernel.inputs, inputs, strict=True)

@@ -79,12 +79,11 @@ _WRITE_STATE = """
 # A row's lanes share its part of the convolution's window: columns n .. n + NUM_PAST - 1 of past and inputs.
 _WRITE_PAST = """
     const int of_row = (head * VALUE_DIM + value_row) * 32 + lane;
-    const int by_row = inputs_strides[0], by_token = inputs_strides[1], by_channel = inputs_strides[2];
     for (int i = of_row; i < NUM_PAST * CHANNELS; i += HEADS * VALUE_DIM * 32) {
         const int column = num_kept[row] + i / CHANNELS, channel = i % CHANNELS;
         new_past[row * NUM_PAST * CHANNELS + i] = column < NUM_PAST
             ? past[(row * NUM_PAST + column) * CHANNELS + channel]
-            : inputs[row * by_row + (column - NUM_PAST) * by_token + channel * by_channel];
+            : inputs[(row * tokens + column - NUM_PAST) * CHANNELS + channel];
     }
 """
 
@@ -117,7 +116,6 @@ def _and_past(kernel: Kernel) -> Kernel:
         inputs=(*kernel.inputs, *more),
         outputs=(*kernel.outputs, "new_past"),
         body=kernel.body + _WRITE_PAST,
-        strided=("inputs",),  # a part of a product that others have parts of
     )
 
 
