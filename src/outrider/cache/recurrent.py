@@ -1,8 +1,8 @@
 """States of recurrent layers: per slot one value of each part (a matrix, a convolution's window), no cells.
 
-A state cannot be cut back, so a pass does not write it. A layer reads the rows' states, and says for each
-part how the new one follows from the number of tokens that a row keeps. Once drafts are accepted, `commit`
-asks for just that one and writes it:
+A state cannot be cut back, so a pass with drafts does not write it. A layer reads the rows' states, and says
+for each part how the new one follows from the number of tokens that a row keeps. Once drafts are accepted,
+`commit` asks for just that one and writes it:
 
     state after x0..x(start-1)  --pass over fed tokens-->  outputs, and choose(kept) -> state
                                                            commit: slot <- choose(kept)
@@ -27,9 +27,9 @@ from outrider.cache.ragged_kv import Placement, exchanged
 class Kept:
     """How many tokens each row of a pass keeps, and what its layers make of that, once for all of them."""
 
-    def __init__(self, num: mx.array, columns: dict[int, mx.array] | None = None) -> None:
+    def __init__(self, num: mx.array) -> None:
         self.num = num  # [rows]
-        self._columns = {} if columns is None else columns
+        self._columns: dict[int, mx.array] = {}
 
     def columns(self, num: int) -> mx.array:
         """The `num` columns from each row's first that is not kept.  [rows, num, 1]"""
@@ -37,10 +37,13 @@ class Kept:
             self._columns[num] = (self.num[:, None] + mx.arange(num))[..., None]
         return self._columns[num]
 
-    def after(self, arrays: list[mx.array]) -> Kept:
-        """The same numbers, known only when these arrays are."""
+    def wait_for(self, arrays: list[mx.array]) -> None:
+        """From now on nothing of this is known before these arrays are.
+
+        So new states are made one after the other: side by side they would take more memory.
+        """
         num, *columns = mx.depends([self.num, *self._columns.values()], arrays)
-        return Kept(num, dict(zip(self._columns, columns, strict=True)))
+        self.num, self._columns = num, dict(zip(self._columns, columns, strict=True))
 
 
 Choose = Callable[[Kept], mx.array]  # -> the part's new value for every row
@@ -137,26 +140,24 @@ class StateView:
     def _keep(self, indices: tuple[int, ...], choose: ChooseParts) -> None:
         self._said.update(indices)
         if self.keeps_all:
-            self._write(indices, choose(self._placement.once(Kept, lambda: Kept(self.num_fed))))
+            self._write(indices, choose, self._placement.once(Kept, lambda: Kept(self.num_fed)))
         else:
             self._choices.append((indices, choose))
 
-    def commit(self, kept: Kept) -> list[mx.array]:
-        """Write the new states that the layer has not written, and return them."""
-        parts = self._state.parts
-        if len(self._said) != len(parts):
-            raise ValueError(f"a layer kept {len(self._said)} of its {len(parts)} states per row")
-        written = []
+    def commit(self, kept: Kept) -> None:
+        """Write the new states that the layer has not written."""
+        num_parts = len(self._state.parts)
+        if len(self._said) != num_parts:
+            raise ValueError(f"a layer kept {len(self._said)} of its {num_parts} states per row")
         for indices, choose in self._choices:
-            written += self._write(indices, choose(kept))
+            self._write(indices, choose, kept)
         self._choices = []
-        return written
 
-    def _write(self, indices: tuple[int, ...], values: Sequence[mx.array]) -> list[mx.array]:
+    def _write(self, indices: tuple[int, ...], choose: ChooseParts, kept: Kept) -> None:
         parts = self._state.parts
-        for index, rows in zip(indices, values, strict=True):
+        for index, rows in zip(indices, choose(kept), strict=True):
             parts[index] = _written(parts[index], rows, self._placement)
-        return [parts[index] for index in indices]
+        kept.wait_for([parts[index] for index in indices])
 
 
 def _zeros(num_slots: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

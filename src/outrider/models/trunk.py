@@ -159,9 +159,7 @@ class TrunkCache:
         """Take over the states of recurrent layers after the tokens that each row of the last pass keeps."""
         kept = Kept(num_kept)
         for view in self._uncommitted:
-            written = view.commit(kept)
-            if written:
-                kept = kept.after(written)  # one layer at a time needs less memory
+            view.commit(kept)
         self._uncommitted = []
 
 

@@ -1,7 +1,8 @@
-"""GPU kernels without a GPU: their bodies are compiled as C++, and 32 threads are the lanes of a group.
+"""GPU kernels without a GPU: their source for Metal or CUDA, compiled as C++; 32 threads are a group's lanes.
 
-What this cannot show: that Metal's and CUDA's own compilers take them. Types are as strict as Metal's:
-nothing becomes a bfloat that is not told to.
+What the two languages bring along is stood in for: where a thread is, sums and shuffles over a group, shapes
+and strides as MLX declares them. Types are as strict as Metal's: nothing becomes a bfloat unless told to.
+What this cannot show: that Metal's and CUDA's own compilers take it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,22 +24,18 @@ from outrider.models.recurrent import gpu_kernels
 from outrider.models.recurrent.gpu_kernels import LANES, Kernel
 
 START = """
+#include <array>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <thread>
 #include <vector>
+using Shape = std::array<int32_t, 8>;
+using Strides = std::array<int64_t, 8>;
+struct Place { unsigned x, y, z; };
 static std::barrier<> meet(32);
-static float shared_sum[32];
-static float group_sum(int lane, float x) {
-    shared_sum[lane] = x;
-    meet.arrive_and_wait();
-    float total = 0;
-    for (int i = 0; i < 32; ++i) total += shared_sum[i];
-    meet.arrive_and_wait();
-    return total;
-}
+static float shared[32];
 struct bfloat {
     uint16_t bits;
     bfloat() = default;
@@ -53,37 +51,65 @@ struct bfloat {
         return x;
     }
 };
-#define EXP(x) std::exp(x)
-#define LOG(x) std::log(x)
-#define SQRT(x) std::sqrt(x)
-#define FMA(x, y, z) std::fma(x, y, z)
-#define GROUP_SUM(x) group_sum(lane, x)
 """
+METAL = """
+namespace metal { using std::exp; using std::fma; using std::log; using std::sqrt; }
+static thread_local Place thread_position_in_threadgroup, thread_position_in_grid;
+static float simd_sum(float x) {
+    shared[thread_position_in_threadgroup.x] = x;
+    meet.arrive_and_wait();
+    float total = 0;
+    for (int i = 0; i < 32; ++i) total += shared[i];
+    meet.arrive_and_wait();
+    return total;
+}
+static void stand_at(unsigned x, unsigned y, unsigned z, unsigned y_together) {
+    thread_position_in_threadgroup = {x, y % y_together, 0};
+    thread_position_in_grid = {x, y, z};
+}
+"""
+CUDA = """
+static thread_local Place threadIdx, blockIdx, blockDim;
+static float __shfl_xor_sync(unsigned, float x, int step) {
+    shared[threadIdx.x] = x;
+    meet.arrive_and_wait();
+    const float other = shared[threadIdx.x ^ step];
+    meet.arrive_and_wait();
+    return other;
+}
+static void stand_at(unsigned x, unsigned y, unsigned z, unsigned y_together) {
+    threadIdx = {x, y % y_together, 0};
+    blockIdx = {0, y / y_together, z};
+    blockDim = {32, y_together, 1};
+}
+"""
+LANGUAGES = {"Metal": (METAL, gpu_kernels._METAL), "CUDA": (CUDA, gpu_kernels._CUDA)}
 TYPES = {mx.float32: "float", mx.int32: "int", mx.bfloat16: "bfloat"}
 
 
 class CppKernel:
     """Takes what MLX's kernel objects take, and runs the body on the CPU."""
 
-    def __init__(self, folder: Path, kernel: Kernel) -> None:
-        self.folder, self.kernel = folder, kernel
+    def __init__(self, folder: Path, kernel: Kernel, language: str) -> None:
+        self.folder, self.kernel, self.language = folder, kernel, language
         self.calls: list[dict[str, Any]] = []
 
     def __call__(self, inputs: list[mx.array], template: Any, **call: Any) -> list[mx.array]:
         self.calls.append(call)
-        _, group_y, group_z = call["grid"]
-        assert group_y % call["threadgroup"][1] == 0  # CUDA would run over the end
+        _, num_y, num_z = call["grid"]
+        y_together = call["threadgroup"][1]
+        assert num_y % y_together == 0  # CUDA would run over the end
         strided = self.kernel.strided
         arrays = [
             _laid_out(x, with_gaps=name in strided)
             for name, x in zip(self.kernel.inputs, inputs, strict=True)
         ]
-        shapes = [np.array(x.shape, np.int32) for x in inputs]
-        strides = [np.array(x.strides, np.int64) // x.itemsize for x in arrays]
+        shapes = [_eight(x.shape, np.int32) for x in inputs]
+        strides = [_eight([num // x.itemsize for num in x.strides], np.int64) for x in arrays]
         outputs = list(zip(call["output_shapes"], call["output_dtypes"], strict=True))
         results = [np.full(shape, 0xA5, np.uint8) for shape in ((*s, d.size) for s, d in outputs)]
         pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (*arrays, *shapes, *strides, *results)]
-        _compiled(self._source(dict(template)), self.folder)(*pointers, group_y, group_z)
+        _compiled(self._source(dict(template)), self.folder)(*pointers, num_y, num_z, y_together)
         return [_array_of(result, dtype) for result, (_, dtype) in zip(results, outputs, strict=True)]
 
     def break_it(self, old: str, new: str) -> None:
@@ -99,15 +125,26 @@ class CppKernel:
         )
         kernel = self.kernel
         arguments = [f"const {name.upper()}_TYPE* {name}" for name in kernel.inputs]
-        arguments += [f"const int* {name}_shape" for name in kernel.inputs]
-        arguments += [f"const int64_t* {name}_strides" for name in kernel.inputs]
+        arguments += [f"const Shape* p_{name}_shape" for name in kernel.inputs]
+        arguments += [f"const Strides* p_{name}_strides" for name in kernel.inputs]
         arguments += [f"{name.upper()}_TYPE* {name}" for name in kernel.outputs]
-        return f"""{START}{constants}
-        extern "C" void run({", ".join(arguments)}, int num_y, int num_z) {{
+        own, start = LANGUAGES[self.language]
+        layouts = "".join(
+            f"const {kind} {name}_{what} = *p_{name}_{what};\n"
+            for name in kernel.inputs
+            for kind, what in (("Shape", "shape"), ("Strides", "strides"))
+            if f"{name}_{what}" in kernel.body
+        )
+        return f"""{START}{own}{constants}
+        extern "C" void run({", ".join(arguments)}, int num_y, int num_z, int y_together) {{
+            {layouts}
             std::vector<std::thread> lanes;
-            for (int lane = 0; lane < {LANES}; ++lane) lanes.emplace_back([=] {{
-                for (int group_z = 0; group_z < num_z; ++group_z)
-                for (int group_y = 0; group_y < num_y; ++group_y) {{ {kernel.body} }}
+            for (int x = 0; x < {LANES}; ++x) lanes.emplace_back([=] {{
+                for (int z_of_grid = 0; z_of_grid < num_z; ++z_of_grid)
+                for (int y_of_grid = 0; y_of_grid < num_y; ++y_of_grid) {{
+                    stand_at(x, y_of_grid, z_of_grid, y_together);
+                    {{ {start}{kernel.body} }}
+                }}
             }});
             for (auto& lane : lanes) lane.join();
         }}"""
@@ -118,11 +155,12 @@ class CppKernels:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.language = "Metal"
         self.made: dict[str, CppKernel] = {}
 
     def __call__(self, kernel: Kernel) -> CppKernel:
         if kernel.name not in self.made:
-            self.made[kernel.name] = CppKernel(self.folder, kernel)
+            self.made[kernel.name] = CppKernel(self.folder, kernel, self.language)
         return self.made[kernel.name]
 
 
@@ -150,6 +188,11 @@ def _laid_out(x: mx.array, with_gaps: bool) -> np.ndarray:
     part = whole[..., : x.shape[-1]]
     part[:] = numbers
     return part
+
+
+def _eight(numbers: Sequence[int], dtype: Any) -> np.ndarray:
+    """As many as MLX has room for."""
+    return np.array([*numbers, *[-1] * (8 - len(numbers))], dtype)
 
 
 def _array_of(result: np.ndarray, dtype: mx.Dtype) -> mx.array:

@@ -23,9 +23,9 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_the_kernels_equal_the_parts(kernels: CppKernels, name: str) -> None:
-    sizes = SIZES[name]
+@pytest.mark.parametrize(("name", "language"), [*((name, "Metal") for name in SIZES), ("bfloat16", "CUDA")])
+def test_the_kernels_equal_the_parts(kernels: CppKernels, name: str, language: str) -> None:
+    sizes, kernels.language = SIZES[name], language
     assert largest_error(fused_layer.gated_outputs, sizes) < (1e-5 if sizes.dtype == mx.float32 else 1e-2)
 
 

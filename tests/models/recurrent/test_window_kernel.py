@@ -13,7 +13,9 @@ from outrider.models.recurrent.window_kernel import ConvolutionInputs
 from recurrent.cpp_kernels import CppKernels
 
 
-def test_the_kernels_equal_the_portable_form(kernels: CppKernels) -> None:
+@pytest.mark.parametrize("language", ["Metal", "CUDA"])
+def test_the_kernels_equal_the_portable_form(kernels: CppKernels, language: str) -> None:
+    kernels.language = language
     rule, state = window_kernel._trial()
     want, corrections = delta_rule(*rule, state)
     got, window = window_kernel.window(rule, state)
