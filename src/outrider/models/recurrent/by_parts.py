@@ -66,9 +66,9 @@ def rule(
         out, corrections = delta_rule(q, k, v, log_gates, betas, state)
         view.keep(part, lambda kept: corrections.state_after(kept.num))
     elif view.keeps_all:
-        out, stepped = window_kernel.step((q, k, v, log_gates, betas), state)
+        out, stepped = window_kernel.step(q, k, v, log_gates, betas, state)
         view.keep(part, lambda _: stepped)
     else:
-        out, window = window_kernel.window((q, k, v, log_gates, betas), state)
+        out, window = window_kernel.window(q, k, v, log_gates, betas, state)
         view.keep(part, lambda kept: window.state_after(kept.num))
     return out

@@ -137,20 +137,19 @@ def gated_outputs(layer: Any, projected: Projected, view: StateView) -> mx.array
         ((rows, width, *shape), mx.float32)
         for shape in ((sizes.key_heads, sizes.key_dim), (sizes.heads, sizes.value_dim), (sizes.heads,))
     )
-    *made, inputs = gpu_kernels.run(
+    q, k, v, log_gates, betas, inputs = gpu_kernels.run(
         PREPARE,
         [qkv, past, layer.conv1d.weight, a, b, layer.A_log, layer.dt_bias, num_fed],
         sizes.constants | {"NUM_PAST": sizes.num_past},
         (2 * sizes.key_heads + sizes.heads, rows * width),
         [keys, keys, values, gates, gates, (qkv.shape, qkv.dtype)],
     )
-    q, k, v, log_gates, betas = made
-    rule, seen = (q, k, v, log_gates, betas), ConvolutionInputs(past, inputs)
+    rule, seen = (q, k, v, log_gates, betas, state), ConvolutionInputs(past, inputs)
     if view.keeps_all:
-        out, new_state, new_past = window_kernel.step_and_past(rule, state, num_fed, seen)
+        out, new_state, new_past = window_kernel.step_and_past(rule, num_fed, seen)
         view.keep_parts(lambda _: [new_past, new_state])
     else:
-        out, window = window_kernel.window(rule, state)
+        out, window = window_kernel.window(*rule)
         view.keep_parts(lambda kept: window.state_and_past_after(kept.num, seen)[::-1])
     (gated,) = gpu_kernels.run(
         GATE,

@@ -160,31 +160,33 @@ class Window:
         return [self.keys, self.log_gates, self.deltas, self.state, num_tokens.astype(mx.int32)]
 
 
-Rule = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]  # as `delta_rule`'s first arguments
-
-
-def window(rule: Rule, state: mx.array) -> tuple[mx.array, Window]:
+def window(
+    queries: mx.array, keys: mx.array, values: mx.array, log_gates: mx.array, betas: mx.array, state: mx.array
+) -> tuple[mx.array, Window]:
     """As `delta_rule`: outputs [rows, tokens, heads, value_dim], and what the tokens do to the state."""
-    _, keys, values, log_gates, _ = rule
     floats = values.shape, mx.float32
-    outputs, deltas = _run(WINDOW, [*rule, state], keys, state, [floats, floats])
+    inputs = [queries, keys, values, log_gates, betas, state]
+    outputs, deltas = _run(WINDOW, inputs, keys, state, [floats, floats])
     return outputs, Window(keys, log_gates, deltas, state)
 
 
-def step(rule: Rule, state: mx.array) -> tuple[mx.array, mx.array]:
+def step(
+    queries: mx.array, keys: mx.array, values: mx.array, log_gates: mx.array, betas: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
     """Outputs, and the state after all tokens."""
-    floats = rule[2].shape, mx.float32
-    outputs, state = _run(STEP, [*rule, state], rule[1], state, [floats, _like(state)])
+    inputs = [queries, keys, values, log_gates, betas, state]
+    outputs, state = _run(STEP, inputs, keys, state, [(values.shape, mx.float32), _like(state)])
     return outputs, state
 
 
 def step_and_past(
-    rule: Rule, state: mx.array, num_fed: mx.array, seen: ConvolutionInputs
+    rule: Sequence[mx.array], num_fed: mx.array, seen: ConvolutionInputs
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Outputs, the state after all tokens, and the convolution's inputs that stay."""
-    inputs = [*rule, state, num_fed.astype(mx.int32), seen.past, seen.inputs]
-    outputs = [(rule[2].shape, mx.float32), _like(state), seen.output]
-    out, state, past = _run(STEP_AND_PAST, inputs, rule[1], state, outputs, seen.sizes)
+    """Outputs, the state after all tokens, and the convolution's inputs that stay; `rule` as for `step`."""
+    _, keys, values, _, _, state = rule
+    inputs = [*rule, num_fed.astype(mx.int32), seen.past, seen.inputs]
+    outputs = [(values.shape, mx.float32), _like(state), seen.output]
+    out, state, past = _run(STEP_AND_PAST, inputs, keys, state, outputs, seen.sizes)
     return out, state, past
 
 
@@ -221,11 +223,11 @@ def _agrees() -> bool:
     """Whether the kernels give what `delta_rule` gives, on this device, today."""
 
     def error() -> float:
-        rule, state = _trial()
+        rule = _trial()
         num_kept, all_kept = mx.array([0, 2]), mx.array([3, 3])
-        want, corrections = delta_rule(*rule, state)
-        got, kernel_corrections = window(rule, state)
-        stepped, after = step(rule, state)
+        want, corrections = delta_rule(*rule)
+        got, kernel_corrections = window(*rule)
+        stepped, after = step(*rule)
         pairs = [
             (got, want),
             (stepped, want),
@@ -237,7 +239,7 @@ def _agrees() -> bool:
     return gpu_kernels.is_close(error, "delta-rule", _TOLERANCE)
 
 
-def _trial() -> tuple[Rule, mx.array]:
+def _trial() -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array]:
     keys = mx.random.split(mx.random.key(0), len(_RULE))
     q, k, v, g, b, s = (
         mx.random.normal(shape, key=key)
@@ -247,4 +249,4 @@ def _trial() -> tuple[Rule, mx.array]:
             strict=True,
         )
     )
-    return (q / 64, k / 8, v, -mx.abs(g), mx.sigmoid(b)), s
+    return q / 64, k / 8, v, -mx.abs(g), mx.sigmoid(b), s
