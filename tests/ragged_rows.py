@@ -70,8 +70,11 @@ class RaggedRows:
         swap = {source: target, target: source}
         self.slots = {row: swap.get(slot, slot) for row, slot in self.slots.items()}
 
-    def feed(self, fed: Mapping[str, Tokens]) -> dict[str, np.ndarray]:
-        """One forward pass over these rows, in this order; each row's logits, padding left out."""
+    def feed(self, fed: Mapping[str, Tokens], keeps_all: bool = False) -> dict[str, np.ndarray]:
+        """One forward pass over these rows, in this order; each row's logits, padding left out.
+
+        A pass of which all is kept cannot be rolled back.
+        """
         self.commit()
         width = max(len(tokens) for tokens in fed.values())
         padded = mx.array([[*tokens, *([0] * (width - len(tokens)))] for tokens in fed.values()])
@@ -84,6 +87,7 @@ class RaggedRows:
             width=width,
             end=max(start + num for start, num in zip(starts, num_fed, strict=True)),
             capacity=self.capacity,
+            keeps_all=keeps_all,
         )
         logits = self.trunk.logits(self.trunk.hidden(padded, self.cache, place))
         mx.eval(logits, [buffers.arrays() for buffers in self.cache.buffers()])

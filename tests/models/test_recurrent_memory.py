@@ -56,9 +56,9 @@ def decoding_runner(num_layers: int) -> Runner:
     return runner
 
 
-def peak_of_a_step(runner: Runner) -> int:
-    """Bytes that a verify step takes above what was held before it."""
-    rows = tuple(plan_row([slot, 1], (), [2, 3, 4], params=GREEDY, slot=slot) for slot in range(NUM_ROWS))
+def peak_of_a_step(runner: Runner, drafts: tuple[int, ...] = (2, 3, 4)) -> int:
+    """Bytes that a step takes above what was held before it."""
+    rows = tuple(plan_row([slot, 1], (), drafts, params=GREEDY, slot=slot) for slot in range(NUM_ROWS))
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -84,10 +84,10 @@ def test_nothing_of_a_verify_window_outlives_the_step(runner: Runner) -> None:
 
 def test_a_layer_more_takes_corrections_more_not_states(runner: Runner) -> None:
     small = min(peak_of_a_step(runner) for _ in range(3))
-    larger = decoding_runner(8)
-    large = min(peak_of_a_step(larger) for _ in range(3))
-    per_layer = (large - small) / 3
-    whole = small + (LAYERS_OF_27B - 3) * per_layer
+    # From two or three layers on as many commits are under way at once as ever will be.
+    six, nine = (min(peak_of_a_step(more) for _ in range(3)) for more in map(decoding_runner, (8, 12)))
+    per_layer = (nine - six) / 3
+    whole = nine + (LAYERS_OF_27B - 9) * per_layer
     print(
         f"peak of a step: {small / MIB:.0f} MiB with 3 recurrent layers, "
         f"{per_layer / MIB:.1f} for each more, "
@@ -97,3 +97,9 @@ def test_a_layer_more_takes_corrections_more_not_states(runner: Runner) -> None:
     assert per_layer < STATE_BYTES / 4
     assert small < 3 * STATE_BYTES
     assert whole < LAYERS_OF_27B * WINDOW_STATE_BYTES / 10
+
+
+def test_new_states_are_not_made_side_by_side_where_all_is_kept(runner: Runner) -> None:
+    few, many = (min(peak_of_a_step(some, ()) for _ in range(3)) for some in (runner, decoding_runner(8)))
+    assert few < 3 * STATE_BYTES
+    assert (many - few) / 3 < STATE_BYTES / 4

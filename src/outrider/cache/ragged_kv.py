@@ -120,11 +120,14 @@ class Placement:
         capacity: int,
         any_new: bool = True,
         positions: Positions | None = None,
+        keeps_all: bool = False,
     ) -> None:
         if end > capacity:
             raise ValueError(f"a row would need {end} cells where the buffers have {capacity}")
         self.offset = starts  # [rows]
+        self.num_fed = num_fed  # [rows]
         self.any_new = any_new  # whether a row may start at 0, with what another left in its slot
+        self.keeps_all = keeps_all  # whether all that is fed stands, since no row has drafts
         self.positions = starts if positions is None else positions  # what rope is given
         self.added: Sequence[mx.array] = ()  # [rows, width, hidden] to be added after the first layers
         self.capacity = capacity

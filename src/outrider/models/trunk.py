@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_reduce
 
 from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV, nothing_launched
-from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
+from outrider.cache.recurrent import Kept, RecurrentState, StateSpec, StateView
 from outrider.models.families import LOGITS_ONLY, UnsupportedModel, unsupported
 from outrider.models.recurrent.adopt import adopt
 
@@ -157,8 +157,9 @@ class TrunkCache:
 
     def commit(self, num_kept: mx.array) -> None:
         """Take over the states of recurrent layers after the tokens that each row of the last pass keeps."""
+        kept = Kept(num_kept)
         for view in self._uncommitted:
-            num_kept = mx.depends(num_kept, view.commit(num_kept))  # one layer at a time needs less memory
+            view.commit(kept)
         self._uncommitted = []
 
 

@@ -73,8 +73,17 @@ class Forward:
         width = feed.token_ids.shape[1]
         positions = positions_of(batch, feed.starts, width, feed.deltas)
         slots = [row.slot for row in batch]
-        any_new = any(row.start == 0 for row in batch)
-        place = Placement(slots, feed.starts, feed.num_fed, width, end, capacity, any_new, positions)
+        place = Placement(
+            slots,
+            feed.starts,
+            feed.num_fed,
+            width,
+            end,
+            capacity,
+            any_new=any(row.start == 0 for row in batch),
+            positions=positions,
+            keeps_all=not any(row.num_drafts for row in batch),
+        )
         seen = seen_in(batch, self._shelf)
         embeddings = None
         if seen is not None:

@@ -16,9 +16,5 @@ def causal_convolution(conv: nn.Conv1d, inputs: mx.array, view: StateView | None
     window = mx.concatenate([past, inputs], axis=1)
     if view is not None:
         # After n kept tokens the last `num_past` inputs stand at columns n .. n + num_past - 1.
-        view.keep(part, lambda num_kept: _columns(window, num_kept, num_past))
+        view.keep(part, lambda kept: mx.take_along_axis(window, kept.columns(num_past), axis=1))
     return conv(window)
-
-
-def _columns(window: mx.array, first: mx.array, num: int) -> mx.array:
-    return mx.take_along_axis(window, (first[:, None] + mx.arange(num))[..., None], axis=1)

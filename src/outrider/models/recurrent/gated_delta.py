@@ -10,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import bailing_moe_v3, kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
-from mlx_lm.models.gated_delta import normalize_qk
 
 from outrider.cache.recurrent import StateView
-from outrider.models.recurrent import window_kernel
+from outrider.models.recurrent import by_parts, fused_layer
+from outrider.models.recurrent.by_parts import heads, log_gates_of, rule
 from outrider.models.recurrent.convolution import causal_convolution
-from outrider.models.recurrent.delta_rule import delta_rule
+from outrider.models.recurrent.layer_inputs import Projected
 from outrider.models.recurrent.own_caches import OwnCaches
 
 
@@ -23,14 +23,12 @@ class _Qwen(OwnCaches):
     """One convolution for queries, keys and values together."""
 
     def _rows(self: Any, x: mx.array, view: StateView | None) -> mx.array:
-        rows, width, _ = x.shape
-        qkv, z, b, a = self._projected(x)
-        convolved = nn.silu(causal_convolution(self.conv1d, qkv, view, 0))
-        q, k, v = mx.split(convolved, [self.key_dim, 2 * self.key_dim], axis=-1)
-        q, k = (_heads(part, self.num_k_heads) for part in (q, k))
-        log_gates = _log_gates(self.A_log, a + self.dt_bias)
-        out = _rule(q, k, _heads(v, self.num_v_heads), log_gates, mx.sigmoid(b), view, 1)
-        out = self.out_proj(self.norm(out.astype(x.dtype), z).reshape(rows, width, -1))
+        projected = Projected(*self._projected(x))
+        if view is not None and fused_layer.fits(self, projected):
+            gated = fused_layer.gated_outputs(self, projected, view)
+        else:
+            gated = by_parts.gated_outputs(self, projected, view)
+        out = self.out_proj(gated.flatten(-2))
         if getattr(self, "sharding_group", None) is not None:
             out = mx.distributed.all_sum(out, group=self.sharding_group)
         return out
@@ -45,7 +43,7 @@ class Qwen3NextLayer(_Qwen, qwen3_next.Qwen3NextGatedDeltaNet):
 
 class Qwen35Layer(_Qwen, qwen3_5.GatedDeltaNet):
     def _projected(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        z = _heads(self.in_proj_z(x), self.num_v_heads)
+        z = heads(self.in_proj_z(x), self.num_v_heads)
         return self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x)
 
 
@@ -57,11 +55,11 @@ class OlmoLayer(OwnCaches, olmo_hybrid.GatedDeltaNet):
                 ((self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d))
             )
         )
-        q, k = (_heads(part, self.num_k_heads) for part in (q, k))
+        q, k = (heads(part, self.num_k_heads) for part in (q, k))
         betas = mx.sigmoid(self.b_proj(x)) * (2 if self.allow_neg_eigval else 1)
-        log_gates = _log_gates(self.A_log, self.a_proj(x) + self.dt_bias)
-        out = _rule(q, k, _heads(v, self.num_v_heads), log_gates, betas, view, 3)
-        gated = self.o_norm(out.astype(x.dtype), _heads(self.g_proj(x), self.num_v_heads))
+        log_gates = log_gates_of(self.A_log, self.a_proj(x) + self.dt_bias)
+        out = rule(q, k, heads(v, self.num_v_heads), log_gates, betas, view, 3)
+        gated = self.o_norm(out.astype(x.dtype), heads(self.g_proj(x), self.num_v_heads))
         return self.o_proj(gated.flatten(-2))
 
 
@@ -70,12 +68,12 @@ class _ByDimension(OwnCaches):
 
     def _rows(self: Any, x: mx.array, view: StateView | None) -> mx.array:
         q, k, v = (
-            _heads(nn.silu(causal_convolution(conv, project(x), view, part)), self.num_heads)
+            heads(nn.silu(causal_convolution(conv, project(x), view, part)), self.num_heads)
             for part, (project, conv) in enumerate(self._convolved())
         )
-        gates, out_gates = (_heads(part, self.num_heads) for part in self._gates(x))
-        log_gates = self._log_gates(gates, _heads(self.dt_bias, self.num_heads))
-        out = _rule(q, k, v, log_gates, mx.sigmoid(self.b_proj(x)), view, 3)
+        gates, out_gates = (heads(part, self.num_heads) for part in self._gates(x))
+        log_gates = self._log_gates(gates, heads(self.dt_bias, self.num_heads))
+        out = rule(q, k, v, log_gates, mx.sigmoid(self.b_proj(x)), view, 3)
         out = self.o_norm(out.astype(x.dtype)) * mx.sigmoid(out_gates)
         return self.o_proj(out.flatten(-2))
 
@@ -92,7 +90,7 @@ class KimiLayer(_ByDimension, kimi_linear.KimiDeltaAttention):
         return self.f_b_proj(self.f_a_proj(x)), self.g_b_proj(self.g_a_proj(x))
 
     def _log_gates(self, gates: mx.array, bias: mx.array) -> mx.array:
-        return _log_gates(self.A_log.reshape(-1, 1), gates + bias)
+        return log_gates_of(self.A_log.reshape(-1, 1), gates + bias)
 
 
 class BailingLayer(_ByDimension, bailing_moe_v3.BailingKDA):
@@ -105,34 +103,3 @@ class BailingLayer(_ByDimension, bailing_moe_v3.BailingKDA):
     def _log_gates(self, gates: mx.array, bias: mx.array) -> mx.array:
         scale = mx.exp(self.A_log.astype(mx.float32)).reshape(-1, 1)
         return self.lower_bound * mx.sigmoid(scale * (gates.astype(mx.float32) + bias))
-
-
-def _heads(x: mx.array, num: int) -> mx.array:
-    return x.reshape(*x.shape[:-1], num, -1)
-
-
-def _log_gates(log_rates: mx.array, steps: mx.array) -> mx.array:
-    return -mx.exp(log_rates.astype(mx.float32)) * nn.softplus(steps)
-
-
-def _rule(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    log_gates: mx.array,
-    betas: mx.array,
-    view: StateView | None,
-    part: int,
-) -> mx.array:
-    """The delta rule from the rows' states (part `part` of the view), or from nothing."""
-    q, k = normalize_qk(q, k, inv_scale=k.shape[-1] ** -0.5, eps=1e-6)
-    if view is None:
-        state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[-1]))
-        return delta_rule(q, k, v, log_gates, betas, state)[0]
-    fed = view.fed[..., None]
-    betas = mx.where(fed, betas, 0)
-    log_gates = mx.where(fed if log_gates.ndim == 3 else fed[..., None], log_gates, 0)
-    rule = window_kernel.window if window_kernel.fits(k, v, log_gates) else delta_rule
-    out, corrections = rule(q, k, v, log_gates, betas, view[part])
-    view.keep(part, corrections.state_after)
-    return out

@@ -40,7 +40,7 @@ class _Mamba2:
         log_decays = -mx.exp(self.A_log.astype(mx.float32)) * steps
         y, corrections = state_space(x, steps, log_decays, in_keys, out_keys, state)
         if cache is not None:
-            cache.keep(1, corrections.state_after)
+            cache.keep(1, lambda kept: corrections.state_after(kept.num))
         y = y.astype(x.dtype) + x * self.D.astype(x.dtype)[:, None]
         return y.reshape(rows, width, -1)
 

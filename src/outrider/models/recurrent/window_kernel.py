@@ -1,8 +1,11 @@
-"""The gated delta rule over a window of drafts as two GPU kernels, for Metal and CUDA from one source.
+"""The gated delta rule over a short window as GPU kernels.
 
-    window   reads each state once, walks over the window in registers, writes outputs and corrections
+    step     where all tokens stand: reads each state once, walks over the window in registers, writes outputs
+             and the new state
+    window   where drafts may fall: writes outputs, and corrections instead of the state
     commit   reads each state once, applies the corrections of the tokens that stand, writes it
 
+`step` and `commit` can take along the window of the layer's convolution: the inputs that stay with the state.
 A group of 32 lanes holds one row of a head's state, key_dim / 32 numbers a lane. Other devices, wider passes
 and gates by key dimension use `delta_rule`. Before its first use on a device a kernel is compared with
 `delta_rule`; if it does not agree it is not used, and the log says so.
@@ -10,96 +13,134 @@ and gates by key dimension use `delta_rule`. Before its first use on a device a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import mlx.core as mx
 
+from outrider.models.recurrent import gpu_kernels
 from outrider.models.recurrent.delta_rule import delta_rule
-
-log = logging.getLogger(__name__)
+from outrider.models.recurrent.gpu_kernels import LANES, Kernel
 
 MAX_TOKENS = 16
-_LANES = 32
 _TOLERANCE = 1e-2  # GPUs may round the portable form's products to 10 bits
-_INPUTS = ("queries", "keys", "values", "log_gates", "betas", "state")
 
-# Where a lane finds itself, and the sum over the lanes of a group, in each language.
-_METAL = """
-    const int lane = thread_position_in_threadgroup.x;
-    const int value_row = thread_position_in_grid.y;
-    const int head_row = thread_position_in_grid.z;
-    #define EXP(x) metal::exp(x)
-    #define GROUP_SUM(x) simd_sum(x)
-"""
-_CUDA = """
-    const int lane = threadIdx.x;
-    const int value_row = blockIdx.y * blockDim.y + threadIdx.y;
-    const int head_row = blockIdx.z * blockDim.z + threadIdx.z;
-    #define EXP(x) expf(x)
-    auto group_sum = [](float x) {
-        for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffff, x, step);
-        return x;
-    };
-    #define GROUP_SUM(x) group_sum(x)
-"""
-
-_WINDOW = """
+_READ_STATE = """
     constexpr int PER_LANE = KEY_DIM / 32;
+    const int value_row = group_y, head_row = group_z, tokens = keys_shape[1];
     const int row = head_row / HEADS, head = head_row % HEADS, key_head = head / (HEADS / KEY_HEADS);
-    const int first = lane * PER_LANE;
-    const int cell_at = (head_row * VALUE_DIM + value_row) * KEY_DIM + first;
+    const int cell_at = (head_row * VALUE_DIM + value_row) * KEY_DIM + lane;
     float cell[PER_LANE];
-    for (int i = 0; i < PER_LANE; ++i) cell[i] = state[cell_at + i];
-    for (int t = 0; t < TOKENS; ++t) {
-        const int token = row * TOKENS + t;
-        const int key_at = (token * KEY_HEADS + key_head) * KEY_DIM + first;
+    for (int i = 0; i < PER_LANE; ++i) cell[i] = state[cell_at + 32 * i];
+"""
+_WALK = """
+    for (int t = 0; t < tokens; ++t) {
+        const int token = row * tokens + t;
+        const int key_at = (token * KEY_HEADS + key_head) * KEY_DIM + lane;
         const int value_at = (token * HEADS + head) * VALUE_DIM + value_row;
         const float gate = EXP((float)log_gates[token * HEADS + head]);
+        float key[PER_LANE];
         float remembered = 0;
         for (int i = 0; i < PER_LANE; ++i) {
+            key[i] = (float)keys[key_at + 32 * i];
             cell[i] *= gate;
-            remembered += cell[i] * (float)keys[key_at + i];
+            remembered += cell[i] * key[i];
         }
         remembered = GROUP_SUM(remembered);
         const float delta = (float)betas[token * HEADS + head] * ((float)values[value_at] - remembered);
         float read = 0;
         for (int i = 0; i < PER_LANE; ++i) {
-            cell[i] += delta * (float)keys[key_at + i];
-            read += cell[i] * (float)queries[key_at + i];
+            cell[i] = FMA(delta, key[i], cell[i]);
+            read += cell[i] * (float)queries[key_at + 32 * i];
         }
         read = GROUP_SUM(read);
         if (lane == 0) {
             outputs[value_at] = read;
-            deltas[value_at] = delta;
+            NOTE_DELTA
         }
     }
 """
-
-_COMMIT = """
-    constexpr int PER_LANE = KEY_DIM / 32;
-    const int row = head_row / HEADS, head = head_row % HEADS, key_head = head / (HEADS / KEY_HEADS);
-    const int first = lane * PER_LANE;
-    const int cell_at = (head_row * VALUE_DIM + value_row) * KEY_DIM + first;
-    float cell[PER_LANE];
-    for (int i = 0; i < PER_LANE; ++i) cell[i] = state[cell_at + i];
+_APPLY = """
     for (int t = 0; t < num_kept[row]; ++t) {
-        const int token = row * TOKENS + t;
-        const int key_at = (token * KEY_HEADS + key_head) * KEY_DIM + first;
+        const int token = row * tokens + t;
+        const int key_at = (token * KEY_HEADS + key_head) * KEY_DIM + lane;
         const float gate = EXP((float)log_gates[token * HEADS + head]);
         const float delta = deltas[(token * HEADS + head) * VALUE_DIM + value_row];
-        for (int i = 0; i < PER_LANE; ++i) cell[i] = cell[i] * gate + delta * (float)keys[key_at + i];
+        for (int i = 0; i < PER_LANE; ++i) {
+            cell[i] *= gate;
+            cell[i] = FMA(delta, (float)keys[key_at + 32 * i], cell[i]);
+        }
     }
-    for (int i = 0; i < PER_LANE; ++i) new_state[cell_at + i] = cell[i];
 """
+_WRITE_STATE = """
+    for (int i = 0; i < PER_LANE; ++i) new_state[cell_at + 32 * i] = cell[i];
+"""
+# A row's lanes share its part of the convolution's window: columns n .. n + NUM_PAST - 1 of past and inputs.
+_WRITE_PAST = """
+    const int of_row = (head * VALUE_DIM + value_row) * 32 + lane;
+    for (int i = of_row; i < NUM_PAST * CHANNELS; i += HEADS * VALUE_DIM * 32) {
+        const int column = num_kept[row] + i / CHANNELS, channel = i % CHANNELS;
+        new_past[row * NUM_PAST * CHANNELS + i] = column < NUM_PAST
+            ? past[(row * NUM_PAST + column) * CHANNELS + channel]
+            : inputs[(row * tokens + column - NUM_PAST) * CHANNELS + channel];
+    }
+"""
+
+_RULE = ("queries", "keys", "values", "log_gates", "betas", "state")
+WINDOW = Kernel(
+    "delta_window",
+    _RULE,
+    ("outputs", "deltas"),
+    _READ_STATE + _WALK.replace("NOTE_DELTA", "deltas[value_at] = delta;"),
+)
+STEP = Kernel(
+    "delta_step",
+    _RULE,
+    ("outputs", "new_state"),
+    _READ_STATE + _WALK.replace("NOTE_DELTA", "") + _WRITE_STATE,
+)
+COMMIT = Kernel(
+    "delta_commit",
+    ("keys", "log_gates", "deltas", "state", "num_kept"),
+    ("new_state",),
+    _READ_STATE + _APPLY + _WRITE_STATE,
+)
+
+
+def _and_past(kernel: Kernel) -> Kernel:
+    more = [name for name in ("num_kept", "past", "inputs") if name not in kernel.inputs]
+    return replace(
+        kernel,
+        name=f"{kernel.name}_and_past",
+        inputs=(*kernel.inputs, *more),
+        outputs=(*kernel.outputs, "new_past"),
+        body=kernel.body + _WRITE_PAST,
+    )
+
+
+STEP_AND_PAST, COMMIT_AND_PAST = _and_past(STEP), _and_past(COMMIT)
+
+
+@dataclass(frozen=True)
+class ConvolutionInputs:
+    """What a layer's convolution saw, of one dtype: the last few inputs stay with the state."""
+
+    past: mx.array  # [rows, num_past, channels]
+    inputs: mx.array  # [rows, tokens, channels]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"NUM_PAST": self.past.shape[1], "CHANNELS": self.past.shape[2]}
+
+    @property
+    def output(self) -> tuple[tuple[int, ...], mx.Dtype]:
+        return self.past.shape, self.past.dtype
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a window of tokens does to the rows' states, as the commit kernel wants it."""
+    """What a window of tokens does to the rows' states, as the commit kernels want it."""
 
     keys: mx.array
     log_gates: mx.array
@@ -107,98 +148,99 @@ class Window:
     state: mx.array
 
     def state_after(self, num_tokens: mx.array) -> mx.array:
-        inputs = [self.keys, self.log_gates, self.deltas, self.state, num_tokens.astype(mx.int32)]
-        (state,) = _run(_kernel("commit"), inputs, self.keys, self.state, [self.state.shape])
+        (state,) = _run(COMMIT, self._inputs(num_tokens), self.keys, self.state, [_like(self.state)])
         return state
 
+    def state_and_past_after(self, num_tokens: mx.array, seen: ConvolutionInputs) -> list[mx.array]:
+        inputs = [*self._inputs(num_tokens), seen.past, seen.inputs]
+        outputs = [_like(self.state), seen.output]
+        return _run(COMMIT_AND_PAST, inputs, self.keys, self.state, outputs, seen.sizes)
 
-def fits(keys: mx.array, values: mx.array, log_gates: mx.array) -> bool:
-    """Whether the kernels can do this pass on this device."""
-    is_gpu = mx.default_device() == mx.Device(mx.gpu)
-    return (
-        keys.shape[1] <= MAX_TOKENS
-        and log_gates.ndim == 3
-        and keys.shape[-1] % _LANES == 0
-        and values.shape[-1] % _rows_per_group(values.shape[-1]) == 0
-        and is_gpu
-        and (mx.metal.is_available() or mx.cuda.is_available())
-        and _agrees()
-    )
+    def _inputs(self, num_tokens: mx.array) -> list[mx.array]:
+        return [self.keys, self.log_gates, self.deltas, self.state, num_tokens.astype(mx.int32)]
 
 
 def window(
     queries: mx.array, keys: mx.array, values: mx.array, log_gates: mx.array, betas: mx.array, state: mx.array
 ) -> tuple[mx.array, Window]:
     """As `delta_rule`: outputs [rows, tokens, heads, value_dim], and what the tokens do to the state."""
+    floats = values.shape, mx.float32
     inputs = [queries, keys, values, log_gates, betas, state]
-    outputs, deltas = _run(_kernel("window"), inputs, keys, state, [values.shape, values.shape])
+    outputs, deltas = _run(WINDOW, inputs, keys, state, [floats, floats])
     return outputs, Window(keys, log_gates, deltas, state)
 
 
+def step(
+    queries: mx.array, keys: mx.array, values: mx.array, log_gates: mx.array, betas: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Outputs, and the state after all tokens."""
+    inputs = [queries, keys, values, log_gates, betas, state]
+    outputs, state = _run(STEP, inputs, keys, state, [(values.shape, mx.float32), _like(state)])
+    return outputs, state
+
+
+def step_and_past(
+    rule: Sequence[mx.array], num_fed: mx.array, seen: ConvolutionInputs
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Outputs, the state after all tokens, and the convolution's inputs that stay; `rule` as for `step`."""
+    _, keys, values, _, _, state = rule
+    inputs = [*rule, num_fed.astype(mx.int32), seen.past, seen.inputs]
+    outputs = [(values.shape, mx.float32), _like(state), seen.output]
+    out, state, past = _run(STEP_AND_PAST, inputs, keys, state, outputs, seen.sizes)
+    return out, state, past
+
+
+def fits(keys: mx.array, values: mx.array, log_gates: mx.array) -> bool:
+    """Whether the kernels can do this pass on this device."""
+    return (
+        keys.shape[1] <= MAX_TOKENS
+        and log_gates.ndim == 3
+        and keys.shape[-1] % LANES == 0
+        and gpu_kernels.is_there()
+        and _agrees()
+    )
+
+
+def _like(array: mx.array) -> tuple[tuple[int, ...], mx.Dtype]:
+    return array.shape, array.dtype
+
+
 def _run(
-    kernel: Any, inputs: list[mx.array], keys: mx.array, state: mx.array, shapes: Sequence[tuple[int, ...]]
+    kernel: Kernel,
+    inputs: Sequence[mx.array],
+    keys: mx.array,
+    state: mx.array,
+    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+    more_sizes: dict[str, int] | None = None,
 ) -> list[mx.array]:
-    _, num_tokens, key_heads, key_dim = keys.shape
-    rows, heads, value_dim, _ = state.shape
-    outputs: list[mx.array] = kernel(
-        inputs=inputs,
-        template=[
-            ("TOKENS", num_tokens),
-            ("HEADS", heads),
-            ("KEY_HEADS", key_heads),
-            ("KEY_DIM", key_dim),
-            ("VALUE_DIM", value_dim),
-        ],
-        grid=(_LANES, value_dim, rows * heads),
-        threadgroup=(_LANES, _rows_per_group(value_dim), 1),
-        output_shapes=list(shapes),
-        output_dtypes=[mx.float32] * len(shapes),
-    )
-    return outputs
-
-
-def _rows_per_group(value_dim: int) -> int:
-    return min(4, value_dim)
-
-
-@cache
-def _kernel(name: str) -> Any:
-    body, inputs, outputs = {
-        "window": (_WINDOW, _INPUTS, ("outputs", "deltas")),
-        "commit": (_COMMIT, ("keys", "log_gates", "deltas", "state", "num_kept"), ("new_state",)),
-    }[name]
-    make, start = (mx.fast.metal_kernel, _METAL) if mx.metal.is_available() else (mx.fast.cuda_kernel, _CUDA)
-    return make(
-        name=f"outrider_delta_{name}",
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=start + body,
-    )
+    rows, heads, value_dim, key_dim = state.shape
+    sizes = {"HEADS": heads, "KEY_HEADS": keys.shape[2], "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
+    return gpu_kernels.run(kernel, inputs, sizes | (more_sizes or {}), (value_dim, rows * heads), outputs)
 
 
 @cache
 def _agrees() -> bool:
     """Whether the kernels give what `delta_rule` gives, on this device, today."""
-    inputs = _trial()
-    num_kept = mx.array([0, 2])
-    want, corrections = delta_rule(*inputs)
-    try:
-        got, kernel_corrections = window(*inputs)
-        states = kernel_corrections.state_after(num_kept), corrections.state_after(num_kept)
-        error = float(mx.maximum(mx.abs(got - want).max(), mx.abs(states[0] - states[1]).max()))
-    except RuntimeError as reason:
-        log.warning(
-            "The delta-rule kernels cannot be built on this device (%s): slower, portable form.", reason
-        )
-        return False
-    if not error <= _TOLERANCE:  # or not a number
-        log.warning("The delta-rule kernels are off by %.1e on this device: slower, portable form.", error)
-        return False
-    return True
+
+    def error() -> float:
+        rule = _trial()
+        num_kept, all_kept = mx.array([0, 2]), mx.array([3, 3])
+        want, corrections = delta_rule(*rule)
+        got, kernel_corrections = window(*rule)
+        stepped, after = step(*rule)
+        pairs = [
+            (got, want),
+            (stepped, want),
+            (after, corrections.state_after(all_kept)),
+            (kernel_corrections.state_after(num_kept), corrections.state_after(num_kept)),
+        ]
+        return float(mx.stack([mx.abs(one - other).max() for one, other in pairs]).max())
+
+    return gpu_kernels.is_close(error, "delta-rule", _TOLERANCE)
 
 
 def _trial() -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array]:
-    keys = mx.random.split(mx.random.key(0), len(_INPUTS))
+    keys = mx.random.split(mx.random.key(0), len(_RULE))
     q, k, v, g, b, s = (
         mx.random.normal(shape, key=key)
         for shape, key in zip(

@@ -1,0 +1,209 @@
+"""GPU kernels without a GPU: their source for Metal or CUDA, compiled as C++; 32 threads are a group's lanes.
+
+What the two languages bring along is stood in for: where a thread is, sums and shuffles over a group, shapes
+and strides as MLX declares them. Types are as strict as Metal's: nothing becomes a bfloat unless told to.
+What this cannot show: that Metal's and CUDA's own compilers take it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.models.recurrent import gpu_kernels
+from outrider.models.recurrent.gpu_kernels import LANES, Kernel
+
+START = """
+#include <array>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+using Shape = std::array<int32_t, 8>;
+using Strides = std::array<int64_t, 8>;
+struct Place { unsigned x, y, z; };
+static std::barrier<> meet(32);
+static float shared[32];
+struct bfloat {
+    uint16_t bits;
+    bfloat() = default;
+    explicit bfloat(float x) {
+        uint32_t all;
+        std::memcpy(&all, &x, 4);
+        bits = (all + 0x7fff + ((all >> 16) & 1)) >> 16;
+    }
+    explicit operator float() const {
+        uint32_t all = uint32_t(bits) << 16;
+        float x;
+        std::memcpy(&x, &all, 4);
+        return x;
+    }
+};
+"""
+METAL = """
+namespace metal { using std::exp; using std::fma; using std::log; using std::sqrt; }
+static thread_local Place thread_position_in_threadgroup, thread_position_in_grid;
+static float simd_sum(float x) {
+    shared[thread_position_in_threadgroup.x] = x;
+    meet.arrive_and_wait();
+    float total = 0;
+    for (int i = 0; i < 32; ++i) total += shared[i];
+    meet.arrive_and_wait();
+    return total;
+}
+static void stand_at(unsigned x, unsigned y, unsigned z, unsigned y_together) {
+    thread_position_in_threadgroup = {x, y % y_together, 0};
+    thread_position_in_grid = {x, y, z};
+}
+"""
+CUDA = """
+static thread_local Place threadIdx, blockIdx, blockDim;
+static float __shfl_xor_sync(unsigned, float x, int step) {
+    shared[threadIdx.x] = x;
+    meet.arrive_and_wait();
+    const float other = shared[threadIdx.x ^ step];
+    meet.arrive_and_wait();
+    return other;
+}
+static void stand_at(unsigned x, unsigned y, unsigned z, unsigned y_together) {
+    threadIdx = {x, y % y_together, 0};
+    blockIdx = {0, y / y_together, z};
+    blockDim = {32, y_together, 1};
+}
+"""
+LANGUAGES = {"Metal": (METAL, gpu_kernels._METAL), "CUDA": (CUDA, gpu_kernels._CUDA)}
+TYPES = {mx.float32: "float", mx.int32: "int", mx.bfloat16: "bfloat"}
+
+
+class CppKernel:
+    """Takes what MLX's kernel objects take, and runs the body on the CPU."""
+
+    def __init__(self, folder: Path, kernel: Kernel, language: str) -> None:
+        self.folder, self.kernel, self.language = folder, kernel, language
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, inputs: list[mx.array], template: Any, **call: Any) -> list[mx.array]:
+        self.calls.append(call)
+        _, num_y, num_z = call["grid"]
+        y_together = call["threadgroup"][1]
+        assert num_y % y_together == 0  # CUDA would run over the end
+        strided = self.kernel.strided
+        arrays = [
+            _laid_out(x, with_gaps=name in strided)
+            for name, x in zip(self.kernel.inputs, inputs, strict=True)
+        ]
+        shapes = [_eight(x.shape, np.int32) for x in inputs]
+        strides = [_eight([num // x.itemsize for num in x.strides], np.int64) for x in arrays]
+        outputs = list(zip(call["output_shapes"], call["output_dtypes"], strict=True))
+        results = [np.full(shape, 0xA5, np.uint8) for shape in ((*s, d.size) for s, d in outputs)]
+        pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (*arrays, *shapes, *strides, *results)]
+        _compiled(self._source(dict(template)), self.folder)(*pointers, num_y, num_z, y_together)
+        return [_array_of(result, dtype) for result, (_, dtype) in zip(results, outputs, strict=True)]
+
+    def break_it(self, old: str, new: str) -> None:
+        assert old in self.kernel.body
+        self.kernel = replace(self.kernel, body=self.kernel.body.replace(old, new))
+
+    def _source(self, template: dict[str, Any]) -> str:
+        constants = "".join(
+            f"constexpr int {name} = {value};\n"
+            if isinstance(value, int)
+            else f"using {name} = {TYPES[value]};\n"
+            for name, value in template.items()
+        )
+        kernel = self.kernel
+        arguments = [f"const {name.upper()}_TYPE* {name}" for name in kernel.inputs]
+        arguments += [f"const Shape* p_{name}_shape" for name in kernel.inputs]
+        arguments += [f"const Strides* p_{name}_strides" for name in kernel.inputs]
+        arguments += [f"{name.upper()}_TYPE* {name}" for name in kernel.outputs]
+        own, start = LANGUAGES[self.language]
+        layouts = "".join(
+            f"const {kind} {name}_{what} = *p_{name}_{what};\n"
+            for name in kernel.inputs
+            for kind, what in (("Shape", "shape"), ("Strides", "strides"))
+            if f"{name}_{what}" in kernel.body
+        )
+        return f"""{START}{own}{constants}
+        extern "C" void run({", ".join(arguments)}, int num_y, int num_z, int y_together) {{
+            {layouts}
+            std::vector<std::thread> lanes;
+            for (int x = 0; x < {LANES}; ++x) lanes.emplace_back([=] {{
+                for (int z_of_grid = 0; z_of_grid < num_z; ++z_of_grid)
+                for (int y_of_grid = 0; y_of_grid < num_y; ++y_of_grid) {{
+                    stand_at(x, y_of_grid, z_of_grid, y_together);
+                    {{ {start}{kernel.body} }}
+                }}
+            }});
+            for (auto& lane : lanes) lane.join();
+        }}"""
+
+
+class CppKernels:
+    """Stand in for what `gpu_kernels.compiled` makes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.language = "Metal"
+        self.made: dict[str, CppKernel] = {}
+
+    def __call__(self, kernel: Kernel) -> CppKernel:
+        if kernel.name not in self.made:
+            self.made[kernel.name] = CppKernel(self.folder, kernel, self.language)
+        return self.made[kernel.name]
+
+
+@pytest.fixture(scope="session")
+def cpp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def kernels(cpp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> CppKernels:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    made = CppKernels(cpp_folder)
+    monkeypatch.setattr(gpu_kernels, "compiled", made)
+    return made
+
+
+def _laid_out(x: mx.array, with_gaps: bool) -> np.ndarray:
+    """The numbers of an array; with gaps, as a part of a larger one whose other numbers are none."""
+    numbers = np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+    if not with_gaps:
+        return np.ascontiguousarray(numbers)
+    none = 0x7FFF if x.dtype == mx.bfloat16 else np.nan
+    whole = np.full((*x.shape[:-1], x.shape[-1] + 3), none, numbers.dtype)
+    part = whole[..., : x.shape[-1]]
+    part[:] = numbers
+    return part
+
+
+def _eight(numbers: Sequence[int], dtype: Any) -> np.ndarray:
+    """As many as MLX has room for."""
+    return np.array([*numbers, *[-1] * (8 - len(numbers))], dtype)
+
+
+def _array_of(result: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    return mx.array(result).view(dtype)[..., 0]
+
+
+@cache
+def _compiled(source: str, folder: Path) -> Any:
+    file = folder / f"kernel{len(list(folder.glob('*.cpp')))}.cpp"  # a library is loaded once by its name
+    file.write_text(source)
+    library = file.with_suffix(".so")
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", str(file), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library)).run
