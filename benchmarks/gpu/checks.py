@@ -9,8 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from outrider.models.recurrent import window_kernel
+from outrider.models.recurrent import fused_layer, window_kernel
 from outrider.models.recurrent.delta_rule import delta_rule
+from outrider.models.recurrent.layer_inputs import LayerSizes
+from outrider.models.recurrent.layer_trial import largest_error
 
 
 def window_kernels() -> dict[str, Any]:
@@ -30,6 +32,21 @@ def window_kernels() -> dict[str, Any]:
             "states_off_by": float(mx.abs(states[0] - states[1]).max()),
             "outputs_size": float(mx.abs(want).max()),
             "states_size": float(mx.abs(states[1]).max()),
+        }
+    return found
+
+
+def fused_layers() -> dict[str, Any]:
+    """A delta-rule layer in its few kernels against the portable form in float32, at a real shape."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return {"used": False, "why": "no GPU"}
+    found: dict[str, Any] = {}
+    for dtype in (mx.bfloat16, mx.float16, mx.float32):
+        sizes = LayerSizes(16, 32, 128, 128, 3, dtype, (dtype, mx.float32, dtype))
+        name = str(dtype).removeprefix("mlx.core.")
+        found[name] = {
+            "used": fused_layer._agrees(sizes),
+            "off_by": largest_error(fused_layer.gated_outputs, sizes),
         }
     return found
 

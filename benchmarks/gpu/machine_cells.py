@@ -17,7 +17,12 @@ class Machine:
         self._bandwidth: dict[str, float] | None = None
 
     def cells(self) -> dict[str, Callable[[], Found]]:
-        return {"bandwidth": self.bandwidth, "checks/window": self.window, "checks/exact": self.exact}
+        return {
+            "bandwidth": self.bandwidth,
+            "checks/window": self.window,
+            "checks/layer": self.layer,
+            "checks/exact": self.exact,
+        }
 
     def bandwidth(self) -> Found:
         if self._bandwidth is None:
@@ -33,6 +38,11 @@ class Machine:
     def window(self) -> Found:
         found = checks.window_kernels()
         say(f"delta-rule kernels  {found}")
+        return found
+
+    def layer(self) -> Found:
+        found = checks.fused_layers()
+        say(f"delta-rule layers  {found}")
         return found
 
     def exact(self) -> Found:
