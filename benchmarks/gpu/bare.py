@@ -1,20 +1,21 @@
 """What the device itself needs: a step's passes with fixed shapes, the memory's bandwidth, the floor.
 
 A bare step is the trunk over [rows, 1 + depth], its logits and their argmax, the states' commit, and the
-head's passes for `depth` drafts; the next one is fed its tokens. Nothing is scheduled, read back or accepted.
+head's passes for `depth` drafts; the next one is fed its tokens. Traced once, as the engine's are; nothing is
+scheduled, read back or accepted.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from benchmarks.gpu.weights import Subject
-from outrider.cache.ragged_kv import Placement, RaggedKV
+from outrider.cache.ragged_kv import Placement, RaggedKV, nothing_launched
 from outrider.cache.recurrent import RecurrentState
 from outrider.models.trunk import TrunkCache
 from outrider.request import MAX_DEPTH, SamplingParams
@@ -27,15 +28,8 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class BareTime:
-    built_s: float  # a step of a graph that was built before the clock started: the device's own time
-    launched_s: float  # steps built and launched one after the other, nothing read: what the host allows
-
-
-class _Unlaunched(Placement):
-    """Leaves all of a pass to the one evaluation at the end."""
-
-    def launch_now_and_then(self, kv: RaggedKV) -> None:
-        pass
+    built_s: float  # a step of a graph that was built before the clock started: the device and its launches
+    launched_s: float  # steps replayed and launched one after the other, nothing read: what the host allows
 
 
 class BareStep:
@@ -47,6 +41,7 @@ class BareStep:
         self._capacity = -(-(num_cells + 3 * MAX_DEPTH) // 256) * 256
         self._how = Picking.of([SamplingParams(temperature=0, seed=0)] * rows)
         self.tokens = mx.ones((rows, 1 + depth), mx.int32)
+        self._traced = mx.compile(self._run)
         for buffers in self._buffers():
             buffers.resize(rows, self._capacity)
         mx.eval(self.arrays())
@@ -58,14 +53,32 @@ class BareStep:
     def arrays(self) -> list[mx.array]:
         return [self.tokens, *(array for buffers in self._buffers() for array in buffers.arrays())]
 
-    def add(self, kind: type[Placement]) -> None:
+    def add(self) -> None:
         """One more step onto the graph."""
+        self.tokens, *caches = self._traced(self.tokens, *self.arrays()[1:])
+        self._put(caches)
+
+    def _put(self, caches: Sequence[mx.array]) -> None:
+        left = iter(caches)
+        for buffers in self._buffers():
+            buffers.put([next(left) for _ in buffers.arrays()])
+
+    def _run(self, tokens: mx.array, *caches: mx.array) -> list[mx.array]:
+        self.tokens = tokens
+        self._put(caches)
+        with nothing_launched():
+            self._step()
+        return self.arrays()
+
+    def _step(self) -> None:
         width = 1 + self._depth
         slots = list(range(self._rows))
         starts = mx.full((self._rows,), self._start)
         fed = mx.full((self._rows,), width)
         end = self._start + width
-        place = kind(slots, starts, fed, width, end, self._capacity, False)
+        place = Placement(
+            slots, starts, fed, width, end, self._capacity, any_new=False, keeps_all=self._drafter is None
+        )
         hidden = self._trunk.hidden(self.tokens, self._cache, place)
         targets = mx.argmax(self._trunk.logits(hidden), axis=-1).astype(mx.int32)
         self._cache.commit(fed)
@@ -84,7 +97,7 @@ def measure_bare(subject: Subject, rows: int, depth: int, num_cells: int, second
 
     def built() -> float:
         for _ in range(IN_A_ROW):
-            step.add(_Unlaunched)
+            step.add()
         began = time.perf_counter()
         mx.eval(step.arrays())
         return (time.perf_counter() - began) / IN_A_ROW
@@ -92,7 +105,7 @@ def measure_bare(subject: Subject, rows: int, depth: int, num_cells: int, second
     def launched() -> float:
         began = time.perf_counter()
         for _ in range(IN_A_ROW):
-            step.add(Placement)
+            step.add()
             mx.async_eval(step.arrays())
         mx.eval(step.arrays())
         return (time.perf_counter() - began) / IN_A_ROW

@@ -41,9 +41,10 @@ def fused_layers() -> dict[str, Any]:
     if mx.default_device() == mx.Device(mx.cpu):
         return {"used": False, "why": "no GPU"}
     found: dict[str, Any] = {}
-    for dtype in (mx.bfloat16, mx.float16, mx.float32):
-        sizes = LayerSizes(16, 32, 128, 128, 3, dtype, (dtype, mx.float32, dtype))
-        name = str(dtype).removeprefix("mlx.core.")
+    kinds = (mx.bfloat16, mx.bfloat16), (mx.bfloat16, mx.float32), (mx.float32, mx.float32)
+    for dtype, norm in kinds:
+        sizes = LayerSizes(16, 32, 128, 128, 3, dtype, (dtype, mx.float32, dtype, norm))
+        name = " with a norm in ".join(str(one).removeprefix("mlx.core.") for one in (dtype, norm))
         found[name] = {
             "used": fused_layer._agrees(sizes),
             "off_by": largest_error(fused_layer.gated_outputs, sizes),

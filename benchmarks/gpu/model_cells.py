@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -96,6 +97,7 @@ class ModelCells:
         if (rows, depth) not in self._bare:
             share = self._settings.seconds / (1 + len(self._settings.depths))
             self._bare[rows, depth] = measure_bare(self._subject, rows, depth, self._num_cells, share)
+            gc.collect()  # a traced step holds itself
             mx.clear_cache()
         return self._bare[rows, depth]
 

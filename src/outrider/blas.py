@@ -66,6 +66,11 @@ class BlasReport:
         return f"{self.name}{threads} ({self.reason})"
 
 
+# A thread without work sleeps after 2^16 cycles. By default it keeps a core busy for a tenth of a second, and
+# what one thread computes meanwhile takes a quarter longer.
+SPINS = "16"
+
+
 class Unusable(Exception):
     """A library that cannot serve; the text says why."""
 
@@ -172,9 +177,10 @@ def _load(path: str) -> BlasReport:
     """Open the library, look at it, and only then let it take over."""
     global _loaded
     threads = wanted_threads(os.environ)
-    with _environment_variable(
-        "OPENBLAS_NUM_THREADS", str(threads.now)
-    ):  # else it starts one per CPU at once
+    with (
+        _environment_variable("OPENBLAS_NUM_THREADS", str(threads.now)),  # else it starts one per CPU at once
+        _environment_variable("OPENBLAS_THREAD_TIMEOUT", os.environ.get("OPENBLAS_THREAD_TIMEOUT", SPINS)),
+    ):
         library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)
     config = _text_from(library, "openblas_get_config")
     if not hasattr(library, "cblas_sgemm"):

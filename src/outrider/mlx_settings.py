@@ -10,7 +10,7 @@ Nothing here may import mlx, directly or not: it reads these once.
 import os
 
 FOR_A_SERVER = {
-    "MLX_CUDA_GRAPH_CACHE_SIZE": "4000",
+    "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",
     "MLX_CUDA_SDPA_CACHE_SIZE": "1000",
     "MLX_CUDA_CONV_CACHE_SIZE": "1000",
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",

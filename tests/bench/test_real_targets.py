@@ -57,7 +57,7 @@ def check(target: Target) -> None:
         assert on.inter_token.p95_s is not None
         assert on.num_tokens == off.num_tokens > 0
         assert on.peak_bytes
-        assert same_texts(measured, "off", "depth 2") == (8, 8)
+        assert same_texts(measured, "off", "depth 2") == (12, 12)
         for one in measured.rounds:
             for answer in one.answers:
                 assert answer.finish_reason in ("stop", "length")

@@ -49,8 +49,17 @@ def test_no_prompt_is_among_those_that_the_head_is_trained_on() -> None:
 
 def test_tasks_go_round() -> None:
     chat = WORKLOADS["chat"]()
-    assert chat.take(14, 4) == [*chat.tasks[14:], *chat.tasks[:2]]
-    assert len(chat.take(0, 40)) == 40
+    taken = chat.take(14, 4)
+    assert taken[:2] == list(chat.tasks[14:])
+    assert [task.prompt for task in taken[2:]] == [f"Question 2. {task.prompt}" for task in chat.tasks[:2]]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_nothing_is_asked_twice_in_a_round_or_in_the_next_ones(name: str) -> None:
+    """Else a prefix cache would answer for the model, and rounds would be copies of each other."""
+    workload = WORKLOADS[name]()
+    asked = [task for index in range(4) for task in workload.take(32 * index, 32, index)]
+    assert len({(task.prompt, task.kind) for task in asked}) == len(asked) == 128
 
 
 def test_a_fresh_workload_never_begins_twice_alike() -> None:

@@ -15,7 +15,7 @@ from outrider.bench.target import Arm, Asking
 from outrider.bench.workloads import Task, Workload, workloads
 
 WARM_UP_TOKENS = 4
-SEEDS_A_ROUND = 10_000
+SEEDS_A_ROUND = 1_000_000
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,17 @@ class Workload:
     is_fresh: bool = False
 
     def take(self, start: int, count: int, run: int = 0) -> list[Task]:
-        """`count` tasks from `start` on, round and round; `run` tells apart the runs of a fresh workload."""
-        turn = itertools.islice(itertools.cycle(self.tasks), start % len(self.tasks), None)
-        taken = list(itertools.islice(turn, count))
+        """`count` tasks from `start` on, round and round, no two alike; `run` tells fresh ones apart."""
+        places = range(start, start + count)
+        taken = [_again(self.tasks[i % len(self.tasks)], i // len(self.tasks)) for i in places]
         if not self.is_fresh:
             return taken
         return [_numbered(task, (run * 97 + start + i) % 9000 + 1000) for i, task in enumerate(taken)]
+
+
+def _again(task: Task, lap: int) -> Task:
+    """What was asked `lap` times already begins in another way, so that no prefix cache knows it."""
+    return replace(task, prompt=f"Question {lap + 1}. {task.prompt}") if lap else task
 
 
 def _numbered(task: Task, number: int) -> Task:

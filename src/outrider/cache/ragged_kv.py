@@ -37,11 +37,11 @@ _launches = _Launches()  # of this thread: another engine's may be traced at the
 @contextmanager
 def nothing_launched() -> Iterator[None]:
     """While a pass is traced there is nothing to set a device to work on."""
-    _launches.are_on = False
+    before, _launches.are_on = _launches.are_on, False
     try:
         yield
     finally:
-        _launches.are_on = True
+        _launches.are_on = before
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ SOURCES: tuple[Source, ...] = ("head", "ngram", "prediction")  # those that can 
 
 ROW_FADE = 0.92  # a trial's weight after the next one at its place
 IDLE_FADE = 0.97  # and after a step in which all rows rest: what a few show by then counts for more
-LATELY_FADE = 0.95
+LATELY_FADE = 0.91
 MODEL_FADE = 0.999
 PRIOR_TRIALS = 2.0  # what the model's record weighs against a row's own trials
 LATELY_TRIALS = 6.0  # what it weighs against all rows' latest ones
@@ -124,6 +124,7 @@ class RowAcceptance:
         self._model = model
         self._class = temperature_class(params.temperature)
         self.since_head = 0  # steps since the head last made a draft for the row
+        self.on_trial = False  # that was to see what it is worth, not to draft with it
         self.other: Source | None = None  # the drafter beside the head that last offered more than it
         self.other_share = 0.0  # of the steps, lately, in which one did
         self._own: dict[Source, Places] = {}

@@ -47,6 +47,8 @@ class DepthController:
     def choose(self, wishes: Sequence[Wish], num_cells: int) -> Choice:
         """Depths for the rows of a step, and for those that join them in the step after it."""
         rows = [_outlook(wish) for wish in wishes]
+        for wish in wishes:
+            wish.record.on_trial = False
         heading = sum(wish.most_next > 0 for wish in wishes)
         now, later = max(1, sum(not wish.joins for wish in wishes)), len(rows)
         costs = self.costs
@@ -92,7 +94,7 @@ class DepthController:
         if not due:
             return choice
         for i in due:
-            wishes[i].record.since_head = 0
+            wishes[i].record.since_head, wishes[i].record.on_trial = 0, True
         depths = tuple(1 if i in due else depth for i, depth in enumerate(choice.next))
         return Choice(choice.feed, depths)
 
@@ -126,7 +128,8 @@ def _outlook(wish: Wish) -> RowOutlook:
     if wish.most_next > 0:
         from_head = record.chances("head", min(MAX_DEPTH, wish.most_next))
     _note_others(wish, offers, from_head)
-    share, drafts = record.other_share, any(source == "head" for source, _, _ in wish.offers)
+    share = record.other_share
+    drafts = not record.on_trial and any(source == "head" for source, _, _ in wish.offers)
     if wish.fixed is not None or share < 0.02 or record.other is None:
         return RowOutlook(offers, wish.fixed, from_head, drafts=drafts)
     otherwise = [share * chance for chance in record.chances(record.other, MAX_DEPTH)]

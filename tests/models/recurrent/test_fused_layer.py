@@ -14,12 +14,14 @@ from ragged_rows import RaggedRows, error
 from recurrent.cpp_kernels import CppKernels
 from tiny_models import tiny_model
 
-FLOATS = (mx.float32,) * 3
+FLOATS = (mx.float32,) * 4
+HALVES = (mx.bfloat16, mx.float32, mx.bfloat16)
 SIZES = {
     "small": LayerSizes(1, 2, 32, 32, 3, mx.float32, FLOATS),
     "dims": LayerSizes(1, 2, 64, 32, 1, mx.float32, FLOATS),
     "one to one": LayerSizes(3, 3, 32, 96, 3, mx.float32, FLOATS),
-    "bfloat16": LayerSizes(2, 4, 64, 32, 3, mx.bfloat16, (mx.bfloat16, mx.float32, mx.bfloat16)),
+    "bfloat16": LayerSizes(2, 4, 64, 32, 3, mx.bfloat16, (*HALVES, mx.bfloat16)),
+    "a norm in float32": LayerSizes(2, 4, 64, 32, 3, mx.bfloat16, (*HALVES, mx.float32)),
 }
 
 

@@ -98,8 +98,9 @@ GATE = Kernel(
     }
     const float scale = 1 / SQRT(GROUP_SUM(squares) / VALUE_DIM + epsilon[0]);
     for (int i = 0; i < PER_LANE; ++i) {
-        const float normed = (float)(GATED_TYPE)(x[i] * scale);
-        const float weighed = (float)(GATED_TYPE)((float)weight[lane + 32 * i] * normed);
+        const float normed = ROUNDS ? (float)(GATED_TYPE)(x[i] * scale) : x[i] * scale;
+        const float exact = (float)weight[lane + 32 * i] * normed;
+        const float weighed = ROUNDS ? (float)(GATED_TYPE)exact : exact;
         const float gate = (float)z[z_at + (lane + 32 * i) * z_strides[3]];
         gated[at + 32 * i] = (GATED_TYPE)(gate / (1 + EXP(-gate)) * weighed);
     }
@@ -121,7 +122,8 @@ def fits(layer: Any, projected: Projected) -> bool:
         and qkv.shape[-1] == sizes.num_channels
         and conv.weight.shape == (sizes.num_channels, sizes.num_past + 1, 1)
         and "bias" not in conv
-        and {sizes.dtype} == {x.dtype for x in (*projected, layer.norm.weight)}
+        and {sizes.dtype} == {x.dtype for x in projected}
+        and layer.norm.weight.dtype in (sizes.dtype, mx.float32)
         and _agrees(sizes)
     )
 
@@ -154,7 +156,11 @@ def gated_outputs(layer: Any, projected: Projected, view: StateView) -> mx.array
     (gated,) = gpu_kernels.run(
         GATE,
         [out, z, layer.norm.weight, mx.array([layer.norm.eps], mx.float32)],
-        {"HEADS": sizes.heads, "VALUE_DIM": sizes.value_dim},
+        {
+            "HEADS": sizes.heads,
+            "VALUE_DIM": sizes.value_dim,
+            "ROUNDS": int(layer.norm.weight.dtype == qkv.dtype),  # as mlx's norm does: to its inputs' type
+        },
         (sizes.heads, rows * width),
         [(z.shape, qkv.dtype)],
     )

@@ -114,7 +114,7 @@ def is_close(error: Callable[[], float], what: str, tolerance: float) -> bool:
     """Whether kernels can be built and are off by no more than this; if not, the log says so."""
     try:
         found = error()
-    except RuntimeError as reason:
+    except (RuntimeError, ValueError) as reason:
         log.warning(
             "The %s kernels cannot be built on this device (%s): slower, portable form.", what, reason
         )

@@ -23,7 +23,7 @@ class LayerSizes(NamedTuple):
     value_dim: int
     num_past: int  # inputs that the convolution sees besides a token's own
     dtype: mx.Dtype
-    parameter_dtypes: tuple[mx.Dtype, mx.Dtype, mx.Dtype]  # conv1d.weight, A_log, dt_bias
+    parameter_dtypes: tuple[mx.Dtype, ...]  # of conv1d.weight, A_log, dt_bias, norm.weight
 
     @classmethod
     def of(cls, layer: Any, dtype: mx.Dtype) -> LayerSizes:
@@ -34,7 +34,7 @@ class LayerSizes(NamedTuple):
             layer.head_v_dim,
             layer.conv1d.weight.shape[1] - 1,
             dtype,
-            (layer.conv1d.weight.dtype, layer.A_log.dtype, layer.dt_bias.dtype),
+            (layer.conv1d.weight.dtype, layer.A_log.dtype, layer.dt_bias.dtype, layer.norm.weight.dtype),
         )
 
     @property

@@ -39,7 +39,7 @@ class _Trial:
         def random(*shape: int, dtype: mx.Dtype = sizes.dtype) -> mx.array:
             return mx.random.normal(shape, key=next(noise)).astype(dtype)
 
-        filters, rates, biases = sizes.parameter_dtypes
+        filters, rates, biases, norm = sizes.parameter_dtypes
         self._sizes = sizes
         self._projected = Projected(
             random(ROWS, WIDTH, sizes.num_channels),
@@ -51,7 +51,7 @@ class _Trial:
             "conv1d": random(sizes.num_channels, sizes.num_past + 1, 1, dtype=filters) / 2,
             "A_log": random(sizes.heads, dtype=rates),
             "dt_bias": random(sizes.heads, dtype=biases),
-            "norm": random(sizes.value_dim),
+            "norm": random(sizes.value_dim, dtype=norm),
         }
         state_shape = (ROWS, sizes.heads, sizes.value_dim, sizes.key_dim)
         self._states = [
