@@ -96,6 +96,7 @@ def _parts(
         drafter=drafter,
         head=head.source if head is not None else None,
         head_layers=len(head.layers) if head is not None else 0,
+        head_rests=not outruns,  # a step that catches up cannot be traced, and none is launched before it
         dtype=str(trunk.dtype).removeprefix("mlx.core."),
         device=machine.device_name(),
         sees=vision is not None,

@@ -26,6 +26,7 @@ class ModelFacts:
     drafter: str  # "mtp", "ngram" or "none": what is really on
     head: str | None = None  # where the head came from
     head_layers: int = 0
+    head_rests: bool = True  # whether catching up costs less than feeding it all the time
     dtype: str = ""
     sees: bool = False  # whether pictures are read
     blind: str | None = None  # why a vision model reads none
@@ -93,6 +94,7 @@ class Door:
             max_depth=self._max_depth(request),
             head_depth=depth if self._facts.drafter == "mtp" else 0,
             head_layers=max(1, self._facts.head_layers),
+            head_rests=self._facts.head_rests,
             drafter=self._new_drafter(request, depth),
             lookup=NgramDrafter() if self._looks_up(asked) else None,
             is_auto=asked == "auto",

@@ -23,7 +23,7 @@ def prefill_row(sequence: Sequence, size: int) -> RowPlan:
 def follow_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int) -> RowPlan:
     """The step after `last`, whose tokens nobody has read: where it starts is a bound."""
     most_cells = sequence.num_cached + last.num_fed
-    rests = sequence.feeds_head and sequence.is_auto and num_next == 0
+    rests = sequence.may_rest and num_next == 0
     return RowPlan(
         sequence_id=sequence.id,
         slot=last.slot,
@@ -47,7 +47,7 @@ def _row(sequence: Sequence, token_ids: Tokens[int], num_drafts: int, next_id: i
     picks = next_id is None
     media = sequence.request.media
     most_next = min(sequence.num_next, sequence.num_left - 2) if picks else 0
-    rests = sequence.feeds_head and sequence.is_decoding and sequence.is_auto and most_next <= 0
+    rests = sequence.may_rest and sequence.is_decoding and most_next <= 0
     return RowPlan(
         sequence_id=sequence.id,
         slot=sequence.slot,

@@ -111,6 +111,7 @@ class Sequence:
     max_tokens: int
     max_depth: int  # most drafts this row may feed in a step
     head_depth: int = 0  # most drafts from the MTP head; 0: the head does not follow this row
+    head_rests: bool = True  # it is not fed while the controller wants no drafts of it
     head_layers: int = 1  # the head's cells are made from so many tokens after their own
     drafter: Drafter | None = None
     lookup: Drafter | None = None  # a second one
@@ -165,6 +166,10 @@ class Sequence:
     @property
     def feeds_head(self) -> bool:
         return self.head_depth > 0
+
+    @property
+    def may_rest(self) -> bool:
+        return self.feeds_head and self.is_auto and self.head_rests
 
     @property
     def is_decoding(self) -> bool:

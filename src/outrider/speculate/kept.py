@@ -22,7 +22,7 @@ from outrider.speculate.costs import MOST_CORRECTION, CostTable, Measured
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
