@@ -20,6 +20,7 @@ from outrider.request import DraftDepth
 from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable, Measured
+from outrider.speculate.depth import FEW_DEPTHS
 
 
 def names_of(model: str, dtype: str, settings: Settings) -> list[str]:
@@ -130,7 +131,7 @@ class ModelCells:
 
     def _loop_cell(self, rows: int, percent: int) -> Found:
         """All policies in turns, on the same script; each round gives one ratio to depth 0."""
-        controller = DepthController(CostTable(self._costs()))
+        controller = DepthController(CostTable(self._costs()), depths=FEW_DEPTHS)
         policies: list[DraftDepth] = [0, *self._settings.depths, "auto"]
         turns: dict[DraftDepth, list[Turn]] = {policy: [] for policy in policies}
         with scripted(Script(percent / 100)):
@@ -206,7 +207,7 @@ class ModelCells:
 
     def _mlx_lm_cell(self, rows: int) -> Found:
         """Depth 0 and mlx-lm's generator in turns."""
-        controller = DepthController(CostTable(self._costs()))
+        controller = DepthController(CostTable(self._costs()), depths=FEW_DEPTHS)
         load, loop = self._load(rows, 2), Loop(self._subject)
         arms: dict[str, Callable[[], Turn]] = {
             "ours": lambda: loop.turn(0, load, controller),

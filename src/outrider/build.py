@@ -29,6 +29,7 @@ from outrider.speculate import calibration, kept
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
+from outrider.speculate.depth import ALL_DEPTHS, FEW_DEPTHS
 from outrider.step.runner import Runner
 from outrider.text.output import AnswerText
 
@@ -139,18 +140,19 @@ def _controller(
     say: Callable[[str], None],
 ) -> DepthController:
     """With the costs and the record that were kept, as long as they hold; else with costs measured now."""
+    depths = FEW_DEPTHS if runner.compiles else ALL_DEPTHS
     found = kept.load(name)
     clock = machine.step_clock()
     if found is not None and calibration.still_holds(runner, facts.vocab_size, found.measured, clock=clock):
-        return DepthController(CostTable(found.measured, found.seen), found.acceptance)
+        return DepthController(CostTable(found.measured, found.seen), found.acceptance, depths)
     say("Measuring what drafts cost on this machine, once for this model")
     acceptance = found.acceptance if found is not None else ModelAcceptance()
     measured = calibration.measure(
         runner, facts.vocab_size, config.max_rows, facts.max_context, budget_bytes, clock=clock
     )
     if measured is None:
-        return DepthController(None, acceptance)
-    controller = DepthController(CostTable(measured), acceptance)
+        return DepthController(None, acceptance, depths)
+    controller = DepthController(CostTable(measured), acceptance, depths)
     kept.save(name, controller.costs, acceptance)
     return controller
 

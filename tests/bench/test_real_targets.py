@@ -15,7 +15,8 @@ from outrider.bench.in_process import EngineTarget
 from outrider.bench.rounds import Benchmark
 from outrider.bench.settings import Settings
 from outrider.bench.summary import figures, same_texts
-from outrider.bench.target import Target, arms_of
+from outrider.bench.target import Asking, Target, arms_of
+from outrider.bench.workloads import Task
 from outrider.llm import LLM
 from outrider.server_address import ServerAddress
 from server_process import ServerProcess, serving, write_tiny_model
@@ -101,9 +102,6 @@ def test_both_count_tokens_and_steps_alike(folder: Path, server: ServerProcess) 
 
 
 def test_a_request_that_the_engine_refuses_is_a_failed_answer(folder: Path) -> None:
-    from outrider.bench.target import Asking
-    from outrider.bench.workloads import Task
-
     with LLM(folder, drafter="none") as llm:
         answer = asyncio.run(EngineTarget(llm).ask(Task("Hi"), Asking(0.0, 4, 1, 3)))
     assert "depth" in (answer.error or "")
@@ -141,3 +139,14 @@ def test_memory_of_a_process_is_seen() -> None:
         assert (watch.peak_bytes() or 0) > before + (32 << 20)
         watch.close()
         print(file=process.stdin, flush=True)
+
+
+def test_prefixes_are_shared_within_a_turn_only(folder: Path) -> None:
+    """A system message is read once in a round, and again by the next arm."""
+    task = Task("Hi", system="You know all about the weather. " * 20)
+    with LLM(folder) as llm:
+        target = EngineTarget(llm)
+        asked = [Asking(0.0, 4, 1, 0, turn) for turn in ("a", "a", "b")]
+        answers = [asyncio.run(target.ask(task, asking)) for asking in asked]
+    shares = [(answer.num_cached or 0) / (answer.num_prompt or 1) for answer in answers]
+    assert [share > 0.5 for share in shares] == [False, True, False]

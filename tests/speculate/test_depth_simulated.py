@@ -19,6 +19,9 @@ from depth_simulator import (
 )
 
 from outrider.request import MAX_DEPTH
+from outrider.speculate.controller import DepthController
+from outrider.speculate.costs import CostTable
+from outrider.speculate.depth import FEW_DEPTHS
 
 KINDS: dict[str, tuple[Trace, ...]] = {
     "chat": traces("chat", False),
@@ -62,6 +65,23 @@ def test_auto_is_near_the_best_constant_depth_and_never_below_depth_0(
     auto = pace(machine, kind, num_rows, None)
     assert auto >= 0.97 * paces[0]
     assert auto >= 0.95 * max(paces)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["chat", "code", "hot words"])
+@pytest.mark.parametrize("machine", ["h200", "gpu", "flat"])
+def test_few_depths_are_nearly_as_good_as_all(machine: str, kind: str, num_rows: int) -> None:
+    """Where shapes have to be traced."""
+    paces = constant_paces(machine, kind, num_rows)
+    few, steps = DepthController(CostTable(MACHINES[machine]), depths=FEW_DEPTHS), []
+    for rows in batches(kind, num_rows):
+        simulation = Simulation(MACHINES[machine], few)
+        simulation.add(*rows)
+        steps += simulation.run(NUM_STEPS).steps
+    assert {depth for depths, _, _ in steps for depth in depths} <= set(FEW_DEPTHS)
+    pace = sum(tokens for _, tokens, _ in steps) / sum(seconds for _, _, seconds in steps)
+    assert pace >= 0.97 * paces[0]
+    assert pace >= 0.9 * max(paces)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from typing import Any
 
 import mlx.core as mx
@@ -71,6 +70,7 @@ class EngineTarget:
             finish_reason=last.finish_reason,
             text="".join(texts),
             num_prompt=stats.num_prompt,
+            num_cached=stats.num_cached,
             error=last.error,
         )
 
@@ -90,7 +90,7 @@ def _params(task: Task, asking: Asking) -> SamplingParams:
         temperature=asking.temperature,
         seed=asking.seed,
         draft_depth="auto" if asking.depth is None else asking.depth,
-        cache_salt=uuid.uuid4().hex,  # every prompt is computed, however often it was asked
+        cache_salt=asking.turn,  # what other arms and rounds have asked is computed again
         grammar=None if task.schema is None else Grammar("json_schema", json.dumps(task.schema)),
     )
 

@@ -125,7 +125,8 @@ class Benchmark:
     def _asking(self, case: Case, arm: Arm, task: Task, index: int, number: int) -> Asking:
         """Seeds repeat from arm to arm: with and without drafts the answers are the same."""
         seed = self.settings.seed + index * SEEDS_A_ROUND + number
-        return Asking(case.temperature, self.settings.max_tokens, seed, arm.depth_for(task))
+        turn = f"{case} {arm.name} {index}"
+        return Asking(case.temperature, self.settings.max_tokens, seed, arm.depth_for(task), turn)
 
     async def _warm_up(self, case: Case) -> None:
         """As many streams as will run, a few tokens each, uncounted: buffers, kernels, grammars are made."""

@@ -18,6 +18,7 @@ class Asking:
     max_tokens: int
     seed: int
     depth: DraftDepth | None  # None: the target knows nothing of depths
+    turn: str = ""  # an engine shares prefixes within one turn of an arm only
 
 
 class Target(Protocol):

@@ -97,7 +97,6 @@ class Proposal:
     source: Source
     token_ids: Tokens[int]
     num_sure: int = 0  # so many of them must come
-    masks: np.ndarray | None = None  # [1 + drafts, words] what the row's grammar allows at each position
 
 
 @dataclass(eq=False)
@@ -258,9 +257,8 @@ class Sequence:
         found = self._proposals(from_head, most) if most > 0 else []
         if self.grammar is not None:
             found = self._allowed(found, self.grammar, most)
-            self.masks = self.grammar.masks(()) if not found else found[0].masks
-        self.proposals = found
-        self.use_drafts(0, 0)
+            self.masks = self.grammar.masks(())
+        self.proposals, self.drafts = found, ()
 
     def _proposals(self, from_head: Tokens[int], most: int) -> list[Proposal]:
         found = [(d.source, d.propose(self.tokens, most)) for d in (self.drafter, self.lookup) if d]
@@ -270,21 +268,20 @@ class Sequence:
     def _allowed(self, found: list[Proposal], grammar: TokenGrammar, most: int) -> list[Proposal]:
         """What the grammar leaves of the proposals, and what it forces."""
         forced = grammar.forced(most) if most > 0 else []
-        left = [Proposal("forced", forced, len(forced), grammar.masks(forced))] if forced else []
+        left = [Proposal("forced", forced, len(forced))] if forced else []
         for proposal in found:
             drafts = list(proposal.token_ids)[: grammar.num_allowed(proposal.token_ids)]
             if len(drafts) > len(forced):  # more than what must come anyway; it begins with that
-                left.append(Proposal(proposal.source, drafts, len(forced), grammar.masks(drafts)))
+                left.append(Proposal(proposal.source, drafts, len(forced)))
         return left
 
     def use_drafts(self, which: int, num: int) -> None:
-        """Feed the first `num` drafts of a proposal."""
-        self.drafts = ()
-        if self.proposals:
-            self.drafts = self.proposals[which].token_ids[:num]
-            self.masks = self.proposals[which].masks
-        if self.masks is not None:
-            self.masks = self.masks[: num + 1]
+        """Feed the first `num` drafts of a proposal; only now are a grammar's masks for them made."""
+        self.drafts = self.proposals[which].token_ids[:num] if self.proposals else ()
+        if self.grammar is not None and self.drafts:
+            self.masks = self.grammar.masks(self.drafts)
+        elif self.masks is not None:
+            self.masks = self.masks[:1]
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
         for i in range(num_drafted):

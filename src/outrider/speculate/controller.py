@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance, Source
 from outrider.speculate.costs import CostTable, StepShape, guessed_costs
-from outrider.speculate.depth import Choice, RowOutlook, choose
+from outrider.speculate.depth import ALL_DEPTHS, Choice, RowOutlook, choose
 
 PROBE_SHARE = 0.01  # of the time, for trying the head where nobody drafts with it
 LEAST_PAUSE, MOST_PAUSE = 6, 16  # steps between two such trials
@@ -37,9 +37,16 @@ class Wish:
 
 
 class DepthController:
-    def __init__(self, costs: CostTable | None = None, acceptance: ModelAcceptance | None = None) -> None:
+    def __init__(
+        self,
+        costs: CostTable | None = None,
+        acceptance: ModelAcceptance | None = None,
+        depths: Sequence[int] = ALL_DEPTHS,
+    ) -> None:
+        """`depths`: those that rows on auto may have."""
         self.costs = costs or CostTable(guessed_costs())
         self.acceptance = acceptance or ModelAcceptance()
+        self._depths = depths
 
     def new_record(self, params: SamplingParams) -> RowAcceptance:
         return RowAcceptance(self.acceptance, params)
@@ -62,6 +69,7 @@ class DepthController:
             lambda width, depth: cost(now, min(now, heading), width, depth),
             lambda width, depth: cost(later, heading, width, depth),
             lambda depth: costs.head_row_s(later, max(1, heading), depth),
+            self._depths,
         )
         if heading == 0 or not (any(choice.next) or self._could_pay(len(rows), num_cells)):
             return choice

@@ -22,9 +22,9 @@ from itertools import accumulate
 
 from outrider.request import MAX_DEPTH
 
-MARGIN = (
-    1.05  # drafting with the head has to promise this much before it is begun, or while others pay for it
-)
+ALL_DEPTHS = tuple(range(MAX_DEPTH + 1))
+FEW_DEPTHS = (0, 1, 2, 4, 8)  # where each shape of a step has to be traced before it runs fast
+MARGIN = 1.05  # what drafting has to promise before it is begun, and while rows that never draft pay for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +69,27 @@ class Steady:
 
 
 def choose(
-    rows: Sequence[RowOutlook], cost_now: StepCost, cost_next: StepCost, head_row_s: Callable[[int], float]
+    rows: Sequence[RowOutlook],
+    cost_now: StepCost,
+    cost_next: StepCost,
+    head_row_s: Callable[[int], float],
+    depths: Sequence[int] = ALL_DEPTHS,
 ) -> Choice:
-    """The depths at which rows wait least for a token.
+    """The depths at which rows wait least for a token, of those that may be chosen.
 
     `cost_next` is that of the next batch, `head_row_s` what one row adds to the head's passes at a depth.
     """
-    steady = best_steady(rows, cost_next)
+    steady = best_steady(rows, cost_next, depths)
     least = steady.pace * head_row_s(
         steady.depth
     )  # tokens that a row's part in the head's passes has to bring
     wanted = tuple(_wanted(row, steady.depth, least) for row in rows)
     made = max(wanted, default=0)
-    width = _best_width(rows, lambda width: cost_now(width, made), steady.pace)
+    width = _best_width(rows, lambda width: cost_now(width, made), steady.pace, depths)
     return Choice(tuple(_best_offer(row, width) for row in rows), wanted)
 
 
-def best_steady(rows: Sequence[RowOutlook], cost: StepCost) -> Steady:
+def best_steady(rows: Sequence[RowOutlook], cost: StepCost, depths: Sequence[int] = ALL_DEPTHS) -> Steady:
     """The head's depth at which rows wait least, at least what is made anyway."""
     free = [row for row in rows if row.fixed is None]
     wide = max((row.fixed for row in rows if row.fixed is not None), default=0)  # a width that is paid anyway
@@ -101,13 +105,13 @@ def best_steady(rows: Sequence[RowOutlook], cost: StepCost) -> Steady:
 
     def best_at(depth: int) -> Steady:
         least = max(wide, depth)
-        widths = range(least, (MAX_DEPTH if by_others[-1] else least) + 1)
-        return min((at(depth, width) for width in widths), key=lambda steady: steady.waits)
+        wider = [width for width in depths if width > least] if by_others[-1] else []
+        return min((at(depth, width) for width in (least, *wider)), key=lambda steady: steady.waits)
 
     best = best_at(0)
     goes_on = any(row.drafts for row in free) and not others_wait
     hurdle = best.waits if goes_on else best.waits / MARGIN
-    for depth in range(1, most + 1):
+    for depth in (depth for depth in depths if 0 < depth <= most):
         found = best_at(depth)
         if found.waits < hurdle:
             best, hurdle = found, found.waits
@@ -129,7 +133,9 @@ def _wanted(row: RowOutlook, depth: int, least: float) -> int:
     return min(depth, len(row.from_head)) if sum(row.from_head[:depth]) >= least else 0
 
 
-def _best_width(rows: Sequence[RowOutlook], cost: Callable[[int], float], pace: float) -> int:
+def _best_width(
+    rows: Sequence[RowOutlook], cost: Callable[[int], float], pace: float, depths: Sequence[int]
+) -> int:
     """The most drafts that any row feeds: where tokens gained less seconds times pace are at their best."""
     gained = [0.0] * (MAX_DEPTH + 1)
     floor = most = 0
@@ -142,8 +148,9 @@ def _best_width(rows: Sequence[RowOutlook], cost: Callable[[int], float], pace: 
         sums = [[0.0, *accumulate(offer)] for offer in row.offers]
         for width in range(1, MAX_DEPTH + 1):
             gained[width] += max((each[min(width, len(each) - 1)] for each in sums), default=0.0)
-    worth = [gained[width] - pace * cost(1 + width) for width in range(floor, min(most, MAX_DEPTH) + 1)]
-    return floor + max(range(len(worth)), key=lambda i: (worth[i], -i))
+    widths = [floor, *(width for width in depths if floor < width <= most)]
+    worth = {width: gained[width] - pace * cost(1 + width) for width in widths}
+    return max(widths, key=lambda width: (worth[width], -width))
 
 
 def _best_offer(row: RowOutlook, width: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from outrider.step.flight import Flight
 from outrider.step.forward import Forward, last_cell
 from outrider.step.verify import Picks
 
-END_STEP = 128  # cells by which the attended part of the buffers grows: each size is a trace
+END_STEP, END_PARTS = 128, 8  # the attended part of the buffers grows by so much: each size is a trace
 MOST_TRACES = 128
 
 Traced = Callable[[list[Any], list[list[mx.array]]], tuple[list[mx.array], list[list[mx.array]]]]
@@ -44,6 +44,12 @@ def repeats(batch: Batch) -> bool:
     )
 
 
+def rounded_up(num_cells: int) -> int:
+    """By less than an eighth beyond a thousand cells, so that a long row meets few sizes."""
+    step = max(END_STEP, (1 << num_cells.bit_length()) // (2 * END_PARTS))
+    return -(-num_cells // step) * step
+
+
 class CompiledPasses:
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -56,7 +62,7 @@ class CompiledPasses:
     def __call__(self, batch: Batch, feed: Feed, capacity: int) -> Flight:
         rows = self._alike(batch)
         ways = self._forward.ways_to_pick(rows, merged=True)
-        end = min(capacity, -(-last_cell(batch) // END_STEP) * END_STEP)
+        end = min(capacity, rounded_up(last_cell(batch)))
         traced = self._traced(rows, feed, ways, end, capacity)
         found, arrays = traced(_inputs(feed, ways), self._arrays())
         self._put(arrays)
