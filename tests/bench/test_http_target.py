@@ -56,6 +56,11 @@ def test_a_depth_and_a_schema_are_asked_for() -> None:
     assert "ignore_eos" not in body
 
 
+def test_greedy_requests_carry_no_seed() -> None:
+    """mlx_lm.server answers requests with a seed one after the other."""
+    assert "seed" not in request_body("m", TASK, Asking(0, 9, 3, None))
+
+
 # -- counting --------------------------------------------------------------------------------------------
 
 

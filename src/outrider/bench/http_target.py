@@ -110,8 +110,9 @@ def request_body(model: str, task: Task, asking: Asking) -> dict[str, Any]:
         "max_tokens": asking.max_tokens,
         "temperature": asking.temperature,
         "top_p": 1.0,
-        "seed": asking.seed,
     }
+    if asking.temperature > 0:  # greedy answers need none, and mlx_lm.server batches only requests without
+        body["seed"] = asking.seed
     if task.schema is not None:
         schema = {"name": "answer", "schema": task.schema, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
