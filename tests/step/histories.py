@@ -389,7 +389,7 @@ class _Player:
             max_tokens=ask.params.max_tokens,
             max_depth=depth,
             head_depth=depth if ask.kind.endswith("head") else 0,
-            head_rests=random.Random(f"rests {self._history.seed}").random() < 0.7,
+            head_rests=random.Random(f"rests {self._history.seed}").random() < 0.85,
             drafter=self._drafter(ask, answer, random.Random(f"{self._history.seed}/{index}")),
             grammar=None if grammar is None else compiler().new_row(grammar),
             is_auto=random.Random(f"auto {self._history.seed}/{index}").random() < AUTO_SHARE[ask.kind],
