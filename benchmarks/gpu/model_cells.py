@@ -16,11 +16,12 @@ from benchmarks.gpu.scripted import Script, scripted
 from benchmarks.gpu.settings import Found, Settings, median, say
 from benchmarks.gpu.weights import Subject
 from outrider.bench.statistics import Spread
+from outrider.models.machine import outruns_host
 from outrider.request import DraftDepth
 from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable, Measured
-from outrider.speculate.depth import FEW_DEPTHS
+from outrider.speculate.depth import depths_for
 
 
 def names_of(model: str, dtype: str, settings: Settings) -> list[str]:
@@ -92,6 +93,10 @@ class ModelCells:
             _tell_costs(found)
         return self._measured
 
+    def _controller(self) -> DepthController:
+        """As an engine on this machine would have it."""
+        return DepthController(CostTable(self._costs()), depths=depths_for(outruns_host()))
+
     # -- the device's own time ---------------------------------------------------------------------------
 
     def _bare_time(self, rows: int, depth: int) -> BareTime:
@@ -131,7 +136,7 @@ class ModelCells:
 
     def _loop_cell(self, rows: int, percent: int) -> Found:
         """All policies in turns, on the same script; each round gives one ratio to depth 0."""
-        controller = DepthController(CostTable(self._costs()), depths=FEW_DEPTHS)
+        controller = self._controller()
         policies: list[DraftDepth] = [0, *self._settings.depths, "auto"]
         turns: dict[DraftDepth, list[Turn]] = {policy: [] for policy in policies}
         with scripted(Script(percent / 100)):
@@ -207,7 +212,7 @@ class ModelCells:
 
     def _mlx_lm_cell(self, rows: int) -> Found:
         """Depth 0 and mlx-lm's generator in turns."""
-        controller = DepthController(CostTable(self._costs()), depths=FEW_DEPTHS)
+        controller = self._controller()
         load, loop = self._load(rows, 2), Loop(self._subject)
         arms: dict[str, Callable[[], Turn]] = {
             "ours": lambda: loop.turn(0, load, controller),

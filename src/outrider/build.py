@@ -29,7 +29,7 @@ from outrider.speculate import calibration, kept
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
-from outrider.speculate.depth import ALL_DEPTHS, FEW_DEPTHS
+from outrider.speculate.depth import depths_for
 from outrider.step.runner import Runner
 from outrider.text.output import AnswerText
 
@@ -140,7 +140,7 @@ def _controller(
     say: Callable[[str], None],
 ) -> DepthController:
     """With the costs and the record that were kept, as long as they hold; else with costs measured now."""
-    depths = FEW_DEPTHS if runner.compiles else ALL_DEPTHS
+    depths = depths_for(runner.compiles)
     found = kept.load(name)
     clock = machine.step_clock()
     if found is not None and calibration.still_holds(runner, facts.vocab_size, found.measured, clock=clock):

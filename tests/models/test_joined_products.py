@@ -266,7 +266,7 @@ def test_inputs_may_come_in_any_order(qkv: list[Any]) -> None:
             assert is_right(layer, x, layer(x))
 
 
-def test_an_input_that_changed_is_read_again(qkv: list[Any]) -> None:
+def test_an_input_that_changed_after_all_have_read_it_is_read_again(qkv: list[Any]) -> None:
     x = inputs(1)
     for _ in range(2):
         assert all(is_right(layer, x, layer(x)) for layer in qkv)

@@ -14,7 +14,7 @@ from outrider.models.heads import LoadedHead
 from outrider.plan import RowPlan, StepPlan
 from outrider.request import SamplingParams
 from outrider.step import forward
-from outrider.step.compiled import repeats
+from outrider.step.compiled import repeats, rounded_up
 from outrider.step.runner import Launched, Runner
 from plan_rows import plan_row
 from step.histories import History, Tally, World, play, random_history, world
@@ -208,3 +208,10 @@ def test_one_trace_serves_rows_that_draft_rest_and_do_neither() -> None:
     assert runner._compiled.num_traces == 1
     for prompt, text in zip(prompts, tokens, strict=True):
         assert text[len(prompt) :] == list(solo_answer(tiny.model, prompt, GREEDY).token_ids)[:4]
+
+
+def test_what_is_attended_grows_in_few_steps_and_never_by_much() -> None:
+    sizes = {num: rounded_up(num) for num in range(1, 40_000)}
+    assert all(num <= size for num, size in sizes.items())
+    assert all(size - num < max(128, num / 8) for num, size in sizes.items())
+    assert len(set(sizes.values())) < 60

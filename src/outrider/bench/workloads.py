@@ -40,10 +40,10 @@ class Workload:
     def take(self, start: int, count: int, run: int = 0) -> list[Task]:
         """`count` tasks from `start` on, round and round, no two alike; `run` tells fresh ones apart."""
         places = range(start, start + count)
-        taken = [_again(self.tasks[i % len(self.tasks)], i // len(self.tasks)) for i in places]
-        if not self.is_fresh:
-            return taken
-        return [_numbered(task, (run * 97 + start + i) % 9000 + 1000) for i, task in enumerate(taken)]
+        taken = [(i, self.tasks[i % len(self.tasks)]) for i in places]
+        if self.is_fresh:
+            return [_numbered(task, (run * 97 + i) % 9000 + 1000) for i, task in taken]
+        return [_again(task, i // len(self.tasks)) for i, task in taken]
 
 
 def _again(task: Task, lap: int) -> Task:

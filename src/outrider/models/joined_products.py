@@ -38,7 +38,8 @@ class Product:
     """The weights of several layers as one, and the parts of the last product that are still to be fetched.
 
     A part is let go when it is fetched, what is left when the input goes. Another input, or a part asked for
-    twice, is computed anew: layers may be called in any order, by several threads, and not all of them.
+    twice, is computed anew: layers may be called in any order, by several threads, and not all of them. An
+    input must not be changed in place between two of them: an array that is, is still the same one.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:

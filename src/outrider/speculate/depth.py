@@ -23,8 +23,13 @@ from itertools import accumulate
 from outrider.request import MAX_DEPTH
 
 ALL_DEPTHS = tuple(range(MAX_DEPTH + 1))
-FEW_DEPTHS = (0, 1, 2, 4, 8)  # where each shape of a step has to be traced before it runs fast
+FEW_DEPTHS = (0, 1, 2, 4, 8)
 MARGIN = 1.05  # what drafting has to promise before it is begun, and while rows that never draft pay for it
+
+
+def depths_for(traced: bool) -> Sequence[int]:
+    """Those that rows on auto may have, where a step's shape is traced before it runs fast or is not."""
+    return FEW_DEPTHS if traced else ALL_DEPTHS
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +85,7 @@ def choose(
     `cost_next` is that of the next batch, `head_row_s` what one row adds to the head's passes at a depth.
     """
     steady = best_steady(rows, cost_next, depths)
-    least = steady.pace * head_row_s(
-        steady.depth
-    )  # tokens that a row's part in the head's passes has to bring
+    least = steady.pace * head_row_s(steady.depth)  # tokens that a row's part in its passes has to bring
     wanted = tuple(_wanted(row, steady.depth, least) for row in rows)
     made = max(wanted, default=0)
     width = _best_width(rows, lambda width: cost_now(width, made), steady.pace, depths)
