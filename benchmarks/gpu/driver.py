@@ -45,7 +45,7 @@ class Driver:
         started_s = time.perf_counter()
         step = self._flights.land()
         read_s = time.perf_counter()
-        self._scheduler.commit(step.result, step.seconds)
+        self._scheduler.commit(step.result, step.own_s)
         self.spent.read_s += read_s - started_s
         self.spent.commit_s += time.perf_counter() - read_s
 

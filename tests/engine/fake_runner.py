@@ -48,6 +48,7 @@ class FakeLaunched:
 
     plan: StepPlan
     result: StepResult
+    is_traced: bool = False
 
 
 class FakeRunner:

@@ -156,7 +156,7 @@ class Simulation:
         if policy is None:
             width = self.controller.costs.best_width(len(self.rows), width)
         tokens = 0
-        seconds = self._catch_up_s(choice)
+        caught_up_s = self._catch_up_s(choice)
         for row, offer, fed, wanted in zip(self.rows, offers, choice.feed, choice.next, strict=True):
             committed = row.advance(offer, fed)
             row.behind = 0 if wanted else row.behind + committed
@@ -164,10 +164,10 @@ class Simulation:
             tokens += committed
         heading = sum(wanted > 0 for wanted in choice.next)
         shape = StepShape(len(self.rows), width, heading, max(choice.next), NUM_CELLS)
-        seconds += self.truth.step_s(shape)
-        if policy is None:
+        seconds = self.truth.step_s(shape)
+        if policy is None and not caught_up_s:  # as in the engine: drafting.step_shape
             self.controller.costs.observe(shape, seconds)
-        return depths, tokens, seconds
+        return depths, tokens, seconds + caught_up_s
 
     def _catch_up_s(self, choice: Choice) -> float:
         """Feeding the head what it missed, in one pass as wide as the longest gap."""

@@ -50,6 +50,15 @@ def test_real_steps_correct_a_shape_that_was_measured_wrongly() -> None:
     assert 1.2 < ratio(wrong) < 1.5
 
 
+def test_a_width_that_was_measured_wrongly_is_known_after_a_few_steps() -> None:
+    """While rows rest and are tried now and then, it is not seen often."""
+    table, truth = CostTable(Measured({(1, 1): 17.0, (1, 2): 30.0}, {})), 41.0
+    for step in range(64):
+        width = 2 if step % 8 == 7 else 1
+        table.observe(StepShape(1, width), truth if width == 2 else 17.0)
+    assert ratio(table) > 0.85 * truth / 17
+
+
 @pytest.mark.parametrize("slow", [1.0, 4.0])
 def test_a_busy_machine_and_slow_steps_do_not_spoil_the_table(slow: float) -> None:
     """Everything takes `slow` times as long, and one step in ten much longer, for any reason."""
@@ -69,7 +78,7 @@ def test_a_burst_of_load_on_one_shape_passes() -> None:
         table.observe(StepShape(1, 1), 65.8)
     for _ in range(30):
         table.observe(StepShape(1, 2), 69.2 * 8)  # the machine was busy whenever it drafted
-    assert ratio(table, 1, 2) < 1.3 * truth
+    assert ratio(table, 1, 2) < 1.4 * truth
     for _ in range(3000):
         table.observe(StepShape(1, 1), 65.8)
     assert ratio(table, 1, 2) == pytest.approx(truth, rel=0.12)

@@ -16,7 +16,7 @@ from outrider.plan import StepPlan, StepResult
 class Launches(Protocol):
     """What of a runner is needed."""
 
-    def launch(self, plan: StepPlan, after: Any = None) -> Any: ...
+    def launch(self, plan: StepPlan, after: Any = None) -> Any: ...  # has `is_traced`
 
     def finish(self, launched: Any) -> StepResult: ...
 
@@ -28,12 +28,26 @@ class Landed:
     plan: StepPlan
     result: StepResult
     seconds: float  # since it was launched, or since the one before it was read
+    held_up: bool  # the host had passes to trace meanwhile
+
+    @property
+    def own_s(self) -> float | None:
+        """How long such a step takes; None where its time does not say."""
+        return None if self.held_up else self.seconds
+
+
+@dataclass
+class _Flying:
+    plan: StepPlan
+    launched: Any  # what the runner needs to finish it
+    launched_s: float
+    held_up: bool
 
 
 class Flights:
     def __init__(self, runner: Launches) -> None:
         self._runner = runner
-        self._flying: deque[tuple[StepPlan, Any, float]] = deque()  # with what the runner needs, and when
+        self._flying: deque[_Flying] = deque()
         self._last_read_s = 0.0
 
     def __len__(self) -> int:
@@ -41,17 +55,21 @@ class Flights:
 
     def launch(self, plan: StepPlan) -> None:
         """A step that follows goes after the last one launched."""
-        after = self._flying[-1][1] if self._flying else None
+        after = self._flying[-1].launched if self._flying else None
         launched_s = time.perf_counter()
-        self._flying.append((plan, self._runner.launch(plan, after), launched_s))
+        launched = self._runner.launch(plan, after)
+        self._flying.append(_Flying(plan, launched, launched_s, False))
+        for flying in self._flying:
+            flying.held_up |= launched.is_traced
 
     def land(self) -> Landed:
         """Wait for the oldest one and read it. One that fails is still there: see `drop`."""
-        plan, launched, launched_s = self._flying[0]
-        result = self._runner.finish(launched)
+        oldest = self._flying[0]
+        result = self._runner.finish(oldest.launched)
         self._flying.popleft()
         before_s, self._last_read_s = self._last_read_s, time.perf_counter()
-        return Landed(plan, result, self._last_read_s - max(launched_s, before_s))
+        seconds = self._last_read_s - max(oldest.launched_s, before_s)
+        return Landed(oldest.plan, result, seconds, oldest.held_up)
 
     def drop(self) -> None:
         """Forget them: their cells are lost."""

@@ -131,13 +131,14 @@ def _warmest(wishes: Sequence[Wish]) -> list[int]:
 
 def _outlook(wish: Wish) -> RowOutlook:
     record = wish.record
-    offers = [_chances(record, *offer) for offer in wish.offers]
+    on_trial = record.on_trial
+    offers = [[] if on_trial and offer[0] == "head" else _chances(record, *offer) for offer in wish.offers]
     from_head: Sequence[float] = ()
     if wish.most_next > 0:
         from_head = record.chances("head", min(MAX_DEPTH, wish.most_next))
     _note_others(wish, offers, from_head)
     share = record.other_share
-    drafts = not record.on_trial and any(source == "head" for source, _, _ in wish.offers)
+    drafts = not on_trial and any(source == "head" for source, _, _ in wish.offers)
     if wish.fixed is not None or share < 0.02 or record.other is None:
         return RowOutlook(offers, wish.fixed, from_head, drafts=drafts)
     otherwise = [share * chance for chance in record.chances(record.other, MAX_DEPTH)]

@@ -3,8 +3,9 @@
     step = trunk(rows, width) + head(rows, width, drafts made) + cells attended beyond the measured length
 
 Pure Python. Shapes between the measured ones are interpolated. A step's real time moves two things: the
-machine's speed as a whole, quickly, and its own shape's correction, slowly and within limits; a correction
-that is not confirmed fades. So neither a busy neighbour nor one slow step can spoil the table.
+machine's speed as a whole, quickly, and its own shape's correction, slowly but for the first few, and within
+limits; a correction that is not confirmed fades. So neither a busy neighbour nor one slow step can spoil
+the table.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from outrider.request import MAX_DEPTH
 WIDTHS = range(1, MAX_DEPTH + 2)
 WORTH_PADDING = 0.95  # pad where the wider shape costs less than this share
 SPEED_GAIN, SHAPE_GAIN = 0.25, 0.04
+FIRST_GAIN = 0.3  # of a shape's first step that counts; the next ones' are a half, a third of it
 MOST_SURPRISE, MOST_SHAPE_SURPRISE = 0.8, 0.3  # as log ratios: what a step counts for, at most
 MOST_CORRECTION = 0.5  # of a shape, as a log ratio
 FADE = 0.999  # of a shape's correction, for every step that does not confirm it
@@ -136,7 +138,8 @@ class CostTable:
             self._speed = ratio
         surprise = ratio - self._speed
         self._speed += SPEED_GAIN * _within(MOST_SURPRISE, surprise)
-        corrected = self._corrected(*key) + SHAPE_GAIN * _within(MOST_SHAPE_SURPRISE, surprise)
+        gain = max(SHAPE_GAIN, FIRST_GAIN / (1 + self._confirmed.get(key, 0)))
+        corrected = self._corrected(*key) + gain * _within(MOST_SHAPE_SURPRISE, surprise)
         self._correction[key] = _within(MOST_CORRECTION, corrected)
         self._seen_at[key] = self._num_steps
         self._confirmed[key] = self._confirmed.get(key, 0) + 1

@@ -63,10 +63,10 @@ class CompiledPasses:
         rows = self._alike(batch)
         ways = self._forward.ways_to_pick(rows, merged=True)
         end = min(capacity, rounded_up(last_cell(batch)))
-        traced = self._traced(rows, feed, ways, end, capacity)
+        traced, is_new = self._traced(rows, feed, ways, end, capacity)
         found, arrays = traced(_inputs(feed, ways), self._arrays())
         self._put(arrays)
-        return _flight(batch, self._forward.heading(rows), found)
+        return _flight(batch, self._forward.heading(rows), found, is_new)
 
     def _alike(self, batch: Batch) -> Batch:
         """The rows as a trace sees them: without what arrays say, so that few traces do for many batches.
@@ -90,7 +90,8 @@ class CompiledPasses:
 
     def _traced(
         self, batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int
-    ) -> Traced:
+    ) -> tuple[Traced, bool]:
+        """The trace for such a batch, and whether it is a new one."""
         key = (
             feed.token_ids.shape,
             end,
@@ -101,12 +102,13 @@ class CompiledPasses:
             tuple((row.slot, row.feeds_head, row.rests) for row in batch),
             max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
         )
-        if key not in self._traces:
+        is_new = key not in self._traces
+        if is_new:
             self._traces[key] = self._trace(batch, ways, end, capacity)
             if len(self._traces) > MOST_TRACES:
                 self._traces.popitem(last=False)
         self._traces.move_to_end(key)
-        return self._traces[key]
+        return self._traces[key], is_new
 
     def _trace(self, batch: Batch, ways: tuple[Picking, Picking], end: int, capacity: int) -> Traced:
         def run(
@@ -146,8 +148,8 @@ def _outputs(flight: Flight) -> list[mx.array]:
     return found
 
 
-def _flight(batch: Batch, heading: list[int], found: Sequence[mx.array]) -> Flight:
+def _flight(batch: Batch, heading: list[int], found: Sequence[mx.array], is_traced: bool) -> Flight:
     targets, num_accepted, is_sound, report, last_ids, ends, *both = found
     drafts, spread = both or (None, None)
     picks = Picks(list(range(len(batch))), targets, num_accepted, is_sound, None)
-    return Flight(batch, picks, heading, drafts, Outcome(last_ids, ends, spread), report)
+    return Flight(batch, picks, heading, drafts, Outcome(last_ids, ends, spread), report, is_traced)

@@ -34,6 +34,11 @@ class Launched:
 
     flights: tuple[Flight, ...]
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether a pass of it was traced for the first time, which takes the host far longer than a step."""
+        return any(flight.is_traced for flight in self.flights)
+
 
 class Runner:
     """Owns the caches of one model and runs steps on them."""

@@ -1,0 +1,42 @@
+"""Steps under way: whose time tells what a step costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.engine.flights import Flights
+from outrider.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class Launched:
+    is_traced: bool
+
+
+class TracingRunner:
+    """Traces a pass for each plan of a capacity that it has not seen."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+        is_new = plan.capacity not in self._seen
+        self._seen.add(plan.capacity)
+        return Launched(is_new)
+
+    def finish(self, launched: Launched) -> StepResult:
+        return StepResult(())
+
+
+def plan(capacity: int) -> StepPlan:
+    return StepPlan(1, capacity, (), ())
+
+
+def test_a_step_is_held_up_by_the_tracing_of_its_own_pass_and_of_the_one_launched_after_it() -> None:
+    flights = Flights(TracingRunner())
+    held_up = []
+    flights.launch(plan(16))
+    for capacity in (16, 32, 32, 32):
+        flights.launch(plan(capacity))
+        held_up.append(flights.land().held_up)
+    assert held_up == [True, True, True, False]
