@@ -48,7 +48,7 @@ class FakeLaunched:
 
     plan: StepPlan
     result: StepResult
-    is_traced: bool = False
+    is_new: bool = False
 
 
 class FakeRunner:

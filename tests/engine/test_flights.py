@@ -10,7 +10,7 @@ from outrider.plan import StepPlan, StepResult
 
 @dataclass(frozen=True)
 class Launched:
-    is_traced: bool
+    is_new: bool
 
 
 class TracingRunner:
