@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,16 @@ def traces(kind: str | None = None, hot: bool | None = None) -> tuple[Trace, ...
 def constant(num_right: int, length: int = 4000) -> Trace:
     """Text in which so many drafts are always right."""
     return Trace("constant", 0.0, (num_right,) * length, (None,) * length)
+
+
+def by_chance(share: float, seed: int, length: int = 4000) -> Trace:
+    """Text in which every draft is right with the same chance."""
+    numbers = random.Random(seed)
+
+    def num_right() -> int:
+        return next((i for i in range(MAX_DEPTH) if numbers.random() >= share), MAX_DEPTH)
+
+    return Trace("by chance", 0.0, tuple(num_right() for _ in range(length)), (None,) * length)
 
 
 class SimulatedRow:

@@ -12,6 +12,7 @@ from depth_simulator import (
     Simulation,
     Trace,
     answer_all,
+    by_chance,
     constant,
     fixed,
     fixed_zero,
@@ -65,6 +66,24 @@ def test_auto_is_near_the_best_constant_depth_and_never_below_depth_0(
     auto = pace(machine, kind, num_rows, None)
     assert auto >= 0.97 * paces[0]
     assert auto >= 0.95 * max(paces)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("percent", [30, 50, 70, 85])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_auto_hardly_costs_where_drafts_are_right_by_chance(
+    machine: str, percent: int, num_rows: int
+) -> None:
+    """What looks like a better stretch of such a text is none, and where drafts just break even it is tried."""
+    tokens, seconds = [0, 0], [0.0, 0.0]
+    for seed in range(max(1, 6 // num_rows)):
+        rows = [by_chance(percent / 100, 100 * seed + i) for i in range(num_rows)]
+        for i, policy in enumerate((None, fixed_zero)):
+            simulation = Simulation(MACHINES[machine])
+            simulation.add(*rows)
+            for _, gained, spent in simulation.run(NUM_STEPS, policy).steps:
+                tokens[i], seconds[i] = tokens[i] + gained, seconds[i] + spent
+    assert tokens[0] / seconds[0] >= 0.96 * tokens[1] / seconds[1]
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
