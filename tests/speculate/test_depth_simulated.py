@@ -74,7 +74,7 @@ def test_auto_is_near_the_best_constant_depth_and_never_below_depth_0(
 def test_auto_hardly_costs_where_drafts_are_right_by_chance(
     machine: str, percent: int, num_rows: int
 ) -> None:
-    """What looks like a better stretch of such a text is none, and where drafts just break even it is tried."""
+    """A better stretch of such a text is none; where drafts just break even they are tried all the same."""
     tokens, seconds = [0, 0], [0.0, 0.0]
     for seed in range(max(1, 6 // num_rows)):
         rows = [by_chance(percent / 100, 100 * seed + i) for i in range(num_rows)]
