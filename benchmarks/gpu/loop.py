@@ -20,7 +20,6 @@ from outrider.engine.sequence import Sequence as Row
 from outrider.models import machine
 from outrider.request import MAX_DEPTH, DraftDepth, Request, SamplingParams
 from outrider.speculate.controller import DepthController
-from outrider.step.compiled import TRACED_AT
 from outrider.step.runner import Runner
 
 WARM_STEPS = 4
@@ -77,7 +76,7 @@ class Loop:
     def __init__(self, subject: Subject, outruns: bool | None = None) -> None:
         self._trunk = subject.trunk
         self._outruns = machine.outruns_host() if outruns is None else outruns
-        self.runner = Runner(subject.trunk, subject.head, compiles=self._outruns, traced_at=TRACED_AT)
+        self.runner = Runner(subject.trunk, subject.head, compiles=self._outruns)
         self.budget_bytes = machine.cache_budget_bytes()
 
     def turn(self, policy: DraftDepth, load: Load, controller: DepthController) -> Turn:

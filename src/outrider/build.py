@@ -30,7 +30,6 @@ from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
 from outrider.speculate.depth import depths_for
-from outrider.step.compiled import TRACED_AT
 from outrider.step.runner import Runner
 from outrider.text.output import AnswerText
 
@@ -89,7 +88,7 @@ def _parts(
         joined_products.join(trunk, head)
     tower = vision.tower if vision is not None else None
     write_block = None if disk is None else disk.write
-    runner = Runner(trunk, head, write_block, tower, config.picture_cache_bytes, outruns, TRACED_AT)
+    runner = Runner(trunk, head, write_block, tower, config.picture_cache_bytes, compiles=outruns)
     facts = ModelFacts(
         name=str(choice.model),
         vocab_size=trunk.vocab_size,

@@ -48,7 +48,7 @@ class FakeLaunched:
 
     plan: StepPlan
     result: StepResult
-    is_new: bool = False
+    is_traced: bool = False
 
 
 class FakeRunner:

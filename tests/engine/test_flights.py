@@ -10,7 +10,7 @@ from outrider.plan import StepPlan, StepResult
 
 @dataclass(frozen=True)
 class Launched:
-    is_new: bool
+    is_traced: bool
 
 
 class TracingRunner:

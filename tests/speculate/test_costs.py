@@ -116,9 +116,6 @@ class TimedRunner:
     def run(self, plan: StepPlan) -> StepResult:
         return self.finish(self.launch(plan))
 
-    def warm_up(self, plan: StepPlan) -> None:
-        self.run(plan)
-
     def launch(self, plan: StepPlan) -> StepPlan:
         self.num_under_way += 1
         return plan

@@ -36,10 +36,7 @@ def test_histories_are_the_same_from_traces(family: str, num: int) -> None:
     tiny = world(family)
     usual = tiny.runners
     heads = {"none": None, "whole": LoadedHead((tiny.head,), "random")}
-    tiny.runners = {  # type: ignore[misc]
-        name: Runner(tiny.trunk, head, compiles=True, traced_at=1 + (head is not None))
-        for name, head in heads.items()
-    }
+    tiny.runners = {name: Runner(tiny.trunk, head, compiles=True) for name, head in heads.items()}  # type: ignore[misc]
     tiny.runners["reduced"] = tiny.runners["whole"]
     tally = Tally()
     try:
@@ -78,25 +75,6 @@ def compiled() -> Iterator[None]:
     mx.enable_compile()
     yield
     mx.disable_compile()  # as it is on CPUs
-
-
-@pytest.mark.usefixtures("not_compiled")
-def test_a_shape_is_traced_once_it_has_come_often_enough() -> None:
-    tiny = world("llama")
-    runner = Runner(tiny.trunk, compiles=True, traced_at=3)
-
-    def step(num_rows: int, committed: Sequence[int] = (), start: int | None = None) -> bool:
-        rows = [plan_row([3, 1, 4], committed, params=GREEDY, slot=i, start=start) for i in range(num_rows)]
-        launched = runner.launch(StepPlan(2, CAPACITY, (), (tuple(rows),)))
-        runner.finish(launched)
-        return launched.is_new
-
-    step(2, start=0)
-    found = [step(num_rows, [1]) for num_rows in (2, 2, 1, 2, 2, 1, 1, 1)]
-    runner.reset()
-    assert found == [True, True, True, True, False, True, True, False]
-    assert runner._compiled is not None
-    assert runner._compiled.num_traces == 2
 
 
 @pytest.mark.soak

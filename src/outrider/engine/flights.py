@@ -16,7 +16,7 @@ from outrider.plan import StepPlan, StepResult
 class Launches(Protocol):
     """What of a runner is needed."""
 
-    def launch(self, plan: StepPlan, after: Any = None) -> Any: ...  # has `is_new`
+    def launch(self, plan: StepPlan, after: Any = None) -> Any: ...  # has `is_traced`
 
     def finish(self, launched: Any) -> StepResult: ...
 
@@ -28,7 +28,7 @@ class Landed:
     plan: StepPlan
     result: StepResult
     seconds: float  # since it was launched, or since the one before it was read
-    held_up: bool  # the host had a pass of a new shape to build or trace meanwhile
+    held_up: bool  # the host had passes to trace meanwhile
 
     @property
     def own_s(self) -> float | None:
@@ -60,7 +60,7 @@ class Flights:
         launched = self._runner.launch(plan, after)
         self._flying.append(_Flying(plan, launched, launched_s, False))
         for flying in self._flying:
-            flying.held_up |= launched.is_new
+            flying.held_up |= launched.is_traced
 
     def land(self) -> Landed:
         """Wait for the oldest one and read it. One that fails is still there: see `drop`."""

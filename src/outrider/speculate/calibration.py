@@ -46,8 +46,6 @@ class Runs(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
-    def warm_up(self, plan: StepPlan) -> None: ...
-
     def launch(self, plan: StepPlan) -> Any: ...
 
     def finish(self, launched: Any) -> StepResult: ...
@@ -86,7 +84,7 @@ class Stopwatch:
         shape = (plan.num_slots, plan.capacity)
         is_new = trial not in self.best and self._runner.compiles
         if shape != self._shape or is_new:  # it also makes the caches, or compiles: it says nothing
-            self._runner.warm_up(plan)
+            self._runner.run(plan)
             self._shape = shape
         seconds = self._ahead_s(plan) if self._runner.compiles else self._alone_s(plan)
         self.best[trial] = min(self.best.get(trial, float("inf")), seconds)

@@ -1,14 +1,12 @@
 """Decode passes, traced once a shape and replayed: the host hands over arrays and builds no graph.
 
 A trace holds for all batches of one key: everything that a pass reads off its rows, other than arrays. Rows
-with something of their own to say (a grammar's masks, penalties, a prompt to read) are not traced. Tracing
-takes as long as several steps, and rows that come and go make many shapes: one is built as long as it is
-seldom seen.
+with something of their own to say (a grammar's masks, penalties, a prompt to read) are not traced.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,9 +23,7 @@ from outrider.step.forward import Forward, last_cell
 from outrider.step.verify import Picks
 
 END_STEP, END_PARTS = 128, 8  # the attended part of the buffers grows by so much: each size is a trace
-MOST_TRACES = 256
-TRACED_AT = 4  # times that a shape has to come: about what tracing costs more than building it does
-MOST_COUNTED = 8 * MOST_TRACES  # shapes whose times are counted
+MOST_TRACES = 128
 
 Traced = Callable[[list[Any], list[list[mx.array]]], tuple[list[mx.array], list[list[mx.array]]]]
 
@@ -55,11 +51,9 @@ def rounded_up(num_cells: int) -> int:
 
 
 class CompiledPasses:
-    def __init__(self, forward: Forward, traced_at: int) -> None:
+    def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._traced_at = traced_at
         self._traces: OrderedDict[Hashable, Traced] = OrderedDict()
-        self._times_seen: Counter[Hashable] = Counter()  # of shapes that are not traced
 
     @property
     def num_traces(self) -> int:
@@ -69,28 +63,10 @@ class CompiledPasses:
         rows = self._alike(batch)
         ways = self._forward.ways_to_pick(rows, merged=True)
         end = min(capacity, rounded_up(last_cell(batch)))
-        key = _key(rows, feed, ways, end, capacity)
-        is_new = key not in self._traces
-        if is_new and self._is_seldom(key):
-            return replace(self._forward(batch, feed, capacity), is_new=True)
-        if is_new:
-            self._traces[key] = self._trace(rows, ways, end, capacity)
-            if len(self._traces) > MOST_TRACES:
-                self._traces.popitem(last=False)
-        self._traces.move_to_end(key)
-        found, arrays = self._traces[key](_inputs(feed, ways), self._arrays())
+        traced, is_new = self._traced(rows, feed, ways, end, capacity)
+        found, arrays = traced(_inputs(feed, ways), self._arrays())
         self._put(arrays)
         return _flight(batch, self._forward.heading(rows), found, is_new)
-
-    def _is_seldom(self, key: Hashable) -> bool:
-        """Whether it has not come often enough, this time included."""
-        if len(self._times_seen) >= MOST_COUNTED:
-            self._times_seen.clear()
-        self._times_seen[key] += 1
-        if self._times_seen[key] < self._traced_at:
-            return True
-        del self._times_seen[key]
-        return False
 
     def _alike(self, batch: Batch) -> Batch:
         """The rows as a trace sees them: without what arrays say, so that few traces do for many batches.
@@ -111,6 +87,28 @@ class CompiledPasses:
             )
             for row in batch
         ]
+
+    def _traced(
+        self, batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int
+    ) -> tuple[Traced, bool]:
+        """The trace for such a batch, and whether it is a new one."""
+        key = (
+            feed.token_ids.shape,
+            end,
+            capacity,
+            max(row.num_drafts for row in batch),
+            tuple(way.key for way in ways),
+            feed.deltas is None,
+            tuple((row.slot, row.feeds_head, row.rests) for row in batch),
+            max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
+        )
+        is_new = key not in self._traces
+        if is_new:
+            self._traces[key] = self._trace(batch, ways, end, capacity)
+            if len(self._traces) > MOST_TRACES:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(key)
+        return self._traces[key], is_new
 
     def _trace(self, batch: Batch, ways: tuple[Picking, Picking], end: int, capacity: int) -> Traced:
         def run(
@@ -136,19 +134,6 @@ class CompiledPasses:
             buffers.put(own)
 
 
-def _key(batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int) -> Hashable:
-    return (
-        feed.token_ids.shape,
-        end,
-        capacity,
-        max(row.num_drafts for row in batch),
-        tuple(way.key for way in ways),
-        feed.deltas is None,
-        tuple((row.slot, row.feeds_head, row.rests) for row in batch),
-        max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
-    )
-
-
 def _inputs(feed: Feed, ways: tuple[Picking, Picking]) -> list[Any]:
     return [feed.arrays, [way.arrays for way in ways]]
 
@@ -163,8 +148,8 @@ def _outputs(flight: Flight) -> list[mx.array]:
     return found
 
 
-def _flight(batch: Batch, heading: list[int], found: Sequence[mx.array], is_new: bool) -> Flight:
+def _flight(batch: Batch, heading: list[int], found: Sequence[mx.array], is_traced: bool) -> Flight:
     targets, num_accepted, is_sound, report, last_ids, ends, *both = found
     drafts, spread = both or (None, None)
     picks = Picks(list(range(len(batch))), targets, num_accepted, is_sound, None)
-    return Flight(batch, picks, heading, drafts, Outcome(last_ids, ends, spread), report, is_new)
+    return Flight(batch, picks, heading, drafts, Outcome(last_ids, ends, spread), report, is_traced)

@@ -26,7 +26,7 @@ class Flight:
     drafts: mx.array | None  # [heading, depth]
     outcome: Outcome | None  # for the same rows' next pass, where all of them pick
     report: mx.array  # all that is to be read, but for log-probabilities, in one array
-    is_new: bool = False  # its shape is not traced yet, or was just now: that takes the host longer
+    is_traced: bool = False  # its pass was traced for the first time
 
     @classmethod
     def of(

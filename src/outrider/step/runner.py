@@ -35,9 +35,9 @@ class Launched:
     flights: tuple[Flight, ...]
 
     @property
-    def is_new(self) -> bool:
-        """Whether it took the host longer than it will, once all its passes are traced."""
-        return any(flight.is_new for flight in self.flights)
+    def is_traced(self) -> bool:
+        """Whether a pass of it was traced for the first time, which takes the host far longer than a step."""
+        return any(flight.is_traced for flight in self.flights)
 
 
 class Runner:
@@ -51,18 +51,16 @@ class Runner:
         tower: VisionTower | None = None,
         picture_cache_bytes: int = 0,
         compiles: bool = False,
-        traced_at: int = 1,
     ) -> None:
         """`write_block` takes cached blocks that are to be kept on disk.
 
         `compiles`: trace decode passes once a shape and replay them; worth while where the device is so fast
-        that building a pass takes the host longer than running it takes the device. `traced_at`: how many
-        times a shape has to come before it is.
+        that building a pass takes the host longer than running it takes the device.
         """
         self._tower = tower
         self.shelf = None if tower is None else EmbeddingCache(picture_cache_bytes)
         self._forward = Forward(trunk, head, self.shelf)
-        self._compiled = CompiledPasses(self._forward, traced_at) if compiles else None
+        self._compiled = CompiledPasses(self._forward) if compiles else None
         self._prefixes = PrefixStore(self._buffers())
         self._write_block = write_block
         self._shape = (0, 0)  # slots, capacity
@@ -92,14 +90,6 @@ class Runner:
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.finish(self.launch(plan))
-
-    def warm_up(self, plan: StepPlan) -> None:
-        """Run it until it runs as it will from then on."""
-        is_new = True
-        while is_new:
-            launched = self.launch(plan)
-            self.finish(launched)
-            is_new = launched.is_new
 
     def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
         """Set the device to work on a step; on one that follows, `after` the step that it follows."""
