@@ -3,11 +3,13 @@
 The mlx wheel for Linux brings the reference BLAS. The dynamic linker takes `cblas_sgemm` from the first
 library of the global scope that exports it, so an OpenBLAS loaded with RTLD_GLOBAL before `import mlx.core`
 takes over: [64, 576] x [576, 1536] took 45 ms and takes 1.4 ms (2.5 and 80 GFLOP/s on one EPYC core).
-LAPACK stays with mlx's own library, and other dtypes than float32 and quantized weights never come here.
+LAPACK stays with mlx's own library, and other dtypes than float32 and quantized weights never come here. Products
+of few tokens have a library of our own in front (cpu_kernel.py).
 
     OUTRIDER_BLAS=off               leave mlx alone
     OUTRIDER_BLAS=/path/to/lib.so   use this library
     OUTRIDER_BLAS_THREADS=n         threads of one multiplication
+    OUTRIDER_KERNEL=off             leave products of few tokens to the library as well
 
 The order is: the library the user names, the pip package scipy-openblas32 (the same build on every machine),
 the system's libopenblas. The package prefixes its symbols with `scipy_`, so a copy with the plain names is
@@ -28,15 +30,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from outrider.cpu_kernel import Kernel, take_over
 from outrider.cpu_threads import Threads, ThreadWatch, wanted_threads
+from outrider.kept_libraries import Recipe, Unusable, load_kept
 
 log = logging.getLogger("outrider.blas")
 
@@ -53,6 +56,8 @@ class BlasReport:
     reason: str
     path: str | None = None  # None: mlx uses what its wheel or the system gave it
     threads: int | None = None  # None: the library does not say
+    kernel: str = ""  # what computes products of few tokens in its place
+    no_kernel: str = ""  # why nothing does
     is_watched: bool = False  # whether these are the most, and fewer while others need the cores
 
     @property
@@ -63,7 +68,9 @@ class BlasReport:
     def __str__(self) -> str:
         most = "up to " if self.is_watched else ""
         threads = f", {most}{self.threads} thread{'s' if self.threads != 1 else ''}" if self.threads else ""
-        return f"{self.name}{threads} ({self.reason})"
+        kernel = f"{self.kernel}, " if self.kernel else ""
+        no_kernel = f"; no products of our own: {self.no_kernel}" if self.no_kernel else ""
+        return f"{kernel}{self.name}{threads} ({self.reason}{no_kernel})"
 
 
 # A thread without work sleeps after 2^16 cycles. By default it keeps a core busy for a tenth of a second, and
@@ -71,16 +78,20 @@ class BlasReport:
 SPINS = "16"
 
 
-class Unusable(Exception):
-    """A library that cannot serve; the text says why."""
-
-
 @dataclass(frozen=True)
 class _Loaded:
-    """The library that took over."""
+    """The libraries that took over."""
 
     library: ctypes.CDLL
+    kernel: Kernel | None
     threads: Threads
+
+    def set_threads(self, num_threads: int) -> None:
+        """For products from now on, also while others are computed."""
+        if self.kernel:
+            self.kernel.set_num_threads(num_threads)
+        if _has_own_threads(self.library):
+            self.library.openblas_set_num_threads(num_threads)
 
 
 _report: BlasReport | None = None
@@ -107,19 +118,20 @@ def watch_threads() -> BlasReport:
     found = report()
     if _loaded is None or found.is_watched or not _may_change_threads(_loaded):
         return found
-    ThreadWatch(_loaded.threads, _loaded.library.openblas_set_num_threads).start()
+    ThreadWatch(_loaded.threads, _loaded.set_threads).start()
     _report = dataclasses.replace(found, threads=_loaded.threads.most, is_watched=True)
     return _report
 
 
 def _may_change_threads(loaded: _Loaded) -> bool:
-    """While products run, from another thread: only a library with threads of its own can take that."""
-    library, own_threads = loaded.library, 1  # 0: it has none; 2: OpenMP's
-    return (
-        loaded.threads.most > loaded.threads.now
-        and hasattr(library, "openblas_get_parallel")
-        and library.openblas_get_parallel() == own_threads
-    )
+    can = loaded.kernel is not None or _has_own_threads(loaded.library)
+    return can and loaded.threads.most > loaded.threads.now
+
+
+def _has_own_threads(library: ctypes.CDLL) -> bool:
+    """Whether it takes another number while products run, from another thread; OpenMP's threads do not."""
+    own_threads = 1  # 0: it has none; 2: OpenMP's
+    return hasattr(library, "openblas_get_parallel") and library.openblas_get_parallel() == own_threads
 
 
 def _decide() -> BlasReport:
@@ -187,9 +199,25 @@ def _load(path: str) -> BlasReport:
         raise Unusable("exports no cblas_sgemm")
     if "USE64BITINT" in config:
         raise Unusable("takes 64-bit integers where mlx passes 32-bit ones")
-    ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    _loaded = _Loaded(library, threads)
-    return BlasReport(_name(library, config) or path, "", path, _set_threads(library, threads.now))
+    kernel, no_kernel = _kernel_before(library)
+    ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)  # second: a name is taken from the first library that has it
+    _loaded = _Loaded(library, kernel, threads)
+    found = BlasReport(_name(library, config) or path, "", path, _set_threads(library, threads.now))
+    if kernel is None:
+        return dataclasses.replace(found, no_kernel=no_kernel)
+    kernel.set_num_threads(threads.now)
+    return dataclasses.replace(found, threads=threads.now, kernel=str(kernel))
+
+
+def _kernel_before(library: ctypes.CDLL) -> tuple[Kernel | None, str]:
+    """Our own products of few tokens in front of the library, or why there are none."""
+    try:
+        return take_over(library), ""
+    except Unusable as reason:
+        return None, str(reason)
+    except Exception as error:  # the library can do without
+        log.warning("BLAS: no products of our own", exc_info=True)
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _name(library: ctypes.CDLL, config: str) -> str:
@@ -229,27 +257,13 @@ def _environment_variable(name: str, value: str) -> Iterator[None]:
 
 
 def _load_packaged() -> BlasReport:
-    """Load the cached copy; make it first where it is missing, damaged or of another version."""
+    """Load the kept copy of the package's library, with plain names."""
     source = _packaged_library()
-    stem = _copy_stem(source)
-    folder = _cache_folder()
-    for copy in _intact_copies(folder, stem):
-        with suppress(OSError, Unusable):
-            return _load(str(copy))
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _load(str(_make_copy(source, stem, folder)))
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning("BLAS: the copy of OpenBLAS cannot be kept in %s: %s", folder, error)
-        return _load_without_cache(source, stem)
-
-
-def _load_without_cache(source: Path, stem: str) -> BlasReport:
-    with tempfile.TemporaryDirectory(prefix="outrider-blas-") as folder:  # the mapping outlives the file
-        loaded = _load(str(_make_copy(source, stem, Path(folder))))
-    return dataclasses.replace(
-        loaded, path=str(source), reason="scipy-openblas32, copied for this process only: no cache folder"
-    )
+    loaded, is_kept = load_kept(Recipe(_copy_stem(source), partial(_make_copy, source)), _load)
+    if is_kept:
+        return loaded
+    reason = "scipy-openblas32, copied for this process only: no cache folder"
+    return dataclasses.replace(loaded, path=str(source), reason="; ".join(filter(None, [reason, loaded.reason])))
 
 
 def _packaged_library() -> Path:
@@ -274,32 +288,12 @@ def _copy_stem(source: Path) -> str:
     return f"libopenblas-{version}-{digest.hexdigest()[:12]}"
 
 
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "outrider" / "blas"
-
-
-def _intact_copies(folder: Path, stem: str) -> Iterator[Path]:
-    """Copies of the size their name gives (opening a cut one could crash), written by us or by root."""
-    for copy in folder.glob(f"{stem}-*.so"):
-        with suppress(OSError):
-            status = copy.stat()
-            if copy.stem == f"{stem}-{status.st_size}" and status.st_uid in (0, os.getuid()):
-                yield copy
-
-
-def _make_copy(source: Path, stem: str, folder: Path) -> Path:
-    """Write the renamed library into `folder`, whole or not at all, whoever else does so meanwhile."""
-    with tempfile.TemporaryDirectory(prefix="making-", dir=folder) as workshop:
-        draft, names = Path(workshop, "draft.so"), Path(workshop, "names")
-        names.write_text(_renamings(source))
-        options = ["--set-soname", f"{stem}.so", "--rename-dynamic-symbols", str(names)]
-        _run_patchelf([*options, "--output", str(draft), str(source)])
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        copy = folder / f"{stem}-{draft.stat().st_size}.so"
-        os.replace(draft, copy)
-    return copy
+def _make_copy(source: Path, copy: Path) -> None:
+    """Write the renamed library."""
+    names = copy.with_name("names")
+    names.write_text(_renamings(source))
+    options = ["--set-soname", f"{_copy_stem(source)}.so", "--rename-dynamic-symbols", str(names)]
+    _run_patchelf([*options, "--output", str(copy), str(source)])
 
 
 def _renamings(source: Path) -> str:
