@@ -1,60 +1,22 @@
 """The BLAS take-over, watched from fresh processes: it can happen only once, before mlx is imported."""
 
 import json
-import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import fresh_process
+from fresh_process import PRINT, PRODUCT, PROVIDER, REPORT, files_in
 from outrider import blas, cpu_threads
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
 
-OUR_VARIABLES = ("OUTRIDER_BLAS", "LD_PRELOAD", "XDG_CACHE_HOME", *cpu_threads.THREAD_VARIABLES)
-
-REPORT = """
-import ctypes, dataclasses, json, os
-from outrider import blas, cpu_threads
-found = dataclasses.asdict(blas.activate()) | {"active": blas.report().active}
-"""
-
-# Which mapped file holds the cblas_sgemm that a library loaded from now on will call.
-PROVIDER = """
-def provider(name):
-    function = getattr(ctypes.CDLL(None), name, None)
-    if function is None:
-        return None
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    for line in open("/proc/self/maps"):
-        start, end = (int(part, 16) for part in line.split()[0].split("-"))
-        if start <= address < end:
-            return line.split(maxsplit=5)[5].strip()
-found["provider"] = provider("cblas_sgemm")
-found["scipy_names"] = provider("scipy_dgemm_") is not None
-"""
-
-PRODUCT = """
-import time
-import mlx.core as mx
-import numpy as np
-mx.set_default_device(mx.cpu)
-rng = np.random.default_rng(0)
-x = rng.standard_normal((64, 576), dtype=np.float32)
-w = rng.standard_normal((1536, 576), dtype=np.float32)
-mx_x, mx_w = mx.array(x), mx.array(w)
-seconds = []
-for _ in range(10):
-    start = time.perf_counter()
-    y = mx_x @ mx_w.T
-    mx.eval(y)
-    seconds.append(time.perf_counter() - start)
-exact = x.astype(np.float64) @ w.T.astype(np.float64)
-found["error"] = float(np.abs(np.array(y) - exact).max() / np.abs(exact).max())
-found["best_s"] = min(seconds)
-"""
+# Without our own products in front of the library: test_cpu_kernel.py has those.
+clean_environment = partial(fresh_process.clean_environment, OUTRIDER_KERNEL="off")
+in_fresh_process = partial(fresh_process.in_fresh_process, OUTRIDER_KERNEL="off")
 
 LINALG = """
 import mlx.core as mx
@@ -76,30 +38,6 @@ found["gaps"] = {
     "cholesky": gap(lower @ lower.T, spd) / 48,
 }
 """
-
-PRINT = "\nprint(json.dumps(found))"
-
-
-def clean_environment(**variables: str | Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in OUR_VARIABLES}
-    return kept | {name: str(value) for name, value in variables.items()}
-
-
-def in_fresh_process(code: str, **variables: str | Path) -> dict[str, Any]:
-    """What the code left in `found`, with the process's stderr beside it."""
-    run = subprocess.run(
-        [sys.executable, "-c", code + PRINT],
-        env=clean_environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1]) | {"stderr": run.stderr}
-
-
-def files_in(cache: Path) -> list[Path]:
-    return sorted((cache / "outrider" / "blas").iterdir())
 
 
 @pytest.fixture(scope="module")

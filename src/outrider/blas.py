@@ -3,8 +3,8 @@
 The mlx wheel for Linux brings the reference BLAS. The dynamic linker takes `cblas_sgemm` from the first
 library of the global scope that exports it, so an OpenBLAS loaded with RTLD_GLOBAL before `import mlx.core`
 takes over: [64, 576] x [576, 1536] took 45 ms and takes 1.4 ms (2.5 and 80 GFLOP/s on one EPYC core).
-LAPACK stays with mlx's own library, and other dtypes than float32 and quantized weights never come here. Products
-of few tokens have a library of our own in front (cpu_kernel.py).
+LAPACK stays with mlx's own library, and other dtypes than float32 and quantized weights never come here.
+Products of few tokens are computed by code of our own, which stands in front of the library (cpu_kernel.py).
 
     OUTRIDER_BLAS=off               leave mlx alone
     OUTRIDER_BLAS=/path/to/lib.so   use this library
@@ -263,7 +263,7 @@ def _load_packaged() -> BlasReport:
     if is_kept:
         return loaded
     reason = "scipy-openblas32, copied for this process only: no cache folder"
-    return dataclasses.replace(loaded, path=str(source), reason="; ".join(filter(None, [reason, loaded.reason])))
+    return dataclasses.replace(loaded, path=str(source), reason=reason)
 
 
 def _packaged_library() -> Path:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -31,7 +32,9 @@ from pathlib import Path
 
 from outrider.kept_libraries import Recipe, Unusable, load_kept
 
-SOURCES = (Path(__file__).parent / "native" / "product.c", Path(__file__).parent / "native" / "product_tile.h")
+log = logging.getLogger("outrider.blas")
+
+SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("product.c", "product_tile.h"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")  # for any x86-64
 MOST_TOKENS = 512  # with more, OpenBLAS is as fast
@@ -54,8 +57,11 @@ class Kernel:
 
 def take_over(blas: ctypes.CDLL) -> Kernel:
     """Stand in front of this library's `cblas_sgemm`; raises Unusable or OSError where that cannot be."""
-    if os.environ.get(SWITCH, "").lower() == "off":
+    switch = os.environ.get(SWITCH, "on").lower()
+    if switch == "off":
         raise Unusable(f"{SWITCH}=off")
+    if switch != "on":
+        log.warning("%s=%r is neither on nor off; ignored", SWITCH, switch)
     if platform.machine() != "x86_64":
         raise Unusable(f"not for {platform.machine()}")
     kernel, _is_kept = load_kept(Recipe(_stem(), _compile), partial(_open, blas))
@@ -95,7 +101,7 @@ def _compile(library: Path) -> None:
     if compiler is None:
         raise Unusable(f"no C compiler ({', '.join(COMPILERS)})")
     command = [compiler, *FLAGS, "-o", str(library), str(SOURCES[0])]
-    result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30)
     if result.returncode != 0:
         raise Unusable(f"{compiler} failed ({result.returncode}): {result.stderr.strip()[:200]}")
     if not library.is_file():

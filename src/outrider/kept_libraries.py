@@ -1,6 +1,8 @@
 """Shared libraries that are made once, at first use, and kept in the user's cache folder.
 
-A library's name says what it was made from and how large it is. Nothing here may import mlx: blas.py needs it.
+A file's name says what the library was made from and how large it is.
+
+Nothing here may import mlx: blas.py has to run first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gives the layers of a loaded model the arithmetic of cpu_math and cpu_products, on CPUs it is meant for.
+"""Gives the layers of a loaded model the arithmetic of cpu_math, on CPUs it is meant for.
 
 Layers get a subclass of what they are, in which the methods that call mlx-lm's `swiglu` or
 `scaled_dot_product_attention` are the same code with ours in their place. Parameters stay where they are, and
@@ -17,18 +17,14 @@ import mlx.nn as nn
 from mlx_lm.models import activations, base
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from outrider.models import cpu_math, cpu_products
+from outrider.models import cpu_math
 
 _REPLACED: tuple[tuple[object, object], ...] = (
     (activations.swiglu, cpu_math.swiglu),
     (base.scaled_dot_product_attention, cpu_math.attention),
 )
 
-_STAND_INS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.RoPE: cpu_math.PassRope,
-    nn.Linear: cpu_products.CutLinear,
-    nn.Embedding: cpu_products.CutEmbedding,
-}
+_STAND_INS: dict[type[nn.Module], type[nn.Module]] = {nn.RoPE: cpu_math.PassRope}
 
 
 def use(model: nn.Module) -> None:

@@ -19,14 +19,16 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    ROWS = 4,                   /* of the weights in a tile */
-    ROWS_AHEAD = 2 * ROWS,      /* what is called from memory while a tile is computed */
-    MOST_SIZE = 2048,           /* elements of a row in one go: tile and tokens stay in the nearest caches */
-    MOST_BLOCK = 96 << 10,      /* elements of the tokens in one go */
-    CHUNK = 16 << 10,           /* elements of the weights that a thread takes at a time */
-    LEAST_SHARED = 100 << 10,   /* elements of the weights below which one thread is faster */
+    ROWS = 4,                 /* of the weights in a tile */
+    ROWS_AHEAD = 2 * ROWS,    /* what is called from memory while a tile is computed */
+    MOST_SIZE = 1024,         /* elements of a row in one go: tile and tokens stay in the nearest caches */
+    MOST_BLOCK = 96 << 10,    /* elements of the tokens in one go */
+    MOST_CHUNK = 32 << 10,    /* elements of the weights that a thread takes at a time, */
+    CHUNKS_EACH = 4,          /* or as many as give each thread some */
+    TOKENS_FREE = 8,          /* computed in the time that the weights take to arrive */
+    LEAST_SHARED = 100 << 10, /* elements of the weights, for that many tokens, that are worth a second thread */
     MOST_THREADS = 64,
-    SPIN_CYCLES = 100 << 10,    /* a thread without work sleeps after that */
+    SPIN_CYCLES = 32 << 10,   /* a thread without work sleeps after that; the program needs its core */
 };
 
 typedef struct {
@@ -39,6 +41,7 @@ typedef struct {
 } Product;
 
 static inline int least(int a, int b) { return a < b ? a : b; }
+static inline int most(int a, int b) { return a > b ? a : b; }
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 /* AVX-512: 24 of 32 registers are accumulators. */
@@ -188,10 +191,12 @@ static void compute_together(const Product *p, int num_helpers)
 
 static void compute(Product *p)
 {
-    p->rows_each = ceil_div(ceil_div(CHUNK, p->size), ROWS) * ROWS;
-    p->num_chunks = ceil_div(p->num_rows, p->rows_each);
     int num_helpers = atomic_load(&pool.num_helpers);
-    int is_large = (long)p->num_rows * p->size >= LEAST_SHARED;
+    long elements = (long)p->num_rows * p->size;
+    int is_large = elements * most(1, p->num_tokens / TOKENS_FREE) >= LEAST_SHARED;
+    int rows = least(ceil_div(MOST_CHUNK, p->size), ceil_div(p->num_rows, CHUNKS_EACH * (num_helpers + 1)));
+    p->rows_each = ceil_div(rows, ROWS) * ROWS;
+    p->num_chunks = ceil_div(p->num_rows, p->rows_each);
     if (num_helpers > 0 && is_large && p->num_chunks > 1 && !atomic_flag_test_and_set(&pool.is_shared)) {
         compute_together(p, num_helpers);
         atomic_flag_clear(&pool.is_shared);
@@ -219,13 +224,13 @@ static Sgemm *other_sgemm;
 static int most_tokens;
 
 /* Choose the instructions: "avx512", "avx2", or "" for the best there are. Returns their name; NULL: none. */
-EXPORT const char *outrider_product_start(const char *wanted, Sgemm *other, int most)
+EXPORT const char *outrider_product_start(const char *wanted, Sgemm *other, int num_tokens)
 {
     static atomic_flag is_watching_forks = ATOMIC_FLAG_INIT;
     if (!atomic_flag_test_and_set(&is_watching_forks) && pthread_atfork(NULL, NULL, after_fork))
         return NULL;
     other_sgemm = other;
-    most_tokens = most;
+    most_tokens = num_tokens;
     __builtin_cpu_init();
     if (strcmp(wanted, "avx2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) {
         compute_block = avx512_block;
@@ -240,7 +245,7 @@ EXPORT const char *outrider_product_start(const char *wanted, Sgemm *other, int 
 
 EXPORT void outrider_product_set_num_threads(int count)
 {
-    atomic_store(&pool.num_helpers, least(count < 1 ? 1 : count, MOST_THREADS) - 1);
+    atomic_store(&pool.num_helpers, least(most(count, 1), MOST_THREADS) - 1);
 }
 
 EXPORT void cblas_sgemm(int order, int x_form, int w_form, int num_tokens, int num_rows, int size, float alpha,

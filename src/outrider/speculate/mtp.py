@@ -26,7 +26,6 @@ import mlx.core as mx
 from outrider.cache.embeddings import Seen
 from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.ragged_kv import GridPositions, Placement, Positions
-from outrider.models.cpu_products import product
 from outrider.models.heads import LoadedHead, head_layout
 from outrider.models.mrope import SectionedRope
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
@@ -138,7 +137,7 @@ class MTPDrafter:
         if self._reduced_weight is None:
             logits = self._trunk.logits(out)
         else:
-            logits = product(out, self._reduced_weight).astype(mx.float32)
+            logits = (out @ self._reduced_weight.T).astype(mx.float32)
         return pick_drafts(logits, positions, how, self._draft_ids)
 
 
