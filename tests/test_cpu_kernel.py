@@ -201,14 +201,24 @@ def test_many_tokens_are_passed_on(products: Products) -> None:
     products.passed.calls.clear()
 
 
-def test_one_number_of_threads_for_both_libraries() -> None:
-    kernel, library = [], []
-    behind = SimpleNamespace(openblas_get_parallel=lambda: 1, openblas_set_num_threads=library.append)
-    loaded = blas._Loaded(behind, Kernel("/lib.so", "avx2", kernel.append), Threads(1, 2))  # type: ignore[arg-type]
-    loaded.set_threads(2)
-    behind.openblas_get_parallel = lambda: 2  # OpenMP's threads are left alone
-    loaded.set_threads(1)
-    assert (kernel, library) == ([2, 1], [2])
+@pytest.mark.parametrize(("parallel", "watched"), [(1, 1), (2, 0)])
+def test_it_gets_all_cores_and_only_the_library_behind_is_watched(
+    parallel: int, watched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, watches = [], []
+    behind = SimpleNamespace(openblas_get_parallel=lambda: parallel, openblas_set_num_threads=print)
+    kernel = Kernel("/lib.so", "avx2", given.append)
+    monkeypatch.setattr(blas, "_loaded", blas._Loaded(behind, kernel, Threads(1, 4)))  # type: ignore[arg-type]
+    monkeypatch.setattr(blas, "_report", blas.BlasReport("OpenBLAS", "a test", "/blas.so", 1, str(kernel)))
+    monkeypatch.setattr(
+        blas, "ThreadWatch", lambda *arguments: SimpleNamespace(start=lambda: watches.append(arguments))
+    )
+    assert str(blas.watch_threads()).startswith(
+        "own avx2 products up to 512 tokens, OpenBLAS, up to 4 threads"
+    )
+    blas.watch_threads()
+    assert given == [4]
+    assert watches == [(Threads(1, 4), print)] * watched
 
 
 # In fresh processes -----------------------------------------------------------------------------------------

@@ -86,13 +86,6 @@ class _Loaded:
     kernel: Kernel | None
     threads: Threads
 
-    def set_threads(self, num_threads: int) -> None:
-        """For products from now on, also while others are computed."""
-        if self.kernel:
-            self.kernel.set_num_threads(num_threads)
-        if _has_own_threads(self.library):
-            self.library.openblas_set_num_threads(num_threads)
-
 
 _report: BlasReport | None = None
 _loaded: _Loaded | None = None
@@ -116,16 +109,16 @@ def watch_threads() -> BlasReport:
     """From now on give a product all the cores that are free, if the user named no number of threads."""
     global _report
     found = report()
-    if _loaded is None or found.is_watched or not _may_change_threads(_loaded):
+    if _loaded is None or found.is_watched or _loaded.threads.most == _loaded.threads.now:
         return found
-    ThreadWatch(_loaded.threads, _loaded.set_threads).start()
+    if _loaded.kernel is None and not _has_own_threads(_loaded.library):
+        return found
+    if _loaded.kernel:  # its threads wait for nobody who has no core: all of them help, whatever others do
+        _loaded.kernel.set_num_threads(_loaded.threads.most)
+    if _has_own_threads(_loaded.library):
+        ThreadWatch(_loaded.threads, _loaded.library.openblas_set_num_threads).start()
     _report = dataclasses.replace(found, threads=_loaded.threads.most, is_watched=True)
     return _report
-
-
-def _may_change_threads(loaded: _Loaded) -> bool:
-    can = loaded.kernel is not None or _has_own_threads(loaded.library)
-    return can and loaded.threads.most > loaded.threads.now
 
 
 def _has_own_threads(library: ctypes.CDLL) -> bool:

@@ -1,18 +1,23 @@
 """How many threads a product of matrices gets on a Linux CPU.
 
 OpenBLAS splits a product evenly and spins until the last part is done. With a core for every thread that is a
-quarter to a third off a step; with one core too few every product waits for the scheduler's next turn. A step
-of SmolLM2-135M, medians on two cores, alone and beside one busy process:
+quarter to a third off a step; with one core too few every product waits for the scheduler's next turn. Products
+of few tokens are our own (cpu_kernel.py): there a thread takes the next part when it has a core. A step of
+SmolLM2-135M, medians on two cores, alone, beside one busy process and beside two:
 
-                                  alone           beside it
-    1 row         1 thread        75 ms           75 ms
-                  2 threads       56 ms           105-945 ms
-    8 rows x 4    1 thread        210 ms          213 ms
-                  2 threads       150 ms          1938-4244 ms
+                                  OpenBLAS                our own
+                                  alone   beside one      alone   beside one   beside two
+    1 row         1 thread        75      75              28      39           56-95
+                  2 threads       56      105-945         28      35           40-44
+    8 rows        1 thread                                43      53           114-119
+                  2 threads                               38      48           54-56
+    8 rows x 4    1 thread        210     213             120     137          212-254
+                  2 threads       150     1938-4244       87      110          136-184
 
-So a process starts with half of its CPUs, and a `ThreadWatch` gives it as many physical cores as no other
-process uses, ten times a second. The number of threads does not change a bit of what is computed, as long as
-the products' inner dimension is a multiple of 32, as those of models are (`tests/test_blas.py`).
+So a process starts with half of its CPUs. While it serves, our own products get as many threads as there are
+cores, and a `ThreadWatch` gives OpenBLAS as many as no other process uses, ten times a second. The number of
+threads does not change a bit of what is computed: never in our own, and in OpenBLAS as long as the products'
+inner dimension is a multiple of 32, as those of models are (`tests/test_blas.py`).
 
 Nothing here may import mlx: blas.py has to run first.
 """
