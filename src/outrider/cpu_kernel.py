@@ -1,17 +1,17 @@
 """Our own products of few tokens on x86-64 Linux, in front of a BLAS: compiled at first use, checked, loaded.
 
 A BLAS copies the weights into another order before it multiplies them, which for few tokens takes longer than
-the product. `native/product.c` reads them once, as they lie. All products of SmolLM2-135M (538 MB of float32), in
-ms, on two cores of an EPYC, which read 22 GB/s alone and 29 together:
+the product. `native/product.c` reads them once, as they lie. All products of SmolLM2-135M (538 MB in float32),
+in ms, on two cores of an EPYC, which read 22 GB/s alone and 29 together:
 
     tokens                  1     2     4     8    16    32    64   128   512
     1 thread   OpenBLAS    55    63    69    76    98   138   221   384  1354
-               ours        24    23    26    26    50    86   167   325  1324
+               ours        23    23    25    28    50    88   167   331  1337
     2 threads  OpenBLAS    37    40    42    44    57    77   123   215   775
-               ours        17    17    18    19    30    48    89   171   675
+               ours        17    17    18    19    30    48    90   172   677
 
-A token's result is the same to the bit whatever is fed beside it and whatever the number of threads. More than
-MOST_TOKENS, and everything but x @ w.T, goes on to the BLAS. `OUTRIDER_KERNEL=off` leaves it all to it.
+A token's result is the same to the bit whatever is fed beside it and whatever the number of threads. More
+tokens, and everything but x @ w.T, are passed on to the BLAS. `OUTRIDER_KERNEL=off` leaves it all to it.
 
 Nothing here may import mlx: blas.py has to run first.
 """

@@ -1,18 +1,18 @@
 """How many threads a product of matrices gets on a Linux CPU.
 
 OpenBLAS splits a product evenly and spins until the last part is done. With a core for every thread that is a
-quarter to a third off a step; with one core too few every product waits for the scheduler's next turn. Products
-of few tokens are our own (cpu_kernel.py): there a thread takes the next part when it has a core. A step of
-SmolLM2-135M, medians on two cores, alone, beside one busy process and beside two:
+quarter to a third off a step; with one core too few every product waits for the scheduler's next turn. In our
+own products of few tokens (cpu_kernel.py) a thread takes the next part when it has a core, and nobody waits for
+one that has none. A step of SmolLM2-135M on two cores, alone and beside busy processes, medians in ms:
 
-                                  OpenBLAS                our own
-                                  alone   beside one      alone   beside one   beside two
-    1 row         1 thread        75      75              28      39           56-95
-                  2 threads       56      105-945         28      35           40-44
-    8 rows        1 thread                                43      53           114-119
-                  2 threads                               38      48           54-56
-    8 rows x 4    1 thread        210     213             120     137          212-254
-                  2 threads       150     1938-4244       87      110          136-184
+                                OpenBLAS                  our own
+                                alone   beside one        alone   beside one   beside two
+    1 row         1 thread      64      73                28      39           56-95
+                  2 threads     49      72-945            28      35           40-44
+    8 rows        1 thread      95      103               43      53           114-119
+                  2 threads     71      163-254           38      48           54-56
+    8 rows x 4    1 thread      180     186               120     137          212-254
+                  2 threads     122     227-4244          87      110          136-184
 
 So a process starts with half of its CPUs. While it serves, our own products get as many threads as there are
 cores, and a `ThreadWatch` gives OpenBLAS as many as no other process uses, ten times a second. The number of
