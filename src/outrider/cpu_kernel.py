@@ -1,8 +1,8 @@
 """Our own products of few tokens on x86-64 Linux, in front of a BLAS: compiled at first use, checked, loaded.
 
 A BLAS copies the weights into another order before it multiplies them, which for few tokens takes longer than
-the product. `native/product.c` reads them once, as they lie. All products of SmolLM2-135M (538 MB in float32),
-in ms, on two cores of an EPYC, which read 22 GB/s alone and 29 together:
+the product. `native/product.c` reads them once, as they lie. All products of SmolLM2-135M (538 MB), in
+ms, on two cores of an EPYC, which read 22 GB/s alone and 29 together:
 
     tokens                  1     2     4     8    16    32    64   128   512
     1 thread   OpenBLAS    55    63    69    76    98   138   221   384  1354

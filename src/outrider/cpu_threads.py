@@ -2,8 +2,8 @@
 
 OpenBLAS splits a product evenly and spins until the last part is done. With a core for every thread that is a
 quarter to a third off a step; with one core too few every product waits for the scheduler's next turn. In our
-own products of few tokens (cpu_kernel.py) a thread takes the next part when it has a core, and nobody waits for
-one that has none. A step of SmolLM2-135M on two cores, alone and beside busy processes, medians in ms:
+own products of few tokens (cpu_kernel.py) a thread takes the next part when it has a core, and only parts
+that were begun are waited for. A step of SmolLM2-135M on two cores, alone and beside busy processes, in ms:
 
                                 OpenBLAS                  our own
                                 alone   beside one        alone   beside one   beside two

@@ -108,7 +108,7 @@ static void compute_chunk(const Product *p, int chunk)
 }
 
 /* Threads. One caller at a time shares its product: it takes chunks like the helpers do and waits only for those
-   that a helper has begun, so helpers that do not get a core cost nothing. */
+   that a helper has begun, so a helper that gets no core costs nothing. */
 
 static struct {
     _Alignas(64) atomic_int num_left; /* chunks that nobody has taken */
