@@ -109,7 +109,7 @@ def _parts(
     grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, trunk.vocab_size, eos_ids), eos_ids)
     controller, keep_learnt = DepthController(), _nothing
     if config.auto_depth == "auto":
-        name = _fingerprint(loaded, head, choice, facts)
+        name = _fingerprint(loaded, head, choice, facts, config.max_rows)
         controller = _controller(name, runner, facts, config, budget, say)
         keep_learnt = partial(kept.save, name, controller.costs, controller.acceptance)
     return EngineParts(
@@ -158,7 +158,11 @@ def _controller(
 
 
 def _fingerprint(
-    loaded: loader.LoadedModel, head: heads.LoadedHead | None, choice: ModelChoice, facts: ModelFacts
+    loaded: loader.LoadedModel,
+    head: heads.LoadedHead | None,
+    choice: ModelChoice,
+    facts: ModelFacts,
+    max_rows: int,
 ) -> str:
     """Everything on which the costs and the record of a model depend."""
     files = [*sorted(loaded.path.glob("*.safetensors")), *([Path(head.source)] if head is not None else [])]
@@ -172,6 +176,7 @@ def _fingerprint(
             "device": facts.device,
             "dtype": facts.dtype,
             "drafter": facts.drafter,
+            "rows": calibration.reach(max_rows),
             "machine": (platform.machine(), os.cpu_count(), str(blas.report())),
         }
     )

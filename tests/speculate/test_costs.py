@@ -211,6 +211,16 @@ def test_a_kept_table_is_checked_against_the_machine() -> None:
 # -- keeping ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("max_rows", [1, 2, 4, 6, 16, 48])
+def test_the_reach_of_a_table_is_known_before_it_is_measured(max_rows: int) -> None:
+    """A table of a small engine is none for a large one."""
+    runner = TimedRunner(scaled(CPU, 1e-3))
+    found = calibration.measure(runner, 1000, max_rows, 4096, 1 << 30, clock=runner.clock)
+    assert found is not None
+    assert max(rows for rows, _ in found.trunk_s) >= calibration.reach(max_rows)
+    assert calibration.reach(max_rows) > calibration.reach(4) or max_rows < 16
+
+
 def test_what_was_learnt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "folder", lambda: tmp_path / "depth")
     table, acceptance = CostTable(CPU), ModelAcceptance()

@@ -149,6 +149,11 @@ def measure(
     return _measured(watch.best)
 
 
+def reach(max_rows: int) -> int:
+    """How many rows `measure` gets to at least, memory permitting: a small engine's table says less."""
+    return max(_row_counts(max_rows)[:FIRST_COUNTS])
+
+
 def still_holds(runner: Runs, vocab_size: int, kept: Measured, *, clock: Clock = time.perf_counter) -> bool:
     """Whether a width still costs, beside a plain step, about what it did: a table may be of a busy hour."""
     watch = Stopwatch(runner, vocab_size, clock)
@@ -165,7 +170,7 @@ def still_holds(runner: Runs, vocab_size: int, kept: Measured, *, clock: Clock =
 
 def _trials(max_rows: int, has_head: bool) -> tuple[list[Trial], list[Trial]]:
     """What is measured before anything else, and what where time is left."""
-    counts = list(dict.fromkeys(count for count in (*ROW_COUNTS, max_rows) if count <= max_rows))
+    counts = _row_counts(max_rows)
     first, second = counts[:FIRST_COUNTS], counts[FIRST_COUNTS:]
     few, others = WIDTHS[:FIRST_COUNTS], WIDTHS[FIRST_COUNTS:]
     depths = HEAD_DEPTHS if has_head else ()
@@ -179,6 +184,10 @@ def _trials(max_rows: int, has_head: bool) -> tuple[list[Trial], list[Trial]]:
 
     long = [Trial(1, 1, None, MANY_CELLS)]
     return some(first, few, depths), long + some(second, few, depths) + some(counts, others, ())
+
+
+def _row_counts(max_rows: int) -> list[int]:
+    return list(dict.fromkeys(count for count in (*ROW_COUNTS, max_rows) if count <= max_rows))
 
 
 def _plan(trial: Trial, geometry: CacheGeometry, vocab_size: int) -> StepPlan:
