@@ -1,9 +1,10 @@
 """Measures what steps cost, by running made-up ones through the runner: real forwards, picks, head passes.
 
 A few seconds at start-up. The shapes that matter most come first; where time runs out the rest is
-interpolated and corrected by the steps that really run. A shape is tried until its two shortest times agree,
-and the shortest is taken: compiling, growing memory and others' work on the machine only ever add. All rows
-have one modest length; longer rows are modelled by one number, seconds a further cell.
+interpolated and corrected by the steps that really run. All shapes are tried once, then each until its two
+shortest times agree, and the shortest is taken: compiling, growing memory and others' work on the machine
+only ever add, and a busy second is over when a shape's turn comes again. All rows have one modest length;
+longer rows are modelled by one number, seconds a further cell.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 from outrider.config import CacheGeometry
@@ -18,7 +20,7 @@ from outrider.plan import RowPlan, StepPlan, StepResult
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
 
-BUDGET_S = 8.0  # of the device's time
+BUDGET_S = 10.0  # of the device's time
 AGREEING = 1.08  # a trial's two shortest times, one over the other, once they can be believed
 MOST_RUNS = 5  # of a trial
 AHEAD_STEPS = 3  # timed together where a step is launched before the one in front of it is read
@@ -72,8 +74,12 @@ class Stopwatch:
         self._clock = clock
         self._geometry = runner.geometry(256)
         self._started_s, self._began_s = clock(), time.perf_counter()
-        self.best: dict[Trial, float] = {}
+        self._times: dict[Trial, list[float]] = {}  # shortest first
         self._shape = (0, 0)  # slots and cells of the caches
+
+    @property
+    def best(self) -> dict[Trial, float]:
+        return {trial: times[0] for trial, times in self._times.items()}
 
     def is_late(self, budget_s: float) -> bool:
         busy, waited = self._clock() - self._started_s, time.perf_counter() - self._began_s
@@ -82,12 +88,12 @@ class Stopwatch:
     def run(self, trial: Trial) -> float:
         plan = _plan(trial, self._geometry, self._vocab_size)
         shape = (plan.num_slots, plan.capacity)
-        is_new = trial not in self.best and self._runner.compiles
+        is_new = trial not in self._times and self._runner.compiles
         if shape != self._shape or is_new:  # it also makes the caches, or compiles: it says nothing
             self._runner.run(plan)
             self._shape = shape
         seconds = self._ahead_s(plan) if self._runner.compiles else self._alone_s(plan)
-        self.best[trial] = min(self.best.get(trial, float("inf")), seconds)
+        self._times[trial] = sorted([*self._times.get(trial, ()), seconds])
         return seconds
 
     def _alone_s(self, plan: StepPlan) -> float:
@@ -110,10 +116,10 @@ class Stopwatch:
 
     def settle(self, trial: Trial) -> None:
         """Run it until its time can be believed, or there is no time left."""
-        times: list[float] = []
-        while len(times) < MOST_RUNS:
-            times = sorted([*times, self.run(trial)])
-            if self.is_late(BUDGET_S) or (len(times) > 1 and times[1] <= AGREEING * times[0]):
+        for _ in range(len(self._times[trial]), MOST_RUNS):
+            self.run(trial)
+            shortest, second, *_ = self._times[trial]
+            if self.is_late(BUDGET_S) or second <= AGREEING * shortest:
                 return
 
     def fits(self, trial: Trial, max_cells: int, budget_bytes: int) -> bool:
@@ -140,10 +146,11 @@ def measure(
     if Trial(1, 1) not in first:
         return None
     try:
-        for number, trial in enumerate([*first, *second]):
-            if number >= len(first) and watch.is_late(BUDGET_S):
-                break
-            watch.settle(trial)
+        for trials, measure in product((first, second), (watch.run, watch.settle)):
+            for trial in trials:
+                if trials is second and watch.is_late(BUDGET_S):
+                    break
+                measure(trial)
     finally:
         runner.reset()
     return _measured(watch.best)
