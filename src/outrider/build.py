@@ -166,6 +166,7 @@ def _fingerprint(
 ) -> str:
     """Everything on which the costs and the record of a model depend."""
     files = [*sorted(loaded.path.glob("*.safetensors")), *([Path(head.source)] if head is not None else [])]
+    multiplies = blas.report()
     return kept.fingerprint(
         {
             "version": __version__,
@@ -177,7 +178,8 @@ def _fingerprint(
             "dtype": facts.dtype,
             "drafter": facts.drafter,
             "rows": calibration.reach(max_rows),
-            "machine": (platform.machine(), os.cpu_count(), str(blas.report())),
+            "machine": (platform.machine(), os.cpu_count(), multiplies.name, multiplies.threads),
+            "kernel": multiplies.kernel,
         }
     )
 

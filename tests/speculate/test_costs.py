@@ -78,7 +78,7 @@ def test_a_burst_of_load_on_one_shape_passes() -> None:
         table.observe(StepShape(1, 1), 65.8)
     for _ in range(30):
         table.observe(StepShape(1, 2), 69.2 * 8)  # the machine was busy whenever it drafted
-    assert ratio(table, 1, 2) < 1.4 * truth
+    assert ratio(table, 1, 2) < 1.3 * truth
     for _ in range(3000):
         table.observe(StepShape(1, 1), 65.8)
     assert ratio(table, 1, 2) == pytest.approx(truth, rel=0.12)
@@ -211,14 +211,16 @@ def test_a_kept_table_is_checked_against_the_machine() -> None:
 # -- keeping ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_rows", [1, 2, 4, 6, 16, 48])
-def test_the_reach_of_a_table_is_known_before_it_is_measured(max_rows: int) -> None:
+def test_the_reach_of_a_table_is_known_before_it_is_measured() -> None:
     """A table of a small engine is none for a large one."""
-    runner = TimedRunner(scaled(CPU, 1e-3))
-    found = calibration.measure(runner, 1000, max_rows, 4096, 1 << 30, clock=runner.clock)
-    assert found is not None
-    assert max(rows for rows, _ in found.trunk_s) >= calibration.reach(max_rows)
-    assert calibration.reach(max_rows) > calibration.reach(4) or max_rows < 16
+    for max_rows in (1, 2, 4, 6, 16, 48, 64):
+        runner = TimedRunner(scaled(CPU, 1e-6))
+        found = calibration.measure(runner, 1000, max_rows, 4096, 1 << 30, clock=runner.clock)
+        assert found is not None
+        measured = {rows for rows, _ in found.trunk_s}
+        reach = calibration.reach(max_rows)
+        assert reach in measured
+        assert not any(reach < count <= max_rows for count in calibration.ROW_COUNTS)
 
 
 def test_what_was_learnt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

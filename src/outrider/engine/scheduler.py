@@ -155,6 +155,8 @@ class Scheduler:
         if len(self._planned) != 1 or not self._may_be_followed(self._planned[0]):
             return None
         rows = list(self._planned[0].rows.values())
+        if max(sequence.num_cached + row.num_fed for sequence, row in rows) + SLACK > self._shape[1]:
+            return None
         depths = settle_ahead(self._controller, rows)
         if depths is None:
             return None
@@ -164,8 +166,6 @@ class Scheduler:
             for (sequence, row), (num, wanted), limit in zip(rows, depths, most, strict=True)
         )
         width = self._decode_width(batch)
-        if max(row.start for row in batch) + SLACK > self._shape[1]:
-            return None
         self._remember(batch, True, step_shape(batch, width))
         return StepPlan(*self._shape, (), (batch,), (width,), follows=True)
 

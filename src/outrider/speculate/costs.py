@@ -138,7 +138,9 @@ class CostTable:
             self._speed = ratio
         surprise = ratio - self._speed
         self._speed += SPEED_GAIN * _within(MOST_SURPRISE, surprise)
-        gain = max(SHAPE_GAIN, FIRST_GAIN / (1 + self._confirmed.get(key, 0)))
+        gain = SHAPE_GAIN
+        if abs(surprise) < MOST_SURPRISE:  # else it says more about the machine
+            gain = max(gain, FIRST_GAIN / (1 + self._confirmed.get(key, 0)))
         corrected = self._corrected(*key) + gain * _within(MOST_SHAPE_SURPRISE, surprise)
         self._correction[key] = _within(MOST_CORRECTION, corrected)
         self._seen_at[key] = self._num_steps

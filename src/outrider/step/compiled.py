@@ -63,10 +63,20 @@ class CompiledPasses:
         rows = self._alike(batch)
         ways = self._forward.ways_to_pick(rows, merged=True)
         end = min(capacity, rounded_up(last_cell(batch)))
-        traced, is_new = self._traced(rows, feed, ways, end, capacity)
+        key = _key(rows, feed, ways, end, capacity)
+        known = self._traces.get(key)
+        traced = known or self._trace(rows, ways, end, capacity)
         found, arrays = traced(_inputs(feed, ways), self._arrays())
         self._put(arrays)
-        return _flight(batch, self._forward.heading(rows), found, is_new)
+        self._keep(key, traced)
+        return _flight(batch, self._forward.heading(rows), found, known is None)
+
+    def _keep(self, key: Hashable, traced: Traced) -> None:
+        """One that has run; those that were not used for longest go."""
+        self._traces[key] = traced
+        self._traces.move_to_end(key)
+        if len(self._traces) > MOST_TRACES:
+            self._traces.popitem(last=False)
 
     def _alike(self, batch: Batch) -> Batch:
         """The rows as a trace sees them: without what arrays say, so that few traces do for many batches.
@@ -87,28 +97,6 @@ class CompiledPasses:
             )
             for row in batch
         ]
-
-    def _traced(
-        self, batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int
-    ) -> tuple[Traced, bool]:
-        """The trace for such a batch, and whether it is a new one."""
-        key = (
-            feed.token_ids.shape,
-            end,
-            capacity,
-            max(row.num_drafts for row in batch),
-            tuple(way.key for way in ways),
-            feed.deltas is None,
-            tuple((row.slot, row.feeds_head, row.rests) for row in batch),
-            max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
-        )
-        is_new = key not in self._traces
-        if is_new:
-            self._traces[key] = self._trace(batch, ways, end, capacity)
-            if len(self._traces) > MOST_TRACES:
-                self._traces.popitem(last=False)
-        self._traces.move_to_end(key)
-        return self._traces[key], is_new
 
     def _trace(self, batch: Batch, ways: tuple[Picking, Picking], end: int, capacity: int) -> Traced:
         def run(
@@ -132,6 +120,19 @@ class CompiledPasses:
     def _put(self, arrays: Sequence[Sequence[mx.array]]) -> None:
         for buffers, own in zip(self._buffers(), arrays, strict=True):
             buffers.put(own)
+
+
+def _key(batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int) -> Hashable:
+    return (
+        feed.token_ids.shape,
+        end,
+        capacity,
+        max(row.num_drafts for row in batch),
+        tuple(way.key for way in ways),
+        feed.deltas is None,
+        tuple((row.slot, row.feeds_head, row.rests) for row in batch),
+        max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
+    )
 
 
 def _inputs(feed: Feed, ways: tuple[Picking, Picking]) -> list[Any]:
