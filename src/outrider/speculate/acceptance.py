@@ -67,6 +67,7 @@ class ModelAcceptance:
         self._records: dict[Key, Places] = {}
         self._lately: dict[Key, Places] = {}
         self._chances: dict[Key, list[float]] = {}  # until the next trial
+        self.num_trials = 0  # that any row has added
 
     def chances(self, source: Source, temperature_class: int) -> list[float]:
         """For every place, that a draft there stands if all before it did."""
@@ -92,6 +93,7 @@ class ModelAcceptance:
             self._records[key] = Places(MODEL_FADE)
         if key not in self._lately:
             self._lately[key] = Places(LATELY_FADE)
+        self.num_trials += 1
         self._records[key].add(num_tried, num_stood)
         self._lately[key].add(num_tried, num_stood)
         self._chances.pop(key, None)
