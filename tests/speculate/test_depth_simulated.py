@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import pytest
 from depth_simulator import (
@@ -20,9 +21,9 @@ from depth_simulator import (
 )
 
 from outrider.request import MAX_DEPTH
-from outrider.speculate.controller import DepthController
+from outrider.speculate.controller import DepthController, Wish
 from outrider.speculate.costs import CostTable
-from outrider.speculate.depth import FEW_DEPTHS
+from outrider.speculate.depth import FEW_DEPTHS, Choice
 
 KINDS: dict[str, tuple[Trace, ...]] = {
     "chat": traces("chat", False),
@@ -220,6 +221,28 @@ def test_while_all_rest_the_head_is_hardly_ever_run() -> None:
     outcome = simulation.run(64)
     assert all(not any(each) for each, _, _ in outcome.steps)
     assert 64 / outcome.pace_of(0, 64) * 16 / 64 <= 1.02 * plain(StepShape(16, 1))
+
+
+def test_while_all_rest_rows_are_tried_at_once_whenever_they_came() -> None:
+    """A step with a trial is dearer than others, however few rows are tried."""
+    simulation = Simulation(MACHINES["two threads"])
+    tried = []
+    whole = simulation.controller.choose
+
+    def choose(wishes: Sequence[Wish], num_cells: int) -> Choice:
+        found = whole(wishes, num_cells)
+        tried.append(sum(depth > 0 for depth in found.next))
+        return found
+
+    simulation.controller.choose = choose  # type: ignore[method-assign]
+    for _ in range(8):
+        simulation.add(constant(0))
+        simulation.run(5)
+    simulation.run(24)
+    del tried[:]
+    simulation.run(96)
+    assert set(tried) == {0, 3}
+    assert tried.count(3) <= 96 / simulation.controller.pause(8) + 1
 
 
 def test_padding_is_used_where_it_is_cheaper() -> None:

@@ -18,6 +18,7 @@ from outrider.speculate.costs import CostTable, StepShape, guessed_costs
 from outrider.speculate.depth import ALL_DEPTHS, Choice, RowOutlook, choose
 
 PROBE_SHARE = 0.01  # of the time, for trying the head where nobody drafts with it
+CATCHING_UP = 2.0  # what a trial costs, with feeding the head what it has missed, over one without
 LEAST_PAUSE, MOST_PAUSE = 6, 16  # steps between two such trials
 NUM_SENTINELS = 3  # rows that are tried while the whole batch rests; the others' states are not even fed
 NEARLY_ALWAYS = 0.97
@@ -47,7 +48,14 @@ class DepthController:
         self.costs = costs or CostTable(guessed_costs())
         self.acceptance = acceptance or ModelAcceptance()
         self._depths = depths
+        self._since_trial = 0  # steps in which all rested
+        self._at_trial = (0, 0)  # trials, and misses among them, before the last one
         self._rest: object = None  # the rows for which it was best that all rest, and the trials until then
+
+    @property
+    def all_rest(self) -> bool:
+        """Whether the last choice was that the head makes drafts for nobody."""
+        return self._rest is not None
 
     def new_record(self, params: SamplingParams) -> RowAcceptance:
         return RowAcceptance(self.acceptance, params)
@@ -100,18 +108,18 @@ class DepthController:
 
     def _with_probes(self, choice: Choice, wishes: Sequence[Wish]) -> Choice:
         """Let the head make a draft for rows that have long been without one; while all rest, for a few."""
-        due = []
         all_rest = not any(choice.next)
         pause = self.pause(len(wishes))
-        for i, (wish, depth) in enumerate(zip(wishes, choice.next, strict=True)):
+        for wish, depth in zip(wishes, choice.next, strict=True):
             wish.record.note_head(depth > 0, all_rest)
-            if wish.fixed is None and wish.most_next > 0 and wish.record.since_head >= pause:
-                due.append(i)
-        if all_rest:
-            warmest = _warmest(wishes)
-            due = [i for i in due if i in warmest]
+        self._since_trial = self._since_trial + 1 if all_rest else 0
+        if all_rest:  # at once: a step with a trial costs, more rows in it hardly do
+            due = _warmest(wishes) if self._since_trial >= self._next_pause(pause) else []
+        else:
+            due = [i for i, wish in enumerate(wishes) if _may_try(wish) and wish.record.since_head >= pause]
         if not due:
             return choice
+        self._since_trial, self._at_trial = 0, (self.acceptance.num_trials, self.acceptance.num_missed)
         for i in due:
             wishes[i].record.since_head, wishes[i].record.on_trial = 0, True
         depths = tuple(1 if i in due else depth for i, depth in enumerate(choice.next))
@@ -119,19 +127,22 @@ class DepthController:
 
     def is_trial_near(self, resting: Sequence[Wish], num_rows: int) -> bool:
         """Whether, of the rows that rest, the next `choose` may let the head try one."""
-        if len(resting) == num_rows:
-            resting = [resting[i] for i in _warmest(resting)]
         pause = self.pause(num_rows)
-        return any(
-            wish.fixed is None and wish.most_next > 0 and wish.record.since_head + 1 >= pause
-            for wish in resting
-        )
+        if len(resting) == num_rows:
+            return self._since_trial + 1 >= self._next_pause(pause) and bool(_warmest(resting))
+        return any(_may_try(wish) and wish.record.since_head + 1 >= pause for wish in resting)
+
+    def _next_pause(self, pause: int) -> int:
+        """Where the last trial was right throughout, the next one comes soon."""
+        num_trials, num_missed = self._at_trial
+        has_hit = self.acceptance.num_trials > num_trials and self.acceptance.num_missed == num_missed
+        return LEAST_PAUSE if has_hit else pause
 
     def pause(self, num_rows: int) -> int:
         """Steps between two trials of the head, so that they take no more than their share of the time."""
         step_s = self.costs.step_s(StepShape(num_rows, 1))
         trial_s = self.costs.head_s(StepShape(num_rows, 1, min(num_rows, NUM_SENTINELS), 1))
-        return min(MOST_PAUSE, max(LEAST_PAUSE, round(trial_s / (PROBE_SHARE * step_s))))
+        return min(MOST_PAUSE, max(LEAST_PAUSE, round(CATCHING_UP * trial_s / (PROBE_SHARE * step_s))))
 
 
 def _nothing(wishes: Sequence[Wish]) -> Choice:
@@ -142,9 +153,13 @@ def _nothing(wishes: Sequence[Wish]) -> Choice:
     return Choice(((0, 0),) * len(wishes), (0,) * len(wishes))
 
 
+def _may_try(wish: Wish) -> bool:
+    return wish.fixed is None and wish.most_next > 0
+
+
 def _warmest(wishes: Sequence[Wish]) -> list[int]:
     """The rows that are tried while all rest: those whose heads have missed least."""
-    following = (i for i, wish in enumerate(wishes) if wish.most_next > 0)
+    following = (i for i, wish in enumerate(wishes) if _may_try(wish))
     return sorted(following, key=lambda i: (wishes[i].behind, i))[:NUM_SENTINELS]
 
 
