@@ -1,12 +1,10 @@
-"""Our own products: right, a token's the same to the bit whatever is beside it, and never in the way."""
+"""Our own products: right, a token's the same to the bit whatever is beside it, and nothing else touched."""
 
 import ctypes
-import os
-import shutil
-import subprocess
-import sys
-import threading
-from pathlib import Path
+import faulthandler
+import mmap
+import signal
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,81 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fresh_process import PRINT, PRODUCT, PROVIDER, REPORT, clean_environment, files_in, in_fresh_process
 from outrider import blas, cpu_kernel
-from outrider.cpu_kernel import AS_IT_IS, MOST_TOKENS, ROW_MAJOR, TRANSPOSED, Kernel
+from outrider.cpu_kernel import MOST_TOKENS, Kernel
 from outrider.cpu_threads import Threads
-from outrider.kept_libraries import Unusable
+from outrider.product_check import AS_IT_IS, ROW_MAJOR, TRANSPOSED
+from own_products import INSTRUCTIONS, WHERE_THEY_ARE, Products, exit_code_of_a_child, loaded, numbers
 
-HAS_COMPILER = any(map(shutil.which, cpu_kernel.COMPILERS))
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate"),
-    pytest.mark.skipif(cpu_kernel.platform.machine() != "x86_64", reason="x86-64 only"),
-    pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler"),
-]
-
-SGEMM = ctypes.CFUNCTYPE(
-    None,
-    *[ctypes.c_int] * 6,
-    *(ctypes.c_float, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
-    *(ctypes.c_float, ctypes.c_void_p, ctypes.c_int),
-)
+pytestmark = WHERE_THEY_ARE
 
 
-class Passed:
-    """Stands for the BLAS behind: notes what is passed on, and computes nothing."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.cblas_sgemm = SGEMM(lambda *arguments: self.calls.append(arguments))
-
-
-class Products:
-    """A library of its own for these tests, so that the process's keeps its instructions and threads."""
-
-    def __init__(self, path: Path, instructions: str) -> None:
-        self.library = ctypes.CDLL(str(path))
-        self.passed = Passed()
-        self.instructions = cpu_kernel.start(self.library, self.passed, instructions)  # type: ignore[arg-type]
-
-    def sgemm(
-        self,
-        x: np.ndarray,
-        w: np.ndarray,
-        y: np.ndarray,
-        num_threads: int = 1,
-        beta: float = 0.0,
-        alpha: float = 1.0,
-        forms: tuple[int, int, int] = (ROW_MAJOR, AS_IT_IS, TRANSPOSED),
-    ) -> np.ndarray:
-        """Rows may be apart; x and w as they lie in memory."""
-        self.library.outrider_product_set_num_threads(num_threads)
-        address, apart = lambda a: ctypes.c_void_p(a.ctypes.data), lambda a: a.strides[0] // 4
-        self.library.cblas_sgemm(
-            *(*forms, len(x), len(w), x.shape[1], ctypes.c_float(alpha), address(x), apart(x)),
-            *(address(w), apart(w), ctypes.c_float(beta), address(y), apart(y)),
-        )
-        return y
-
-    def __call__(self, x: np.ndarray, w: np.ndarray, num_threads: int = 1) -> np.ndarray:
-        return self.sgemm(x, w, np.full((len(x), len(w)), np.nan, np.float32), num_threads)
-
-
-@pytest.fixture(scope="module", params=["avx512", "avx2"])
+@pytest.fixture(scope="module", params=INSTRUCTIONS)
 def products(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Products:
     path = tmp_path_factory.mktemp(request.param) / "product.so"
     cpu_kernel._compile(path)
-    try:
-        return Products(path, request.param)
-    except Unusable as reason:
-        pytest.skip(str(reason))
-
-
-def numbers(seed: int, rows: int, size: int, gap: int = 0) -> np.ndarray:
-    """Rows with unused numbers between them, none of which may be read into a sum."""
-    wide = np.full((rows, size + gap), np.nan, np.float32)
-    wide[:, :size] = np.random.default_rng(seed).standard_normal((rows, size))
-    return wide[:, :size]
+    return loaded(path, request.param)
 
 
 sizes = st.integers(1, 70) | st.sampled_from([64, 576, 1023, 1024, 1025, 1536, 2100, 4096])
@@ -133,43 +70,74 @@ def test_a_tokens_product_does_not_depend_on_what_is_beside_it(
     assert np.array_equal(products(x[first : first + 1], w[first_row:])[0], all_together[first, first_row:])
 
 
-@pytest.mark.parametrize("shape", [(1, 1536, 576), (7, 577, 1537), (64, 963, 576), (384, 144, 64)])
-def test_the_number_of_threads_does_not_change_a_bit(products: Products, shape: tuple[int, int, int]) -> None:
-    x, w = numbers(0, shape[0], shape[2]), numbers(1, *shape[1:])
-    alone = products(x, w)
-    for turn in range(60):
-        assert np.array_equal(products(x, w, num_threads=1 + turn % 5), alone)
+@pytest.mark.parametrize("stranger", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(5, 7, 17), (8, 9, 576), (13, 6, 1025)])
+def test_what_is_no_number_stays_in_its_own_sums(
+    products: Products, shape: tuple[int, int, int], stranger: float
+) -> None:
+    num_tokens, num_rows, size = shape
+    x, w = numbers(0, num_tokens, size), numbers(1, num_rows, size)
+    usual = products(x, w)
+    for number in range(max(num_tokens, num_rows)):
+        token, row = number % num_tokens, number % num_rows
+        strange_x, strange_w = x.copy(), w.copy()
+        strange_x[token] = strange_w[row] = stranger
+        found = products(strange_x, strange_w)
+        others = np.ix_(np.arange(num_tokens) != token, np.arange(num_rows) != row)
+        assert np.array_equal(found[others], usual[others])
+        assert not np.isfinite(found[token]).any()
+        assert not np.isfinite(found[:, row]).any()
 
 
-def test_callers_that_come_together_all_get_their_product(products: Products) -> None:
-    pairs = [(numbers(i, 1 + i, 576), numbers(9 + i, 1000, 576)) for i in range(4)]
-    alone = [products(x, w) for x, w in pairs]
-    wrong = []
+PAGE = mmap.PAGESIZE
 
-    def call(number: int) -> None:
-        for _ in range(100):
-            if not np.array_equal(products(*pairs[number], num_threads=3), alone[number]):
-                wrong.append(number)
 
-    callers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert wrong == []
+def up_to_the_edge(array: np.ndarray, gap: int) -> np.ndarray:
+    """A copy, its rows apart, whose last number is the last one before a page that nobody may touch."""
+    rows, size = array.shape
+    count = (rows - 1) * (size + gap) + size
+    room = mmap.mmap(-1, (4 * count // PAGE + 2) * PAGE)
+    edge = len(room) - PAGE
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + edge), ctypes.c_size_t(PAGE), 0) == 0
+    flat = np.frombuffer(room, np.float32, count, edge - 4 * count)
+    copy = np.lib.stride_tricks.as_strided(flat, (rows, size), (4 * (size + gap), 4))
+    copy[:] = array
+    return copy
+
+
+ODD_SHAPES = [*product(range(1, 8), range(1, 10), (1, 3, 7, 8, 9, 15, 17, 31, 33, 1025)), (7, 577, 1537)]
+
+
+@pytest.mark.parametrize("gap", [0, 5])
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_nothing_is_read_or_written_past_the_end(products: Products, gap: int) -> None:
+    def all_are_right() -> bool:
+        for num_tokens, num_rows, size in ODD_SHAPES:
+            x, w = numbers(0, num_tokens, size), numbers(1, num_rows, size)
+            y = np.ones((num_tokens, num_rows), np.float32)
+            at_the_edge = [up_to_the_edge(array, gap) for array in (x, w, y)]
+            found = products.sgemm(*at_the_edge, num_threads=3, beta=1.0)
+            if not np.array_equal(found, products.sgemm(x, w, y, beta=1.0)):
+                return False
+        return True
+
+    assert exit_code_of_a_child(all_are_right) == 0
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_computes_with_threads_of_its_own(products: Products) -> None:
-    x, w = numbers(0, 4, 576), numbers(1, 2000, 576)
-    alone = products(x, w)
-    products(x, w, num_threads=3)
-    child = os.fork()
-    if child == 0:
-        same = all(np.array_equal(products(x, w, num_threads=3), alone) for _ in range(50))
-        os._exit(0 if same else 1)
-    assert all(np.array_equal(products(x, w, num_threads=3), alone) for _ in range(50))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+def test_the_edge_is_one(products: Products) -> None:
+    """One number more than there are: a child that does so is stopped, or the test above shows nothing."""
+    x, w = numbers(0, 1, 16), numbers(1, 1, 16)
+
+    def reads_on() -> bool:
+        faulthandler.disable()  # it is no surprise
+        too_long = np.lib.stride_tricks.as_strided(up_to_the_edge(w, 0), (1, 17), (68, 4))
+        products(numbers(0, 1, 17), too_long)
+        return True
+
+    assert products(x, up_to_the_edge(w, 0)).shape == (1, 1)
+    assert exit_code_of_a_child(reads_on) == -signal.SIGSEGV
 
 
 @pytest.mark.parametrize(
@@ -219,123 +187,3 @@ def test_it_gets_all_cores_and_only_the_library_behind_is_watched(
     blas.watch_threads()
     assert given == [4]
     assert watches == [(Threads(1, 4), print)] * watched
-
-
-# In fresh processes -----------------------------------------------------------------------------------------
-
-SAME = """
-import mlx.core as mx
-mx.set_default_device(mx.cpu)
-x, w, bias = mx.random.normal((40, 576)), mx.random.normal((1536, 576)), mx.random.normal((1536,))
-whole = [x @ w.T, mx.addmm(bias, x, w.T)]
-parts = [x[i : i + 1] @ w.T for i in range(40)], [mx.addmm(bias, x[i : i + 1], w.T) for i in range(40)]
-found["same"] = [mx.array_equal(a, mx.concatenate(b)).item() for a, b in zip(whole, parts)]
-"""
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that holds both libraries already."""
-    folder = tmp_path_factory.mktemp("cache")
-    found = in_fresh_process(REPORT, XDG_CACHE_HOME=folder)
-    if not found["kernel"]:
-        pytest.skip(found["no_kernel"])
-    return folder
-
-
-def kernel_in(cache: Path) -> Path:
-    (found,) = (file for file in files_in(cache) if file.name.startswith("libproduct-"))
-    return found
-
-
-def test_mlx_multiplies_with_it_and_a_token_stays_the_same(cache: Path) -> None:
-    found = in_fresh_process(REPORT + PROVIDER + PRODUCT + SAME, XDG_CACHE_HOME=cache)
-    assert found["provider"] == str(kernel_in(cache))
-    assert found["kernel"].startswith("own avx")
-    assert found["no_kernel"] == found["stderr"] == ""
-    assert found["error"] < 1e-5
-    assert found["same"] == [True, True]
-
-
-def test_it_can_be_switched_off(cache: Path) -> None:
-    found = in_fresh_process(REPORT + PROVIDER, XDG_CACHE_HOME=cache, OUTRIDER_KERNEL="off")
-    assert found["provider"] == found["path"]
-    assert (found["kernel"], found["no_kernel"]) == ("", "OUTRIDER_KERNEL=off")
-
-
-def test_a_switch_that_says_nothing_known_is_reported(cache: Path) -> None:
-    found = in_fresh_process(REPORT, XDG_CACHE_HOME=cache, OUTRIDER_KERNEL="maybe")
-    assert found["kernel"]
-    assert "neither on nor off" in found["stderr"]
-
-
-def test_it_stands_in_front_of_a_library_that_the_user_names(cache: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.so"
-    (openblas,) = set(files_in(cache)) - {kernel_in(cache)}
-    mine.write_bytes(openblas.read_bytes())
-    found = in_fresh_process(REPORT + PROVIDER + PRODUCT, XDG_CACHE_HOME=cache, OUTRIDER_BLAS=mine)
-    assert (found["path"], found["provider"]) == (str(mine), str(kernel_in(cache)))
-    assert found["error"] < 1e-5
-
-
-@pytest.mark.parametrize("damage", ["empty", "cut", "overwritten"])
-def test_a_damaged_one_is_made_anew(damage: str, cache: Path, tmp_path: Path) -> None:
-    shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
-    broken, content = kernel_in(tmp_path), kernel_in(cache).read_bytes()
-    broken.write_bytes({"empty": b"", "cut": content[:9000], "overwritten": b"?" * len(content)}[damage])
-    found = in_fresh_process(REPORT + PROVIDER + PRODUCT, XDG_CACHE_HOME=tmp_path)
-    assert found["provider"] == str(broken)
-    assert found["error"] < 1e-5
-
-
-def test_without_a_cache_folder_it_serves_one_process(tmp_path: Path) -> None:
-    not_a_folder, temporary = tmp_path / "file", tmp_path / "tmp"
-    not_a_folder.touch()
-    temporary.mkdir()
-    found = in_fresh_process(REPORT + PRODUCT, XDG_CACHE_HOME=not_a_folder, TMPDIR=temporary)
-    assert found["kernel"]
-    assert "libproduct" in found["stderr"]
-    assert found["error"] < 1e-5
-    assert list(temporary.glob("outrider-blas-*")) == []
-
-
-def test_processes_that_start_together_all_get_it(cache: Path, tmp_path: Path) -> None:
-    shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
-    kernel_in(tmp_path).unlink()
-    command = [sys.executable, "-c", REPORT + "found['ok'] = bool(found['kernel'])" + PRINT]
-    environment = clean_environment(XDG_CACHE_HOME=tmp_path)
-    together = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(3)]
-    assert all(b'"ok": true' in process.communicate(timeout=120)[0] for process in together)
-    assert kernel_in(tmp_path).name == kernel_in(cache).name
-
-
-NOTHING = "void outrider_product_set_num_threads(int n) {} void cblas_sgemm(void) {}"
-WRONG = f'const char *outrider_product_start(void) {{ return "avx2"; }} {NOTHING}'
-NO_CPU = f"const char *outrider_product_start(void) {{ return 0; }} {NOTHING}"
-
-COMPILERS = {
-    "none": (None, "no C compiler (cc, gcc, clang)"),
-    "failing": ("echo it does not like this >&2; exit 3", "failed (3): it does not like this"),
-    "idle": ("exit 0", "wrote no library"),
-    "scribbling": ("echo no library > $OUT", "file too short"),
-    "wrong": (f"echo '{WRONG}' | cc -x c -shared -fPIC -o $OUT -", "wrong products"),
-    "for another CPU": (f"echo '{NO_CPU}' | cc -x c -shared -fPIC -o $OUT -", "neither AVX-512 nor"),
-}
-
-
-@pytest.mark.parametrize("kind", COMPILERS)
-def test_whatever_the_compiler_does_openblas_is_there(kind: str, cache: Path, tmp_path: Path) -> None:
-    script, reason = COMPILERS[kind]
-    shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
-    kernel_in(tmp_path).unlink()
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    if script is not None:
-        compiler = programs / "cc"
-        find_out = 'for OUT in "$@"; do [ "$LAST" = -o ] && break; LAST=$OUT; done'
-        compiler.write_text(f"#!/bin/sh\nPATH={os.environ['PATH']}\n{find_out}\n{script}\n")
-        compiler.chmod(0o755)
-    found = in_fresh_process(REPORT + PROVIDER + PRODUCT, XDG_CACHE_HOME=tmp_path, PATH=programs)
-    assert found["provider"] == found["path"]
-    assert reason in found["no_kernel"]
-    assert found["error"] < 1e-4

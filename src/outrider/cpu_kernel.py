@@ -24,13 +24,13 @@ import logging
 import os
 import platform
 import shutil
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from outrider.kept_libraries import Recipe, Unusable, load_kept
+from outrider.kept_libraries import Recipe, Unusable, failure_of, load_kept
+from outrider.product_check import AS_IT_IS, TRANSPOSED, multiplies_right
 
 log = logging.getLogger("outrider.blas")
 
@@ -39,8 +39,6 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")  # for any x86-64
 MOST_TOKENS = 512  # with more, OpenBLAS is as fast
 SWITCH = "OUTRIDER_KERNEL"
-
-ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # as CBLAS numbers them
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,10 @@ def take_over(blas: ctypes.CDLL) -> Kernel:
 def _open(blas: ctypes.CDLL, path: str) -> Kernel:
     library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)
     instructions = start(library, blas)
-    check(library)
+    if not multiplies_right(library, TRANSPOSED):
+        raise Unusable(f"{path} computes wrong products")
+    if not multiplies_right(library, AS_IT_IS):
+        raise Unusable(f"what {path} passes on comes back wrong")
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
     return Kernel(path, instructions, library.outrider_product_set_num_threads)
 
@@ -97,50 +98,11 @@ def _stem() -> str:
 
 
 def _compile(library: Path) -> None:
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise Unusable(f"no C compiler ({', '.join(COMPILERS)})")
-    command = [compiler, *FLAGS, "-o", str(library), str(SOURCES[0])]
-    result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30)
-    if result.returncode != 0:
-        raise Unusable(f"{compiler} failed ({result.returncode}): {result.stderr.strip()[:200]}")
-    if not library.is_file():
-        raise Unusable(f"{compiler} wrote no library")
-
-
-# Checking ---------------------------------------------------------------------------------------------------
-
-
-def check(library: ctypes.CDLL) -> None:
-    """A few products whose sums are whole numbers, exact in whatever order; Unusable where one is wrong."""
-    for num_tokens, num_rows, size in ((1, 5, 7), (2, 9, 16), (7, 6, 41), (3, 1, 2053)):
-        x = [float(i * 7 % 11 - 5) for i in range(num_tokens * size)]
-        w = [float(i * 5 % 13 - 6) for i in range(num_rows * size)]
-        tokens, rows = _rows(x, size), _rows(w, size)
-        wanted = [
-            float(sum(a * b for a, b in zip(token, row, strict=True))) for token in tokens for row in rows
-        ]
-        turned = [row[k] for k in range(size) for row in rows]
-        if _sgemm(library, TRANSPOSED, x, w, (num_tokens, num_rows, size)) != wanted:
-            raise Unusable("it computes wrong products")
-        if _sgemm(library, AS_IT_IS, x, turned, (num_tokens, num_rows, size)) != wanted:
-            raise Unusable("what it passes on comes back wrong")
-
-
-def _rows(values: Sequence[float], size: int) -> list[Sequence[float]]:
-    return [values[i : i + size] for i in range(0, len(values), size)]
-
-
-def _sgemm(
-    library: ctypes.CDLL, w_form: int, x: Sequence[float], w: Sequence[float], shape: tuple[int, int, int]
-) -> list[float]:
-    num_tokens, num_rows, size = shape
-    one, zero = ctypes.c_float(1), ctypes.c_float(0)
-    x_array, w_array = (ctypes.c_float * len(x))(*x), (ctypes.c_float * len(w))(*w)
-    y_array = (ctypes.c_float * (num_tokens * num_rows))()
-    ldw = size if w_form == TRANSPOSED else num_rows
-    library.cblas_sgemm(
-        *(ROW_MAJOR, AS_IT_IS, w_form, num_tokens, num_rows, size),
-        *(one, x_array, size, w_array, ldw, zero, y_array, num_rows),
-    )
-    return list(y_array)
+    """With the first compiler that can; one that takes too long ends it all (Unusable)."""
+    failures = []
+    for compiler in filter(None, map(shutil.which, COMPILERS)):
+        failure = failure_of([compiler, *FLAGS, "-o", str(library), str(SOURCES[0])])
+        if not failure and library.is_file():
+            return
+        failures.append(f"{compiler} {failure or 'wrote no library'}")
+    raise Unusable("; ".join(failures) or f"no C compiler ({', '.join(COMPILERS)})")

@@ -108,7 +108,8 @@ static void compute_chunk(const Product *p, int chunk)
 }
 
 /* Threads. One caller at a time shares its product: it takes chunks like the helpers do and waits only for those
-   that a helper has begun, so a helper that gets no core costs nothing. */
+   that a helper has begun, so a helper that gets no core costs nothing. A helper rounds and flushes (MXCSR) like
+   the thread that started it, and all callers are taken to do so alike. */
 
 static struct {
     _Alignas(64) atomic_int num_left; /* chunks that nobody has taken */
@@ -162,8 +163,10 @@ static void start_helpers(int count)
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     while (pool.num_started < count) {
         atomic_store(&pool.helpers[pool.num_started].is_asleep, 0);
-        if (pthread_create(&thread, &detached, helper, (void *)(ptrdiff_t)pool.num_started))
+        if (pthread_create(&thread, &detached, helper, (void *)(ptrdiff_t)pool.num_started)) {
+            atomic_store(&pool.num_helpers, pool.num_started); /* no more are asked for until a number is set */
             break;
+        }
         pool.num_started++;
     }
     pthread_attr_destroy(&detached);

@@ -1,0 +1,101 @@
+"""Our own products in a library of the tests' own, and what they are tried with."""
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider import cpu_kernel
+from outrider.product_check import AS_IT_IS, ROW_MAJOR, TRANSPOSED
+
+HAS_COMPILER = any(map(shutil.which, cpu_kernel.COMPILERS))
+WHERE_THEY_ARE = [
+    pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate"),
+    pytest.mark.skipif(cpu_kernel.platform.machine() != "x86_64", reason="x86-64 only"),
+    pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler"),
+]
+INSTRUCTIONS = ("avx512", "avx2")
+
+SGEMM = ctypes.CFUNCTYPE(
+    None,
+    *[ctypes.c_int] * 6,
+    *(ctypes.c_float, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
+    *(ctypes.c_float, ctypes.c_void_p, ctypes.c_int),
+)
+
+
+class Passed:
+    """Stands for the BLAS behind: notes what is passed on, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.cblas_sgemm = SGEMM(lambda *arguments: self.calls.append(arguments))
+
+
+class Products:
+    """A library of its own for these tests, so that the process's keeps its instructions and threads."""
+
+    def __init__(self, path: Path, instructions: str) -> None:
+        self.library = ctypes.CDLL(str(path))
+        self.passed = Passed()
+        self.instructions = cpu_kernel.start(self.library, self.passed, instructions)  # type: ignore[arg-type]
+
+    def sgemm(
+        self,
+        x: np.ndarray,
+        w: np.ndarray,
+        y: np.ndarray,
+        num_threads: int = 1,
+        beta: float = 0.0,
+        alpha: float = 1.0,
+        forms: tuple[int, int, int] = (ROW_MAJOR, AS_IT_IS, TRANSPOSED),
+    ) -> np.ndarray:
+        """Rows may be apart; x and w as they lie in memory."""
+        self.library.outrider_product_set_num_threads(num_threads)
+        address, apart = lambda a: ctypes.c_void_p(a.ctypes.data), lambda a: a.strides[0] // 4
+        self.library.cblas_sgemm(
+            *(*forms, len(x), len(w), x.shape[1], ctypes.c_float(alpha), address(x), apart(x)),
+            *(address(w), apart(w), ctypes.c_float(beta), address(y), apart(y)),
+        )
+        return y
+
+    def __call__(self, x: np.ndarray, w: np.ndarray, num_threads: int = 1) -> np.ndarray:
+        return self.sgemm(x, w, np.full((len(x), len(w)), np.nan, np.float32), num_threads)
+
+
+def loaded(path: Path, instructions: str) -> Products:
+    """The compiled library; skips the test where the CPU lacks the instructions."""
+    try:
+        return Products(path, instructions)
+    except cpu_kernel.Unusable as reason:
+        pytest.skip(str(reason))
+
+
+def numbers(seed: int, rows: int, size: int, gap: int = 0) -> np.ndarray:
+    """Rows with unused numbers between them, none of which may be read into a sum."""
+    wide = np.full((rows, size + gap), np.nan, np.float32)
+    wide[:, :size] = np.random.default_rng(seed).standard_normal((rows, size))
+    return wide[:, :size]
+
+
+def exit_code_of_a_child(check: Callable[[], bool]) -> int:
+    """0 where the check holds in a forked process, which may crash or hang."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
+        try:
+            os._exit(0 if check() else 1)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
