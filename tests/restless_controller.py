@@ -28,10 +28,6 @@ class RestlessController(DepthController):
         super().__init__(RestlessCosts(self._rng))
         self._draws = 0.5  # how often the head is wanted, in this stretch
 
-    @property
-    def all_rest(self) -> bool:
-        return self._rng.random() < 0.4
-
     def choose(self, wishes: Sequence[Wish], num_cells: int) -> Choice:
         if self._rng.random() < 0.2:
             self._draws = self._rng.choice((0.0, 0.1, 0.5, 1.0))

@@ -80,5 +80,5 @@ def wish_of(
 
 def _wish(controller: DepthController, row: Sequence, joins: bool) -> Wish:
     offers = [(p.source, len(p.token_ids), p.num_sure) for p in row.proposals]
-    behind = row.num_cached - row.num_headed
+    behind = 0 if joins else row.num_cached - row.num_headed
     return wish_of(controller, row, offers, behind, row.num_left, joins)

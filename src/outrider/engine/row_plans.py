@@ -7,25 +7,17 @@ from collections.abc import Sequence as Tokens
 from outrider.engine.sequence import Sequence
 from outrider.plan import UNREAD, RowPlan
 
-MOST_RESTED = 1024  # tokens of a prompt that a head may have to be fed later, all at once
-
 
 def decode_row(sequence: Sequence, drafts: Tokens[int]) -> RowPlan:
     """Its last token and what is drafted after it."""
-    return _row(sequence, [sequence.tokens[-1], *drafts], len(drafts), None, may_rest=True)
+    return _row(sequence, [sequence.tokens[-1], *drafts], len(drafts), None)
 
 
-def prefill_row(sequence: Sequence, size: int, all_rest: bool) -> RowPlan:
-    """The next `size` tokens of its prompt; its head may rest from the start while all others do."""
+def prefill_row(sequence: Sequence, size: int) -> RowPlan:
+    """The next `size` tokens of its prompt."""
     start, end = sequence.num_cached, sequence.num_cached + size
     next_id = sequence.tokens[end] if end < sequence.num_prefill else None
-    may_rest = (
-        all_rest
-        and sequence.request.media is None
-        and sequence.head_layers == 1
-        and sequence.num_prefill <= MOST_RESTED
-    )
-    return _row(sequence, sequence.tokens[start:end], 0, next_id, may_rest)
+    return _row(sequence, sequence.tokens[start:end], 0, next_id)
 
 
 def follow_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int) -> RowPlan:
@@ -50,14 +42,12 @@ def follow_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int
     )
 
 
-def _row(
-    sequence: Sequence, token_ids: Tokens[int], num_drafts: int, next_id: int | None, may_rest: bool
-) -> RowPlan:
+def _row(sequence: Sequence, token_ids: Tokens[int], num_drafts: int, next_id: int | None) -> RowPlan:
     assert sequence.slot is not None
     picks = next_id is None
     media = sequence.request.media
     most_next = min(sequence.num_next, sequence.num_left - 2) if picks else 0
-    rests = sequence.may_rest and may_rest and most_next <= 0
+    rests = sequence.may_rest and sequence.is_decoding and most_next <= 0
     return RowPlan(
         sequence_id=sequence.id,
         slot=sequence.slot,

@@ -372,7 +372,7 @@ class Scheduler:
             if size <= 0 or (batch and (len(batch) + 1) * max(widest, size) > budget):
                 continue
             widest = max(widest, size)
-            batch.append(prefill_row(sequence, size, self._controller.all_rest))
+            batch.append(prefill_row(sequence, size))
         return batch
 
     def _chunk_size(self, sequence: Sequence, most: int) -> int:

@@ -52,11 +52,6 @@ class DepthController:
         self._at_trial = (0, 0)  # trials, and misses among them, before the last one
         self._rest: object = None  # the rows for which it was best that all rest, and the trials until then
 
-    @property
-    def all_rest(self) -> bool:
-        """Whether the last choice was that the head makes drafts for nobody."""
-        return self._rest is not None
-
     def new_record(self, params: SamplingParams) -> RowAcceptance:
         return RowAcceptance(self.acceptance, params)
 
