@@ -67,8 +67,8 @@ class ModelAcceptance:
         self._records: dict[Key, Places] = {}
         self._lately: dict[Key, Places] = {}
         self._chances: dict[Key, list[float]] = {}  # until the next trial
-        self.num_trials = 0  # that any row has added
-        self.num_missed = 0  # of those of the head: its first draft fell
+        self.num_trials = 0  # of the head, that any row has added
+        self.num_missed = 0  # in which its first draft fell
 
     def chances(self, source: Source, temperature_class: int) -> list[float]:
         """For every place, that a draft there stands if all before it did."""
@@ -94,7 +94,7 @@ class ModelAcceptance:
             self._records[key] = Places(MODEL_FADE)
         if key not in self._lately:
             self._lately[key] = Places(LATELY_FADE)
-        self.num_trials += 1
+        self.num_trials += source == "head"
         self.num_missed += source == "head" and num_stood == 0
         self._records[key].add(num_tried, num_stood)
         self._lately[key].add(num_tried, num_stood)
