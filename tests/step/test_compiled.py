@@ -162,9 +162,28 @@ def test_a_trace_that_fails_leaves_nothing_behind(family: str, monkeypatch: pyte
         with pytest.raises(RuntimeError, match="no reason"):
             runner.launch(StepPlan(1, CAPACITY, (), ((plan_row([3, 1, 4], [1], params=GREEDY),),)))
         mx.disable_compile()
+    assert runner._compiled is not None
+    assert runner._compiled.num_traces == 0
     runner.reset()
     assert runner.num_bytes == 0
     assert runner.run(whole) == expected
+    runner.reset()
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_a_step_says_whether_it_was_traced_just_now() -> None:
+    runner = Runner(world("llama").trunk, compiles=True)
+
+    def is_traced(num_rows: int, committed: Sequence[int], start: int | None = None) -> bool:
+        rows = [plan_row([3, 1, 4], committed, params=GREEDY, slot=i, start=start) for i in range(num_rows)]
+        launched = runner.launch(StepPlan(2, CAPACITY, (), (tuple(rows),)))
+        runner.finish(launched)
+        return launched.is_traced
+
+    reads = is_traced(2, (), start=0)
+    assert [reads, *(is_traced(num, [1]) for num in (2, 2, 1, 2, 1))] == [
+        False, True, False, True, False, False,
+    ]  # fmt: skip
     runner.reset()
 
 

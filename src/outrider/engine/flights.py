@@ -13,10 +13,17 @@ from typing import Any, Protocol
 from outrider.plan import StepPlan, StepResult
 
 
+class UnderWay(Protocol):
+    """What a runner gives for a step that it has launched."""
+
+    @property
+    def is_traced(self) -> bool: ...
+
+
 class Launches(Protocol):
     """What of a runner is needed."""
 
-    def launch(self, plan: StepPlan, after: Any = None) -> Any: ...  # has `is_traced`
+    def launch(self, plan: StepPlan, after: Any = None) -> UnderWay: ...
 
     def finish(self, launched: Any) -> StepResult: ...
 
@@ -39,7 +46,7 @@ class Landed:
 @dataclass
 class _Flying:
     plan: StepPlan
-    launched: Any  # what the runner needs to finish it
+    launched: UnderWay  # what the runner needs to finish it
     launched_s: float
     held_up: bool
 

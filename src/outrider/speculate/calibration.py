@@ -1,6 +1,6 @@
 """Measures what steps cost, by running made-up ones through the runner: real forwards, picks, head passes.
 
-A few seconds at start-up. The shapes that matter most come first; where time runs out the rest is
+Up to ten seconds at start-up. The shapes that matter most come first; where time runs out the rest is
 interpolated and corrected by the steps that really run. All shapes are tried once, then each until its two
 shortest times agree, and the shortest is taken: compiling, growing memory and others' work on the machine
 only ever add, and a busy second is over when a shape's turn comes again. All rows have one modest length;

@@ -50,26 +50,12 @@ class DepthController:
         self._depths = depths
         self._since_trial = 0  # steps in which all rested
         self._at_trial = (0, 0)  # trials, and misses among them, before the last one
-        self._rest: object = None  # the rows for which it was best that all rest, and the trials until then
 
     def new_record(self, params: SamplingParams) -> RowAcceptance:
         return RowAcceptance(self.acceptance, params)
 
     def choose(self, wishes: Sequence[Wish], num_cells: int) -> Choice:
-        """Depths for the rows of a step, and for those that join them in the step after it.
-
-        While all rest and nothing is offered, only a trial can bring something new.
-        """
-        known = (*(id(wish.record) for wish in wishes), self.acceptance.num_trials)
-        nothing_new = known == self._rest and not any(w.fixed or w.offers or w.joins for w in wishes)
-        choice = _nothing(wishes) if nothing_new else self._chosen(wishes, num_cells)
-        self._rest = None if any(choice.next) else known
-        heading = any(wish.most_next > 0 for wish in wishes)
-        if not heading or not (any(choice.next) or self._could_pay(len(wishes), num_cells)):
-            return choice
-        return self._with_probes(choice, wishes)
-
-    def _chosen(self, wishes: Sequence[Wish], num_cells: int) -> Choice:
+        """Depths for the rows of a step, and for those that join them in the step after it."""
         rows = [_outlook(wish) for wish in wishes]
         for wish in wishes:
             wish.record.on_trial = False
@@ -81,13 +67,16 @@ class DepthController:
             wide = costs.best_width(num_rows, width)
             return costs.step_s(StepShape(num_rows, wide, num_heading if depth else 0, depth, num_cells))
 
-        return choose(
+        choice = choose(
             rows,
             lambda width, depth: cost(now, min(now, heading), width, depth),
             lambda width, depth: cost(later, heading, width, depth),
             lambda depth: costs.head_row_s(later, max(1, heading), depth),
             self._depths,
         )
+        if heading == 0 or not (any(choice.next) or self._could_pay(len(rows), num_cells)):
+            return choice
+        return self._with_probes(choice, wishes)
 
     def _could_pay(self, num_rows: int, num_cells: int) -> bool:
         """Whether drafts could pay at all on this machine, were they nearly always right."""
@@ -138,14 +127,6 @@ class DepthController:
         step_s = self.costs.step_s(StepShape(num_rows, 1))
         trial_s = self.costs.head_s(StepShape(num_rows, 1, min(num_rows, NUM_SENTINELS), 1))
         return min(MOST_PAUSE, max(LEAST_PAUSE, round(CATCHING_UP * trial_s / (PROBE_SHARE * step_s))))
-
-
-def _nothing(wishes: Sequence[Wish]) -> Choice:
-    """Nobody drafts."""
-    for wish in wishes:
-        wish.record.on_trial = False
-        _note_others(wish, (), ())
-    return Choice(((0, 0),) * len(wishes), (0,) * len(wishes))
 
 
 def _may_try(wish: Wish) -> bool:
