@@ -9,26 +9,33 @@ from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController, Wish
 from outrider.speculate.costs import CostTable, guessed_costs
 from outrider.speculate.depth import Choice
+from outrider.speculate.shapes import Shapes
 
 
-class RestlessCosts(CostTable):
+class RestlessShapes(Shapes):
     """Pads now and then, for no reason."""
 
     def __init__(self, rng: random.Random) -> None:
-        super().__init__(guessed_costs())
+        super().__init__(CostTable(guessed_costs()), few=False)
         self._rng = rng
 
-    def best_width(self, rows: int, width: int) -> int:
-        return self._rng.randint(width, MAX_DEPTH + 1) if self._rng.random() < 0.2 else width
+    def decoding(self, num_rows: int, width: int, num_cells: int, num_slots: int) -> tuple[int, int]:
+        wider = self._rng.randint(width, MAX_DEPTH + 1) if self._rng.random() < 0.2 else width
+        more = self._rng.randint(num_rows, num_slots) if self._rng.random() < 0.4 else num_rows
+        return more, wider
+
+    def prompt_width(self, width: int) -> int:
+        return width + (self._rng.randint(0, 16) if self._rng.random() < 0.2 else 0)
 
 
 class RestlessController(DepthController):
     def __init__(self, seed: object) -> None:
         self._rng = random.Random(f"restless {seed}")
-        super().__init__(RestlessCosts(self._rng))
+        super().__init__()
+        self.shapes = RestlessShapes(self._rng)
         self._draws = 0.5  # how often the head is wanted, in this stretch
 
-    def choose(self, wishes: Sequence[Wish], num_cells: int) -> Choice:
+    def choose(self, wishes: Sequence[Wish], num_cells: int, num_slots: int = 0) -> Choice:
         if self._rng.random() < 0.2:
             self._draws = self._rng.choice((0.0, 0.1, 0.5, 1.0))
         feed, wanted = [], []

@@ -21,7 +21,6 @@ from outrider.request import DraftDepth
 from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable, Measured
-from outrider.speculate.depth import depths_for
 
 
 def names_of(model: str, dtype: str, settings: Settings) -> list[str]:
@@ -95,7 +94,7 @@ class ModelCells:
 
     def _controller(self) -> DepthController:
         """As an engine on this machine would have it."""
-        return DepthController(CostTable(self._costs()), depths=depths_for(outruns_host()))
+        return DepthController(CostTable(self._costs()), few_shapes=outruns_host())
 
     # -- the device's own time ---------------------------------------------------------------------------
 

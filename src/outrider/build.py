@@ -29,7 +29,6 @@ from outrider.speculate import calibration, kept
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
-from outrider.speculate.depth import depths_for
 from outrider.step.runner import Runner
 from outrider.text.output import AnswerText
 
@@ -107,7 +106,7 @@ def _parts(
     tokenizer = loaded.tokenizer
     eos_ids = loaded.eos_ids
     grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, trunk.vocab_size, eos_ids), eos_ids)
-    controller, keep_learnt = DepthController(), _nothing
+    controller, keep_learnt = DepthController(few_shapes=outruns), _nothing
     if config.auto_depth == "auto":
         name = _fingerprint(loaded, head, choice, facts, config.max_rows)
         controller = _controller(name, runner, facts, config, budget, say)
@@ -140,19 +139,19 @@ def _controller(
     say: Callable[[str], None],
 ) -> DepthController:
     """With the costs and the record that were kept, as long as they hold; else with costs measured now."""
-    depths = depths_for(runner.compiles)
+    few = runner.compiles
     found = kept.load(name)
     clock = machine.step_clock()
     if found is not None and calibration.still_holds(runner, facts.vocab_size, found.measured, clock=clock):
-        return DepthController(CostTable(found.measured, found.seen), found.acceptance, depths)
+        return DepthController(CostTable(found.measured, found.seen), found.acceptance, few)
     say("Measuring what drafts cost on this machine, once for this model")
     acceptance = found.acceptance if found is not None else ModelAcceptance()
     measured = calibration.measure(
         runner, facts.vocab_size, config.max_rows, facts.max_context, budget_bytes, clock=clock
     )
     if measured is None:
-        return DepthController(None, acceptance, depths)
-    controller = DepthController(CostTable(measured), acceptance, depths)
+        return DepthController(None, acceptance, few)
+    controller = DepthController(CostTable(measured), acceptance, few)
     kept.save(name, controller.costs, acceptance)
     return controller
 

@@ -139,7 +139,15 @@ class RowPlan:
     @property
     def first_pick(self) -> int:
         """Column of the row's first target token."""
-        return len(self.token_ids) - 1 - self.num_drafts
+        return max(0, len(self.token_ids) - 1 - self.num_drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """The least that a pass is made for, since some shapes are cheaper or sooner ready than smaller ones."""
+
+    rows: int = 1  # of a pass that can be traced; in the slots after its own rows nothing is changed
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +161,7 @@ class StepPlan:
     capacity: int
     moves: tuple[Move, ...]
     batches: tuple[tuple[RowPlan, ...], ...]
-    widths: tuple[
-        int, ...
-    ] = ()  # least width of each batch's forward; some shapes cost less than narrower ones
+    shapes: tuple[PassShape, ...] = ()  # of each batch; none: as its rows need it
     copies: PrefixCopies = PrefixCopies()
     follows: bool = False  # its one batch has the rows of the step before, which was not read: see UNREAD
 

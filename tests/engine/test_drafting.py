@@ -24,7 +24,7 @@ class ScriptedController(DepthController):
         super().__init__()
         self._wants = wants
 
-    def choose(self, wishes: list[Wish], num_cells: int) -> Choice:  # type: ignore[override]
+    def choose(self, wishes: list[Wish], num_cells: int, num_slots: int = 0) -> Choice:  # type: ignore[override]
         wanted = self._wants.pop(0) if self._wants else 0
         feed = tuple((0, wish.offers[0][1] if wish.offers else 0) for wish in wishes)
         return Choice(feed, tuple(min(wanted, wish.most_next) for wish in wishes))
@@ -103,7 +103,7 @@ def test_times_of_decode_steps_reach_the_table_and_of_others_do_not() -> None:
         only_decoded = len(decode_rows(plan)) == sum(map(len, plan.batches))
         if len(seen) > num_seen:
             assert only_decoded
-            assert (seen[-1].rows, seen[-1].width) == (len(plan.batches[0]), plan.widths[0])
+            assert (seen[-1].rows, seen[-1].width) == (len(plan.batches[0]), plan.shapes[0].width)
         elif only_decoded:
             assert plan.moves or step == 6  # the caches grew
     assert len(seen) >= 5

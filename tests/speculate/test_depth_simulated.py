@@ -23,7 +23,8 @@ from depth_simulator import (
 from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController, Wish
 from outrider.speculate.costs import CostTable
-from outrider.speculate.depth import FEW_DEPTHS, Choice
+from outrider.speculate.depth import Choice
+from outrider.speculate.shapes import FEW_DEPTHS
 
 KINDS: dict[str, tuple[Trace, ...]] = {
     "chat": traces("chat", False),
@@ -93,7 +94,7 @@ def test_auto_hardly_costs_where_drafts_are_right_by_chance(
 def test_few_depths_are_nearly_as_good_as_all(machine: str, kind: str, num_rows: int) -> None:
     """Where shapes have to be traced."""
     paces = constant_paces(machine, kind, num_rows)
-    few, steps = DepthController(CostTable(MACHINES[machine]), depths=FEW_DEPTHS), []
+    few, steps = DepthController(CostTable(MACHINES[machine]), few_shapes=True), []
     for rows in batches(kind, num_rows):
         simulation = Simulation(MACHINES[machine], few)
         simulation.add(*rows)

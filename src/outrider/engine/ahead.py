@@ -29,7 +29,7 @@ def has_own_say(row: Sequence) -> bool:
 
 
 def settle_ahead(
-    controller: DepthController, rows: Rows[tuple[Sequence, RowPlan]]
+    controller: DepthController, rows: Rows[tuple[Sequence, RowPlan]], num_slots: int
 ) -> list[tuple[int, int]] | None:
     """For each row of the step under way: how many of its drafts to feed next, and how many to make then.
 
@@ -42,7 +42,7 @@ def settle_ahead(
     if controller.is_trial_near(resting, len(rows)):
         return None
     num_cells = max(len(sequence.tokens) + row.num_fed for sequence, row in rows)
-    choice = controller.choose(wishes, num_cells)
+    choice = controller.choose(wishes, num_cells, num_slots)
     depths = []
     for (sequence, row), (_, num), wanted in zip(rows, choice.feed, choice.next, strict=True):
         left = sequence.num_left - 1  # when the step under way brings just one token

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 
 from outrider.engine.sequence import Sequence
-from outrider.plan import RowPlan
+from outrider.plan import PassShape, RowPlan
 from outrider.speculate.acceptance import Source
 from outrider.speculate.controller import DepthController, Wish
 from outrider.speculate.costs import StepShape
@@ -17,7 +17,9 @@ MOST_BEHIND = 2048  # cells; a head that has rested for longer does not come bac
 CATCH_UP_CELLS = 1024  # that heads are fed in one step, so that nobody waits long; always one row's
 
 
-def settle_drafts(controller: DepthController, decoding: Rows[Sequence], joining: Rows[Sequence]) -> None:
+def settle_drafts(
+    controller: DepthController, decoding: Rows[Sequence], joining: Rows[Sequence], num_slots: int
+) -> None:
     """Give every decoding row its drafts for this step, and all rows what the head shall make for the next.
 
     `joining` are the rows that may pick their first token in this step.
@@ -27,7 +29,7 @@ def settle_drafts(controller: DepthController, decoding: Rows[Sequence], joining
         return
     num_cells = max(len(row.tokens) for row in rows)
     wishes = [_wish(controller, row, joins=i >= len(decoding)) for i, row in enumerate(rows)]
-    choice = controller.choose(wishes, num_cells)
+    choice = controller.choose(wishes, num_cells, num_slots)
     for row, (offer, num), wanted in zip(rows, choice.feed, choice.next, strict=True):
         row.num_next = wanted
         row.use_drafts(offer, num)
@@ -53,13 +55,22 @@ def observe_drafts(row: Sequence, committed: Rows[int]) -> None:
         row.record.compare(proposal.source, proposal.token_ids, committed, proposal.num_sure)
 
 
-def step_shape(batch: Rows[RowPlan], width: int) -> StepShape | None:
+def pass_shape(controller: DepthController, batch: Rows[RowPlan], num_slots: int) -> PassShape:
+    """That of the decoding rows' pass."""
+    if not batch:
+        return PassShape()
+    width = max(row.num_fed for row in batch)
+    num_cells = max(row.start for row in batch)
+    return PassShape(*controller.shapes.decoding(len(batch), width, num_cells, num_slots))
+
+
+def step_shape(batch: Rows[RowPlan], shape: PassShape) -> StepShape | None:
     """What the time of a decode step tells about; None where it will do other work as well."""
     heading = [row for row in batch if row.feeds_head]
     if not batch or any(row.num_behind for row in heading):
         return None
     depth = max((row.num_drafts_next for row in heading), default=0)
-    return StepShape(len(batch), width, len(heading), depth, max(row.start for row in batch))
+    return StepShape(shape.rows, shape.width, len(heading), depth, max(row.start for row in batch))
 
 
 def wish_of(

@@ -17,17 +17,18 @@ from dataclasses import dataclass, field, replace
 
 from outrider.config import CacheGeometry, EngineConfig
 from outrider.engine.ahead import has_own_say, settle_ahead
-from outrider.engine.drafting import observe_drafts, settle_drafts, step_shape
+from outrider.engine.drafting import observe_drafts, pass_shape, settle_drafts, step_shape
 from outrider.engine.encoding import PictureShelf
 from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.row_plans import decode_row, follow_row, prefill_row
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.engine.slots import SlotTable
-from outrider.plan import PrefixCopies, RowPlan, RowResult, StepPlan, StepResult
+from outrider.plan import PassShape, PrefixCopies, RowPlan, RowResult, StepPlan, StepResult
 from outrider.prompt_media import MediaPiece
 from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import StepShape
+from outrider.speculate.shapes import row_count
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ DEFAULT_CHUNK = 512
 DISK_WAIT_S = 0.005
 MAX_FAILURES = 2  # a step that raises makes its rows suspects; one that raises again, alone, is given up
 SLACK = 2 * MAX_DEPTH  # cells past a row's tokens that a step may touch: its drafts and the head's recursion
-SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # so that joining rarely moves the others
 
 
 @dataclass
@@ -131,19 +131,20 @@ class Scheduler:
         moves = self._slots.settle()
         rows = self._rows_to_run()
         to_prefill = self._to_prefill(rows)
-        settle_drafts(self._controller, [row for row in rows if row.is_decoding], self._about_to_pick(rows))
-        decode, prefill = self._decode_batch(rows), self._prefill_batch(to_prefill)
+        decoding, joining = [row for row in rows if row.is_decoding], self._about_to_pick(rows)
+        settle_drafts(self._controller, decoding, joining, self._shape[0])
+        decode, prefill = self._decode_batch(decoding), self._prefill_batch(to_prefill)
         batches = tuple(tuple(batch) for batch in (decode, prefill) if batch)
         copies = self._prefix.take_copies() if self._prefix is not None else PrefixCopies()
         is_rearranged = bool(moves) or shape_before != self._shape
         if not (batches or copies or (is_rearranged and rows)):
             return None
-        width = self._decode_width(decode)
+        shape = pass_shape(self._controller, decode, self._shape[0])
         did_more = bool(prefill or copies) or is_rearranged
-        timed = None if did_more else step_shape(decode, width)
+        timed = None if did_more else step_shape(decode, shape)
         self._remember([*decode, *prefill], bool(decode and not prefill), timed)
-        widths = (width, 1)[: len(batches)] if decode else ()
-        return StepPlan(*self._shape, tuple(moves), batches, widths, copies)
+        shapes = ((shape,) if decode else ()) + ((self._prefill_shape(prefill),) if prefill else ())
+        return StepPlan(*self._shape, tuple(moves), batches, shapes, copies)
 
     def plan_ahead(self) -> StepPlan | None:
         """A step that follows the one under way; None where that has to be read first.
@@ -157,7 +158,7 @@ class Scheduler:
         rows = list(self._planned[0].rows.values())
         if max(sequence.num_cached + row.num_fed for sequence, row in rows) + SLACK > self._shape[1]:
             return None
-        depths = settle_ahead(self._controller, rows)
+        depths = settle_ahead(self._controller, rows, self._shape[0])
         if depths is None:
             return None
         most = [MAX_DEPTH if self._prefix is None else self._prefix.most_drafts(*row) for row in rows]
@@ -165,9 +166,9 @@ class Scheduler:
             follow_row(sequence, row, min(num, limit), wanted)
             for (sequence, row), (num, wanted), limit in zip(rows, depths, most, strict=True)
         )
-        width = self._decode_width(batch)
-        self._remember(batch, True, step_shape(batch, width))
-        return StepPlan(*self._shape, (), (batch,), (width,), follows=True)
+        shape = pass_shape(self._controller, batch, self._shape[0])
+        self._remember(batch, True, step_shape(batch, shape))
+        return StepPlan(*self._shape, (), (batch,), (shape,), follows=True)
 
     def _may_be_followed(self, last: _Planned) -> bool:
         """Whether the same rows go on as they are, as far as can be told before the step is read."""
@@ -280,7 +281,7 @@ class Scheduler:
         while rows := list(self._slots.sequences()):
             capacity = self._geometry.capacity_for(max(_cells(row) for row in rows))
             spanned = self._slots.num_spanned
-            roomy = (max(self._shape[0], _slot_count(spanned)), max(self._shape[1], capacity))
+            roomy = (max(self._shape[0], row_count(spanned)), max(self._shape[1], capacity))
             if self._fits(*roomy):
                 return roomy
             if self._fits(len(rows), capacity) or len(rows) == 1:
@@ -333,13 +334,11 @@ class Scheduler:
             if not s.is_decoding and s.num_prefill - s.num_cached <= min(budget, self._num_readable(s))
         ]
 
-    def _decode_width(self, batch: Rows[RowPlan]) -> int:
-        """The width of the decode rows' forward pass: a wider one than they need where that costs less."""
-        needed = max((row.num_fed for row in batch), default=1)
-        return self._controller.costs.best_width(max(1, len(batch)), needed)
+    def _prefill_shape(self, batch: Rows[RowPlan]) -> PassShape:
+        return PassShape(width=self._controller.shapes.prompt_width(max(row.num_fed for row in batch)))
 
-    def _decode_batch(self, rows: list[Sequence]) -> list[RowPlan]:
-        return [self._decode_row(row) for row in rows if row.is_decoding]
+    def _decode_batch(self, decoding: list[Sequence]) -> list[RowPlan]:
+        return [self._decode_row(row) for row in decoding]
 
     def _decode_row(self, sequence: Sequence) -> RowPlan:
         drafts = sequence.drafts
@@ -461,7 +460,3 @@ def _cells(sequence: Sequence) -> int:
 def _most_cells(sequence: Sequence) -> int:
     """Cells that a row can ever touch."""
     return sequence.num_prompt + sequence.max_tokens + SLACK
-
-
-def _slot_count(num_rows: int) -> int:
-    return next((count for count in SLOT_COUNTS if count >= num_rows), num_rows)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance, Source
 from outrider.speculate.costs import CostTable, StepShape, guessed_costs
-from outrider.speculate.depth import ALL_DEPTHS, Choice, RowOutlook, choose
+from outrider.speculate.depth import Choice, RowOutlook, choose
+from outrider.speculate.shapes import Shapes
 
 PROBE_SHARE = 0.01  # of the time, for trying the head where nobody drafts with it
 CATCHING_UP = 2.0  # what a trial costs, with feeding the head what it has missed, over one without
@@ -42,20 +43,23 @@ class DepthController:
         self,
         costs: CostTable | None = None,
         acceptance: ModelAcceptance | None = None,
-        depths: Sequence[int] = ALL_DEPTHS,
+        few_shapes: bool = False,
     ) -> None:
-        """`depths`: those that rows on auto may have."""
+        """`few_shapes`: a new shape is slow to begin with on this device."""
         self.costs = costs or CostTable(guessed_costs())
         self.acceptance = acceptance or ModelAcceptance()
-        self._depths = depths
+        self.shapes = Shapes(self.costs, few_shapes)
         self._since_trial = 0  # steps in which all rested
         self._at_trial = (0, 0)  # trials, and misses among them, before the last one
 
     def new_record(self, params: SamplingParams) -> RowAcceptance:
         return RowAcceptance(self.acceptance, params)
 
-    def choose(self, wishes: Sequence[Wish], num_cells: int) -> Choice:
-        """Depths for the rows of a step, and for those that join them in the step after it."""
+    def choose(self, wishes: Sequence[Wish], num_cells: int, num_slots: int = 0) -> Choice:
+        """Depths for the rows of a step, and for those that join them in the step after it.
+
+        Rows of up to `num_cells`, in caches that have `num_slots`.
+        """
         rows = [_outlook(wish) for wish in wishes]
         for wish in wishes:
             wish.record.on_trial = False
@@ -64,29 +68,29 @@ class DepthController:
         costs = self.costs
 
         def cost(num_rows: int, num_heading: int, width: int, depth: int) -> float:
-            wide = costs.best_width(num_rows, width)
-            return costs.step_s(StepShape(num_rows, wide, num_heading if depth else 0, depth, num_cells))
+            rows, wide = self.shapes.decoding(num_rows, width, num_cells, num_slots)
+            return costs.step_s(StepShape(rows, wide, num_heading if depth else 0, depth, num_cells))
 
         choice = choose(
             rows,
             lambda width, depth: cost(now, min(now, heading), width, depth),
             lambda width, depth: cost(later, heading, width, depth),
             lambda depth: costs.head_row_s(later, max(1, heading), depth),
-            self._depths,
+            self.shapes.depths,
         )
-        if heading == 0 or not (any(choice.next) or self._could_pay(len(rows), num_cells)):
+        if heading == 0 or not (any(choice.next) or self._could_pay(len(rows), num_cells, num_slots)):
             return choice
         return self._with_probes(choice, wishes)
 
-    def _could_pay(self, num_rows: int, num_cells: int) -> bool:
+    def _could_pay(self, num_rows: int, num_cells: int, num_slots: int) -> bool:
         """Whether drafts could pay at all on this machine, were they nearly always right."""
         costs = self.costs
 
         def pace(depth: int) -> float:
             heading = num_rows if depth else 0
             tokens = sum(NEARLY_ALWAYS**place for place in range(depth + 1))
-            wide = costs.best_width(num_rows, 1 + depth)
-            return tokens / costs.step_s(StepShape(num_rows, wide, heading, depth, num_cells))
+            rows, wide = self.shapes.decoding(num_rows, 1 + depth, num_cells, num_slots)
+            return tokens / costs.step_s(StepShape(rows, wide, heading, depth, num_cells))
 
         return max(map(pace, range(1, MAX_DEPTH + 1))) > pace(0)
 

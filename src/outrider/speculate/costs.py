@@ -99,6 +99,11 @@ class CostTable:
         beyond = max(0, shape.num_cells - self.measured.num_cells)
         return seconds + beyond * shape.rows * self.measured.cell_s + self.head_s(shape)
 
+    def measured_s(self, rows: int, width: int, num_cells: int) -> float:
+        """What a step without a head took when it was measured."""
+        beyond = max(0, num_cells - self.measured.num_cells)
+        return self._trunk_s(rows, width) + beyond * rows * self.measured.cell_s
+
     def head_s(self, shape: StepShape) -> float:
         """The head's part: feeding costs what the trunk's width makes of it, drafting costs its passes."""
         if shape.head_rows == 0 or not self._head_counts:

@@ -21,15 +21,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from outrider.request import MAX_DEPTH
+from outrider.speculate.shapes import ALL_DEPTHS
 
-ALL_DEPTHS = tuple(range(MAX_DEPTH + 1))
-FEW_DEPTHS = (0, 1, 2, 4, 8)
 MARGIN = 1.05  # what drafting has to promise before it is begun, and while rows that never draft pay for it
-
-
-def depths_for(traced: bool) -> Sequence[int]:
-    """Those that rows on auto may have, where a step's shape is traced before it runs fast or is not."""
-    return FEW_DEPTHS if traced else ALL_DEPTHS
 
 
 @dataclass(frozen=True, slots=True)

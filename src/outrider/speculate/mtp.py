@@ -87,6 +87,7 @@ class MTPDrafter:
         ends = rows.starts + rows.num_kept  # [rows] cells after the step
         beyond = mx.split(ends[:, None] + mx.arange(rows.depth + 1), rows.depth + 1, axis=1)  # [rows, 1] each
         tokens = _Tokens(next_ids, rows, len(self._layers), self._trunk)
+        follows = mx.minimum(rows.num_fed, 1)
         drafts: list[mx.array] = []
         fed_back = hidden
         for number in range(len(self._layers)):
@@ -110,9 +111,7 @@ class MTPDrafter:
         for further in range(rows.depth - len(drafts)):
             end = min(rows.end + further + 1, capacity)
             cells = beyond[further][:, 0]
-            place = Placement(
-                rows.slots, cells, mx.ones_like(ends), 1, end, capacity, positions=rows.after(cells)
-            )
+            place = Placement(rows.slots, cells, follows, 1, end, capacity, positions=rows.after(cells))
             out, fed_back = self._pass(-1, fed_back, self._trunk.embed(drafts[-1]), place)
             drafts.append(self._pick(out, beyond[len(drafts) + 1], rows.how))
         return mx.concatenate(drafts, axis=1) if drafts else None

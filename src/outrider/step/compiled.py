@@ -2,6 +2,9 @@
 
 A trace holds for all batches of one key: everything that a pass reads off its rows, other than arrays. Rows
 with something of their own to say (a grammar's masks, penalties, a prompt to read) are not traced.
+
+Ghosts make a batch as large as one that was traced. They stand in the slots after the batch's own rows, feed
+nothing and pick what nobody reads: whoever has such a slot finds it as it was.
 """
 
 from __future__ import annotations
@@ -15,14 +18,17 @@ import mlx.core as mx
 
 from outrider.cache.ragged_kv import nothing_launched
 from outrider.models.trunk import Buffers
+from outrider.plan import RowPlan
 from outrider.sampling.edits import needs_edits
 from outrider.sampling.picking import Picking
+from outrider.speculate.shapes import rounded_up
 from outrider.step.feed import Batch, Feed, Outcome
 from outrider.step.flight import Flight
 from outrider.step.forward import Forward, last_cell
 from outrider.step.verify import Picks
 
-END_STEP, END_PARTS = 128, 8  # the attended part of the buffers grows by so much: each size is a trace
+END_STEP, END_PARTS = 128, 8  # the attended part of the buffers is rounded up so: each size is a trace
+GHOST = -1
 MOST_TRACES = 128
 
 Traced = Callable[[list[Any], list[list[mx.array]]], tuple[list[mx.array], list[list[mx.array]]]]
@@ -44,10 +50,28 @@ def repeats(batch: Batch) -> bool:
     )
 
 
-def rounded_up(num_cells: int) -> int:
-    """By less than an eighth beyond a thousand cells, so that a long row meets few sizes."""
-    step = max(END_STEP, (1 << num_cells.bit_length()) // (2 * END_PARTS))
-    return -(-num_cells // step) * step
+def ghosts_for(batch: Batch, num_rows: int) -> Batch:
+    """What a batch lacks of so many rows; none where its own are not in the first slots."""
+    if num_rows <= len(batch) or [row.slot for row in batch] != list(range(len(batch))):
+        return ()
+    return [_ghost(slot, batch[-1]) for slot in range(len(batch), num_rows)]
+
+
+def _ghost(slot: int, like: RowPlan) -> RowPlan:
+    """Picks like another row, so that it needs no kind of its own."""
+    return RowPlan(
+        sequence_id=GHOST,
+        slot=slot,
+        start=1,  # not a row that has just come
+        token_ids=(),
+        num_drafts=0,
+        next_id=None,
+        feeds_head=False,
+        num_drafts_next=0,
+        params=like.params,
+        history=(),
+        num_prompt=0,
+    )
 
 
 class CompiledPasses:
@@ -59,17 +83,18 @@ class CompiledPasses:
     def num_traces(self) -> int:
         return len(self._traces)
 
-    def __call__(self, batch: Batch, feed: Feed, capacity: int) -> Flight:
-        rows = self._alike(batch)
+    def __call__(self, batch: Batch, ghosts: Batch, feed: Feed, shape: tuple[int, int]) -> Flight:
+        """`feed` is that of the batch and its ghosts, `shape` the slots and the capacity of the caches."""
+        rows = self._alike([*batch, *ghosts], feed.token_ids.shape[1])
         ways = self._forward.ways_to_pick(rows, merged=True)
-        end = min(capacity, rounded_up(last_cell(batch)))
-        key = _key(rows, feed, ways, end, capacity)
+        end = min(shape[1], rounded_up(last_cell(batch), END_STEP, END_PARTS))
+        key = _key(rows, feed, ways, end, shape)
         known = self._traces.get(key)
-        traced = known or self._trace(rows, ways, end, capacity)
+        traced = known or self._trace(rows, ways, end, shape[1])
         found, arrays = traced(_inputs(feed, ways), self._arrays())
         self._put(arrays)
         self._keep(key, traced)
-        return _flight(batch, self._forward.heading(rows), found, known is None)
+        return _flight(batch, len(rows), self._forward.heading(rows), found, known is None)
 
     def _keep(self, key: Hashable, traced: Traced) -> None:
         """One that has run; those that were not used for longest go."""
@@ -78,16 +103,19 @@ class CompiledPasses:
         if len(self._traces) > MOST_TRACES:
             self._traces.popitem(last=False)
 
-    def _alike(self, batch: Batch) -> Batch:
+    def _alike(self, batch: Batch, width: int) -> Batch:
         """The rows as a trace sees them: without what arrays say, so that few traces do for many batches.
 
-        The head passes over all of them where it follows some: what it is fed is `Feed.head_fed`.
+        All feed, draft and pick as much as there is room for: how much each really does is in the feed. The
+        head passes over all of them where it follows some: what it is fed is `Feed.head_fed`.
         """
         any_head, any_rests = any(row.feeds_head for row in batch), any(row.rests for row in batch)
         alike = self._forward.head_passes_all
         return [
             replace(
                 row,
+                token_ids=(0,) * width,
+                num_drafts=width - 1,
                 history=(),
                 banned_ids=(),  # they need no edits: `repeats`
                 position_delta=0,
@@ -122,12 +150,13 @@ class CompiledPasses:
             buffers.put(own)
 
 
-def _key(batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int) -> Hashable:
+def _key(
+    batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, shape: tuple[int, int]
+) -> Hashable:
     return (
         feed.token_ids.shape,
         end,
-        capacity,
-        max(row.num_drafts for row in batch),
+        shape,
         tuple(way.key for way in ways),
         feed.deltas is None,
         tuple((row.slot, row.feeds_head, row.rests) for row in batch),
@@ -149,8 +178,10 @@ def _outputs(flight: Flight) -> list[mx.array]:
     return found
 
 
-def _flight(batch: Batch, heading: list[int], found: Sequence[mx.array], is_traced: bool) -> Flight:
+def _flight(
+    batch: Batch, num_rows: int, heading: list[int], found: Sequence[mx.array], is_traced: bool
+) -> Flight:
     targets, num_accepted, is_sound, report, last_ids, ends, *both = found
     drafts, spread = both or (None, None)
-    picks = Picks(list(range(len(batch))), targets, num_accepted, is_sound, None)
+    picks = Picks(list(range(num_rows)), targets, num_accepted, is_sound, None)
     return Flight(batch, picks, heading, drafts, Outcome(last_ids, ends, spread), report, is_traced)

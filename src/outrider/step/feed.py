@@ -37,14 +37,21 @@ class Feed:
 
     @classmethod
     def after(cls, outcome: Outcome, batch: Batch, width: int) -> Feed:
-        """For the same rows' next pass: the token that each has just picked, then its drafts."""
+        """For the same rows' next pass: the token that each has just picked, then its drafts.
+
+        Rows of one of the two that the other lacks are at the end, and feed nothing.
+        """
         columns = [outcome.last_ids[:, None]]
         if outcome.drafts is not None:
             columns.append(outcome.drafts[:, : width - 1])
         num_more = width - sum(part.shape[1] for part in columns)
         if num_more > 0:
-            columns.append(mx.zeros((len(batch), num_more), mx.int32))
-        return cls(mx.concatenate(columns, axis=1), outcome.ends, *_of_plan(batch))
+            columns.append(mx.zeros((columns[0].shape[0], num_more), mx.int32))
+        token_ids, starts = mx.concatenate(columns, axis=1), outcome.ends
+        if (num := len(batch)) > starts.shape[0]:
+            more = num - starts.shape[0]
+            token_ids, starts = mx.pad(token_ids, [(0, more), (0, 0)]), mx.pad(starts, (0, more))
+        return cls(token_ids[:num], starts[:num], *_of_plan(batch))
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -54,7 +61,7 @@ class Feed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a pass over rows that all pick leaves for their next one."""
+    """What a pass over rows that all pick leaves for their next one; that of ghosts is nothing to go by."""
 
     last_ids: mx.array  # [rows] the last token that each has picked
     ends: mx.array  # [rows] cells that stand

@@ -60,9 +60,9 @@ class Flight:
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         numbers = _Numbers(self.report)
         if self.picks is not None:
-            tokens = _committed(self.picks, numbers)
-            rows = [self.batch[i] for i in self.picks.rows]
-            found = read_logprobs(self.picks.logprobs, rows, [tokens[i] for i in self.picks.rows])
+            tokens = _committed(self.picks, numbers, len(self.batch))
+            rows = [self.batch[i] for i in tokens]
+            found = read_logprobs(self.picks.logprobs, rows, list(tokens.values()))
             logprobs = {self.picks.rows[j]: values for j, values in found.items()}
         drafts: dict[int, list[int]] = {}
         if self.drafts is not None:
@@ -84,15 +84,16 @@ class _Numbers:
         return taken.reshape(shape)
 
 
-def _committed(picks: Picks, numbers: _Numbers) -> dict[int, tuple[int, ...]]:
-    """Each picking row's accepted drafts and bonus."""
+def _committed(picks: Picks, numbers: _Numbers, num_rows: int) -> dict[int, tuple[int, ...]]:
+    """The accepted drafts and bonus of each picking row; not of ghosts, which come after the batch's own."""
     targets, is_sound, accepted = (
         numbers.take(x.shape) for x in (picks.targets, picks.is_sound, picks.num_accepted)
     )
-    for j in range(len(picks.rows)):
+    own = [(j, i) for j, i in enumerate(picks.rows) if i < num_rows]
+    for j, _ in own:
         if not is_sound[j, : accepted[j] + 1].all():
             raise UnsoundLogits("the model gave NaN or infinite logits")
-    return {i: tuple(targets[j, : accepted[j] + 1].tolist()) for j, i in enumerate(picks.rows)}
+    return {i: tuple(targets[j, : accepted[j] + 1].tolist()) for j, i in own}
 
 
 def _spread(drafts: mx.array | None, heading: list[int], num_rows: int) -> mx.array | None:

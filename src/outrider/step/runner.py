@@ -18,9 +18,9 @@ from outrider.host_array import HostArray
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
 from outrider.models.vision_tower import VisionTower
-from outrider.plan import PrefixCopies, SaveCells, StepPlan, StepResult
+from outrider.plan import PassShape, PrefixCopies, SaveCells, StepPlan, StepResult
 from outrider.prompt_media import MediaPiece
-from outrider.step.compiled import CompiledPasses, repeats
+from outrider.step.compiled import CompiledPasses, ghosts_for, repeats
 from outrider.step.feed import Batch, Feed, Outcome
 from outrider.step.flight import Flight
 from outrider.step.forward import Forward
@@ -96,9 +96,9 @@ class Runner:
         if plan.follows != (after is not None):
             raise ValueError("a step that follows another needs to be told which")
         self._arrange(plan)
-        widths = plan.widths or (1,) * len(plan.batches)
+        shapes = plan.shapes or (PassShape(),) * len(plan.batches)
         before = None if after is None else after.flights[0].outcome
-        flights = [self._launch(*each, before) for each in zip(plan.batches, widths, strict=True)]
+        flights = [self._launch(*each, before) for each in zip(plan.batches, shapes, strict=True)]
         mx.async_eval([x for flight in flights for x in flight.arrays()], self._cache_arrays())
         return Launched(tuple(flights))
 
@@ -166,12 +166,15 @@ class Runner:
                 buffers.resize(num_slots, capacity)
             self._shape = (num_slots, capacity)
 
-    def _launch(self, batch: Batch, least_width: int, before: Outcome | None) -> Flight:
-        width = max(least_width, *(row.num_fed for row in batch))
-        feed = Feed.of_rows(batch, width) if before is None else Feed.after(before, batch, width)
-        if self._compiled is not None and repeats(batch):
-            return self._compiled(batch, feed, self._shape[1])
-        return self._forward(batch, feed, self._shape[1])
+    def _launch(self, batch: Batch, least: PassShape, before: Outcome | None) -> Flight:
+        width = max(least.width, *(row.num_fed for row in batch))
+        compiled = self._compiled if self._compiled is not None and repeats(batch) else None
+        ghosts = () if compiled is None else ghosts_for(batch, least.rows)
+        rows = [*batch, *ghosts]
+        feed = Feed.of_rows(rows, width) if before is None else Feed.after(before, rows, width)
+        if compiled is None:
+            return self._forward(batch, feed, self._shape[1])
+        return compiled(batch, ghosts, feed, self._shape)
 
 
 def _runs(saves: Sequence[SaveCells]) -> list[list[SaveCells]]:

@@ -1,0 +1,78 @@
+"""Shapes: few where new ones are slow to begin with, and never dear."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.speculate.costs import CostTable, HeadCost, Measured
+from outrider.speculate.shapes import FEW_DEPTHS, NEXT_TO_NOTHING, ROW_COUNTS, Shapes, rounded_up, row_count
+
+WIDTHS = range(1, 10)
+FLAT = {(rows, width): 1.0 + 0.001 * rows * width for rows in (1, 32) for width in WIDTHS}
+LINEAR = {(rows, width): 1.0 * rows * width for rows in (1, 32) for width in WIDTHS}
+
+
+def shapes(trunk: dict[tuple[int, int], float], few: bool = True, cell_s: float = 0.0) -> Shapes:
+    return Shapes(CostTable(Measured(trunk, {1: HeadCost(0.1, 0.1, 0.1)}, 128, cell_s)), few)
+
+
+def test_where_rows_cost_nothing_all_numbers_of_them_have_one_shape() -> None:
+    found = {shapes(FLAT).decoding(rows, 1, 100, 32) for rows in range(1, 33)}
+    assert found == {(32, 1)}
+
+
+def test_where_every_token_costs_nothing_is_padded() -> None:
+    for rows in range(1, 13):
+        for width in WIDTHS:
+            assert shapes(LINEAR).decoding(rows, width, 100, 32) == (rows, width)
+
+
+def test_long_rows_are_not_padded_with_rows_that_read_as_much() -> None:
+    dear = shapes(FLAT, cell_s=0.001)
+    assert dear.decoding(1, 1, 100, 32) == (32, 1)
+    assert dear.decoding(1, 1, 10_000, 32) == (1, 1)
+
+
+def test_a_width_is_one_of_few() -> None:
+    found = {shapes(FLAT).decoding(1, width, 100, 1)[1] for width in WIDTHS}
+    assert found == {1 + depth for depth in FEW_DEPTHS}
+
+
+def test_without_need_a_pass_is_as_large_as_its_rows() -> None:
+    exact = shapes(FLAT, few=False)
+    assert exact.decoding(5, 4, 100, 32) == (5, 4)
+    assert exact.prompt_width(37) == 37
+    assert list(exact.depths) == list(range(9))
+
+
+@given(
+    rows=st.integers(1, 40), spare=st.integers(0, 40), width=st.sampled_from(WIDTHS),
+    cells=st.integers(0, 9000), each=st.floats(0, 0.1), cell_s=st.floats(0, 1e-5),
+)  # fmt: skip
+def test_padding_fits_and_costs_next_to_nothing(
+    rows: int, spare: int, width: int, cells: int, each: float, cell_s: float
+) -> None:
+    trunk = {(r, w): 1.0 + each * r * w for r in (1, 8, 32) for w in WIDTHS}
+    made = shapes(trunk, cell_s=cell_s)
+    costs, num_slots = made._costs, rows + spare
+    wide, wider = made.decoding(rows, width, cells, num_slots)
+    assert rows <= wide <= num_slots
+    assert width <= wider <= 9
+    long = rounded_up(cells, 128, 8)
+    assert costs.measured_s(wide, width, long) <= NEXT_TO_NOTHING * costs.measured_s(rows, width, long)
+    assert costs.measured_s(wide, wider, 0) <= NEXT_TO_NOTHING * costs.measured_s(wide, width, 0)
+
+
+def test_prompts_have_few_widths_and_grow_little() -> None:
+    widths = {size: shapes(FLAT).prompt_width(size) for size in range(1, 4097)}
+    assert all(size <= width for size, width in widths.items())
+    assert all(width - size < max(16, size / 8 + 1) for size, width in widths.items())
+    assert len(set(widths.values())) <= 64
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(1, 1), (5, 6), (9, 12), (33, 48), (200, 200)])
+def test_slots_are_made_for_some_more_rows(rows: int, slots: int) -> None:
+    assert row_count(rows) == slots
+    assert rows > max(ROW_COUNTS) or slots in ROW_COUNTS
