@@ -7,11 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.speculate.costs import CostTable, HeadCost, Measured
-from outrider.speculate.shapes import FEW_DEPTHS, NEXT_TO_NOTHING, ROW_COUNTS, Shapes, rounded_up, row_count
+from outrider.speculate.shapes import (
+    CELL_PARTS,
+    CELL_STEP,
+    FEW_DEPTHS,
+    FEW_WIDTHS,
+    MUCH,
+    NEXT_TO_NOTHING,
+    ROW_COUNTS,
+    Shapes,
+    rounded_up,
+    row_count,
+)
 
 WIDTHS = range(1, 10)
 FLAT = {(rows, width): 1.0 + 0.001 * rows * width for rows in (1, 32) for width in WIDTHS}
 LINEAR = {(rows, width): 1.0 * rows * width for rows in (1, 32) for width in WIDTHS}
+SLOPED = {(rows, width): 1.0 + 0.1 * rows for rows in (1, 32) for width in WIDTHS}
 
 
 def shapes(trunk: dict[tuple[int, int], float], few: bool = True, cell_s: float = 0.0) -> Shapes:
@@ -23,21 +35,50 @@ def test_where_rows_cost_nothing_all_numbers_of_them_have_one_shape() -> None:
     assert found == {(32, 1)}
 
 
-def test_where_every_token_costs_nothing_is_padded() -> None:
-    for rows in range(1, 13):
+def test_where_every_token_costs_nothing_is_padded_by_much() -> None:
+    dear = shapes(LINEAR)
+    for rows in range(1, 33):
         for width in WIDTHS:
-            assert shapes(LINEAR).decoding(rows, width, 100, 32) == (rows, width)
+            wide, wider = dear.decoding(rows, width, 100, 32)
+            assert wide * wider <= 1.35 * rows * width
+    assert dear.decoding(1, 4, 100, 32) == (1, 5)
+    assert dear.decoding(5, 1, 100, 32) == (6, 1)
+    assert dear.decoding(5, 4, 100, 32) == (5, 4)
+
+
+def test_a_pass_that_comes_often_has_a_shape_of_its_own_where_that_costs_less() -> None:
+    found = shapes(SLOPED)
+    assert found.decoding(17, 1, 100, 32) == (24, 1)
+    for _ in range(40):
+        found.note(17, 1)
+    assert found.decoding(17, 1, 100, 32) == (17, 1)
+    assert found.decoding(18, 1, 100, 32) == (24, 1)
+    for _ in range(120):
+        found.note(3, 1)
+    assert found.decoding(17, 1, 100, 32) == (24, 1)
+
+
+def test_a_shape_that_is_one_of_few_is_padded_for_nothing_only() -> None:
+    assert shapes(SLOPED).decoding(16, 1, 100, 32) == (16, 1)
+    assert shapes(SLOPED).decoding(12, 2, 100, 32) == (12, 2)
 
 
 def test_long_rows_are_not_padded_with_rows_that_read_as_much() -> None:
-    dear = shapes(FLAT, cell_s=0.001)
+    dear = shapes(FLAT, cell_s=1e-5)
     assert dear.decoding(1, 1, 100, 32) == (32, 1)
     assert dear.decoding(1, 1, 10_000, 32) == (1, 1)
 
 
+def test_caches_grow_in_few_steps() -> None:
+    sizes = {cells: shapes(FLAT).capacity(cells, 256) for cells in range(256, 32_769, 256)}
+    assert all(cells <= size <= 1.5 * cells + 256 for cells, size in sizes.items())
+    assert len(set(sizes.values())) <= 16
+    assert shapes(FLAT, few=False).capacity(768, 256) == 768
+
+
 def test_a_width_is_one_of_few() -> None:
     found = {shapes(FLAT).decoding(1, width, 100, 1)[1] for width in WIDTHS}
-    assert found == {1 + depth for depth in FEW_DEPTHS}
+    assert found == set(FEW_WIDTHS) >= {1 + depth for depth in FEW_DEPTHS}
 
 
 def test_without_need_a_pass_is_as_large_as_its_rows() -> None:
@@ -57,12 +98,14 @@ def test_padding_fits_and_costs_next_to_nothing(
     trunk = {(r, w): 1.0 + each * r * w for r in (1, 8, 32) for w in WIDTHS}
     made = shapes(trunk, cell_s=cell_s)
     costs, num_slots = made._costs, rows + spare
-    wide, wider = made.decoding(rows, width, cells, num_slots)
-    assert rows <= wide <= num_slots
-    assert width <= wider <= 9
-    long = rounded_up(cells, 128, 8)
-    assert costs.measured_s(wide, width, long) <= NEXT_TO_NOTHING * costs.measured_s(rows, width, long)
-    assert costs.measured_s(wide, wider, 0) <= NEXT_TO_NOTHING * costs.measured_s(wide, width, 0)
+    long = rounded_up(cells, CELL_STEP, CELL_PARTS)
+    for limit, num_noted in ((MUCH, 1), (NEXT_TO_NOTHING, 40)):
+        for _ in range(num_noted):
+            made.note(rows, width)
+        wide, wider = made.decoding(rows, width, cells, num_slots)
+        assert rows <= wide <= num_slots
+        assert width <= wider <= 9
+        assert costs.measured_s(wide, wider, long) <= limit * costs.measured_s(rows, width, long)
 
 
 def test_prompts_have_few_widths_and_grow_little() -> None:

@@ -61,6 +61,7 @@ def pass_shape(controller: DepthController, batch: Rows[RowPlan], num_slots: int
         return PassShape()
     width = max(row.num_fed for row in batch)
     num_cells = max(row.start for row in batch)
+    controller.shapes.note(len(batch), width)
     return PassShape(*controller.shapes.decoding(len(batch), width, num_cells, num_slots))
 
 

@@ -278,10 +278,12 @@ class Scheduler:
 
     def _make_room(self) -> tuple[int, int]:
         """The caches' shape for this step; the last to come give way until it fits the budget."""
+        page = self._geometry.page_size
         while rows := list(self._slots.sequences()):
             capacity = self._geometry.capacity_for(max(_cells(row) for row in rows))
             spanned = self._slots.num_spanned
-            roomy = (max(self._shape[0], row_count(spanned)), max(self._shape[1], capacity))
+            grown = self._geometry.capacity_for(self._controller.shapes.capacity(capacity, page))
+            roomy = (max(self._shape[0], row_count(spanned)), max(self._shape[1], grown))
             if self._fits(*roomy):
                 return roomy
             if self._fits(len(rows), capacity) or len(rows) == 1:

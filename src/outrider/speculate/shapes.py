@@ -1,61 +1,98 @@
-"""How large a pass is made: rows and width. Pure Python.
+"""How large a pass is made: rows, width, cells. Pure Python.
 
 Where a new shape is slow to begin with (its pass is traced, its kernels are looked up and loaded) a few
-shapes do for all: a pass is padded to one of them where that costs next to nothing. Elsewhere it is as large
-as its rows, but for a width that is known to cost less than a narrower one.
+shapes do for all, and a pass is padded to the next of them:
+
+    where that costs next to nothing       always
+    where it costs something               unless the pass's own shape comes often
+    where it costs much                    never
+
+Elsewhere a pass is as large as its rows, but for a width that is known to cost less than a narrower one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from outrider.request import MAX_DEPTH
 from outrider.speculate.costs import CostTable
 
 ALL_DEPTHS = tuple(range(MAX_DEPTH + 1))
 FEW_DEPTHS = (0, 1, 2, 4, 8)
+FEW_WIDTHS = (1, 2, 3, 5, 8, 9)  # of those drafts, and 8, from which on quantised products cost less
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-NEXT_TO_NOTHING = 1.08  # of a step's time, over that of the smaller shape
-CELL_STEP, CELL_PARTS = 128, 8  # how finely long rows are told apart
+NEXT_TO_NOTHING, MUCH = 1.08, 1.35  # of a step's time, over that of the smaller shape
+OFTEN = 0.25  # of the last steps, of which
+STEP_SHARE = 0.01  # is the newest
+CELL_STEP, CELL_PARTS = 256, 8  # how finely long rows are told apart
 PROMPT_STEP, PROMPT_PARTS = 16, 8  # tokens of a prompt that are read at once are rounded up by so much
+CAPACITY_PARTS = 2
+
+Extent = tuple[int, int]  # rows, width
 
 
 class Shapes:
     def __init__(self, costs: CostTable, few: bool) -> None:
         self._costs = costs
         self._few = few
-        self._rows: dict[tuple[int, int, int, int], int] = {}
+        self._num_steps = 0
+        self._shares: dict[Extent, tuple[float, int]] = {}  # of the steps up to that one
+        self._found: dict[tuple[Extent, bool, int, int], Extent] = {}
 
     @property
     def depths(self) -> Sequence[int]:
         """Those that rows on auto may have."""
         return FEW_DEPTHS if self._few else ALL_DEPTHS
 
-    def decoding(self, num_rows: int, width: int, num_cells: int, num_slots: int) -> tuple[int, int]:
+    def decoding(self, num_rows: int, width: int, num_cells: int, num_slots: int) -> Extent:
         """Rows and width of a pass that needs so many, over rows of up to `num_cells` in `num_slots`."""
         if not self._few:
             return num_rows, self._costs.best_width(num_rows, width)
-        key = num_rows, width, rounded_up(num_cells, CELL_STEP, CELL_PARTS), num_slots
-        rows = self._rows.get(key)
-        if rows is None:
-            rows = self._rows[key] = self._most_rows(*key)
-        wider = 1 + next(depth for depth in FEW_DEPTHS if depth >= width - 1)
-        if self._is_near(rows, wider, rows, width, 0):
-            width = wider
-        return rows, self._costs.best_width(rows, width)
+        own, num_cells = (num_rows, width), rounded_up(num_cells, CELL_STEP, CELL_PARTS)
+        key = own, self._share(own) >= OFTEN, num_cells, num_slots
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._padded(*key)
+        return found[0], self._costs.best_width(*found, FEW_WIDTHS)
+
+    def note(self, num_rows: int, width: int) -> None:
+        """A step needs a pass of so many."""
+        if self._few:
+            own = num_rows, width
+            share = self._share(own)
+            self._num_steps += 1
+            self._shares[own] = share + STEP_SHARE, self._num_steps
 
     def prompt_width(self, width: int) -> int:
         return rounded_up(width, PROMPT_STEP, PROMPT_PARTS) if self._few else width
 
-    def _most_rows(self, num_rows: int, width: int, num_cells: int, num_slots: int) -> int:
-        more = (count for count in (*ROW_COUNTS, num_slots) if num_rows < count <= num_slots)
-        near = (count for count in more if self._is_near(count, width, num_rows, width, num_cells))
-        return max(near, default=num_rows)
+    def capacity(self, num_cells: int, page: int) -> int:
+        """Cells that the caches are given where rows need so many: all shapes change when they grow."""
+        return rounded_up(num_cells, page, CAPACITY_PARTS) if self._few else num_cells
 
-    def _is_near(self, rows: int, width: int, least_rows: int, least_width: int, num_cells: int) -> bool:
+    def _share(self, own: Extent) -> float:
+        share, then = self._shares.get(own, (0.0, 0))
+        return share * (1 - STEP_SHARE) ** (self._num_steps - then)
+
+    def _padded(self, own: Extent, comes_often: bool, num_cells: int, num_slots: int) -> Extent:
+        found, limit = own, NEXT_TO_NOTHING if comes_often else MUCH
+        for shape in _larger(own, num_slots):
+            if self._measured_s(shape, num_cells) <= limit * self._measured_s(own, num_cells):
+                found = shape
+            limit = NEXT_TO_NOTHING  # for more than the next one
+        return found
+
+    def _measured_s(self, shape: Extent, num_cells: int) -> float:
         """By what was measured alone, so that a shape stays what it is while costs are corrected."""
-        least = self._costs.measured_s(least_rows, least_width, num_cells)
-        return self._costs.measured_s(rows, width, num_cells) <= NEXT_TO_NOTHING * least
+        return self._costs.measured_s(*shape, num_cells)
+
+
+def _larger(own: Extent, num_slots: int) -> Iterator[Extent]:
+    """The next width, with the next number of rows and with more."""
+    num_rows, width = own
+    wide = next(few for few in FEW_WIDTHS if few >= width)
+    counts = [count for count in ROW_COUNTS if num_rows <= count <= num_slots] or [num_rows]
+    yield from ((count, wide) for count in counts)
 
 
 def row_count(num_rows: int) -> int:

@@ -21,13 +21,12 @@ from outrider.models.trunk import Buffers
 from outrider.plan import RowPlan
 from outrider.sampling.edits import needs_edits
 from outrider.sampling.picking import Picking
-from outrider.speculate.shapes import rounded_up
+from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step.feed import Batch, Feed, Outcome
 from outrider.step.flight import Flight
 from outrider.step.forward import Forward, last_cell
 from outrider.step.verify import Picks
 
-END_STEP, END_PARTS = 128, 8  # the attended part of the buffers is rounded up so: each size is a trace
 GHOST = -1
 MOST_TRACES = 128
 
@@ -87,7 +86,7 @@ class CompiledPasses:
         """`feed` is that of the batch and its ghosts, `shape` the slots and the capacity of the caches."""
         rows = self._alike([*batch, *ghosts], feed.token_ids.shape[1])
         ways = self._forward.ways_to_pick(rows, merged=True)
-        end = min(shape[1], rounded_up(last_cell(batch), END_STEP, END_PARTS))
+        end = min(shape[1], rounded_up(last_cell(batch), CELL_STEP, CELL_PARTS))
         key = _key(rows, feed, ways, end, shape)
         known = self._traces.get(key)
         traced = known or self._trace(rows, ways, end, shape[1])
