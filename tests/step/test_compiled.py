@@ -194,7 +194,9 @@ def test_rows_with_something_to_say_are_not_traced() -> None:
 
     assert repeats([row(temperature=0)])
     assert repeats([row(temperature=1, top_k=20, top_p=0.9, seed=1)])
-    assert not repeats([row(temperature=0), row(temperature=1, top_p=0.9, seed=1)])
+    assert repeats([row(temperature=0), replace(row(temperature=1, seed=1), slot=1)])
+    assert not repeats([row(temperature=0), replace(row(temperature=1, top_p=0.9, seed=1), slot=1)])
+    assert not repeats([replace(row(temperature=0), slot=1)])
     assert not repeats([row(temperature=0, logprobs=1)])
     assert not repeats([row(temperature=0, presence_penalty=0.5)])
     assert not repeats([plan_row([1, 2, 3], params=GREEDY, start=0)])

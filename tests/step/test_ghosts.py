@@ -13,7 +13,7 @@ from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Trunk
 from outrider.plan import PassShape, RowPlan, StepPlan, StepResult
 from outrider.request import SamplingParams
-from outrider.step.compiled import GHOST, ghosts_for
+from outrider.step.compiled import GHOST, ghosts_for, repeats
 from outrider.step.flight import UnsoundLogits
 from outrider.step.runner import Runner
 from plan_rows import plan_row
@@ -139,9 +139,9 @@ def _spoilt(array: mx.array, first: int) -> mx.array:
     return array
 
 
-def test_only_rows_in_the_first_slots_have_ghosts() -> None:
-    assert ghosts_for((picks(1),), 4) == ()
-    assert ghosts_for((picks(0),), 1) == ()
+def test_ghosts_stand_in_the_next_slots() -> None:
+    assert not repeats((picks(1),))  # other rows than the first have none: their pass is not traced
+    assert not ghosts_for((picks(0),), 1)
     assert [(row.slot, row.sequence_id) for row in ghosts_for((picks(0), picks(1)), 4)] == [
         (2, GHOST),
         (3, GHOST),

@@ -77,6 +77,7 @@ class DepthController:
             lambda width, depth: cost(later, heading, width, depth),
             lambda depth: costs.head_row_s(later, max(1, heading), depth),
             self.shapes.depths,
+            self.shapes.another,
         )
         if heading == 0 or not (any(choice.next) or self._could_pay(len(rows), num_cells, num_slots)):
             return choice
@@ -152,7 +153,7 @@ def _outlook(wish: Wish) -> RowOutlook:
         from_head = record.chances("head", min(MAX_DEPTH, wish.most_next))
     _note_others(wish, offers, from_head)
     share = record.other_share
-    drafts = not on_trial and any(source == "head" for source, _, _ in wish.offers)
+    drafts = 0 if on_trial else max((num for source, num, _ in wish.offers if source == "head"), default=0)
     if wish.fixed is not None or share < 0.02 or record.other is None:
         return RowOutlook(offers, wish.fixed, from_head, drafts=drafts)
     otherwise = [share * chance for chance in record.chances(record.other, MAX_DEPTH)]

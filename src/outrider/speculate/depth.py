@@ -34,7 +34,7 @@ class RowOutlook:
     fixed: int | None = None  # it asked for this depth; None: the choice is free
     from_head: Sequence[float] = ()  # chances of the drafts that the head may make for its next step
     otherwise: Sequence[float] = ()  # chances of what others are likely to offer then; they cost no pass
-    drafts: bool = False  # the head has drafted for it just now
+    drafts: int = 0  # those that the head has made for it just now
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,14 @@ def choose(
     cost_next: StepCost,
     head_row_s: Callable[[int], float],
     depths: Sequence[int] = ALL_DEPTHS,
+    another: float = 1.0,
 ) -> Choice:
     """The depths at which rows wait least for a token, of those that may be chosen.
 
     `cost_next` is that of the next batch, `head_row_s` what one row adds to the head's passes at a depth.
+    `another`: what another depth than the last has to promise, over that one.
     """
-    steady = best_steady(rows, cost_next, depths)
+    steady = best_steady(rows, cost_next, depths, another)
     least = steady.pace * head_row_s(steady.depth)  # tokens that a row's part in its passes has to bring
     wanted = tuple(_wanted(row, steady.depth, least) for row in rows)
     made = max(wanted, default=0)
@@ -86,7 +88,9 @@ def choose(
     return Choice(tuple(_best_offer(row, width) for row in rows), wanted)
 
 
-def best_steady(rows: Sequence[RowOutlook], cost: StepCost, depths: Sequence[int] = ALL_DEPTHS) -> Steady:
+def best_steady(
+    rows: Sequence[RowOutlook], cost: StepCost, depths: Sequence[int] = ALL_DEPTHS, another: float = 1.0
+) -> Steady:
     """The head's depth at which rows wait least, at least what is made anyway."""
     free = [row for row in rows if row.fixed is None]
     wide = max((row.fixed for row in rows if row.fixed is not None), default=0)  # a width that is paid anyway
@@ -106,12 +110,12 @@ def best_steady(rows: Sequence[RowOutlook], cost: StepCost, depths: Sequence[int
         return min((at(depth, width) for width in (least, *wider)), key=lambda steady: steady.waits)
 
     best = best_at(0)
-    goes_on = any(row.drafts for row in free) and not others_wait
-    hurdle = best.waits if goes_on else best.waits / MARGIN
-    for depth in (depth for depth in depths if 0 < depth <= most):
-        found = best_at(depth)
+    last = max((row.drafts for row in free), default=0)
+    hurdle = best.waits if last and not others_wait else best.waits / MARGIN
+    drafting = [best_at(depth) for depth in depths if 0 < depth <= most]
+    for found in sorted(drafting, key=lambda found: found.depth != last):  # the last one has the first say
         if found.waits < hurdle:
-            best, hurdle = found, found.waits
+            best, hurdle = found, found.waits / (another if found.depth == last else 1.0)
     return best
 
 

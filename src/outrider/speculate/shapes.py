@@ -27,6 +27,7 @@ STEP_SHARE = 0.01  # is the newest
 CELL_STEP, CELL_PARTS = 256, 8  # how finely long rows are told apart
 PROMPT_STEP, PROMPT_PARTS = 16, 8  # tokens of a prompt that are read at once are rounded up by so much
 CAPACITY_PARTS = 2
+ANOTHER = 1.05
 
 Extent = tuple[int, int]  # rows, width
 
@@ -43,6 +44,11 @@ class Shapes:
     def depths(self) -> Sequence[int]:
         """Those that rows on auto may have."""
         return FEW_DEPTHS if self._few else ALL_DEPTHS
+
+    @property
+    def another(self) -> float:
+        """What another depth than the last has to promise: it brings shapes of its own."""
+        return ANOTHER if self._few else 1.0
 
     def decoding(self, num_rows: int, width: int, num_cells: int, num_slots: int) -> Extent:
         """Rows and width of a pass that needs so many, over rows of up to `num_cells` in `num_slots`."""
@@ -64,7 +70,7 @@ class Shapes:
             self._shares[own] = share + STEP_SHARE, self._num_steps
 
     def prompt_width(self, width: int) -> int:
-        return rounded_up(width, PROMPT_STEP, PROMPT_PARTS) if self._few else width
+        return rounded_up(width, PROMPT_STEP, PROMPT_PARTS) if self._few and width > 1 else width
 
     def capacity(self, num_cells: int, page: int) -> int:
         """Cells that the caches are given where rows need so many: all shapes change when they grow."""

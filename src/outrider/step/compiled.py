@@ -34,8 +34,11 @@ Traced = Callable[[list[Any], list[list[mx.array]]], tuple[list[mx.array], list[
 
 
 def repeats(batch: Batch) -> bool:
-    """Whether a batch is of the kind that comes again: rows that decode, and leave the rest to the device."""
-    return all(
+    """Whether a batch is of the kind that comes again: rows that decode, and leave the rest to the device.
+
+    Such rows are in the first slots; others read the end of a prompt, or are run alone after a fault.
+    """
+    return [row.slot for row in batch] == list(range(len(batch))) and all(
         row.picks
         and row.start > 0
         and row.first_pick == 0
@@ -50,9 +53,7 @@ def repeats(batch: Batch) -> bool:
 
 
 def ghosts_for(batch: Batch, num_rows: int) -> Batch:
-    """What a batch lacks of so many rows; none where its own are not in the first slots."""
-    if num_rows <= len(batch) or [row.slot for row in batch] != list(range(len(batch))):
-        return ()
+    """What a batch in the first slots lacks of so many rows."""
     return [_ghost(slot, batch[-1]) for slot in range(len(batch), num_rows)]
 
 
