@@ -21,13 +21,14 @@
 enum {
     ROWS = 4,                 /* of the weights in a tile */
     ROWS_AHEAD = 2 * ROWS,    /* what is called from memory while a tile is computed */
-    MOST_SIZE = 1024,         /* elements of a row in one go: tile and tokens stay in the nearest caches */
+    MOST_SIZE = 640,          /* elements of a row in one go: tile and tokens stay in the nearest caches */
     MOST_BLOCK = 96 << 10,    /* elements of the tokens in one go */
     MOST_CHUNK = 32 << 10,    /* elements of the weights that a thread takes at a time, */
     CHUNKS_EACH = 4,          /* or as many as give each thread some */
     TOKENS_FREE = 8,          /* computed in the time that the weights take to arrive */
     LEAST_SHARED = 100 << 10, /* elements of the weights, for that many tokens, that are worth a second thread */
     MOST_THREADS = 64,
+    LINE = 16,                /* elements that come from memory together */
     SPIN_CYCLES = 32 << 10,   /* a thread without work sleeps after that; the program needs its core */
 };
 
@@ -37,12 +38,19 @@ typedef struct {
     const float *x, *w; /* [num_tokens, size], [num_rows, size] */
     float *y;           /* [num_tokens, num_rows] */
     int adds;           /* to what y holds */
-    int rows_each, num_chunks;
+    int rows_each, num_chunks, num_threads;
 } Product;
 
 static inline int least(int a, int b) { return a < b ? a : b; }
 static inline int most(int a, int b) { return a > b ? a : b; }
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+/* Where the row `distance` after row n is, which is at `row`; past the last one, of those from `next` on. */
+static inline const float *later_row(
+    const Product *p, const float *row, int n, int distance, int last, const float *next)
+{
+    return n + distance < last ? row + distance * p->ldw : next + (n + distance - last) * p->ldw;
+}
 
 /* AVX-512: 24 of 32 registers are accumulators. */
 
@@ -95,16 +103,21 @@ static inline __attribute__((always_inline, target(TARGET))) __m128 avx2_sums(co
 
 #include "product_tile.h"
 
-static void (*compute_block)(const Product *, int, int, int, int, int, int);
+static void (*compute_block)(const Product *, int, int, int, int, int, int, const float *);
 
 static void compute_chunk(const Product *p, int chunk)
 {
     int first = chunk * p->rows_each, last = least(first + p->rows_each, p->num_rows);
     int size = ceil_div(ceil_div(p->size, ceil_div(p->size, MOST_SIZE)), 16) * 16; /* by p->size alone */
     int tokens = least(p->num_tokens, MOST_BLOCK / size);
+    int then = least(chunk + p->num_threads, p->num_chunks - 1) * p->rows_each; /* most likely this thread's */
     for (int t = 0; t < p->num_tokens; t += tokens)
-        for (int k = 0; k < p->size; k += size)
-            compute_block(p, first, last, t, least(t + tokens, p->num_tokens), k, least(size, p->size - k));
+        for (int k = 0; k < p->size; k += size) {
+            const float *next = p->w + (t + tokens < p->num_tokens ? first : then) * p->ldw;
+            if (k + size < p->size)
+                next = p->w + first * p->ldw + k + size;
+            compute_block(p, first, last, t, least(t + tokens, p->num_tokens), k, least(size, p->size - k), next);
+        }
 }
 
 /* Threads. One caller at a time shares its product: it takes chunks like the helpers do and waits only for those
@@ -200,7 +213,9 @@ static void compute(Product *p)
     int rows = least(ceil_div(MOST_CHUNK, p->size), ceil_div(p->num_rows, CHUNKS_EACH * (num_helpers + 1)));
     p->rows_each = ceil_div(rows, ROWS) * ROWS;
     p->num_chunks = ceil_div(p->num_rows, p->rows_each);
+    p->num_threads = 1;
     if (num_helpers > 0 && is_large && p->num_chunks > 1 && !atomic_flag_test_and_set(&pool.is_shared)) {
+        p->num_threads += num_helpers;
         compute_together(p, num_helpers);
         atomic_flag_clear(&pool.is_shared);
         return;

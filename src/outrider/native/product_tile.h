@@ -6,27 +6,25 @@
 
 #define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < (count); i++)
 
-/* `lines`: how many of the rows from `ahead` on to call from memory meanwhile, for a later tile. */
+/* Meanwhile two later tiles are called: one from memory into the second cache, ROWS rows from `ahead` on, a line
+   of each one time in `every`; and the next one, unless `near` is NULL, from there into the first. */
 static inline __attribute__((always_inline, target(TARGET))) void NAME(tile)(
     const int tokens, const float *x, size_t ldx, const float *const w[ROWS], size_t ldw, const float *ahead,
-    int lines, int size, int adds, float *y, size_t ldy, int rows)
+    int every, const float *near, int size, int adds, float *y, size_t ldy, int rows)
 {
     VEC sum[TOKENS][ROWS], token[TOKENS];
     EACH(t, tokens)
         EACH(r, ROWS) sum[t][r] = ZERO();
-    int k = 0;
+    int k = 0, wait = 1;
     for (; k + LANES <= size; k += LANES) {
         EACH(t, tokens) token[t] = LOAD(x + t * ldx + k);
-        if (lines) {
-            __builtin_prefetch(ahead + k, 0, 2);
-            if (lines > 1) {
-                __builtin_prefetch(ahead + ldw + k, 0, 2);
-                if (lines > 2) {
-                    __builtin_prefetch(ahead + 2 * ldw + k, 0, 2);
-                    __builtin_prefetch(ahead + 3 * ldw + k, 0, 2);
-                }
-            }
+        if (--wait == 0) {
+            wait = every;
+            EACH(r, ROWS) __builtin_prefetch(ahead + r * ldw, 0, 2);
+            ahead += LINE;
         }
+        if (near)
+            EACH(r, ROWS) __builtin_prefetch(near + r * ldw + k, 0, 3);
         EACH(r, ROWS) {
             VEC row = LOAD(w[r] + k);
             EACH(t, tokens) sum[t][r] = FMA(token[t], row, sum[t][r]);
@@ -54,26 +52,28 @@ static inline __attribute__((always_inline, target(TARGET))) void NAME(tile)(
     }
 }
 
-/* Rows [first, last) of the weights with tokens [begin, end), along elements [k, k + size). */
+/* Rows [first, last) of the weights with tokens [begin, end), along elements [k, k + size); what comes after
+   them begins at `next`. */
 static __attribute__((noinline, target(TARGET))) void NAME(block)(
-    const Product *p, int first, int last, int begin, int end, int k, int size)
+    const Product *p, int first, int last, int begin, int end, int k, int size, const float *next)
 {
     int tokens = end - begin, passes = (tokens + TOKENS - 1) / TOKENS;
-    int lines = passes == 1 ? ROWS : passes <= ROWS ? (ROWS + passes - 1) / passes : 1;
     for (int n = first; n < last; n += ROWS) {
         int rows = least(last - n, ROWS);
         const float *w[ROWS];
         for (int r = 0; r < ROWS; r++)
             w[r] = p->w + (n + least(r, rows - 1)) * p->ldw + k;
+        const float *near = later_row(p, w[0], n, ROWS, last, next);
+        const float *far = later_row(p, w[0], n, ROWS_AHEAD, last, next);
         for (int pass = 0; pass < passes; pass++) {
-            int t = begin + tokens * pass / passes, next = begin + tokens * (pass + 1) / passes;
-            const float *ahead = w[0] + (size_t)(ROWS_AHEAD + pass * lines) * p->ldw;
-            int calls = pass * lines < ROWS ? lines : 0;
-            switch (next - t) {
+            int t = begin + tokens * pass / passes, then = begin + tokens * (pass + 1) / passes;
+            const float *ahead = far + size * pass / passes / LINE * LINE;
+            int is_last = pass > 0 && then == end; /* a single pass waits for the memory anyway */
+            switch (then - t) {
 #define CASE(T) \
     case T: \
-        NAME(tile)(T, p->x + t * p->ldx + k, p->ldx, w, p->ldw, ahead, calls, size, p->adds || k > 0, \
-                   p->y + t * p->ldy + n, p->ldy, rows); \
+        NAME(tile)(T, p->x + t * p->ldx + k, p->ldx, w, p->ldw, ahead, passes * LINE / LANES, \
+                   is_last ? near : NULL, size, p->adds || k > 0, p->y + t * p->ldy + n, p->ldy, rows); \
         break;
                 CASES
 #undef CASE
