@@ -29,7 +29,7 @@ def products(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return loaded(path, request.param)
 
 
-sizes = st.integers(1, 70) | st.sampled_from([64, 576, 1023, 1024, 1025, 1536, 2100, 4096])
+sizes = st.integers(1, 70) | st.sampled_from([64, 576, 639, 640, 641, 1280, 1281, 1536, 2100, 4096])
 shapes = st.tuples(st.integers(1, 40) | st.just(MOST_TOKENS), st.integers(1, 70), sizes)
 gaps = st.integers(0, 3)
 

@@ -21,10 +21,12 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
 from outrider.models import machine
 from outrider.request import Request, SamplingParams
+from outrider.speculate.controller import DepthController
 from outrider.speculate.prediction import PredictionDrafter
 from outrider.step.runner import Runner
 
 ROWS, NUM_TOKENS, DEPTH = 5, 96, 3
+ENDS_EARLIER = 12  # each row than the one before it: passes made for more rows than there are left
 WRONG_EVERY = 7  # tokens of a predicted answer
 
 
@@ -61,12 +63,14 @@ def _decode(
     """Tokens, rows, steps launched ahead. Drafts come from `answers` if there are any, else from the head."""
     runner = Runner(subject.trunk, subject.head, compiles=outruns)
     config = EngineConfig(max_rows=ROWS, prefill_step_size=64)
-    scheduler = Scheduler(config, runner.geometry(256), machine.cache_budget_bytes())
+    controller = DepthController(few_shapes=outruns)
+    scheduler = Scheduler(config, runner.geometry(256), machine.cache_budget_bytes(), controller)
     rows = []
     for i, prompt in enumerate(prompts(subject.trunk.vocab_size, ROWS, 24 + ROWS)):
-        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=i, ignore_eos=True)
+        num_tokens = NUM_TOKENS - ENDS_EARLIER * i
+        params = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=i, ignore_eos=True)
         request = Request(str(i), tuple(prompt[: 24 + i]), params)
-        row = Row(i, request, NoText(), frozenset(), NUM_TOKENS, max_depth=depth, head_depth=depth)
+        row = Row(i, request, NoText(), frozenset(), num_tokens, max_depth=depth, head_depth=depth)
         if answers is not None:
             own = answers[i][row.num_prompt :]
             wrong = [(t + (j % WRONG_EVERY == i)) % subject.trunk.vocab_size for j, t in enumerate(own)]

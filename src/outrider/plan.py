@@ -139,7 +139,7 @@ class RowPlan:
     @property
     def first_pick(self) -> int:
         """Column of the row's first target token."""
-        return max(0, len(self.token_ids) - 1 - self.num_drafts)
+        return len(self.token_ids) - 1 - self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)

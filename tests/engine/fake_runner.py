@@ -49,6 +49,7 @@ class FakeLaunched:
     plan: StepPlan
     result: StepResult
     is_traced: bool = False
+    is_whole: bool = True
 
 
 class FakeRunner:

@@ -11,6 +11,7 @@ from outrider.plan import StepPlan, StepResult
 @dataclass(frozen=True)
 class Launched:
     is_traced: bool
+    is_whole: bool = True
 
 
 class TracingRunner:
@@ -34,9 +35,23 @@ def plan(capacity: int) -> StepPlan:
 
 def test_a_step_is_held_up_by_the_tracing_of_its_own_pass_and_of_the_one_launched_after_it() -> None:
     flights = Flights(TracingRunner())
-    held_up = []
+    typical = []
     flights.launch(plan(16))
     for capacity in (16, 32, 32, 32):
         flights.launch(plan(capacity))
-        held_up.append(flights.land().held_up)
-    assert held_up == [True, True, True, False]
+        typical.append(flights.land().is_typical)
+    assert typical == [False, False, False, True]
+
+
+def test_a_step_that_was_not_run_as_planned_tells_nothing() -> None:
+    class Smaller(TracingRunner):
+        def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+            return Launched(False, is_whole=plan.capacity > 16)
+
+    flights = Flights(Smaller())
+    times = []
+    for capacity in (16, 32):
+        flights.launch(plan(capacity))
+        times.append(flights.land().own_s)
+    assert times[0] is None
+    assert times[1] is not None

@@ -15,6 +15,7 @@ from outrider.config import CacheGeometry, EngineConfig
 from outrider.engine.scheduler import MAX_FAILURES, SLACK, Scheduler
 from outrider.engine.sequence import Sequence
 from outrider.plan import StepResult
+from outrider.speculate.controller import DepthController
 from outrider.speculate.ngram import NgramDrafter
 
 FOREVER = 200  # tokens: longer than any of these tests runs
@@ -356,6 +357,25 @@ def test_caches_keep_their_shape_while_there_is_room() -> None:
     harness.cancel(rows[0])
     shapes = {(plan.num_slots, plan.capacity) for plan in harness.steps(10)}
     assert shapes == {(4, harness.geometry.capacity_for(150 + 2 + SLACK))}
+
+
+def test_where_shapes_are_few_caches_grow_ahead_as_long_as_there_is_room() -> None:
+    """Else they are as small as they can be without losing slots: who comes and goes would move the rest."""
+
+    def shapes(num_slots: int, num_cells: int) -> set[tuple[int, int]]:
+        harness = Harness(
+            max_rows=6,
+            prefill_step_size=400,
+            budget_bytes=budget_for(num_slots, num_cells),
+            controller=DepthController(few_shapes=True),
+        )
+        for _ in range(5):
+            harness.add(300, max_tokens=6)
+        return {(plan.num_slots, plan.capacity) for plan in harness.steps(8)}
+
+    needed = PAGE * 21  # 300 and a few more, with what a step may touch
+    assert max(shapes(6, 2 * needed)) == (6, PAGE * 24)
+    assert max(shapes(6, needed)) == (6, needed)
 
 
 def test_rows_that_cannot_grow_past_their_page_are_let_in_together() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,7 +139,11 @@ def fixed(depth: int) -> Policy:
 class Simulation:
     """Rows on a machine; they may come and go between steps."""
 
-    def __init__(self, table: Measured, controller: DepthController | None = None) -> None:
+    def __init__(
+        self, table: Measured, controller: DepthController | None = None, heads_rest: bool = True
+    ) -> None:
+        """`heads_rest`: those that make no drafts are not fed; where passes are traced they are."""
+        self.heads_rest = heads_rest
         self.truth = CostTable(table)
         self.controller = controller or DepthController(CostTable(table))
         self.rows: list[SimulatedRow] = []
@@ -170,10 +174,12 @@ class Simulation:
         caught_up_s = self._catch_up_s(choice)
         for row, offer, fed, wanted in zip(self.rows, offers, choice.feed, choice.next, strict=True):
             committed = row.advance(offer, fed)
-            row.behind = 0 if wanted else row.behind + committed
+            row.behind = 0 if wanted or not self.heads_rest else row.behind + committed
             row.made = wanted
             tokens += committed
         heading = sum(wanted > 0 for wanted in choice.next)
+        if policy is None and not self.heads_rest:
+            heading = sum(row.drafts for row in self.rows)
         shape = StepShape(len(self.rows), width, heading, max(choice.next), NUM_CELLS)
         seconds = self.truth.step_s(shape)
         if policy is None and not caught_up_s:  # as in the engine: drafting.step_shape
@@ -245,9 +251,15 @@ def machine(
     return Measured({(r, w): trunk(r, w) for r in counts for w in WIDTHS}, head)
 
 
+def _by_width(
+    widths: Sequence[int], rows: Mapping[int, Sequence[float]], head: Mapping[int, HeadCost]
+) -> Measured:
+    trunk = {(r, w): float(ms) for r, each in rows.items() for w, ms in zip(widths, each, strict=True)}
+    return Measured(trunk, head)
+
+
 def _cpu() -> Measured:
     """This project's reference CPU: SmolLM2-135M in float32, one thread, milliseconds."""
-    widths = (1, 2, 3, 4, 5, 6, 8, 9)
     rows = {
         1: (65.8, 69.2, 82.2, 80.8, 91.2, 94.3, 106.1, 116.2),
         2: (73.5, 86.0, 94.8, 100.9, 112.5, 112.9, 142.8, 142.1),
@@ -256,12 +268,29 @@ def _cpu() -> Measured:
         16: (139.0, 216.0, 276.5, 344.5, 411.9, 461.4, 608.7, 678.9),
     }
     head = {1: HeadCost(2.0, 6.0, 7.5), 4: HeadCost(2.5, 7.5, 9.5), 16: HeadCost(4.5, 13.0, 15.5)}
-    trunk = {(r, w): ms for r, each in rows.items() for w, ms in zip(widths, each, strict=True)}
-    return Measured(trunk, head)
+    return _by_width((1, 2, 3, 4, 5, 6, 8, 9), rows, head)
+
+
+def _own_products() -> Measured:
+    """The same CPU with both cores and products of our own."""
+    rows = {
+        1: (26.0, 25.4, 26.7, 28.4, 28.6, 28.5, 31.8, 34.8),
+        2: (26.6, 30.2, 30.3, 32.5, 35.5, 40.2, 48.2, 52.9),
+        4: (29.8, 32.7, 44.2, 49.3, 61.3, 69.8, 85.8, 96.6),
+        8: (37.6, 54.0, 71.2, 88.1, 103.6, 123.7, 159.5, 181.9),
+        16: (54.9, 89.3, 122.2, 154.9, 197.4, 220.0, 284.3, 327.6),
+    }
+    head = {
+        1: HeadCost(0.2, 2.0, 2.3),
+        4: HeadCost(0.7, 2.0, 2.8),
+        8: HeadCost(0.3, 2.5, 2.7),
+        16: HeadCost(0.7, 3.8, 4.5),
+    }
+    return _by_width((1, 2, 3, 4, 5, 6, 8, 9), rows, head)
 
 
 def _two_threads() -> Measured:
-    """The same CPU with both cores."""
+    """The same CPU with both cores, and OpenBLAS's products."""
     rows = {
         1: (46, 49, 61, 58),
         2: (49, 59, 82, 77),
@@ -270,8 +299,7 @@ def _two_threads() -> Measured:
         16: (100, 134, 169, 203),
     }
     head = {1: HeadCost(2.0, 4.0, 5.0), 4: HeadCost(2.5, 5.0, 7.0), 16: HeadCost(4.0, 9.0, 11.0)}
-    trunk = {(r, w): float(ms) for r, each in rows.items() for w, ms in enumerate(each, start=1)}
-    return Measured(trunk, head)
+    return _by_width((1, 2, 3, 4), rows, head)
 
 
 def _h200() -> Measured:
@@ -298,6 +326,27 @@ def _h200() -> Measured:
     return Measured({(r, w): ms for r, each in rows.items() for w, ms in each.items()}, head)
 
 
+def _h200_small() -> Measured:
+    """The same device and SmolLM2-135M in float16: the host's noise is as large as the differences."""
+    rows = {
+        1: (5.95, 5.17, 5.15),
+        2: (4.74, 4.09, 5.80),
+        4: (4.70, 4.14, 4.91),
+        8: (4.93, 5.61, 5.02),
+        16: (5.74, 6.51, 4.62),
+        32: (6.89, 5.51, 6.80),
+    }
+    head = {1: HeadCost(0.05, 0.03, 0.08), 8: HeadCost(0.34, 0.23, 0.57), 32: HeadCost(0.21, 0.14, 0.35)}
+    return _by_width((1, 2, 4), rows, head)
+
+
+def _h200_quantised() -> Measured:
+    """The same device, the shape of Qwen3.5-27B in 4 bits, up to 8 rows: drafts of a single one are dear."""
+    rows = {1: (17.2, 29.7, 48.8), 4: (43.1, 53.0, 75.5), 8: (106.8, 110.7, 110.8)}
+    head = {1: HeadCost(0.7, 0.5, 1.2), 4: HeadCost(3.5, 2.9, 6.4), 8: HeadCost(1.0, 8.7, 9.7)}
+    return _by_width((1, 2, 4), rows, head)
+
+
 def _cliffs(rows: int, width: int) -> float:
     """A quantised product: 0.65, 1.14, 1.43, 1.92 ms for 1 to 4 tokens, 0.71 ms for 8 to 64."""
     tokens = rows * width
@@ -308,9 +357,15 @@ def _cliffs(rows: int, width: int) -> float:
 MACHINES = {
     "cpu": _cpu(),
     "two threads": _two_threads(),
+    "own products": _own_products(),
     "h200": _h200(),
+    "h200 small": _h200_small(),
     "gpu": machine(lambda r, w: 2.4 + 0.1 * r + 0.02 * r * w, 0.03, 0.05, 0.06),  # bound by memory and host
     "linear": machine(lambda r, w: float(r * w), 0.03, 0.1, 0.1),  # every token costs the same
     "flat": machine(lambda r, w: 1.0, 0.02, 0.02, 0.03),  # tokens are free
     "cliffs": machine(_cliffs, 0.03, 0.05, 0.06),
+}
+TRACED_MACHINES = {
+    **{name: MACHINES[name] for name in ("h200", "h200 small", "gpu", "flat")},
+    "h200 quantised": _h200_quantised(),
 }

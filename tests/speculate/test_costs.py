@@ -14,6 +14,7 @@ from outrider.plan import StepPlan, StepResult
 from outrider.speculate import calibration, kept
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape, guessed_costs
+from outrider.speculate.shapes import FEW_WIDTHS
 
 CPU = MACHINES["cpu"]
 
@@ -180,6 +181,16 @@ def test_compiling_is_not_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     assert len(found.trunk_s) >= 6
     assert all(seconds == pytest.approx(truth.trunk_s[shape]) for shape, seconds in found.trunk_s.items())
+
+
+def test_where_passes_are_traced_the_widths_that_they_have_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "BUDGET_S", 600.0)
+    runner = TimedRunner(scaled(CPU, 1e-3), compiles=True)
+    found = calibration.measure(runner, 1000, 4, 4096, 1 << 30, clock=runner.clock)
+    assert found is not None
+    assert {width for _, width in found.trunk_s} == set(FEW_WIDTHS)
 
 
 def test_where_steps_are_launched_ahead_they_are_measured_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from depth_simulator import WIDTHS
 from hypothesis import given, settings
 
@@ -151,6 +152,25 @@ def test_a_cliff_is_climbed_where_the_other_side_is_better() -> None:
     row = RowOutlook(from_head=[0.8**j for j in range(1, 9)])
     steady = best_steady([row], lambda width, depth: costs[width] + 0.02 * depth)
     assert steady.depth >= 7
+
+
+@pytest.mark.parametrize(("gain", "another", "depth"), [(1.02, 1.0, 2), (1.02, 1.05, 1), (1.1, 1.05, 2)])
+def test_a_depth_stays_unless_another_promises_enough_more(gain: float, another: float, depth: int) -> None:
+    """Depth 2 promises `gain` times what depth 1 does, at which the row drafts now."""
+    chances = [0.8, 0.7]
+    waits = {0: 1.0, 1: 1 / 1.8 * 1.5, 2: 1 / 1.8 * 1.5 / gain}
+    tokens = {0: 1.0, 1: 1.8, 2: 2.5}
+    row = RowOutlook(from_head=chances, drafts=1)
+
+    def cost(width: int, made: int) -> float:
+        return waits[made] * tokens[made]
+
+    assert best_steady([row], cost, (0, 1, 2), another).depth == depth
+
+
+def test_a_depth_that_no_longer_pays_is_left_at_once() -> None:
+    row = RowOutlook(from_head=[0.1, 0.01], drafts=2)
+    assert best_steady([row], lambda width, made: float(width), (0, 1, 2), 1.05).depth == 0
 
 
 def test_drafts_that_were_not_fed_are_learnt_from_too() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from depth_simulator import (
     MACHINES,
+    TRACED_MACHINES,
     Outcome,
     Policy,
     Simulation,
@@ -34,6 +35,7 @@ KINDS: dict[str, tuple[Trace, ...]] = {
     "anything": traces()[::3],
 }
 NUM_STEPS = 160
+DEAR_TO_FEED = ("h200", "h200 quantised")  # heads, where they do not rest: 3.5 and 4 % of a step
 
 
 def batches(kind: str, num_rows: int) -> list[list[Trace]]:
@@ -45,7 +47,7 @@ def batches(kind: str, num_rows: int) -> list[list[Trace]]:
 def pace(machine: str, kind: str, num_rows: int, policy: Policy | None, with_ngram: bool = False) -> float:
     tokens, seconds = 0, 0.0
     for rows in batches(kind, num_rows):
-        simulation = Simulation(MACHINES[machine])
+        simulation = Simulation((MACHINES | TRACED_MACHINES)[machine])
         simulation.add(*rows)
         for _, gained, spent in simulation.run(NUM_STEPS, policy, with_ngram).steps:
             tokens, seconds = tokens + gained, seconds + spent
@@ -88,20 +90,21 @@ def test_auto_hardly_costs_where_drafts_are_right_by_chance(
     assert tokens[0] / seconds[0] >= 0.96 * tokens[1] / seconds[1]
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("num_rows", [1, 8])
 @pytest.mark.parametrize("kind", ["chat", "code", "hot words"])
-@pytest.mark.parametrize("machine", ["h200", "gpu", "flat"])
+@pytest.mark.parametrize("machine", TRACED_MACHINES)
 def test_few_depths_are_nearly_as_good_as_all(machine: str, kind: str, num_rows: int) -> None:
-    """Where shapes have to be traced."""
+    """Where shapes have to be traced, and heads are fed whether they draft or not."""
     paces = constant_paces(machine, kind, num_rows)
-    few, steps = DepthController(CostTable(MACHINES[machine]), few_shapes=True), []
+    table = TRACED_MACHINES[machine]
+    few, steps = DepthController(CostTable(table), few_shapes=True), []
     for rows in batches(kind, num_rows):
-        simulation = Simulation(MACHINES[machine], few)
+        simulation = Simulation(table, few, heads_rest=False)
         simulation.add(*rows)
         steps += simulation.run(NUM_STEPS).steps
     assert {depth for depths, _, _ in steps for depth in depths} <= set(FEW_DEPTHS)
     pace = sum(tokens for _, tokens, _ in steps) / sum(seconds for _, _, seconds in steps)
-    assert pace >= 0.97 * paces[0]
+    assert pace >= (0.95 if machine in DEAR_TO_FEED else 0.97) * paces[0]
     assert pace >= 0.9 * max(paces)
 
 

@@ -536,7 +536,10 @@ def _scheduler(history: History, runner: Runner, prefix_cache: PrefixCache | Non
     longest = max(len(ask.prompt) + (ask.params.max_tokens or 0) for ask in history.asks)
     budget = geometry.num_bytes(1, geometry.capacity_for(longest + SLACK)) * history.roominess
     config = EngineConfig(max_rows=history.max_rows, prefill_step_size=history.chunk, page_size=history.page)
-    controller = RestlessController(history.seed) if history.seed % 3 else DepthController()
+    few_shapes = history.seed % 2 == 0
+    controller = (
+        RestlessController(history.seed) if history.seed % 3 else DepthController(few_shapes=few_shapes)
+    )
     scheduler = Scheduler(config, geometry, int(budget), controller, prefix_cache)
     assert scheduler.longest_context() >= longest
     return scheduler

@@ -64,16 +64,17 @@ def slots_from(runner: Runner, first: int) -> Iterator[np.ndarray]:
             yield part[:, :, :-1] if isinstance(buffers, RaggedKV) else part
 
 
+@pytest.mark.parametrize("num_rows", [3, SLOTS])
 @pytest.mark.parametrize("drafts", [(), (2, 8)], ids=["plain", "drafting"])
 @pytest.mark.parametrize("family", [*WITH_HEADS, *HEADLESS])
-def test_slots_under_ghosts_stay_as_they_were(family: str, drafts: tuple[int, ...]) -> None:
-    """The row in slot 2 is reading its prompt while two others decode in a pass made for six."""
+def test_slots_under_ghosts_stay_as_they_were(family: str, drafts: tuple[int, ...], num_rows: int) -> None:
+    """The row in slot 2 is reading its prompt while two others decode in a pass made for more."""
     runner = runner_of(family)
     run(runner, (reads(0), reads(1), reads(2)), PassShape())
     before = list(slots_from(runner, 2))
     assert any(part.any() for part in before)
     rows = picks(0, drafts), picks(1)
-    found = run(runner, rows, PassShape(SLOTS, 1 + len(drafts)))
+    found = run(runner, rows, PassShape(num_rows, 1 + len(drafts)))
     for was, now in zip(before, slots_from(runner, 2), strict=True):
         np.testing.assert_array_equal(was, now)
     runner.reset()
@@ -84,6 +85,24 @@ def test_slots_under_ghosts_stay_as_they_were(family: str, drafts: tuple[int, ..
     assert [row.sequence_id for row in found.rows] == [0, 1]
     assert all(len(row.drafts) == (0 if family in HEADLESS else 3) for row in found.rows)
     alone.reset()
+
+
+def test_ghosts_beside_a_head_of_several_layers() -> None:
+    """Its later layers write cells again: of ghosts none."""
+    tiny = world("llama")
+
+    def answers(num_rows: int) -> tuple[StepResult, list[np.ndarray]]:
+        runner = Runner(tiny.trunk, LoadedHead((tiny.head, tiny.head), "random"), compiles=True)
+        run(runner, (reads(0), reads(1), reads(2)), PassShape())
+        found = run(runner, (picks(0, (2, 8)), picks(1)), PassShape(num_rows, 3))
+        slots = list(slots_from(runner, 2))
+        runner.reset()
+        return found, slots
+
+    (alone, untouched), (beside, under) = answers(1), answers(SLOTS)
+    assert alone == beside
+    for was, now in zip(untouched, under, strict=True):
+        np.testing.assert_array_equal(was, now)
 
 
 def test_one_trace_serves_as_many_rows_as_it_has_room_for() -> None:

@@ -19,6 +19,9 @@ class UnderWay(Protocol):
     @property
     def is_traced(self) -> bool: ...
 
+    @property
+    def is_whole(self) -> bool: ...
+
 
 class Launches(Protocol):
     """What of a runner is needed."""
@@ -35,12 +38,12 @@ class Landed:
     plan: StepPlan
     result: StepResult
     seconds: float  # since it was launched, or since the one before it was read
-    held_up: bool  # the host had passes to trace meanwhile
+    is_typical: bool  # it ran as it was planned, and the host had no passes to trace meanwhile
 
     @property
     def own_s(self) -> float | None:
         """How long such a step takes; None where its time does not say."""
-        return None if self.held_up else self.seconds
+        return self.seconds if self.is_typical else None
 
 
 @dataclass
@@ -48,7 +51,7 @@ class _Flying:
     plan: StepPlan
     launched: UnderWay  # what the runner needs to finish it
     launched_s: float
-    held_up: bool
+    is_typical: bool
 
 
 class Flights:
@@ -65,9 +68,9 @@ class Flights:
         after = self._flying[-1].launched if self._flying else None
         launched_s = time.perf_counter()
         launched = self._runner.launch(plan, after)
-        self._flying.append(_Flying(plan, launched, launched_s, False))
+        self._flying.append(_Flying(plan, launched, launched_s, launched.is_whole))
         for flying in self._flying:
-            flying.held_up |= launched.is_traced
+            flying.is_typical &= not launched.is_traced
 
     def land(self) -> Landed:
         """Wait for the oldest one and read it. One that fails is still there: see `drop`."""
@@ -76,7 +79,7 @@ class Flights:
         self._flying.popleft()
         before_s, self._last_read_s = self._last_read_s, time.perf_counter()
         seconds = self._last_read_s - max(oldest.launched_s, before_s)
-        return Landed(oldest.plan, result, seconds, oldest.held_up)
+        return Landed(oldest.plan, result, seconds, oldest.is_typical)
 
     def drop(self) -> None:
         """Forget them: their cells are lost."""

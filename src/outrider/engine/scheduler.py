@@ -281,11 +281,12 @@ class Scheduler:
         page = self._geometry.page_size
         while rows := list(self._slots.sequences()):
             capacity = self._geometry.capacity_for(max(_cells(row) for row in rows))
-            spanned = self._slots.num_spanned
+            slots = max(self._shape[0], row_count(self._slots.num_spanned))
             grown = self._geometry.capacity_for(self._controller.shapes.capacity(capacity, page))
-            roomy = (max(self._shape[0], row_count(spanned)), max(self._shape[1], grown))
-            if self._fits(*roomy):
-                return roomy
+            for cells in (grown, capacity):
+                roomy = slots, max(self._shape[1], cells)
+                if self._fits(*roomy):
+                    return roomy
             if self._fits(len(rows), capacity) or len(rows) == 1:
                 return len(rows), capacity
             last = max(rows, key=lambda row: row.id)

@@ -23,7 +23,7 @@ static inline __attribute__((always_inline, target(TARGET))) void NAME(tile)(
             EACH(r, ROWS) __builtin_prefetch(ahead + r * ldw, 0, 2);
             ahead += LINE;
         }
-        if (near)
+        if (near && k % LINE == 0)
             EACH(r, ROWS) __builtin_prefetch(near + r * ldw + k, 0, 3);
         EACH(r, ROWS) {
             VEC row = LOAD(w[r] + k);

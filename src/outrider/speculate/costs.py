@@ -120,11 +120,11 @@ class CostTable:
         each = [self.head_s(StepShape(rows, 1 + depth, num, depth)) for num in (head_rows, head_rows - 1)]
         return max(0.0, each[0] - each[1])
 
-    def best_width(self, rows: int, width: int, among: Sequence[int] = WIDTHS) -> int:
+    def best_width(self, rows: int, width: int) -> int:
         """The width for a forward pass that needs `width`: a wider one where that is known to cost less."""
         if (rows, width) not in self.measured.trunk_s:
             return width
-        wider = [w for w in among if w > width and (rows, w) in self.measured.trunk_s]
+        wider = [w for w in WIDTHS if w > width and (rows, w) in self.measured.trunk_s]
         cost = {w: self._trunk_s(rows, w) * math.exp(self._corrected(rows, w)) for w in (width, *wider)}
         best = min(cost, key=lambda w: (cost[w], w))
         return best if cost[best] < WORTH_PADDING * cost[width] else width

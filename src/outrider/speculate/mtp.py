@@ -38,7 +38,7 @@ class HeadRows:
 
     slots: Sequence[int]
     starts: mx.array  # [rows]
-    num_fed: mx.array  # [rows] cells the trunk was fed, drafts included
+    num_fed: mx.array  # [rows] cells that the head is fed, drafts included: as many as the trunk, or none
     num_kept: mx.array  # [rows] cells that stand: what was not rejected
     end: int  # no row's last fed cell is beyond this
     how: Picking

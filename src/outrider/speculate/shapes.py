@@ -12,16 +12,17 @@ Elsewhere a pass is as large as its rows, but for a width that is known to cost 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from outrider.request import MAX_DEPTH
-from outrider.speculate.costs import CostTable
+from outrider.speculate.costs import WORTH_PADDING, CostTable
 
 ALL_DEPTHS = tuple(range(MAX_DEPTH + 1))
 FEW_DEPTHS = (0, 1, 2, 4, 8)
 FEW_WIDTHS = (1, 2, 3, 5, 8, 9)  # of those drafts, and 8, from which on quantised products cost less
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 NEXT_TO_NOTHING, MUCH = 1.08, 1.35  # of a step's time, over that of the smaller shape
+MOST_MORE_CELLS = 8192  # that rows which only fill a pass may read, whatever was measured
 OFTEN = 0.25  # of the last steps, of which
 STEP_SHARE = 0.01  # is the newest
 CELL_STEP, CELL_PARTS = 256, 8  # how finely long rows are told apart
@@ -59,7 +60,7 @@ class Shapes:
         found = self._found.get(key)
         if found is None:
             found = self._found[key] = self._padded(*key)
-        return found[0], self._costs.best_width(*found, FEW_WIDTHS)
+        return found
 
     def note(self, num_rows: int, width: int) -> None:
         """A step needs a pass of so many."""
@@ -81,24 +82,28 @@ class Shapes:
         return share * (1 - STEP_SHARE) ** (self._num_steps - then)
 
     def _padded(self, own: Extent, comes_often: bool, num_cells: int, num_slots: int) -> Extent:
-        found, limit = own, NEXT_TO_NOTHING if comes_often else MUCH
-        for shape in _larger(own, num_slots):
-            if self._measured_s(shape, num_cells) <= limit * self._measured_s(own, num_cells):
+        """By what was measured alone, so that a shape stays what it is while costs are corrected."""
+        num_rows, width = own
+        wide = next(few for few in FEW_WIDTHS if few >= width)
+        most = min(num_slots, num_rows + MOST_MORE_CELLS // max(1, num_cells))
+        counts = [count for count in ROW_COUNTS if num_rows <= count <= most] or [num_rows]
+        found, least_s = self._at_best_width(num_rows, width, num_cells)
+        limit = NEXT_TO_NOTHING if comes_often else MUCH
+        for count in counts:
+            shape, seconds = self._at_best_width(count, wide, num_cells)
+            if seconds <= limit * least_s:
                 found = shape
-            limit = NEXT_TO_NOTHING  # for more than the next one
+            limit = NEXT_TO_NOTHING  # for more than the next number of rows
         return found
 
-    def _measured_s(self, shape: Extent, num_cells: int) -> float:
-        """By what was measured alone, so that a shape stays what it is while costs are corrected."""
-        return self._costs.measured_s(*shape, num_cells)
-
-
-def _larger(own: Extent, num_slots: int) -> Iterator[Extent]:
-    """The next width, with the next number of rows and with more."""
-    num_rows, width = own
-    wide = next(few for few in FEW_WIDTHS if few >= width)
-    counts = [count for count in ROW_COUNTS if num_rows <= count <= num_slots] or [num_rows]
-    yield from ((count, wide) for count in counts)
+    def _at_best_width(self, num_rows: int, width: int, num_cells: int) -> tuple[Extent, float]:
+        """A wider pass where that costs less, and what it costs."""
+        widths = [width, *(few for few in FEW_WIDTHS if few > width)]
+        cost = {w: self._costs.measured_s(num_rows, w, num_cells) for w in widths}
+        best = min(widths, key=lambda w: (cost[w], w))
+        if cost[best] >= WORTH_PADDING * cost[width]:
+            best = width
+        return (num_rows, best), cost[best]
 
 
 def row_count(num_rows: int) -> int:

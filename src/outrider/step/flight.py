@@ -49,6 +49,11 @@ class Flight:
             outcome = Outcome(picks.last_ids(), ends, _spread(drafts, heading, len(batch)))
         return cls(batch, picks, heading, drafts, outcome, report)
 
+    @property
+    def num_rows(self) -> int:
+        """Those of the pass, ghosts included."""
+        return len(self.batch) if self.outcome is None else self.outcome.ends.shape[0]
+
     def arrays(self) -> Iterator[mx.array]:
         """What has to be computed."""
         yield self.report

@@ -34,6 +34,8 @@ class Launched:
 
     flights: tuple[Flight, ...]
 
+    is_whole: bool = True  # no pass was for fewer rows than planned, as one that cannot be traced is
+
     @property
     def is_traced(self) -> bool:
         """Whether a pass of it was traced for the first time, which takes the host far longer than a step."""
@@ -100,7 +102,8 @@ class Runner:
         before = None if after is None else after.flights[0].outcome
         flights = [self._launch(*each, before) for each in zip(plan.batches, shapes, strict=True)]
         mx.async_eval([x for flight in flights for x in flight.arrays()], self._cache_arrays())
-        return Launched(tuple(flights))
+        is_whole = all(f.num_rows >= shape.rows for f, shape in zip(flights, shapes, strict=True))
+        return Launched(tuple(flights), is_whole)
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for a step and read it."""

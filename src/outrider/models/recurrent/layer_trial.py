@@ -17,8 +17,8 @@ from outrider.models.recurrent.layer_inputs import LayerSizes, Projected
 
 Compute = Callable[[Any, Projected, StateView], mx.array]
 
-ROWS, WIDTH = 2, 3
-FED, KEPT = [WIDTH, WIDTH - 1], [2, 0]
+ROWS, WIDTH = 3, 3
+FED, KEPT = [WIDTH, WIDTH - 1, 0], [2, 0, 0]
 
 
 def largest_error(compute: Compute, sizes: LayerSizes) -> float:
@@ -70,7 +70,7 @@ class _Trial:
         states.put([given(x) for x in self._states])
         layer = self._layer({name: given(x) for name, x in self._parameters.items()})
         place = Placement(
-            [0, 1], mx.array([4, 5]), mx.array(FED), WIDTH, 8, 8, any_new=False, keeps_all=keeps_all
+            range(ROWS), mx.array([4, 5, 1]), mx.array(FED), WIDTH, 8, 8, any_new=False, keeps_all=keeps_all
         )
         view = StateView(states, place)
         out = compute(layer, Projected(*(given(x) for x in self._projected)), view)
