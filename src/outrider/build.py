@@ -30,6 +30,7 @@ from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
 from outrider.step.runner import Runner
+from outrider.text.decoding import decoder
 from outrider.text.output import AnswerText
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def _parts(
         runner,
         facts,
         budget,
-        _text_factory(tokenizer),
+        _text_factory(tokenizer, trunk.vocab_size),
         grammars,
         controller,
         keep_learnt,
@@ -260,17 +261,13 @@ def _drafter(config: EngineConfig, has_head: bool) -> str:
     return config.drafter
 
 
-def _text_factory(tokenizer: Any) -> Callable[[Request], AnswerText]:
+def _text_factory(tokenizer: Any, vocab_size: int) -> Callable[[Request], AnswerText]:
+    decode = decoder(tokenizer, vocab_size)
+
     def new_text(request: Request) -> AnswerText:
-        skip = request.params.skip_special_tokens
-
-        def decode(token_ids: list[int]) -> str:
-            text: str = tokenizer.decode(
-                token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
-            )
-            return text
-
+        params = request.params
         context = request.prompt_ids if request.continues_prompt else ()
-        return AnswerText(decode, context, request.params.stop_strings, request.params.min_tokens)
+        own = partial(decode, skips_special=params.skip_special_tokens)
+        return AnswerText(own, context, params.stop_strings, params.min_tokens)
 
     return new_text

@@ -299,6 +299,8 @@ class Engine:
     def _read_inbox(self) -> None:
         """Carry out all commands; when there is nothing else to do, wait for one."""
         while not self._stopping.is_set():
+            if not self._has_work:
+                self._flights.pause()
             try:
                 command = self._inbox.get(block=not self._has_work)
             except queue.Empty:
@@ -314,6 +316,7 @@ class Engine:
         """Read the next step, launched now or earlier. Whether any row ran: all may wait for pictures."""
         plan = None if self._flights else self._scheduler.plan()
         if plan is None and not self._flights:
+            self._flights.pause()
             if self._scheduler.next_piece() is None:
                 self._scheduler.wait_for_disk()
             return False
@@ -353,6 +356,7 @@ class Engine:
         if piece is None or not (is_urgent or self._turns.may_encode(self._scheduler.num_decoding)):
             return
         started_s, encode_s = time.perf_counter(), None
+        self._flights.pause()
         try:
             self._parts.runner.encode(piece)
             encode_s = time.perf_counter() - started_s

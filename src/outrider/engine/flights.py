@@ -37,7 +37,7 @@ class Landed:
 
     plan: StepPlan
     result: StepResult
-    seconds: float  # since it was launched, or since the one before it was read
+    seconds: float  # since the one before it was read: with what the host had to do in between
     is_typical: bool  # it ran as it was planned, and the host had no passes to trace meanwhile
 
     @property
@@ -58,7 +58,7 @@ class Flights:
     def __init__(self, runner: Launches) -> None:
         self._runner = runner
         self._flying: deque[_Flying] = deque()
-        self._last_read_s = 0.0
+        self._last_read_s: float | None = None  # None: something else was done since
 
     def __len__(self) -> int:
         return len(self._flying)
@@ -77,10 +77,15 @@ class Flights:
         oldest = self._flying[0]
         result = self._runner.finish(oldest.launched)
         self._flying.popleft()
-        before_s, self._last_read_s = self._last_read_s, time.perf_counter()
-        seconds = self._last_read_s - max(oldest.launched_s, before_s)
-        return Landed(oldest.plan, result, seconds, oldest.is_typical)
+        began_s = oldest.launched_s if self._last_read_s is None else self._last_read_s
+        self._last_read_s = time.perf_counter()
+        return Landed(oldest.plan, result, self._last_read_s - began_s, oldest.is_typical)
+
+    def pause(self) -> None:
+        """Something that is not part of any step is done now: waiting, encoding a picture."""
+        self._last_read_s = None
 
     def drop(self) -> None:
         """Forget them: their cells are lost."""
         self._flying.clear()
+        self.pause()

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.request import MAX_DEPTH
-from outrider.speculate.costs import WORTH_PADDING, CostTable
+from outrider.speculate.costs import CostTable
 
 ALL_DEPTHS = tuple(range(MAX_DEPTH + 1))
 FEW_DEPTHS = (0, 1, 2, 4, 8)
 FEW_WIDTHS = (1, 2, 3, 5, 8, 9)  # of those drafts, and 8, from which on quantised products cost less
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 NEXT_TO_NOTHING, MUCH = 1.08, 1.35  # of a step's time, over that of the smaller shape
+WORTH_WIDENING = 0.75  # of the narrower pass: a cliff, not what one measurement differs from the next by
 MOST_MORE_CELLS = 8192  # that rows which only fill a pass may read, whatever was measured
 OFTEN = 0.25  # of the last steps, of which
 STEP_SHARE = 0.01  # is the newest
@@ -101,7 +102,7 @@ class Shapes:
         widths = [width, *(few for few in FEW_WIDTHS if few > width)]
         cost = {w: self._costs.measured_s(num_rows, w, num_cells) for w in widths}
         best = min(widths, key=lambda w: (cost[w], w))
-        if cost[best] >= WORTH_PADDING * cost[width]:
+        if cost[best] >= WORTH_WIDENING * cost[width]:
             best = width
         return (num_rows, best), cost[best]
 
