@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
-from fake_runner import VOCAB_SIZE
+from fake_runner import VOCAB_SIZE, true_next
 from scheduler_harness import Harness
 
 from outrider.config import CacheGeometry
 from outrider.engine import drafting
 from outrider.plan import RowPlan, StepPlan
+from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.controller import DepthController, Wish
 from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
 from outrider.speculate.depth import Choice
@@ -87,7 +90,7 @@ def test_times_of_decode_steps_reach_the_table_and_of_others_do_not() -> None:
     seen: list[StepShape] = []
 
     class Watching(CostTable):
-        def observe(self, shape: StepShape, seconds: float) -> None:
+        def observe(self, shape: StepShape, seconds: float, host_s: float | None = None) -> None:
             seen.append(shape)
 
     roomy = CacheGeometry(bytes_per_cell=1, page_size=256)
@@ -107,6 +110,40 @@ def test_times_of_decode_steps_reach_the_table_and_of_others_do_not() -> None:
         elif only_decoded:
             assert plan.moves or step == 6  # the caches grew
     assert len(seen) >= 5
+
+
+@pytest.mark.parametrize(("host_share", "is_worth_it"), [(0.0, True), (0.9, False)])
+def test_a_lookup_is_waited_for_where_it_brings_more_than_that_costs(
+    host_share: float, is_worth_it: bool
+) -> None:
+    """What it finds is right now and then, and what the head drafts never is."""
+    controller = DepthController(CostTable(CHEAP))
+    harness = Harness(max_rows=2, ahead=1.0, controller=controller)
+    harness.runner._drafts = lambda row, known: [VOCAB_SIZE] * row.num_drafts_next  # type: ignore[method-assign]
+    for _ in range(2):
+        harness.add(4, max_tokens=200, depth=8, is_auto=True).lookup = HalfKnowing()
+    harness.steps(30)
+    controller.costs.host_share = host_share
+    controller.costs.observe = lambda *_: None  # type: ignore[method-assign]
+    before = harness.num_ahead
+    drafted = [row.num_drafts for plan in harness.steps(20) for row in decode_rows(plan)]
+    if is_worth_it:
+        assert harness.num_ahead - before <= 2
+        assert max(drafted) == 1
+    else:
+        assert harness.num_ahead - before >= 10
+        assert any(record.other_share > 0.5 for record in _records(harness))  # what it would find is known
+
+
+class HalfKnowing:
+    source: Source = "ngram"
+
+    def propose(self, token_ids: Sequence[int], num: int) -> list[int]:
+        return [true_next(token_ids) if len(token_ids) % 3 == 0 else VOCAB_SIZE][:num]
+
+
+def _records(harness: Harness) -> list[RowAcceptance]:
+    return [row.record for row in harness.scheduler._slots.sequences() if row.record is not None]
 
 
 @pytest.mark.parametrize("num_rows", [3, 8])

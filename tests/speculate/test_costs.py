@@ -183,6 +183,16 @@ def test_compiling_is_not_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(seconds == pytest.approx(truth.trunk_s[shape]) for shape, seconds in found.trunk_s.items())
 
 
+def test_how_long_the_device_waits_for_the_host_is_learnt() -> None:
+    table = CostTable(CPU)
+    for _ in range(60):
+        table.observe(StepShape(4, 1), 0.1, None)
+    assert table.host_share == 0
+    for _ in range(60):
+        table.observe(StepShape(4, 1), 0.1, 0.02)
+    assert table.host_share == pytest.approx(0.2, rel=0.01)
+
+
 def test_where_passes_are_traced_the_widths_that_they_have_are_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,7 +24,7 @@ def has_own_say(row: Sequence) -> bool:
         or bool(params.logit_bias)
         or params.min_tokens > row.num_generated
         or params.filters_widely
-        or any(proposal.source != "head" for proposal in row.proposals)
+        or (row.drafter is not None and any(proposal.source != "head" for proposal in row.proposals))
     )
 
 
@@ -33,11 +33,14 @@ def settle_ahead(
 ) -> list[tuple[int, int]] | None:
     """For each row of the step under way: how many of its drafts to feed next, and how many to make then.
 
-    None where a head that rests is wanted again: it has to be fed tokens that nobody has read.
+    None where a head that rests is wanted again, which has to be fed tokens that nobody has read; or where
+    what a lookup may find in those tokens is worth the wait.
     """
     if not any(sequence.max_depth > 0 for sequence, _ in rows):
         return [(0, 0)] * len(rows)
     wishes = [_wish(controller, *each) for each in rows]
+    if any(sequence.lookup is not None for sequence, _ in rows) and controller.would_wait(wishes):
+        return None
     resting = [wish for wish, (_, row) in zip(wishes, rows, strict=True) if row.rests]
     if controller.is_trial_near(resting, len(rows)):
         return None
@@ -55,5 +58,6 @@ def settle_ahead(
 
 def _wish(controller: DepthController, sequence: Sequence, row: RowPlan) -> Wish:
     offers: list[tuple[Source, int, int]] = [("head", row.num_drafts_next, 0)] if row.num_drafts_next else []
+    others = [(p.source, len(p.token_ids), p.num_sure) for p in sequence.proposals if p.source != "head"]
     behind = sequence.num_cached - sequence.num_headed + row.num_fed if row.rests else 0
-    return wish_of(controller, sequence, offers, behind, sequence.num_left - 1)
+    return wish_of(controller, sequence, offers, behind, sequence.num_left - 1, others=others)

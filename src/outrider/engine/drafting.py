@@ -81,13 +81,14 @@ def wish_of(
     behind: int,
     num_left: int,
     joins: bool = False,
+    others: Rows[tuple[Source, int, int]] = (),
 ) -> Wish:
     """What a row may ask for: `behind` cells of it the head has not been fed, `num_left` tokens may come."""
     if row.record is None:
         row.record = controller.new_record(row.params)
     most_next = min(row.head_depth, num_left - 2) if behind <= MOST_BEHIND else 0
     fixed = None if row.is_auto else row.max_depth
-    return Wish(row.record, offers, fixed, max(0, most_next), behind, joins)
+    return Wish(row.record, offers, fixed, max(0, most_next), behind, joins, others)
 
 
 def _wish(controller: DepthController, row: Sequence, joins: bool) -> Wish:

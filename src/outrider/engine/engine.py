@@ -335,7 +335,7 @@ class Engine:
         else:
             has_rows = bool(step.plan.batches)
             self._num_steps += has_rows
-            deltas = self._scheduler.commit(step.result, step.own_s)
+            deltas = self._scheduler.commit(step.result, step.own_s, step.host_s)
             self._turns.stepped(step.seconds)
             if has_rows:
                 self._observe(step.plan, step.result, time.perf_counter() - started_s)

@@ -39,6 +39,7 @@ class Landed:
     result: StepResult
     seconds: float  # since the one before it was read: with what the host had to do in between
     is_typical: bool  # it ran as it was planned, and the host had no passes to trace meanwhile
+    host_s: float | None = None  # of that, before it was launched; None: it was while another was under way
 
     @property
     def own_s(self) -> float | None:
@@ -52,6 +53,7 @@ class _Flying:
     launched: UnderWay  # what the runner needs to finish it
     launched_s: float
     is_typical: bool
+    host_s: float | None
 
 
 class Flights:
@@ -68,7 +70,10 @@ class Flights:
         after = self._flying[-1].launched if self._flying else None
         launched_s = time.perf_counter()
         launched = self._runner.launch(plan, after)
-        self._flying.append(_Flying(plan, launched, launched_s, launched.is_whole))
+        host_s = None
+        if after is None and self._last_read_s is not None:
+            host_s = launched_s - self._last_read_s
+        self._flying.append(_Flying(plan, launched, launched_s, launched.is_whole, host_s))
         for flying in self._flying:
             flying.is_typical &= not launched.is_traced
 
@@ -79,7 +84,8 @@ class Flights:
         self._flying.popleft()
         began_s = oldest.launched_s if self._last_read_s is None else self._last_read_s
         self._last_read_s = time.perf_counter()
-        return Landed(oldest.plan, result, self._last_read_s - began_s, oldest.is_typical)
+        seconds = self._last_read_s - began_s
+        return Landed(oldest.plan, result, seconds, oldest.is_typical, oldest.host_s)
 
     def pause(self) -> None:
         """Something that is not part of any step is done now: waiting, encoding a picture."""

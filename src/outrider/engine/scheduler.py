@@ -192,15 +192,20 @@ class Scheduler:
         rows = {row.sequence_id: (sequences[row.sequence_id], row) for row in batch}
         self._planned.append(_Planned(rows, is_decode, timed))
 
-    def commit(self, result: StepResult, seconds: float | None = None) -> list[Delta]:
-        """Take what the oldest step under way brought, and how long it took; what each request gained."""
+    def commit(
+        self, result: StepResult, seconds: float | None = None, host_s: float | None = None
+    ) -> list[Delta]:
+        """Take what the oldest step under way brought; what each request gained.
+
+        `seconds` is how long it took, `host_s` how much of that passed before it was launched.
+        """
         step = self._planned[0]
         brought = sorted(row.sequence_id for row in result.rows)
         if brought != sorted(step.rows):
             raise RuntimeError(f"the step was to run the rows {sorted(step.rows)} and brought {brought}")
         self._planned.popleft()
         if seconds is not None and step.timed is not None:
-            self._controller.costs.observe(step.timed, seconds)
+            self._controller.costs.observe(step.timed, seconds, host_s)
         deltas = []
         for row in result.rows:
             sequence, planned = step.rows[row.sequence_id]

@@ -24,6 +24,7 @@ LEAST_PAUSE, MOST_PAUSE = 6, 16  # steps between two such trials
 NUM_SENTINELS = 3  # rows that are tried while the whole batch rests; the others' states are not even fed
 NEARLY_ALWAYS = 0.97
 OTHER_GAIN = 0.1  # how fast a row's share of other drafters follows what they offer
+LEAST_OTHER = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Wish:
     most_next: int  # drafts from the head that its next step could feed; 0: the head does not follow
     behind: int = 0  # cells of the row that the head has still to be fed
     joins: bool = False  # it decodes from the next step on
+    others: Sequence[tuple[Source, int, int]] = ()  # offers beside the head's that nobody waits for
 
 
 class DepthController:
@@ -114,6 +116,19 @@ class DepthController:
         depths = tuple(1 if i in due else depth for i, depth in enumerate(choice.next))
         return Choice(choice.feed, depths)
 
+    def would_wait(self, wishes: Sequence[Wish]) -> bool:
+        """Whether what others than the head are likely to offer is worth reading a step before the next is
+        launched: then the device waits for the host."""
+        gained = tokens = 0.0
+        for wish in wishes:
+            record = wish.record
+            from_head = sum(record.chances("head", wish.most_next)) if wish.most_next > 0 else 0.0
+            tokens += 1 + from_head
+            if record.other is not None and record.other_share >= LEAST_OTHER:
+                more = sum(record.chances(record.other, MAX_DEPTH)) - from_head
+                gained += record.other_share * max(0.0, more)
+        return gained > self.costs.host_share * tokens
+
     def is_trial_near(self, resting: Sequence[Wish], num_rows: int) -> bool:
         """Whether, of the rows that rest, the next `choose` may let the head try one."""
         pause = self.pause(num_rows)
@@ -154,7 +169,7 @@ def _outlook(wish: Wish) -> RowOutlook:
     _note_others(wish, offers, from_head)
     share = record.other_share
     drafts = 0 if on_trial else max((num for source, num, _ in wish.offers if source == "head"), default=0)
-    if wish.fixed is not None or share < 0.02 or record.other is None:
+    if wish.fixed is not None or share < LEAST_OTHER or record.other is None:
         return RowOutlook(offers, wish.fixed, from_head, drafts=drafts)
     otherwise = [share * chance for chance in record.chances(record.other, MAX_DEPTH)]
     return RowOutlook(offers, None, [(1 - share) * chance for chance in from_head], otherwise, drafts)
@@ -163,7 +178,8 @@ def _outlook(wish: Wish) -> RowOutlook:
 def _note_others(wish: Wish, offers: Sequence[Sequence[float]], from_head: Sequence[float]) -> None:
     """How often, lately, a drafter other than the head offered more than the head is worth."""
     record, best, best_worth = wish.record, None, sum(from_head)
-    for (source, _, _), chances in zip(wish.offers, offers, strict=True):
+    known = [*zip(wish.offers, offers, strict=True), *((o, _chances(record, *o)) for o in wish.others)]
+    for (source, _, _), chances in known:
         if source != "head" and sum(chances) >= best_worth:
             best, best_worth = source, sum(chances)
     record.other = best or record.other

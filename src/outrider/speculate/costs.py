@@ -24,6 +24,7 @@ FIRST_GAIN = 0.3  # of a shape's first step that counts; the next ones' are a ha
 MOST_SURPRISE, MOST_SHAPE_SURPRISE = 0.8, 0.3  # as log ratios: what a step counts for, at most
 MOST_CORRECTION = 0.5  # of a shape, as a log ratio
 FADE = 0.999  # of a shape's correction, for every step that does not confirm it
+HOST_GAIN = 0.1
 KEPT_STEPS = 50  # a correction confirmed so often is worth keeping
 
 
@@ -88,6 +89,7 @@ class CostTable:
         self._num_steps = 0
         self._speed: float | None = None  # log of this machine's pace against the measured one
         self._grid: dict[tuple[int, int], float] = {}
+        self.host_share = 0.0  # of a step's time, in which the device waits for it to be launched
 
     @property
     def has_head(self) -> bool:
@@ -131,9 +133,15 @@ class CostTable:
 
     # -- steps that really run ---------------------------------------------------------------------------
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step of this shape took so long. The caller leaves out steps that did something else as well."""
+    def observe(self, shape: StepShape, seconds: float, host_s: float | None = None) -> None:
+        """A step of this shape took so long, of which `host_s` passed before it was launched.
+
+        The caller leaves out steps that did something else as well.
+        """
         self._num_steps += 1
+        if host_s is not None:
+            share = min(1.0, host_s / max(seconds, 1e-9))
+            self.host_share += HOST_GAIN * (share - self.host_share)
         key = (shape.rows, shape.width)
         if key not in self._seen_at:  # the first of its shape may have been compiled, or grown the memory
             self._seen_at[key] = self._num_steps
