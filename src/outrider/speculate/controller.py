@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance, Source
 from outrider.speculate.costs import CostTable, StepShape, guessed_costs
-from outrider.speculate.depth import Choice, RowOutlook, choose
+from outrider.speculate.depth import Choice, RowOutlook, StepCost, best_steady, choose
 from outrider.speculate.shapes import Shapes
 
 PROBE_SHARE = 0.01  # of the time, for trying the head where nobody drafts with it
 CATCHING_UP = 2.0  # what a trial costs, with feeding the head what it has missed, over one without
 LEAST_PAUSE, MOST_PAUSE = 6, 16  # steps between two such trials
 NUM_SENTINELS = 3  # rows that are tried while the whole batch rests; the others' states are not even fed
-NEARLY_ALWAYS = 0.97
+IDEAL = [0.97**place for place in range(1, MAX_DEPTH + 1)]  # chances of drafts that are nearly always right
 OTHER_GAIN = 0.1  # how fast a row's share of other drafters follows what they offer
 LEAST_OTHER = 0.02
 
@@ -51,6 +51,8 @@ class DepthController:
         self.costs = costs or CostTable(guessed_costs())
         self.acceptance = acceptance or ModelAcceptance()
         self.shapes = Shapes(self.costs, few_shapes)
+        self._could: tuple[int, tuple[int, ...]] = (-1, ())  # when, and of which rows, that was last asked
+        self._can_pay = False
         self._since_trial = 0  # steps in which all rested
         self._at_trial = (0, 0)  # trials, and misses among them, before the last one
 
@@ -73,29 +75,29 @@ class DepthController:
             rows, wide = self.shapes.decoding(num_rows, width, num_cells, num_slots)
             return costs.step_s(StepShape(rows, wide, num_heading if depth else 0, depth, num_cells))
 
+        def cost_next(width: int, depth: int) -> float:
+            return cost(later, heading, width, depth)
+
         choice = choose(
             rows,
             lambda width, depth: cost(now, min(now, heading), width, depth),
-            lambda width, depth: cost(later, heading, width, depth),
+            cost_next,
             lambda depth: costs.head_row_s(later, max(1, heading), depth),
             self.shapes.depths,
             self.shapes.another,
         )
-        if heading == 0 or not (any(choice.next) or self._could_pay(len(rows), num_cells, num_slots)):
+        if heading == 0 or not (any(choice.next) or self._could_pay(rows, cost_next)):
             return choice
         return self._with_probes(choice, wishes)
 
-    def _could_pay(self, num_rows: int, num_cells: int, num_slots: int) -> bool:
-        """Whether drafts could pay at all on this machine, were they nearly always right."""
-        costs = self.costs
-
-        def pace(depth: int) -> float:
-            heading = num_rows if depth else 0
-            tokens = sum(NEARLY_ALWAYS**place for place in range(depth + 1))
-            rows, wide = self.shapes.decoding(num_rows, 1 + depth, num_cells, num_slots)
-            return tokens / costs.step_s(StepShape(rows, wide, heading, depth, num_cells))
-
-        return max(map(pace, range(1, MAX_DEPTH + 1))) > pace(0)
+    def _could_pay(self, rows: Sequence[RowOutlook], cost: StepCost) -> bool:
+        """Whether these rows would draft, were drafts nearly always right; else no head has to be tried."""
+        asked = tuple(MAX_DEPTH if row.fixed is None else row.fixed for row in rows)
+        if self._could != (self.costs.era, asked):
+            ideal = [RowOutlook((), row.fixed, IDEAL[: len(row.from_head)]) for row in rows]
+            self._could = self.costs.era, asked
+            self._can_pay = best_steady(ideal, cost, self.shapes.depths).depth > 0
+        return self._can_pay
 
     def _with_probes(self, choice: Choice, wishes: Sequence[Wish]) -> Choice:
         """Let the head make a draft for rows that have long been without one; while all rest, for a few."""

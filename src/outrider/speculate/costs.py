@@ -25,6 +25,7 @@ MOST_SURPRISE, MOST_SHAPE_SURPRISE = 0.8, 0.3  # as log ratios: what a step coun
 MOST_CORRECTION = 0.5  # of a shape, as a log ratio
 FADE = 0.999  # of a shape's correction, for every step that does not confirm it
 HOST_GAIN = 0.1
+ERA_STEPS = 8  # for which what follows from the costs is not worked out again
 KEPT_STEPS = 50  # a correction confirmed so often is worth keeping
 
 
@@ -89,6 +90,9 @@ class CostTable:
         self._num_steps = 0
         self._speed: float | None = None  # log of this machine's pace against the measured one
         self._grid: dict[tuple[int, int], float] = {}
+        self._heads: dict[int, HeadCost] = {}
+        self._best: dict[tuple[int, int], int] = {}  # widths, in this era
+        self._best_of = 0
         self.host_share = 0.0  # of a step's time, in which the device waits for it to be launched
 
     @property
@@ -124,6 +128,19 @@ class CostTable:
 
     def best_width(self, rows: int, width: int) -> int:
         """The width for a forward pass that needs `width`: a wider one where that is known to cost less."""
+        if self._best_of != self.era:
+            self._best_of, self._best = self.era, {}
+        found = self._best.get((rows, width))
+        if found is None:
+            found = self._best[rows, width] = self._best_width(rows, width)
+        return found
+
+    @property
+    def era(self) -> int:
+        """While it stays, costs are nearly what they were."""
+        return self._num_steps // ERA_STEPS
+
+    def _best_width(self, rows: int, width: int) -> int:
         if (rows, width) not in self.measured.trunk_s:
             return width
         wider = [w for w in WIDTHS if w > width and (rows, w) in self.measured.trunk_s]
@@ -181,12 +198,15 @@ class CostTable:
         return found
 
     def _head_cost(self, rows: int) -> HeadCost:
-        counts, costs = self._head_counts, self.measured.head
-        parts = (
-            _interpolated(counts, [getattr(costs[count], name) for count in counts], rows)
-            for name in ("feed_s", "first_s", "each_s")
-        )
-        return HeadCost(*parts)
+        found = self._heads.get(rows)
+        if found is None:
+            counts, costs = self._head_counts, self.measured.head
+            parts = (
+                _interpolated(counts, [getattr(costs[count], name) for count in counts], rows)
+                for name in ("feed_s", "first_s", "each_s")
+            )
+            found = self._heads[rows] = HeadCost(*parts)
+        return found
 
 
 def guessed_costs() -> Measured:
