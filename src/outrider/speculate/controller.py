@@ -21,6 +21,7 @@ from outrider.speculate.shapes import Shapes
 PROBE_SHARE = 0.01  # of the time, for trying the head where nobody drafts with it
 CATCHING_UP = 2.0  # what a trial costs, with feeding the head what it has missed, over one without
 LEAST_PAUSE, MOST_PAUSE = 6, 16  # steps between two such trials
+MOST_SOON = 3  # after so many that were right nothing new is learnt: drafts do not pay all the same
 NUM_SENTINELS = 3  # rows that are tried while the whole batch rests; the others' states are not even fed
 IDEAL = [0.97**place for place in range(1, MAX_DEPTH + 1)]  # chances of drafts that are nearly always right
 OTHER_GAIN = 0.1  # how fast a row's share of other drafters follows what they offer
@@ -54,6 +55,7 @@ class DepthController:
         self._could: tuple[int, tuple[int, ...]] = (-1, ())  # when, and of which rows, that was last asked
         self._can_pay = False
         self._since_trial = 0  # steps in which all rested
+        self._num_soon = 0  # trials, one after the other, that came after one that was right
         self._at_trial = (0, 0)  # trials, and misses among them, before the last one
 
     def new_record(self, params: SamplingParams) -> RowAcceptance:
@@ -112,6 +114,7 @@ class DepthController:
             due = [i for i, wish in enumerate(wishes) if _may_try(wish) and wish.record.since_head >= pause]
         if not due:
             return choice
+        self._num_soon = self._num_soon + 1 if all_rest and self._has_hit() else 0
         self._since_trial, self._at_trial = 0, (self.acceptance.num_trials, self.acceptance.num_missed)
         for i in due:
             wishes[i].record.since_head, wishes[i].record.on_trial = 0, True
@@ -139,10 +142,12 @@ class DepthController:
         return any(_may_try(wish) and wish.record.since_head + 1 >= pause for wish in resting)
 
     def _next_pause(self, pause: int) -> int:
-        """Where the last trial was right throughout, the next one comes soon."""
+        """Where the last trial was right throughout, the next one comes soon; but not for ever."""
+        return LEAST_PAUSE if self._has_hit() and self._num_soon < MOST_SOON else pause
+
+    def _has_hit(self) -> bool:
         num_trials, num_missed = self._at_trial
-        has_hit = self.acceptance.num_trials > num_trials and self.acceptance.num_missed == num_missed
-        return LEAST_PAUSE if has_hit else pause
+        return self.acceptance.num_trials > num_trials and self.acceptance.num_missed == num_missed
 
     def pause(self, num_rows: int) -> int:
         """Steps between two trials of the head, so that they take no more than their share of the time."""
