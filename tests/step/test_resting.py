@@ -85,7 +85,7 @@ class Rows:
     def _run(
         self, rows: list[RowPlan], width: int = 1, moves: tuple[Move, ...] = ()
     ) -> tuple[RowResult, ...]:
-        found = self.runner.run(StepPlan(4, CAPACITY, moves, (tuple(rows),), (width,))).rows
+        found = self.runner.run(StepPlan(4, CAPACITY, moves, (tuple(rows),), (PassShape(width=width),))).rows
         for i, row in enumerate(found):
             gained = len(row.token_ids)
             assert list(row.token_ids) == self.answers[i][self.gained[i] : self.gained[i] + gained]
