@@ -2,13 +2,13 @@
 
 A BLAS copies the weights into another order before it multiplies them, which for few tokens takes longer than
 the product. `native/product.c` reads them once, as they lie. All products of SmolLM2-135M (538 MB), in
-ms, on two cores of an EPYC, which read 22 GB/s alone and 29 together:
+ms, on two cores of an EPYC, which read 22 GB/s alone and 33 together, and compute 231 GFLOP/s:
 
-    tokens                  1     2     4     8    16    32    64   128   512
-    1 thread   OpenBLAS    55    63    69    76    98   138   221   384  1354
-               ours        23    23    25    28    50    88   167   331  1337
-    2 threads  OpenBLAS    37    40    42    44    57    77   123   215   775
-               ours        17    17    18    19    30    48    90   172   677
+    tokens                  1     2     4     8    16    32    64
+    1 thread   OpenBLAS    55    63    69    76    98   138   221
+               ours        24    24    25    26    47    86   164
+    2 threads  OpenBLAS    37    40    42    44    57    77   123
+               ours        16    16    17    16    23    44    84
 
 A token's result is the same to the bit whatever is fed beside it and whatever the number of threads. More
 tokens, and everything but x @ w.T, are passed on to the BLAS. `OUTRIDER_KERNEL=off` leaves it all to it.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.plan import Move, RowPlan, RowResult, StepPlan
+from outrider.plan import Move, PassShape, RowPlan, RowResult, StepPlan
 from outrider.request import SamplingParams
 from outrider.step.runner import Runner
 from plan_rows import plan_row
