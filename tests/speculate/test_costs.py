@@ -129,7 +129,8 @@ class TimedRunner:
         (batch,) = plan.batches
         row = batch[0]
         heading = len(batch) if row.feeds_head else 0
-        shape = StepShape(len(batch), row.num_fed, heading, row.num_drafts_next, row.start)
+        drawn = 0 if row.params.is_greedy else len(batch)
+        shape = StepShape(len(batch), row.num_fed, heading, row.num_drafts_next, row.start, drawn)
         self.now_s += self._truth.step_s(shape) * (1 if shape in self._seen else 10)
         self._seen.add(shape)
         if self._caches != (plan.num_slots, plan.capacity):
@@ -146,7 +147,7 @@ class TimedRunner:
 
 def scaled(table: Measured, by: float) -> Measured:
     head = {r: HeadCost(c.feed_s * by, c.first_s * by, c.each_s * by) for r, c in table.head.items()}
-    return Measured({k: s * by for k, s in table.trunk_s.items()}, head, table.num_cells, 1e-6)
+    return Measured({k: s * by for k, s in table.trunk_s.items()}, head, table.num_cells, 1e-6, 0.7 * by)
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu", "cliffs"])
@@ -159,6 +160,7 @@ def test_measuring_finds_the_costs(machine: str, monkeypatch: pytest.MonkeyPatch
     assert runner.num_resets == 1
     assert all(found.trunk_s[key] == pytest.approx(truth.trunk_s[key]) for key in truth.trunk_s)
     assert found.cell_s == pytest.approx(1e-6)
+    assert found.draw_s == pytest.approx(truth.draw_s)
     for depth in (1, 4, 8):
         shape = StepShape(4, 1, 4, depth)
         assert CostTable(found).head_s(shape) == pytest.approx(CostTable(truth).head_s(shape), rel=0.25)
@@ -181,6 +183,13 @@ def test_compiling_is_not_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     assert len(found.trunk_s) >= 6
     assert all(seconds == pytest.approx(truth.trunk_s[shape]) for shape, seconds in found.trunk_s.items())
+
+
+def test_tokens_that_are_drawn_cost_more_in_every_place() -> None:
+    table = CostTable(Measured(CPU.trunk_s, CPU.head, draw_s=0.5))
+    for width in (1, 3):
+        taken, drawn = (table.step_s(StepShape(4, width, num_sampled=num)) for num in (0, 3))
+        assert drawn - taken == pytest.approx(3 * width * 0.5)
 
 
 def test_how_long_the_device_waits_for_the_host_is_learnt() -> None:

@@ -71,7 +71,8 @@ def step_shape(batch: Rows[RowPlan], shape: PassShape) -> StepShape | None:
     if not batch or any(row.num_behind for row in heading):
         return None
     depth = max((row.num_drafts_next for row in heading), default=0)
-    return StepShape(shape.rows, shape.width, len(heading), depth, max(row.start for row in batch))
+    num_cells, num_sampled = max(row.start for row in batch), sum(not row.params.is_greedy for row in batch)
+    return StepShape(shape.rows, shape.width, len(heading), depth, num_cells, num_sampled)
 
 
 def wish_of(

@@ -133,6 +133,11 @@ class RowAcceptance:
         self.other_share = 0.0  # of the steps, lately, in which one did
         self._own: dict[Source, Places] = {}
 
+    @property
+    def draws(self) -> bool:
+        """Whether the row draws its tokens, instead of taking the best."""
+        return self._class > 0
+
     def add(self, source: Source, num_proposed: int, num_right: int, num_committed: int) -> None:
         """A source proposed drafts for a step that brought `num_committed` tokens; `num_right` were right."""
         tried = num_tried(num_proposed, num_right, num_committed)

@@ -64,6 +64,7 @@ class Trial:
     width: int
     depth: int | None = None  # drafts that the head makes; None: it is not fed
     num_cells: int = NUM_CELLS
+    draws: bool = False  # tokens, instead of taking the best
 
 
 class Stopwatch:
@@ -192,7 +193,8 @@ def _trials(max_rows: int, has_head: bool, widths: Sequence[int]) -> tuple[list[
         ]
 
     long = [Trial(1, 1, None, MANY_CELLS)]
-    return some(first, few, depths), long + some(second, few, depths) + some(counts, others, ())
+    drawn = [Trial(first[min(1, len(first) - 1)], 1, draws=True)]
+    return some(first, few, depths) + drawn, long + some(second, few, depths) + some(counts, others, ())
 
 
 def _row_counts(max_rows: int) -> list[int]:
@@ -204,7 +206,7 @@ def _plan(trial: Trial, geometry: CacheGeometry, vocab_size: int) -> StepPlan:
         [(7 * i + 13 * slot + 11) % vocab_size for i in range(trial.num_cells + trial.width)]
         for slot in range(trial.rows)
     ]
-    params = SamplingParams(temperature=0, seed=0)
+    params = SamplingParams(temperature=1.0 if trial.draws else 0, seed=0)
     rows = tuple(
         RowPlan(
             sequence_id=slot,
@@ -226,7 +228,7 @@ def _plan(trial: Trial, geometry: CacheGeometry, vocab_size: int) -> StepPlan:
 
 
 def _measured(best: Mapping[Trial, float]) -> Measured:
-    trunk = {(t.rows, t.width): s for t, s in best.items() if t.depth is None and t.num_cells == NUM_CELLS}
+    trunk = {(t.rows, t.width): s for t, s in best.items() if t == Trial(t.rows, t.width)}
     head = {}
     for rows in sorted({t.rows for t in best if t.depth is not None}):
         fed, deepest = (best.get(Trial(rows, 1, depth)) for depth in HEAD_DEPTHS)
@@ -234,7 +236,9 @@ def _measured(best: Mapping[Trial, float]) -> Measured:
             head[rows] = _head_cost(trunk[rows, 1], fed, deepest)
     long = best.get(Trial(1, 1, None, MANY_CELLS))
     cell_s = 0.0 if long is None else max(0.0, long - trunk[1, 1]) / (MANY_CELLS - NUM_CELLS)
-    return Measured(trunk, head, NUM_CELLS, cell_s)
+    drawn = {t.rows: s for t, s in best.items() if t.draws}
+    draw_s = max((max(0.0, s - trunk[rows, 1]) / rows for rows, s in drawn.items()), default=0.0)
+    return Measured(trunk, head, NUM_CELLS, cell_s, draw_s)
 
 
 def _head_cost(plain_s: float, fed_s: float, deepest_s: float) -> HeadCost:

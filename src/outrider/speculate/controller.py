@@ -71,11 +71,13 @@ class DepthController:
             wish.record.on_trial = False
         heading = sum(wish.most_next > 0 for wish in wishes)
         now, later = max(1, sum(not wish.joins for wish in wishes)), len(rows)
+        drawing = sum(wish.record.draws for wish in wishes)
         costs = self.costs
 
         def cost(num_rows: int, num_heading: int, width: int, depth: int) -> float:
             rows, wide = self.shapes.decoding(num_rows, width, num_cells, num_slots)
-            return costs.step_s(StepShape(rows, wide, num_heading if depth else 0, depth, num_cells))
+            heads = num_heading if depth else 0
+            return costs.step_s(StepShape(rows, wide, heads, depth, num_cells, min(drawing, num_rows)))
 
         def cost_next(width: int, depth: int) -> float:
             return cost(later, heading, width, depth)

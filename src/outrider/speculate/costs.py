@@ -47,6 +47,7 @@ class StepShape:
     head_rows: int = 0  # rows that the head follows
     depth: int = 0  # drafts that the head makes
     num_cells: int = 0  # the longest row
+    num_sampled: int = 0  # rows that draw their tokens, which takes longer than taking the best
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Measured:
     head: Mapping[int, HeadCost]  # by rows; empty without a head
     num_cells: int = 128  # the rows' length while measuring
     cell_s: float = 0.0  # a step's extra seconds for every further cell of every row
+    draw_s: float = 0.0  # for every token that is drawn instead of taken
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -64,6 +66,7 @@ class Measured:
             "head": [[rows, c.feed_s, c.first_s, c.each_s] for rows, c in sorted(self.head.items())],
             "num_cells": self.num_cells,
             "cell_s": self.cell_s,
+            "draw_s": self.draw_s,
         }
 
     @classmethod
@@ -73,7 +76,13 @@ class Measured:
         if (1, 1) not in trunk or len(trunk) < 2:
             raise ValueError("not a table of costs")
         head = {int(r): HeadCost(*map(_seconds, costs)) for r, *costs in data["head"]}  # type: ignore[attr-defined]
-        return cls(trunk, head, int(data["num_cells"]), _seconds(data["cell_s"]))  # type: ignore[call-overload]
+        return cls(
+            trunk,
+            head,
+            int(data["num_cells"]),  # type: ignore[call-overload]
+            _seconds(data["cell_s"]),
+            _seconds(data["draw_s"]),
+        )
 
 
 class CostTable:
@@ -103,7 +112,8 @@ class CostTable:
         """Expected seconds, at the speed of the measurements."""
         seconds = self._trunk_s(shape.rows, shape.width) * math.exp(self._corrected(shape.rows, shape.width))
         beyond = max(0, shape.num_cells - self.measured.num_cells)
-        return seconds + beyond * shape.rows * self.measured.cell_s + self.head_s(shape)
+        drawn_s = shape.num_sampled * shape.width * self.measured.draw_s
+        return seconds + beyond * shape.rows * self.measured.cell_s + drawn_s + self.head_s(shape)
 
     def measured_s(self, rows: int, width: int, num_cells: int) -> float:
         """What a step without a head took when it was measured."""
