@@ -24,6 +24,7 @@ class Tokenizer:
         if backend is not None:
             self.backend_tokenizer = backend
         self._adds = adds
+        self.all_special_ids = [0]
         self.num_calls = 0
 
     def decode(
@@ -47,7 +48,7 @@ def test_the_backend_is_asked_where_it_says_the_same() -> None:
     "tokenizer", [Tokenizer(None), Tokenizer(Backend(), adds="!"), Tokenizer(Backend(fails=True))]
 )
 def test_else_the_tokenizer_itself_is(tokenizer: Tokenizer) -> None:
-    decode = decoder(tokenizer, 50)
+    decode = decoder(tokenizer, 50_000)  # what is special is among many
     tokenizer.num_calls = 0
     assert decode([1, 2], skips_special=True) == "bc"
     assert tokenizer.num_calls == 1

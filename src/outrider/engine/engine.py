@@ -299,10 +299,11 @@ class Engine:
     def _read_inbox(self) -> None:
         """Carry out all commands; when there is nothing else to do, wait for one."""
         while not self._stopping.is_set():
-            if not self._has_work:
+            is_idle = not self._has_work
+            if is_idle:
                 self._flights.pause()
             try:
-                command = self._inbox.get(block=not self._has_work)
+                command = self._inbox.get(block=is_idle)
             except queue.Empty:
                 return
             if command is not None:

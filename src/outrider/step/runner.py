@@ -33,7 +33,6 @@ class Launched:
     """A step under way."""
 
     flights: tuple[Flight, ...]
-
     is_whole: bool = True  # no pass was for fewer rows than planned, as one that cannot be traced is
 
     @property
