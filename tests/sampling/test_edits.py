@@ -12,14 +12,15 @@ import pytest
 import sampling_oracle as oracle
 from outrider.plan import RowPlan
 from outrider.request import SamplingParams
-from outrider.sampling.edits import apply_edits, needs_edits
+from outrider.sampling.edits import FEW_IDS, Edits, needs_edits
 from plan_rows import plan_row
 
 VOCAB = 23
 
 
-def edit(logits: np.ndarray, rows: list[RowPlan]) -> np.ndarray:
-    return np.array(apply_edits(mx.array(logits), rows))
+def edit(logits: np.ndarray, rows: list[RowPlan], merged: bool = False) -> np.ndarray:
+    edits = Edits.of(rows, logits.shape[1], VOCAB, merged)
+    return logits if edits is None else np.array(edits.apply(mx.array(logits)))
 
 
 def some_logits(num_rows: int, width: int, seed: int = 0) -> np.ndarray:
@@ -28,6 +29,7 @@ def some_logits(num_rows: int, width: int, seed: int = 0) -> np.ndarray:
 
 def assert_oracle_agrees(logits: np.ndarray, rows: list[RowPlan]) -> None:
     found = edit(logits, rows)
+    assert np.array_equal(edit(logits, rows, merged=True), found)
     for i, row in enumerate(rows):
         prompt, answer = row.history[: row.num_prompt], row.history[row.num_prompt :]
         drafts = row.token_ids[len(row.token_ids) - row.num_drafts :]
@@ -100,7 +102,9 @@ def test_the_models_own_logits_stay_as_they_are(num_plain: int) -> None:
     rows += [plan_row([1], [2], params=SamplingParams(), slot=1)] * num_plain
     logits = mx.array(some_logits(len(rows), 1))
     before = np.array(logits)
-    mx.eval(apply_edits(logits, rows))
+    edits = Edits.of(rows, 1, VOCAB)
+    assert edits is not None
+    mx.eval(edits.apply(logits))
     assert np.array_equal(np.array(logits), before)
 
 
@@ -140,3 +144,17 @@ def test_repetition_pushes_both_signs_away_from_being_picked() -> None:
     logits = np.array([[[2.0, -2.0, 0.0] + [0.0] * (VOCAB - 3)]], np.float32)
     found = edit(logits, [plan_row([0], [1, 2], params=SamplingParams(repetition_penalty=2))])
     assert found[0, 0, :3].tolist() == [1.0, -4.0, 0.0]
+
+
+def test_merged_edits_come_in_few_sizes() -> None:
+    """So that passes over them repeat while the answers grow."""
+    params = SamplingParams(presence_penalty=1)
+
+    def key(num_tokens: int) -> object:
+        edits = Edits.of([plan_row([1], list(range(num_tokens)), params=params)], 1, 10_000, merged=True)
+        assert edits is not None
+        assert edits.ids.shape[-1] >= num_tokens
+        return edits.key
+
+    assert len({key(num) for num in range(1, FEW_IDS + 1)}) == 1
+    assert len({key(num) for num in (FEW_IDS + 1, 2 * FEW_IDS, 2 * FEW_IDS + 1, 4 * FEW_IDS)}) == 2

@@ -8,7 +8,7 @@ import pytest
 
 import sampling_oracle as oracle
 from outrider.request import SamplingParams
-from outrider.sampling.logprobs import compute_logprobs, read_logprobs
+from outrider.sampling.logprobs import AskedLogprobs, compute_logprobs, read_logprobs
 from plan_rows import plan_row
 
 VOCAB = 50
@@ -19,10 +19,16 @@ def rows_asking(*wanted: int | None) -> list:
 
 
 def logprobs_of(
-    logits: np.ndarray, targets: np.ndarray, wanted: list[int | None], num_tokens: list[int]
+    logits: np.ndarray,
+    targets: np.ndarray,
+    wanted: list[int | None],
+    num_tokens: list[int],
+    merged: bool = False,
 ) -> dict:
     rows = rows_asking(*wanted)
-    found = compute_logprobs(mx.array(logits), mx.array(targets), rows)
+    asked = AskedLogprobs.of(rows, logits.shape[-1], merged)
+    assert asked is not None
+    found = compute_logprobs(mx.array(logits), mx.array(targets), asked)
     return read_logprobs(found, rows, [targets[i, :num].tolist() for i, num in enumerate(num_tokens)])
 
 
@@ -32,10 +38,11 @@ def random_case(num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     return logits, numbers.integers(0, VOCAB, (num_rows, width)).astype(np.int32)
 
 
-def test_each_row_gets_as_many_as_it_asked_for_of_its_committed_tokens() -> None:
+@pytest.mark.parametrize("merged", [False, True])
+def test_each_row_gets_as_many_as_it_asked_for_of_its_committed_tokens(merged: bool) -> None:
     logits, targets = random_case(5, 4)
     wanted, num_tokens = [3, None, 0, 20, 1], [4, 2, 3, 1, 2]
-    found = logprobs_of(logits, targets, wanted, num_tokens)
+    found = logprobs_of(logits, targets, wanted, num_tokens, merged)
     assert found.keys() == {0, 2, 3, 4}
     for row, entries in found.items():
         assert [entry.token_id for entry in entries] == targets[row, : num_tokens[row]].tolist()
@@ -48,8 +55,8 @@ def test_each_row_gets_as_many_as_it_asked_for_of_its_committed_tokens() -> None
 
 
 def test_nobody_asking_costs_nothing() -> None:
-    logits, targets = random_case(2, 1)
-    assert compute_logprobs(mx.array(logits), mx.array(targets), rows_asking(None, None)) is None
+    assert AskedLogprobs.of(rows_asking(None, None), VOCAB) is None
+    assert AskedLogprobs.of(rows_asking(None, None), VOCAB, merged=True) is None
     assert read_logprobs(None, rows_asking(None, None), [(1,), (2,)]) == {}
 
 
@@ -58,26 +65,35 @@ def test_a_row_that_commits_nothing_gets_nothing() -> None:
     assert logprobs_of(logits, targets, [2, 2], [0, 1])[0] == ()
 
 
-def test_more_than_the_vocabulary_is_all_of_it() -> None:
+def test_who_asks_for_how_many_makes_few_kinds_of_passes() -> None:
+    wanted = [(0, None), (None, 0), (3, None), (None, 4), (4, 4), (20, None), (17, 3)]
+    asked = [AskedLogprobs.of(rows_asking(*each), VOCAB, merged=True) for each in wanted]
+    assert [each.num_top for each in asked if each is not None] == [0, 0, 32, 32, 32, 32, 32]
+    assert {each.rows for each in asked if each is not None} == {None}
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_more_than_the_vocabulary_is_all_of_it(merged: bool) -> None:
     numbers = np.random.default_rng(1)
     logits = numbers.standard_normal((1, 1, 7)).astype(np.float32)
-    (entry,) = logprobs_of(logits, np.array([[3]], np.int32), [20], [1])[0]
+    (entry,) = logprobs_of(logits, np.array([[3]], np.int32), [20], [1], merged)[0]
     assert [token_id for token_id, _ in entry.top] == np.argsort(-logits[0, 0]).tolist()
     assert sum(np.exp(value) for _, value in entry.top) == pytest.approx(1, abs=1e-5)
 
 
 def test_temperature_and_filters_do_not_change_them() -> None:
     logits, targets = random_case(1, 1)
-    plain, hot = (
-        read_logprobs(
-            compute_logprobs(mx.array(logits), mx.array(targets), [row]), [row], [targets[0].tolist()]
-        )
-        for row in (
-            plan_row([1], params=SamplingParams(logprobs=5)),
-            plan_row([1], params=SamplingParams(logprobs=5, temperature=7, top_k=2, top_p=0.3)),
-        )
-    )
-    assert plain == hot
+    found = []
+    for params in (
+        SamplingParams(logprobs=5),
+        SamplingParams(logprobs=5, temperature=7, top_k=2, top_p=0.3),
+    ):
+        row = plan_row([1], params=params)
+        asked = AskedLogprobs.of([row], VOCAB)
+        assert asked is not None
+        arrays = compute_logprobs(mx.array(logits), mx.array(targets), asked)
+        found.append(read_logprobs(arrays, [row], [targets[0].tolist()]))
+    assert found[0] == found[1]
 
 
 def test_large_logits_do_not_overflow() -> None:

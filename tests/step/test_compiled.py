@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from outrider.models.heads import LoadedHead
-from outrider.plan import RowPlan, StepPlan
+from outrider.plan import RowPlan, StepPlan, StepResult
 from outrider.request import SamplingParams
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step import forward
@@ -42,7 +43,9 @@ def test_histories_are_the_same_from_traces(family: str, num: int) -> None:
     tally = Tally()
     try:
         for seed in range(700, 700 + num):
-            tally.add(play(tiny, _simple(random_history(seed, tiny.vocab_size))))
+            history = random_history(seed, tiny.vocab_size)
+            tally.add(play(tiny, _simple(history)))
+            tally.add(play(tiny, history))
         num_traces = sum(tiny.runners[name]._compiled.num_traces for name in ("none", "whole"))  # type: ignore[union-attr, index]
     finally:
         tiny.runners = usual
@@ -53,7 +56,7 @@ def test_histories_are_the_same_from_traces(family: str, num: int) -> None:
 
 
 def _simple(history: History) -> History:
-    """With rows that leave most of their decoding to the device."""
+    """With rows that leave most of their decoding to the device, so that steps can be launched ahead."""
     asks = []
     for i, ask in enumerate(history.asks):
         params = SamplingParams(
@@ -188,18 +191,56 @@ def test_a_step_says_whether_it_was_traced_just_now() -> None:
     runner.reset()
 
 
-def test_rows_with_something_to_say_are_not_traced() -> None:
+def test_rows_that_wait_half_way_are_not_traced() -> None:
     def row(**facts: object) -> RowPlan:
         return plan_row([1, 2, 3], [4], params=SamplingParams(**facts))  # type: ignore[arg-type]
 
     assert repeats([row(temperature=0)])
     assert repeats([row(temperature=1, top_k=20, top_p=0.9, seed=1)])
     assert repeats([row(temperature=0), replace(row(temperature=1, seed=1), slot=1)])
+    assert repeats([row(temperature=0, logprobs=1, presence_penalty=0.5)])
     assert not repeats([row(temperature=0), replace(row(temperature=1, top_p=0.9, seed=1), slot=1)])
     assert not repeats([replace(row(temperature=0), slot=1)])
-    assert not repeats([row(temperature=0, logprobs=1)])
-    assert not repeats([row(temperature=0, presence_penalty=0.5)])
     assert not repeats([plan_row([1, 2, 3], params=GREEDY, start=0)])
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_one_trace_serves_all_grammars_penalties_and_log_probabilities() -> None:
+    """What a row forbids or asks is in arrays: the trace was made for other rows, with other masks."""
+    tiny = world("llama")
+    built, traced = Runner(tiny.trunk), Runner(tiny.trunk, compiles=True)
+    words = -(-tiny.vocab_size // 32)
+    allows = [np.full((2, words), 0xFFFFFFFF, np.uint32) for _ in range(4)]
+    for i, masks in enumerate(allows):
+        masks[i % 2] = 1 << (3 + i)  # a few tokens only, after the committed one or after the draft
+    penalised = SamplingParams(temperature=0, presence_penalty=1.5)
+    biased = SamplingParams(temperature=0, logit_bias={5: 9.0})
+    hot = SamplingParams(temperature=0.7, seed=3, logprobs=2)
+    asks = [[penalised, hot], [replace(hot, seed=4, logprobs=1), biased]]
+
+    def results(runner: Runner) -> list[StepResult]:
+        found = []
+        for i, pair in enumerate(asks):
+            for j, masked in enumerate((0, 1)):
+                reading = [
+                    plan_row([3, 1, 4], params=p, slot=k, start=0, next_id=1) for k, p in enumerate(pair)
+                ]
+                rows = [plan_row([3, 1, 4], [1], [5], params=p, slot=k) for k, p in enumerate(pair)]
+                rows[masked] = replace(rows[masked], masks=allows[2 * i + j])
+                runner.run(StepPlan(2, CAPACITY, (), (tuple(reading),)))
+                found.append(runner.run(StepPlan(2, CAPACITY, (), (tuple(rows),))))
+                runner.reset()
+        return found
+
+    expected = results(built)
+    for found, wanted in zip(results(traced), expected, strict=True):
+        for row, other in zip(found.rows, wanted.rows, strict=True):
+            assert row.token_ids == other.token_ids
+            assert [x.top for x in row.logprobs] == [x.top for x in other.logprobs]
+            assert len(row.logprobs) in (0, len(row.token_ids))
+    assert len({row.token_ids for result in expected for row in result.rows}) > 4
+    assert traced._compiled is not None
+    assert traced._compiled.num_traces == 1
 
 
 @pytest.mark.usefixtures("not_compiled")

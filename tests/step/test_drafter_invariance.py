@@ -13,6 +13,10 @@ import pytest
 
 from outrider.cache import ragged_kv
 from outrider.grammar.matcher import RowGrammar
+from outrider.plan import RowPlan
+from outrider.sampling.edits import Edits
+from outrider.sampling.logprobs import AskedLogprobs, LogprobArrays
+from outrider.sampling.masks import Masks
 from outrider.sampling.picking import Picking
 from outrider.step import forward, verify
 from outrider.step.feed import Batch, Feed
@@ -133,32 +137,36 @@ def the_first_sampler_serves_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Picking, "of", lambda params, merged=False: of(list(params[:1]) * len(params), merged))
 
 
+def _edits_of_other_rows(patch: pytest.MonkeyPatch, other: Callable[[RowPlan], RowPlan]) -> None:
+    of = Edits.of
+    patch.setattr(Edits, "of", lambda rows, *facts: of([other(row) for row in rows], *facts))
+
+
 def penalties_do_not_see_drafts(patch: pytest.MonkeyPatch) -> None:
-    apply_edits = verify.apply_edits
+    def undrafted(row: RowPlan) -> RowPlan:
+        return replace(row, num_drafts=0, token_ids=row.token_ids[: row.first_pick + 1])
 
-    def wrong(logits: mx.array, rows: Batch) -> mx.array:
-        rows = [replace(row, num_drafts=0, token_ids=row.token_ids[: row.first_pick + 1]) for row in rows]
-        return apply_edits(logits, rows)
-
-    patch.setattr(verify, "apply_edits", wrong)
+    _edits_of_other_rows(patch, undrafted)
 
 
 def penalties_lag_by_a_token(patch: pytest.MonkeyPatch) -> None:
-    apply_edits = verify.apply_edits
-
-    def wrong(logits: mx.array, rows: Batch) -> mx.array:
-        return apply_edits(logits, [replace(row, history=row.history[:-1]) for row in rows])
-
-    patch.setattr(verify, "apply_edits", wrong)
+    _edits_of_other_rows(patch, lambda row: replace(row, history=row.history[:-1]))
 
 
 def logprobs_are_of_edited_logits(patch: pytest.MonkeyPatch) -> None:
-    compute = verify.compute_logprobs
-    patch.setattr(
-        verify,
-        "compute_logprobs",
-        lambda logits, targets, rows: compute(verify.apply_edits(logits, rows), targets, rows),
-    )
+    apply, compute, edited = Edits.apply, verify.compute_logprobs, []
+
+    def applied(self: Edits, logits: mx.array) -> mx.array:
+        edited.append((logits, apply(self, logits)))
+        return edited[-1][1]
+
+    def wrong(logits: mx.array, targets: mx.array, asked: AskedLogprobs) -> LogprobArrays:
+        other = next((new for old, new in edited if old is logits), logits)
+        edited.clear()
+        return compute(other, targets, asked)
+
+    patch.setattr(Edits, "apply", applied)
+    patch.setattr(verify, "compute_logprobs", wrong)
 
 
 def the_next_cell_is_seen(patch: pytest.MonkeyPatch) -> None:
@@ -188,16 +196,14 @@ def the_head_is_fed_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def masks_lag_by_a_position(patch: pytest.MonkeyPatch) -> None:
-    apply_masks = verify.apply_masks
+    of = Masks.of
 
-    def late(row: verify.RowPlan) -> verify.RowPlan:
+    def late(row: RowPlan) -> RowPlan:
         if row.masks is None:
             return row
         return replace(row, masks=np.concatenate([row.masks[:1], row.masks[:-1]]))
 
-    patch.setattr(
-        verify, "apply_masks", lambda logits, rows: apply_masks(logits, [late(row) for row in rows])
-    )
+    patch.setattr(Masks, "of", lambda rows, *facts: of([late(row) for row in rows], *facts))
 
 
 def masks_are_not_rolled_back(patch: pytest.MonkeyPatch) -> None:

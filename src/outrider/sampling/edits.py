@@ -1,45 +1,71 @@
 """Changes to a few logits of a row: penalties, bias, bans. Sparse, and right at every position of a window.
 
 The history at a position is what it would be in plain decoding: the committed tokens and the drafts before
-it. Host side builds small arrays with NumPy; `apply_edits` changes the logits on the device.
+it. The host builds small arrays with NumPy; the device applies them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from outrider.plan import RowPlan
 
+FEW_IDS = 64  # for how many a pass that is to repeat has room, at least
+
 
 def needs_edits(row: RowPlan) -> bool:
     return row.params.has_penalties or bool(row.params.logit_bias) or _is_banning(row)
 
 
-def apply_edits(logits: mx.array, rows: Sequence[RowPlan]) -> mx.array:
-    """Logits as the rows' penalties, biases and bans leave them.  [rows, width, vocab] -> the same, anew"""
-    if not any(needs_edits(row) for row in rows):
-        return logits
-    _, width, vocab = logits.shape
-    tables = [_EditTable(row, width, vocab) for row in rows]
-    num_ids = max(len(table.ids) for table in tables)
+@dataclass(frozen=True)
+class Edits:
+    """What rows change, as arrays: whoever has them needs to know nothing else of the rows."""
 
-    def stacked(name: str) -> mx.array:
-        return mx.array(np.stack([_pad(getattr(table, name), num_ids) for table in tables]))
+    ids: mx.array  # [rows, 1, ids]
+    counts: mx.array  # [rows, width, ids] how often each has been said; so all below
+    seen: mx.array  # whether it has been, or asked
+    bias: mx.array
+    strengths: mx.array  # [3, rows, 1, 1] of the penalties: repetition, frequency, presence
 
-    def column(name: str) -> mx.array:
-        return mx.array([getattr(row.params, name) for row in rows], mx.float32)[:, None, None]
+    @classmethod
+    def of(cls, rows: Sequence[RowPlan], width: int, vocab: int, merged: bool = False) -> Edits | None:
+        """None if they change nothing. `merged`: in few sizes, with room to spare."""
+        if not any(needs_edits(row) for row in rows):
+            return None
+        tables = [_EditTable(row, width, vocab) for row in rows]
+        num_ids = max(len(table.ids) for table in tables)
+        if merged:
+            num_ids = max(FEW_IDS, 1 << (num_ids - 1).bit_length())
 
-    ids = mx.broadcast_to(stacked("ids")[:, None, :], (len(rows), width, num_ids))
-    counts = stacked("counts")  # [rows, width, ids], as all below
-    old = mx.take_along_axis(logits, ids, axis=-1)
-    repetition = column("repetition_penalty")
-    new = mx.where(stacked("seen"), mx.where(old > 0, old / repetition, old * repetition), old)
-    new = new - column("frequency_penalty") * counts - column("presence_penalty") * (counts > 0)
-    return mx.put_along_axis(logits, ids, new + stacked("bias"), axis=-1)
+        def stacked(name: str) -> mx.array:
+            return mx.array(np.stack([_pad(getattr(table, name), num_ids) for table in tables]))
+
+        params = [row.params for row in rows]
+        strengths = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
+        columns = mx.array(np.array(strengths, np.float32).T[..., None, None])
+        return cls(stacked("ids")[:, None, :], stacked("counts"), stacked("seen"), stacked("bias"), columns)
+
+    @property
+    def key(self) -> Hashable:
+        return self.counts.shape
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.ids, self.counts, self.seen, self.bias, self.strengths]
+
+    def apply(self, logits: mx.array) -> mx.array:
+        """[rows, width, vocab] -> the same, anew"""
+        ids = mx.broadcast_to(self.ids, self.counts.shape)
+        repetition, frequency, presence = self.strengths
+        old = mx.take_along_axis(logits, ids, axis=-1)
+        new = mx.where(self.seen, mx.where(old > 0, old / repetition, old * repetition), old)
+        new = new - frequency * self.counts - presence * (self.counts > 0)
+        return mx.put_along_axis(logits, ids, new + self.bias, axis=-1)
 
 
 class _EditTable:

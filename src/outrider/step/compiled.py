@@ -1,7 +1,7 @@
 """Decode passes, traced once a shape and replayed: the host hands over arrays and builds no graph.
 
 A trace holds for all batches of one key: everything that a pass reads off its rows, other than arrays. Rows
-with something of their own to say (a grammar's masks, penalties, a prompt to read) are not traced.
+that read a prompt, or whose filters have to be looked at half-way, are not traced.
 
 Ghosts make a batch as large as one that was traced. They stand in the slots after the batch's own rows, feed
 nothing and pick what nobody reads: whoever has such a slot finds it as it was.
@@ -19,13 +19,13 @@ import mlx.core as mx
 from outrider.cache.ragged_kv import nothing_launched
 from outrider.models.trunk import Buffers
 from outrider.plan import RowPlan
-from outrider.sampling.edits import needs_edits
-from outrider.sampling.picking import Picking
+from outrider.sampling.logprobs import LogprobArrays
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step.feed import Batch, Feed, Outcome
 from outrider.step.flight import Flight
 from outrider.step.forward import Forward, last_cell
 from outrider.step.verify import Picks
+from outrider.step.ways import Ways
 
 GHOST = -1
 MOST_TRACES = 128
@@ -34,7 +34,7 @@ Traced = Callable[[list[Any], list[list[mx.array]]], tuple[list[mx.array], list[
 
 
 def repeats(batch: Batch) -> bool:
-    """Whether a batch is of the kind that comes again: rows that decode, and leave the rest to the device.
+    """Whether a batch is of the kind that comes again: rows that decode, and wait for nothing half-way.
 
     Such rows are in the first slots; others read the end of a prompt, or are run alone after a fault.
     """
@@ -42,11 +42,8 @@ def repeats(batch: Batch) -> bool:
         row.picks
         and row.start > 0
         and row.first_pick == 0
-        and row.masks is None
         and row.media is None
-        and row.params.logprobs is None
         and not row.params.filters_widely
-        and not needs_edits(row)
         and not (row.feeds_head and row.num_behind)
         for row in batch
     )
@@ -85,16 +82,18 @@ class CompiledPasses:
 
     def __call__(self, batch: Batch, ghosts: Batch, feed: Feed, shape: tuple[int, int]) -> Flight:
         """`feed` is that of the batch and its ghosts, `shape` the slots and the capacity of the caches."""
-        rows = self._alike([*batch, *ghosts], feed.token_ids.shape[1])
-        ways = self._forward.ways_to_pick(rows, merged=True)
+        width = feed.token_ids.shape[1]
+        rows = self._alike([*batch, *ghosts], width)
+        heading = self._forward.heading(rows)
+        ways = Ways.of([*batch, *ghosts], heading, width, self._forward.vocab_size, merged=True)
         end = min(shape[1], rounded_up(last_cell(batch), CELL_STEP, CELL_PARTS))
         key = _key(rows, feed, ways, end, shape)
         known = self._traces.get(key)
-        traced = known or self._trace(rows, ways, end, shape[1])
-        found, arrays = traced(_inputs(feed, ways), self._arrays())
+        traced = known or self._trace(rows, ways.without_arrays(), end, shape[1])
+        found, arrays = traced([feed.arrays, ways.arrays], self._arrays())
         self._put(arrays)
         self._keep(key, traced)
-        return _flight(batch, len(rows), self._forward.heading(rows), found, known is None)
+        return _flight(batch, len(rows), heading, found, ways.logprobs is not None, known is None)
 
     def _keep(self, key: Hashable, traced: Traced) -> None:
         """One that has run; those that were not used for longest go."""
@@ -117,7 +116,8 @@ class CompiledPasses:
                 token_ids=(0,) * width,
                 num_drafts=width - 1,
                 history=(),
-                banned_ids=(),  # they need no edits: `repeats`
+                banned_ids=(),
+                masks=None,
                 position_delta=0,
                 head_start=None,  # nor have they anything to catch up with
                 feeds_head=any_head if alike else row.feeds_head,
@@ -126,15 +126,14 @@ class CompiledPasses:
             for row in batch
         ]
 
-    def _trace(self, batch: Batch, ways: tuple[Picking, Picking], end: int, capacity: int) -> Traced:
+    def _trace(self, batch: Batch, ways: Ways, end: int, capacity: int) -> Traced:
         def run(
             inputs: list[Any], caches: list[list[mx.array]]
         ) -> tuple[list[mx.array], list[list[mx.array]]]:
             fed, numbers = inputs
             self._put(caches)
             with nothing_launched():
-                both = ways[0].with_arrays(numbers[0]), ways[1].with_arrays(numbers[1])
-                flight = self._forward.run(batch, Feed(*fed), both, end, capacity)
+                flight = self._forward.run(batch, Feed(*fed), ways.with_arrays(numbers), end, capacity)
             return _outputs(flight), self._arrays()
 
         return mx.compile(run)
@@ -150,28 +149,24 @@ class CompiledPasses:
             buffers.put(own)
 
 
-def _key(
-    batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, shape: tuple[int, int]
-) -> Hashable:
+def _key(batch: Batch, feed: Feed, ways: Ways, end: int, shape: tuple[int, int]) -> Hashable:
     return (
         feed.token_ids.shape,
         end,
         shape,
-        tuple(way.key for way in ways),
+        ways.key,
         feed.deltas is None,
         tuple((row.slot, row.feeds_head, row.rests) for row in batch),
         max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
     )
 
 
-def _inputs(feed: Feed, ways: tuple[Picking, Picking]) -> list[Any]:
-    return [feed.arrays, [way.arrays for way in ways]]
-
-
 def _outputs(flight: Flight) -> list[mx.array]:
     picks, outcome = flight.picks, flight.outcome
     assert picks is not None and outcome is not None
     found = [picks.targets, picks.num_accepted, picks.is_sound, flight.report, outcome.last_ids, outcome.ends]
+    if picks.logprobs is not None:
+        found += picks.logprobs.arrays
     if flight.drafts is not None:
         assert outcome.drafts is not None
         found += [flight.drafts, outcome.drafts]
@@ -179,9 +174,19 @@ def _outputs(flight: Flight) -> list[mx.array]:
 
 
 def _flight(
-    batch: Batch, num_rows: int, heading: list[int], found: Sequence[mx.array], is_traced: bool
+    batch: Batch,
+    num_rows: int,
+    heading: list[int],
+    found: Sequence[mx.array],
+    has_logprobs: bool,
+    is_traced: bool,
 ) -> Flight:
-    targets, num_accepted, is_sound, report, last_ids, ends, *both = found
-    drafts, spread = both or (None, None)
-    picks = Picks(list(range(num_rows)), targets, num_accepted, is_sound, None)
+    """From what `_outputs` gave."""
+    targets, num_accepted, is_sound, report, last_ids, ends, *more = found
+    logprobs = None
+    if has_logprobs:
+        logprobs = LogprobArrays(tuple(range(num_rows)), *more[:3])
+        more = more[3:]
+    drafts, spread = more or (None, None)
+    picks = Picks(list(range(num_rows)), targets, num_accepted, is_sound, logprobs)
     return Flight(batch, picks, heading, drafts, Outcome(last_ids, ends, spread), report, is_traced)

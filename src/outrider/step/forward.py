@@ -24,7 +24,8 @@ from outrider.step.feed import Batch, Feed
 from outrider.step.flight import Flight
 from outrider.step.pictures import positions_of, seen_in
 from outrider.step.resting import RestingStates
-from outrider.step.verify import kept_tokens, next_tokens, picking_rows, verify
+from outrider.step.verify import kept_tokens, next_tokens, verify
+from outrider.step.ways import Ways, most_picks
 
 
 class Forward:
@@ -57,18 +58,15 @@ class Forward:
         """Rows that the head follows in this pass."""
         return [i for i, row in enumerate(batch) if row.feeds_head] if self.has_head else []
 
-    def ways_to_pick(self, batch: Batch, merged: bool = False) -> tuple[Picking, Picking]:
-        """How targets are picked, and how drafts are."""
-        picking, heading = picking_rows(batch), self.heading(batch)
-        targets = Picking.of([batch[i].params for i in picking], merged)
-        if heading == picking:
-            return targets, targets
-        return targets, Picking.of([batch[i].params for i in heading], merged)
+    @property
+    def vocab_size(self) -> int:
+        return self._trunk.vocab_size
 
     def __call__(self, batch: Batch, feed: Feed, capacity: int) -> Flight:
-        return self.run(batch, feed, self.ways_to_pick(batch), last_cell(batch), capacity)
+        ways = Ways.of(batch, self.heading(batch), most_picks(batch), self.vocab_size)
+        return self.run(batch, feed, ways, last_cell(batch), capacity)
 
-    def run(self, batch: Batch, feed: Feed, ways: tuple[Picking, Picking], end: int, capacity: int) -> Flight:
+    def run(self, batch: Batch, feed: Feed, ways: Ways, end: int, capacity: int) -> Flight:
         """`end`: no row's last fed cell is beyond this."""
         width = feed.token_ids.shape[1]
         positions = positions_of(batch, feed.starts, width, feed.deltas)
@@ -90,7 +88,7 @@ class Forward:
             embeddings = seen.put_into(self._trunk.embed(feed.token_ids))
             place.added = seen.levels(embeddings)
         hidden = self._trunk.hidden(feed.token_ids, self._cache, place, embeddings)
-        picks = verify(self._trunk, hidden, batch, feed, ways[0])
+        picks = verify(self._trunk, hidden, batch, feed, ways)
         num_kept = kept_tokens(feed, picks)
         self._cache.commit(num_kept)
         if self._resting is not None and any(row.rests for row in batch):
@@ -98,7 +96,9 @@ class Forward:
         heading, drafts = self.heading(batch), None
         if heading:
             next_ids = next_tokens(batch, feed, picks)
-            drafts = self._draft(batch, heading, (hidden, next_ids, num_kept), feed, ways[1], end, capacity)
+            drafts = self._draft(
+                batch, heading, (hidden, next_ids, num_kept), feed, ways.drafts, end, capacity
+            )
         return Flight.of(batch, picks, heading, drafts, hidden, feed.starts + num_kept)
 
     def _draft(

@@ -12,11 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.models.trunk import Trunk
-from outrider.sampling.edits import apply_edits
 from outrider.sampling.logprobs import LogprobArrays, compute_logprobs
-from outrider.sampling.masks import apply_masks
-from outrider.sampling.picking import Picking, pick
+from outrider.sampling.picking import pick
 from outrider.step.feed import Batch, Feed
+from outrider.step.ways import Ways, most_picks, picking_rows
 
 
 @dataclass(frozen=True)
@@ -39,20 +38,16 @@ class Picks:
         return mx.take_along_axis(self.targets, self.num_accepted[:, None], axis=1)[:, 0]
 
 
-def picking_rows(batch: Batch) -> list[int]:
-    return [i for i, row in enumerate(batch) if row.picks]
-
-
-def verify(trunk: Trunk, hidden: mx.array, batch: Batch, feed: Feed, how: Picking) -> Picks | None:
+def verify(trunk: Trunk, hidden: mx.array, batch: Batch, feed: Feed, ways: Ways) -> Picks | None:
     """Pick at each picking row's last committed token and at its drafts; None if no row picks.
 
-    hidden [rows, width, H]; `how` the picking rows pick
+    hidden [rows, width, H]
     """
     index = picking_rows(batch)
     if not index:
         return None
     rows = [batch[i] for i in index]
-    num_picks = 1 + max(row.num_drafts for row in rows)
+    num_picks = most_picks(batch)
     first = np.array([row.first_pick for row in rows], np.int32)[:, None]
     starts, num_drafts, token_ids = feed.starts, feed.num_drafts, feed.token_ids
     if len(rows) < len(batch):
@@ -65,15 +60,16 @@ def verify(trunk: Trunk, hidden: mx.array, batch: Batch, feed: Feed, how: Pickin
         token_ids = mx.take_along_axis(token_ids, columns, axis=1)
     logits = trunk.logits(hidden)  # [picking, num_picks, vocab]
     positions = starts[:, None] + mx.array(first + np.arange(1, num_picks + 1, dtype=np.int32))
-    scores = apply_masks(apply_edits(logits, rows), rows)
-    targets = pick(scores, positions, how)
+    scores = logits if ways.edits is None else ways.edits.apply(logits)
+    scores = scores if ways.masks is None else ways.masks.apply(scores)
+    targets = pick(scores, positions, ways.targets)
     chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return Picks(
         rows=index,
         targets=targets,
         num_accepted=count_accepted(targets, token_ids[:, 1:], num_drafts, positions[:, :-1]),
         is_sound=mx.isfinite(chosen),
-        logprobs=compute_logprobs(logits, targets, rows),
+        logprobs=None if ways.logprobs is None else compute_logprobs(logits, targets, ways.logprobs),
     )
 
 
