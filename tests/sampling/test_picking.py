@@ -410,3 +410,25 @@ def test_greedy_rows_in_company_pick_what_they_pick_alone(seed: int) -> None:
     merged = Picking.of(params, merged=True)
     assert np.array_equal(np.array(pick_how(*inputs, merged)), picked(logits, positions, params))
     assert all(kind.name != "greedy" for kind in merged.kinds) or len(merged.kinds) == 1
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 6.0], ids=["flat", "usual", "sharp"])
+def test_passes_that_must_not_wait_filter_by_the_whole_vocabulary_at_once(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a traced pass picks is what the candidates, or all of them where they are not enough, give."""
+    rng = random.Random(31)
+    numbers = np.random.default_rng(31)
+    for _ in range(8):
+        params = [random_params(rng) for _ in range(5)]
+        logits = (scale * numbers.standard_normal((5, 2, WIDE))).astype(np.float32)
+        positions = numbers.integers(1, 1000, (5, 2)).astype(np.int32)
+        expected = picked(logits, positions, params)
+        with monkeypatch.context() as patch:
+            patch.setattr(mx.array, "item", _must_not_read)
+            merged = pick_how(mx.array(logits), mx.array(positions), Picking.of(params, merged=True))
+        assert np.array_equal(np.array(merged), expected)
+
+
+def _must_not_read(_: mx.array) -> None:
+    raise AssertionError("a result was read")

@@ -23,7 +23,6 @@ def has_own_say(row: Sequence) -> bool:
         or params.has_penalties
         or bool(params.logit_bias)
         or params.min_tokens > row.num_generated
-        or params.filters_widely
         or (row.drafter is not None and any(proposal.source != "head" for proposal in row.proposals))
     )
 

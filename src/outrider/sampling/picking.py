@@ -3,7 +3,8 @@
     token at p = argmax over the tokens the filters leave of  logits / temperature + gumbel(seed, p, token)
 
 Greedy rows are the case without noise. Rows that filter look at their best candidates only; whether those
-were enough is checked, and if they were not, the whole vocabulary is looked at.
+were enough is checked, and if they were not, the whole vocabulary is looked at. (At once, where a pass must
+not wait for the check.)
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ class Picking:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], merged: bool = False) -> Picking:
-        """`merged`: fewer kinds rather than less work. Greedy rows go with others, their noise times zero."""
+        """`merged`: fewer kinds rather than less work, and nothing that is read half-way.
+
+        Greedy rows go with others, their noise times zero.
+        """
         kinds: dict[str, list[int]] = {}
         names = ["greedy" if p.is_greedy else "filtered" if p.is_filtered else "sampled" for p in params]
         company = next((name for name in ("sampled", "filtered") if name in names), "greedy")
         for row, name in enumerate(names):
             kinds.setdefault(company if merged and name == "greedy" else name, []).append(row)
-        made = (_Kind.of(name, rows, [params[row] for row in rows]) for name, rows in kinds.items())
+        made = (_Kind.of(name, rows, [params[row] for row in rows], merged) for name, rows in kinds.items())
         return cls(len(params), tuple(made))
 
     @property
@@ -93,11 +97,12 @@ class _Kind:
     rows: tuple[int, ...]  # indices into the batch
     numbers: list[mx.array]  # inverse temperature [rows, 1, 1], seeds [rows, 2]; the filters' [rows, 1, 1]
     needs_total: bool = False  # a share of the whole vocabulary is asked for
-    reads: bool = False  # whether the best candidates were enough has to be looked at
+    is_wide: bool = False  # the best candidates may not be enough
+    reads: bool = True  # whether they were is looked at; else all columns are
     has_greedy: bool = False  # greedy rows are among them: the noise has weights, the last of the numbers
 
     @classmethod
-    def of(cls, name: str, rows: Sequence[int], params: Sequence[SamplingParams]) -> _Kind:
+    def of(cls, name: str, rows: Sequence[int], params: Sequence[SamplingParams], merged: bool) -> _Kind:
         if name == "greedy":
             return cls(name, tuple(rows), [])
         greedy = [p.is_greedy for p in params]
@@ -111,12 +116,12 @@ class _Kind:
             numbers.append(_column([0.0 if is_greedy else 1.0 for is_greedy in greedy]))
         sampled = [p for p in params if not p.is_greedy]
         needs_total = any(p.top_p < 1 and not 0 < p.top_k <= NUM_CANDIDATES for p in sampled)
-        reads = any(p.filters_widely for p in sampled)
-        return cls(name, tuple(rows), numbers, needs_total, reads, any(greedy))
+        is_wide = any(p.filters_widely for p in sampled)
+        return cls(name, tuple(rows), numbers, needs_total, is_wide, not merged, any(greedy))
 
     @property
     def key(self) -> Hashable:
-        return self.name, self.rows, self.needs_total, self.reads, self.has_greedy
+        return self.name, self.rows, self.needs_total, self.is_wide, self.reads, self.has_greedy
 
     def pick(
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, exact: bool
@@ -146,8 +151,11 @@ class _Kind:
     ) -> tuple[mx.array, mx.array]:
         vocab = scaled.shape[-1]
         num = min(vocab, NUM_CANDIDATES if exact else NUM_DRAFT_CANDIDATES)
+        has_doubts = exact and num < vocab and self.is_wide
+        if has_doubts and not self.reads:
+            num = vocab
         kept, columns, enough = _filter_best(scaled, filters, num, self.needs_total)
-        if exact and num < vocab and self.reads and not mx.all(enough).item():
+        if has_doubts and self.reads and not mx.all(enough).item():
             kept, columns, _ = _filter_best(scaled, filters, vocab, self.needs_total)
         return kept, columns
 

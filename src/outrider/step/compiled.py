@@ -1,7 +1,7 @@
 """Decode passes, traced once a shape and replayed: the host hands over arrays and builds no graph.
 
 A trace holds for all batches of one key: everything that a pass reads off its rows, other than arrays. Rows
-that read a prompt, or whose filters have to be looked at half-way, are not traced.
+that read a prompt are not traced.
 
 Ghosts make a batch as large as one that was traced. They stand in the slots after the batch's own rows, feed
 nothing and pick what nobody reads: whoever has such a slot finds it as it was.
@@ -34,7 +34,7 @@ Traced = Callable[[list[Any], list[list[mx.array]]], tuple[list[mx.array], list[
 
 
 def repeats(batch: Batch) -> bool:
-    """Whether a batch is of the kind that comes again: rows that decode, and wait for nothing half-way.
+    """Whether a batch is of the kind that comes again: rows that decode.
 
     Such rows are in the first slots; others read the end of a prompt, or are run alone after a fault.
     """
@@ -43,7 +43,6 @@ def repeats(batch: Batch) -> bool:
         and row.start > 0
         and row.first_pick == 0
         and row.media is None
-        and not row.params.filters_widely
         and not (row.feeds_head and row.num_behind)
         for row in batch
     )

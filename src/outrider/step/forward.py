@@ -5,7 +5,7 @@
     accept  drafts while they equal the targets; kept = committed + accepted; recurrent layers commit that
     head    feed the pairs (hidden, next token), recurse for the next drafts
 
-(But for filters that have to look whether their candidates were enough: see sampling/picking.)
+(But for filters that look whether their candidates were enough: see sampling/picking.)
 """
 
 from __future__ import annotations
