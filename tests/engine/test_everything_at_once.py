@@ -11,7 +11,7 @@ from scheduler_harness import Harness, rows_of
 from test_scheduler_pictures import Shelf, watched_step
 
 from outrider.config import CacheGeometry
-from outrider.engine.scheduler import SLACK
+from outrider.engine.room import SLACK
 from outrider.engine.sequence import Sequence
 from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.speculate.ngram import NgramDrafter

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scheduler_harness import PAGE, Harness, planned_ids, rows_of
 
 from outrider.config import CacheGeometry, EngineConfig
-from outrider.engine.scheduler import MAX_FAILURES, SLACK, Scheduler
+from outrider.engine.room import SLACK
+from outrider.engine.scheduler import MAX_FAILURES, Scheduler
 from outrider.engine.sequence import Sequence
 from outrider.plan import StepResult
 from outrider.speculate.controller import DepthController
@@ -625,7 +626,7 @@ def test_integrity_check_notices_broken_books(corrupt: str) -> None:
     elif corrupt == "slots":
         rows[0].slot = rows[1].slot
     else:
-        harness.scheduler._budget_bytes = 1
+        harness.scheduler._room.budget_bytes = 1
     with pytest.raises(AssertionError):
         harness.scheduler.check_integrity()
 

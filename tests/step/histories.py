@@ -24,7 +24,8 @@ from outrider.cache.recurrent import RecurrentState
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.scheduler import SLACK, Scheduler
+from outrider.engine.room import SLACK
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta
 from outrider.models import cpu_layers
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head

@@ -19,7 +19,8 @@ from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.scheduler import SLACK, Scheduler
+from outrider.engine.room import SLACK
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta
 from outrider.media.pictures import picture_of
 from outrider.media.reading import ReadPicture

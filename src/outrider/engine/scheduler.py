@@ -20,7 +20,9 @@ from outrider.engine.ahead import has_own_say, settle_ahead
 from outrider.engine.drafting import observe_drafts, pass_shape, settle_drafts, step_shape
 from outrider.engine.encoding import PictureShelf
 from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.row_plans import decode_row, follow_row, prefill_row
+from outrider.engine.reading import DEFAULT_CHUNK, Reading
+from outrider.engine.room import Room
+from outrider.engine.row_plans import decode_row, follow_row
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.engine.slots import SlotTable
 from outrider.plan import PassShape, PrefixCopies, RowPlan, RowResult, StepPlan, StepResult
@@ -28,14 +30,11 @@ from outrider.prompt_media import MediaPiece
 from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import StepShape
-from outrider.speculate.shapes import row_count
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CHUNK = 512
 DISK_WAIT_S = 0.005
 MAX_FAILURES = 2  # a step that raises makes its rows suspects; one that raises again, alone, is given up
-SLACK = 2 * MAX_DEPTH  # cells past a row's tokens that a step may touch: its drafts and the head's recursion
 
 
 @dataclass
@@ -61,13 +60,10 @@ class Scheduler:
         self._controller = controller or DepthController()
         self._config = config
         self._prefix = prefix_cache
-        self._geometry = geometry
-        self._budget_bytes = budget_bytes
-        self._shelf = shelf
+        self._room = Room(geometry, budget_bytes, self._controller.shapes)
         self._waiting: deque[Sequence] = deque()
-        self._prefilling: deque[Sequence] = deque()
+        self._reading = Reading(config.prefill_step_size or DEFAULT_CHUNK, prefix_cache, shelf)
         self._slots = SlotTable()
-        self._shape = (0, 0)  # slots and capacity of the caches, as last planned
         self._planned: deque[_Planned] = deque()  # at most two
 
     @property
@@ -84,12 +80,12 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        return len(self._slots) - len(self._prefilling)
+        return len(self._slots) - len(self._reading)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the caches hold, by the last plan."""
-        return self._geometry.num_bytes(*self._shape)
+        return self._room.num_bytes
 
     @property
     def prefix_bytes(self) -> int:
@@ -107,10 +103,7 @@ class Scheduler:
 
     def longest_context(self) -> int:
         """Tokens that a row alone can hold within the budget."""
-        page = self._geometry.page_size
-        per_slot = self._budget_bytes - self._geometry.num_bytes(1, 0)
-        cells = per_slot // max(1, self._geometry.bytes_per_cell) // page * page
-        return max(0, cells - SLACK)
+        return self._room.longest_context()
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -127,24 +120,25 @@ class Scheduler:
         if self._planned:
             raise RuntimeError("a step is under way: commit it, or let it fail, before the next plan")
         self._admit()
-        shape_before, self._shape = self._shape, self._make_room()
+        shape_before = self._room.shape
+        self._make_room()
         moves = self._slots.settle()
         rows = self._rows_to_run()
-        to_prefill = self._to_prefill(rows)
-        decoding, joining = [row for row in rows if row.is_decoding], self._about_to_pick(rows)
-        settle_drafts(self._controller, decoding, joining, self._shape[0])
-        decode, prefill = self._decode_batch(decoding), self._prefill_batch(to_prefill)
+        ready = self._reading.ready(rows)
+        decoding, joining = [row for row in rows if row.is_decoding], self._reading.about_to_pick(rows)
+        settle_drafts(self._controller, decoding, joining, self._room.num_slots)
+        decode, prefill = self._decode_batch(decoding), self._reading.batch(ready)
         batches = tuple(tuple(batch) for batch in (decode, prefill) if batch)
         copies = self._prefix.take_copies() if self._prefix is not None else PrefixCopies()
-        is_rearranged = bool(moves) or shape_before != self._shape
+        is_rearranged = bool(moves) or shape_before != self._room.shape
         if not (batches or copies or (is_rearranged and rows)):
             return None
-        shape = pass_shape(self._controller, decode, self._shape[0])
+        shape = pass_shape(self._controller, decode, self._room.num_slots)
         did_more = bool(prefill or copies) or is_rearranged
         timed = None if did_more else step_shape(decode, shape)
         self._remember([*decode, *prefill], bool(decode and not prefill), timed)
         shapes = ((shape,) if decode else ()) + ((self._prefill_shape(prefill),) if prefill else ())
-        return StepPlan(*self._shape, tuple(moves), batches, shapes, copies)
+        return StepPlan(*self._room.shape, tuple(moves), batches, shapes, copies)
 
     def plan_ahead(self) -> StepPlan | None:
         """A step that follows the one under way; None where that has to be read first.
@@ -156,9 +150,9 @@ class Scheduler:
         if len(self._planned) != 1 or not self._may_be_followed(self._planned[0]):
             return None
         rows = list(self._planned[0].rows.values())
-        if max(sequence.num_cached + row.num_fed for sequence, row in rows) + SLACK > self._shape[1]:
+        if not self._room.may_be_followed(max(sequence.num_cached + row.num_fed for sequence, row in rows)):
             return None
-        depths = settle_ahead(self._controller, rows, self._shape[0])
+        depths = settle_ahead(self._controller, rows, self._room.num_slots)
         if depths is None:
             return None
         most = [MAX_DEPTH if self._prefix is None else self._prefix.most_drafts(*row) for row in rows]
@@ -166,15 +160,15 @@ class Scheduler:
             follow_row(sequence, row, min(num, limit), wanted)
             for (sequence, row), (num, wanted), limit in zip(rows, depths, most, strict=True)
         )
-        shape = pass_shape(self._controller, batch, self._shape[0])
+        shape = pass_shape(self._controller, batch, self._room.num_slots)
         self._remember(batch, True, step_shape(batch, shape))
-        return StepPlan(*self._shape, (), (batch,), (shape,), follows=True)
+        return StepPlan(*self._room.shape, (), (batch,), (shape,), follows=True)
 
     def _may_be_followed(self, last: _Planned) -> bool:
         """Whether the same rows go on as they are, as far as can be told before the step is read."""
-        if not last.is_decode or self._prefilling:
+        if not last.is_decode or self._reading:
             return False
-        if self._waiting and len(self._slots) < self._config.max_rows and self._may_join(self._waiting[0]):
+        if self._may_admit():
             return False
         if len(last.rows) < len(self._slots) or (self._prefix is not None and self._prefix.has_copies):
             return False
@@ -225,81 +219,43 @@ class Scheduler:
         self._planned.clear()
         for sequence in sorted(self._slots.sequences(), key=lambda s: s.id, reverse=True):
             self._send_back(sequence)
-        self._shape = (0, 0)
+        self._room.clear()
         lost = [sequence for sequence in self._waiting if sequence.failures >= MAX_FAILURES]
         return [self._finish(sequence, "error", error) for sequence in lost]
 
     # -- pictures ----------------------------------------------------------------------------------------
 
     def next_piece(self) -> MediaPiece | None:
-        """What is to be encoded next: the first piece that the row whose turn it is waits for."""
-        return next((piece for row in self._prefilling if (piece := self._missing(row))), None)
+        """What is to be encoded next."""
+        return self._reading.next_piece()
 
     def fail_piece(self, piece: MediaPiece, error: str) -> list[Delta]:
         """A piece that cannot be encoded ends those who wait for it; nobody else loses anything."""
-        lost = [
-            row for row in self._prefilling if (missing := self._missing(row)) and missing.key == piece.key
-        ]
-        return [self._finish(row, "error", error) for row in lost]
-
-    def _missing(self, sequence: Sequence) -> MediaPiece | None:
-        media = sequence.request.media
-        if media is None or self._shelf is None:
-            return None
-        return media.first_missing(self._shelf, sequence.num_cached)
-
-    def _hold(self, sequence: Sequence) -> None:
-        """What it reads stays on the shelf until it has read its prompt."""
-        if sequence.request.media is not None and self._shelf is not None:
-            self._shelf.hold(sequence.request.media.keys)
-
-    def _end_prefill(self, sequence: Sequence) -> None:
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
-            if sequence.request.media is not None and self._shelf is not None:
-                self._shelf.release(sequence.request.media.keys)
+        return [self._finish(row, "error", error) for row in self._reading.waiting_for(piece)]
 
     # -- who is in ---------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self._waiting and len(self._slots) < self._config.max_rows:
-            sequence = self._waiting[0]
-            if not self._may_join(sequence):
-                return
-            self._waiting.popleft()
+        while self._may_admit():
+            sequence = self._waiting.popleft()
             self._slots.join(sequence)
-            self._prefilling.append(sequence)
-            self._hold(sequence)
+            self._reading.begin(sequence)
             if sequence.started_s is None:
                 sequence.started_s = time.perf_counter()
 
-    def _may_join(self, sequence: Sequence) -> bool:
-        rows = list(self._slots.sequences())
-        if not rows:
-            return True  # a row alone fits: `longest_context` is checked at the door
-        page = self._geometry.page_size  # room to grow, so that the last to join is not sent back at once
-        cells = max(min(_cells(row) + page, _most_cells(row)) for row in (*rows, sequence))
-        return self._fits(len(rows) + 1, self._geometry.capacity_for(cells))
+    def _may_admit(self) -> bool:
+        if not self._waiting or len(self._slots) >= self._config.max_rows:
+            return False
+        return self._room.may_join(self._waiting[0], list(self._slots.sequences()))
 
-    def _make_room(self) -> tuple[int, int]:
-        """The caches' shape for this step; the last to come give way until it fits the budget."""
-        page = self._geometry.page_size
-        while rows := list(self._slots.sequences()):
-            capacity = self._geometry.capacity_for(max(_cells(row) for row in rows))
-            slots = max(self._shape[0], row_count(self._slots.num_spanned))
-            grown = self._geometry.capacity_for(self._controller.shapes.capacity(capacity, page))
-            for cells in (grown, capacity):
-                roomy = slots, max(self._shape[1], cells)
-                if self._fits(*roomy):
-                    return roomy
-            if self._fits(len(rows), capacity) or len(rows) == 1:
-                return len(rows), capacity
+    def _make_room(self) -> None:
+        """The last to come give way until the caches fit their budget."""
+        while not self._room.make(rows := list(self._slots.sequences()), self._slots.num_spanned):
             last = max(rows, key=lambda row: row.id)
             last.preemptions += 1
             if self._prefix is not None:
                 self._prefix.keep(last, to_the_end=True)
             self._send_back(last)
-        return 0, 0
 
     def _send_back(self, sequence: Sequence) -> None:
         """Out of its slot, to the front of the queue, with all its tokens."""
@@ -311,7 +267,7 @@ class Scheduler:
         self._slots.leave(sequence)
         if self._prefix is not None:
             self._prefix.leave(sequence)
-        self._end_prefill(sequence)
+        self._reading.end(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
         if sequence.slot is not None:
@@ -319,9 +275,6 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         return Delta(sequence.request.id, finish_reason=reason, error=error, stats=sequence.stats())
-
-    def _fits(self, num_slots: int, capacity: int) -> bool:
-        return self._geometry.num_bytes(num_slots, capacity) <= self._budget_bytes
 
     # -- what the rows do --------------------------------------------------------------------------------
 
@@ -334,14 +287,6 @@ class Scheduler:
         suspects = [row for row in rows if row.failures]
         return [min(suspects, key=lambda row: row.id)] if suspects else rows
 
-    def _about_to_pick(self, rows: list[Sequence]) -> list[Sequence]:
-        budget = self._config.prefill_step_size or DEFAULT_CHUNK
-        return [
-            s
-            for s in rows
-            if not s.is_decoding and s.num_prefill - s.num_cached <= min(budget, self._num_readable(s))
-        ]
-
     def _prefill_shape(self, batch: Rows[RowPlan]) -> PassShape:
         return PassShape(width=self._controller.shapes.prompt_width(max(row.num_fed for row in batch)))
 
@@ -353,47 +298,6 @@ class Scheduler:
         if self._prefix is not None:
             drafts = drafts[: self._prefix.most_drafts(sequence)]
         return decode_row(sequence, drafts)
-
-    def _to_prefill(self, rows: list[Sequence]) -> list[Sequence]:
-        """The prefilling rows that are to compute, in turn: what the prefix cache has for them is in place.
-
-        Not those whose next cells come from elsewhere: from an older row that computes them, or from disk.
-        """
-        prefilling = [row for row in self._prefilling if row in rows]
-        if self._prefix is None:
-            return prefilling
-        self._prefix.receive()
-        return [
-            row
-            for row in prefilling
-            if self._prefix.prepare(row, [other for other in prefilling if other.id < row.id])
-        ]
-
-    def _prefill_batch(self, rows: list[Sequence]) -> list[RowPlan]:
-        """Chunks of prompts: the one whose turn it is, and those that fit in beside it, padding counted."""
-        budget = self._config.prefill_step_size or DEFAULT_CHUNK
-        batch: list[RowPlan] = []
-        widest = 0
-        for sequence in rows:
-            size = self._chunk_size(sequence, budget)
-            if size <= 0 or (batch and (len(batch) + 1) * max(widest, size) > budget):
-                continue
-            widest = max(widest, size)
-            batch.append(prefill_row(sequence, size))
-        return batch
-
-    def _chunk_size(self, sequence: Sequence, most: int) -> int:
-        start = sequence.num_cached
-        end = start + min(most, self._num_readable(sequence))
-        if self._prefix is not None and end > start:
-            end = self._prefix.stop_before(sequence, end)
-        return end - start
-
-    def _num_readable(self, sequence: Sequence) -> int:
-        """Tokens left to read before a piece that is not encoded. The head reads one ahead."""
-        missing = self._missing(sequence)
-        end = sequence.num_prefill if missing is None else missing.first - 1
-        return end - sequence.num_cached
 
     def _commit_or_end(self, sequence: Sequence, planned: RowPlan, row: RowResult) -> Delta | None:
         try:
@@ -409,12 +313,11 @@ class Scheduler:
         if planned.feeds_head:
             sequence.num_headed = sequence.num_cached
         if not planned.picks:
-            self._prefilling.remove(sequence)  # to the end of the line
-            self._prefilling.append(sequence)
+            self._reading.pass_turn(sequence)
             self._keep(sequence)
             return None
-        has_just_prefilled = sequence in self._prefilling
-        self._end_prefill(sequence)
+        has_just_prefilled = sequence in self._reading
+        self._reading.end(sequence)
         if sequence.first_token_s is None:
             sequence.first_token_s = time.perf_counter()
         sequence.steps += 1
@@ -444,27 +347,17 @@ class Scheduler:
         for row in rows:
             if row.is_decoding and row.num_cached != len(row.tokens) - 1:
                 raise AssertionError(f"row {row.id} has {row.num_cached} cells for {len(row.tokens)} tokens")
-            if row.is_decoding == (row in self._prefilling):
+            if row.is_decoding == (row in self._reading):
                 raise AssertionError(f"row {row.id} is both or neither of prefilling and decoding")
-            if row.num_cached > self._shape[1]:
+            if row.num_cached > self._room.capacity:
                 raise AssertionError(f"row {row.id} has more cells than the buffers")
         if len({row.slot for row in rows}) != len(rows) or any(row in rows for row in self._waiting):
             raise AssertionError("a sequence stands in two places")
-        if any(row not in rows for row in self._prefilling):
+        if any(row not in rows for row in self._reading):
             raise AssertionError("a prefilling sequence has no slot")
         if any(row.slot is not None or row.num_cached for row in self._waiting):
             raise AssertionError("a waiting sequence holds cells")
         if len(rows) > self._config.max_rows:
             raise AssertionError(f"{len(rows)} rows where {self._config.max_rows} are allowed")
-        if self.num_bytes > self._budget_bytes and len(rows) > 1:
+        if self.num_bytes > self._room.budget_bytes and len(rows) > 1:
             raise AssertionError("the caches are larger than their budget")
-
-
-def _cells(sequence: Sequence) -> int:
-    """Cells that a row's next step may touch."""
-    return max(sequence.num_prefill, len(sequence.tokens)) + SLACK
-
-
-def _most_cells(sequence: Sequence) -> int:
-    """Cells that a row can ever touch."""
-    return sequence.num_prompt + sequence.max_tokens + SLACK
