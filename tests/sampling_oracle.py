@@ -25,11 +25,12 @@ class Choice:
     is_firm: bool
 
 
-def mix(x: np.ndarray | int) -> np.ndarray:
+def mix(x: np.ndarray | int, key: int = 0) -> np.ndarray:
     """The 32-bit mixing function, in 64-bit words that cannot overflow silently."""
     x = np.asarray(x, np.uint64) & np.uint64(MASK32)
     x = x ^ (x >> np.uint64(16))
     x = (x * np.uint64(0x7FEB352D)) & np.uint64(MASK32)
+    x = x ^ np.uint64(key)
     x = x ^ (x >> np.uint64(15))
     x = (x * np.uint64(0x846CA68B)) & np.uint64(MASK32)
     return x ^ (x >> np.uint64(16))
@@ -39,13 +40,13 @@ def noise_bits(seed: int, position: int, token_ids: np.ndarray) -> np.ndarray:
     low, high = seed % 2**64 & MASK32, seed % 2**64 >> 32
     first = mix(low + int(mix(position + 0x9E3779B9)))
     second = mix(high ^ int(mix(int(first) + 0x85EBCA6B)))
-    return mix(mix(token_ids.astype(np.uint64) + first) ^ second)
+    return mix(token_ids.astype(np.uint64) + first, int(second))
 
 
 def gumbel(seed: int, position: int, token_ids: np.ndarray) -> np.ndarray:
     """The noise; its uniform number is rounded to float32, as the product must, the logarithms are not."""
     bits = noise_bits(seed, position, token_ids).astype(np.float32)
-    u = np.minimum((bits + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
+    u = (bits + np.float32(0.5)) * np.float32(2.0**-32 * (1 - 2.0**-24))
     return -np.log(-np.log1p(-u.astype(np.float64)))
 
 

@@ -91,7 +91,7 @@ def test_the_high_tail_has_its_true_weight() -> None:
     assert len(set(sample[sample > 10].tolist())) > 0.9 * np.sum(sample > 10)  # spread, not a few steps
 
 
-def unmix(y: int) -> int:
+def unmix(y: int, key: int) -> int:
     def unshift(x: int, by: int) -> int:
         found = x
         for _ in range(32 // by):
@@ -99,7 +99,7 @@ def unmix(y: int) -> int:
         return found
 
     y = unshift(y, 16) * pow(0x846CA68B, -1, 2**32) & MASK32
-    y = unshift(y, 15) * pow(0x7FEB352D, -1, 2**32) & MASK32
+    y = (unshift(y, 15) ^ key) * pow(0x7FEB352D, -1, 2**32) & MASK32
     return unshift(y, 16)
 
 
@@ -108,7 +108,7 @@ def test_no_hash_value_gives_infinite_noise(bits: int) -> None:
     """One token in sixteen million with infinite noise wins one pick in a hundred of a large vocabulary."""
     first = int(oracle.mix(0 + int(oracle.mix(3 + 0x9E3779B9))))
     second = int(oracle.mix(0 ^ int(oracle.mix(first + 0x85EBCA6B))))
-    token_id = np.array([(unmix(unmix(bits) ^ second) - first) % 2**32])
+    token_id = np.array([(unmix(bits, second) - first) % 2**32])
     assert int(oracle.noise_bits(0, 3, token_id)[0]) == bits
     found = noise([0], [[3]], token_id).item()
     assert -3 < found < 24

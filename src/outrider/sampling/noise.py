@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+BELOW_ONE = 2**-32 * (1 - 2**-24)  # times any 32-bit word
+
 
 def seed_words(seeds: Sequence[int]) -> mx.array:
     """The seeds as two 32-bit words each.  [rows, 2]"""
@@ -33,10 +35,14 @@ def _constant(value: int) -> mx.array:
     return mx.array(value, mx.uint32)
 
 
-def _mix(x: mx.array) -> mx.array:
-    """A bijection of 32-bit words in which every input bit moves about half of the output bits."""
+def _mix(x: mx.array, key: mx.array | None = None) -> mx.array:
+    """A bijection of 32-bit words in which every input bit moves about half of the output bits.
+
+    Another one for each key: it comes in half-way, so that keys give more than the same words shifted.
+    """
     x = x ^ (x >> 16)
     x = x * _constant(0x7FEB352D)
+    x = x if key is None else x ^ key
     x = x ^ (x >> 15)
     x = x * _constant(0x846CA68B)
     return x ^ (x >> 16)
@@ -44,9 +50,10 @@ def _mix(x: mx.array) -> mx.array:
 
 @mx.compile
 def _noise(first: mx.array, second: mx.array, token_ids: mx.array) -> mx.array:
-    """-log(-log(1 - u)): high noise, the kind that wins, comes from small u, where float32 is dense."""
-    bits = _mix(_mix(token_ids + first) ^ second)
-    u = (bits.astype(mx.float32) + 0.5) * (1 / 2**32)
-    u = mx.minimum(u, 1 - 2**-24)  # the conversion rounds up to 1; both ends are excluded
-    series = u * (1 + u * (1 / 2 + u * (1 / 3)))  # of -log(1 - u), where 1 - u would round the small u away
-    return -mx.log(mx.where(u < 2**-6, series, -mx.log(1 - u)))
+    """-log(-log(1 - u)): high noise, the kind that wins, comes from small u, where float32 is dense.
+
+    1 - u rounds those away. So its logarithm is scaled by u over what was left of it.
+    """
+    u = (_mix(token_ids + first, second).astype(mx.float32) + 0.5) * BELOW_ONE
+    rest = mx.minimum(1 - u, 1 - 2**-24)
+    return -mx.log(mx.log(rest) * (u / (rest - 1)))
