@@ -147,7 +147,8 @@ class TimedRunner:
 
 def scaled(table: Measured, by: float) -> Measured:
     head = {r: HeadCost(c.feed_s * by, c.first_s * by, c.each_s * by) for r, c in table.head.items()}
-    return Measured({k: s * by for k, s in table.trunk_s.items()}, head, table.num_cells, 1e-6, 0.7 * by)
+    trunk = {k: s * by for k, s in table.trunk_s.items()}
+    return Measured(trunk, head, table.num_cells, 1e-6, 0.7 * by, 0.2 * by)
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu", "cliffs"])
@@ -161,6 +162,7 @@ def test_measuring_finds_the_costs(machine: str, monkeypatch: pytest.MonkeyPatch
     assert all(found.trunk_s[key] == pytest.approx(truth.trunk_s[key]) for key in truth.trunk_s)
     assert found.cell_s == pytest.approx(1e-6)
     assert found.draw_s == pytest.approx(truth.draw_s)
+    assert found.draft_draw_s == pytest.approx(truth.draft_draw_s)
     for depth in (1, 4, 8):
         shape = StepShape(4, 1, 4, depth)
         assert CostTable(found).head_s(shape) == pytest.approx(CostTable(truth).head_s(shape), rel=0.25)
@@ -190,6 +192,13 @@ def test_tokens_that_are_drawn_cost_more_in_every_place() -> None:
     for width in (1, 3):
         taken, drawn = (table.step_s(StepShape(4, width, num_sampled=num)) for num in (0, 3))
         assert drawn - taken == pytest.approx(3 * width * 0.5)
+
+
+def test_drafts_that_are_drawn_cost_more_for_the_rows_that_the_head_follows() -> None:
+    table = CostTable(Measured(CPU.trunk_s, CPU.head, draft_draw_s=0.2))
+    taken, drawn, some = (table.step_s(StepShape(4, 1, 3, 2, num_sampled=num)) for num in (0, 4, 1))
+    assert drawn - taken == pytest.approx(3 * 2 * 0.2)
+    assert some - taken == pytest.approx(1 * 2 * 0.2)
 
 
 def test_how_long_the_device_waits_for_the_host_is_learnt() -> None:

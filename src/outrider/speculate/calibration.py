@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Protocol
 
@@ -193,7 +193,8 @@ def _trials(max_rows: int, has_head: bool, widths: Sequence[int]) -> tuple[list[
         ]
 
     long = [Trial(1, 1, None, MANY_CELLS)]
-    drawn = [Trial(first[min(1, len(first) - 1)], 1, draws=True)]
+    some_rows = first[min(1, len(first) - 1)]
+    drawn = [Trial(some_rows, 1, depth, draws=True) for depth in (None, *depths[-1:])]
     return some(first, few, depths) + drawn, long + some(second, few, depths) + some(counts, others, ())
 
 
@@ -236,9 +237,10 @@ def _measured(best: Mapping[Trial, float]) -> Measured:
             head[rows] = _head_cost(trunk[rows, 1], fed, deepest)
     long = best.get(Trial(1, 1, None, MANY_CELLS))
     cell_s = 0.0 if long is None else max(0.0, long - trunk[1, 1]) / (MANY_CELLS - NUM_CELLS)
-    drawn = {t.rows: s for t, s in best.items() if t.draws}
-    draw_s = max((max(0.0, s - trunk[rows, 1]) / rows for rows, s in drawn.items()), default=0.0)
-    return Measured(trunk, head, NUM_CELLS, cell_s, draw_s)
+    drawn = {t: s - best[replace(t, draws=False)] for t, s in best.items() if t.draws}
+    draw_s = max((max(0.0, s) / t.rows for t, s in drawn.items() if t.depth is None), default=0.0)
+    by_heads = (s / t.rows - draw_s for t, s in drawn.items() if t.depth is not None)
+    return Measured(trunk, head, NUM_CELLS, cell_s, draw_s, max(0.0, *by_heads, 0.0) / MAX_DEPTH)
 
 
 def _head_cost(plain_s: float, fed_s: float, deepest_s: float) -> HeadCost:

@@ -59,6 +59,7 @@ class Measured:
     num_cells: int = 128  # the rows' length while measuring
     cell_s: float = 0.0  # a step's extra seconds for every further cell of every row
     draw_s: float = 0.0  # for every token that is drawn instead of taken
+    draft_draw_s: float = 0.0  # for every draft that is
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -67,6 +68,7 @@ class Measured:
             "num_cells": self.num_cells,
             "cell_s": self.cell_s,
             "draw_s": self.draw_s,
+            "draft_draw_s": self.draft_draw_s,
         }
 
     @classmethod
@@ -82,6 +84,7 @@ class Measured:
             int(data["num_cells"]),  # type: ignore[call-overload]
             _seconds(data["cell_s"]),
             _seconds(data["draw_s"]),
+            _seconds(data["draft_draw_s"]),
         )
 
 
@@ -112,8 +115,15 @@ class CostTable:
         """Expected seconds, at the speed of the measurements."""
         seconds = self._trunk_s(shape.rows, shape.width) * math.exp(self._corrected(shape.rows, shape.width))
         beyond = max(0, shape.num_cells - self.measured.num_cells)
-        drawn_s = shape.num_sampled * shape.width * self.measured.draw_s
-        return seconds + beyond * shape.rows * self.measured.cell_s + drawn_s + self.head_s(shape)
+        return (
+            seconds + beyond * shape.rows * self.measured.cell_s + self._drawn_s(shape) + self.head_s(shape)
+        )
+
+    def _drawn_s(self, shape: StepShape) -> float:
+        num_drafts = min(shape.num_sampled, shape.head_rows) * shape.depth
+        return (
+            shape.num_sampled * shape.width * self.measured.draw_s + num_drafts * self.measured.draft_draw_s
+        )
 
     def measured_s(self, rows: int, width: int, num_cells: int) -> float:
         """What a step without a head took when it was measured."""
