@@ -240,7 +240,7 @@ def _measured(best: Mapping[Trial, float]) -> Measured:
     drawn = {t: s - best[replace(t, draws=False)] for t, s in best.items() if t.draws}
     draw_s = max((max(0.0, s) / t.rows for t, s in drawn.items() if t.depth is None), default=0.0)
     by_heads = (s / t.rows - draw_s for t, s in drawn.items() if t.depth is not None)
-    return Measured(trunk, head, NUM_CELLS, cell_s, draw_s, max(0.0, *by_heads, 0.0) / MAX_DEPTH)
+    return Measured(trunk, head, NUM_CELLS, cell_s, draw_s, max([0.0, *by_heads]) / MAX_DEPTH)
 
 
 def _head_cost(plain_s: float, fed_s: float, deepest_s: float) -> HeadCost:

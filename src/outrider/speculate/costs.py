@@ -115,15 +115,13 @@ class CostTable:
         """Expected seconds, at the speed of the measurements."""
         seconds = self._trunk_s(shape.rows, shape.width) * math.exp(self._corrected(shape.rows, shape.width))
         beyond = max(0, shape.num_cells - self.measured.num_cells)
-        return (
-            seconds + beyond * shape.rows * self.measured.cell_s + self._drawn_s(shape) + self.head_s(shape)
-        )
+        cells_s = beyond * shape.rows * self.measured.cell_s
+        return seconds + cells_s + self._drawn_s(shape) + self.head_s(shape)
 
     def _drawn_s(self, shape: StepShape) -> float:
+        num_tokens = shape.num_sampled * shape.width
         num_drafts = min(shape.num_sampled, shape.head_rows) * shape.depth
-        return (
-            shape.num_sampled * shape.width * self.measured.draw_s + num_drafts * self.measured.draft_draw_s
-        )
+        return num_tokens * self.measured.draw_s + num_drafts * self.measured.draft_draw_s
 
     def measured_s(self, rows: int, width: int, num_cells: int) -> float:
         """What a step without a head took when it was measured."""
