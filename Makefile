@@ -31,7 +31,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: $(STAMP) check
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)
 	OUTRIDER_SOAK_SECONDS=$(SECONDS_TO_SOAK) $(BIN)/python -m pytest -m soak --timeout=0 -s tests

@@ -5,6 +5,8 @@ import signal
 import tempfile
 from pathlib import Path
 
+import pytest
+
 signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # a shell's background job ignores it, and tests send it
@@ -19,3 +21,8 @@ mx.set_default_device(mx.cpu)
 _measurements = tempfile.TemporaryDirectory(prefix="outrider-depth-")
 kept.folder = lambda: Path(_measurements.name)
 calibration.BUDGET_S = 0.05
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that two workers end at about the same time."""
+    items.sort(key=lambda item: "step" not in item.path.parts)

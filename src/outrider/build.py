@@ -18,7 +18,8 @@ from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import BLOCK_SIZE
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.door import ModelFacts
-from outrider.engine.engine import Engine, EngineObserver, EngineParts
+from outrider.engine.engine import Engine
+from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
 from outrider.models import cpu_layers, heads, joined_products, loader, machine
 from outrider.models.fingerprint import fingerprint

@@ -21,8 +21,9 @@ from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
 from outrider.engine import async_engine
 from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.door import ModelFacts
-from outrider.engine.engine import Engine, EngineParts, EngineStopped
+from outrider.engine.engine import Engine, EngineStopped
 from outrider.engine.outbox import Outbox
+from outrider.engine.parts import EngineParts
 from outrider.engine.sequence import Delta
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.plan import StepPlan, StepResult

@@ -15,24 +15,20 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import replace
 
-from outrider.cache.disk_tier import DiskTier
-from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
-from outrider.engine.door import Door, ModelFacts
-from outrider.engine.encoding import EncodingTurns, PictureShelf
-from outrider.engine.flights import Flights, Launches
+from outrider.config import EngineConfig, InvalidConfig
+from outrider.engine.door import Door
+from outrider.engine.encoding import EncodingTurns
+from outrider.engine.flights import Flights
 from outrider.engine.outbox import Outbox
+from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix_status import PrefixStatus, new_prefix_cache
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.sequence import Delta, FinishReason, OutputText, Sequence
-from outrider.grammar.compiler import GrammarCompiler
-from outrider.media.reading import PictureReader
+from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.plan import StepPlan, StepResult
-from outrider.prompt_media import MediaPiece, PromptMedia
+from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams
-from outrider.speculate.controller import DepthController
 
 log = logging.getLogger(__name__)
 
@@ -41,56 +37,6 @@ LIE_DOWN_S = 0.02  # what the thread needs, at its end, to get out of the interp
 
 class EngineStopped(RuntimeError):
     """The engine is shut down and takes no more requests."""
-
-
-class StepRunner(Launches, Protocol):
-    """What the engine needs of a runner."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def prefix_bytes(self) -> int: ...
-
-    def geometry(self, page_size: int) -> CacheGeometry: ...
-
-    @property
-    def shelf(self) -> PictureShelf | None: ...  # of a model that sees
-
-    def encode(self, piece: MediaPiece) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def forget_prefixes(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """What a model brings to the engine; built on the engine thread, since MLX stays there."""
-
-    runner: StepRunner
-    facts: ModelFacts
-    budget_bytes: int
-    new_text: Callable[[Request], OutputText]
-    grammars: GrammarCompiler
-    controller: DepthController = field(default_factory=DepthController)
-    keep_learnt: Callable[[], None] = lambda: None  # called once, at the end
-    prefix_bytes: int = 0  # for cached prefixes; 0: none are cached
-    disk: DiskTier | None = None  # where they outlive the process
-    reader: PictureReader | None = None  # of a model that sees; for any thread
-    launches_ahead: bool = False  # whether a step is launched before the one in front of it is read
-
-
-class EngineObserver(Protocol):
-    """Told of every step and of every piece of a picture, on the engine thread: it must be quick."""
-
-    def on_step(
-        self, plan: StepPlan, result: StepResult, seconds: float, num_waiting: int, cache_bytes: int
-    ) -> None: ...
-
-    def on_encode(self, seconds: float) -> None: ...
-
-    def on_shelf(self, num_hits: int, num_bytes: int) -> None: ...  # after each of both, if the model sees
 
 
 class Engine:
