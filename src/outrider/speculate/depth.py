@@ -141,14 +141,18 @@ def _best_width(
     gained = [0.0] * (MAX_DEPTH + 1)
     floor = most = 0
     for row in rows:
-        longest = max((len(offer) for offer in row.offers), default=0)
+        if not row.offers:
+            continue
+        longest = max(len(offer) for offer in row.offers)
         most = max(most, longest)
         if row.fixed is not None:
             floor = max(floor, min(row.fixed, longest))
             continue
         sums = [[0.0, *accumulate(offer)] for offer in row.offers]
         for width in range(1, MAX_DEPTH + 1):
-            gained[width] += max((each[min(width, len(each) - 1)] for each in sums), default=0.0)
+            gained[width] += max(each[min(width, len(each) - 1)] for each in sums)
+    if most == floor:
+        return floor
     widths = [floor, *(width for width in depths if floor < width <= most)]
     worth = {width: gained[width] - pace * cost(1 + width) for width in widths}
     return max(widths, key=lambda width: (worth[width], -width))
