@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -409,7 +410,8 @@ def test_greedy_rows_in_company_pick_what_they_pick_alone(seed: int) -> None:
     inputs = mx.array(logits), mx.array(positions)
     merged = Picking.of(params, merged=True)
     assert np.array_equal(np.array(pick_how(*inputs, merged)), picked(logits, positions, params))
-    assert all(kind.name != "greedy" for kind in merged.kinds) or len(merged.kinds) == 1
+    names = {kind.name for kind in merged.kinds}
+    assert "greedy" not in names or names <= {"greedy", "wide"}
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0], ids=["flat", "usual", "sharp"])
@@ -432,3 +434,25 @@ def test_passes_that_must_not_wait_filter_by_the_whole_vocabulary_at_once(
 
 def _must_not_read(_: mx.array) -> None:
     raise AssertionError("a result was read")
+
+
+def test_which_rows_are_of_which_kind_is_in_arrays() -> None:
+    """As long as there are as many of each, whoever they are, a traced pass serves them."""
+    greedy, hot = SamplingParams(temperature=0), SamplingParams(temperature=1, seed=1)
+    few, wide = replace(hot, top_k=20), replace(hot, top_p=0.9)
+    one = Picking.of([hot, few, greedy, wide, hot], merged=True)
+    other = Picking.of([wide, hot, hot, few, greedy], merged=True)
+    assert one.key == other.key
+    assert {kind.name: kind.num_rows for kind in one.kinds} == {"sampled": 3, "filtered": 1, "wide": 1}
+    assert Picking.of([few, few, greedy, wide, hot], merged=True).key != one.key
+
+    logits = np.random.default_rng(2).standard_normal((5, 2, WIDE)).astype(np.float32)
+    positions = np.arange(10).reshape(5, 2).astype(np.int32)
+    found = pick_how(mx.array(logits), mx.array(positions), one.with_arrays(other.arrays))
+    assert np.array_equal(np.array(found), picked(logits, positions, [wide, hot, hot, few, greedy]))
+
+
+def test_greedy_rows_do_not_sort_the_vocabulary_with_others() -> None:
+    wide = SamplingParams(temperature=1, top_p=0.9, seed=1)
+    how = Picking.of([SamplingParams(temperature=0), wide], merged=True)
+    assert [(kind.name, kind.num_rows) for kind in how.kinds] == [("greedy", 1), ("wide", 1)]

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +17,7 @@ from outrider.plan import RowPlan, StepPlan, StepResult
 from outrider.request import SamplingParams
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step import forward
-from outrider.step.compiled import repeats
+from outrider.step.compiled import NOTHING_ASKED, repeats
 from outrider.step.runner import Launched, Runner
 from plan_rows import plan_row
 from step.histories import History, Tally, World, play, random_history, world
@@ -202,6 +203,27 @@ def test_only_rows_that_read_or_stand_elsewhere_are_not_traced() -> None:
     assert repeats([row(temperature=0), replace(row(temperature=1, top_p=0.9, seed=1), slot=1)])
     assert not repeats([replace(row(temperature=0), slot=1)])
     assert not repeats([plan_row([1, 2, 3], params=GREEDY, start=0)])
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_a_trace_keeps_nothing_of_the_requests_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It outlives them, and must not read what only they asked for."""
+    runner, seen = Runner(world("llama").trunk, compiles=True), []
+    run = forward.Forward.run
+
+    def watched(self: forward.Forward, batch: Sequence[RowPlan], *facts: Any) -> Any:
+        seen.append(batch)
+        return run(self, batch, *facts)
+
+    asked = SamplingParams(temperature=0.5, seed=1, logit_bias={3: 1.0}, logprobs=2, stop="x")
+    runner.run(StepPlan(1, CAPACITY, (), ((plan_row([3, 1, 4], params=asked, start=0, next_id=1),),)))
+    monkeypatch.setattr(forward.Forward, "run", watched)
+    row = plan_row([3, 1, 4], [1], params=asked)
+    runner.run(StepPlan(1, CAPACITY, (), ((row,),)))
+    runner.reset()
+    ((traced,),) = seen
+    assert traced.params == NOTHING_ASKED
+    assert (traced.history, traced.banned_ids, traced.masks) == ((), (), None)
 
 
 @pytest.mark.usefixtures("not_compiled")

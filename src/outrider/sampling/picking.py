@@ -27,25 +27,34 @@ LEAST_TEMPERATURE = (
 class Picking:
     """How the rows of a batch pick: greedy, sampled and filtered ones, each kind at once.
 
-    What differs from request to request is in arrays, so that a compiled pass serves them all.
+    What differs from request to request is in arrays, so that a compiled pass serves them all; even which
+    rows are of which kind.
     """
 
     num_rows: int
     kinds: tuple[_Kind, ...]
+    back: mx.array | None = None  # [rows] where the kinds' picks, one after the other, have each row's
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], merged: bool = False) -> Picking:
         """`merged`: fewer kinds rather than less work, and nothing that is read half-way.
 
-        Greedy rows go with others, their noise times zero.
+        Greedy rows go with others, their noise times zero; but not with those that sort the vocabulary.
         """
-        kinds: dict[str, list[int]] = {}
-        names = ["greedy" if p.is_greedy else "filtered" if p.is_filtered else "sampled" for p in params]
+        names = [_kind_of(p, merged) for p in params]
         company = next((name for name in ("sampled", "filtered") if name in names), "greedy")
+        kinds: dict[str, list[int]] = {}
         for row, name in enumerate(names):
             kinds.setdefault(company if merged and name == "greedy" else name, []).append(row)
-        made = (_Kind.of(name, rows, [params[row] for row in rows], merged) for name, rows in kinds.items())
-        return cls(len(params), tuple(made))
+        made = [
+            _Kind.of(name, [params[row] for row in kinds[name]], merged, mx.array(kinds[name]))
+            for name in sorted(kinds)
+        ]
+        if len(made) < 2:
+            return cls(len(params), tuple(replace(kind, index=None) for kind in made))
+        order = [row for name in sorted(kinds) for row in kinds[name]]
+        back = mx.array(sorted(range(len(order)), key=order.__getitem__))
+        return cls(len(params), tuple(made), back)
 
     @property
     def key(self) -> Hashable:
@@ -54,26 +63,30 @@ class Picking:
 
     @property
     def arrays(self) -> list[list[mx.array]]:
-        return [kind.numbers for kind in self.kinds]
+        back = [] if self.back is None else [[self.back]]
+        return [*(kind.arrays for kind in self.kinds), *back]
 
     def with_arrays(self, arrays: Sequence[list[mx.array]]) -> Picking:
-        kinds = zip(self.kinds, arrays, strict=True)
-        return replace(self, kinds=tuple(replace(kind, numbers=numbers) for kind, numbers in kinds))
+        kinds = tuple(kind.with_arrays(own) for kind, own in zip(self.kinds, arrays, strict=False))
+        return replace(self, kinds=kinds, back=None if self.back is None else arrays[-1][0])
 
     def pick(
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, exact: bool
     ) -> mx.array:
         parts = []
         for kind in self.kinds:
-            some = len(kind.rows) < self.num_rows
-            index = mx.array(kind.rows) if some else None
+            index = kind.index
             part = (logits, positions) if index is None else (logits[index], positions[index])
             parts.append(kind.pick(*part, token_ids, exact).astype(mx.int32))
-        if len(parts) == 1:
-            return parts[0]
-        order = [row for kind in self.kinds for row in kind.rows]
-        back = mx.array(sorted(range(len(order)), key=order.__getitem__))
-        return mx.concatenate(parts)[back]
+        return parts[0] if self.back is None else mx.concatenate(parts)[self.back]
+
+
+def _kind_of(params: SamplingParams, merged: bool) -> str:
+    if params.is_greedy:
+        return "greedy"
+    if not params.is_filtered:
+        return "sampled"
+    return "wide" if merged and params.filters_widely else "filtered"
 
 
 def pick(logits: mx.array, positions: mx.array, how: Picking) -> mx.array:
@@ -94,20 +107,21 @@ class _Kind:
     """Rows that pick alike."""
 
     name: str
-    rows: tuple[int, ...]  # indices into the batch
+    num_rows: int
     numbers: list[mx.array]  # inverse temperature [rows, 1, 1], seeds [rows, 2]; the filters' [rows, 1, 1]
     needs_total: bool = False  # a share of the whole vocabulary is asked for
     is_wide: bool = False  # the best candidates may not be enough
     reads: bool = True  # whether they were is looked at; else all columns are
     has_greedy: bool = False  # greedy rows are among them: the noise has weights, the last of the numbers
+    index: mx.array | None = None  # [rows] which rows of the batch they are; None: all
 
     @classmethod
-    def of(cls, name: str, rows: Sequence[int], params: Sequence[SamplingParams], merged: bool) -> _Kind:
+    def of(cls, name: str, params: Sequence[SamplingParams], merged: bool, index: mx.array) -> _Kind:
         if name == "greedy":
-            return cls(name, tuple(rows), [])
+            return cls(name, len(params), [], index=index)
         greedy = [p.is_greedy for p in params]
         numbers = [_column([_inverse_temperature(p) for p in params]), _seeds(params)]
-        if name == "filtered":
+        if name in ("filtered", "wide"):
             limits = [1 if p.is_greedy else min(p.top_k, 2**30) for p in params]
             numbers.append(mx.array(limits)[:, None, None])
             numbers.append(_column([p.top_p for p in params]))
@@ -117,11 +131,20 @@ class _Kind:
         sampled = [p for p in params if not p.is_greedy]
         needs_total = any(p.top_p < 1 and not 0 < p.top_k <= NUM_CANDIDATES for p in sampled)
         is_wide = any(p.filters_widely for p in sampled)
-        return cls(name, tuple(rows), numbers, needs_total, is_wide, not merged, any(greedy))
+        return cls(name, len(params), numbers, needs_total, is_wide, not merged, any(greedy), index)
 
     @property
     def key(self) -> Hashable:
-        return self.name, self.rows, self.needs_total, self.is_wide, self.reads, self.has_greedy
+        return self.name, self.num_rows, self.needs_total, self.is_wide, self.reads, self.has_greedy
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return self.numbers if self.index is None else [*self.numbers, self.index]
+
+    def with_arrays(self, arrays: list[mx.array]) -> _Kind:
+        if self.index is None:
+            return replace(self, numbers=arrays)
+        return replace(self, numbers=arrays[:-1], index=arrays[-1])
 
     def pick(
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, exact: bool

@@ -22,7 +22,7 @@ from outrider.speculate.costs import MOST_CORRECTION, CostTable, Measured
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)

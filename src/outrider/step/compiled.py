@@ -19,6 +19,7 @@ import mlx.core as mx
 from outrider.cache.ragged_kv import nothing_launched
 from outrider.models.trunk import Buffers
 from outrider.plan import RowPlan
+from outrider.request import SamplingParams
 from outrider.sampling.logprobs import LogprobArrays
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step.feed import Batch, Feed, Outcome
@@ -28,6 +29,7 @@ from outrider.step.verify import Picks
 from outrider.step.ways import Ways
 
 GHOST = -1
+NOTHING_ASKED = SamplingParams(temperature=0)  # in a trace: what rows ask for is in its ways
 MOST_TRACES = 128
 
 Traced = Callable[[list[Any], list[list[mx.array]]], tuple[list[mx.array], list[list[mx.array]]]]
@@ -114,6 +116,7 @@ class CompiledPasses:
                 row,
                 token_ids=(0,) * width,
                 num_drafts=width - 1,
+                params=NOTHING_ASKED,
                 history=(),
                 banned_ids=(),
                 masks=None,
