@@ -15,6 +15,7 @@ import pytest
 from outrider.models.heads import LoadedHead
 from outrider.plan import RowPlan, StepPlan, StepResult
 from outrider.request import SamplingParams
+from outrider.sampling import picking
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step import forward
 from outrider.step.compiled import NOTHING_ASKED, repeats
@@ -82,11 +83,14 @@ def compiled() -> Iterator[None]:
     mx.disable_compile()  # as it is on CPUs
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(
+really_compiled = pytest.mark.skipif(
     "OUTRIDER_SOAK_SECONDS" not in os.environ or shutil.which("g++") is None,
     reason="MLX compiles for CPUs with a C++ compiler, slowly: runs under `make soak` only",
 )
+
+
+@pytest.mark.soak
+@really_compiled
 @pytest.mark.usefixtures("compiled")
 def test_a_compiled_pass_gives_what_a_built_one_gives() -> None:
     """Really compiled, and launched one step ahead all the time: two rows at different paces."""
@@ -126,6 +130,53 @@ def answers(tiny: World, runner: Runner, num_steps: int = 12) -> list[list[int]]
     take(last)
     runner.reset()
     return tokens
+
+
+HOT = SamplingParams(temperature=0.7, seed=3)
+WAYS = {
+    "masks, penalties": (replace(GREEDY, presence_penalty=1.5), HOT),
+    "a bias, log-probabilities": (replace(HOT, logprobs=2), replace(GREEDY, logit_bias={5: 9.0})),
+    "log-probabilities of the picked alone": (replace(HOT, logprobs=0), GREEDY),
+    "a wide filter, greedy": (replace(HOT, top_p=0.9), GREEDY),
+    "a wide filter, masks": (HOT, replace(HOT, top_p=0.8, seed=9)),
+    "a wide filter, a narrow one": (replace(HOT, top_k=3), replace(HOT, top_p=0.8, seed=9)),
+}
+
+
+@pytest.mark.soak
+@really_compiled
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.usefixtures("compiled")
+def test_a_compiled_pass_takes_what_rows_ask_from_arrays(ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Really compiled: then the two rows change places, and the same trace serves them."""
+    monkeypatch.setattr(picking, "NUM_CANDIDATES", 8)  # few, even of a tiny vocabulary
+    tiny, pair = world("llama"), WAYS[ways]
+
+    def results(runner: Runner) -> list[StepResult]:
+        found = []
+        for turn, params in enumerate((pair, pair[::-1])):
+            reading = [
+                plan_row([3, 1, 4], params=p, slot=k, start=0, next_id=1) for k, p in enumerate(params)
+            ]
+            rows = [plan_row([3, 1, 4], [1], [5], params=p, slot=k) for k, p in enumerate(params)]
+            if "masks" in ways:
+                masks = np.full((2, -(-tiny.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+                masks[turn] = 1 << (3 + turn)
+                rows[turn] = replace(rows[turn], masks=masks)
+            runner.run(StepPlan(2, CAPACITY, (), (tuple(reading),)))
+            found.append(runner.run(StepPlan(2, CAPACITY, (), (tuple(rows),))))
+            runner.reset()
+        return found
+
+    compiled = Runner(tiny.trunk, compiles=True)
+    for found, wanted in zip(results(compiled), results(Runner(tiny.trunk)), strict=True):
+        for row, other in zip(found.rows, wanted.rows, strict=True):
+            assert row.token_ids == other.token_ids
+            assert [[i for i, _ in x.top] for x in row.logprobs] == [
+                [i for i, _ in x.top] for x in other.logprobs
+            ]
+    assert compiled._compiled is not None
+    assert compiled._compiled.num_traces == 1
 
 
 @pytest.mark.usefixtures("not_compiled")
