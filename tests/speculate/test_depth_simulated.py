@@ -23,7 +23,7 @@ from depth_simulator import (
 )
 
 from outrider.request import MAX_DEPTH
-from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.controller import MOST_PAUSE, DepthController, Wish
 from outrider.speculate.costs import CostTable, StepShape
 from outrider.speculate.depth import Choice
 from outrider.speculate.shapes import FEW_DEPTHS
@@ -241,18 +241,24 @@ def test_a_head_whose_best_would_not_pay_is_not_tried() -> None:
     assert simulation.run(32).mean_depth(16, 32) > 0
 
 
-def test_while_all_rest_rows_are_tried_at_once_whenever_they_came() -> None:
-    """A step with a trial is dearer than others, however few rows are tried."""
-    simulation = Simulation(MACHINES["two threads"])
-    tried = []
+def rows_drafted_for(simulation: Simulation) -> list[int]:
+    """Fills up: for how many rows the head drafts, step by step."""
+    counts: list[int] = []
     whole = simulation.controller.choose
 
     def choose(wishes: Sequence[Wish], num_cells: int) -> Choice:
         found = whole(wishes, num_cells)
-        tried.append(sum(depth > 0 for depth in found.next))
+        counts.append(sum(depth > 0 for depth in found.next))
         return found
 
     simulation.controller.choose = choose  # type: ignore[method-assign]
+    return counts
+
+
+def test_while_all_rest_rows_are_tried_at_once_whenever_they_came() -> None:
+    """A step with a trial is dearer than others, however few rows are tried."""
+    simulation = Simulation(MACHINES["two threads"])
+    tried = rows_drafted_for(simulation)
     for _ in range(8):
         simulation.add(constant(0))
         simulation.run(5)
@@ -261,6 +267,20 @@ def test_while_all_rest_rows_are_tried_at_once_whenever_they_came() -> None:
     simulation.run(96)
     assert set(tried) == {0, 3}
     assert tried.count(3) <= 96 / simulation.controller.pause(8) + 1
+
+
+def test_the_further_drafts_are_from_paying_the_less_heads_are_tried() -> None:
+    """Where half of the drafts are right, sixteen rows of this machine are far from it; not at 70 %."""
+    num_trials = {}
+    for share in (0.5, 0.7):
+        simulation = Simulation(MACHINES["own products"])
+        simulation.add(*[by_chance(share, seed) for seed in range(16)])
+        simulation.run(64)
+        tried = rows_drafted_for(simulation)
+        simulation.run(320)
+        num_trials[share] = sum(num > 0 for num in tried)
+    assert num_trials[0.5] <= 1.25 * 320 / MOST_PAUSE
+    assert num_trials[0.7] >= 1.5 * num_trials[0.5]
 
 
 def test_padding_is_used_where_it_is_cheaper() -> None:

@@ -10,7 +10,7 @@ in one pass when it is wanted again. Now and then it makes one draft that is com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance, Source
@@ -21,6 +21,7 @@ from outrider.speculate.shapes import Shapes
 PROBE_SHARE = 0.01  # of the time, for trying the head where nobody drafts with it
 CATCHING_UP = 2.0  # what a trial costs, with feeding the head what it has missed, over one without
 LEAST_PAUSE, MOST_PAUSE = 6, 16  # steps between two such trials
+FAR = 0.9  # from paying: with less of a promise a trial is as seldom as it may be
 MOST_SOON = 3  # after so many that were right nothing new is learnt: drafts do not pay all the same
 NUM_SENTINELS = 3  # rows that are tried while the whole batch rests; the others' states are not even fed
 IDEAL = [0.97**place for place in range(1, MAX_DEPTH + 1)]  # chances of drafts that are nearly always right
@@ -106,7 +107,7 @@ class DepthController:
     def _with_probes(self, choice: Choice, wishes: Sequence[Wish]) -> Choice:
         """Let the head make a draft for rows that have long been without one; while all rest, for a few."""
         all_rest = not any(choice.next)
-        pause = self.pause(len(wishes))
+        pause = MOST_PAUSE if choice.promise < FAR else self.pause(len(wishes))
         for wish, depth in zip(wishes, choice.next, strict=True):
             wish.record.note_head(depth > 0, all_rest)
         self._since_trial = self._since_trial + 1 if all_rest else 0
@@ -121,7 +122,7 @@ class DepthController:
         for i in due:
             wishes[i].record.since_head, wishes[i].record.on_trial = 0, True
         depths = tuple(1 if i in due else depth for i, depth in enumerate(choice.next))
-        return Choice(choice.feed, depths)
+        return replace(choice, next=depths)
 
     def would_wait(self, wishes: Sequence[Wish]) -> bool:
         """Whether what others than the head are likely to offer is worth reading a step before the next is

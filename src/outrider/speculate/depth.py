@@ -17,7 +17,7 @@ more than the seconds that their width costs at that pace.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from outrider.request import MAX_DEPTH
@@ -43,6 +43,7 @@ class Choice:
 
     feed: tuple[tuple[int, int], ...]  # (which offer, how many of its drafts)
     next: tuple[int, ...]  # drafts wanted from the head; 0: it may rest
+    promise: float = 1.0  # rows' wait without drafts over that with the best number of them, as it seems
 
 
 StepCost = Callable[[int, int], float]  # (width, drafts that the head makes) -> seconds
@@ -56,6 +57,7 @@ class Steady:
     seconds: float
     free_tokens: float  # a step brings a row whose depth is free, in the mean
     steps_waited: float  # for a token, summed over all rows
+    promise: float = 1.0  # see Choice
 
     @property
     def waits(self) -> float:
@@ -85,7 +87,7 @@ def choose(
     wanted = tuple(_wanted(row, steady.depth, least) for row in rows)
     made = max(wanted, default=0)
     width = _best_width(rows, lambda width: cost_now(width, made), steady.pace, depths)
-    return Choice(tuple(_best_offer(row, width) for row in rows), wanted)
+    return Choice(tuple(_best_offer(row, width) for row in rows), wanted, steady.promise)
 
 
 def best_steady(
@@ -109,14 +111,14 @@ def best_steady(
         wider = [width for width in depths if width > least] if by_others[-1] else []
         return min((at(depth, width) for width in (least, *wider)), key=lambda steady: steady.waits)
 
-    best = best_at(0)
+    plain = best = best_at(0)
     last = max((row.drafts for row in free), default=0)
     hurdle = best.waits if last and not others_wait else best.waits / MARGIN
     drafting = [best_at(depth) for depth in depths if 0 < depth <= most]
     for found in sorted(drafting, key=lambda found: found.depth != last):  # the last one has the first say
         if found.waits < hurdle:
             best, hurdle = found, found.waits / (another if found.depth == last else 1.0)
-    return best
+    return replace(best, promise=plain.waits / min((found.waits for found in drafting), default=plain.waits))
 
 
 def _expected(chances: Iterator[Sequence[float]]) -> list[float]:
