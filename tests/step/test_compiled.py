@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from outrider.models.heads import LoadedHead
-from outrider.plan import RowPlan, StepPlan, StepResult
+from outrider.plan import RowPlan, RowResult, StepPlan
 from outrider.request import SamplingParams
 from outrider.sampling import picking
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
@@ -133,50 +133,62 @@ def answers(tiny: World, runner: Runner, num_steps: int = 12) -> list[list[int]]
 
 
 HOT = SamplingParams(temperature=0.7, seed=3)
-WAYS = {
-    "masks, penalties": (replace(GREEDY, presence_penalty=1.5), HOT),
-    "a bias, log-probabilities": (replace(HOT, logprobs=2), replace(GREEDY, logit_bias={5: 9.0})),
-    "log-probabilities of the picked alone": (replace(HOT, logprobs=0), GREEDY),
-    "a wide filter, greedy": (replace(HOT, top_p=0.9), GREEDY),
-    "a wide filter, masks": (HOT, replace(HOT, top_p=0.8, seed=9)),
-    "a wide filter, a narrow one": (replace(HOT, top_k=3), replace(HOT, top_p=0.8, seed=9)),
+WAYS = {  # what two rows ask for, and whether grammars hold them
+    "masks, a penalty": (replace(GREEDY, presence_penalty=1.5), HOT, True),
+    "masks, log-probabilities": (replace(HOT, logprobs=2), GREEDY, True),
+    "a bias, log-probabilities": (replace(HOT, logprobs=2), replace(GREEDY, logit_bias={5: 9.0}), False),
+    "log-probabilities of the picked alone": (replace(HOT, logprobs=0), GREEDY, False),
+    "a wide filter, greedy": (replace(HOT, top_p=0.9), GREEDY, False),
+    "masks, a wide filter": (HOT, replace(HOT, top_p=0.8, seed=9), True),
+    "a wide filter, a narrow one": (replace(HOT, top_k=3), replace(HOT, top_p=0.8, seed=9), False),
 }
+
+
+def assert_one_trace_serves(ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows change places, with other masks: their trace gives what built passes give."""
+    monkeypatch.setattr(picking, "NUM_CANDIDATES", 8)  # few, even of a tiny vocabulary
+    tiny = world("llama")
+    *pair, is_masked = WAYS[ways]
+
+    def results(runner: Runner) -> list[RowResult]:
+        found: list[RowResult] = []
+        for turn, params in enumerate((pair, pair[::-1])):
+            reads = [plan_row([3, 1, 4], params=p, slot=i, start=0, next_id=1) for i, p in enumerate(params)]
+            rows = [plan_row([3, 1, 4], [1], [5], params=p, slot=i) for i, p in enumerate(params)]
+            if is_masked:
+                masks = np.full((2, -(-tiny.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+                masks[turn] = 1 << (3 + turn)  # after the committed token, or after the draft
+                rows[turn] = replace(rows[turn], masks=masks)
+            runner.run(StepPlan(2, CAPACITY, (), (tuple(reads),)))
+            found += runner.run(StepPlan(2, CAPACITY, (), (tuple(rows),))).rows
+            runner.reset()
+        return found
+
+    traced, expected = Runner(tiny.trunk, compiles=True), results(Runner(tiny.trunk))
+    found = results(traced)
+    assert [row.token_ids for row in found] == [row.token_ids for row in expected]
+    assert top_ids(found) == top_ids(expected)
+    assert all(len(row.logprobs) in (0, len(row.token_ids)) for row in found)
+    assert traced._compiled is not None
+    assert traced._compiled.num_traces == 1
+
+
+def top_ids(rows: Sequence[RowResult]) -> list[list[list[int]]]:
+    return [[[token_id for token_id, _ in token.top] for token in row.logprobs] for row in rows]
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.usefixtures("not_compiled")
+def test_what_rows_ask_of_a_traced_pass_is_in_arrays(ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_one_trace_serves(ways, monkeypatch)
 
 
 @pytest.mark.soak
 @really_compiled
 @pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.usefixtures("compiled")
-def test_a_compiled_pass_takes_what_rows_ask_from_arrays(ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Really compiled: then the two rows change places, and the same trace serves them."""
-    monkeypatch.setattr(picking, "NUM_CANDIDATES", 8)  # few, even of a tiny vocabulary
-    tiny, pair = world("llama"), WAYS[ways]
-
-    def results(runner: Runner) -> list[StepResult]:
-        found = []
-        for turn, params in enumerate((pair, pair[::-1])):
-            reading = [
-                plan_row([3, 1, 4], params=p, slot=k, start=0, next_id=1) for k, p in enumerate(params)
-            ]
-            rows = [plan_row([3, 1, 4], [1], [5], params=p, slot=k) for k, p in enumerate(params)]
-            if "masks" in ways:
-                masks = np.full((2, -(-tiny.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
-                masks[turn] = 1 << (3 + turn)
-                rows[turn] = replace(rows[turn], masks=masks)
-            runner.run(StepPlan(2, CAPACITY, (), (tuple(reading),)))
-            found.append(runner.run(StepPlan(2, CAPACITY, (), (tuple(rows),))))
-            runner.reset()
-        return found
-
-    compiled = Runner(tiny.trunk, compiles=True)
-    for found, wanted in zip(results(compiled), results(Runner(tiny.trunk)), strict=True):
-        for row, other in zip(found.rows, wanted.rows, strict=True):
-            assert row.token_ids == other.token_ids
-            assert [[i for i, _ in x.top] for x in row.logprobs] == [
-                [i for i, _ in x.top] for x in other.logprobs
-            ]
-    assert compiled._compiled is not None
-    assert compiled._compiled.num_traces == 1
+def test_what_rows_ask_of_a_compiled_pass_is_in_arrays(ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_one_trace_serves(ways, monkeypatch)
 
 
 @pytest.mark.usefixtures("not_compiled")
@@ -275,45 +287,6 @@ def test_a_trace_keeps_nothing_of_the_requests_that_it_was_made_for(monkeypatch:
     ((traced,),) = seen
     assert traced.params == NOTHING_ASKED
     assert (traced.history, traced.banned_ids, traced.masks) == ((), (), None)
-
-
-@pytest.mark.usefixtures("not_compiled")
-def test_one_trace_serves_all_grammars_penalties_and_log_probabilities() -> None:
-    """What a row forbids or asks is in arrays: the trace was made for other rows, with other masks."""
-    tiny = world("llama")
-    built, traced = Runner(tiny.trunk), Runner(tiny.trunk, compiles=True)
-    words = -(-tiny.vocab_size // 32)
-    allows = [np.full((2, words), 0xFFFFFFFF, np.uint32) for _ in range(4)]
-    for i, masks in enumerate(allows):
-        masks[i % 2] = 1 << (3 + i)  # a few tokens only, after the committed one or after the draft
-    penalised = SamplingParams(temperature=0, presence_penalty=1.5)
-    biased = SamplingParams(temperature=0, logit_bias={5: 9.0})
-    hot = SamplingParams(temperature=0.7, seed=3, logprobs=2)
-    asks = [[penalised, hot], [replace(hot, seed=4, logprobs=1), biased]]
-
-    def results(runner: Runner) -> list[StepResult]:
-        found = []
-        for i, pair in enumerate(asks):
-            for j, masked in enumerate((0, 1)):
-                reading = [
-                    plan_row([3, 1, 4], params=p, slot=k, start=0, next_id=1) for k, p in enumerate(pair)
-                ]
-                rows = [plan_row([3, 1, 4], [1], [5], params=p, slot=k) for k, p in enumerate(pair)]
-                rows[masked] = replace(rows[masked], masks=allows[2 * i + j])
-                runner.run(StepPlan(2, CAPACITY, (), (tuple(reading),)))
-                found.append(runner.run(StepPlan(2, CAPACITY, (), (tuple(rows),))))
-                runner.reset()
-        return found
-
-    expected = results(built)
-    for found, wanted in zip(results(traced), expected, strict=True):
-        for row, other in zip(found.rows, wanted.rows, strict=True):
-            assert row.token_ids == other.token_ids
-            assert [x.top for x in row.logprobs] == [x.top for x in other.logprobs]
-            assert len(row.logprobs) in (0, len(row.token_ids))
-    assert len({row.token_ids for result in expected for row in result.rows}) > 4
-    assert traced._compiled is not None
-    assert traced._compiled.num_traces == 1
 
 
 @pytest.mark.usefixtures("not_compiled")

@@ -55,6 +55,7 @@ class DepthController:
         self.shapes = Shapes(self.costs, few_shapes)
         self._could: tuple[int, tuple[int, ...]] = (-1, ())  # when, and of which rows, that was last asked
         self._can_pay = False
+        self._is_far = False  # whether drafts seemed far from paying when heads were last thought of
         self._since_trial = 0  # steps in which all rested
         self._num_soon = 0  # trials, one after the other, that came after one that was right
         self._at_trial = (0, 0)  # trials, and misses among them, before the last one
@@ -107,7 +108,8 @@ class DepthController:
     def _with_probes(self, choice: Choice, wishes: Sequence[Wish]) -> Choice:
         """Let the head make a draft for rows that have long been without one; while all rest, for a few."""
         all_rest = not any(choice.next)
-        pause = MOST_PAUSE if choice.promise < FAR else self.pause(len(wishes))
+        self._is_far = choice.promise < FAR
+        pause = self.pause(len(wishes))
         for wish, depth in zip(wishes, choice.next, strict=True):
             wish.record.note_head(depth > 0, all_rest)
         self._since_trial = self._since_trial + 1 if all_rest else 0
@@ -154,6 +156,8 @@ class DepthController:
 
     def pause(self, num_rows: int) -> int:
         """Steps between two trials of the head, so that they take no more than their share of the time."""
+        if self._is_far:
+            return MOST_PAUSE
         step_s = self.costs.step_s(StepShape(num_rows, 1))
         trial_s = self.costs.head_s(StepShape(num_rows, 1, min(num_rows, NUM_SENTINELS), 1))
         return min(MOST_PAUSE, max(LEAST_PAUSE, round(CATCHING_UP * trial_s / (PROBE_SHARE * step_s))))

@@ -118,7 +118,9 @@ def best_steady(
     for found in sorted(drafting, key=lambda found: found.depth != last):  # the last one has the first say
         if found.waits < hurdle:
             best, hurdle = found, found.waits / (another if found.depth == last else 1.0)
-    return replace(best, promise=plain.waits / min((found.waits for found in drafting), default=plain.waits))
+    if not drafting:
+        return best
+    return replace(best, promise=plain.waits / min(found.waits for found in drafting))
 
 
 def _expected(chances: Iterator[Sequence[float]]) -> list[float]:

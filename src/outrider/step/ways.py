@@ -77,8 +77,4 @@ class Ways:
     def without_arrays(self) -> Ways:
         """To be given others later, and to hold none until then."""
         none = mx.array(0)
-        return self.with_arrays(_each(self.arrays, none))
-
-
-def _each(arrays: list[list[list[mx.array]]], value: mx.array) -> list[list[list[mx.array]]]:
-    return [[[value] * len(part) for part in parts] for parts in arrays]
+        return self.with_arrays([[[none] * len(part) for part in parts] for parts in self.arrays])
