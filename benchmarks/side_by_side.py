@@ -15,10 +15,11 @@ from mlx_lm.generate import BatchGenerator
 from outrider.bench.prompts.chat import PROMPTS
 from outrider.bench.statistics import Spread
 from outrider.config import EngineConfig
+from outrider.cpu import layers
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
-from outrider.models import cpu_layers, heads, joined_products, loader, machine
-from outrider.models.shipped_head import shipped_head
+from outrider.models import heads, joined_products, loader, machine
+from outrider.models.files.shipped_head import shipped_head
 from outrider.request import MAX_DEPTH, DraftDepth, Request, SamplingParams
 from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
@@ -68,7 +69,7 @@ class Bench:
         if file is not None:
             self.head = heads.load_head(file, self.loaded.trunk, draft_vocabulary)
         for part in self._parts():
-            cpu_layers.use(part)
+            layers.use(part)
         if machine.outruns_host():
             joined_products.join(self.loaded.trunk, self.head)
         self.runner = Runner(self.loaded.trunk, self.head)
@@ -137,7 +138,7 @@ class Bench:
 
     def mlx_lm(self, num_rows: int, num_tokens: int) -> Run:
         model = self.loaded.trunk.model
-        with cpu_layers.off(model), joined_products.apart(model):
+        with layers.off(model), joined_products.apart(model):
             generator = BatchGenerator(model, stop_tokens=[], max_tokens=num_tokens)
             generator.insert(self.prompts(num_rows), [num_tokens] * num_rows)
             with generator.stats() as stats:

@@ -14,12 +14,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first importe
 
 import outrider  # noqa: E402, F401, I001  (first: it loads the fast BLAS, which must come before mlx)
 import mlx.core as mx  # noqa: E402
-from outrider.speculate import calibration, kept  # noqa: E402
+from outrider.speculate import calibration, cost_store  # noqa: E402
 
 mx.set_default_device(mx.cpu)
 
 _measurements = tempfile.TemporaryDirectory(prefix="outrider-depth-")
-kept.folder = lambda: Path(_measurements.name)
+cost_store.folder = lambda: Path(_measurements.name)
 calibration.BUDGET_S = 0.05
 
 

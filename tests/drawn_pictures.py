@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.models.see_model import EYE
+from outrider.models.files.vision_model import EYE
 from picture_files import data_url, encoded
 
-DRAWING = Path(__file__).parent.parent / "train" / "vision"
+DRAWING = Path(__file__).parent.parent / "recipes" / "vision"
 SHAPE_AND_COLOUR = ("shape", "colour")
 
 
@@ -53,7 +53,7 @@ def _questions(picture: dict[str, Any]) -> Iterator[Question]:
 
 
 def _drawing() -> Any:
-    """train/vision/pictures.py, which finds its neighbours by the search path."""
+    """recipes/vision/pictures.py, which finds its neighbours by the search path."""
     sys.path.insert(0, str(DRAWING))
     try:
         return importlib.import_module("pictures")

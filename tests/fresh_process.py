@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outrider import cpu_threads
+from outrider.cpu import threads
 
 OUR_VARIABLES = (
     *("OUTRIDER_BLAS", "OUTRIDER_KERNEL", "LD_PRELOAD", "XDG_CACHE_HOME"),
-    *cpu_threads.THREAD_VARIABLES,
+    *threads.THREAD_VARIABLES,
 )
 
 REPORT = """
 import ctypes, dataclasses, json, os
-from outrider import blas, cpu_threads
+from outrider.cpu import blas, threads
 found = dataclasses.asdict(blas.activate()) | {"active": blas.report().active}
 """
 

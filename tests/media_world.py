@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from outrider import LLM, SamplingParams
 from outrider.engine.outbox import Outbox
 from outrider.engine.sequence import Delta
-from outrider.media.pictures import picture_of
+from outrider.media.images import picture_of
 from outrider.models.heads import new_head
 from outrider.models.loader import load
 from outrider.prompt_media import PromptMedia

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider import cpu_kernel
-from outrider.product_check import AS_IT_IS, ROW_MAJOR, TRANSPOSED
+from outrider.cpu import matmul
+from outrider.cpu.matmul_check import AS_IT_IS, ROW_MAJOR, TRANSPOSED
 
-HAS_COMPILER = any(map(shutil.which, cpu_kernel.COMPILERS))
+HAS_COMPILER = any(map(shutil.which, matmul.COMPILERS))
 WHERE_THEY_ARE = [
     pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate"),
-    pytest.mark.skipif(cpu_kernel.platform.machine() != "x86_64", reason="x86-64 only"),
+    pytest.mark.skipif(matmul.platform.machine() != "x86_64", reason="x86-64 only"),
     pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler"),
 ]
 INSTRUCTIONS = ("avx512", "avx2")
@@ -46,7 +46,7 @@ class Products:
     def __init__(self, path: Path, instructions: str) -> None:
         self.library = ctypes.CDLL(str(path))
         self.passed = Passed()
-        self.instructions = cpu_kernel.start(self.library, self.passed, instructions)  # type: ignore[arg-type]
+        self.instructions = matmul.start(self.library, self.passed, instructions)  # type: ignore[arg-type]
 
     def sgemm(
         self,
@@ -75,7 +75,7 @@ def loaded(path: Path, instructions: str) -> Products:
     """The compiled library; skips the test where the CPU lacks the instructions."""
     try:
         return Products(path, instructions)
-    except cpu_kernel.Unusable as reason:
+    except matmul.Unusable as reason:
         pytest.skip(str(reason))
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from models.head_checkpoints import QWENS, tiny_head
-from outrider.models import cpu_layers, cpu_math, joined_products, machine
+from outrider.cpu import fast_math, layers
+from outrider.models import joined_products, machine
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Trunk
 from outrider.step.runner import Runner
@@ -20,7 +21,7 @@ def test_joined_layers_change_no_token(family: str, tmp_path: Path, monkeypatch:
     tiny = tiny_head(family)
     head = tiny.converted() if family in QWENS else tiny.published()
     folder = write_model(tmp_path / "model", tiny, head)
-    monkeypatch.setattr(cpu_math, "applies", lambda: False)
+    monkeypatch.setattr(fast_math, "applies", lambda: False)
     plain, _ = answers(folder)
     parts: list[tuple[Trunk, LoadedHead | None]] = []
     join = joined_products.join
@@ -49,7 +50,7 @@ def test_engines_on_the_cpu_have_their_own_products(tmp_path: Path, monkeypatch:
 def test_histories_are_the_same_with_joined_layers(family: str) -> None:
     tiny = World(family)
     for part in (tiny.model, tiny.head):
-        cpu_layers.restore(part)
+        layers.restore(part)
     head = LoadedHead((tiny.head,), "random")
     joined_products.join(tiny.trunk, head)
     tiny.runners = {

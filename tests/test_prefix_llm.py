@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_map
 
 from outrider import LLM, InvalidConfig, SamplingParams
-from outrider.models.fingerprint import fingerprint
+from outrider.models.files.fingerprint import fingerprint
 from server_process import write_tiny_model
 from tiny_models import tiny_model, write_checkpoint
 

@@ -229,8 +229,8 @@ def reference_inputs(
     """What mlx-vlm's own processor makes of a rendered conversation and its pictures."""
     from PIL import Image
 
-    from outrider.models.vision_families import SUPPORTED
-    from outrider.models.vision_tower import _load_processor
+    from outrider.models.vision.encoder import _load_processor
+    from outrider.models.vision.families import SUPPORTED
 
     processor = _load_processor(folder, SUPPORTED[family])
     images = [Image.fromarray(pixels) for pixels in pictures]

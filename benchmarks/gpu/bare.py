@@ -19,8 +19,8 @@ from outrider.cache.ragged_kv import Placement, RaggedKV, nothing_launched
 from outrider.cache.recurrent import RecurrentState
 from outrider.models.trunk import TrunkCache
 from outrider.request import MAX_DEPTH, SamplingParams
-from outrider.sampling.picking import Picking
-from outrider.speculate.mtp import HeadRows, MTPDrafter
+from outrider.sampling.sampler import Picking
+from outrider.step.mtp import HeadRows, MTPDrafter
 
 IN_A_ROW = 8  # steps timed together
 ROUNDS = 5

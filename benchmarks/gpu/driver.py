@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.engine.flights import Flights
+from outrider.engine.in_flight import Flights
 from outrider.engine.scheduler import Scheduler
 from outrider.plan import StepPlan
 from outrider.step.runner import Runner

@@ -19,8 +19,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from benchmarks.gpu.shapes import SHAPES
 from outrider.models import heads, joined_products, loader, machine
+from outrider.models.files.shipped_head import shipped_head
 from outrider.models.heads import LoadedHead
-from outrider.models.shipped_head import shipped_head
 from outrider.models.trunk import Trunk
 
 GROUP_SIZE, BITS = 64, 4

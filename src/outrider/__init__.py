@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from outrider import blas, mlx_settings
+from outrider import mlx_settings
 from outrider.config import EngineConfig, InvalidConfig
+from outrider.cpu import blas
 from outrider.request import InvalidRequest, SamplingParams
 
 if TYPE_CHECKING:

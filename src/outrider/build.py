@@ -12,21 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider import __version__, blas
+from outrider import __version__
 from outrider.cache.block_folder import BlockFolder
 from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import BLOCK_SIZE
 from outrider.config import EngineConfig, InvalidConfig
-from outrider.engine.door import ModelFacts
+from outrider.cpu import blas, layers
 from outrider.engine.engine import Engine
 from outrider.engine.parts import EngineObserver, EngineParts
+from outrider.engine.validation import ModelFacts
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
-from outrider.models import cpu_layers, heads, joined_products, loader, machine
-from outrider.models.fingerprint import fingerprint
-from outrider.models.mrope import share_sections
-from outrider.models.shipped_head import shipped_head
+from outrider.models import heads, joined_products, loader, machine
+from outrider.models.files.fingerprint import fingerprint
+from outrider.models.files.shipped_head import shipped_head
+from outrider.models.vision.mrope import share_sections
 from outrider.request import Request
-from outrider.speculate import calibration, kept
+from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
@@ -83,7 +84,7 @@ def _parts(
     disk = _prefix_disk(loaded, head, config)
     trunk, vision = loaded.trunk, loaded.vision
     for part in (trunk.model, *(head.layers if head is not None else ())):
-        cpu_layers.use(part)
+        layers.use(part)
     outruns = machine.outruns_host()
     if outruns:
         joined_products.join(trunk, head)
@@ -112,7 +113,7 @@ def _parts(
     if config.auto_depth == "auto":
         name = _fingerprint(loaded, head, choice, facts, config.max_rows)
         controller = _controller(name, runner, facts, config, budget, say)
-        keep_learnt = partial(kept.save, name, controller.costs, controller.acceptance)
+        keep_learnt = partial(cost_store.save, name, controller.costs, controller.acceptance)
     return EngineParts(
         runner,
         facts,
@@ -142,7 +143,7 @@ def _controller(
 ) -> DepthController:
     """With the costs and the record that were kept, as long as they hold; else with costs measured now."""
     few = runner.compiles
-    found = kept.load(name)
+    found = cost_store.load(name)
     clock = machine.step_clock()
     if found is not None and calibration.still_holds(runner, facts.vocab_size, found.measured, clock=clock):
         return DepthController(CostTable(found.measured, found.seen), found.acceptance, few)
@@ -154,7 +155,7 @@ def _controller(
     if measured is None:
         return DepthController(None, acceptance, few)
     controller = DepthController(CostTable(measured), acceptance, few)
-    kept.save(name, controller.costs, acceptance)
+    cost_store.save(name, controller.costs, acceptance)
     return controller
 
 
@@ -168,7 +169,7 @@ def _fingerprint(
     """Everything on which the costs and the record of a model depend."""
     files = [*sorted(loaded.path.glob("*.safetensors")), *([Path(head.source)] if head is not None else [])]
     multiplies = blas.report()
-    return kept.fingerprint(
+    return cost_store.fingerprint(
         {
             "version": __version__,
             "mlx": importlib.metadata.version("mlx"),

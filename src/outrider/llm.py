@@ -13,7 +13,7 @@ from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine import Engine
 from outrider.engine.outbox import Outbox
 from outrider.engine.sequence import Delta, FinishReason, Stats
-from outrider.llm_pictures import EncodedPrompt, encode_with_pictures, take_pictures
+from outrider.llm_images import EncodedPrompt, encode_with_pictures, take_pictures
 from outrider.plan import TokenLogprobs
 from outrider.request import InvalidRequest, SamplingParams
 
@@ -204,8 +204,8 @@ class LLM:
 
 def default_model() -> Path:
     """The folder of the model that is served when none is named; made at first use."""
-    from outrider.models import default_model
-    from outrider.models.named import make_ready
+    from outrider.models.files import default_model
+    from outrider.models.files.named import make_ready
 
     return make_ready(default_model)
 

@@ -23,7 +23,7 @@ from outrider.chat.events import (
     ToolCallStarted,
     Usage,
 )
-from outrider.engine.door import ModelFacts
+from outrider.engine.validation import ModelFacts
 from outrider.request import SamplingParams
 
 USAGE = Usage(num_prompt=7, num_cached=3, num_generated=5, num_reasoning=2, num_accepted=1, num_rejected=2)

@@ -10,8 +10,8 @@ import anthropic
 import openai
 import pytest
 
-from outrider.models import default_model
 from outrider.models.errors import ModelUnavailable
+from outrider.models.files import default_model
 from server_process import ServerProcess, serving
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]

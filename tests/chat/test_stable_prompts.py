@@ -10,10 +10,10 @@ import pytest
 from agent_transcripts import claude_code_turns, opencode_turns
 from chat_tokenizers import CHATML, new_tokenizer
 
-from outrider.api.anthropic_input import messages_request
-from outrider.api.chat_input import chat_request
-from outrider.api.schemas.chat import ChatCompletionRequest
-from outrider.api.schemas.messages import MessagesRequest
+from outrider.api.anthropic.messages_input import messages_request
+from outrider.api.anthropic.messages_schema import MessagesRequest
+from outrider.api.openai.chat_input import chat_request
+from outrider.api.openai.chat_schema import ChatCompletionRequest
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.chat.conversation import ChatRequest, Message, TextPart
 from outrider.chat.template import ChatTemplate

@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub import constants
 
 from outrider.cli.main import main
-from outrider.models import default_model, origin
-from outrider.models.cached import CachedModel, cached_models, remove
 from outrider.models.errors import ModelUnavailable
+from outrider.models.files import default_model, origin
+from outrider.models.files.cached import CachedModel, cached_models, remove
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -13,7 +13,7 @@ from fake_runner import FakeLaunched, FakeRunner, StepFailed, true_next
 
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import CacheGeometry, EngineConfig
-from outrider.engine.prefix_cache import LEAST_LOADED, PrefixCache
+from outrider.engine.prefix.cache import LEAST_LOADED, PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.plan import RowPlan, StepPlan

@@ -20,11 +20,11 @@ from scheduler_harness import FakeText
 from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
 from outrider.engine import async_engine
 from outrider.engine.async_engine import AsyncEngine
-from outrider.engine.door import ModelFacts
 from outrider.engine.engine import Engine, EngineStopped
 from outrider.engine.outbox import Outbox
 from outrider.engine.parts import EngineParts
 from outrider.engine.sequence import Delta
+from outrider.engine.validation import ModelFacts
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.plan import StepPlan, StepResult
 from outrider.request import Grammar, InvalidRequest, SamplingParams

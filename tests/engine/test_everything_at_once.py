@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from fake_runner import VOCAB_SIZE
 from scheduler_harness import Harness, rows_of
-from test_scheduler_pictures import Shelf, watched_step
+from test_scheduler_images import Shelf, watched_step
 
 from outrider.config import CacheGeometry
-from outrider.engine.room import SLACK
+from outrider.engine.cache_budget import SLACK
 from outrider.engine.sequence import Sequence
 from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.speculate.ngram import NgramDrafter
@@ -126,7 +126,7 @@ class History:
 
 @pytest.mark.parametrize("most_copied", [8, 32, 256 << 20])
 def test_every_request_gets_its_true_tokens(most_copied: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.prefix_cache.MOST_COPIED_BYTES", most_copied)
+    monkeypatch.setattr("outrider.engine.prefix.cache.MOST_COPIED_BYTES", most_copied)
     num_loaded = num_caught_up = preemptions = 0
     for seed in range(NUM_HISTORIES):
         history = History(seed)

@@ -5,9 +5,9 @@ import time
 import pytest
 
 from outrider.media import loader as loader_module
+from outrider.media.images import picture_of
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.loader import MediaLoader, Wanted
-from outrider.media.pictures import picture_of
 from picture_files import animation, data_url, encoded, noise
 
 

@@ -4,8 +4,8 @@ import cv2
 import numpy as np
 import pytest
 
+from outrider.media.images import decode_frames, decode_picture
 from outrider.media.limits import InvalidMedia, MediaLimits
-from outrider.media.pictures import decode_frames, decode_picture
 from outrider.media.video import video_kind
 
 LIMITS = MediaLimits(max_frames=3, max_image_pixels=10_000)

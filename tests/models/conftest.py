@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.models import default_model
-from outrider.models.default_download import SMOLLM2, download
 from outrider.models.errors import ModelUnavailable
-from outrider.models.progress import ignore
+from outrider.models.files import default_model
+from outrider.models.files.default_download import SMOLLM2, download
+from outrider.models.files.progress import ignore
 
 
 @pytest.fixture(scope="session")

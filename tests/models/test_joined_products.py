@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from outrider.models import joined_products
-from outrider.models.fingerprint import fingerprint
+from outrider.models.files.fingerprint import fingerprint
 from outrider.models.heads import LoadedHead, new_head
 from outrider.models.joined_products import JoinedLinear, JoinedQuantizedLinear, apart, join
 from outrider.models.trunk import Trunk

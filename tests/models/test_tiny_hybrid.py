@@ -1,7 +1,7 @@
 """A small hybrid (Gated DeltaNet and attention) that was really trained together with its MTP head.
 
-It is asked questions that its training never saw (train/tiny_hybrid). What the drafts gain is counted by the
-engine, and what is answered must not depend on them.
+It is asked questions that its training never saw (recipes/tiny_hybrid). The engine counts what drafts gain,
+and the answers must not depend on them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def stride(answers: Sequence[Completion]) -> float:
 
 
 def test_the_questions_were_held_out() -> None:
-    spec = importlib.util.spec_from_file_location("tiny_hybrid_text", ROOT / "train/tiny_hybrid/text.py")
+    spec = importlib.util.spec_from_file_location("tiny_hybrid_text", ROOT / "recipes/tiny_hybrid/text.py")
     assert spec is not None
     assert spec.loader is not None
     text = importlib.util.module_from_spec(spec)

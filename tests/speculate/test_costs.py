@@ -11,7 +11,7 @@ from depth_simulator import MACHINES
 
 from outrider.config import CacheGeometry
 from outrider.plan import StepPlan, StepResult
-from outrider.speculate import calibration, kept
+from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape, guessed_costs
 from outrider.speculate.shapes import FEW_WIDTHS
@@ -263,19 +263,19 @@ def test_the_reach_of_a_table_is_known_before_it_is_measured() -> None:
 
 
 def test_what_was_learnt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "depth")
+    monkeypatch.setattr(cost_store, "folder", lambda: tmp_path / "depth")
     table, acceptance = CostTable(CPU), ModelAcceptance()
     for step in range(300):
         table.observe(StepShape(1, 1 + step % 2), (65.8, 80.0)[step % 2])
         acceptance.add("head", 0, 2, 1)
-    kept.save("a", table, acceptance)
-    found = kept.load("a")
+    cost_store.save("a", table, acceptance)
+    found = cost_store.load("a")
     assert found is not None
     assert found.measured == CPU
     assert found.acceptance.as_json() == acceptance.as_json()
     assert ratio(CostTable(found.measured, found.seen)) == pytest.approx(ratio(table), rel=0.01)
     assert [file.name for file in (tmp_path / "depth").iterdir()] == ["a.json"]
-    assert kept.load("b") is None
+    assert cost_store.load("b") is None
 
 
 @pytest.mark.parametrize(
@@ -291,24 +291,24 @@ def test_what_was_learnt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_damaged_file_is_as_good_as_none(damage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
-    kept.save("a", CostTable(CPU), ModelAcceptance())
+    monkeypatch.setattr(cost_store, "folder", lambda: tmp_path)
+    cost_store.save("a", CostTable(CPU), ModelAcceptance())
     file = tmp_path / "a.json"
     file.write_text(damage(file.read_text()))
-    assert kept.load("a") is None
+    assert cost_store.load("a") is None
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "file" / "depth")
-    kept.save("a", CostTable(guessed_costs()), ModelAcceptance())
+    monkeypatch.setattr(cost_store, "folder", lambda: tmp_path / "file" / "depth")
+    cost_store.save("a", CostTable(guessed_costs()), ModelAcceptance())
     assert "cannot be kept" in caplog.text
-    assert kept.load("a") is None
+    assert cost_store.load("a") is None
 
 
 def test_every_part_of_the_fingerprint_counts() -> None:
     base = {"model": "m", "device": "cpu", "dtype": "float32"}
-    names = {kept.fingerprint({**base, key: "other"}) for key in base} | {kept.fingerprint(base)}
+    names = {cost_store.fingerprint({**base, key: "other"}) for key in base} | {cost_store.fingerprint(base)}
     assert len(names) == 4

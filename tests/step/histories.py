@@ -22,12 +22,12 @@ from mlx.utils import tree_map
 
 from outrider.cache.recurrent import RecurrentState
 from outrider.config import EngineConfig
+from outrider.cpu import layers
 from outrider.engine import sequence as engine_sequence
-from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.room import SLACK
+from outrider.engine.cache_budget import SLACK
+from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta
-from outrider.models import cpu_layers
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
 from outrider.plan import StepPlan, TokenLogprobs
@@ -143,7 +143,7 @@ class World:
         self.vocab_size = self.trunk.vocab_size
         self.head = random_head(self.trunk)
         for part in (self.model, self.head):
-            cpu_layers.use(part)  # as the engine does
+            layers.use(part)  # as the engine does
         some = mx.array(sorted(random.Random(7).sample(range(self.vocab_size), self.vocab_size // 2)))
         self.runners: dict[HeadSize, Runner] = {
             "none": Runner(self.trunk),

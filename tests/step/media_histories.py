@@ -18,15 +18,15 @@ from media_world import new_world
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
-from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.room import SLACK
+from outrider.engine.cache_budget import SLACK
+from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta
-from outrider.media.pictures import picture_of
-from outrider.media.reading import ReadPicture
+from outrider.media.image_reader import ReadPicture
+from outrider.media.images import picture_of
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.models.loader import load
-from outrider.models.mrope import share_sections
+from outrider.models.vision.mrope import share_sections
 from outrider.plan import StepPlan
 from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams

@@ -14,8 +14,8 @@ from pathlib import Path
 from outrider.cache.block_folder import BlockFolder
 from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import PrefixIndex
-from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.prefix_disk import BlockDisk
+from outrider.engine.prefix.cache import PrefixCache
+from outrider.engine.prefix.disk import BlockDisk
 from step.histories import Ask, HeadSize, History, Tally, World, play, random_history
 
 LONGEST = 90  # prompt tokens: all texts stay within the tiny models' contexts

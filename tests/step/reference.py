@@ -15,7 +15,8 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 import sampling_oracle as oracle
-from outrider.models import cpu_layers, joined_products
+from outrider.cpu import layers
+from outrider.models import joined_products
 from outrider.models.heads import MTPHead
 from outrider.request import SamplingParams
 from step.row_grammars import EOS_IDS, allowed_by
@@ -41,7 +42,7 @@ def solo_answer(
     allowed_after = allowed_by(params.grammar)
     stop_ids = stop_ids_of(params)
     while len(answer) < params.max_tokens:
-        with cpu_layers.off(model), joined_products.apart(model):
+        with layers.off(model), joined_products.apart(model):
             logits = np.array(model(mx.array([fed]), cache=cache)[0, -1].astype(mx.float32), np.float64)
         edited = oracle.edited(logits, params, prompt, answer, stop_ids, allowed_after(answer))
         choice = oracle.choose(edited, len(prompt) + len(answer), params)
@@ -62,7 +63,7 @@ def stop_ids_of(params: SamplingParams) -> frozenset[int]:
 def fresh_cells(model: nn.Module, head: MTPHead | None, token_ids: Sequence[int]) -> Cells:
     """What a decoding row with these committed tokens must hold: all but the last, and the head's pairs."""
     parts = [model, *([head] if head is not None else [])]
-    with cpu_layers.off(*parts), joined_products.apart(*parts):
+    with layers.off(*parts), joined_products.apart(*parts):
         return _fresh_cells(model, head, token_ids)
 
 

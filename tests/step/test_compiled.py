@@ -15,7 +15,7 @@ import pytest
 from outrider.models.heads import LoadedHead
 from outrider.plan import RowPlan, RowResult, StepPlan
 from outrider.request import SamplingParams
-from outrider.sampling import picking
+from outrider.sampling import sampler
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step import forward
 from outrider.step.compiled import NOTHING_ASKED, repeats
@@ -146,7 +146,7 @@ WAYS = {  # what two rows ask for, and whether grammars hold them
 
 def assert_one_trace_serves(ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows change places, with other masks: their trace gives what built passes give."""
-    monkeypatch.setattr(picking, "NUM_CANDIDATES", 8)  # few, even of a tiny vocabulary
+    monkeypatch.setattr(sampler, "NUM_CANDIDATES", 8)  # few, even of a tiny vocabulary
     tiny = world("llama")
     *pair, is_masked = WAYS[ways]
 

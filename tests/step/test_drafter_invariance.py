@@ -14,12 +14,12 @@ import pytest
 from outrider.cache import ragged_kv
 from outrider.grammar.matcher import RowGrammar
 from outrider.plan import RowPlan
-from outrider.sampling.edits import Edits
+from outrider.sampling.logits_processors import Edits
 from outrider.sampling.logprobs import AskedLogprobs, LogprobArrays
 from outrider.sampling.masks import Masks
-from outrider.sampling.picking import Picking
+from outrider.sampling.sampler import Picking
 from outrider.step import forward, verify
-from outrider.step.feed import Batch, Feed
+from outrider.step.input_batch import Batch, Feed
 from step.histories import Divergence, Tally, play, random_history, world
 
 FIRST_SEED = {

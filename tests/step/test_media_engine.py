@@ -15,9 +15,9 @@ from media_world import CASES, GREEDY, HOT, TEXTS, World, answers, new_world, to
 from outrider import LLM
 from outrider.build import ModelChoice, build_engine
 from outrider.config import EngineConfig
-from outrider.engine.room import SLACK
+from outrider.engine.cache_budget import SLACK
 from outrider.models.heads import HeadSpec, LoadedHead, new_head
-from outrider.models.mrope import share_sections
+from outrider.models.vision.mrope import share_sections
 from picture_files import noise
 
 

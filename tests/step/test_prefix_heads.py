@@ -10,7 +10,7 @@ import pytest
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
-from outrider.engine.prefix_cache import PrefixCache
+from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.request import Request, SamplingParams

@@ -14,7 +14,7 @@ import sampling_oracle as oracle
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.plan import Move, RowPlan, RowResult, StepPlan
 from outrider.request import SamplingParams
-from outrider.sampling.picking import Picking, pick_drafts
+from outrider.sampling.sampler import Picking, pick_drafts
 from outrider.step.runner import Runner
 from plan_rows import plan_row
 from step.histories import World, random_head, world

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from outrider.api.admission import Admission, Ticket
 from outrider.api.backend import EventStream
 from outrider.api.errors import ApiError
-from outrider.api.metrics import Metrics
+from outrider.api.operations.metrics import Metrics
 from outrider.api.request_id import current_request_id
 from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
 

@@ -15,21 +15,21 @@ from starlette.middleware.cors import CORSMiddleware
 from outrider import __version__
 from outrider.api.admission import Admission
 from outrider.api.answers import AnswerDesk
-from outrider.api.anthropic_messages import messages_router
+from outrider.api.anthropic.messages import messages_router
 from outrider.api.backend import ChatBackend
 from outrider.api.context import ServerContext
 from outrider.api.errors import HANDLERS
-from outrider.api.health import health_router
-from outrider.api.metrics import Metrics, metrics_router
 from outrider.api.middleware import BodyLimit, RequestLog, RequireKey
-from outrider.api.openai_chat import chat_router
-from outrider.api.openai_completions import completions_router
-from outrider.api.openai_models import models_router
-from outrider.api.openai_responses import responses_router
-from outrider.api.prefix_cache import PrefixMetrics, prefix_cache_router
+from outrider.api.openai.chat import chat_router
+from outrider.api.openai.completions import completions_router
+from outrider.api.openai.models import models_router
+from outrider.api.openai.responses import responses_router
+from outrider.api.operations.health import health_router
+from outrider.api.operations.metrics import Metrics, metrics_router
+from outrider.api.operations.prefix_cache import PrefixMetrics, prefix_cache_router
 from outrider.api.settings import ServerSettings
 from outrider.api.token_text import TokenText
-from outrider.engine.door import ModelFacts
+from outrider.engine.validation import ModelFacts
 
 DESCRIPTION = "OpenAI's and Anthropic's APIs over one engine in which every request drafts at its own pace."
 ROUTERS = (

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from outrider.api.answers import AnswerDesk
 from outrider.api.backend import ChatBackend
 from outrider.api.errors import ApiError
-from outrider.api.prefix_cache import PrefixControl
+from outrider.api.operations.prefix_cache import PrefixControl
 from outrider.api.settings import ServerSettings
 from outrider.api.token_text import TokenText
-from outrider.engine.door import ModelFacts
+from outrider.engine.validation import ModelFacts
 
 
 def new_id(prefix: str) -> str:

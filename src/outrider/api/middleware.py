@@ -14,7 +14,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.api.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
-from outrider.api.metrics import Metrics
+from outrider.api.operations.metrics import Metrics
 from outrider.api.request_id import current_request_id, request_id_for
 from outrider.api.tenant import current_tenant, tenant_of
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from outrider.api.decoding_schema import ChatDecoding, Decoding
 from outrider.api.errors import invalid
-from outrider.api.schemas.decoding import ChatDecoding, Decoding
 from outrider.api.tenant import cache_salt
 from outrider.request import Grammar, SamplingParams
 

@@ -9,7 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from outrider import __version__, blas
+from outrider import __version__
+from outrider.cpu import blas
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "transformers", "llguidance", "uvicorn", "scipy-openblas32")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from outrider.media.reading import ReadPicture
+from outrider.media.image_reader import ReadPicture
 from outrider.request import Grammar, SamplingParams
 
 Role = Literal["system", "user", "assistant", "tool"]

@@ -16,8 +16,8 @@ from outrider.chat.conversation import ChatRequest, Message, Tool
 from outrider.chat.formats import DEFAULT_TOOL_FORMAT, detect
 from outrider.chat.formats.tool_format import Toolbox
 from outrider.chat.grammars import Constraint, Thinking, constraint_for
+from outrider.chat.images import Pictures
 from outrider.chat.output_parser import OutputParser, new_splitter
-from outrider.chat.pictures import Pictures
 from outrider.chat.pieces import PlainSplitter
 from outrider.chat.reasoning_splitter import ends_outside, starts_inside
 from outrider.chat.stream import ChatStream, Prepared

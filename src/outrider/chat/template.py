@@ -20,7 +20,7 @@ from outrider.chat.guard import Guard
 from outrider.chat.json_text import loads
 from outrider.chat.messages import names_of_calls, variants
 from outrider.chat.vocabulary import Vocabulary
-from outrider.media.reading import ReadPicture
+from outrider.media.image_reader import ReadPicture
 from outrider.request import InvalidRequest
 
 # What the template gets from us, or what would let a client do more than fill in a template.

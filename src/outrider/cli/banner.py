@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from outrider import __version__, blas
+from outrider import __version__
 from outrider.api.settings import ServerSettings
-from outrider.engine.door import ModelFacts
+from outrider.cpu import blas
+from outrider.engine.validation import ModelFacts
 from outrider.request import DraftDepth
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from outrider.models.progress import Progress, TerminalBar
+from outrider.models.files.progress import Progress, TerminalBar
 
 POLL_S = 0.1
 

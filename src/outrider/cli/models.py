@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from outrider.models.errors import ModelUnavailable
 
 if TYPE_CHECKING:
-    from outrider.models.cached import CachedModel
+    from outrider.models.files.cached import CachedModel
 
 Commands = argparse._SubParsersAction  # of argparse.ArgumentParser
 
@@ -32,8 +32,8 @@ def add_models(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    from outrider.models.cached import cached_models
-    from outrider.models.folders import models_folder
+    from outrider.models.files.cached import cached_models
+    from outrider.models.files.folders import models_folder
 
     models = cached_models()
     if args.json:
@@ -54,7 +54,7 @@ def run_pull(args: argparse.Namespace) -> int:
 
 
 def run_rm(args: argparse.Namespace) -> int:
-    from outrider.models.cached import find_cached, remove
+    from outrider.models.files.cached import find_cached, remove
 
     model = find_cached(args.name)
     if not args.yes and not _agrees(f"Remove {model.name} ({_size(model.num_bytes)}, {model.path})? [y/N] "):
@@ -67,7 +67,7 @@ def run_rm(args: argparse.Namespace) -> int:
 
 def _pull(name: str) -> Path:
     from outrider.models import loader
-    from outrider.models.named import make_ready, named_model
+    from outrider.models.files.named import make_ready, named_model
 
     if (own := named_model(name)) is not None:
         return make_ready(own)

@@ -23,9 +23,9 @@ def add_extract(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 
 def run_extract(args: argparse.Namespace) -> int:
+    from outrider.models.files.progress import TerminalBar
     from outrider.models.heads.extract import extract
     from outrider.models.heads.originals import original
-    from outrider.models.progress import TerminalBar
 
     bar = TerminalBar()
     try:

@@ -61,8 +61,8 @@ def add_inspect(verbs: Verbs[argparse.ArgumentParser]) -> None:
 def run_inspect(args: argparse.Namespace) -> int:
     from outrider.llm import default_model
     from outrider.models import heads, loader
+    from outrider.models.files.shipped_head import shipped_head
     from outrider.models.heads.files import read_config
-    from outrider.models.shipped_head import shipped_head
 
     folder = loader.find_folder(args.model or default_model())
     config = read_config(folder)

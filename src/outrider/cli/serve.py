@@ -136,7 +136,7 @@ def media_limits(options: dict[str, Any]) -> MediaLimits:
 
 def model_name(model: str | Path) -> str:
     """A Hugging Face id as it is; a folder or file by its last part; Outrider's own as they are spelt."""
-    from outrider.models.named import named_model
+    from outrider.models.files.named import named_model
 
     path = Path(model).expanduser()
     if not path.exists():
@@ -147,9 +147,9 @@ def model_name(model: str | Path) -> str:
 
 def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socket) -> int:
     from outrider.api.app import create_server
-    from outrider.api.metrics import Metrics
+    from outrider.api.operations.metrics import Metrics
     from outrider.build import ModelChoice, build_engine
-    from outrider.chat.pictures import Pictures
+    from outrider.chat.images import Pictures
     from outrider.chat.service import ChatService
     from outrider.cli.banner import banner
     from outrider.cli.loading import loading_bar

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from outrider.config import EngineConfig, InvalidConfig
-from outrider.engine.door import Door
-from outrider.engine.encoding import EncodingTurns
-from outrider.engine.flights import Flights
+from outrider.engine.image_encoding import EncodingTurns
+from outrider.engine.in_flight import Flights
 from outrider.engine.outbox import Outbox
 from outrider.engine.parts import EngineObserver, EngineParts
-from outrider.engine.prefix_status import PrefixStatus, new_prefix_cache
+from outrider.engine.prefix.status import PrefixStatus, new_prefix_cache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
+from outrider.engine.validation import Door
 from outrider.plan import StepPlan, StepResult
 from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from outrider.cache.disk_tier import DiskTier
 from outrider.config import CacheGeometry
-from outrider.engine.door import ModelFacts
-from outrider.engine.encoding import PictureShelf
-from outrider.engine.flights import Launches
+from outrider.engine.image_encoding import PictureShelf
+from outrider.engine.in_flight import Launches
 from outrider.engine.sequence import OutputText
+from outrider.engine.validation import ModelFacts
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.media.reading import PictureReader
+from outrider.media.image_reader import PictureReader
 from outrider.plan import StepPlan, StepResult
 from outrider.prompt_media import MediaPiece
 from outrider.request import Request

@@ -16,12 +16,12 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 
 from outrider.config import CacheGeometry, EngineConfig
-from outrider.engine.ahead import has_own_say, settle_ahead
-from outrider.engine.drafting import observe_drafts, pass_shape, settle_drafts, step_shape
-from outrider.engine.encoding import PictureShelf
-from outrider.engine.prefix_cache import PrefixCache
-from outrider.engine.reading import DEFAULT_CHUNK, Reading
-from outrider.engine.room import Room
+from outrider.engine.cache_budget import Room
+from outrider.engine.draft_planner import observe_drafts, pass_shape, settle_drafts, step_shape
+from outrider.engine.image_encoding import PictureShelf
+from outrider.engine.overlap import has_own_say, settle_ahead
+from outrider.engine.prefill_queue import DEFAULT_CHUNK, Reading
+from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_plans import decode_row, follow_row
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.engine.slots import SlotTable

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from outrider.media.fetching import fetch
+from outrider.media.images import Picture, decode_frames, decode_picture
 from outrider.media.limits import InvalidMedia, MediaLimits
-from outrider.media.pictures import Picture, decode_frames, decode_picture
 from outrider.media.sources import DataUrl, FileUrl, Source, WebUrl, parse_source, read_inline
 
 NUM_THREADS = 2

@@ -16,16 +16,16 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from outrider.config import DTYPES
-from outrider.models import gguf
-from outrider.models.deepstack import use_levels
 from outrider.models.errors import ModelUnavailable
 from outrider.models.families import check_supported
+from outrider.models.files.named import NAMED, make_ready, named_model
+from outrider.models.gguf import convert as gguf
 from outrider.models.heads.layouts import recognise
-from outrider.models.named import NAMED, make_ready, named_model
 from outrider.models.trunk import Trunk
-from outrider.models.vision_families import VisionFamily, vision_family, why_blind
-from outrider.models.vision_text import prepare_rope, text_classes
-from outrider.models.vision_tower import LoadedVision, has_extra, has_tower, load_vision
+from outrider.models.vision.deepstack import use_levels
+from outrider.models.vision.encoder import LoadedVision, has_extra, has_tower, load_vision
+from outrider.models.vision.families import VisionFamily, vision_family, why_blind
+from outrider.models.vision.text_model import prepare_rope, text_classes
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from outrider import blas
+from outrider.cpu import blas
 
 SHARE_OF_FREE = 0.6  # of what is free once the weights are loaded
 LEAST_BUDGET = 64 << 20

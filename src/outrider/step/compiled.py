@@ -22,11 +22,11 @@ from outrider.plan import RowPlan
 from outrider.request import SamplingParams
 from outrider.sampling.logprobs import LogprobArrays
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
-from outrider.step.feed import Batch, Feed, Outcome
-from outrider.step.flight import Flight
 from outrider.step.forward import Forward, last_cell
+from outrider.step.input_batch import Batch, Feed, Outcome
+from outrider.step.pass_output import Flight
+from outrider.step.sampling_batch import Ways
 from outrider.step.verify import Picks
-from outrider.step.ways import Ways
 
 GHOST = -1
 NOTHING_ASKED = SamplingParams(temperature=0)  # in a trace: what rows ask for is in its ways

@@ -14,18 +14,18 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from outrider.cache.embeddings import EmbeddingCache
+from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.ragged_kv import Placement
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
-from outrider.sampling.picking import Picking
-from outrider.speculate.mtp import HeadRows, MTPDrafter
-from outrider.step.feed import Batch, Feed
-from outrider.step.flight import Flight
-from outrider.step.pictures import positions_of, seen_in
-from outrider.step.resting import RestingStates
+from outrider.sampling.sampler import Picking
+from outrider.step.deferred_head import RestingStates
+from outrider.step.images import positions_of, seen_in
+from outrider.step.input_batch import Batch, Feed
+from outrider.step.mtp import HeadRows, MTPDrafter
+from outrider.step.pass_output import Flight
+from outrider.step.sampling_batch import Ways, most_picks
 from outrider.step.verify import kept_tokens, next_tokens, verify
-from outrider.step.ways import Ways, most_picks
 
 
 class Forward:

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from outrider.cache.embeddings import EmbeddingCache
+from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.prefix_store import PrefixStore
 from outrider.config import CacheGeometry
 from outrider.host_array import HostArray
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
-from outrider.models.vision_tower import VisionTower
+from outrider.models.vision.encoder import VisionTower
 from outrider.plan import PassShape, PrefixCopies, SaveCells, StepPlan, StepResult
 from outrider.prompt_media import MediaPiece
 from outrider.step.compiled import CompiledPasses, ghosts_for, repeats
-from outrider.step.feed import Batch, Feed, Outcome
-from outrider.step.flight import Flight
 from outrider.step.forward import Forward
+from outrider.step.input_batch import Batch, Feed, Outcome
+from outrider.step.pass_output import Flight
 
 WriteBlock = Callable[[str, Mapping[str, HostArray]], object]
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from outrider.models.trunk import Trunk
 from outrider.sampling.logprobs import LogprobArrays, compute_logprobs
-from outrider.sampling.picking import pick
-from outrider.step.feed import Batch, Feed
-from outrider.step.ways import Ways, most_picks, picking_rows
+from outrider.sampling.sampler import pick
+from outrider.step.input_batch import Batch, Feed
+from outrider.step.sampling_batch import Ways, most_picks, picking_rows
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from outrider.models.heads import LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
-from outrider.speculate.mtp import MTPDrafter
+from outrider.step.mtp import MTPDrafter
 from outrider.train.checkpoint import Tree
 from outrider.train.exchanges import Exchange
 from outrider.train.tensor_file import write_tensors

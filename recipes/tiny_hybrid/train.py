@@ -1,0 +1,156 @@
+"""Train a tiny Qwen3.5 hybrid and its MTP head together, from nothing, and write it as a model folder.
+
+    python recipes/tiny_hybrid/train.py OUT_FOLDER [--steps N]
+
+The loss is the trunk's next-token loss, plus the head's at each depth of its recursion. Everything follows
+from the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import outrider  # noqa: F401  (first: it loads the fast BLAS, which must come before mlx)
+
+# isort: split
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+import numpy as np
+from checkpoint import CONFIG, exchange_text, new_tokenizer, write_folder
+from mlx_lm.models import qwen3_5
+from tokenizers import Tokenizer
+
+from outrider.models.heads import MTPHead, new_head
+from outrider.models.trunk import Trunk
+from outrider.train.chain import chain_outputs
+from outrider.train.optimizer import Muon, rate_factor
+from outrider.train.progress import Progress, TrainingBar
+from text import exchanges, held_out
+
+SEED = 5
+DEPTH_WEIGHTS = (0.5, 0.4, 0.3)  # of the head's losses; the trunk's counts 1
+HEAD_ROWS = 2  # of a batch: the head learns faster than the trunk, and costs more a row
+TOKENIZER_EXCHANGES = 2000
+HELD_OUT_QUESTIONS = 24  # three of each kind
+MUON_RATE = 0.05
+ADAM_RATE = 0.005
+
+
+class Pair(nn.Module):
+    """The trunk and its head as one thing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(copy.deepcopy(CONFIG)))
+        trunk = Trunk(self.model, CONFIG["text_config"]["max_position_embeddings"])
+        self.head: MTPHead = new_head(trunk)
+        _init(self)
+
+    def losses(self, ids: mx.array) -> list[mx.array]:
+        """In nats a token: the trunk's, then the head's by depth.  ids [rows, width]"""
+        inner = self.model.language_model.model
+        hidden = inner(ids)
+        some = ids[:HEAD_ROWS]
+        guesses = chain_outputs(self.head, hidden[:HEAD_ROWS], inner.embed_tokens(some), len(DEPTH_WEIGHTS))
+        return [
+            self._loss(hidden, ids, 0),
+            *[self._loss(out, some, depth) for depth, out in enumerate(guesses, 1)],
+        ]
+
+    def _loss(self, out: mx.array, ids: mx.array, depth: int) -> mx.array:
+        """Column t of `out` guesses x_(t + depth + 1)."""
+        logits = self.model.language_model.model.embed_tokens.as_linear(out[:, : -1 - depth])
+        return nn.losses.cross_entropy(logits, ids[:, 1 + depth :], reduction="mean")
+
+
+def _init(pair: Pair) -> None:
+    """Small embeddings, since they are the output projection too; gates that forget at many speeds."""
+    inner = pair.model.language_model.model
+    inner.embed_tokens.weight = 0.05 * mx.random.normal(inner.embed_tokens.weight.shape)
+    for layer in inner.layers:
+        if layer.is_linear:
+            heads = layer.linear_attn.num_v_heads
+            layer.linear_attn.A_log = mx.log(mx.linspace(0.02, 1.0, heads))
+            layer.linear_attn.dt_bias = mx.zeros(heads)
+
+
+def rows(tokenizer: Tokenizer, seed: int, width: int) -> Iterator[list[int]]:
+    """Each row begins with a fresh exchange, and others follow until it is full."""
+    source = exchanges(seed)
+    while True:
+        row: list[int] = []
+        while len(row) < width:
+            row += tokenizer.encode(exchange_text(*next(source))).ids
+        yield row[:width]
+
+
+def new_optimizer() -> optimizers.MultiOptimizer:
+    adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.98], weight_decay=0.0, bias_correction=True)
+    return optimizers.MultiOptimizer([Muon(learning_rate=0.0, weight_decay=0.05), adam], [_is_inner_matrix])
+
+
+def _is_inner_matrix(name: str, parameter: Any) -> bool:
+    return parameter.ndim == 2 and "embed_tokens" not in name and min(parameter.shape) > 8
+
+
+def train(pair: Pair, tokenizer: Tokenizer, args: argparse.Namespace) -> list[float]:
+    """The last losses, averaged over a few steps."""
+    optimizer = new_optimizer()
+    source = rows(tokenizer, args.seed, args.width)
+    bar = TrainingBar()
+
+    def total(ids: mx.array) -> tuple[mx.array, list[mx.array]]:
+        first, *others = losses = pair.losses(ids)
+        return first + sum(w * loss for w, loss in zip(DEPTH_WEIGHTS, others, strict=True)), losses
+
+    step_gradients = nn.value_and_grad(pair, total)
+    average: np.ndarray | None = None
+    for step in range(args.steps):
+        factor = rate_factor(step, step / args.steps, args.steps)
+        for one, rate in zip(optimizer.optimizers, (MUON_RATE, ADAM_RATE), strict=True):
+            one.learning_rate = factor * rate
+        ids = mx.array(list(islice(source, args.rows)))
+        (_, losses), gradients = step_gradients(ids)
+        gradients, _ = optimizers.clip_grad_norm(gradients, 1.0)
+        optimizer.update(pair, gradients)
+        mx.eval(pair.parameters(), optimizer.state, losses)
+        now = np.array([loss.item() for loss in losses])
+        average = now if average is None else 0.9 * average + 0.1 * now
+        note = "loss " + " ".join(f"{loss:.2f}" for loss in average)
+        bar(Progress("Training", step + 1, args.steps, "steps", note, (step + 1) % 50 == 0))
+    bar.close()
+    assert average is not None
+    return list(average)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, metavar="OUT_FOLDER")
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--rows", type=int, default=8, help="of a batch")
+    parser.add_argument("--width", type=int, default=160, help="tokens of a row")
+    parser.add_argument("--seed", type=int, default=SEED)
+    args = parser.parse_args()
+    began = time.monotonic()
+    mx.random.seed(args.seed)
+    texts = (exchange_text(*one) for one in islice(exchanges(args.seed), TOKENIZER_EXCHANGES))
+    tokenizer = new_tokenizer(texts)
+    pair = Pair()
+    pair.train()
+    losses = train(pair, tokenizer, args)
+    questions = [question for question, _ in islice(held_out(args.seed), HELD_OUT_QUESTIONS)]
+    write_folder(args.folder, pair.model, pair.head, tokenizer, questions)
+    print(f"{args.folder}: losses {' '.join(f'{x:.3f}' for x in losses)}, {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

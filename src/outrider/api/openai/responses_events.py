@@ -1,0 +1,250 @@
+"""A response as it grows: canonical events in, OpenAI's response events out, the whole response at the end.
+
+    response.created, response.in_progress
+      output_item.added                                   for each item: reasoning, message, function_call
+        content_part.added, text deltas, text done, content_part.done   or: arguments deltas, arguments done
+      output_item.done
+    response.completed | response.incomplete | response.failed
+
+Must not know the store, nor HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from outrider.api.answers import failure_message, is_failure
+from outrider.api.openai.usage import chat_logprobs
+from outrider.api.token_text import TokenText
+from outrider.chat.events import (
+    ChatEvent,
+    Finished,
+    Logprobs,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallEnded,
+    ToolCallStarted,
+    Usage,
+)
+
+Event = dict[str, Any]
+
+
+class ResponseBuilder:
+    """Whole and streamed answers come from here: the one is the other's last event."""
+
+    def __init__(
+        self,
+        response: dict[str, Any],
+        tokens: TokenText,
+        with_logprobs: bool,
+        new_id: Callable[[str], str],
+        now_s: Callable[[], float],
+    ) -> None:
+        self.response = response
+        self._tokens = tokens
+        self.with_logprobs = with_logprobs
+        self._new_id = new_id
+        self._now_s = now_s
+        self._num_events = 0
+        self._open: _Item | None = None
+        self._logprobs: list[dict[str, Any]] = []  # whose text has not come yet
+
+    def start(self) -> list[Event]:
+        return [self._lifecycle("response.created"), self._lifecycle("response.in_progress")]
+
+    def feed(self, event: ChatEvent) -> list[Event]:
+        match event:
+            case TextDelta(text):
+                return [*self._enter("message"), *self._grow(text)]
+            case ReasoningDelta(text):
+                return [*self._enter("reasoning"), *self._grow(text)]
+            case ToolCallStarted(_, call_id, name):
+                return [
+                    *self._leave("completed"),
+                    *self._begin(_CallItem(self._new_id("fc_"), call_id, name)),
+                ]
+            case ToolCallArguments(_, fragment):
+                return self._grow(fragment)
+            case ToolCallEnded(_, arguments):
+                return self._end_call(arguments)
+            case Logprobs(tokens):
+                self._logprobs += chat_logprobs(tokens, self._tokens) if self.with_logprobs else []
+                return []
+            case Finished():
+                return self._finish(event)
+
+    # -- items -------------------------------------------------------------------------------------------
+
+    def _enter(self, kind: str) -> list[Event]:
+        """Go on with an item of this kind, or begin one."""
+        if self._open is not None and self._open.kind == kind:
+            return []
+        ended = self._leave("completed")
+        item = _TextItem(self._new_id("msg_")) if kind == "message" else _ReasoningItem(self._new_id("rs_"))
+        return [*ended, *self._begin(item)]
+
+    def _begin(self, item: _Item) -> list[Event]:
+        self._open = item
+        self.response["output"].append(item.render("in_progress", empty=True))
+        events = [self._event("response.output_item.added", item=item.render("in_progress", empty=True))]
+        if item.part_kind is not None:
+            events.append(self._part_event("response.content_part.added", item, part=item.part(empty=True)))
+        return events
+
+    def _grow(self, text: str) -> list[Event]:
+        item = self._open
+        assert item is not None, "text without an item"
+        item.text += text
+        fields: dict[str, Any] = {"delta": text}
+        if item.kind == "message":
+            fields["logprobs"], self._logprobs = self._logprobs, []
+            item.logprobs += fields["logprobs"]
+        return [self._part_event(item.delta_type, item, **fields)]
+
+    def _end_call(self, arguments: str) -> list[Event]:
+        if self._open is not None and self._open.kind == "function_call":
+            self._open.text = arguments
+        return self._leave("completed")
+
+    def _leave(self, status: str) -> list[Event]:
+        """End the open item, if there is one."""
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        events = [self._part_event(item.done_type, item, **item.done())]
+        if item.part_kind is not None:
+            events.append(self._part_event("response.content_part.done", item, part=item.part()))
+        self.response["output"][-1] = item.render(status)
+        return [*events, self._event("response.output_item.done", item=item.render(status))]
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def _finish(self, finished: Finished) -> list[Event]:
+        is_cut = finished.reason == "length"
+        if self._open is not None and self._open.kind == "message" and self._logprobs:
+            self._open.logprobs += self._logprobs
+        events = self._leave("incomplete" if is_cut or is_failure(finished) else "completed")
+        self.response["usage"] = usage_of(finished.usage)
+        if is_failure(finished):
+            self.response["status"] = "failed"
+            self.response["error"] = {"code": "server_error", "message": failure_message(finished)}
+        elif is_cut:
+            self.response["status"] = "incomplete"
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self.response["status"] = "completed"
+            self.response["completed_at"] = int(self._now_s())
+        return [*events, self._lifecycle(f"response.{self.response['status']}")]
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def _lifecycle(self, kind: str) -> Event:
+        response = self.response | {"output": list(self.response["output"])}
+        return self._numbered({"type": kind, "response": response})
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return self._numbered({"type": kind, "output_index": len(self.response["output"]) - 1, **fields})
+
+    def _part_event(self, kind: str, item: _Item, **fields: Any) -> Event:
+        place: dict[str, Any] = {"item_id": item.id}
+        if item.part_kind is not None:
+            place["content_index"] = 0
+        return self._event(kind, **place, **fields)
+
+    def _numbered(self, event: Event) -> Event:
+        event["sequence_number"] = self._num_events
+        self._num_events += 1
+        return event
+
+
+class _Item:
+    """One entry of `output`. Subclasses are the three kinds there are."""
+
+    kind: str
+    delta_type: str
+    done_type: str
+    part_kind: str | None = None  # the type of its one content part, if it has parts
+
+    def __init__(self, item_id: str) -> None:
+        self.id = item_id
+        self.text = ""
+        self.logprobs: list[dict[str, Any]] = []
+
+    def part(self, empty: bool = False) -> dict[str, Any]:
+        return {"type": self.part_kind, "text": "" if empty else self.text}
+
+    def done(self) -> dict[str, Any]:
+        return {"text": self.text}
+
+    def render(self, status: str, empty: bool = False) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class _TextItem(_Item):
+    kind = "message"
+    delta_type = "response.output_text.delta"
+    done_type = "response.output_text.done"
+    part_kind = "output_text"
+
+    def part(self, empty: bool = False) -> dict[str, Any]:
+        logprobs = [] if empty else self.logprobs
+        return super().part(empty) | {"annotations": [], "logprobs": logprobs}
+
+    def done(self) -> dict[str, Any]:
+        return {"text": self.text, "logprobs": self.logprobs}
+
+    def render(self, status: str, empty: bool = False) -> dict[str, Any]:
+        content = [] if empty else [self.part()]
+        return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+class _ReasoningItem(_Item):
+    kind = "reasoning"
+    delta_type = "response.reasoning_text.delta"
+    done_type = "response.reasoning_text.done"
+    part_kind = "reasoning_text"
+
+    def render(self, status: str, empty: bool = False) -> dict[str, Any]:
+        content = [] if empty else [self.part()]
+        return {"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+class _CallItem(_Item):
+    kind = "function_call"
+    delta_type = "response.function_call_arguments.delta"
+    done_type = "response.function_call_arguments.done"
+
+    def __init__(self, item_id: str, call_id: str, name: str) -> None:
+        super().__init__(item_id)
+        self._call_id = call_id
+        self._name = name
+
+    def done(self) -> dict[str, Any]:
+        return {"name": self._name, "arguments": self.text}
+
+    def render(self, status: str, empty: bool = False) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": status,
+            "arguments": "" if empty else self.text,
+            "call_id": self._call_id,
+            "name": self._name,
+        }
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt,
+        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": usage.num_stored},
+        "output_tokens": usage.num_generated,
+        "output_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning,
+            "accepted_prediction_tokens": usage.num_accepted,
+            "rejected_prediction_tokens": usage.num_rejected,
+        },
+        "total_tokens": usage.num_prompt + usage.num_generated,
+    }

@@ -1,0 +1,95 @@
+"""Is it alive, is it ready, what is it doing: /health and /v1/status."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Response
+from starlette.responses import JSONResponse
+
+from outrider.api.answers import Answers
+from outrider.api.context import ServerContext
+from outrider.api.operations.prefix_cache import status_of
+from outrider.api.operations.version import FINGERPRINT
+
+
+def health_router(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/health/live", summary="The process answers", response_model=None)
+    async def live() -> Response:
+        return JSONResponse({"status": "live"})
+
+    @router.get("/health", summary="Requests are taken", response_model=None)
+    @router.get("/health/ready", summary="Requests are taken", response_model=None)
+    async def ready() -> Response:
+        if context.desk.admission.is_draining:
+            return JSONResponse({"status": "shutting down"}, 503, {"Retry-After": "5"})
+        return JSONResponse({"status": "ready"})
+
+    @router.get("/v1/status", summary="What runs now", response_model=None)
+    async def status() -> Response:
+        return JSONResponse(_status(context))
+
+    return router
+
+
+def _status(context: ServerContext) -> dict[str, Any]:
+    facts, admission, steps = context.facts, context.desk.admission, context.desk.metrics.steps
+    drafted, accepted = steps.acceptance
+    return {
+        "server": FINGERPRINT,
+        "status": "shutting down" if admission.is_draining else "ready",
+        "up_s": round(context.now_s() - context.started_s, 3),
+        "model": {
+            "name": context.settings.model_name,
+            "path": facts.name,
+            "dtype": facts.dtype,
+            "device": facts.device,
+            "max_context": facts.max_context,
+            "drafter": facts.drafter,
+            "head": facts.head,
+        },
+        "live_requests": admission.num_live,
+        "capacity": admission.capacity,
+        "waiting": steps.num_waiting,
+        "cache_bytes": steps.cache_bytes,
+        "prefix_cache": status_of(context.prefix_cache),
+        "steps": steps.num_steps,
+        "since_last_step_s": steps.since_last_step_s,
+        "drafted_by_position": drafted,
+        "accepted_by_position": accepted,
+        "rows": [
+            {
+                "sequence": row.sequence_id,
+                "kind": row.kind,
+                "cells": row.num_cells,
+                "drafts": row.num_drafts,
+            }
+            for row in steps.rows
+        ],
+        "requests": [row for answers in context.desk.live.values() for row in _requests(answers)],
+    }
+
+
+def _requests(answers: Answers) -> list[dict[str, Any]]:
+    now_s = time.perf_counter()
+    return [
+        {
+            "request_id": answers.http_id,
+            "engine_id": choice.request_id,
+            "api": answers.api,
+            "state": _state(choice.first_s, choice.finished is not None),
+            "age_s": round(now_s - answers.started_s, 3),
+            "prompt_tokens": choice.num_prompt,
+            "deltas": choice.num_events,
+        }
+        for choice in answers.choices
+    ]
+
+
+def _state(first_s: float | None, is_finished: bool) -> str:
+    if is_finished:
+        return "finished"
+    return "waiting" if first_s is None else "answering"

@@ -1,0 +1,1 @@
+"""Model files: where they are cached, fetched, converted and recognised."""

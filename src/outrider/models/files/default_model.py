@@ -1,0 +1,78 @@
+"""The model that is served when none is named: SmolLM2-135M-Instruct, made ready on first use.
+
+Owns its name, its place in the cache and the notes that go with it. Must not know how the file is fetched
+(default_download) or read (gguf), nor how the model is run.
+"""
+
+import shutil
+from pathlib import Path
+
+from outrider.models.errors import ModelUnavailable
+from outrider.models.files import origin
+from outrider.models.files.default_download import SMOLLM2, Release, download
+from outrider.models.files.folders import build_once, models_folder
+from outrider.models.files.progress import Listener, Progress, ignore
+from outrider.models.gguf import convert as gguf
+
+__all__ = ["LICENSE", "NAME", "ModelUnavailable", "ensure", "folder", "is_cached"]
+
+NAME = "SmolLM2-135M-Instruct"
+LICENSE = "Apache-2.0"
+
+LICENSE_NOTE = f"""{NAME} is the work of Hugging Face (HuggingFaceTB) and is licensed under the
+Apache License, Version 2.0. The full text is at https://www.apache.org/licenses/LICENSE-2.0
+
+The weights in this folder are a modified form of it: quantised to 4 bits by others (GGUF, Q4_1) and
+rearranged by Outrider. They come without any warranty.
+"""
+
+README = """# {name}, converted by Outrider
+
+A small instruction-following language model by Hugging Face, {license}:
+https://huggingface.co/HuggingFaceTB/{name}
+
+- Made from `{file}` (sha256 `{sha256}`), fetched from: {source}.
+- The weights are those of the GGUF file, to the bit: 4-bit groups of 32, the embedding in 8 bits.
+- This folder can be deleted at any time; Outrider fetches the model again when it is needed.
+"""
+
+
+def folder() -> Path:
+    """Where the model is, or will be."""
+    return models_folder() / NAME
+
+
+def is_cached() -> bool:
+    return origin.is_intact(folder())
+
+
+def ensure(progress: Listener = ignore, release: Release = SMOLLM2) -> Path:
+    """The model's folder; downloads and converts it on first use, and touches no network afterwards.
+
+    Raises ModelUnavailable when it cannot be had; nothing half-made is left behind.
+    """
+
+    def build(work: Path) -> None:
+        _build(work, release, progress)
+
+    return build_once(folder(), build, origin.is_intact)
+
+
+def _build(work: Path, release: Release, progress: Listener) -> None:
+    scratch = work.parent / "download"
+    scratch.mkdir()
+    fetched = download(release, scratch, progress)
+    progress(Progress("Converting the default model", 0, release.num_bytes))
+    gguf.convert(fetched.path, work)
+    shutil.rmtree(scratch)
+    _write_notes(work, release, fetched.source)
+    progress(Progress("Converting the default model", release.num_bytes, release.num_bytes))
+
+
+def _write_notes(work: Path, release: Release, source: str) -> None:
+    readme = README.format(
+        name=NAME, license=LICENSE, file=release.file_name, sha256=release.sha256, source=source
+    )
+    (work / "README.md").write_text(readme)
+    (work / "LICENSE").write_text(LICENSE_NOTE)
+    origin.write(work, origin.Origin(NAME, source, LICENSE, release.sha256))

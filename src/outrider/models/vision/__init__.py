@@ -1,0 +1,1 @@
+"""Vision models: families, image processors, encoders, positions."""

@@ -1,0 +1,195 @@
+"""The vision tower of a checkpoint: mlx-vlm's modules, without the language part.
+
+Its own code makes the embeddings; where that reaches for the language model's embeddings, it finds zeros, so
+that what comes back for a run of image tokens is the picture alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_reduce
+
+from outrider.media.image_reader import PictureReader
+from outrider.models.errors import ModelUnavailable
+from outrider.models.vision.families import VisionFamily
+from outrider.models.vision.image_processor import GridReader, TileReader
+from outrider.models.vision.text_model import IDEFICS_TOWER
+
+READERS: Mapping[str, Callable[..., PictureReader]] = {"tiles": TileReader, "grid": GridReader}
+LANGUAGE = "language_model"
+
+
+@dataclass(frozen=True)
+class LoadedVision:
+    """What a vision checkpoint has beside its trunk: a reader for any thread, a tower for the engine's."""
+
+    family: VisionFamily
+    reader: PictureReader
+    tower: VisionTower
+
+
+class VisionTower:
+    """Pixels to embeddings. To be used on the engine's thread only."""
+
+    def __init__(self, model: nn.Module, image_token_id: int, hidden_size: int, dtype: mx.Dtype) -> None:
+        self.model = model
+        self._image_token_id = image_token_id
+        self._dtype = dtype
+        self.hidden_size = hidden_size
+        stand_in = _NoLanguage(hidden_size, dtype)
+        object.__setattr__(model, LANGUAGE, stand_in)
+
+    @property
+    def num_bytes(self) -> int:
+        return tree_reduce(lambda total, array: total + array.nbytes, self.model.parameters(), 0)
+
+    def encode(self, inputs: Mapping[str, np.ndarray], num_tokens: int) -> mx.array:
+        """The embeddings of one piece, and beside them its levels.  [tokens, (1 + levels) x hidden]"""
+        arrays = {name: mx.array(array) for name, array in inputs.items()}
+        token_ids = mx.full((1, num_tokens), self._image_token_id, mx.int32)
+        found = self.model.get_input_embeddings(token_ids, **arrays)
+        levels = getattr(found, "deepstack_visual_embeds", None)
+        wide = [found.inputs_embeds[0], *(levels if levels is not None else ())]
+        return mx.concatenate(wide, axis=-1).astype(self._dtype)
+
+
+class _NoLanguage:
+    """Where mlx-vlm's code looks for the language model."""
+
+    def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self.model = self
+
+    def embed_tokens(self, token_ids: mx.array) -> mx.array:
+        return mx.zeros((*token_ids.shape, self._hidden_size), self._dtype)
+
+    def get_rope_index(self, *_: Any, **__: Any) -> tuple[None, None]:
+        """Positions belong to the prompt, which the tower does not see."""
+        return None, None
+
+
+def load_vision(
+    path: Path, family: VisionFamily, config: dict[str, Any], hidden_size: int, dtype: mx.Dtype
+) -> LoadedVision:
+    """`hidden_size` and `dtype`: of the trunk, which the embeddings are for."""
+    package = importlib.import_module(f"mlx_vlm.models.{family.package}")
+    processor = _load_processor(path, family)
+    try:
+        model, settings = _new_model(package, config)
+        _load_weights(model, package, family, path, config)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise ModelUnavailable(f"the vision tower in {path} cannot be loaded: {error}") from error
+    _settle(model, dtype)
+    reader = READERS[family.pictures](processor, config, family.placeholder)
+    image_token_id = int(getattr(settings, "image_token_index", None) or settings.image_token_id)
+    return LoadedVision(family, reader, VisionTower(model, image_token_id, hidden_size, dtype))
+
+
+def has_extra() -> bool:
+    """Whether outrider[vision] is installed."""
+    return importlib.util.find_spec("mlx_vlm") is not None
+
+
+def has_tower(path: Path) -> bool:
+    """Whether a checkpoint has kept its vision weights: conversions for text models drop them."""
+    names = (str(name) for file in path.glob("model*.safetensors") for name in mx.load(str(file)))
+    return any("vision" in name or "visual" in name for name in names)
+
+
+def _load_processor(path: Path, family: VisionFamily) -> Any:
+    """mlx-vlm registers its own processors; they need no torch."""
+    name = f"mlx_vlm.models.{family.package}.processing_{family.package}"
+    if importlib.util.find_spec(name) is None:  # it uses another family's
+        name = "mlx_vlm.models.qwen3_vl.processing_qwen3_vl"
+    module = importlib.import_module(name)
+    processor_class = getattr(module, next(n for n in module.__all__ if n.endswith("Processor")))
+    try:
+        with _quiet():
+            return processor_class.from_pretrained(path)
+    except Exception as error:  # transformers raises what it likes
+        raise ModelUnavailable(f"the picture processor in {path} cannot be loaded: {error}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' remarks on how mlx-vlm calls it."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _new_model(package: Any, config: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """mlx-vlm's model without its language part. MLX is lazy: what is dropped was never computed."""
+    from mlx_vlm.utils import update_module_configs
+
+    config = dict(config)
+    settings = package.ModelConfig.from_dict(config)
+    settings = update_module_configs(settings, package, config, ["text", "vision"])
+    model: nn.Module = package.Model(settings)
+    del model[LANGUAGE]
+    return model, settings
+
+
+def _load_weights(
+    model: nn.Module, package: Any, family: VisionFamily, path: Path, config: dict[str, Any]
+) -> None:
+    weights: dict[str, mx.array] = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        weights.update(mx.load(str(file)))  # type: ignore[arg-type]
+    if family.pictures == "tiles":  # the text model may have names of its own
+        weights = {name: array for name, array in weights.items() if IDEFICS_TOWER.match(name)}
+    weights = model.sanitize(weights)
+    weights = {name: array for name, array in weights.items() if not name.startswith(f"{LANGUAGE}.")}
+    tower = next(module for _, module in model.named_modules() if isinstance(module, package.VisionModel))
+    if hasattr(tower, "sanitize"):
+        weights = tower.sanitize(weights)
+    quantization = config.get("quantization")
+    if quantization:
+        nn.quantize(
+            model,
+            group_size=quantization["group_size"],
+            bits=quantization["bits"],
+            mode=quantization.get("mode", "affine"),
+            class_predicate=lambda name, module: (
+                hasattr(module, "to_quantized")
+                and f"{name}.scales" in weights
+                and quantization.get(name, True)
+            ),
+        )
+    model.eval()
+    model.load_weights(list(weights.items()))
+    mx.eval(model.parameters())
+
+
+def _settle(model: nn.Module, dtype: mx.Dtype) -> None:
+    """The tower computes in the trunk's type; on the CPU quantised products are slow, so they are undone."""
+    from mlx.utils import tree_map
+    from mlx_lm.utils import dequantize_model
+
+    is_quantized = any(hasattr(module, "bits") for _, module in model.named_modules())
+    if is_quantized and mx.default_device() != mx.Device(mx.cpu):
+        return
+    if is_quantized:
+        dequantize_model(model)
+
+    def cast(array: mx.array) -> mx.array:
+        return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+
+    model.update(tree_map(cast, model.parameters()))
+    mx.eval(model.parameters())

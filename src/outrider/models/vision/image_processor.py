@@ -1,0 +1,114 @@
+"""What a vision model's prompt says for a picture, and what its tower is given: the host's side, without MLX.
+
+Runs on worker threads: `read` is called for many pictures at once and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from outrider.media.image_reader import ReadPicture
+from outrider.media.images import Picture
+from outrider.media.limits import InvalidMedia
+from outrider.prompt_media import MediaPiece, PromptMedia, grid_positions
+
+TILES_AT_ONCE = 4  # of a picture, in one unit of work: decoding goes on between them
+
+
+class TileReader:
+    """idefics3 and smolvlm: a picture is cut into square tiles, and a small copy of the whole comes last."""
+
+    def __init__(self, processor: Any, config: Mapping[str, Any], placeholder: str) -> None:
+        vision = config["vision_config"]
+        per_side = vision["image_size"] // vision["patch_size"] // config["scale_factor"]
+        self.placeholder = str(getattr(processor, "image_token", placeholder))
+        self._per_tile = per_side * per_side
+        self._image_processor = processor.image_processor
+        self._image_token_id = int(processor.image_token_id)
+        self._around = str(processor.fake_image_token)
+        self._global = str(getattr(processor, "global_image_token", None) or processor.global_image_tag)
+
+    def read(self, picture: Picture) -> ReadPicture:
+        found = _processed(self._image_processor, [[_as_pil(picture)]], return_row_col_info=True)
+        pixels = np.asarray(found["pixel_values"], np.float32)  # [1, tiles, 3, side, side]
+        mask = np.asarray(found["pixel_attention_mask"])  # [1, tiles, side, side]
+        text = self._text(int(found["rows"][0][0]), int(found["cols"][0][0]))
+        parts = []
+        for first in range(0, pixels.shape[1], TILES_AT_ONCE):
+            some = slice(first, first + TILES_AT_ONCE)
+            inputs = {"pixel_values": pixels[:, some], "pixel_attention_mask": mask[:, some]}
+            parts.append((inputs["pixel_values"].shape[1] * self._per_tile, inputs))
+        return ReadPicture(picture.digest, text, tuple(parts))
+
+    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> PromptMedia:
+        return PromptMedia(_pieces(prompt_ids, self._image_token_id, pictures))
+
+    def _text(self, rows: int, columns: int) -> str:
+        tile = self.placeholder * self._per_tile
+        lines = [
+            "".join(f"{self._around}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1))
+            + "\n"
+            for row in range(1, rows + 1)
+        ]
+        gap = "\n" if lines else ""
+        return "".join(lines) + f"{gap}{self._around}{self._global}{tile}{self._around}"
+
+
+class GridReader:
+    """Qwen's: a picture keeps its shape, in patches; a square of them is a token."""
+
+    def __init__(self, processor: Any, config: Mapping[str, Any], placeholder: str) -> None:
+        self.placeholder = placeholder
+        self._image_processor = processor.image_processor
+        self._image_token_id = int(config.get("image_token_id", processor.image_token_id))
+        self._merge = int(self._image_processor.merge_size)
+
+    def read(self, picture: Picture) -> ReadPicture:
+        found = _processed(self._image_processor, [_as_pil(picture)])
+        patches = np.asarray(found["image_grid_thw"])[0]
+        grid = (int(patches[0]), int(patches[1]) // self._merge, int(patches[2]) // self._merge)
+        inputs = {
+            "pixel_values": np.asarray(found["pixel_values"], np.float32),
+            "image_grid_thw": np.asarray(found["image_grid_thw"], np.int32),
+        }
+        size = int(np.prod(grid))
+        return ReadPicture(picture.digest, self.placeholder * size, ((size, inputs),), grid)
+
+    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> PromptMedia:
+        pieces = _pieces(prompt_ids, self._image_token_id, pictures)
+        grids = [picture.grid for picture in pictures if picture.grid is not None]
+        return PromptMedia(pieces, *grid_positions(prompt_ids, self._image_token_id, grids))
+
+
+def _as_pil(picture: Picture) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(picture.pixels)
+
+
+def _processed(image_processor: Any, pictures: Any, **options: Any) -> Any:
+    try:
+        return image_processor(pictures, return_tensors="np", **options)
+    except ValueError as error:  # such as a picture a hundred times as wide as high
+        raise InvalidMedia(f"the model's processor refuses a picture: {error}") from None
+
+
+def _pieces(
+    prompt_ids: Sequence[int], image_token_id: int, pictures: Sequence[ReadPicture]
+) -> tuple[MediaPiece, ...]:
+    cells = np.flatnonzero(np.asarray(prompt_ids) == image_token_id).astype(np.int32)
+    wanted = sum(size for picture in pictures for size, _ in picture.inputs)
+    if wanted != len(cells):
+        raise InvalidMedia(
+            f"the pictures need {wanted} tokens and the prompt has {len(cells)} for them: it may hold the "
+            "model's own words for a picture"
+        )
+    pieces, at = [], 0
+    for picture in pictures:
+        for number, (size, inputs) in enumerate(picture.inputs):
+            pieces.append(MediaPiece(f"{picture.digest}/{number}", inputs, cells[at : at + size]))
+            at += size
+    return tuple(pieces)

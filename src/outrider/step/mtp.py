@@ -1,0 +1,196 @@
+"""Drafting with an MTP head, on the device: feed it the committed pairs, then let it go deeper.
+
+The head's cells run parallel to the trunk's. With tokens x_0.. and a layer for each of D depths, cell t holds
+
+    depth 1   (h_t, x_(t+1))                      guesses x_(t+2)
+    depth d   (depth d-1's output at t, x_(t+d))   guesses x_(t+d+1)     (unchained heads: h_t again)
+
+A row with `end` cells knows x_0..x_end, so depth d's last d-1 cells hold drafts in the place of tokens. They
+are written again by the next pass, which starts d-1 cells before the trunk's:
+
+    cells    0 ...... start-d | start-d+1 ... start-1 | start ............ end-1
+    depth d  stand            | written again         | new; the last d-1 tentative
+
+What they are written from (the outputs of depth d-1, or h) is kept in cells of its own, so that there is no
+state beside the cells. Depths past the last layer use that layer again: it is given its own output, one cell
+further on, as one-layer heads are at every depth. Those cells are tentative too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from outrider.cache.embedding_cache import Seen
+from outrider.cache.hidden_cells import HiddenCells
+from outrider.cache.ragged_kv import GridPositions, Placement, Positions
+from outrider.models.heads import LoadedHead, head_layout
+from outrider.models.trunk import Buffers, Trunk, TrunkCache
+from outrider.models.vision.mrope import SectionedRope
+from outrider.sampling.sampler import Picking, pick_drafts
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The rows that a head follows in one pass: where they stand and what they ask for."""
+
+    slots: Sequence[int]
+    starts: mx.array  # [rows]
+    num_fed: mx.array  # [rows] cells that the head is fed, drafts included: as many as the trunk, or none
+    num_kept: mx.array  # [rows] cells that stand: what was not rejected
+    end: int  # no row's last fed cell is beyond this
+    how: Picking
+    depth: int  # drafts wanted, the most of any row
+    positions: Positions | None = None  # of the fed cells, where they are not the cells' numbers
+    deltas: mx.array | None = None  # [rows] from a later cell's number to its position
+    seen: Seen | None = None  # pictures among the next tokens
+
+    def after(self, cells: mx.array) -> Positions | None:
+        """Positions of cells past the prompt.  [rows]"""
+        return None if self.deltas is None else cells + self.deltas
+
+
+class MTPDrafter:
+    """A loaded head with its cache, drafting for all rows of a pass at once."""
+
+    def __init__(self, head: LoadedHead, trunk: Trunk) -> None:
+        self._layers = head.layers
+        self._caches = [TrunkCache([head_layout(layer, trunk)]) for layer in head.layers]
+        self._is_chained = head.spec.is_chained
+        num_between = len(head.layers) - 1
+        self._between = [
+            HiddenCells(trunk.hidden_size, trunk.dtype) for _ in range(num_between if self._is_chained else 1)
+        ]
+        self._takes_grids = any(isinstance(m, SectionedRope) for h in head.layers for m in h.modules())
+        self._trunk = trunk
+        self._draft_ids = head.draft_ids
+        self._reduced_weight = None if head.draft_ids is None else _projection_rows(trunk, head.draft_ids)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def buffers(self) -> Iterator[Buffers]:
+        for cache in self._caches:
+            yield from cache.buffers()
+        if len(self._layers) > 1:
+            yield from (cells.kv for cells in self._between)
+
+    def draft(self, hidden: mx.array, next_ids: mx.array, rows: HeadRows, capacity: int) -> mx.array | None:
+        """Feed the pairs (hidden [rows, width, H], next_ids [rows, width]); return drafts [rows, depth].
+
+        Pairs past a row's num_kept are written too, as tentative cells: no later pass sees them.
+        """
+        width = next_ids.shape[1]
+        ends = rows.starts + rows.num_kept  # [rows] cells after the step
+        beyond = mx.split(ends[:, None] + mx.arange(rows.depth + 1), rows.depth + 1, axis=1)  # [rows, 1] each
+        tokens = _Tokens(next_ids, rows, len(self._layers), self._trunk)
+        follows = mx.minimum(rows.num_fed, 1)
+        drafts: list[mx.array] = []
+        fed_back = hidden
+        for number in range(len(self._layers)):
+            if number == 0:
+                is_known = self._takes_grids or not isinstance(rows.positions, GridPositions)
+                positions = rows.positions if is_known else None
+                place = Placement(
+                    rows.slots, rows.starts, rows.num_fed, width, rows.end, capacity, positions=positions
+                )
+            else:
+                place = _placed_back(rows, number, len(drafts), width, capacity)
+                hidden = self._between[number - 1 if self._is_chained else 0].read(place)
+            out, fed_back = self._pass(number, hidden, tokens.at(place, number), place)
+            self._keep(number, hidden, fed_back, place)
+            if number < rows.depth:
+                last = (ends - 1 - place.offset)[:, None, None]
+                out, fed_back = (mx.take_along_axis(x, last, axis=1) for x in (out, fed_back))  # [rows, 1, H]
+                drafts.append(self._pick(out, beyond[len(drafts) + 1], rows.how))
+                if number < len(self._layers) - 1:
+                    tokens.append(drafts[-1])
+        for further in range(rows.depth - len(drafts)):
+            end = min(rows.end + further + 1, capacity)
+            cells = beyond[further][:, 0]
+            place = Placement(rows.slots, cells, follows, 1, end, capacity, positions=rows.after(cells))
+            out, fed_back = self._pass(-1, fed_back, self._trunk.embed(drafts[-1]), place)
+            drafts.append(self._pick(out, beyond[len(drafts) + 1], rows.how))
+        return mx.concatenate(drafts, axis=1) if drafts else None
+
+    def _pass(
+        self, number: int, hidden: mx.array, embedded: mx.array, place: Placement
+    ) -> tuple[mx.array, mx.array]:
+        view = self._caches[number].views(place)[0]
+        return self._layers[number](hidden, embedded, view)
+
+    def _keep(self, number: int, hidden: mx.array, fed_back: mx.array, place: Placement) -> None:
+        """What later layers are given at these cells, now and in the next pass."""
+        if number == len(self._layers) - 1:
+            return
+        if self._is_chained:
+            self._between[number].write(fed_back, place)
+        elif number == 0:
+            self._between[0].write(hidden, place)
+
+    def _pick(self, out: mx.array, positions: mx.array, how: Picking) -> mx.array:
+        """[rows, 1, H] -> [rows, 1]"""
+        if self._reduced_weight is None:
+            logits = self._trunk.logits(out)
+        else:
+            logits = (out @ self._reduced_weight.T).astype(mx.float32)
+        return pick_drafts(logits, positions, how, self._draft_ids)
+
+
+def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity: int) -> Placement:
+    """Where the layer of depth lag + 1 writes: from `lag` cells before the trunk's, up to the last cell whose
+    token is known or drafted."""
+    firsts = mx.maximum(rows.starts - lag, 0)
+    lasts = rows.starts + rows.num_kept - (lag - num_drafts)
+    positions = rows.after(firsts)  # in a picture only near: a deeper layer's guess, never the answer
+    return Placement(rows.slots, firsts, lasts - firsts, width + lag, rows.end, capacity, positions=positions)
+
+
+class _Tokens:
+    """The tokens from each row's start + 1 on: those that are committed, then the drafts.
+
+    Columns past them hold tokens that were rejected, or nothing: no cell that counts is paired with those.
+    """
+
+    def __init__(self, next_ids: mx.array, rows: HeadRows, num_layers: int, trunk: Trunk) -> None:
+        self._trunk = trunk
+        self._seen = rows.seen
+        self._ids = mx.pad(next_ids, [(0, 0), (0, num_layers - 1)]) if num_layers > 1 else next_ids
+        self._starts = rows.starts[:, None]
+        self._num = rows.num_kept[:, None]
+
+    def at(self, place: Placement, lag: int) -> mx.array:
+        """For the cells t of a placement the embedded tokens x_(t + lag + 1).  [rows, width, H]"""
+        columns = mx.minimum(place.cells + lag - self._starts, self._ids.shape[1] - 1)
+        if self._seen is not None:
+            embedded = self._seen.put_into(self._trunk.embed(self._ids))
+            return mx.take_along_axis(embedded, columns[..., None], axis=1)
+        if lag == 0:
+            return self._trunk.embed(self._ids[:, : place.cells.shape[1]])
+        return self._trunk.embed(mx.take_along_axis(self._ids, columns, axis=1))
+
+    def append(self, drafts: mx.array) -> None:
+        """One more for every row.  [rows, 1]"""
+        self._ids = mx.put_along_axis(self._ids, self._num, drafts.astype(self._ids.dtype), axis=1)
+        self._num = self._num + 1
+
+
+def _projection_rows(trunk: Trunk, token_ids: mx.array) -> mx.array:
+    """The rows of the output projection for these tokens.  [ids, hidden]"""
+    output = getattr(trunk.model, "lm_head", None) or trunk.embedding
+    if hasattr(output, "bits"):
+        weight = mx.dequantize(
+            output.weight[token_ids],
+            output.scales[token_ids],
+            None if output.get("biases") is None else output.biases[token_ids],
+            output.group_size,
+            output.bits,
+            output.mode,
+        )
+    else:
+        weight = output.weight[token_ids]
+    mx.eval(weight)
+    return weight

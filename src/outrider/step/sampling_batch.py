@@ -1,0 +1,80 @@
+"""How the rows of a pass come from logits to tokens: all that their requests ask of it.
+
+What differs from request to request, and from step to step, is in arrays that the host has made, so that a
+traced pass serves them all: `key` is the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from outrider.sampling.logits_processors import Edits
+from outrider.sampling.logprobs import AskedLogprobs
+from outrider.sampling.masks import Masks
+from outrider.sampling.sampler import Picking
+from outrider.step.input_batch import Batch
+
+
+def picking_rows(batch: Batch) -> list[int]:
+    return [i for i, row in enumerate(batch) if row.picks]
+
+
+def most_picks(batch: Batch) -> int:
+    """Tokens that a row of the batch picks, at most: after its last committed token and at its drafts."""
+    return 1 + max((row.num_drafts for row in batch if row.picks), default=0)
+
+
+@dataclass(frozen=True)
+class Ways:
+    targets: Picking  # of the rows that pick, as are the three below
+    edits: Edits | None
+    masks: Masks | None
+    logprobs: AskedLogprobs | None
+    drafts: Picking  # of the rows that the head follows
+
+    @classmethod
+    def of(
+        cls, batch: Batch, heading: Sequence[int], num_picks: int, vocab: int, merged: bool = False
+    ) -> Ways:
+        """`num_picks` for each picking row. `merged`: fewer keys rather than less work."""
+        picking = picking_rows(batch)
+        rows = [batch[i] for i in picking]
+        targets = drafts = Picking.of([row.params for row in rows], merged)
+        if list(heading) != picking:
+            drafts = Picking.of([batch[i].params for i in heading], merged)
+        return cls(
+            targets,
+            Edits.of(rows, num_picks, vocab, merged),
+            Masks.of(rows, num_picks, merged),
+            AskedLogprobs.of(rows, vocab, merged),
+            drafts,
+        )
+
+    @property
+    def key(self) -> Hashable:
+        parts = (self.targets, self.edits, self.masks, self.logprobs, self.drafts)
+        return tuple(None if part is None else part.key for part in parts)
+
+    @property
+    def arrays(self) -> list[list[list[mx.array]]]:
+        edits = [] if self.edits is None else [self.edits.arrays]
+        masks = [] if self.masks is None else [[self.masks.words]]
+        return [self.targets.arrays, edits, masks, self.drafts.arrays]
+
+    def with_arrays(self, arrays: Sequence[list[list[mx.array]]]) -> Ways:
+        targets, edits, masks, drafts = arrays
+        return Ways(
+            self.targets.with_arrays(targets),
+            Edits(*edits[0]) if edits else None,
+            replace(self.masks, words=masks[0][0]) if self.masks is not None else None,
+            self.logprobs,
+            self.drafts.with_arrays(drafts),
+        )
+
+    def without_arrays(self) -> Ways:
+        """To be given others later, and to hold none until then."""
+        none = mx.array(0)
+        return self.with_arrays([[[none] * len(part) for part in parts] for parts in self.arrays])

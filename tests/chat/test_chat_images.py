@@ -1,0 +1,187 @@
+"""Pictures in conversations: templates with lists or strings, tool results, order, words that look alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_tokenizers import new_tokenizer
+from fake_engine import FakeEngine
+
+from outrider.chat.conversation import ChatRequest, MediaPart, Message, PicturePart, Role, TextPart, ToolCall
+from outrider.chat.images import Pictures
+from outrider.chat.messages import show_results
+from outrider.chat.service import ChatService
+from outrider.chat.template import ChatTemplate, Rendered
+from outrider.chat.vocabulary import Vocabulary
+from outrider.media.image_reader import ReadPicture
+from outrider.media.images import Picture
+from outrider.media.limits import MediaLimits
+from outrider.prompt_media import MediaPiece, PromptMedia
+from outrider.request import InvalidRequest, SamplingParams
+from picture_files import data_url, encoded, noise
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<image>", "<row>")
+TURN = "<|im_start|>{{ m.role }}\n%s<|im_end|>\n"
+PARTS = (
+    "{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+)
+LISTS_ONLY = "{% for m in messages %}" + TURN % PARTS + "{% endfor %}"
+EITHER = "{% for m in messages %}" + TURN % (
+    "{% if m.content is string %}{{ m.content }}{% else %}" + PARTS + "{% endif %}"
+) + "{% endfor %}"  # fmt: skip
+STRING_RESULTS = EITHER.replace("m.content is string", "m.content is string or m.role == 'tool'").replace(
+    "{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% endif %}"
+)
+
+
+def shown(text: str) -> PicturePart:
+    return PicturePart((ReadPicture(text, text, ()),))
+
+
+def says(role: Role, *parts: Any) -> Message:
+    return Message(role, tuple(TextPart(part) if isinstance(part, str) else part for part in parts))
+
+
+def render(source: str, *messages: Message, placeholder: str | None = "<image>") -> Rendered:
+    tokenizer = new_tokenizer(source, SPECIAL)
+    template = ChatTemplate(tokenizer, Vocabulary(tokenizer), placeholder=placeholder)
+    return template.render(messages, kwargs={"add_generation_prompt": False})
+
+
+@pytest.mark.parametrize("source", [LISTS_ONLY, EITHER])
+def test_pictures_stand_where_they_were_shown(source: str) -> None:
+    found = render(
+        source,
+        says("user", "one", shown("[A]"), "two"),
+        says("assistant", "ok"),
+        says("user", shown("[B]"), "3"),
+    )
+    assert found.text == (
+        "<|im_start|>user\none[A]two<|im_end|>\n<|im_start|>assistant\nok<|im_end|>\n"
+        "<|im_start|>user\n[B]3<|im_end|>\n"
+    )
+    assert [picture.text for picture in found.pictures] == ["[A]", "[B]"]
+
+
+def test_a_template_that_takes_lists_only_gets_lists_for_text_too() -> None:
+    assert render(LISTS_ONLY, says("user", "hi")).text == "<|im_start|>user\nhi<|im_end|>\n"
+    assert render(LISTS_ONLY, Message("user")).text == "<|im_start|>user\n<|im_end|>\n"
+
+
+def test_the_frames_of_a_video_are_shown_one_after_the_other() -> None:
+    frames = PicturePart(tuple(ReadPicture(str(i), f"[{i}]", ()) for i in range(3)))
+    assert "[0][1][2]what" in render(EITHER, says("user", frames, "what")).text
+
+
+def test_a_clients_own_placeholder_is_text() -> None:
+    found = render(EITHER, says("user", "<image> and ", shown("<row>"), " <image>"))
+    assert len(found.pictures) == 1
+    tokenizer = new_tokenizer(EITHER, SPECIAL)
+    image, row = (tokenizer.convert_tokens_to_ids(token) for token in ("<image>", "<row>"))
+    assert image not in found.ids  # neither the client's words nor the placeholder, which was replaced
+    assert list(found.ids).count(row) == 1
+
+
+def test_pictures_of_tool_results_follow_them_where_a_template_would_drop_them() -> None:
+    call = Message("assistant", tool_calls=(ToolCall("1", "look", "{}"),))
+    result = Message("tool", (TextPart("seen"), shown("[A]")), tool_call_id="1")
+    kept = render(EITHER, says("user", "look"), call, result).text
+    assert "tool\nseen[A]<|im_end|>" in kept
+    moved = render(STRING_RESULTS, says("user", "look"), call, result).text
+    assert "tool\nseen<|im_end|>\n<|im_start|>user\n[A]<|im_end|>" in moved
+
+
+def test_show_results_moves_pictures_behind_the_last_result() -> None:
+    first = Message("tool", (shown("[A]"),), tool_call_id="1")
+    second = Message("tool", (TextPart("x"), shown("[B]")), tool_call_id="2")
+    found = show_results([first, second, says("user", "so?")])
+    assert [message.role for message in found] == ["tool", "tool", "user", "user"]
+    assert [part.pictures[0].text for part in found[2].pictures] == ["[A]", "[B]"]
+    assert [message.text for message in found] == ["(a picture)", "x", "", "so?"]
+    untouched = [says("user", shown("[A]")), says("tool", "x")]
+    assert show_results(untouched) == untouched
+
+
+def test_a_template_without_pictures_refuses_them() -> None:
+    plain = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="1 pictures were to be shown, and 0 were"):
+        render(plain, says("user", shown("[A]")))
+    with pytest.raises(InvalidRequest, match="text only"):
+        render(EITHER, says("user", shown("[A]")), placeholder=None)
+
+
+# -- the service -----------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Says "<row>" for a picture."""
+
+    placeholder = "<image>"
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def read(self, picture: Picture) -> ReadPicture:
+        self.num_read += 1
+        return ReadPicture(picture.digest, "<row>", ((1, {}),))
+
+    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> PromptMedia:
+        return PromptMedia(tuple(MediaPiece(p.digest, {}, np.array([i])) for i, p in enumerate(pictures)))
+
+
+class SeeingEngine(FakeEngine):
+    media: Any = None
+
+    def submit(self, prompt_ids: Any, params: Any, **settings: Any) -> Any:
+        self.media = settings["media"]
+        return super().submit(prompt_ids, params)
+
+
+def start(*parts: Any, blind: str | None = None, sees: bool = True) -> tuple[SeeingEngine, Reader]:
+    engine, reader = SeeingEngine(["ok"]), Reader()
+    pictures = Pictures(reader, MediaLimits()) if sees else None
+
+    async def go() -> None:
+        tokenizer = new_tokenizer(EITHER, SPECIAL)
+        service = ChatService(engine, tokenizer, "m", pictures, blind)  # type: ignore[arg-type]
+        try:
+            request = await service.with_pictures(ChatRequest([says("user", *parts)], SamplingParams()))
+            for _ in range(2):
+                async for _ in await service.start(request):
+                    pass
+        finally:
+            service.close()
+
+    asyncio.run(go())
+    return engine, reader
+
+
+def picture(seed: int) -> MediaPart:
+    return MediaPart("image", data_url(encoded(noise(seed=seed))))
+
+
+def test_pictures_reach_the_engine_in_order_and_are_read_once() -> None:
+    engine, reader = start(picture(1), "and", picture(2), picture(1))
+    keys = [piece.key for piece in engine.media.pieces]
+    assert len(keys) == 3
+    assert keys[0] == keys[2] != keys[1]
+    assert reader.num_read == 3  # for two answers
+
+
+def test_a_text_request_brings_no_media() -> None:
+    engine, reader = start("hello")
+    assert engine.media is None
+    assert reader.num_read == 0
+
+
+def test_what_cannot_be_read_is_refused_with_the_reason() -> None:
+    with pytest.raises(InvalidRequest, match="audio"):
+        start(MediaPart("audio", "data:audio/wav;base64,AAAA"))
+    with pytest.raises(InvalidRequest, match="text only"):
+        start(picture(1), sees=False)
+    with pytest.raises(InvalidRequest, match="both ways"):
+        start(picture(1), sees=False, blind="its tokens see each other both ways")

@@ -1,0 +1,129 @@
+"""The threads of our own products: they help, sleep, survive a fork, and change no bit."""
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.cpu import matmul, threads
+from own_products import INSTRUCTIONS, WHERE_THEY_ARE, Products, exit_code_of_a_child, loaded, numbers
+
+pytestmark = WHERE_THEY_ARE
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compiled") / "product.so"
+    matmul._compile(path)
+    return path
+
+
+@pytest.fixture(params=INSTRUCTIONS)
+def products(request: pytest.FixtureRequest, compiled: Path, tmp_path: Path) -> Products:
+    """Each test has a file, so a library, so threads of its own."""
+    return loaded(Path(shutil.copy(compiled, tmp_path)), request.param)
+
+
+def threads_now() -> set[int]:
+    return set(map(int, os.listdir("/proc/self/task")))
+
+
+def cpu_s(thread: int) -> float:
+    fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # in the program and in the system
+
+
+def helper_of(products: Products) -> int:
+    """The one thread that a large product for two brings with it."""
+    before = threads_now()
+    products(numbers(0, 4, 576), numbers(1, 4000, 576), num_threads=2)
+    (helper,) = threads_now() - before
+    return helper
+
+
+needs_two_cpus = pytest.mark.skipif(threads.usable_cpus() < 2, reason="nobody could help")
+
+
+@needs_two_cpus
+def test_a_helper_takes_work_off_the_caller(products: Products) -> None:
+    x, w = numbers(0, 64, 576), numbers(1, 4000, 576)
+
+    def best_s_of_the_caller(num_threads: int) -> float:
+        seconds = []
+        for _ in range(40):
+            start = time.thread_time()
+            products(x, w, num_threads)
+            seconds.append(time.thread_time() - start)
+        return min(seconds)
+
+    assert best_s_of_the_caller(2) < 0.8 * best_s_of_the_caller(1)
+
+
+@needs_two_cpus
+def test_a_helper_works_while_there_are_products_and_sleeps_while_there_are_none(products: Products) -> None:
+    helper = helper_of(products)
+    x, w = numbers(0, 4, 576), numbers(1, 4000, 576)
+    start = cpu_s(helper)
+    give_up = time.monotonic() + 30  # others may want the cores
+    while cpu_s(helper) < start + 0.1 and time.monotonic() < give_up:
+        products(x, w, num_threads=2)
+    assert cpu_s(helper) >= start + 0.1
+    time.sleep(0.05)
+    dozing = cpu_s(helper)
+    time.sleep(0.5)
+    assert cpu_s(helper) == dozing
+
+
+@pytest.mark.parametrize("shape", [(1, 1536, 576), (7, 577, 1537), (64, 963, 576), (384, 144, 64)])
+def test_the_number_of_threads_does_not_change_a_bit(products: Products, shape: tuple[int, int, int]) -> None:
+    x, w = numbers(0, shape[0], shape[2]), numbers(1, *shape[1:])
+    alone = products(x, w)
+    for turn in range(60):
+        assert np.array_equal(products(x, w, num_threads=1 + turn % 5), alone)
+
+
+def test_callers_that_come_together_all_get_their_product(products: Products) -> None:
+    pairs = [(numbers(i, 1 + i, 576), numbers(9 + i, 1000, 576)) for i in range(4)]
+    alone = [products(x, w) for x, w in pairs]
+    wrong = []
+
+    def call(number: int) -> None:
+        for _ in range(100):
+            if not np.array_equal(products(*pairs[number], num_threads=3), alone[number]):
+                wrong.append(number)
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_forked_amid_products_computes_with_threads_of_its_own(products: Products) -> None:
+    x, w = numbers(0, 4, 576), numbers(1, 4000, 576)
+    alone = products(x, w)
+    is_over, wrong = threading.Event(), []
+
+    def multiply() -> None:
+        while not is_over.is_set():
+            if not np.array_equal(products(x, w, num_threads=3), alone):
+                wrong.append(1)
+
+    def child_is_right() -> bool:
+        are_right = all(np.array_equal(products(x, w, num_threads=3), alone) for _ in range(20))
+        return are_right and len(threads_now()) == 3
+
+    other = threading.Thread(target=multiply)
+    other.start()
+    codes = [exit_code_of_a_child(child_is_right) for _ in range(20)]
+    is_over.set()
+    other.join()
+    assert codes == [0] * 20
+    assert wrong == []
+    assert np.array_equal(products(x, w, num_threads=3), alone)

@@ -1,0 +1,159 @@
+"""Rows, controller and scheduler together, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from fake_runner import VOCAB_SIZE, true_next
+from scheduler_harness import Harness
+
+from outrider.config import CacheGeometry
+from outrider.engine import draft_planner
+from outrider.plan import RowPlan, StepPlan
+from outrider.speculate.acceptance import RowAcceptance, Source
+from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
+from outrider.speculate.depth import Choice
+
+CHEAP = Measured({(1, 1): 1.0, (1, 9): 1.01, (64, 1): 1.0, (64, 9): 1.01}, {1: HeadCost(0.001, 0.001, 0.001)})
+DEAR = Measured({(1, 1): 1.0, (1, 9): 9.0, (64, 1): 64.0, (64, 9): 576.0}, {1: HeadCost(0.1, 0.1, 0.1)})
+
+
+class ScriptedController(DepthController):
+    """Feeds everything and wants the head's drafts in some steps only."""
+
+    def __init__(self, wants: list[int]) -> None:
+        super().__init__()
+        self._wants = wants
+
+    def choose(self, wishes: list[Wish], num_cells: int, num_slots: int = 0) -> Choice:  # type: ignore[override]
+        wanted = self._wants.pop(0) if self._wants else 0
+        feed = tuple((0, wish.offers[0][1] if wish.offers else 0) for wish in wishes)
+        return Choice(feed, tuple(min(wanted, wish.most_next) for wish in wishes))
+
+
+def decode_rows(plan: StepPlan | None) -> list[RowPlan]:
+    assert plan is not None
+    return [row for batch in plan.batches for row in batch if row.start >= row.num_prompt]
+
+
+def auto_rows(harness: Harness, num: int, max_tokens: int = 60) -> None:
+    for _ in range(num):
+        harness.add(4, max_tokens=max_tokens, depth=8, is_auto=True)
+
+
+def test_auto_rows_draft_where_it_is_cheap_and_explicit_rows_as_they_asked() -> None:
+    harness = Harness(controller=DepthController(CostTable(CHEAP)))
+    auto_rows(harness, 2)
+    explicit = harness.add(4, max_tokens=60, depth=2)
+    plain = harness.add(4, max_tokens=60, depth=0)
+    depths: dict[int, set[int]] = {}
+    for plan in harness.steps(12):
+        for row in decode_rows(plan):
+            depths.setdefault(row.sequence_id, set()).add(row.num_drafts)
+    assert max(depths[0]) > 2
+    assert depths[explicit.id] <= {0, 2}
+    assert depths[plain.id] == {0}
+    harness.run_to_idle()
+
+
+def test_auto_rows_do_not_draft_where_it_cannot_pay_and_their_head_rests() -> None:
+    harness = Harness(controller=DepthController(CostTable(DEAR)))
+    auto_rows(harness, 3)
+    rows = [row for plan in harness.steps(40) for row in decode_rows(plan)]
+    assert all(row.num_drafts == 0 and row.rests and not row.feeds_head for row in rows)
+    harness.run_to_idle()
+
+
+def test_a_head_comes_back_after_a_rest_with_all_that_it_missed() -> None:
+    """The fake runner checks that the head has the whole text when it drafts."""
+    harness = Harness(controller=ScriptedController([2, 2, 0, 0, 0, 0, 3, 3, 0, 0, 1]))
+    auto_rows(harness, 2, max_tokens=30)
+    behind = [max(row.num_behind for row in decode_rows(plan)) for plan in harness.steps(12)[1:]]
+    assert max(behind) >= 3
+    harness.run_to_idle()
+
+
+def test_heads_that_come_back_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_planner, "CATCH_UP_CELLS", 12)
+    harness = Harness(controller=ScriptedController([0] * 10 + [2] * 6))
+    auto_rows(harness, 4)
+    caught = []
+    for plan in harness.steps(15):
+        caught.append(sum(row.feeds_head and row.num_behind > 0 for row in decode_rows(plan)))
+    assert [num for num in caught if num] == [1, 1, 1, 1]
+    harness.run_to_idle()
+
+
+def test_times_of_decode_steps_reach_the_table_and_of_others_do_not() -> None:
+    seen: list[StepShape] = []
+
+    class Watching(CostTable):
+        def observe(self, shape: StepShape, seconds: float, host_s: float | None = None) -> None:
+            seen.append(shape)
+
+    roomy = CacheGeometry(bytes_per_cell=1, page_size=256)
+    harness = Harness(geometry=roomy, controller=DepthController(Watching(CHEAP)))
+    auto_rows(harness, 2, max_tokens=40)
+    for step in range(9):
+        if step == 5:
+            harness.add(4, max_tokens=4)  # a prompt runs beside the others
+        plan = harness.scheduler.plan()
+        assert plan is not None
+        num_seen = len(seen)
+        harness.take(*harness.scheduler.commit(harness.runner.run(plan), 0.5))
+        only_decoded = len(decode_rows(plan)) == sum(map(len, plan.batches))
+        if len(seen) > num_seen:
+            assert only_decoded
+            assert (seen[-1].rows, seen[-1].width) == (len(plan.batches[0]), plan.shapes[0].width)
+        elif only_decoded:
+            assert plan.moves or step == 6  # the caches grew
+    assert len(seen) >= 5
+
+
+@pytest.mark.parametrize(("host_share", "is_worth_it"), [(0.0, True), (0.9, False)])
+def test_a_lookup_is_waited_for_where_it_brings_more_than_that_costs(
+    host_share: float, is_worth_it: bool
+) -> None:
+    """What it finds is right now and then, and what the head drafts never is."""
+    controller = DepthController(CostTable(CHEAP))
+    harness = Harness(max_rows=2, ahead=1.0, controller=controller)
+    harness.runner._drafts = lambda row, known: [VOCAB_SIZE] * row.num_drafts_next  # type: ignore[method-assign]
+    for _ in range(2):
+        harness.add(4, max_tokens=200, depth=8, is_auto=True).lookup = HalfKnowing()
+    harness.steps(30)
+    controller.costs.host_share = host_share
+    controller.costs.observe = lambda *_: None  # type: ignore[method-assign]
+    before = harness.num_ahead
+    drafted = [row.num_drafts for plan in harness.steps(20) for row in decode_rows(plan)]
+    if is_worth_it:
+        assert harness.num_ahead - before <= 2
+        assert max(drafted) == 1
+    else:
+        assert harness.num_ahead - before >= 10
+        assert any(record.other_share > 0.5 for record in _records(harness))  # what it would find is known
+
+
+class HalfKnowing:
+    source: Source = "ngram"
+
+    def propose(self, token_ids: Sequence[int], num: int) -> list[int]:
+        return [true_next(token_ids) if len(token_ids) % 3 == 0 else VOCAB_SIZE][:num]
+
+
+def _records(harness: Harness) -> list[RowAcceptance]:
+    return [row.record for row in harness.scheduler._slots.sequences() if row.record is not None]
+
+
+@pytest.mark.parametrize("num_rows", [3, 8])
+def test_steps_are_launched_ahead_while_the_heads_of_many_rows_rest(num_rows: int) -> None:
+    """Of many rows only a few are tried: the others, long untried, must not hold steps up."""
+    harness = Harness(max_rows=num_rows, ahead=1.0, controller=DepthController())
+    harness.runner._drafts = lambda row, known: [VOCAB_SIZE] * row.num_drafts_next  # type: ignore[method-assign]
+    auto_rows(harness, num_rows, max_tokens=200)
+    harness.steps(60)
+    before = harness.num_ahead
+    rows = [row for plan in harness.steps(40) for row in decode_rows(plan)]
+    assert sum(row.rests for row in rows) > len(rows) / 2
+    assert harness.num_ahead - before > 15

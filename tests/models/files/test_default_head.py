@@ -1,0 +1,74 @@
+"""The default model's own head, on prompts that no training data contains, counted by the engine.
+
+Only the first 32 tokens of each answer count here, which are the hardest: the model card has the long run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.models.errors import ModelUnavailable
+from outrider.models.files import default_model
+from outrider.models.files.shipped_head import DATA, shipped_head
+
+PROMPTS = json.loads((DATA / "smollm2-135m-instruct" / "held_out_prompts.json").read_text())
+TOLERANCE = 0.08  # other processors round differently, and answers part ways
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    try:
+        return default_model.ensure()
+    except ModelUnavailable as error:
+        pytest.skip(str(error))
+
+
+def acceptance(folder: Path, temperature: float, draft_vocabulary: int | None) -> tuple[list[float], float]:
+    """The share of drafts that stand given that those before them did, and the tokens a step, at depth 3."""
+    params = SamplingParams(max_tokens=32, temperature=temperature, seed=1, draft_depth=3)
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    with LLM(folder, draft_vocabulary=draft_vocabulary) as llm:
+        outs = llm.chat(chats, params)
+    accepted = [_total([out.stats.accepted for out in outs], place) for place in range(3)]
+    tried = [_total([out.stats.drafted for out in outs], 0), *accepted[:2]]
+    steps = sum(out.stats.steps for out in outs)
+    stands = [a / t for a, t in zip(accepted, tried, strict=True)]
+    return stands, sum(len(out.token_ids) for out in outs) / steps
+
+
+def _total(counts: Sequence[Sequence[int]], place: int) -> int:
+    return sum(one[place] for one in counts if len(one) > place)
+
+
+def test_forty_prompts_are_held_out() -> None:
+    assert len(set(PROMPTS)) == 40
+
+
+def test_default_model_finds_its_head(folder: Path) -> None:
+    file = shipped_head(folder)
+    assert file is not None
+    assert file.stat().st_size < 9_000_000
+
+
+@pytest.mark.parametrize(
+    ("temperature", "draft_vocabulary", "stands", "tokens_a_step"),
+    [
+        (0.0, None, [0.62, 0.62, 0.61], 2.11),
+        (0.0, 8192, [0.60, 0.59, 0.62], 2.06),  # what the smaller draft vocabulary costs
+        (0.8, None, [0.54, 0.58, 0.59], 1.94),
+    ],
+)
+def test_drafts_stand_on_held_out_prompts(
+    folder: Path, temperature: float, draft_vocabulary: int | None, stands: list[float], tokens_a_step: float
+) -> None:
+    found, stride = acceptance(folder, temperature, draft_vocabulary)
+    print(
+        f"temperature {temperature}, draft vocabulary {draft_vocabulary}: {found}, {stride:.2f} tokens a step"
+    )
+    assert found == pytest.approx(stands, abs=TOLERANCE)
+    assert stride == pytest.approx(tokens_a_step, abs=0.1)

@@ -1,0 +1,263 @@
+import json
+import math
+import os
+
+import converted
+import gguf_reference
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf_writer import Tensor, TinyModel, plain
+from mlx_lm.utils import load_tokenizer
+
+from outrider.models.errors import UnreadableGGUF
+from outrider.models.files import origin
+from outrider.models.gguf import convert as gguf
+
+LLAMA = TinyModel()
+QWEN2 = TinyModel("qwen2", tied=False)
+QWEN3 = TinyModel("qwen3", head_dim=32)
+WIDE = TinyModel(hidden=256, inner=256, head_dim=64)  # rows long enough for K-quants
+IDS = [5, 300, 17, 2, 2, 99, 0, 41]
+
+
+def convert(file, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = file.write(tmp_path / "model.gguf")
+    gguf.convert(path, folder)
+    return path, folder
+
+
+def assert_same_logits(file, tmp_path, atol=1e-4):
+    path, folder = convert(file, tmp_path)
+    metadata, tensors = gguf_reference.read(path)
+    expected = gguf_reference.logits(metadata, tensors, IDS)
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(converted.logits(converted.load(folder), IDS), expected, atol=atol, rtol=1e-4)
+    return folder
+
+
+@pytest.mark.parametrize("model", [LLAMA, QWEN2, QWEN3], ids=lambda model: model.architecture)
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_logits_equal_the_files_own_model(tmp_path, model, kind):
+    assert_same_logits(model.file(kind), tmp_path)
+
+
+def test_k_quants_come_close_to_the_files_own_model(tmp_path):
+    folder = assert_same_logits(WIDE.file("Q4_K", "Q6_K", "Q5_K"), tmp_path, atol=0.01)
+    modules = json.loads((folder / "config.json").read_text())["quantization"]
+    assert modules["bits"] == 4
+    assert modules["model.layers.0.self_attn.k_proj"]["bits"] == 5
+    assert "model.layers.0.self_attn.q_proj" not in modules  # Q6_K: plain float16
+
+
+def test_mixed_quantisations_are_listed_by_module(tmp_path):
+    folder = assert_same_logits(LLAMA.file("Q8_0", *["Q4_1"] * 13), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["quantization"] == {
+        "group_size": 32,
+        "bits": 4,
+        "mode": "affine",
+        "model.embed_tokens": {"group_size": 32, "bits": 8},
+        "model.layers.1.mlp.down_proj": {"group_size": 32, "bits": 8},
+    }
+
+
+def test_biases_of_llama_files_are_kept_and_reordered(tmp_path):
+    file = LLAMA.file("F32")
+    rng = np.random.default_rng(3)
+    sizes = {"attn_q": 64, "attn_k": 32, "attn_v": 32, "attn_output": 64}
+    for index in range(LLAMA.num_layers):
+        file.tensors += [plain(f"blk.{index}.{name}.bias", rng.normal(size=n)) for name, n in sizes.items()]
+    folder = assert_same_logits(file, tmp_path)
+    assert json.loads((folder / "config.json").read_text())["attention_bias"] is True
+
+
+def test_a_quantised_folder_has_one_float_dtype_when_that_is_lossless(tmp_path):
+    file = LLAMA.file("Q4_1")
+    file.tensors = [_coarse(tensor) for tensor in file.tensors]
+    _, folder = convert(file, tmp_path)
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert {array.dtype for array in weights.values()} == {mx.uint32, mx.float16}
+
+
+def test_norms_that_float16_cannot_hold_stay_float32(tmp_path):
+    _, folder = convert(LLAMA.file("Q4_1"), tmp_path)
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert weights["model.norm.weight"].dtype == mx.float32
+
+
+def _coarse(tensor):
+    """A float32 tensor with its values rounded to float16."""
+    if tensor.type_id != 0:
+        return tensor
+    values = np.frombuffer(tensor.data, np.float32).astype(np.float16)
+    return plain(tensor.name, values.reshape(tensor.shape))
+
+
+def test_config_has_the_numbers_that_were_meant(tmp_path):
+    _, folder = convert(QWEN3.file("F32"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "qwen3"
+    assert config["rms_norm_eps"] == 1e-6
+    assert config["rope_theta"] == 10000.0
+    assert config["head_dim"] == 32
+    assert config["vocab_size"] == 320
+    assert config["tie_word_embeddings"] is True
+    assert config["eos_token_id"] == [1, 0]
+    assert "rope_scaling" not in config
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"rope.scaling.type": "none"}, None),
+        ({"rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            {"rope_type": "linear", "factor": 4.0},
+        ),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 64,
+                "rope.scaling.yarn_beta_fast": 16.0,
+            },
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+        ),
+    ],
+)
+def test_rope_scaling_is_carried_over(tmp_path, keys, scaling):
+    file = QWEN2.file("F32")
+    file.metadata |= {f"qwen2.{key}": value for key, value in keys.items()}
+    _, folder = convert(file, tmp_path)
+    assert json.loads((folder / "config.json").read_text()).get("rope_scaling") == scaling
+    converted.logits(converted.load(folder), IDS)
+
+
+def _llama3_factors(factor, head_dim=16, theta=10000.0):
+    factors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * theta ** (i / head_dim)
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / 3
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return factors
+
+
+def test_llama3_rope_scaling_is_recovered_from_its_factors(tmp_path):
+    file = LLAMA.file("F32")
+    file.tensors.append(plain("rope_freqs.weight", _llama3_factors(8.0)))
+    _, folder = convert(file, tmp_path)
+    scaling = json.loads((folder / "config.json").read_text())["rope_scaling"]
+    assert (scaling["rope_type"], scaling["factor"]) == ("llama3", 8.0)
+    converted.logits(converted.load(folder), IDS)
+
+
+def _with(file, **changes):
+    for key, value in changes.items():
+        file.metadata[key.replace("__", ".")] = value
+    return file
+
+
+def _without(file, name):
+    file.tensors = [tensor for tensor in file.tensors if tensor.name != name]
+    return file
+
+
+REFUSALS = {
+    "unknown architecture": (
+        lambda: _with(LLAMA.file("F32"), general__architecture="gemma3"),
+        "'gemma3'.*qwen3",
+    ),
+    "no architecture": (lambda: _with(LLAMA.file("F32"), general__architecture=""), "none given"),
+    "mixture of experts": (lambda: _with(LLAMA.file("F32"), llama__expert_count=8), "expert_count"),
+    "sliding window": (
+        lambda: _with(LLAMA.file("F32"), llama__attention__sliding_window=4096),
+        "sliding_window",
+    ),
+    "split file": (lambda: _with(LLAMA.file("F32"), split__count=2), "merge the parts"),
+    "layers that differ": (
+        lambda: _with(LLAMA.file("F32"), llama__attention__head_count_kv=[2, 1]),
+        "layers differ",
+    ),
+    "partial rotation": (
+        lambda: _with(LLAMA.file("F32"), llama__rope__dimension_count=8),
+        "dimension_count is 8",
+    ),
+    "missing key": (lambda: _with(LLAMA.file("F32"), llama__block_count=3), "lacks tensors.*blk.2"),
+    "unknown rope scaling": (
+        lambda: _with(LLAMA.file("F32"), llama__rope__scaling__type="longrope"),
+        "longrope",
+    ),
+    "missing tensor": (lambda: _without(LLAMA.file("F32"), "blk.1.ffn_up.weight"), "blk.1.ffn_up.weight"),
+    "no embedding": (lambda: _without(LLAMA.file("F32"), "token_embd.weight"), "token embedding"),
+    "unknown pre-tokenizer": (lambda: _with(LLAMA.file("F32"), tokenizer__ggml__pre="martian"), "'martian'"),
+    "unknown tokenizer": (lambda: _with(LLAMA.file("F32"), tokenizer__ggml__model="t5"), "'t5'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_not_supported_is_refused_before_anything_is_written(tmp_path, case):
+    make, message = REFUSALS[case]
+    path = make().write(tmp_path / "model.gguf")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(UnreadableGGUF, match=message):
+        gguf.convert(path, folder)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("type_id", "block_bytes", "name"),
+    [(11, 110, "Q3_K"), (10, 84, "Q2_K"), (20, 18, "IQ4_NL"), (99, 0, "type 99")],
+)
+def test_unsupported_quantisations_are_named(tmp_path, type_id, block_bytes, name):
+    file = WIDE.file("F32")
+    blocks = {20: 256 * 256 // 32}.get(type_id, 256)
+    at = next(i for i, tensor in enumerate(file.tensors) if tensor.name == "blk.0.ffn_up.weight")
+    file.tensors[at] = Tensor("blk.0.ffn_up.weight", (256, 256), type_id, bytes(blocks * block_bytes))
+    with pytest.raises(UnreadableGGUF, match=f"{name} \\(1 tensors\\).*Q4_K"):
+        convert(file, tmp_path)
+
+
+def test_unexpected_tensors_are_refused_not_dropped(tmp_path):
+    file = LLAMA.file("F32")
+    file.tensors.append(plain("blk.0.attn_sinks.weight", [1.0]))
+    with pytest.raises(UnreadableGGUF, match="attn_sinks"):
+        convert(file, tmp_path)
+
+
+def test_rope_factors_of_another_kind_are_refused(tmp_path):
+    file = LLAMA.file("F32")
+    file.tensors.append(plain("rope_freqs.weight", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]))
+    with pytest.raises(UnreadableGGUF, match="Llama 3 rule"):
+        convert(file, tmp_path)
+
+
+def test_a_converted_file_is_kept_until_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path = LLAMA.file("F32").write(tmp_path / "tiny.gguf")
+    folder = gguf.ensure_converted(path)
+    assert origin.read(folder).source == str(path)
+    assert load_tokenizer(folder).encode("hi", add_special_tokens=False)
+    written_at = (folder / "config.json").stat().st_mtime_ns
+    assert gguf.ensure_converted(path) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == written_at
+    os.utime(path, ns=(1, 1))
+    assert gguf.ensure_converted(path) != folder
+
+
+def test_a_refused_file_leaves_nothing_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path = _with(LLAMA.file("F32"), general__architecture="gemma3").write(tmp_path / "tiny.gguf")
+    with pytest.raises(UnreadableGGUF):
+        gguf.ensure_converted(path)
+    left = [entry for entry in (tmp_path / "cache" / "models").iterdir() if entry.suffix != ".lock"]
+    assert left == []
