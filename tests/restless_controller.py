@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from outrider.request import MAX_DEPTH
-from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, guessed_costs
 from outrider.speculate.depth import Choice
 from outrider.speculate.shapes import Shapes
@@ -35,16 +35,16 @@ class RestlessController(DepthController):
         self.shapes = RestlessShapes(self._rng)
         self._draws = 0.5  # how often the head is wanted, in this stretch
 
-    def choose(self, wishes: Sequence[Wish], num_cells: int, num_slots: int = 0) -> Choice:
+    def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> Choice:
         if self._rng.random() < 0.2:
             self._draws = self._rng.choice((0.0, 0.1, 0.5, 1.0))
         feed, wanted = [], []
-        for wish in wishes:
-            which = self._rng.randrange(len(wish.offers)) if wish.offers else 0
-            most = wish.offers[which][1] if wish.offers else 0
+        for request in requests:
+            which = self._rng.randrange(len(request.offers)) if request.offers else 0
+            most = request.offers[which][1] if request.offers else 0
             feed.append(
-                (which, min(most, wish.fixed) if wish.fixed is not None else self._rng.randint(0, most))
+                (which, min(most, request.fixed) if request.fixed is not None else self._rng.randint(0, most))
             )
-            free = self._rng.randint(0, wish.most_next) if self._rng.random() < self._draws else 0
-            wanted.append(min(wish.fixed, wish.most_next) if wish.fixed is not None else free)
+            free = self._rng.randint(0, request.most_next) if self._rng.random() < self._draws else 0
+            wanted.append(min(request.fixed, request.most_next) if request.fixed is not None else free)
         return Choice(tuple(feed), tuple(wanted))

@@ -19,7 +19,7 @@ REFUSED: dict[str, list[Any]] = {
     "prefill_step_size": [0, -1, True, 1.5, "512"],
     "drafter": [None, "", "MTP", "n-gram", True, 3, ["mtp"]],
     "auto_depth": [-1, 9, True, None, 2.0, "2", "automatic", math.nan],
-    "page_size": [15, 0, -16, True, None, 16.0, "256"],
+    "capacity_step": [15, 0, -16, True, None, 16.0, "256"],
     "picture_cache_bytes": [0, -1, True, None, 1e9],
     "prefix_cache_bytes": [-1, True, 1.5, "1GB"],
     "prefix_cache_dir": [3, True, Path("x")],
@@ -33,7 +33,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "prefill_step_size": [None, 1, 8192],
     "drafter": list(DRAFTERS),
     "auto_depth": ["auto", 0, 8],
-    "page_size": [16, 256, 1000],
+    "capacity_step": [16, 256, 1000],
     "picture_cache_bytes": [1, 256 << 20],
     "prefix_cache_bytes": [None, 0, 2**40],
     "prefix_cache_dir": [None, "somewhere"],
@@ -67,12 +67,12 @@ def test_the_tables_name_every_field() -> None:
     assert set(REFUSED) == set(ACCEPTED) == set(EngineConfig.__dataclass_fields__)
 
 
-@given(num_cells=st.integers(0, 10**6), page_size=st.integers(1, 4096))
+@given(num_cells=st.integers(0, 10**6), capacity_step=st.integers(1, 4096))
 @settings(deadline=None)
-def test_capacity_is_the_fewest_whole_pages(num_cells: int, page_size: int) -> None:
-    capacity = CacheGeometry(bytes_per_cell=1, page_size=page_size).capacity_for(num_cells)
-    assert capacity % page_size == 0
-    assert num_cells <= capacity < num_cells + page_size
+def test_capacity_is_the_fewest_whole_pages(num_cells: int, capacity_step: int) -> None:
+    capacity = CacheGeometry(bytes_per_cell=1, capacity_step=capacity_step).capacity_for(num_cells)
+    assert capacity % capacity_step == 0
+    assert num_cells <= capacity < num_cells + capacity_step
 
 
 @given(num_slots=st.integers(1, 100), capacity=st.integers(0, 10**5))

@@ -19,7 +19,7 @@ from outrider.cache.ragged_kv import Placement, RaggedKV, nothing_launched
 from outrider.cache.recurrent import RecurrentState
 from outrider.models.trunk import TrunkCache
 from outrider.request import MAX_DEPTH, SamplingParams
-from outrider.sampling.sampler import Picking
+from outrider.sampling.sampler import Sampler
 from outrider.step.mtp import HeadRows, MTPDrafter
 
 IN_A_ROW = 8  # steps timed together
@@ -39,7 +39,7 @@ class BareStep:
         self._drafter = MTPDrafter(subject.head, subject.trunk) if depth else None
         self._rows, self._depth, self._start = rows, depth, num_cells
         self._capacity = -(-(num_cells + 3 * MAX_DEPTH) // 256) * 256
-        self._how = Picking.of([SamplingParams(temperature=0, seed=0)] * rows)
+        self._how = Sampler.of([SamplingParams(temperature=0, seed=0)] * rows)
         self.tokens = mx.ones((rows, 1 + depth), mx.int32)
         self._traced = mx.compile(self._run)
         for buffers in self._buffers():

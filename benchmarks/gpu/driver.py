@@ -39,7 +39,7 @@ class Driver:
             plan = self._timed(self._scheduler.plan)
             assert plan is not None
             self._launch(plan)
-        if self._ahead and (plan := self._timed(self._scheduler.plan_ahead)) is not None:
+        if self._ahead and (plan := self._timed(self._scheduler.plan_overlapped)) is not None:
             self._launch(plan)
             self.num_ahead += 1
         started_s = time.perf_counter()

@@ -136,7 +136,7 @@ class Loop:
                     most_tokens,
                     max_depth=most,
                     head_depth=most,
-                    head_rests=not self._outruns,
+                    can_pause_head=not self._outruns,
                     is_auto=policy == "auto",
                 )
             )

@@ -17,7 +17,8 @@ from outrider.cache.block_folder import BlockFolder
 from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import BLOCK_SIZE
 from outrider.config import EngineConfig, InvalidConfig
-from outrider.cpu import blas, layers
+from outrider.cpu import blas
+from outrider.cpu import layers as cpu_layers
 from outrider.engine.engine import Engine
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.validation import ModelFacts
@@ -84,7 +85,7 @@ def _parts(
     disk = _prefix_disk(loaded, head, config)
     trunk, vision = loaded.trunk, loaded.vision
     for part in (trunk.model, *(head.layers if head is not None else ())):
-        layers.use(part)
+        cpu_layers.use(part)
     outruns = machine.outruns_host()
     if outruns:
         joined_products.join(trunk, head)
@@ -99,11 +100,11 @@ def _parts(
         drafter=drafter,
         head=head.source if head is not None else None,
         head_layers=len(head.layers) if head is not None else 0,
-        head_rests=not outruns,  # a step that catches up cannot be traced, and none is launched before it
+        can_pause_head=not outruns,  # a step that catches up cannot be traced, and none is launched before it
         dtype=str(trunk.dtype).removeprefix("mlx.core."),
         device=machine.device_name(),
-        sees=vision is not None,
-        blind=loaded.blind,
+        reads_images=vision is not None,
+        no_images_reason=loaded.no_images_reason,
     )
     budget, prefix_budget = _budgets(config)
     tokenizer = loaded.tokenizer
@@ -125,7 +126,7 @@ def _parts(
         prefix_budget,
         disk,
         vision.reader if vision is not None else None,
-        launches_ahead=outruns,
+        overlaps_steps=outruns,
     )
 
 

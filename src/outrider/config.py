@@ -28,7 +28,7 @@ class EngineConfig:
     prefill_step_size: int | None = None  # prompt tokens in one step, over all rows
     drafter: DrafterName = "auto"
     auto_depth: DraftDepth = "auto"  # what draft_depth="auto" means: the controller's choice, or a constant
-    page_size: int = 256  # cells by which capacity grows
+    capacity_step: int = 256  # cells by which capacity grows
     prefix_cache_bytes: int | None = None  # beside the rows' budget; None: a share of the same; 0: off
     prefix_cache_dir: str | None = None  # where prefixes outlive the process; None: nowhere
     prefix_cache_disk_bytes: int = 16 << 30
@@ -36,7 +36,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _at_least("max_rows", self.max_rows, 1)
-        _at_least("page_size", self.page_size, 16)
+        _at_least("capacity_step", self.capacity_step, 16)
         _at_least("picture_cache_bytes", self.picture_cache_bytes, 1)
         if self.prefill_step_size is not None:
             _at_least("prefill_step_size", self.prefill_step_size, 1)
@@ -72,11 +72,11 @@ class CacheGeometry:
 
     bytes_per_cell: int  # over all layers and the head, for one slot
     bytes_per_slot: int = 0  # state that does not grow with length
-    page_size: int = 256
+    capacity_step: int = 256
 
     def capacity_for(self, num_cells: int) -> int:
         """The smallest capacity of whole pages that holds `num_cells`."""
-        return -(-num_cells // self.page_size) * self.page_size
+        return -(-num_cells // self.capacity_step) * self.capacity_step
 
     def num_bytes(self, num_slots: int, capacity: int) -> int:
         if num_slots == 0:

@@ -197,7 +197,9 @@ class LLM:
             ids = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
             return EncodedPrompt(tuple(ids))
         if self.engine.reader is None:
-            raise InvalidRequest(self.engine.facts.blind or "this model reads text only, not pictures")
+            raise InvalidRequest(
+                self.engine.facts.no_images_reason or "this model reads text only, not pictures"
+            )
         text = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         return encode_with_pictures(self.engine.reader, self.tokenizer, text, pictures)
 

@@ -118,7 +118,7 @@ class RowPlan:
     num_prompt: int  # how many of history are the prompt
     banned_ids: Sequence[int] = ()  # may not be picked while the answer is shorter than min_tokens
     head_start: int | None = None  # cells that the head has been fed; None: as many as the trunk
-    rests: bool = False  # the head will follow later: keep what it is to be fed
+    defers_head: bool = False  # the head will follow later: keep what it is to be fed
     masks: np.ndarray | None = None  # [1 + num_drafts, words] bits of the tokens that a grammar allows
     media: PromptMedia | None = None  # a prompt's pictures, while it is read
     position_delta: int = 0  # what is added to a cell's number to get its position, after the prompt
@@ -163,7 +163,9 @@ class StepPlan:
     batches: tuple[tuple[RowPlan, ...], ...]
     shapes: tuple[PassShape, ...] = ()  # of each batch; none: as its rows need it
     copies: PrefixCopies = PrefixCopies()
-    follows: bool = False  # its one batch has the rows of the step before, which was not read: see UNREAD
+    is_overlapped: bool = (
+        False  # its one batch has the rows of the step before, which was not read: see UNREAD
+    )
 
 
 @dataclass(frozen=True, slots=True)

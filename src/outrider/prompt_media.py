@@ -50,9 +50,9 @@ class PromptMedia:
         """The pieces that fill any of the cells start..end-1."""
         return tuple(p for p in self.pieces if p.first < end and p.cells[-1] >= start)
 
-    def first_missing(self, shelf: Container[str], start: int = 0) -> MediaPiece | None:
-        """The first piece at or after a cell that is not on the shelf of encoded ones."""
-        return next((p for p in self.pieces if p.cells[-1] >= start and p.key not in shelf), None)
+    def first_missing(self, image_embeddings: Container[str], start: int = 0) -> MediaPiece | None:
+        """The first piece at or after a cell that is not on the image_embeddings of encoded ones."""
+        return next((p for p in self.pieces if p.cells[-1] >= start and p.key not in image_embeddings), None)
 
     def distinct_ids(self, prompt_ids: Sequence[int]) -> list[int]:
         """The prompt's ids with a number below zero, its picture's own, in place of each image token.

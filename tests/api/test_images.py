@@ -286,7 +286,7 @@ def nothing_left(llm: LLM, tmp_path: Path, monkeypatch: Any) -> Iterator[None]:
     yield
     assert list(tmp_path.iterdir()) == []
     assert llm.engine._scheduler.is_idle
-    assert llm.engine._parts.runner.shelf.num_held == 0  # type: ignore[union-attr]
+    assert llm.engine._parts.runner.image_embeddings.num_held == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -141,13 +141,15 @@ class SeeingEngine(FakeEngine):
         return super().submit(prompt_ids, params)
 
 
-def start(*parts: Any, blind: str | None = None, sees: bool = True) -> tuple[SeeingEngine, Reader]:
+def start(
+    *parts: Any, no_images_reason: str | None = None, reads_images: bool = True
+) -> tuple[SeeingEngine, Reader]:
     engine, reader = SeeingEngine(["ok"]), Reader()
-    pictures = Pictures(reader, MediaLimits()) if sees else None
+    pictures = Pictures(reader, MediaLimits()) if reads_images else None
 
     async def go() -> None:
         tokenizer = new_tokenizer(EITHER, SPECIAL)
-        service = ChatService(engine, tokenizer, "m", pictures, blind)  # type: ignore[arg-type]
+        service = ChatService(engine, tokenizer, "m", pictures, no_images_reason)  # type: ignore[arg-type]
         try:
             request = await service.with_pictures(ChatRequest([says("user", *parts)], SamplingParams()))
             for _ in range(2):
@@ -182,6 +184,6 @@ def test_what_cannot_be_read_is_refused_with_the_reason() -> None:
     with pytest.raises(InvalidRequest, match="audio"):
         start(MediaPart("audio", "data:audio/wav;base64,AAAA"))
     with pytest.raises(InvalidRequest, match="text only"):
-        start(picture(1), sees=False)
+        start(picture(1), reads_images=False)
     with pytest.raises(InvalidRequest, match="both ways"):
-        start(picture(1), sees=False, blind="its tokens see each other both ways")
+        start(picture(1), reads_images=False, no_images_reason="its tokens see each other both ways")

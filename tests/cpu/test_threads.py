@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cpu import threads
+from outrider.cpu import threads as cpu_threads
 from outrider.cpu.threads import RAISE_AFTER, Threads, ThreadWatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, num_cpus: int, num_cores: int | None) -> None:
-    monkeypatch.setattr(threads, "usable_cpus", lambda: num_cpus)
-    monkeypatch.setattr(threads, "physical_cores", lambda cpus, sysfs: num_cores)
+    monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: num_cpus)
+    monkeypatch.setattr(cpu_threads, "physical_cores", lambda cpus, sysfs: num_cores)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_half_of_the_cpus_at_first_and_all_cores_while_they_are_free(
     num_cpus: int, num_cores: int | None, threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, num_cpus, num_cores)
-    assert threads.wanted_threads({}) == threads
+    assert cpu_threads.wanted_threads({}) == threads
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_nearest_variable_decides_the_threads_for_good(
     environ: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, 8, 8)
-    assert threads.wanted_threads(environ) == Threads(threads, threads)
+    assert cpu_threads.wanted_threads(environ) == Threads(threads, threads)
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "two", "1.5", "2;ls", "9" * 40])
@@ -61,7 +61,7 @@ def test_a_bad_thread_count_is_logged_and_ignored(
 ) -> None:
     pretend(monkeypatch, 8, 8)
     environ = {"OUTRIDER_BLAS_THREADS": value, "OMP_NUM_THREADS": "3"}
-    assert threads.wanted_threads(environ) == Threads(3, 3)
+    assert cpu_threads.wanted_threads(environ) == Threads(3, 3)
     assert "OUTRIDER_BLAS_THREADS" in caplog.text
 
 
@@ -72,8 +72,8 @@ def test_a_bad_thread_count_is_logged_and_ignored(
 def test_a_container_quota_counts_in_whole_cpus(line: str, num_cpus: int, tmp_path: Path) -> None:
     cpu_max = tmp_path / "cpu.max"
     cpu_max.write_text(line + "\n")
-    assert threads.cpu_quota(cpu_max) == num_cpus
-    assert threads.cpu_quota(tmp_path / "absent") == sys.maxsize
+    assert cpu_threads.cpu_quota(cpu_max) == num_cpus
+    assert cpu_threads.cpu_quota(tmp_path / "absent") == sys.maxsize
 
 
 def test_cpus_that_share_a_core_count_once(tmp_path: Path) -> None:
@@ -81,10 +81,10 @@ def test_cpus_that_share_a_core_count_once(tmp_path: Path) -> None:
         topology = tmp_path / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(siblings + "\n")
-    assert threads.physical_cores({0, 1, 2, 3}, tmp_path) == 2
-    assert threads.physical_cores({0, 1}, tmp_path) == 2
-    assert threads.physical_cores({0, 2}, tmp_path) == 1
-    assert threads.physical_cores({0, 9}, tmp_path) is None
+    assert cpu_threads.physical_cores({0, 1, 2, 3}, tmp_path) == 2
+    assert cpu_threads.physical_cores({0, 1}, tmp_path) == 2
+    assert cpu_threads.physical_cores({0, 2}, tmp_path) == 1
+    assert cpu_threads.physical_cores({0, 9}, tmp_path) is None
 
 
 def test_busy_time_is_read_for_this_processs_cpus_only() -> None:
@@ -96,8 +96,8 @@ def test_busy_time_is_read_for_this_processs_cpus_only() -> None:
     ]
     stat = "\n".join(lines)
     per_second = os.sysconf("SC_CLK_TCK")
-    assert threads.busy_seconds(stat, {0}) == 20 / per_second
-    assert threads.busy_seconds(stat, {0, 1}) == 100 / per_second
+    assert cpu_threads.busy_seconds(stat, {0}) == 20 / per_second
+    assert cpu_threads.busy_seconds(stat, {0, 1}) == 100 / per_second
 
 
 class Machine:

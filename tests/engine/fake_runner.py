@@ -55,7 +55,7 @@ class FakeLaunched:
 class FakeRunner:
     """Caches as lists: `cells[slot][t]` is the token fed at t, `head[slot][t]` the token after it."""
 
-    shelf: Any = None  # it sees nothing
+    image_embeddings: Any = None  # it sees nothing
 
     def __init__(self, geometry: CacheGeometry, seed: int = 0) -> None:
         self.faults: dict[int, Fault] = {}  # by sequence id
@@ -92,7 +92,7 @@ class FakeRunner:
         return self.finish(self.launch(plan))
 
     def launch(self, plan: StepPlan, after: FakeLaunched | None = None) -> FakeLaunched:
-        assert plan.follows == (after is not None)
+        assert plan.is_overlapped == (after is not None)
         if after is not None:
             plan = _resolved(plan, after)
         self._save(plan.copies)
@@ -184,7 +184,7 @@ class FakeRunner:
         self._check_row(row)
         cells, end = self.cells[row.slot], row.start + row.num_fed
         cells[row.start : end] = row.token_ids
-        if row.rests:
+        if row.defers_head:
             self.rested[row.slot][row.start : end] = row.token_ids
         targets = self._targets(row)
         num_kept = row.num_fed - row.num_drafts + max(0, len(targets) - 1)
@@ -205,7 +205,7 @@ class FakeRunner:
         assert num_committed >= 1, "a row that feeds nothing"
         assert 0 <= row.num_drafts <= MAX_DEPTH
         assert 0 <= row.num_drafts_next <= MAX_DEPTH
-        assert not (row.rests and row.feeds_head)
+        assert not (row.defers_head and row.feeds_head)
         assert row.num_behind >= 0
         assert list(row.token_ids[:num_committed]) == history[row.start : end], (
             "not the tokens that come next"
@@ -277,7 +277,9 @@ def _resolved_row(row: RowPlan, before: RowPlan, result: RowResult) -> RowPlan:
     assert (row.sequence_id, row.slot) == (before.sequence_id, before.slot)
     assert set(row.token_ids) == {UNREAD}
     assert row.num_drafts <= len(result.drafts)
-    assert not (row.feeds_head and before.rests), "a head cannot catch up with tokens that nobody has read"
+    assert not (row.feeds_head and before.defers_head), (
+        "a head cannot catch up with tokens that nobody has read"
+    )
     assert not row.banned_ids
     start = before.start + before.num_fed - before.num_drafts + result.num_accepted
     assert start <= row.start, "more cells than the plan allows for"

@@ -74,11 +74,11 @@ class Harness:
         prefix_bytes: int | None = None,
         block_size: int = 4,
         least_loaded: int = LEAST_LOADED,
-        shelf: Any = None,
+        image_embeddings: Any = None,
         ahead: float = 0.0,
     ) -> None:
         """`ahead`: how often a step is launched before the one in front of it is read."""
-        self.geometry = geometry or CacheGeometry(bytes_per_cell=1, page_size=PAGE)
+        self.geometry = geometry or CacheGeometry(bytes_per_cell=1, capacity_step=PAGE)
         self.budget_bytes = budget_bytes or 10**9
         self.max_rows = max_rows
         self.prefill_step_size = prefill_step_size
@@ -86,7 +86,9 @@ class Harness:
         self.prefix = (
             None if prefix_bytes is None else self._prefix_cache(prefix_bytes, block_size, least_loaded)
         )
-        self.scheduler = Scheduler(config, self.geometry, self.budget_bytes, controller, self.prefix, shelf)
+        self.scheduler = Scheduler(
+            config, self.geometry, self.budget_bytes, controller, self.prefix, image_embeddings
+        )
         self.runner = FakeRunner(self.geometry, seed)
         self.live: dict[int, Sequence] = {}
         self.sequences: list[Sequence] = []
@@ -184,7 +186,7 @@ class Harness:
                 return None
             self._flying.append((plan, self.runner.launch(plan)))
         if len(self._flying) == 1 and self._random.random() < self._ahead:
-            follows = self.scheduler.plan_ahead()
+            follows = self.scheduler.plan_overlapped()
             if follows is not None:
                 self.num_ahead += 1
                 self._flying.append((follows, self.runner.launch(follows, self._flying[0][1])))

@@ -12,7 +12,7 @@ from outrider.config import CacheGeometry
 from outrider.engine import draft_planner
 from outrider.plan import RowPlan, StepPlan
 from outrider.speculate.acceptance import RowAcceptance, Source
-from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
 from outrider.speculate.depth import Choice
 
@@ -27,7 +27,7 @@ class ScriptedController(DepthController):
         super().__init__()
         self._wants = wants
 
-    def choose(self, wishes: list[Wish], num_cells: int, num_slots: int = 0) -> Choice:  # type: ignore[override]
+    def choose(self, wishes: list[DraftRequest], num_cells: int, num_slots: int = 0) -> Choice:  # type: ignore[override]
         wanted = self._wants.pop(0) if self._wants else 0
         feed = tuple((0, wish.offers[0][1] if wish.offers else 0) for wish in wishes)
         return Choice(feed, tuple(min(wanted, wish.most_next) for wish in wishes))
@@ -62,7 +62,7 @@ def test_auto_rows_do_not_draft_where_it_cannot_pay_and_their_head_rests() -> No
     harness = Harness(controller=DepthController(CostTable(DEAR)))
     auto_rows(harness, 3)
     rows = [row for plan in harness.steps(40) for row in decode_rows(plan)]
-    assert all(row.num_drafts == 0 and row.rests and not row.feeds_head for row in rows)
+    assert all(row.num_drafts == 0 and row.defers_head and not row.feeds_head for row in rows)
     harness.run_to_idle()
 
 
@@ -93,7 +93,7 @@ def test_times_of_decode_steps_reach_the_table_and_of_others_do_not() -> None:
         def observe(self, shape: StepShape, seconds: float, host_s: float | None = None) -> None:
             seen.append(shape)
 
-    roomy = CacheGeometry(bytes_per_cell=1, page_size=256)
+    roomy = CacheGeometry(bytes_per_cell=1, capacity_step=256)
     harness = Harness(geometry=roomy, controller=DepthController(Watching(CHEAP)))
     auto_rows(harness, 2, max_tokens=40)
     for step in range(9):
@@ -155,5 +155,5 @@ def test_steps_are_launched_ahead_while_the_heads_of_many_rows_rest(num_rows: in
     harness.steps(60)
     before = harness.num_ahead
     rows = [row for plan in harness.steps(40) for row in decode_rows(plan)]
-    assert sum(row.rests for row in rows) > len(rows) / 2
+    assert sum(row.defers_head for row in rows) > len(rows) / 2
     assert harness.num_ahead - before > 15

@@ -30,7 +30,7 @@ from outrider.plan import StepPlan, StepResult
 from outrider.request import Grammar, InvalidRequest, SamplingParams
 
 WAIT_S = 20
-GEOMETRY = CacheGeometry(bytes_per_cell=1, page_size=16)
+GEOMETRY = CacheGeometry(bytes_per_cell=1, capacity_step=16)
 SHORT = SamplingParams(max_tokens=4, temperature=0)
 ENDLESS = SamplingParams(max_tokens=None, temperature=0)
 
@@ -45,7 +45,7 @@ class EngineRunner(FakeRunner):
         self.breaks_on_reset = False
         self.num_under_way = 0
 
-    def geometry(self, page_size: int) -> CacheGeometry:
+    def geometry(self, capacity_step: int) -> CacheGeometry:
         return GEOMETRY
 
     def launch(self, plan: StepPlan, after: FakeLaunched | None = None) -> FakeLaunched:
@@ -68,7 +68,7 @@ def no_tokenizer() -> Any:
     raise AssertionError("no grammar is asked for")
 
 
-def parts(runner: EngineRunner, budget_bytes: int = 10**9, launches_ahead: bool = False) -> EngineParts:
+def parts(runner: EngineRunner, budget_bytes: int = 10**9, overlaps_steps: bool = False) -> EngineParts:
     facts = ModelFacts("fake", VOCAB_SIZE, 100_000, frozenset(), "none")
     return EngineParts(
         runner,
@@ -76,7 +76,7 @@ def parts(runner: EngineRunner, budget_bytes: int = 10**9, launches_ahead: bool 
         budget_bytes,
         lambda request: FakeText(),
         GrammarCompiler(no_tokenizer, frozenset()),
-        launches_ahead=launches_ahead,
+        overlaps_steps=overlaps_steps,
     )
 
 
@@ -87,7 +87,7 @@ def runner() -> EngineRunner:
 
 @pytest.fixture(params=[False, True], ids=["", "ahead"])
 def engine(runner: EngineRunner, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(EngineConfig(), lambda: parts(runner, launches_ahead=request.param))
+    engine = Engine(EngineConfig(), lambda: parts(runner, overlaps_steps=request.param))
     yield engine
     runner.may_run.set()
     engine.close()
@@ -128,7 +128,7 @@ def test_a_step_whose_rows_have_all_ended_may_fail(
     runner: EngineRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was launched ahead; nobody waits for it."""
-    engine = Engine(EngineConfig(), lambda: parts(runner, launches_ahead=True))
+    engine = Engine(EngineConfig(), lambda: parts(runner, overlaps_steps=True))
     try:
         for _ in range(5):
             request_id, outbox = engine.submit([1], ENDLESS)
@@ -228,7 +228,7 @@ class FaultyObserver:
     def on_step(self, *_: object) -> None:
         raise ZeroDivisionError("a rate of nothing")
 
-    on_encode = on_shelf = on_step
+    on_encode = on_embedding_cache = on_step
 
 
 def test_observer_that_raises_costs_no_request_anything(runner: EngineRunner) -> None:
@@ -253,7 +253,7 @@ def test_observer_is_told_of_the_tokens_that_clients_get(runner: EngineRunner, a
         answer.append(true_next(answer))
     stops = SamplingParams(max_tokens=40, temperature=0, stop_token_ids=(answer[-1],))
     runner.may_run.clear()
-    engine = Engine(EngineConfig(), lambda: parts(runner, launches_ahead=ahead), Counts())  # type: ignore[arg-type]
+    engine = Engine(EngineConfig(), lambda: parts(runner, overlaps_steps=ahead), Counts())  # type: ignore[arg-type]
     outboxes = [engine.submit([1], stops)[1], engine.submit([2], replace(SHORT, max_tokens=30))[1]]
     runner.may_run.set()
     ends = [end_of(outbox) for outbox in outboxes]

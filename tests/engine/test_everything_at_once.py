@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fake_runner import VOCAB_SIZE
 from scheduler_harness import Harness, rows_of
-from test_scheduler_images import Shelf, watched_step
+from test_scheduler_images import FakeEmbeddings, watched_step
 
 from outrider.config import CacheGeometry
 from outrider.engine.cache_budget import SLACK
@@ -26,7 +26,7 @@ class History:
         self.rng = rng = random.Random(f"everything {seed}")
         geometry = CacheGeometry(1, rng.choice((0, 0, 100)), rng.choice((1, 4, 16)))
         alone = geometry.num_bytes(1, geometry.capacity_for(rng.choice((60, 120, 280)) + SLACK))
-        self.shelf = Shelf()
+        self.image_embeddings = FakeEmbeddings()
         self.harness = Harness(
             max_rows=rng.randint(1, 6),
             prefill_step_size=rng.choice((1, 5, 16, 64)),
@@ -37,7 +37,7 @@ class History:
             prefix_bytes=rng.choice((0, 50, 1000, 10**6, 10**6)),
             block_size=rng.choice((2, 4, 8, 32)),
             least_loaded=rng.choice((1, 1, 5)),
-            shelf=self.shelf,
+            image_embeddings=self.image_embeddings,
             ahead=seed % 3 / 2,
         )
         self.num_caught_up = 0
@@ -50,7 +50,7 @@ class History:
             self._step()
             self._look_at_pictures()
         self.harness.run_to_idle()
-        assert not +self.shelf.held
+        assert not +self.image_embeddings.held
         for sequence in self.harness.sequences:
             assert self.harness.answer(sequence).error in (None, BAD_PICTURE)
 
@@ -71,7 +71,7 @@ class History:
             self._step()
 
     def _step(self) -> None:
-        plan = watched_step(self.harness, self.shelf)
+        plan = watched_step(self.harness, self.image_embeddings)
         self.num_caught_up += sum(row.feeds_head and row.num_behind > 0 for row in rows_of(plan))
 
     def _look_at_pictures(self) -> None:
@@ -80,9 +80,9 @@ class History:
         if piece is not None and self.rng.random() < 0.02:
             self.harness.take(*self.harness.scheduler.fail_piece(piece, BAD_PICTURE))
         elif piece is not None and self.rng.random() < 0.6:
-            self.shelf.keys.add(piece.key)
+            self.image_embeddings.keys.add(piece.key)
         if self.rng.random() < 0.2:
-            self.shelf.forget_some(self.rng)
+            self.image_embeddings.forget_some(self.rng)
 
     def _add(self) -> None:
         """Often what an earlier request said, its answer included or not, and something more."""

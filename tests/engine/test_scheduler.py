@@ -30,7 +30,7 @@ def decoding(harness: Harness, num: int, depth: int = 0) -> list[Sequence]:
 
 
 def budget_for(num_slots: int, num_cells: int) -> int:
-    geometry = CacheGeometry(bytes_per_cell=1, page_size=PAGE)
+    geometry = CacheGeometry(bytes_per_cell=1, capacity_step=PAGE)
     return geometry.num_bytes(num_slots, geometry.capacity_for(num_cells))
 
 
@@ -412,14 +412,14 @@ def test_idle_scheduler_holds_nothing_and_serves_again() -> None:
 @given(
     bytes_per_cell=st.integers(1, 10_000),
     bytes_per_slot=st.integers(0, 10**6),
-    page_size=st.integers(1, 512),
+    capacity_step=st.integers(1, 512),
     budget=st.integers(0, 10**9),
 )
 @settings(deadline=None)
 def test_longest_context_is_the_most_that_fits(
-    bytes_per_cell: int, bytes_per_slot: int, page_size: int, budget: int
+    bytes_per_cell: int, bytes_per_slot: int, capacity_step: int, budget: int
 ) -> None:
-    geometry = CacheGeometry(bytes_per_cell, bytes_per_slot, page_size)
+    geometry = CacheGeometry(bytes_per_cell, bytes_per_slot, capacity_step)
     longest = Scheduler(EngineConfig(), geometry, budget).longest_context()
     if longest > 0:
         assert geometry.num_bytes(1, geometry.capacity_for(longest + SLACK)) <= budget
@@ -427,9 +427,9 @@ def test_longest_context_is_the_most_that_fits(
 
 
 @pytest.mark.parametrize("depth", [0, 1, 8])
-@pytest.mark.parametrize("page_size", [1, 7, 16])
-def test_row_of_the_longest_context_runs_to_its_end_within_the_budget(page_size: int, depth: int) -> None:
-    harness = Harness(geometry=CacheGeometry(3, 10, page_size), budget_bytes=500)
+@pytest.mark.parametrize("capacity_step", [1, 7, 16])
+def test_row_of_the_longest_context_runs_to_its_end_within_the_budget(capacity_step: int, depth: int) -> None:
+    harness = Harness(geometry=CacheGeometry(3, 10, capacity_step), budget_bytes=500)
     longest = harness.scheduler.longest_context()
     harness.add(longest - 60, max_tokens=60, depth=depth)
     harness.run_to_idle()  # checks the bytes of every step
@@ -626,7 +626,7 @@ def test_integrity_check_notices_broken_books(corrupt: str) -> None:
     elif corrupt == "slots":
         rows[0].slot = rows[1].slot
     else:
-        harness.scheduler._room.budget_bytes = 1
+        harness.scheduler._budget.budget_bytes = 1
     with pytest.raises(AssertionError):
         harness.scheduler.check_integrity()
 

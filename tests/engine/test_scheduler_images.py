@@ -15,7 +15,7 @@ from outrider.plan import StepPlan
 from outrider.prompt_media import MediaPiece, PromptMedia
 
 
-class Shelf:
+class FakeEmbeddings:
     def __init__(self) -> None:
         self.keys: set[str] = set()
         self.held: Counter[str] = Counter()
@@ -46,7 +46,7 @@ def media_of(rng: random.Random, length: int) -> PromptMedia:
     return PromptMedia(tuple(MediaPiece(f"p{rng.randint(0, 9)}", {}, group) for group in groups))
 
 
-def check_rows(harness: Harness, shelf: Shelf, plan: StepPlan | None) -> None:
+def check_rows(harness: Harness, image_embeddings: FakeEmbeddings, plan: StepPlan | None) -> None:
     for row in rows_of(plan):
         sequence = harness.live[row.sequence_id]
         media = sequence.request.media
@@ -55,16 +55,16 @@ def check_rows(harness: Harness, shelf: Shelf, plan: StepPlan | None) -> None:
             continue
         assert row.media is media
         for piece in media.within(row.start, row.start + row.num_fed + 1):  # the head reads one ahead
-            assert piece.key in shelf, "read before it was encoded"
-            assert shelf.held[piece.key] > 0, "read without being held"
+            assert piece.key in image_embeddings, "read before it was encoded"
+            assert image_embeddings.held[piece.key] > 0, "read without being held"
 
 
-def watched_step(harness: Harness, shelf: Shelf) -> StepPlan | None:
+def watched_step(harness: Harness, image_embeddings: FakeEmbeddings) -> StepPlan | None:
     plan_step = harness.scheduler.plan
 
     def watched() -> StepPlan | None:
         plan = plan_step()
-        check_rows(harness, shelf, plan)
+        check_rows(harness, image_embeddings, plan)
         return plan
 
     harness.scheduler.plan = watched  # type: ignore[method-assign]
@@ -77,14 +77,14 @@ def watched_step(harness: Harness, shelf: Shelf) -> StepPlan | None:
 @pytest.mark.parametrize("seed", range(60))
 def test_any_history_ends_well(seed: int) -> None:
     rng = random.Random(seed)
-    shelf = Shelf()
+    image_embeddings = FakeEmbeddings()
     harness = Harness(
         max_rows=rng.randint(1, 4),
         prefill_step_size=rng.choice([3, 8, 32]),
-        geometry=CacheGeometry(bytes_per_cell=1, page_size=16),
+        geometry=CacheGeometry(bytes_per_cell=1, capacity_step=16),
         budget_bytes=rng.choice([150, 400, 10**6]),
         seed=seed,
-        shelf=shelf,
+        image_embeddings=image_embeddings,
     )
     to_come = 14
     for _ in range(3000):
@@ -97,25 +97,25 @@ def test_any_history_ends_well(seed: int) -> None:
             harness.cancel(rng.choice(list(harness.live.values())))
         if rng.random() < 0.02:
             harness.runner.raises_next = True
-        plan = watched_step(harness, shelf)
+        plan = watched_step(harness, image_embeddings)
         piece = harness.scheduler.next_piece()
         if piece is not None and (plan is None or not plan.batches or rng.random() < 0.4):
             if rng.random() < 0.03:
                 harness.take(*harness.scheduler.fail_piece(piece, "it cannot be encoded"))
             else:
-                shelf.keys.add(piece.key)
-        shelf.forget_some(rng)
+                image_embeddings.keys.add(piece.key)
+        image_embeddings.forget_some(rng)
         if not to_come and not harness.live:
             break
     assert not harness.live
     assert not to_come
-    assert sum(shelf.held.values()) == 0
+    assert sum(image_embeddings.held.values()) == 0
     harness.run_to_idle()
 
 
 def test_text_before_a_picture_is_read_while_the_picture_is_encoded() -> None:
-    shelf = Shelf()
-    harness = Harness(shelf=shelf)
+    image_embeddings = FakeEmbeddings()
+    harness = Harness(image_embeddings=image_embeddings)
     media = PromptMedia((MediaPiece("p", {}, np.arange(10, 14, dtype=np.int32)),))
     row = harness.add(20, media=media)
     harness.step()
@@ -123,17 +123,17 @@ def test_text_before_a_picture_is_read_while_the_picture_is_encoded() -> None:
     plan = harness.step()
     assert plan is None or not plan.batches
     assert harness.scheduler.next_piece() is media.pieces[0]
-    shelf.keys.add("p")
+    image_embeddings.keys.add("p")
     harness.step()
     assert row.is_decoding
-    assert sum(shelf.held.values()) == 0
+    assert sum(image_embeddings.held.values()) == 0
     harness.run_to_idle()
 
 
 def test_rows_keep_their_cells_while_all_of_them_wait() -> None:
     """A row that leaves makes the others move, also in a step in which nobody runs."""
-    shelf = Shelf()
-    harness = Harness(shelf=shelf)
+    image_embeddings = FakeEmbeddings()
+    harness = Harness(image_embeddings=image_embeddings)
     media = [PromptMedia((MediaPiece(f"p{i}", {}, np.array([6], np.int32)),)) for i in range(3)]
     rows = [harness.add(12, media=one, depth=2) for one in media]
     harness.step()
@@ -141,6 +141,6 @@ def test_rows_keep_their_cells_while_all_of_them_wait() -> None:
     harness.cancel(rows[0])
     for _ in range(3):
         harness.step()
-    shelf.keys.update(("p1", "p2"))
+    image_embeddings.keys.update(("p1", "p2"))
     harness.run_to_idle()
     assert all(harness.answer(row).finish_reason == "length" for row in rows[1:])

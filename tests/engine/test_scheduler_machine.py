@@ -68,8 +68,8 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def engines(draw: st.DrawFn) -> dict[str, Any]:
     """Engines of every shape, with memory for the longest row alone or for many rows."""
-    page_size = draw(st.sampled_from([1, 2, 4, 8, 16, 48]))
-    geometry = CacheGeometry(draw(st.integers(1, 8)), draw(st.sampled_from([0, 100])), page_size)
+    capacity_step = draw(st.sampled_from([1, 2, 4, 8, 16, 48]))
+    geometry = CacheGeometry(draw(st.integers(1, 8)), draw(st.sampled_from([0, 100])), capacity_step)
     longest = draw(st.sampled_from([50, 100, 280]))
     alone = geometry.num_bytes(1, geometry.capacity_for(longest + SLACK))
     return {

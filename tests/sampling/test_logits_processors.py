@@ -12,15 +12,15 @@ import pytest
 import sampling_oracle as oracle
 from outrider.plan import RowPlan
 from outrider.request import SamplingParams
-from outrider.sampling.logits_processors import FEW_IDS, Edits, needs_edits
+from outrider.sampling.logits_processors import FEW_IDS, LogitsProcessors, needs_processors
 from plan_rows import plan_row
 
 VOCAB = 23
 
 
 def edit(logits: np.ndarray, rows: list[RowPlan], merged: bool = False) -> np.ndarray:
-    edits = Edits.of(rows, logits.shape[1], VOCAB, merged)
-    return logits if edits is None else np.array(edits.apply(mx.array(logits)))
+    processors = LogitsProcessors.of(rows, logits.shape[1], VOCAB, merged)
+    return logits if processors is None else np.array(processors.apply(mx.array(logits)))
 
 
 def some_logits(num_rows: int, width: int, seed: int = 0) -> np.ndarray:
@@ -102,9 +102,9 @@ def test_the_models_own_logits_stay_as_they_are(num_plain: int) -> None:
     rows += [plan_row([1], [2], params=SamplingParams(), slot=1)] * num_plain
     logits = mx.array(some_logits(len(rows), 1))
     before = np.array(logits)
-    edits = Edits.of(rows, 1, VOCAB)
-    assert edits is not None
-    mx.eval(edits.apply(logits))
+    processors = LogitsProcessors.of(rows, 1, VOCAB)
+    assert processors is not None
+    mx.eval(processors.apply(logits))
     assert np.array_equal(np.array(logits), before)
 
 
@@ -124,7 +124,7 @@ def test_stop_tokens_are_banned_just_as_long_as_the_answer_is_too_short() -> Non
     found = edit(some_logits(1, 5), [row])
     assert np.isneginf(found[0, :2, [7, 8]]).all()  # answers of 2 and 3 tokens
     assert np.isfinite(found[0, 2:]).all()
-    assert not needs_edits(plan_row([1], [2, 3, 4, 5], params=params, banned_ids=[7]))
+    assert not needs_processors(plan_row([1], [2, 3, 4, 5], params=params, banned_ids=[7]))
 
 
 def test_a_ban_outweighs_a_bias() -> None:
@@ -151,10 +151,12 @@ def test_merged_edits_come_in_few_sizes() -> None:
     params = SamplingParams(presence_penalty=1)
 
     def key(num_tokens: int) -> object:
-        edits = Edits.of([plan_row([1], list(range(num_tokens)), params=params)], 1, 10_000, merged=True)
-        assert edits is not None
-        assert edits.ids.shape[-1] >= num_tokens
-        return edits.key
+        processors = LogitsProcessors.of(
+            [plan_row([1], list(range(num_tokens)), params=params)], 1, 10_000, merged=True
+        )
+        assert processors is not None
+        assert processors.ids.shape[-1] >= num_tokens
+        return processors.key
 
     assert len({key(num) for num in range(1, FEW_IDS + 1)}) == 1
     assert len({key(num) for num in (FEW_IDS + 1, 2 * FEW_IDS, 2 * FEW_IDS + 1, 4 * FEW_IDS)}) == 2

@@ -1,4 +1,4 @@
-"""Picking: the rule, its filters and its coupling, against a NumPy oracle and against theory."""
+"""Sampler: the rule, its filters and its coupling, against a NumPy oracle and against theory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import sampling_oracle as oracle
 from outrider.request import NUM_CANDIDATES, SamplingParams
 from outrider.sampling import sampler
-from outrider.sampling.sampler import Picking
+from outrider.sampling.sampler import Sampler
 from outrider.sampling.sampler import pick as pick_how
 from outrider.sampling.sampler import pick_drafts as pick_drafts_how
 
@@ -22,13 +22,13 @@ WIDE = 3000  # more tokens than a filter's candidates
 
 
 def pick(logits: mx.array, positions: mx.array, params: Sequence[SamplingParams]) -> mx.array:
-    return pick_how(logits, positions, Picking.of(params))
+    return pick_how(logits, positions, Sampler.of(params))
 
 
 def pick_drafts(
     logits: mx.array, positions: mx.array, params: Sequence[SamplingParams], token_ids: mx.array | None
 ) -> mx.array:
-    return pick_drafts_how(logits, positions, Picking.of(params), token_ids)
+    return pick_drafts_how(logits, positions, Sampler.of(params), token_ids)
 
 
 def picked(logits: np.ndarray, positions: np.ndarray, params: list[SamplingParams]) -> np.ndarray:
@@ -408,7 +408,7 @@ def test_greedy_rows_in_company_pick_what_they_pick_alone(seed: int) -> None:
     logits = np.random.default_rng(seed).normal(size=(8, 3, WIDE)).astype(np.float32) * 3
     positions = np.arange(24, dtype=np.int32).reshape(8, 3)
     inputs = mx.array(logits), mx.array(positions)
-    merged = Picking.of(params, merged=True)
+    merged = Sampler.of(params, merged=True)
     assert np.array_equal(np.array(pick_how(*inputs, merged)), picked(logits, positions, params))
     names = {kind.name for kind in merged.kinds}
     assert "greedy" not in names or names <= {"greedy", "wide"}
@@ -428,7 +428,7 @@ def test_passes_that_must_not_wait_filter_by_the_whole_vocabulary_at_once(
         expected = picked(logits, positions, params)
         with monkeypatch.context() as patch:
             patch.setattr(mx.array, "item", _must_not_read)
-            merged = pick_how(mx.array(logits), mx.array(positions), Picking.of(params, merged=True))
+            merged = pick_how(mx.array(logits), mx.array(positions), Sampler.of(params, merged=True))
         assert np.array_equal(np.array(merged), expected)
 
 
@@ -440,11 +440,11 @@ def test_which_rows_are_of_which_kind_is_in_arrays() -> None:
     """As long as there are as many of each, whoever they are, a traced pass serves them."""
     greedy, hot = SamplingParams(temperature=0), SamplingParams(temperature=1, seed=1)
     few, wide = replace(hot, top_k=20), replace(hot, top_p=0.9)
-    one = Picking.of([hot, few, greedy, wide, hot], merged=True)
-    other = Picking.of([wide, hot, hot, few, greedy], merged=True)
+    one = Sampler.of([hot, few, greedy, wide, hot], merged=True)
+    other = Sampler.of([wide, hot, hot, few, greedy], merged=True)
     assert one.key == other.key
     assert {kind.name: kind.num_rows for kind in one.kinds} == {"sampled": 3, "filtered": 1, "wide": 1}
-    assert Picking.of([few, few, greedy, wide, hot], merged=True).key != one.key
+    assert Sampler.of([few, few, greedy, wide, hot], merged=True).key != one.key
 
     logits = np.random.default_rng(2).standard_normal((5, 2, WIDE)).astype(np.float32)
     positions = np.arange(10).reshape(5, 2).astype(np.int32)
@@ -454,5 +454,5 @@ def test_which_rows_are_of_which_kind_is_in_arrays() -> None:
 
 def test_greedy_rows_do_not_sort_the_vocabulary_with_others() -> None:
     wide = SamplingParams(temperature=1, top_p=0.9, seed=1)
-    how = Picking.of([SamplingParams(temperature=0), wide], merged=True)
+    how = Sampler.of([SamplingParams(temperature=0), wide], merged=True)
     assert [(kind.name, kind.num_rows) for kind in how.kinds] == [("greedy", 1), ("wide", 1)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import RowAcceptance, Source
-from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
 from outrider.speculate.depth import Choice
 
@@ -105,7 +105,7 @@ class SimulatedRow:
 
 
 @dataclass
-class Outcome:
+class NextInputs:
     """A run: its pace, and for every step its depths, tokens and seconds."""
 
     steps: list[tuple[tuple[int, ...], int, float]]
@@ -123,15 +123,15 @@ class Outcome:
         return sum(depths) / len(depths)
 
 
-Policy = Callable[[Sequence[Wish]], Choice]
+Policy = Callable[[Sequence[DraftRequest]], Choice]
 
 
 def fixed(depth: int) -> Policy:
     """Every row drafts so deep with the head, always."""
 
-    def choose(wishes: Sequence[Wish]) -> Choice:
-        feed = tuple((0, min(depth, wish.offers[0][1]) if wish.offers else 0) for wish in wishes)
-        return Choice(feed, (depth,) * len(wishes))
+    def choose(requests: Sequence[DraftRequest]) -> Choice:
+        feed = tuple((0, min(depth, request.offers[0][1]) if request.offers else 0) for request in requests)
+        return Choice(feed, (depth,) * len(requests))
 
     return choose
 
@@ -153,19 +153,19 @@ class Simulation:
             record = self.controller.new_record(SamplingParams(temperature=trace.temperature))
             self.rows.append(SimulatedRow(trace, record, start=7 * i, drafts=drafts))
 
-    def run(self, num_steps: int, policy: Policy | None = None, with_ngram: bool = False) -> Outcome:
-        outcome = Outcome([])
+    def run(self, num_steps: int, policy: Policy | None = None, with_ngram: bool = False) -> NextInputs:
+        outcome = NextInputs([])
         for _ in range(num_steps):
             outcome.steps.append(self._step(policy, with_ngram))
         return outcome
 
     def _step(self, policy: Policy | None, with_ngram: bool) -> tuple[tuple[int, ...], int, float]:
         offers = [row.offers(with_ngram) for row in self.rows]
-        wishes = [
-            Wish(row.record, offer, *((None, MAX_DEPTH, row.behind) if row.drafts else (0, 0)))
+        requests = [
+            DraftRequest(row.record, offer, *((None, MAX_DEPTH, row.behind) if row.drafts else (0, 0)))
             for row, offer in zip(self.rows, offers, strict=True)
         ]
-        choice = policy(wishes) if policy else self.controller.choose(wishes, NUM_CELLS)
+        choice = policy(requests) if policy else self.controller.choose(requests, NUM_CELLS)
         depths = tuple(num for _, num in choice.feed)
         width = 1 + max(depths)
         if policy is None:
@@ -177,10 +177,10 @@ class Simulation:
             row.behind = 0 if wanted or not self.heads_rest else row.behind + committed
             row.made = wanted
             tokens += committed
-        heading = sum(wanted > 0 for wanted in choice.next)
+        drafting = sum(wanted > 0 for wanted in choice.next)
         if policy is None and not self.heads_rest:
-            heading = sum(row.drafts for row in self.rows)
-        shape = StepShape(len(self.rows), width, heading, max(choice.next), NUM_CELLS)
+            drafting = sum(row.drafts for row in self.rows)
+        shape = StepShape(len(self.rows), width, drafting, max(choice.next), NUM_CELLS)
         seconds = self.truth.step_s(shape)
         if policy is None and not caught_up_s:  # as in the engine: drafting.step_shape
             self.controller.costs.observe(shape, seconds)

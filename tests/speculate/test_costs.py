@@ -111,8 +111,8 @@ class TimedRunner:
         self._seen: set[StepShape] = set()
         self._caches = (0, 0)
 
-    def geometry(self, page_size: int) -> CacheGeometry:
-        return CacheGeometry(1000, 0, page_size)
+    def geometry(self, capacity_step: int) -> CacheGeometry:
+        return CacheGeometry(1000, 0, capacity_step)
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.finish(self.launch(plan))
@@ -128,9 +128,9 @@ class TimedRunner:
             self.now_s += self.idle_s
         (batch,) = plan.batches
         row = batch[0]
-        heading = len(batch) if row.feeds_head else 0
+        drafting = len(batch) if row.feeds_head else 0
         drawn = 0 if row.params.is_greedy else len(batch)
-        shape = StepShape(len(batch), row.num_fed, heading, row.num_drafts_next, row.start, drawn)
+        shape = StepShape(len(batch), row.num_fed, drafting, row.num_drafts_next, row.start, drawn)
         self.now_s += self._truth.step_s(shape) * (1 if shape in self._seen else 10)
         self._seen.add(shape)
         if self._caches != (plan.num_slots, plan.capacity):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance, Source
-from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, HeadCost, Measured
 from outrider.speculate.depth import RowOutlook, best_steady, choose
 
@@ -45,9 +45,12 @@ def row_specs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def wishes_of(specs: list[dict[str, Any]], records: list[RowAcceptance]) -> list[Wish]:
+def wishes_of(specs: list[dict[str, Any]], records: list[RowAcceptance]) -> list[DraftRequest]:
     kept = ("offers", "fixed", "most_next", "behind", "joins")
-    return [Wish(record, **{k: spec[k] for k in kept}) for spec, record in zip(specs, records, strict=True)]
+    return [
+        DraftRequest(record, **{k: spec[k] for k in kept})
+        for spec, record in zip(specs, records, strict=True)
+    ]
 
 
 def play(table: Measured, specs: list[dict[str, Any]], num_steps: int) -> tuple[list[Any], DepthController]:

@@ -10,7 +10,7 @@ from depth_simulator import (
     MACHINES,
     NUM_CELLS,
     TRACED_MACHINES,
-    Outcome,
+    NextInputs,
     Policy,
     Simulation,
     Trace,
@@ -23,7 +23,7 @@ from depth_simulator import (
 )
 
 from outrider.request import MAX_DEPTH
-from outrider.speculate.controller import MOST_PAUSE, DepthController, Wish
+from outrider.speculate.controller import MOST_PAUSE, DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, StepShape
 from outrider.speculate.depth import Choice
 from outrider.speculate.shapes import FEW_DEPTHS
@@ -139,7 +139,7 @@ def running(machine: str, *rows: Trace, num_steps: int = 64) -> Simulation:
     return simulation
 
 
-def after_change(simulation: Simulation, text: Trace) -> Outcome:
+def after_change(simulation: Simulation, text: Trace) -> NextInputs:
     for row in simulation.rows:
         row.trace = text
     return simulation.run(96)
@@ -246,8 +246,8 @@ def rows_drafted_for(simulation: Simulation) -> list[int]:
     counts: list[int] = []
     whole = simulation.controller.choose
 
-    def choose(wishes: Sequence[Wish], num_cells: int) -> Choice:
-        found = whole(wishes, num_cells)
+    def choose(requests: Sequence[DraftRequest], num_cells: int) -> Choice:
+        found = whole(requests, num_cells)
         counts.append(sum(depth > 0 for depth in found.next))
         return found
 

@@ -390,7 +390,7 @@ class _Player:
             max_tokens=ask.params.max_tokens,
             max_depth=depth,
             head_depth=depth if ask.kind.endswith("head") else 0,
-            head_rests=random.Random(f"rests {self._history.seed}").random() < 0.85,
+            can_pause_head=random.Random(f"rests {self._history.seed}").random() < 0.85,
             drafter=self._drafter(ask, answer, random.Random(f"{self._history.seed}/{index}")),
             grammar=None if grammar is None else compiler().new_row(grammar),
             is_auto=random.Random(f"auto {self._history.seed}/{index}").random() < AUTO_SHARE[ask.kind],
@@ -411,7 +411,7 @@ class _Player:
 
     def _step(self, fails: bool) -> None:
         if self._rng.random() < self._ahead and len(self._flying) == 1:
-            follows = self._scheduler.plan_ahead()
+            follows = self._scheduler.plan_overlapped()
             if follows is not None:
                 self.tally.ahead += 1
                 self._launch(follows)
@@ -476,7 +476,9 @@ class _Player:
             cells = fresh_cells(self._world.model, self._world.head if row.feeds_head else None, row.tokens)
             num_trunk = len(cells) - row.feeds_head
             for layer, (kv, expected) in enumerate(zip(buffers, cells, strict=False)):
-                num_cells = len(row.tokens) - 1 if layer < num_trunk else row.num_headed  # the head may rest
+                num_cells = (
+                    len(row.tokens) - 1 if layer < num_trunk else row.num_head_cached
+                )  # the head may rest
                 for part, (array, want) in enumerate(zip(kv.arrays(), expected, strict=True)):
                     found = np.array(array[row.slot])
                     if not isinstance(kv, RecurrentState):
@@ -536,7 +538,9 @@ def _scheduler(history: History, runner: Runner, prefix_cache: PrefixCache | Non
     geometry = runner.geometry(history.page)
     longest = max(len(ask.prompt) + (ask.params.max_tokens or 0) for ask in history.asks)
     budget = geometry.num_bytes(1, geometry.capacity_for(longest + SLACK)) * history.roominess
-    config = EngineConfig(max_rows=history.max_rows, prefill_step_size=history.chunk, page_size=history.page)
+    config = EngineConfig(
+        max_rows=history.max_rows, prefill_step_size=history.chunk, capacity_step=history.page
+    )
     few_shapes = history.seed % 2 == 0
     controller = (
         RestlessController(history.seed) if history.seed % 3 else DepthController(few_shapes=few_shapes)

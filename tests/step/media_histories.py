@@ -109,7 +109,9 @@ class MediaWorld:
         asked = (talk, repr(params))
         if asked not in self._answers:
             geometry = self._alone.geometry(256)
-            scheduler = Scheduler(EngineConfig(max_rows=1), geometry, 1 << 40, shelf=self._alone.shelf)
+            scheduler = Scheduler(
+                EngineConfig(max_rows=1), geometry, 1 << 40, image_embeddings=self._alone.image_embeddings
+            )
             row = new_row(0, talk, params, self.media(talk))
             scheduler.add(row)
             while not scheduler.is_idle:
@@ -148,7 +150,7 @@ def new_row(
 
 
 class MediaHistory:
-    """A server's life: requests that come and go, one prefix cache, one shelf of pictures."""
+    """A server's life: requests that come and go, one prefix cache, one image_embeddings of pictures."""
 
     def __init__(self, world: MediaWorld, seed: int, num_steps: int = 45) -> None:
         self._world = world
@@ -172,7 +174,7 @@ class MediaHistory:
         budget = int(alone * (1.2, 9, 1.5, 1)[seed % 4])
         config = EngineConfig(max_rows=rng.choice((1, 4, 6)), prefill_step_size=rng.choice((3, 16, 40)))
         self._scheduler = Scheduler(
-            config, geometry, budget, RestlessController(seed), self._cache, self._runner.shelf
+            config, geometry, budget, RestlessController(seed), self._cache, self._runner.image_embeddings
         )
         self._rows: list[tuple[engine_sequence.Sequence, Talk]] = []
         self._found: dict[str, list[int]] = {}
@@ -190,8 +192,8 @@ class MediaHistory:
         self._runner.reset()
         assert self._runner.prefix_bytes == self._scheduler.prefix_bytes
         assert self._runner.num_bytes == self._scheduler.num_bytes == 0
-        assert self._runner.shelf is not None
-        assert self._runner.shelf.num_held == 0
+        assert self._runner.image_embeddings is not None
+        assert self._runner.image_embeddings.num_held == 0
         for row, talk in self._rows:
             self._check(row, talk)
         self.tally.hit_cells = self._cache.num_hit_cells

@@ -134,7 +134,7 @@ class Session:
             self._texts.append((*ask.prompt, *self._world.answer(ask).token_ids))
 
     def _shared(self, history: History) -> History:
-        """The same requests, most with a beginning that was seen before, for this session's head."""
+        """The same requests, most with a beginning that was images before, for this session's head."""
         asks: list[Ask] = []
         for ask in history.asks:
             kind = ask.kind.removesuffix(" with head").replace("head", "plain")
@@ -145,10 +145,10 @@ class Session:
             asks.append(replace(ask, prompt=prompt, kind=kind, params=replace(ask.params, cache_salt=salt)))  # type: ignore[arg-type]
         return replace(history, asks=tuple(asks), head=self._head)
 
-    def _prompt(self, new: tuple[int, ...], seen: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        if not seen or self._rng.random() < 0.1:
+    def _prompt(self, new: tuple[int, ...], images: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        if not images or self._rng.random() < 0.1:
             return (*new, *(self._rng.randrange(self._world.vocab_size) for _ in range(40)))
-        earlier = self._rng.choice(seen)
+        earlier = self._rng.choice(images)
         shared = earlier[: self._rng.choice((len(earlier), self._rng.randint(1, len(earlier))))]
         rest = new[: self._rng.choice((0, 1, 3, 30))]
         return (*shared, *rest)[-LONGEST:] if len(shared) < 10 else (*shared, *rest)[:LONGEST]

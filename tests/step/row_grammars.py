@@ -1,4 +1,4 @@
-"""Grammars for the rows of random histories, over a tokenizer in which a text can be cut in several ways.
+"""Grammars for the rows of random histories, over a tokenizer in which a text can be cut in several sampling.
 
 What a grammar allows is told by a matcher that is only ever fed: it never looks ahead, never steps back.
 """

@@ -124,7 +124,7 @@ def answers(tiny: World, runner: Runner, num_steps: int = 12) -> list[list[int]]
             RowPlan(i, i, 6 + 3 * (step + 1), (-1, -1, -1), 2, None, True, 2, p, (), 0)
             for i, p in enumerate(params)
         )
-        following = runner.launch(StepPlan(2, CAPACITY, (), (follows,), follows=True), last)
+        following = runner.launch(StepPlan(2, CAPACITY, (), (follows,), is_overlapped=True), last)
         take(last)
         last = following
     take(last)
@@ -144,11 +144,11 @@ WAYS = {  # what two rows ask for, and whether grammars hold them
 }
 
 
-def assert_one_trace_serves(ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_one_trace_serves(sampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows change places, with other masks: their trace gives what built passes give."""
     monkeypatch.setattr(sampler, "NUM_CANDIDATES", 8)  # few, even of a tiny vocabulary
     tiny = world("llama")
-    *pair, is_masked = WAYS[ways]
+    *pair, is_masked = WAYS[sampling]
 
     def results(runner: Runner) -> list[RowResult]:
         found: list[RowResult] = []
@@ -177,18 +177,20 @@ def top_ids(rows: Sequence[RowResult]) -> list[list[list[int]]]:
     return [[[token_id for token_id, _ in token.top] for token in row.logprobs] for row in rows]
 
 
-@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("sampling", WAYS)
 @pytest.mark.usefixtures("not_compiled")
-def test_what_rows_ask_of_a_traced_pass_is_in_arrays(ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_one_trace_serves(ways, monkeypatch)
+def test_what_rows_ask_of_a_traced_pass_is_in_arrays(sampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_one_trace_serves(sampling, monkeypatch)
 
 
 @pytest.mark.soak
 @really_compiled
-@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("sampling", WAYS)
 @pytest.mark.usefixtures("compiled")
-def test_what_rows_ask_of_a_compiled_pass_is_in_arrays(ways: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_one_trace_serves(ways, monkeypatch)
+def test_what_rows_ask_of_a_compiled_pass_is_in_arrays(
+    sampling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_one_trace_serves(sampling, monkeypatch)
 
 
 @pytest.mark.usefixtures("not_compiled")
@@ -271,11 +273,11 @@ def test_only_rows_that_read_or_stand_elsewhere_are_not_traced() -> None:
 @pytest.mark.usefixtures("not_compiled")
 def test_a_trace_keeps_nothing_of_the_requests_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It outlives them, and must not read what only they asked for."""
-    runner, seen = Runner(world("llama").trunk, compiles=True), []
+    runner, images = Runner(world("llama").trunk, compiles=True), []
     run = forward.Forward.run
 
     def watched(self: forward.Forward, batch: Sequence[RowPlan], *facts: Any) -> Any:
-        seen.append(batch)
+        images.append(batch)
         return run(self, batch, *facts)
 
     asked = SamplingParams(temperature=0.5, seed=1, logit_bias={3: 1.0}, logprobs=2, stop="x")
@@ -284,7 +286,7 @@ def test_a_trace_keeps_nothing_of_the_requests_that_it_was_made_for(monkeypatch:
     row = plan_row([3, 1, 4], [1], params=asked)
     runner.run(StepPlan(1, CAPACITY, (), ((row,),)))
     runner.reset()
-    ((traced,),) = seen
+    ((traced,),) = images
     assert traced.params == NOTHING_ASKED
     assert (traced.history, traced.banned_ids, traced.masks) == ((), (), None)
 
@@ -304,7 +306,7 @@ def test_one_trace_serves_rows_that_draft_rest_and_do_neither() -> None:
                 prompt, text[len(prompt) :], params=GREEDY, slot=i, start=start,
                 feeds_head=heads[i], num_drafts_next=2 if heads[i] else 0,
             )  # fmt: skip
-            rows.append(replace(row, rests=not heads[i]))
+            rows.append(replace(row, defers_head=not heads[i]))
         for result in runner.run(StepPlan(3, CAPACITY, (), (tuple(rows),))).rows:
             assert len(result.drafts) == (2 if heads[result.sequence_id] else 0)
             tokens[result.sequence_id] += result.token_ids

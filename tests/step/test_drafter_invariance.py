@@ -14,12 +14,12 @@ import pytest
 from outrider.cache import ragged_kv
 from outrider.grammar.matcher import RowGrammar
 from outrider.plan import RowPlan
-from outrider.sampling.logits_processors import Edits
+from outrider.sampling.logits_processors import LogitsProcessors
 from outrider.sampling.logprobs import AskedLogprobs, LogprobArrays
 from outrider.sampling.masks import Masks
-from outrider.sampling.sampler import Picking
+from outrider.sampling.sampler import Sampler
 from outrider.step import forward, verify
-from outrider.step.input_batch import Batch, Feed
+from outrider.step.input_batch import Batch, InputBatch
 from step.histories import Divergence, Tally, play, random_history, world
 
 FIRST_SEED = {
@@ -126,20 +126,20 @@ def noise_is_one_position_late(patch: pytest.MonkeyPatch) -> None:
 def noise_stands_still_in_a_window(patch: pytest.MonkeyPatch) -> None:
     pick = verify.pick
 
-    def wrong(logits: mx.array, positions: mx.array, how: Picking) -> mx.array:
+    def wrong(logits: mx.array, positions: mx.array, how: Sampler) -> mx.array:
         return pick(logits, mx.broadcast_to(positions[:, :1], positions.shape), how)
 
     patch.setattr(verify, "pick", wrong)
 
 
 def the_first_sampler_serves_all(patch: pytest.MonkeyPatch) -> None:
-    of = Picking.of
-    patch.setattr(Picking, "of", lambda params, merged=False: of(list(params[:1]) * len(params), merged))
+    of = Sampler.of
+    patch.setattr(Sampler, "of", lambda params, merged=False: of(list(params[:1]) * len(params), merged))
 
 
 def _edits_of_other_rows(patch: pytest.MonkeyPatch, other: Callable[[RowPlan], RowPlan]) -> None:
-    of = Edits.of
-    patch.setattr(Edits, "of", lambda rows, *facts: of([other(row) for row in rows], *facts))
+    of = LogitsProcessors.of
+    patch.setattr(LogitsProcessors, "of", lambda rows, *facts: of([other(row) for row in rows], *facts))
 
 
 def penalties_do_not_see_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -154,9 +154,9 @@ def penalties_lag_by_a_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def logprobs_are_of_edited_logits(patch: pytest.MonkeyPatch) -> None:
-    apply, compute, edited = Edits.apply, verify.compute_logprobs, []
+    apply, compute, edited = LogitsProcessors.apply, verify.compute_logprobs, []
 
-    def applied(self: Edits, logits: mx.array) -> mx.array:
+    def applied(self: LogitsProcessors, logits: mx.array) -> mx.array:
         edited.append((logits, apply(self, logits)))
         return edited[-1][1]
 
@@ -165,7 +165,7 @@ def logprobs_are_of_edited_logits(patch: pytest.MonkeyPatch) -> None:
         edited.clear()
         return compute(other, targets, asked)
 
-    patch.setattr(Edits, "apply", applied)
+    patch.setattr(LogitsProcessors, "apply", applied)
     patch.setattr(verify, "compute_logprobs", wrong)
 
 
@@ -173,8 +173,8 @@ def the_next_cell_is_seen(patch: pytest.MonkeyPatch) -> None:
     mask = ragged_kv.Placement.mask
 
     def wrong(self: ragged_kv.Placement, window: int | None) -> mx.array:
-        seen = mask(self, window)
-        return seen | mx.roll(seen, 1, axis=-1)
+        images = mask(self, window)
+        return images | mx.roll(images, 1, axis=-1)
 
     patch.setattr(ragged_kv.Placement, "mask", wrong)
 
@@ -186,7 +186,7 @@ def moves_are_lost(patch: pytest.MonkeyPatch) -> None:
 def the_head_is_fed_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     next_tokens = forward.next_tokens
 
-    def wrong(batch: Batch, feed: Feed, picks: verify.Picks | None) -> mx.array:
+    def wrong(batch: Batch, feed: InputBatch, picks: verify.Picks | None) -> mx.array:
         right = next_tokens(batch, feed, picks)
         shifted = mx.concatenate([feed.token_ids[:, 1:], right[:, -1:]], axis=1)
         fed = mx.arange(1, right.shape[1] + 1) < feed.num_fed[:, None]

@@ -53,7 +53,7 @@ def test_the_head_is_fed_the_pictures_too(world: World) -> None:
             def watched(
                 hidden: Any, ids: Any, rows: Any, capacity: int, draft=draft, made=made, n=num_seen
             ) -> Any:
-                n[0] += 0 if rows.seen is None else rows.seen.embeddings.shape[0]
+                n[0] += 0 if rows.images is None else rows.images.embeddings.shape[0]
                 made.append(draft(hidden, ids, rows, capacity))
                 return made[-1]
 
@@ -93,7 +93,7 @@ def test_a_preempted_media_row_goes_on_as_if_nothing_had_happened(world: World, 
     geometry = runner.geometry(16)
     budget = geometry.num_bytes(3, geometry.capacity_for(len(prompt.ids) + 2 * SLACK + 16))
     config = EngineConfig(
-        max_rows=3, memory_budget_bytes=budget, page_size=16, prefill_step_size=16, picture_cache_bytes=1
+        max_rows=3, memory_budget_bytes=budget, capacity_step=16, prefill_step_size=16, picture_cache_bytes=1
     )
     engine, _ = build_engine(ModelChoice(world.folder), config)
     try:
@@ -226,7 +226,7 @@ def test_a_picture_that_cannot_be_encoded_ends_its_own_request_only(
     assert [one.finish_reason for one in found] == ["error", "length", "error"]
     assert "no memory" in str(found[0].error)
     assert found[1].token_ids == tokens(llm, good)
-    assert runner.shelf.num_held == 0
+    assert runner.image_embeddings.num_held == 0
 
 
 def test_a_cancelled_media_request_leaves_nothing_held(world: World, llm: LLM) -> None:
@@ -239,7 +239,7 @@ def test_a_cancelled_media_request_leaves_nothing_held(world: World, llm: LLM) -
         assert whole(outbox).finish_reason == "cancelled"
     tokens(llm, prompt)
     runner: Any = llm.engine._parts.runner
-    assert runner.shelf.num_held == 0
+    assert runner.image_embeddings.num_held == 0
 
 
 # -- cached prefixes -------------------------------------------------------------------------------------
@@ -263,9 +263,9 @@ def test_a_second_turn_loads_the_picture_and_computes_what_is_new(world: World) 
         found = [answers(llm, (first, GREEDY))[0]]
         runner: Any = llm.engine._parts.runner
         runner._tower.encode, encode = None, runner._tower.encode  # calling it would be an error
-        runner.shelf._max_bytes = 1
-        runner.shelf.forget_holds()
-        assert len(runner.shelf) == 0
+        runner.image_embeddings._max_bytes = 1
+        runner.image_embeddings.forget_holds()
+        assert len(runner.image_embeddings) == 0
         found.append(answers(llm, (second, GREEDY))[0])
         runner._tower.encode = encode
         found.append(answers(llm, (other, GREEDY))[0])

@@ -1,4 +1,4 @@
-"""Heads with a layer for each depth: drafts are those of a text seen whole, after any rejections."""
+"""Heads with a layer for each depth: drafts are those of a text images whole, after any rejections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from models.head_checkpoints import TinyHead, final_norm, projection, tiny_head,
 from models.head_reference import head_pass
 from outrider.models.heads import load_head
 from outrider.request import SamplingParams
-from outrider.sampling.sampler import Picking
+from outrider.sampling.sampler import Sampler
 from outrider.step.mtp import HeadRows, MTPDrafter
 from tiny_models import VOCAB_SIZE
 
@@ -135,6 +135,6 @@ def _rows(starts: Array, fed: list[int], kept: list[int], depth: int) -> HeadRow
         num_fed=mx.array(fed),
         num_kept=mx.array(kept),
         end=int((starts + fed).max()),
-        how=Picking.of([SamplingParams(temperature=0.0)] * 3),
+        how=Sampler.of([SamplingParams(temperature=0.0)] * 3),
         depth=depth,
     )

@@ -1,4 +1,4 @@
-"""Ghosts, which make a pass as large as one that was traced: nobody can tell that they were there."""
+"""Padding rows, which make a pass as large as one that was traced: nobody can tell that they were there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Trunk
 from outrider.plan import PassShape, RowPlan, StepPlan, StepResult
 from outrider.request import SamplingParams
-from outrider.step.compiled import GHOST, ghosts_for, repeats
+from outrider.step.compiled import PADDING_ID, padding_rows, repeats
 from outrider.step.pass_output import UnsoundLogits
 from outrider.step.runner import Runner
 from plan_rows import plan_row
@@ -88,7 +88,7 @@ def test_slots_under_ghosts_stay_as_they_were(family: str, drafts: tuple[int, ..
 
 
 def test_ghosts_beside_a_head_of_several_layers() -> None:
-    """Its later layers write cells again: of ghosts none."""
+    """Its later layers write cells again: of padding none."""
     tiny = world("llama")
 
     def answers(num_rows: int) -> tuple[StepResult, list[np.ndarray]]:
@@ -129,7 +129,7 @@ def test_a_step_may_follow_one_with_more_ghosts_or_fewer() -> None:
                 RowPlan(i, i, 10 + 4 * step, (-1,) * 4, 3, None, True, 3, row.params, (), 0)
                 for i, row in enumerate(rows)
             )
-            plan = StepPlan(SLOTS, CAPACITY, (), (follows,), (PassShape(count),), follows=True)
+            plan = StepPlan(SLOTS, CAPACITY, (), (follows,), (PassShape(count),), is_overlapped=True)
             following = runner.launch(plan, last)
             found += [row.token_ids for row in runner.finish(last).rows]
             last = following
@@ -160,8 +160,8 @@ def _spoilt(array: mx.array, first: int) -> mx.array:
 
 def test_ghosts_stand_in_the_next_slots() -> None:
     assert not repeats((picks(1),))  # other rows than the first have none: their pass is not traced
-    assert not ghosts_for((picks(0),), 1)
-    assert [(row.slot, row.sequence_id) for row in ghosts_for((picks(0), picks(1)), 4)] == [
-        (2, GHOST),
-        (3, GHOST),
+    assert not padding_rows((picks(0),), 1)
+    assert [(row.slot, row.sequence_id) for row in padding_rows((picks(0), picks(1)), 4)] == [
+        (2, PADDING_ID),
+        (3, PADDING_ID),
     ]

@@ -53,18 +53,25 @@ class Rows:
         self._run([self._row(i, 0, 0, start=0) for i in range(3)])
 
     def step(
-        self, rests: set[int], depths: tuple[int, int, int], rights: tuple[int, int, int], width: int = 1
+        self,
+        defers_head: set[int],
+        depths: tuple[int, int, int],
+        rights: tuple[int, int, int],
+        width: int = 1,
     ) -> list[list[int]]:
         """Feed so many right drafts and a wrong one; the drafts that the head makes."""
-        rows = [self._row(i, rights[i], 0 if i in rests else depths[i], rests=i in rests) for i in range(3)]
+        rows = [
+            self._row(i, rights[i], 0 if i in defers_head else depths[i], defers_head=i in defers_head)
+            for i in range(3)
+        ]
         found = self._run(rows, width)
         for i in range(3):
-            if i not in rests:
+            if i not in defers_head:
                 self.headed[i] = len(self.prompts[i]) + self.gained[i] - 1
         return [list(row.drafts) for row in found]
 
     def _row(
-        self, i: int, num_right: int, depth: int, start: int | None = None, rests: bool = False
+        self, i: int, num_right: int, depth: int, start: int | None = None, defers_head: bool = False
     ) -> RowPlan:
         text = self.answers[i]
         right = text[self.gained[i] : self.gained[i] + num_right]
@@ -76,11 +83,11 @@ class Rows:
             params=PARAMS[i],
             slot=self.slots[i],
             start=start,
-            feeds_head=not rests,
+            feeds_head=not defers_head,
             num_drafts_next=depth,
         )
         head_start = None if start is not None else self.headed[i]
-        return replace(row, sequence_id=i, head_start=head_start, rests=rests)
+        return replace(row, sequence_id=i, head_start=head_start, defers_head=defers_head)
 
     def _run(
         self, rows: list[RowPlan], width: int = 1, moves: tuple[Move, ...] = ()
@@ -115,8 +122,8 @@ def test_a_head_that_rested_drafts_as_if_it_had_been_fed(
 ) -> None:
     always = play(tiny, runner, [set()] * 6)
     found = play(tiny, runner, resting)
-    for step, rests in enumerate(resting):
-        for row in {0, 1, 2} - rests:
+    for step, defers_head in enumerate(resting):
+        for row in {0, 1, 2} - defers_head:
             assert found[step][row] == always[step][row]
 
 

@@ -14,7 +14,7 @@ import sampling_oracle as oracle
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.plan import Move, RowPlan, RowResult, StepPlan
 from outrider.request import SamplingParams
-from outrider.sampling.sampler import Picking, pick_drafts
+from outrider.sampling.sampler import Sampler, pick_drafts
 from outrider.step.runner import Runner
 from plan_rows import plan_row
 from step.histories import World, random_head, world
@@ -159,7 +159,7 @@ def assert_cells(tiny: World, runner: Runner, slot: int, tokens: Sequence[int]) 
 
 
 def test_a_first_token_with_a_presence_penalty_beside_a_biased_row(tiny: World, runner: Runner) -> None:
-    """Nothing to penalise yet: the tables of the two rows' edits have no length in common."""
+    """Nothing to penalise yet: the tables of the two rows' processors have no length in common."""
     prompts = [prompt_of(tiny, 40 + i, 5) for i in range(2)]
     params = [
         replace(GREEDY, presence_penalty=1.0),
@@ -230,7 +230,7 @@ def expected_drafts(
         if head.draft_ids is not None:
             logits = logits[..., head.draft_ids]
         position = mx.array([[len(tokens) + depth_now]])
-        drafts.append(pick_drafts(logits, position, Picking.of([params]), head.draft_ids).item())
+        drafts.append(pick_drafts(logits, position, Sampler.of([params]), head.draft_ids).item())
         out, fed_back = head.layers[0](fed_back, inner.embed_tokens(mx.array([drafts[-1:]])), cache)
     return drafts
 

@@ -71,16 +71,16 @@ class EmbeddingCache:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ImageInputs:
     """Where pieces stand in a pass, and their embeddings."""
 
     rows: mx.array  # [tokens]
     columns: mx.array  # [tokens]
     embeddings: mx.array  # [tokens, (1 + levels) x hidden]
 
-    def moved(self, by: mx.array) -> Seen:
+    def moved(self, by: mx.array) -> ImageInputs:
         """The same pieces so many columns further on.  by [rows]"""
-        return Seen(self.rows, self.columns + by[self.rows], self.embeddings)
+        return ImageInputs(self.rows, self.columns + by[self.rows], self.embeddings)
 
     def put_into(self, embedded: mx.array) -> mx.array:
         """embedded [rows, width, hidden]"""

@@ -44,18 +44,20 @@ class Node:
     """A cached block. It is alive as long as the index holds it; its parents live at least as long."""
 
     __slots__ = (
-        "block_id", "children", "digest", "is_alive", "keys", "num_headed", "order", "parent", "refs",
+        "block_id", "children", "digest", "is_alive", "keys", "num_head_cached", "order", "parent", "refs",
         "state_id",
     )  # fmt: skip
 
     def __init__(
-        self, parent: Node | None, keys: Keys, digest: bytes, block_id: int, num_headed: int = 0
+        self, parent: Node | None, keys: Keys, digest: bytes, block_id: int, num_head_cached: int = 0
     ) -> None:
         self.parent = parent
         self.keys = keys
         self.digest = digest  # of all keys from the root: the block's name outside this process
         self.block_id = block_id
-        self.num_headed = num_headed  # of its cells, those that the head was fed; it may have rested then
+        self.num_head_cached = (
+            num_head_cached  # of its cells, those that the head was fed; it may have rested then
+        )
         self.state_id: int | None = None  # the recurrent layers' state after the block's last cell
         self.children: dict[Keys, Node] = {}
         self.order: list[Keys] = []  # the children's keys, sorted: the nearest are neighbours
@@ -64,7 +66,7 @@ class Node:
 
     @property
     def is_headed(self) -> bool:
-        return self.num_headed == len(self.keys)
+        return self.num_head_cached == len(self.keys)
 
     def child_like(self, keys: Keys) -> tuple[Node | None, int]:
         """The child that shares most with `keys`, and how many keys those are."""
@@ -145,10 +147,10 @@ class PrefixIndex:
         node, num = parent.child_like(keys)
         return node if num == len(keys) else None
 
-    def insert(self, parent: Node, keys: Keys, num_headed: int | None = None) -> Node | None:
+    def insert(self, parent: Node, keys: Keys, num_head_cached: int | None = None) -> Node | None:
         """A new block behind `parent`; older ones give way. None when there is no room.
 
-        `num_headed`: where the head was not fed all of it. A tail that it begins with has had its day.
+        `num_head_cached`: where the head was not fed all of it. A tail that it begins with has had its day.
         """
         assert parent.is_alive and 0 < len(keys) <= self.block_size and keys not in parent.children
         assert len(parent.keys) in (0, self.block_size), "nothing comes after a tail"
@@ -158,8 +160,8 @@ class PrefixIndex:
         self.release(parent)
         if not has_room:
             return None
-        num_headed = len(keys) if num_headed is None else num_headed
-        node = Node(parent, keys, chain_digest(parent.digest, keys), self._new_id(), num_headed)
+        num_head_cached = len(keys) if num_head_cached is None else num_head_cached
+        node = Node(parent, keys, chain_digest(parent.digest, keys), self._new_id(), num_head_cached)
         parent.children[keys] = node
         insort(parent.order, keys)
         self.num_bytes += len(keys) * self._bytes_per_cell
@@ -167,11 +169,11 @@ class PrefixIndex:
         self.touch(node)
         return node
 
-    def renew(self, node: Node, num_headed: int) -> None:
+    def renew(self, node: Node, num_head_cached: int) -> None:
         """The block's data will be replaced by those of a row whose head was fed more of it."""
         del self._by_age[node.block_id]
         self._dropped.append(node.block_id)
-        node.block_id, node.num_headed = self._new_id(), num_headed
+        node.block_id, node.num_head_cached = self._new_id(), num_head_cached
         self._by_age[node.block_id] = node
         self.touch(node)
 

@@ -39,7 +39,7 @@ class ChatService:
         tokenizer: Any,
         model_name: str,
         pictures: Pictures | None = None,
-        blind: str | None = None,
+        no_images_reason: str | None = None,
     ) -> None:
         """`pictures`: of a model that reads them. `blind`: why a vision model does not."""
         self.model_name = model_name
@@ -50,7 +50,7 @@ class ChatService:
         spared = self._reasoning.markers if self._reasoning is not None else ()
         self._pictures = pictures
         placeholder = pictures.placeholder if pictures is not None else None
-        self._template = ChatTemplate(tokenizer, self._vocabulary, spared, placeholder, blind)
+        self._template = ChatTemplate(tokenizer, self._vocabulary, spared, placeholder, no_images_reason)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-chat")
 
     async def start(self, request: ChatRequest) -> ChatStream:

@@ -67,11 +67,11 @@ class ChatTemplate:
         vocabulary: Vocabulary,
         spared: Sequence[str] = (),
         placeholder: str | None = None,
-        blind: str | None = None,
+        no_images_reason: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._placeholder = placeholder
-        self._blind = blind
+        self._no_images_reason = no_images_reason
         self._vocabulary = vocabulary
         self.source = template_source(tokenizer)
         self._exists = bool(self.source) or bool(getattr(tokenizer, "has_chat_template", False))
@@ -178,7 +178,7 @@ class ChatTemplate:
         media = [part.kind for part in parts if isinstance(part, MediaPart)]
         if media or (self._placeholder is None and any(isinstance(part, PicturePart) for part in parts)):
             kind = media[0] if media else "image"
-            reason = f" ({self._blind})" if self._blind else ""
+            reason = f" ({self._no_images_reason})" if self._no_images_reason else ""
             raise InvalidRequest(f"this model reads text only{reason}, and a message holds {_article(kind)}")
 
 

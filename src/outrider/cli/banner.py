@@ -23,7 +23,7 @@ def banner(
         "BLAS": str(blas.report()) if facts.device == "cpu" else None,
         "drafts": _drafts(facts, auto_depth),
         "rows": f"{settings.max_rows} at once, {settings.max_queue} may wait",
-        "pictures": "read, and remembered by content" if facts.sees else facts.blind,
+        "pictures": "read, and remembered by content" if facts.reads_images else facts.no_images_reason,
         "context": f"{facts.max_context:,} tokens",
         "caches": f"up to {budget_bytes / 1e9:.2f} GB",
         "prefixes": prefixes,

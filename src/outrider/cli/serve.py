@@ -168,7 +168,9 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
         async_engine = AsyncEngine(engine)
         reader = engine.reader
         pictures = Pictures(reader, media_limits(options)) if reader is not None else None
-        service = ChatService(async_engine, tokenizer, settings.model_name, pictures, engine.facts.blind)
+        service = ChatService(
+            async_engine, tokenizer, settings.model_name, pictures, engine.facts.no_images_reason
+        )
         server = create_server(
             service,
             engine.facts,

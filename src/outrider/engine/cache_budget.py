@@ -12,7 +12,7 @@ from outrider.speculate.shapes import Shapes, row_count
 SLACK = 2 * MAX_DEPTH  # cells past a row's tokens that a step may touch: its drafts and the head's recursion
 
 
-class Room:
+class CacheBudget:
     def __init__(self, geometry: CacheGeometry, budget_bytes: int, shapes: Shapes) -> None:
         self._geometry = geometry
         self._shapes = shapes
@@ -32,7 +32,7 @@ class Room:
 
     def longest_context(self) -> int:
         """Tokens that a row alone can hold within the budget."""
-        page = self._geometry.page_size
+        page = self._geometry.capacity_step
         per_slot = self.budget_bytes - self._geometry.num_bytes(1, 0)
         cells = per_slot // max(1, self._geometry.bytes_per_cell) // page * page
         return max(0, cells - SLACK)
@@ -40,7 +40,7 @@ class Room:
     def may_join(self, sequence: Sequence, rows: Rows[Sequence]) -> bool:
         if not rows:
             return True  # a row alone fits: `longest_context` is checked at the door
-        page = self._geometry.page_size  # room to grow, so that the last to join is not sent back at once
+        page = self._geometry.capacity_step  # room to grow, so that the last to join is not sent back at once
         cells = max(min(_cells(row) + page, _most_cells(row)) for row in (*rows, sequence))
         return self._fits(len(rows) + 1, self._geometry.capacity_for(cells))
 
@@ -54,7 +54,7 @@ class Room:
             return True
         capacity = self._geometry.capacity_for(max(_cells(row) for row in rows))
         slots = max(self.num_slots, row_count(num_spanned))
-        grown = self._shapes.capacity(capacity, self._geometry.page_size)
+        grown = self._shapes.capacity(capacity, self._geometry.capacity_step)
         roomy = [
             (slots, max(self.capacity, cells)) for cells in (self._geometry.capacity_for(grown), capacity)
         ]
@@ -65,7 +65,7 @@ class Room:
         self.num_slots, self.capacity = found or bare
         return True
 
-    def may_be_followed(self, most_cells: int) -> bool:
+    def may_overlap(self, most_cells: int) -> bool:
         """Whether rows of so many cells can take another step in it."""
         return most_cells + SLACK <= self.capacity
 

@@ -1,4 +1,4 @@
-"""Between scheduler and depth controller: what the rows of a step wish for, and what they are given.
+"""Between scheduler and depth controller: what the rows of a step request for, and what they are given.
 
 Owns no decision: those are the controller's. Must not know caches.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence as Rows
 from outrider.engine.sequence import Sequence
 from outrider.plan import PassShape, RowPlan
 from outrider.speculate.acceptance import Source
-from outrider.speculate.controller import DepthController, Wish
+from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import StepShape
 
 MOST_BEHIND = 2048  # cells; a head that has rested for longer does not come back to a row
@@ -28,8 +28,8 @@ def settle_drafts(
     if not any(row.max_depth > 0 for row in rows):
         return
     num_cells = max(len(row.tokens) for row in rows)
-    wishes = [_wish(controller, row, joins=i >= len(decoding)) for i, row in enumerate(rows)]
-    choice = controller.choose(wishes, num_cells, num_slots)
+    requests = [_draft_request(controller, row, joins=i >= len(decoding)) for i, row in enumerate(rows)]
+    choice = controller.choose(requests, num_cells, num_slots)
     for row, (offer, num), wanted in zip(rows, choice.feed, choice.next, strict=True):
         row.num_next = wanted
         row.use_drafts(offer, num)
@@ -38,11 +38,11 @@ def settle_drafts(
 
 def _take_turns(decoding: Rows[Sequence]) -> None:
     """Of the heads that come back in this step, let only some catch up; the others rest a step longer."""
-    late = [row for row in decoding if row.is_auto and row.num_next and row.num_cached > row.num_headed]
-    late.sort(key=lambda row: (row.num_cached - row.num_headed, row.id))
+    late = [row for row in decoding if row.is_auto and row.num_next and row.num_cached > row.num_head_cached]
+    late.sort(key=lambda row: (row.num_cached - row.num_head_cached, row.id))
     num_cells = 0
     for i, row in enumerate(late):
-        num_cells += row.num_cached - row.num_headed
+        num_cells += row.num_cached - row.num_head_cached
         if i > 0 and num_cells > CATCH_UP_CELLS:
             row.num_next = 0
 
@@ -67,15 +67,15 @@ def pass_shape(controller: DepthController, batch: Rows[RowPlan], num_slots: int
 
 def step_shape(batch: Rows[RowPlan], shape: PassShape) -> StepShape | None:
     """What the time of a decode step tells about; None where it will do other work as well."""
-    heading = [row for row in batch if row.feeds_head]
-    if not batch or any(row.num_behind for row in heading):
+    drafting = [row for row in batch if row.feeds_head]
+    if not batch or any(row.num_behind for row in drafting):
         return None
-    depth = max((row.num_drafts_next for row in heading), default=0)
+    depth = max((row.num_drafts_next for row in drafting), default=0)
     num_cells, num_sampled = max(row.start for row in batch), sum(not row.params.is_greedy for row in batch)
-    return StepShape(shape.rows, shape.width, len(heading), depth, num_cells, num_sampled)
+    return StepShape(shape.rows, shape.width, len(drafting), depth, num_cells, num_sampled)
 
 
-def wish_of(
+def draft_request(
     controller: DepthController,
     row: Sequence,
     offers: Rows[tuple[Source, int, int]],
@@ -83,16 +83,16 @@ def wish_of(
     num_left: int,
     joins: bool = False,
     others: Rows[tuple[Source, int, int]] = (),
-) -> Wish:
+) -> DraftRequest:
     """What a row may ask for: `behind` cells of it the head has not been fed, `num_left` tokens may come."""
     if row.record is None:
         row.record = controller.new_record(row.params)
     most_next = min(row.head_depth, num_left - 2) if behind <= MOST_BEHIND else 0
     fixed = None if row.is_auto else row.max_depth
-    return Wish(row.record, offers, fixed, max(0, most_next), behind, joins, others)
+    return DraftRequest(row.record, offers, fixed, max(0, most_next), behind, joins, others)
 
 
-def _wish(controller: DepthController, row: Sequence, joins: bool) -> Wish:
+def _draft_request(controller: DepthController, row: Sequence, joins: bool) -> DraftRequest:
     offers = [(p.source, len(p.token_ids), p.num_sure) for p in row.proposals]
-    behind = 0 if joins else row.num_cached - row.num_headed
-    return wish_of(controller, row, offers, behind, row.num_left, joins)
+    behind = 0 if joins else row.num_cached - row.num_head_cached
+    return draft_request(controller, row, offers, behind, row.num_left, joins)

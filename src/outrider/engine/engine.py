@@ -25,7 +25,7 @@ from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix.status import PrefixStatus, new_prefix_cache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
-from outrider.engine.validation import Door
+from outrider.engine.validation import RequestValidator
 from outrider.plan import StepPlan, StepResult
 from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams
@@ -77,7 +77,7 @@ class Engine:
     def check(self, prompt_ids: Iterable[int], params: SamplingParams) -> None:
         """Raise InvalidRequest if the engine would refuse this."""
         self._refuse_if_stopped()
-        self._door.check(Request("", tuple(prompt_ids), params))
+        self._validator.validate(Request("", tuple(prompt_ids), params))
 
     def submit(
         self,
@@ -94,7 +94,7 @@ class Engine:
         request_id = request_id or uuid.uuid4().hex
         request = Request(request_id, ids, params.with_seed(), continues_prompt, media, keys)
         outbox = Outbox()
-        self._door.check(request)
+        self._validator.validate(request)
         with self._gate:
             self._refuse_if_stopped()
             self._inbox.put(lambda: self._add(request, outbox))
@@ -165,9 +165,9 @@ class Engine:
             self.facts = self._parts.facts
             self.budget_bytes = self._parts.budget_bytes
             self.reader = self._parts.reader
-            self._geometry = self._parts.runner.geometry(self._config.page_size)
+            self._geometry = self._parts.runner.geometry(self._config.capacity_step)
             self._scheduler = self._new_scheduler()
-            self._door = self._new_door()
+            self._validator = self._new_validator()
             self._flights = Flights(self._parts.runner)
         except BaseException as error:
             self.__dict__.pop("_parts", None)  # this thread stays, the weights must not
@@ -211,25 +211,29 @@ class Engine:
             self._parts.disk.close()
         del self._parts, self._flights, self._scheduler  # and with them the weights
 
-    def _new_door(self) -> Door:
+    def _new_validator(self) -> RequestValidator:
         longest = self._scheduler.longest_context()
         if longest < 2:
             raise InvalidConfig(
                 f"a memory budget of {self.budget_bytes:,} bytes does not hold even one row of this model; "
-                f"it needs at least {self._geometry.num_bytes(1, self._geometry.page_size):,}"
+                f"it needs at least {self._geometry.num_bytes(1, self._geometry.capacity_step):,}"
             )
-        return Door(self._config, self._parts.facts, longest, self._parts.new_text, self._parts.grammars)
+        return RequestValidator(
+            self._config, self._parts.facts, longest, self._parts.new_text, self._parts.grammars
+        )
 
     def _new_scheduler(self) -> Scheduler:
         parts, prefix_cache = self._parts, None
         if parts.prefix_bytes:
             prefix_cache = new_prefix_cache(self._geometry, parts.prefix_bytes, parts.disk)
         self._prefix_status = None if prefix_cache is None else PrefixStatus(prefix_cache, parts.disk)
-        shelf = parts.runner.shelf
-        if shelf is not None:
-            shelf.forget_holds()
+        image_embeddings = parts.runner.image_embeddings
+        if image_embeddings is not None:
+            image_embeddings.forget_holds()
         budget_bytes = parts.budget_bytes
-        return Scheduler(self._config, self._geometry, budget_bytes, parts.controller, prefix_cache, shelf)
+        return Scheduler(
+            self._config, self._geometry, budget_bytes, parts.controller, prefix_cache, image_embeddings
+        )
 
     def _turn(self) -> None:
         try:
@@ -271,7 +275,7 @@ class Engine:
         try:
             if plan is not None:
                 self._flights.launch(plan)
-            if self._parts.launches_ahead and (ahead := self._scheduler.plan_ahead()) is not None:
+            if self._parts.overlaps_steps and (ahead := self._scheduler.plan_overlapped()) is not None:
                 self._flights.launch(ahead)
             step = self._flights.land()
         except Exception as error:
@@ -317,7 +321,7 @@ class Engine:
             self._tell(lambda observer: observer.on_encode(encode_s))
 
     def _observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        if plan.follows:  # rows that had ended by then ran for nothing
+        if plan.is_overlapped:  # rows that had ended by then ran for nothing
             there = {sequence.id for sequence, _ in self._live.values()}
             (batch,) = plan.batches
             plan = replace(plan, batches=(tuple(row for row in batch if row.sequence_id in there),))
@@ -330,11 +334,11 @@ class Engine:
     def _tell(self, what: Callable[[EngineObserver], None]) -> None:
         if self._observer is None:
             return
-        shelf = self._parts.runner.shelf
+        image_embeddings = self._parts.runner.image_embeddings
         try:
             what(self._observer)
-            if shelf is not None:
-                self._observer.on_shelf(shelf.num_hits, shelf.num_bytes)
+            if image_embeddings is not None:
+                self._observer.on_embedding_cache(image_embeddings.num_hits, image_embeddings.num_bytes)
         except Exception:  # who only watches breaks nothing
             log.exception("the observer failed")
 
@@ -366,7 +370,7 @@ class Engine:
             outbox.put(Delta(request.id, finish_reason="error", error=f"request id {request.id} is in use"))
             return
         try:
-            sequence = self._door.admit(request)
+            sequence = self._validator.new_sequence(request)
         except Exception as error:
             log.exception("request %s could not be admitted", request.id)
             outbox.put(Delta(request.id, finish_reason="error", error=f"{type(error).__name__}: {error}"))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 
-class PictureShelf(Protocol):
+class ImageEmbeddings(Protocol):
     """Where encoded pieces lie, by key: see cache/embedding_cache.py."""
 
     @property

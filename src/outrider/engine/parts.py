@@ -8,7 +8,7 @@ from typing import Protocol
 
 from outrider.cache.disk_tier import DiskTier
 from outrider.config import CacheGeometry
-from outrider.engine.image_encoding import PictureShelf
+from outrider.engine.image_encoding import ImageEmbeddings
 from outrider.engine.in_flight import Launches
 from outrider.engine.sequence import OutputText
 from outrider.engine.validation import ModelFacts
@@ -29,10 +29,10 @@ class StepRunner(Launches, Protocol):
     @property
     def prefix_bytes(self) -> int: ...
 
-    def geometry(self, page_size: int) -> CacheGeometry: ...
+    def geometry(self, capacity_step: int) -> CacheGeometry: ...
 
     @property
-    def shelf(self) -> PictureShelf | None: ...  # of a model that sees
+    def image_embeddings(self) -> ImageEmbeddings | None: ...  # of a model that sees
 
     def encode(self, piece: MediaPiece) -> None: ...
 
@@ -55,7 +55,7 @@ class EngineParts:
     prefix_bytes: int = 0  # for cached prefixes; 0: none are cached
     disk: DiskTier | None = None  # where they outlive the process
     reader: PictureReader | None = None  # of a model that sees; for any thread
-    launches_ahead: bool = False  # whether a step is launched before the one in front of it is read
+    overlaps_steps: bool = False  # whether a step is launched before the one in front of it is read
 
 
 class EngineObserver(Protocol):
@@ -67,4 +67,6 @@ class EngineObserver(Protocol):
 
     def on_encode(self, seconds: float) -> None: ...
 
-    def on_shelf(self, num_hits: int, num_bytes: int) -> None: ...  # after each of both, if the model sees
+    def on_embedding_cache(
+        self, num_hits: int, num_bytes: int
+    ) -> None: ...  # after each of both, if the model sees

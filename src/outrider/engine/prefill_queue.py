@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 
-from outrider.engine.image_encoding import PictureShelf
+from outrider.engine.image_encoding import ImageEmbeddings
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_plans import prefill_row
 from outrider.engine.sequence import Sequence
@@ -16,14 +16,16 @@ from outrider.prompt_media import MediaPiece
 DEFAULT_CHUNK = 512
 
 
-class Reading:
+class PrefillQueue:
     """Rows in the order of their turns: who has read a chunk goes to the end of the line."""
 
-    def __init__(self, chunk: int, prefix: PrefixCache | None, shelf: PictureShelf | None) -> None:
+    def __init__(
+        self, chunk: int, prefix: PrefixCache | None, image_embeddings: ImageEmbeddings | None
+    ) -> None:
         """`chunk`: tokens of prompts that a step reads, padding counted."""
         self._chunk = chunk
         self._prefix = prefix
-        self._shelf = shelf
+        self._image_embeddings = image_embeddings
         self._rows: deque[Sequence] = deque()
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -36,10 +38,10 @@ class Reading:
         return sequence in self._rows
 
     def begin(self, sequence: Sequence) -> None:
-        """What it reads stays on the shelf until it has read its prompt."""
+        """What it reads stays on the image_embeddings until it has read its prompt."""
         self._rows.append(sequence)
-        if sequence.request.media is not None and self._shelf is not None:
-            self._shelf.hold(sequence.request.media.keys)
+        if sequence.request.media is not None and self._image_embeddings is not None:
+            self._image_embeddings.hold(sequence.request.media.keys)
 
     def pass_turn(self, sequence: Sequence) -> None:
         self._rows.remove(sequence)
@@ -48,8 +50,8 @@ class Reading:
     def end(self, sequence: Sequence) -> None:
         if sequence in self._rows:
             self._rows.remove(sequence)
-            if sequence.request.media is not None and self._shelf is not None:
-                self._shelf.release(sequence.request.media.keys)
+            if sequence.request.media is not None and self._image_embeddings is not None:
+                self._image_embeddings.release(sequence.request.media.keys)
 
     # -- pictures ----------------------------------------------------------------------------------------
 
@@ -62,9 +64,9 @@ class Reading:
 
     def _missing(self, sequence: Sequence) -> MediaPiece | None:
         media = sequence.request.media
-        if media is None or self._shelf is None:
+        if media is None or self._image_embeddings is None:
             return None
-        return media.first_missing(self._shelf, sequence.num_cached)
+        return media.first_missing(self._image_embeddings, sequence.num_cached)
 
     # -- chunks ------------------------------------------------------------------------------------------
 

@@ -20,10 +20,10 @@ def prefill_row(sequence: Sequence, size: int) -> RowPlan:
     return _row(sequence, sequence.tokens[start:end], 0, next_id)
 
 
-def follow_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int) -> RowPlan:
+def overlapped_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int) -> RowPlan:
     """The step after `last`, whose tokens nobody has read: where it starts is a bound."""
     most_cells = sequence.num_cached + last.num_fed
-    rests = sequence.may_rest and num_next == 0
+    defers_head = sequence.may_pause_head and num_next == 0
     return RowPlan(
         sequence_id=sequence.id,
         slot=last.slot,
@@ -31,13 +31,13 @@ def follow_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int
         token_ids=(UNREAD,) * (1 + num_drafts),
         num_drafts=num_drafts,
         next_id=None,
-        feeds_head=sequence.feeds_head and not rests,
+        feeds_head=sequence.feeds_head and not defers_head,
         num_drafts_next=num_next,
         params=sequence.params,
         history=sequence.tokens,
         num_prompt=sequence.num_prompt,
         head_start=most_cells if sequence.feeds_head else None,
-        rests=rests,
+        defers_head=defers_head,
         position_delta=last.position_delta,
     )
 
@@ -47,7 +47,7 @@ def _row(sequence: Sequence, token_ids: Tokens[int], num_drafts: int, next_id: i
     picks = next_id is None
     media = sequence.request.media
     most_next = min(sequence.num_next, sequence.num_left - 2) if picks else 0
-    rests = sequence.may_rest and sequence.is_decoding and most_next <= 0
+    defers_head = sequence.may_pause_head and sequence.is_decoding and most_next <= 0
     return RowPlan(
         sequence_id=sequence.id,
         slot=sequence.slot,
@@ -55,10 +55,10 @@ def _row(sequence: Sequence, token_ids: Tokens[int], num_drafts: int, next_id: i
         token_ids=token_ids,
         num_drafts=num_drafts,
         next_id=next_id,
-        feeds_head=sequence.feeds_head and not rests,
+        feeds_head=sequence.feeds_head and not defers_head,
         num_drafts_next=max(0, most_next),
-        head_start=sequence.num_headed if sequence.feeds_head else None,
-        rests=rests,
+        head_start=sequence.num_head_cached if sequence.feeds_head else None,
+        defers_head=defers_head,
         params=sequence.params,
         history=sequence.tokens,
         num_prompt=sequence.num_prompt,

@@ -3,8 +3,9 @@
     waiting (first come, first served) -> prefilling (take turns) -> decoding (every step) -> finished
                  ^------------------ preempted: cells dropped, tokens kept ------------------'
 
-`plan` and `commit` (or `fail`) alternate; between the two, `plan_ahead` may give a step that follows before
-anybody has read the first. All decisions live here: who joins, who leaves, how many cells, how many drafts.
+`plan` and `commit` (or `fail`) alternate; between the two, `plan_overlapped` may give the next
+step before the first is read. All decisions live here: who joins, who leaves,
+how many cells, how many drafts.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 
 from outrider.config import CacheGeometry, EngineConfig
-from outrider.engine.cache_budget import Room
+from outrider.engine.cache_budget import CacheBudget
 from outrider.engine.draft_planner import observe_drafts, pass_shape, settle_drafts, step_shape
-from outrider.engine.image_encoding import PictureShelf
-from outrider.engine.overlap import has_own_say, settle_ahead
-from outrider.engine.prefill_queue import DEFAULT_CHUNK, Reading
+from outrider.engine.image_encoding import ImageEmbeddings
+from outrider.engine.overlap import has_own_say, settle_overlapped
+from outrider.engine.prefill_queue import DEFAULT_CHUNK, PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
-from outrider.engine.row_plans import decode_row, follow_row
+from outrider.engine.row_plans import decode_row, overlapped_row
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.engine.slots import SlotTable
 from outrider.plan import PassShape, PrefixCopies, RowPlan, RowResult, StepPlan, StepResult
@@ -54,15 +55,17 @@ class Scheduler:
         budget_bytes: int,
         controller: DepthController | None = None,
         prefix_cache: PrefixCache | None = None,
-        shelf: PictureShelf | None = None,
+        image_embeddings: ImageEmbeddings | None = None,
     ) -> None:
-        """`shelf`: where the encoded pieces of pictures lie, for models that see."""
+        """`image_embeddings`: where the encoded pieces of pictures lie, for models that see."""
         self._controller = controller or DepthController()
         self._config = config
         self._prefix = prefix_cache
-        self._room = Room(geometry, budget_bytes, self._controller.shapes)
+        self._budget = CacheBudget(geometry, budget_bytes, self._controller.shapes)
         self._waiting: deque[Sequence] = deque()
-        self._reading = Reading(config.prefill_step_size or DEFAULT_CHUNK, prefix_cache, shelf)
+        self._prefill_queue = PrefillQueue(
+            config.prefill_step_size or DEFAULT_CHUNK, prefix_cache, image_embeddings
+        )
         self._slots = SlotTable()
         self._planned: deque[_Planned] = deque()  # at most two
 
@@ -80,12 +83,12 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        return len(self._slots) - len(self._reading)
+        return len(self._slots) - len(self._prefill_queue)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the caches hold, by the last plan."""
-        return self._room.num_bytes
+        return self._budget.num_bytes
 
     @property
     def prefix_bytes(self) -> int:
@@ -103,7 +106,7 @@ class Scheduler:
 
     def longest_context(self) -> int:
         """Tokens that a row alone can hold within the budget."""
-        return self._room.longest_context()
+        return self._budget.longest_context()
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -120,53 +123,53 @@ class Scheduler:
         if self._planned:
             raise RuntimeError("a step is under way: commit it, or let it fail, before the next plan")
         self._admit()
-        shape_before = self._room.shape
+        shape_before = self._budget.shape
         self._make_room()
         moves = self._slots.settle()
         rows = self._rows_to_run()
-        ready = self._reading.ready(rows)
-        decoding, joining = [row for row in rows if row.is_decoding], self._reading.about_to_pick(rows)
-        settle_drafts(self._controller, decoding, joining, self._room.num_slots)
-        decode, prefill = self._decode_batch(decoding), self._reading.batch(ready)
+        ready = self._prefill_queue.ready(rows)
+        decoding, joining = [row for row in rows if row.is_decoding], self._prefill_queue.about_to_pick(rows)
+        settle_drafts(self._controller, decoding, joining, self._budget.num_slots)
+        decode, prefill = self._decode_batch(decoding), self._prefill_queue.batch(ready)
         batches = tuple(tuple(batch) for batch in (decode, prefill) if batch)
         copies = self._prefix.take_copies() if self._prefix is not None else PrefixCopies()
-        is_rearranged = bool(moves) or shape_before != self._room.shape
+        is_rearranged = bool(moves) or shape_before != self._budget.shape
         if not (batches or copies or (is_rearranged and rows)):
             return None
-        shape = pass_shape(self._controller, decode, self._room.num_slots)
+        shape = pass_shape(self._controller, decode, self._budget.num_slots)
         did_more = bool(prefill or copies) or is_rearranged
         timed = None if did_more else step_shape(decode, shape)
         self._remember([*decode, *prefill], bool(decode and not prefill), timed)
         shapes = ((shape,) if decode else ()) + ((self._prefill_shape(prefill),) if prefill else ())
-        return StepPlan(*self._room.shape, tuple(moves), batches, shapes, copies)
+        return StepPlan(*self._budget.shape, tuple(moves), batches, shapes, copies)
 
-    def plan_ahead(self) -> StepPlan | None:
+    def plan_overlapped(self) -> StepPlan | None:
         """A step that follows the one under way; None where that has to be read first.
 
         Its rows are the same, each with the drafts that the head is making for it now. What else a step may
         do (rows that join, moves, copies, larger caches) has to wait for the next plan: with nothing of the
         kind at hand, nobody waits.
         """
-        if len(self._planned) != 1 or not self._may_be_followed(self._planned[0]):
+        if len(self._planned) != 1 or not self._may_overlap(self._planned[0]):
             return None
         rows = list(self._planned[0].rows.values())
-        if not self._room.may_be_followed(max(sequence.num_cached + row.num_fed for sequence, row in rows)):
+        if not self._budget.may_overlap(max(sequence.num_cached + row.num_fed for sequence, row in rows)):
             return None
-        depths = settle_ahead(self._controller, rows, self._room.num_slots)
+        depths = settle_overlapped(self._controller, rows, self._budget.num_slots)
         if depths is None:
             return None
         most = [MAX_DEPTH if self._prefix is None else self._prefix.most_drafts(*row) for row in rows]
         batch = tuple(
-            follow_row(sequence, row, min(num, limit), wanted)
+            overlapped_row(sequence, row, min(num, limit), wanted)
             for (sequence, row), (num, wanted), limit in zip(rows, depths, most, strict=True)
         )
-        shape = pass_shape(self._controller, batch, self._room.num_slots)
+        shape = pass_shape(self._controller, batch, self._budget.num_slots)
         self._remember(batch, True, step_shape(batch, shape))
-        return StepPlan(*self._room.shape, (), (batch,), (shape,), follows=True)
+        return StepPlan(*self._budget.shape, (), (batch,), (shape,), is_overlapped=True)
 
-    def _may_be_followed(self, last: _Planned) -> bool:
+    def _may_overlap(self, last: _Planned) -> bool:
         """Whether the same rows go on as they are, as far as can be told before the step is read."""
-        if not last.is_decode or self._reading:
+        if not last.is_decode or self._prefill_queue:
             return False
         if self._may_admit():
             return False
@@ -219,7 +222,7 @@ class Scheduler:
         self._planned.clear()
         for sequence in sorted(self._slots.sequences(), key=lambda s: s.id, reverse=True):
             self._send_back(sequence)
-        self._room.clear()
+        self._budget.clear()
         lost = [sequence for sequence in self._waiting if sequence.failures >= MAX_FAILURES]
         return [self._finish(sequence, "error", error) for sequence in lost]
 
@@ -227,11 +230,11 @@ class Scheduler:
 
     def next_piece(self) -> MediaPiece | None:
         """What is to be encoded next."""
-        return self._reading.next_piece()
+        return self._prefill_queue.next_piece()
 
     def fail_piece(self, piece: MediaPiece, error: str) -> list[Delta]:
         """A piece that cannot be encoded ends those who wait for it; nobody else loses anything."""
-        return [self._finish(row, "error", error) for row in self._reading.waiting_for(piece)]
+        return [self._finish(row, "error", error) for row in self._prefill_queue.waiting_for(piece)]
 
     # -- who is in ---------------------------------------------------------------------------------------
 
@@ -239,18 +242,18 @@ class Scheduler:
         while self._may_admit():
             sequence = self._waiting.popleft()
             self._slots.join(sequence)
-            self._reading.begin(sequence)
+            self._prefill_queue.begin(sequence)
             if sequence.started_s is None:
                 sequence.started_s = time.perf_counter()
 
     def _may_admit(self) -> bool:
         if not self._waiting or len(self._slots) >= self._config.max_rows:
             return False
-        return self._room.may_join(self._waiting[0], list(self._slots.sequences()))
+        return self._budget.may_join(self._waiting[0], list(self._slots.sequences()))
 
     def _make_room(self) -> None:
         """The last to come give way until the caches fit their budget."""
-        while not self._room.make(rows := list(self._slots.sequences()), self._slots.num_spanned):
+        while not self._budget.make(rows := list(self._slots.sequences()), self._slots.num_spanned):
             last = max(rows, key=lambda row: row.id)
             last.preemptions += 1
             if self._prefix is not None:
@@ -267,7 +270,7 @@ class Scheduler:
         self._slots.leave(sequence)
         if self._prefix is not None:
             self._prefix.leave(sequence)
-        self._reading.end(sequence)
+        self._prefill_queue.end(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
         if sequence.slot is not None:
@@ -311,13 +314,13 @@ class Scheduler:
             sequence.failures = 0
         sequence.num_cached += planned.num_fed - planned.num_drafts + row.num_accepted
         if planned.feeds_head:
-            sequence.num_headed = sequence.num_cached
+            sequence.num_head_cached = sequence.num_cached
         if not planned.picks:
-            self._reading.pass_turn(sequence)
+            self._prefill_queue.pass_turn(sequence)
             self._keep(sequence)
             return None
-        has_just_prefilled = sequence in self._reading
-        self._reading.end(sequence)
+        has_just_prefilled = sequence in self._prefill_queue
+        self._prefill_queue.end(sequence)
         if sequence.first_token_s is None:
             sequence.first_token_s = time.perf_counter()
         sequence.steps += 1
@@ -347,17 +350,17 @@ class Scheduler:
         for row in rows:
             if row.is_decoding and row.num_cached != len(row.tokens) - 1:
                 raise AssertionError(f"row {row.id} has {row.num_cached} cells for {len(row.tokens)} tokens")
-            if row.is_decoding == (row in self._reading):
+            if row.is_decoding == (row in self._prefill_queue):
                 raise AssertionError(f"row {row.id} is both or neither of prefilling and decoding")
-            if row.num_cached > self._room.capacity:
+            if row.num_cached > self._budget.capacity:
                 raise AssertionError(f"row {row.id} has more cells than the buffers")
         if len({row.slot for row in rows}) != len(rows) or any(row in rows for row in self._waiting):
             raise AssertionError("a sequence stands in two places")
-        if any(row not in rows for row in self._reading):
+        if any(row not in rows for row in self._prefill_queue):
             raise AssertionError("a prefilling sequence has no slot")
         if any(row.slot is not None or row.num_cached for row in self._waiting):
             raise AssertionError("a waiting sequence holds cells")
         if len(rows) > self._config.max_rows:
             raise AssertionError(f"{len(rows)} rows where {self._config.max_rows} are allowed")
-        if self.num_bytes > self._room.budget_bytes and len(rows) > 1:
+        if self.num_bytes > self._budget.budget_bytes and len(rows) > 1:
             raise AssertionError("the caches are larger than their budget")

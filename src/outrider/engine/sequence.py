@@ -110,7 +110,7 @@ class Sequence:
     max_tokens: int
     max_depth: int  # most drafts this row may feed in a step
     head_depth: int = 0  # most drafts from the MTP head; 0: the head does not follow this row
-    head_rests: bool = True  # it is not fed while the controller wants no drafts of it
+    can_pause_head: bool = True  # it is not fed while the controller wants no drafts of it
     head_layers: int = 1  # the head's cells are made from so many tokens after their own
     drafter: Drafter | None = None
     lookup: Drafter | None = None  # a second one
@@ -120,7 +120,7 @@ class Sequence:
     num_cached: int = 0
     num_prefill: int = 0  # tokens to be cached before the row picks; more than the prompt after a preemption
     slot: int | None = None
-    num_headed: int = 0  # of a decoding row's cells, those whose pairs the head was fed; it may rest
+    num_head_cached: int = 0  # of a decoding row's cells, those whose pairs the head was fed; it may rest
     num_next: int = 0  # drafts that the head is to make for the next step
     record: RowAcceptance | None = None  # how its drafts fare
     proposals: Tokens[Proposal] = ()  # what it could feed in the next step
@@ -167,8 +167,8 @@ class Sequence:
         return self.head_depth > 0
 
     @property
-    def may_rest(self) -> bool:
-        return self.feeds_head and self.is_auto and self.head_rests
+    def may_pause_head(self) -> bool:
+        return self.feeds_head and self.is_auto and self.can_pause_head
 
     @property
     def is_decoding(self) -> bool:
@@ -198,9 +198,9 @@ class Sequence:
         """Cells that hold committed tokens and will not be written again but by a head that catches up."""
         return min(self.num_cached, len(self.tokens) - 1) - max(0, self.num_ahead - 1)
 
-    def num_headed_of(self, start: int, end: int) -> int:
+    def num_head_cached_of(self, start: int, end: int) -> int:
         """Of these cells, those that the head was fed; all where there is no head to feed."""
-        return max(0, min(end, self.num_headed) - start) if self.feeds_head else end - start
+        return max(0, min(end, self.num_head_cached) - start) if self.feeds_head else end - start
 
     def _token_key(self, place: int) -> int:
         prompt_keys = self.request.prompt_keys
@@ -219,7 +219,7 @@ class Sequence:
         """Back to where nothing is cached; every committed token will be fed again, none is lost."""
         self.slot = None
         self.num_cached = 0
-        self.num_headed = 0
+        self.num_head_cached = 0
         self.num_prefill = len(self.tokens)
         self.drafts = self.proposals = ()
         self.masks = None if self.masks is None else self.masks[:1]

@@ -26,14 +26,14 @@ class ModelFacts:
     drafter: str  # "mtp", "ngram" or "none": what is really on
     head: str | None = None  # where the head came from
     head_layers: int = 0
-    head_rests: bool = True  # whether catching up costs less than feeding it all the time
+    can_pause_head: bool = True  # whether catching up costs less than feeding it all the time
     dtype: str = ""
-    sees: bool = False  # whether pictures are read
-    blind: str | None = None  # why a vision model reads none
+    reads_images: bool = False  # whether pictures are read
+    no_images_reason: str | None = None  # why a vision model reads none
     device: str = ""
 
 
-class Door:
+class RequestValidator:
     """Turns requests into sequences, or refuses them with a reason."""
 
     def __init__(
@@ -51,11 +51,11 @@ class Door:
         self._grammars = grammars
         self._ids = itertools.count()
 
-    def check(self, request: Request) -> None:
+    def validate(self, request: Request) -> None:
         """Raise InvalidRequest if this request cannot be served as asked."""
         self._check_prompt(request)
-        if request.media is not None and not self._facts.sees:
-            reason = self._facts.blind or "this model reads text only"
+        if request.media is not None and not self._facts.reads_images:
+            reason = self._facts.no_images_reason or "this model reads text only"
             raise InvalidRequest(f"the prompt holds pictures: {reason}")
         params = request.params
         after_ids = params.grammar.after_ids if params.grammar is not None else ()
@@ -77,7 +77,7 @@ class Door:
                 raise InvalidRequest(f"{name} cannot be honoured with a grammar, which says where to end")
             self._grammars.check(params.grammar)
 
-    def admit(self, request: Request) -> Sequence:
+    def new_sequence(self, request: Request) -> Sequence:
         """A checked request as a sequence, with what it may use."""
         asked = self._asked_depth(request)
         depth = 0 if self._facts.drafter == "none" else _most(asked)
@@ -94,7 +94,7 @@ class Door:
             max_depth=self._max_depth(request),
             head_depth=depth if self._facts.drafter == "mtp" else 0,
             head_layers=max(1, self._facts.head_layers),
-            head_rests=self._facts.head_rests,
+            can_pause_head=self._facts.can_pause_head,
             drafter=self._new_drafter(request, depth),
             lookup=NgramDrafter() if self._looks_up(asked) else None,
             is_auto=asked == "auto",

@@ -24,7 +24,7 @@ from outrider.models.heads.layouts import recognise
 from outrider.models.trunk import Trunk
 from outrider.models.vision.deepstack import use_levels
 from outrider.models.vision.encoder import LoadedVision, has_extra, has_tower, load_vision
-from outrider.models.vision.families import VisionFamily, vision_family, why_blind
+from outrider.models.vision.families import VisionFamily, vision_family, why_text_only
 from outrider.models.vision.text_model import prepare_rope, text_classes
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class LoadedModel:
     config: dict[str, Any]
     eos_ids: frozenset[int]
     vision: LoadedVision | None = None  # what it sees with
-    blind: str | None = None  # why a vision model does not see
+    no_images_reason: str | None = None  # why a vision model does not see
 
 
 def load(model: str | Path, dtype: str = "auto") -> LoadedModel:
@@ -168,7 +168,7 @@ def _load_vision(
     path: Path, seeing: VisionFamily | None, config: dict[str, Any], trunk: Trunk
 ) -> tuple[LoadedVision | None, str | None]:
     """What a vision model sees with, or why it does not."""
-    blind = why_blind(config)
+    blind = why_text_only(config)
     if seeing is not None and not has_tower(path):
         blind = "pictures are not read: the checkpoint holds no vision tower"
     elif seeing is not None and not has_extra():

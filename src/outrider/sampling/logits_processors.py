@@ -18,12 +18,12 @@ from outrider.plan import RowPlan
 FEW_IDS = 64  # for how many a pass that is to repeat has room, at least
 
 
-def needs_edits(row: RowPlan) -> bool:
+def needs_processors(row: RowPlan) -> bool:
     return row.params.has_penalties or bool(row.params.logit_bias) or _is_banning(row)
 
 
 @dataclass(frozen=True)
-class Edits:
+class LogitsProcessors:
     """What rows change, as arrays: whoever has them needs to know nothing else of the rows."""
 
     ids: mx.array  # [rows, 1, ids]
@@ -33,11 +33,13 @@ class Edits:
     strengths: mx.array  # [3, rows, 1, 1] of the penalties: repetition, frequency, presence
 
     @classmethod
-    def of(cls, rows: Sequence[RowPlan], width: int, vocab: int, merged: bool = False) -> Edits | None:
+    def of(
+        cls, rows: Sequence[RowPlan], width: int, vocab: int, merged: bool = False
+    ) -> LogitsProcessors | None:
         """None if they change nothing. `merged`: in few sizes, with room to spare."""
-        if not any(needs_edits(row) for row in rows):
+        if not any(needs_processors(row) for row in rows):
             return None
-        tables = [_EditTable(row, width, vocab) for row in rows]
+        tables = [_TokenTable(row, width, vocab) for row in rows]
         num_ids = max(len(table.ids) for table in tables)
         if merged:
             num_ids = max(FEW_IDS, 1 << (num_ids - 1).bit_length())
@@ -68,10 +70,10 @@ class Edits:
         return mx.put_along_axis(logits, ids, new + self.bias, axis=-1)
 
 
-class _EditTable:
-    """The ids that a row's edits touch, and for each position of its window what happens to them.
+class _TokenTable:
+    """The ids that a row's processors touch, and for each position of its window what happens to them.
 
-    A row that edits nothing here touches token 0 and leaves it as it is.
+    A row that processors nothing here touches token 0 and leaves it as it is.
     """
 
     def __init__(self, row: RowPlan, width: int, vocab: int) -> None:

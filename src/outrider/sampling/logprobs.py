@@ -68,7 +68,7 @@ def compute_logprobs(logits: mx.array, targets: mx.array, asked: AskedLogprobs) 
 def read_logprobs(
     found: LogprobArrays | None, rows: Sequence[RowPlan], tokens: Sequence[Sequence[int]]
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
-    """Per picking row that asked: one entry for each of its committed tokens. Ghosts come after the rows."""
+    """Per picking row that asked: one entry for each of its committed tokens."""
     if found is None:
         return {}
     picked, top_ids, top = (np.array(array) for array in found.arrays)

@@ -1,4 +1,4 @@
-"""Picking: the one rule that turns logits into tokens, for targets and for drafts alike.
+"""Sampler: the one rule that turns logits into tokens, for targets and for drafts alike.
 
     token at p = argmax over the tokens the filters leave of  logits / temperature + gumbel(seed, p, token)
 
@@ -24,7 +24,7 @@ LEAST_TEMPERATURE = (
 
 
 @dataclass(frozen=True)
-class Picking:
+class Sampler:
     """How the rows of a batch pick: greedy, sampled and filtered ones, each kind at once.
 
     What differs from request to request is in arrays, so that a compiled pass serves them all; even which
@@ -32,11 +32,11 @@ class Picking:
     """
 
     num_rows: int
-    kinds: tuple[_Kind, ...]
+    kinds: tuple[_RowGroup, ...]
     back: mx.array | None = None  # [rows] where the kinds' picks, one after the other, have each row's
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], merged: bool = False) -> Picking:
+    def of(cls, params: Sequence[SamplingParams], merged: bool = False) -> Sampler:
         """`merged`: fewer kinds rather than less work, and nothing that is read half-way.
 
         Greedy rows go with others, their noise times zero; but not with those that sort the vocabulary.
@@ -47,7 +47,7 @@ class Picking:
         for row, name in enumerate(names):
             kinds.setdefault(company if merged and name == "greedy" else name, []).append(row)
         made = [
-            _Kind.of(name, [params[row] for row in kinds[name]], merged, mx.array(kinds[name]))
+            _RowGroup.of(name, [params[row] for row in kinds[name]], merged, mx.array(kinds[name]))
             for name in sorted(kinds)
         ]
         if len(made) < 2:
@@ -66,7 +66,7 @@ class Picking:
         back = [] if self.back is None else [[self.back]]
         return [*(kind.arrays for kind in self.kinds), *back]
 
-    def with_arrays(self, arrays: Sequence[list[mx.array]]) -> Picking:
+    def with_arrays(self, arrays: Sequence[list[mx.array]]) -> Sampler:
         kinds = tuple(kind.with_arrays(own) for kind, own in zip(self.kinds, arrays, strict=False))
         return replace(self, kinds=kinds, back=None if self.back is None else arrays[-1][0])
 
@@ -89,12 +89,12 @@ def _kind_of(params: SamplingParams, merged: bool) -> str:
     return "wide" if merged and params.filters_widely else "filtered"
 
 
-def pick(logits: mx.array, positions: mx.array, how: Picking) -> mx.array:
+def pick(logits: mx.array, positions: mx.array, how: Sampler) -> mx.array:
     """The target tokens.  logits [rows, n, vocab], positions [rows, n] of the picked tokens -> [rows, n]"""
     return how.pick(logits, positions, None, exact=True)
 
 
-def pick_drafts(logits: mx.array, positions: mx.array, how: Picking, token_ids: mx.array | None) -> mx.array:
+def pick_drafts(logits: mx.array, positions: mx.array, how: Sampler, token_ids: mx.array | None) -> mx.array:
     """Draft tokens by the same rule and noise. A draft may be wrong, so it never looks at many candidates.
 
     token_ids [vocab] names the columns of the logits when the draft vocabulary is a reduced one.
@@ -103,7 +103,7 @@ def pick_drafts(logits: mx.array, positions: mx.array, how: Picking, token_ids: 
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _RowGroup:
     """Rows that pick alike."""
 
     name: str
@@ -116,7 +116,7 @@ class _Kind:
     index: mx.array | None = None  # [rows] which rows of the batch they are; None: all
 
     @classmethod
-    def of(cls, name: str, params: Sequence[SamplingParams], merged: bool, index: mx.array) -> _Kind:
+    def of(cls, name: str, params: Sequence[SamplingParams], merged: bool, index: mx.array) -> _RowGroup:
         if name == "greedy":
             return cls(name, len(params), [], index=index)
         greedy = [p.is_greedy for p in params]
@@ -141,7 +141,7 @@ class _Kind:
     def arrays(self) -> list[mx.array]:
         return self.numbers if self.index is None else [*self.numbers, self.index]
 
-    def with_arrays(self, arrays: list[mx.array]) -> _Kind:
+    def with_arrays(self, arrays: list[mx.array]) -> _RowGroup:
         if self.index is None:
             return replace(self, numbers=arrays)
         return replace(self, numbers=arrays[:-1], index=arrays[-1])

@@ -25,7 +25,7 @@ MOST_SURPRISE, MOST_SHAPE_SURPRISE = 0.8, 0.3  # as log ratios: what a step coun
 MOST_CORRECTION = 0.5  # of a shape, as a log ratio
 FADE = 0.999  # of a shape's correction, for every step that does not confirm it
 HOST_GAIN = 0.1
-ERA_STEPS = 8  # for which what follows from the costs is not worked out again
+VERSION_STEPS = 8  # for which what follows from the costs is not worked out again
 KEPT_STEPS = 50  # a correction confirmed so often is worth keeping
 
 
@@ -103,7 +103,7 @@ class CostTable:
         self._speed: float | None = None  # log of this machine's pace against the measured one
         self._grid: dict[tuple[int, int], float] = {}
         self._heads: dict[int, HeadCost] = {}
-        self._best: dict[tuple[int, int], int] = {}  # widths, in this era
+        self._best: dict[tuple[int, int], int] = {}  # widths, in this version
         self._best_of = 0
         self.host_share = 0.0  # of a step's time, in which the device waits for it to be launched
 
@@ -146,17 +146,17 @@ class CostTable:
 
     def best_width(self, rows: int, width: int) -> int:
         """The width for a forward pass that needs `width`: a wider one where that is known to cost less."""
-        if self._best_of != self.era:
-            self._best_of, self._best = self.era, {}
+        if self._best_of != self.version:
+            self._best_of, self._best = self.version, {}
         found = self._best.get((rows, width))
         if found is None:
             found = self._best[rows, width] = self._best_width(rows, width)
         return found
 
     @property
-    def era(self) -> int:
+    def version(self) -> int:
         """While it stays, costs are nearly what they were."""
-        return self._num_steps // ERA_STEPS
+        return self._num_steps // VERSION_STEPS
 
     def _best_width(self, rows: int, width: int) -> int:
         if (rows, width) not in self.measured.trunk_s:

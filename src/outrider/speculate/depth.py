@@ -1,4 +1,4 @@
-"""How deep each row drafts: a pure function of costs, chances and wishes. No model, no clock, no state.
+"""How deep each row drafts: a pure function of costs, chances and requests. No model, no clock, no state.
 
 A forward pass is as wide as its widest row, so a width is paid once, by all rows, and every row may use it.
 What counts is the mean time that a row waits for a token. Rows whose depth is free are taken together: what

@@ -3,8 +3,8 @@
 A trace holds for all batches of one key: everything that a pass reads off its rows, other than arrays. Rows
 that read a prompt are not traced.
 
-Ghosts make a batch as large as one that was traced. They stand in the slots after the batch's own rows, feed
-nothing and pick what nobody reads: whoever has such a slot finds it as it was.
+Padding rows make a batch as large as one that was traced. They stand in the slots after the batch's own
+rows, feed nothing and pick what nobody reads: whoever has such a slot finds it as it was.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from outrider.request import SamplingParams
 from outrider.sampling.logprobs import LogprobArrays
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step.forward import Forward, last_cell
-from outrider.step.input_batch import Batch, Feed, Outcome
-from outrider.step.pass_output import Flight
-from outrider.step.sampling_batch import Ways
+from outrider.step.input_batch import Batch, InputBatch, NextInputs
+from outrider.step.pass_output import PassOutput
+from outrider.step.sampling_batch import SamplingBatch
 from outrider.step.verify import Picks
 
-GHOST = -1
-NOTHING_ASKED = SamplingParams(temperature=0)  # in a trace: what rows ask for is in its ways
+PADDING_ID = -1
+NOTHING_ASKED = SamplingParams(temperature=0)  # in a trace: what rows ask for is in its sampling
 MOST_TRACES = 128
 
 Traced = Callable[[list[Any], list[list[mx.array]]], tuple[list[mx.array], list[list[mx.array]]]]
@@ -50,15 +50,15 @@ def repeats(batch: Batch) -> bool:
     )
 
 
-def ghosts_for(batch: Batch, num_rows: int) -> Batch:
+def padding_rows(batch: Batch, num_rows: int) -> Batch:
     """What a batch in the first slots lacks of so many rows."""
-    return [_ghost(slot, batch[-1]) for slot in range(len(batch), num_rows)]
+    return [_padding_row(slot, batch[-1]) for slot in range(len(batch), num_rows)]
 
 
-def _ghost(slot: int, like: RowPlan) -> RowPlan:
+def _padding_row(slot: int, like: RowPlan) -> RowPlan:
     """Picks like another row, so that it needs no kind of its own."""
     return RowPlan(
-        sequence_id=GHOST,
+        sequence_id=PADDING_ID,
         slot=slot,
         start=1,  # not a row that has just come
         token_ids=(),
@@ -81,20 +81,24 @@ class CompiledPasses:
     def num_traces(self) -> int:
         return len(self._traces)
 
-    def __call__(self, batch: Batch, ghosts: Batch, feed: Feed, shape: tuple[int, int]) -> Flight:
-        """`feed` is that of the batch and its ghosts, `shape` the slots and the capacity of the caches."""
-        width = feed.token_ids.shape[1]
-        rows = self._alike([*batch, *ghosts], width)
-        heading = self._forward.heading(rows)
-        ways = Ways.of([*batch, *ghosts], heading, width, self._forward.vocab_size, merged=True)
+    def __call__(
+        self, batch: Batch, padding: Batch, inputs: InputBatch, shape: tuple[int, int]
+    ) -> PassOutput:
+        """`inputs` is that of the batch and its padding, `shape` the slots and the capacity of the caches."""
+        width = inputs.token_ids.shape[1]
+        rows = self._alike([*batch, *padding], width)
+        drafting = self._forward.drafting(rows)
+        sampling = SamplingBatch.of(
+            [*batch, *padding], drafting, width, self._forward.vocab_size, merged=True
+        )
         end = min(shape[1], rounded_up(last_cell(batch), CELL_STEP, CELL_PARTS))
-        key = _key(rows, feed, ways, end, shape)
+        key = _key(rows, inputs, sampling, end, shape)
         known = self._traces.get(key)
-        traced = known or self._trace(rows, ways.without_arrays(), end, shape[1])
-        found, arrays = traced([feed.arrays, ways.arrays], self._arrays())
+        traced = known or self._trace(rows, sampling.without_arrays(), end, shape[1])
+        found, arrays = traced([inputs.arrays, sampling.arrays], self._arrays())
         self._put(arrays)
         self._keep(key, traced)
-        return _flight(batch, len(rows), heading, found, ways.logprobs is not None, known is None)
+        return _pass_output(batch, len(rows), drafting, found, sampling.logprobs is not None, known is None)
 
     def _keep(self, key: Hashable, traced: Traced) -> None:
         """One that has run; those that were not used for longest go."""
@@ -106,10 +110,10 @@ class CompiledPasses:
     def _alike(self, batch: Batch, width: int) -> Batch:
         """The rows as a trace sees them: without what arrays say, so that few traces do for many batches.
 
-        All feed, draft and pick as much as there is room for: how much each really does is in the feed. The
-        head passes over all of them where it follows some: what it is fed is `Feed.head_fed`.
+        All feed, draft and pick as much as there is room for: how much each really does is in the inputs. The
+        head passes over all of them where it follows some: what it is fed is `InputBatch.head_fed`.
         """
-        any_head, any_rests = any(row.feeds_head for row in batch), any(row.rests for row in batch)
+        any_head, any_deferred = any(row.feeds_head for row in batch), any(row.defers_head for row in batch)
         alike = self._forward.head_passes_all
         return [
             replace(
@@ -123,20 +127,22 @@ class CompiledPasses:
                 position_delta=0,
                 head_start=None,  # nor have they anything to catch up with
                 feeds_head=any_head if alike else row.feeds_head,
-                rests=any_rests,
+                defers_head=any_deferred,
             )
             for row in batch
         ]
 
-    def _trace(self, batch: Batch, ways: Ways, end: int, capacity: int) -> Traced:
+    def _trace(self, batch: Batch, sampling: SamplingBatch, end: int, capacity: int) -> Traced:
         def run(
             inputs: list[Any], caches: list[list[mx.array]]
         ) -> tuple[list[mx.array], list[list[mx.array]]]:
             fed, numbers = inputs
             self._put(caches)
             with nothing_launched():
-                flight = self._forward.run(batch, Feed(*fed), ways.with_arrays(numbers), end, capacity)
-            return _outputs(flight), self._arrays()
+                output = self._forward.run(
+                    batch, InputBatch(*fed), sampling.with_arrays(numbers), end, capacity
+                )
+            return _outputs(output), self._arrays()
 
         return mx.compile(run)
 
@@ -151,38 +157,47 @@ class CompiledPasses:
             buffers.put(own)
 
 
-def _key(batch: Batch, feed: Feed, ways: Ways, end: int, shape: tuple[int, int]) -> Hashable:
+def _key(
+    batch: Batch, inputs: InputBatch, sampling: SamplingBatch, end: int, shape: tuple[int, int]
+) -> Hashable:
     return (
-        feed.token_ids.shape,
+        inputs.token_ids.shape,
         end,
         shape,
-        ways.key,
-        feed.deltas is None,
-        tuple((row.slot, row.feeds_head, row.rests) for row in batch),
+        sampling.key,
+        inputs.deltas is None,
+        tuple((row.slot, row.feeds_head, row.defers_head) for row in batch),
         max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
     )
 
 
-def _outputs(flight: Flight) -> list[mx.array]:
-    picks, outcome = flight.picks, flight.outcome
-    assert picks is not None and outcome is not None
-    found = [picks.targets, picks.num_accepted, picks.is_sound, flight.report, outcome.last_ids, outcome.ends]
+def _outputs(output: PassOutput) -> list[mx.array]:
+    picks, next_inputs = output.picks, output.next_inputs
+    assert picks is not None and next_inputs is not None
+    found = [
+        picks.targets,
+        picks.num_accepted,
+        picks.is_sound,
+        output.report,
+        next_inputs.last_ids,
+        next_inputs.ends,
+    ]
     if picks.logprobs is not None:
         found += picks.logprobs.arrays
-    if flight.drafts is not None:
-        assert outcome.drafts is not None
-        found += [flight.drafts, outcome.drafts]
+    if output.drafts is not None:
+        assert next_inputs.drafts is not None
+        found += [output.drafts, next_inputs.drafts]
     return found
 
 
-def _flight(
+def _pass_output(
     batch: Batch,
     num_rows: int,
-    heading: list[int],
+    drafting: list[int],
     found: Sequence[mx.array],
     has_logprobs: bool,
     is_traced: bool,
-) -> Flight:
+) -> PassOutput:
     """From what `_outputs` gave."""
     targets, num_accepted, is_sound, report, last_ids, ends, *more = found
     logprobs = None
@@ -191,4 +206,4 @@ def _flight(
         more = more[3:]
     drafts, spread = more or (None, None)
     picks = Picks(list(range(num_rows)), targets, num_accepted, is_sound, logprobs)
-    return Flight(batch, picks, heading, drafts, Outcome(last_ids, ends, spread), report, is_traced)
+    return PassOutput(batch, picks, drafting, drafts, NextInputs(last_ids, ends, spread), report, is_traced)

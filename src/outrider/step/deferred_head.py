@@ -24,7 +24,7 @@ from outrider.step.mtp import HeadRows
 WIDTH_STEP = 16  # cells by which a catching-up pass grows, so that shapes repeat
 
 
-class RestingStates:
+class DeferredHeadInputs:
     def __init__(self, trunk: Trunk) -> None:
         self._cells = HiddenCells(trunk.hidden_size, trunk.dtype)
 
@@ -37,24 +37,24 @@ class RestingStates:
         self._cells.write(hidden, place)
 
     def catch_up(
-        self, rows: Sequence[RowPlan], hidden: mx.array, next_ids: mx.array, heading: HeadRows, capacity: int
+        self, rows: Sequence[RowPlan], hidden: mx.array, next_ids: mx.array, drafting: HeadRows, capacity: int
     ) -> tuple[mx.array, mx.array, HeadRows]:
         """Put what each row's head has missed before what it is fed now; as given where it missed nothing."""
         behind = np.array([row.num_behind for row in rows], np.int32)
         if not behind.any():
-            return hidden, next_ids, heading
+            return hidden, next_ids, drafting
         width = next_ids.shape[1]
-        now = Placement(heading.slots, heading.starts, heading.num_fed, width, heading.end, capacity)
+        now = Placement(drafting.slots, drafting.starts, drafting.num_fed, width, drafting.end, capacity)
         self.keep(hidden, now)
         missed = mx.array(behind)
         wide = -(-(int(behind.max()) + width) // WIDTH_STEP) * WIDTH_STEP
         whole = replace(
-            heading,
-            starts=heading.starts - missed,
-            num_fed=heading.num_fed + missed,
-            num_kept=heading.num_kept + missed,
-            positions=positions_of(rows, heading.starts - missed, wide, heading.deltas, behind),
-            seen=None if heading.seen is None else heading.seen.moved(missed),
+            drafting,
+            starts=drafting.starts - missed,
+            num_fed=drafting.num_fed + missed,
+            num_kept=drafting.num_kept + missed,
+            positions=positions_of(rows, drafting.starts - missed, wide, drafting.deltas, behind),
+            images=None if drafting.images is None else drafting.images.moved(missed),
         )
         place = Placement(whole.slots, whole.starts, whole.num_fed, wide, whole.end, capacity)
         known = np.zeros((len(rows), wide), np.int32)

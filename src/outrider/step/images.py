@@ -10,18 +10,20 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from outrider.cache.embedding_cache import EmbeddingCache, Seen
+from outrider.cache.embedding_cache import EmbeddingCache, ImageInputs
 from outrider.cache.ragged_kv import GridPositions, Positions
 from outrider.plan import RowPlan
 
 
-def seen_in(batch: Sequence[RowPlan], shelf: EmbeddingCache | None, ahead: int = 0) -> Seen | None:
+def image_inputs(
+    batch: Sequence[RowPlan], image_embeddings: EmbeddingCache | None, ahead: int = 0
+) -> ImageInputs | None:
     """The pieces among the fed tokens; with `ahead` 1, among the tokens after each of them."""
     rows: list[np.ndarray] = []
     columns: list[np.ndarray] = []
     parts: list[mx.array] = []
     for i, row in enumerate(batch):
-        if row.media is None or shelf is None:
+        if row.media is None or image_embeddings is None:
             continue
         start = row.start + ahead
         end = start + row.num_fed
@@ -29,10 +31,12 @@ def seen_in(batch: Sequence[RowPlan], shelf: EmbeddingCache | None, ahead: int =
             first, last = np.searchsorted(piece.cells, [start, end]).tolist()
             columns.append(piece.cells[first:last] - start)
             rows.append(np.full(last - first, i, np.int32))
-            parts.append(shelf.get(piece.key)[first:last])
+            parts.append(image_embeddings.get(piece.key)[first:last])
     if not parts:
         return None
-    return Seen(mx.array(np.concatenate(rows)), mx.array(np.concatenate(columns)), mx.concatenate(parts))
+    return ImageInputs(
+        mx.array(np.concatenate(rows)), mx.array(np.concatenate(columns)), mx.concatenate(parts)
+    )
 
 
 def deltas_of(batch: Sequence[RowPlan]) -> mx.array | None:

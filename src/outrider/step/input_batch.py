@@ -1,6 +1,6 @@
 """What a batch is fed, as arrays. Whether the host knows their values does not matter to what follows.
 
-`of_rows` makes them from a plan; `Outcome.feed` from what a pass leaves behind, before anybody has read it.
+`of_rows` makes them from a plan, `after` from what a pass leaves behind, before the host has read it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Batch = Sequence[RowPlan]
 
 
 @dataclass(frozen=True)
-class Feed:
+class InputBatch:
     """The tokens of every row and where they go."""
 
     token_ids: mx.array  # [rows, width] committed tokens, drafts, padding
@@ -29,25 +29,25 @@ class Feed:
     deltas: mx.array | None = None  # [rows] from cells' numbers to positions, where rows have such
 
     @classmethod
-    def of_rows(cls, batch: Batch, width: int) -> Feed:
+    def of_rows(cls, batch: Batch, width: int) -> InputBatch:
         token_ids = np.zeros((len(batch), width), np.int32)
         for i, row in enumerate(batch):
             token_ids[i, : row.num_fed] = row.token_ids
         return cls(mx.array(token_ids), mx.array([row.start for row in batch]), *_of_plan(batch))
 
     @classmethod
-    def after(cls, outcome: Outcome, batch: Batch, width: int) -> Feed:
+    def after(cls, next_inputs: NextInputs, batch: Batch, width: int) -> InputBatch:
         """For the same rows' next pass: the token that each has just picked, then its drafts.
 
-        Rows of one of the two that the other lacks are at the end, and feed nothing.
+        Rows of one of the two that the other lacks are at the end, and inputs nothing.
         """
-        columns = [outcome.last_ids[:, None]]
-        if outcome.drafts is not None:
-            columns.append(outcome.drafts[:, : width - 1])
+        columns = [next_inputs.last_ids[:, None]]
+        if next_inputs.drafts is not None:
+            columns.append(next_inputs.drafts[:, : width - 1])
         num_more = width - sum(part.shape[1] for part in columns)
         if num_more > 0:
             columns.append(mx.zeros((columns[0].shape[0], num_more), mx.int32))
-        token_ids, starts = mx.concatenate(columns, axis=1), outcome.ends
+        token_ids, starts = mx.concatenate(columns, axis=1), next_inputs.ends
         if (num := len(batch)) > starts.shape[0]:
             more = num - starts.shape[0]
             token_ids, starts = mx.pad(token_ids, [(0, more), (0, 0)]), mx.pad(starts, (0, more))
@@ -60,8 +60,8 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a pass over rows that all pick leaves for their next one; that of ghosts is nothing to go by."""
+class NextInputs:
+    """What a pass over rows that all pick leaves for their next one. Padding rows are undefined."""
 
     last_ids: mx.array  # [rows] the last token that each has picked
     ends: mx.array  # [rows] cells that stand

@@ -1,4 +1,4 @@
-"""Drafting with an MTP head, on the device: feed it the committed pairs, then let it go deeper.
+"""Drafting with an MTP head, on the device: inputs it the committed pairs, then let it go deeper.
 
 The head's cells run parallel to the trunk's. With tokens x_0.. and a layer for each of D depths, cell t holds
 
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from outrider.cache.embedding_cache import Seen
+from outrider.cache.embedding_cache import ImageInputs
 from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.ragged_kv import GridPositions, Placement, Positions
 from outrider.models.heads import LoadedHead, head_layout
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.models.vision.mrope import SectionedRope
-from outrider.sampling.sampler import Picking, pick_drafts
+from outrider.sampling.sampler import Sampler, pick_drafts
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class HeadRows:
     num_fed: mx.array  # [rows] cells that the head is fed, drafts included: as many as the trunk, or none
     num_kept: mx.array  # [rows] cells that stand: what was not rejected
     end: int  # no row's last fed cell is beyond this
-    how: Picking
+    how: Sampler
     depth: int  # drafts wanted, the most of any row
     positions: Positions | None = None  # of the fed cells, where they are not the cells' numbers
     deltas: mx.array | None = None  # [rows] from a later cell's number to its position
-    seen: Seen | None = None  # pictures among the next tokens
+    images: ImageInputs | None = None  # pictures among the next tokens
 
     def after(self, cells: mx.array) -> Positions | None:
         """Positions of cells past the prompt.  [rows]"""
@@ -131,7 +131,7 @@ class MTPDrafter:
         elif number == 0:
             self._between[0].write(hidden, place)
 
-    def _pick(self, out: mx.array, positions: mx.array, how: Picking) -> mx.array:
+    def _pick(self, out: mx.array, positions: mx.array, how: Sampler) -> mx.array:
         """[rows, 1, H] -> [rows, 1]"""
         if self._reduced_weight is None:
             logits = self._trunk.logits(out)
@@ -157,7 +157,7 @@ class _Tokens:
 
     def __init__(self, next_ids: mx.array, rows: HeadRows, num_layers: int, trunk: Trunk) -> None:
         self._trunk = trunk
-        self._seen = rows.seen
+        self._seen = rows.images
         self._ids = mx.pad(next_ids, [(0, 0), (0, num_layers - 1)]) if num_layers > 1 else next_ids
         self._starts = rows.starts[:, None]
         self._num = rows.num_kept[:, None]

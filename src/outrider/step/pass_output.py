@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.plan import RowResult, TokenLogprobs
 from outrider.sampling.logprobs import read_logprobs
-from outrider.step.input_batch import Batch, Outcome
+from outrider.step.input_batch import Batch, NextInputs
 from outrider.step.verify import Picks
 
 
@@ -19,12 +19,12 @@ class UnsoundLogits(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Flight:
+class PassOutput:
     batch: Batch
     picks: Picks | None
-    heading: list[int]  # rows that the head follows, indices into batch
-    drafts: mx.array | None  # [heading, depth]
-    outcome: Outcome | None  # for the same rows' next pass, where all of them pick
+    drafting: list[int]  # rows that the head follows, indices into batch
+    drafts: mx.array | None  # [drafting, depth]
+    next_inputs: NextInputs | None  # for the same rows' next pass, where all of them pick
     report: mx.array  # all that is to be read, but for log-probabilities, in one array
     is_traced: bool = False  # its pass was traced for the first time
 
@@ -33,26 +33,26 @@ class Flight:
         cls,
         batch: Batch,
         picks: Picks | None,
-        heading: list[int],
+        drafting: list[int],
         drafts: mx.array | None,
         hidden: mx.array,
         ends: mx.array,
-    ) -> Flight:
+    ) -> PassOutput:
         parts = [hidden[:1, :1, 0] != 0]  # where nothing is picked there is still something to wait for
         if picks is not None:
             parts = [picks.targets, picks.is_sound, picks.num_accepted]
         if drafts is not None:
             parts.append(drafts)
         report = mx.concatenate([x.astype(mx.int32).flatten() for x in parts])
-        outcome = None
+        next_inputs = None
         if picks is not None and len(picks.rows) == len(batch):
-            outcome = Outcome(picks.last_ids(), ends, _spread(drafts, heading, len(batch)))
-        return cls(batch, picks, heading, drafts, outcome, report)
+            next_inputs = NextInputs(picks.last_ids(), ends, _spread(drafts, drafting, len(batch)))
+        return cls(batch, picks, drafting, drafts, next_inputs, report)
 
     @property
     def num_rows(self) -> int:
-        """Those of the pass, ghosts included."""
-        return len(self.batch) if self.outcome is None else self.outcome.ends.shape[0]
+        """Those of the pass, padding rows included."""
+        return len(self.batch) if self.next_inputs is None else self.next_inputs.ends.shape[0]
 
     def arrays(self) -> Iterator[mx.array]:
         """What has to be computed."""
@@ -71,7 +71,7 @@ class Flight:
             logprobs = {self.picks.rows[j]: values for j, values in found.items()}
         drafts: dict[int, list[int]] = {}
         if self.drafts is not None:
-            drafts = dict(zip(self.heading, numbers.take(self.drafts.shape).tolist(), strict=True))
+            drafts = dict(zip(self.drafting, numbers.take(self.drafts.shape).tolist(), strict=True))
         for i, row in enumerate(self.batch):
             next_drafts = tuple(drafts.get(i, ())[: row.num_drafts_next])
             yield RowResult(row.sequence_id, tokens.get(i, ()), next_drafts, logprobs.get(i, ()))
@@ -90,7 +90,7 @@ class _Numbers:
 
 
 def _committed(picks: Picks, numbers: _Numbers, num_rows: int) -> dict[int, tuple[int, ...]]:
-    """The accepted drafts and bonus of each picking row; not of ghosts, which come after the batch's own."""
+    """The accepted drafts and bonus of each picking row. Padding rows are left out."""
     targets, is_sound, accepted = (
         numbers.take(x.shape) for x in (picks.targets, picks.is_sound, picks.num_accepted)
     )
@@ -101,10 +101,10 @@ def _committed(picks: Picks, numbers: _Numbers, num_rows: int) -> dict[int, tupl
     return {i: tuple(targets[j, : accepted[j] + 1].tolist()) for j, i in own}
 
 
-def _spread(drafts: mx.array | None, heading: list[int], num_rows: int) -> mx.array | None:
+def _spread(drafts: mx.array | None, drafting: list[int], num_rows: int) -> mx.array | None:
     """Drafts for all rows, 0 for those that the head does not follow."""
-    if drafts is None or len(heading) == num_rows:
+    if drafts is None or len(drafting) == num_rows:
         return drafts
     wide = mx.zeros((num_rows, drafts.shape[1]), drafts.dtype)
-    wide[mx.array(heading)] = drafts
+    wide[mx.array(drafting)] = drafts
     return wide

@@ -20,10 +20,10 @@ from outrider.models.trunk import Buffers, Trunk
 from outrider.models.vision.encoder import VisionTower
 from outrider.plan import PassShape, PrefixCopies, SaveCells, StepPlan, StepResult
 from outrider.prompt_media import MediaPiece
-from outrider.step.compiled import CompiledPasses, ghosts_for, repeats
+from outrider.step.compiled import CompiledPasses, padding_rows, repeats
 from outrider.step.forward import Forward
-from outrider.step.input_batch import Batch, Feed, Outcome
-from outrider.step.pass_output import Flight
+from outrider.step.input_batch import Batch, InputBatch, NextInputs
+from outrider.step.pass_output import PassOutput
 
 WriteBlock = Callable[[str, Mapping[str, HostArray]], object]
 
@@ -32,13 +32,13 @@ WriteBlock = Callable[[str, Mapping[str, HostArray]], object]
 class Launched:
     """A step under way."""
 
-    flights: tuple[Flight, ...]
+    outputs: tuple[PassOutput, ...]
     is_whole: bool = True  # no pass was for fewer rows than planned, as one that cannot be traced is
 
     @property
     def is_traced(self) -> bool:
         """Whether a pass of it was traced for the first time, which takes the host far longer than a step."""
-        return any(flight.is_traced for flight in self.flights)
+        return any(output.is_traced for output in self.outputs)
 
 
 class Runner:
@@ -59,8 +59,8 @@ class Runner:
         that building a pass takes the host longer than running it takes the device.
         """
         self._tower = tower
-        self.shelf = None if tower is None else EmbeddingCache(picture_cache_bytes)
-        self._forward = Forward(trunk, head, self.shelf)
+        self.image_embeddings = None if tower is None else EmbeddingCache(picture_cache_bytes)
+        self._forward = Forward(trunk, head, self.image_embeddings)
         self._compiled = CompiledPasses(self._forward) if compiles else None
         self._prefixes = PrefixStore(self._buffers())
         self._write_block = write_block
@@ -84,37 +84,37 @@ class Runner:
         """Bytes of cached prefixes."""
         return self._prefixes.num_bytes
 
-    def geometry(self, page_size: int) -> CacheGeometry:
+    def geometry(self, capacity_step: int) -> CacheGeometry:
         per_cell = sum(buffers.spec.bytes_per_cell for buffers in self._buffers())
         per_slot = sum(buffers.spec.bytes_per_slot for buffers in self._buffers())
-        return CacheGeometry(per_cell, per_slot, page_size)
+        return CacheGeometry(per_cell, per_slot, capacity_step)
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.finish(self.launch(plan))
 
     def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
         """Set the device to work on a step; on one that follows, `after` the step that it follows."""
-        if plan.follows != (after is not None):
+        if plan.is_overlapped != (after is not None):
             raise ValueError("a step that follows another needs to be told which")
         self._arrange(plan)
         shapes = plan.shapes or (PassShape(),) * len(plan.batches)
-        before = None if after is None else after.flights[0].outcome
-        flights = [self._launch(*each, before) for each in zip(plan.batches, shapes, strict=True)]
-        mx.async_eval([x for flight in flights for x in flight.arrays()], self._cache_arrays())
-        is_whole = all(f.num_rows >= shape.rows for f, shape in zip(flights, shapes, strict=True))
-        return Launched(tuple(flights), is_whole)
+        before = None if after is None else after.outputs[0].next_inputs
+        outputs = [self._launch(*each, before) for each in zip(plan.batches, shapes, strict=True)]
+        mx.async_eval([x for output in outputs for x in output.arrays()], self._cache_arrays())
+        is_whole = all(f.num_rows >= shape.rows for f, shape in zip(outputs, shapes, strict=True))
+        return Launched(tuple(outputs), is_whole)
 
     def finish(self, launched: Launched) -> StepResult:
         """Wait for a step and read it."""
-        return StepResult(tuple(row for flight in launched.flights for row in flight.read()))
+        return StepResult(tuple(row for output in launched.outputs for row in output.read()))
 
     def encode(self, piece: MediaPiece) -> None:
-        """Put a piece's embeddings on the shelf. A unit of work of its own, between steps."""
-        assert self._tower is not None and self.shelf is not None
-        if piece.key not in self.shelf:
+        """Put a piece's embeddings on the image_embeddings. A unit of work of its own, between steps."""
+        assert self._tower is not None and self.image_embeddings is not None
+        if piece.key not in self.image_embeddings:
             embeddings = self._tower.encode(piece.inputs, piece.num_tokens)
             mx.eval(embeddings)
-            self.shelf.put(piece.key, embeddings)
+            self.image_embeddings.put(piece.key, embeddings)
 
     def reset(self) -> None:
         """Drop all cells, after a step that failed half-way."""
@@ -168,15 +168,15 @@ class Runner:
                 buffers.resize(num_slots, capacity)
             self._shape = (num_slots, capacity)
 
-    def _launch(self, batch: Batch, least: PassShape, before: Outcome | None) -> Flight:
+    def _launch(self, batch: Batch, least: PassShape, before: NextInputs | None) -> PassOutput:
         width = max(least.width, *(row.num_fed for row in batch))
         compiled = self._compiled if self._compiled is not None and repeats(batch) else None
-        ghosts = () if compiled is None else ghosts_for(batch, least.rows)
-        rows = [*batch, *ghosts]
-        feed = Feed.of_rows(rows, width) if before is None else Feed.after(before, rows, width)
+        padding = () if compiled is None else padding_rows(batch, least.rows)
+        rows = [*batch, *padding]
+        inputs = InputBatch.of_rows(rows, width) if before is None else InputBatch.after(before, rows, width)
         if compiled is None:
-            return self._forward(batch, feed, self._shape[1])
-        return compiled(batch, ghosts, feed, self._shape)
+            return self._forward(batch, inputs, self._shape[1])
+        return compiled(batch, padding, inputs, self._shape)
 
 
 def _runs(saves: Sequence[SaveCells]) -> list[list[SaveCells]]:

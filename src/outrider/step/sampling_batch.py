@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from outrider.sampling.logits_processors import Edits
+from outrider.sampling.logits_processors import LogitsProcessors
 from outrider.sampling.logprobs import AskedLogprobs
 from outrider.sampling.masks import Masks
-from outrider.sampling.sampler import Picking
+from outrider.sampling.sampler import Sampler
 from outrider.step.input_batch import Batch
 
 
@@ -28,26 +28,26 @@ def most_picks(batch: Batch) -> int:
 
 
 @dataclass(frozen=True)
-class Ways:
-    targets: Picking  # of the rows that pick, as are the three below
-    edits: Edits | None
+class SamplingBatch:
+    targets: Sampler  # of the rows that pick, as are the three below
+    processors: LogitsProcessors | None
     masks: Masks | None
     logprobs: AskedLogprobs | None
-    drafts: Picking  # of the rows that the head follows
+    drafts: Sampler  # of the rows that the head follows
 
     @classmethod
     def of(
-        cls, batch: Batch, heading: Sequence[int], num_picks: int, vocab: int, merged: bool = False
-    ) -> Ways:
+        cls, batch: Batch, drafting: Sequence[int], num_picks: int, vocab: int, merged: bool = False
+    ) -> SamplingBatch:
         """`num_picks` for each picking row. `merged`: fewer keys rather than less work."""
         picking = picking_rows(batch)
         rows = [batch[i] for i in picking]
-        targets = drafts = Picking.of([row.params for row in rows], merged)
-        if list(heading) != picking:
-            drafts = Picking.of([batch[i].params for i in heading], merged)
+        targets = drafts = Sampler.of([row.params for row in rows], merged)
+        if list(drafting) != picking:
+            drafts = Sampler.of([batch[i].params for i in drafting], merged)
         return cls(
             targets,
-            Edits.of(rows, num_picks, vocab, merged),
+            LogitsProcessors.of(rows, num_picks, vocab, merged),
             Masks.of(rows, num_picks, merged),
             AskedLogprobs.of(rows, vocab, merged),
             drafts,
@@ -55,26 +55,26 @@ class Ways:
 
     @property
     def key(self) -> Hashable:
-        parts = (self.targets, self.edits, self.masks, self.logprobs, self.drafts)
+        parts = (self.targets, self.processors, self.masks, self.logprobs, self.drafts)
         return tuple(None if part is None else part.key for part in parts)
 
     @property
     def arrays(self) -> list[list[list[mx.array]]]:
-        edits = [] if self.edits is None else [self.edits.arrays]
+        processors = [] if self.processors is None else [self.processors.arrays]
         masks = [] if self.masks is None else [[self.masks.words]]
-        return [self.targets.arrays, edits, masks, self.drafts.arrays]
+        return [self.targets.arrays, processors, masks, self.drafts.arrays]
 
-    def with_arrays(self, arrays: Sequence[list[list[mx.array]]]) -> Ways:
-        targets, edits, masks, drafts = arrays
-        return Ways(
+    def with_arrays(self, arrays: Sequence[list[list[mx.array]]]) -> SamplingBatch:
+        targets, processors, masks, drafts = arrays
+        return SamplingBatch(
             self.targets.with_arrays(targets),
-            Edits(*edits[0]) if edits else None,
+            LogitsProcessors(*processors[0]) if processors else None,
             replace(self.masks, words=masks[0][0]) if self.masks is not None else None,
             self.logprobs,
             self.drafts.with_arrays(drafts),
         )
 
-    def without_arrays(self) -> Ways:
+    def without_arrays(self) -> SamplingBatch:
         """To be given others later, and to hold none until then."""
         none = mx.array(0)
         return self.with_arrays([[[none] * len(part) for part in parts] for parts in self.arrays])

@@ -14,8 +14,8 @@ import numpy as np
 from outrider.models.trunk import Trunk
 from outrider.sampling.logprobs import LogprobArrays, compute_logprobs
 from outrider.sampling.sampler import pick
-from outrider.step.input_batch import Batch, Feed
-from outrider.step.sampling_batch import Ways, most_picks, picking_rows
+from outrider.step.input_batch import Batch, InputBatch
+from outrider.step.sampling_batch import SamplingBatch, most_picks, picking_rows
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Picks:
         return mx.take_along_axis(self.targets, self.num_accepted[:, None], axis=1)[:, 0]
 
 
-def verify(trunk: Trunk, hidden: mx.array, batch: Batch, feed: Feed, ways: Ways) -> Picks | None:
+def verify(
+    trunk: Trunk, hidden: mx.array, batch: Batch, inputs: InputBatch, sampling: SamplingBatch
+) -> Picks | None:
     """Pick at each picking row's last committed token and at its drafts; None if no row picks.
 
     hidden [rows, width, H]
@@ -49,7 +51,7 @@ def verify(trunk: Trunk, hidden: mx.array, batch: Batch, feed: Feed, ways: Ways)
     rows = [batch[i] for i in index]
     num_picks = most_picks(batch)
     first = np.array([row.first_pick for row in rows], np.int32)[:, None]
-    starts, num_drafts, token_ids = feed.starts, feed.num_drafts, feed.token_ids
+    starts, num_drafts, token_ids = inputs.starts, inputs.num_drafts, inputs.token_ids
     if len(rows) < len(batch):
         some = mx.array(index)
         hidden, token_ids = hidden[some], token_ids[some]
@@ -60,16 +62,16 @@ def verify(trunk: Trunk, hidden: mx.array, batch: Batch, feed: Feed, ways: Ways)
         token_ids = mx.take_along_axis(token_ids, columns, axis=1)
     logits = trunk.logits(hidden)  # [picking, num_picks, vocab]
     positions = starts[:, None] + mx.array(first + np.arange(1, num_picks + 1, dtype=np.int32))
-    scores = logits if ways.edits is None else ways.edits.apply(logits)
-    scores = scores if ways.masks is None else ways.masks.apply(scores)
-    targets = pick(scores, positions, ways.targets)
+    scores = logits if sampling.processors is None else sampling.processors.apply(logits)
+    scores = scores if sampling.masks is None else sampling.masks.apply(scores)
+    targets = pick(scores, positions, sampling.targets)
     chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return Picks(
         rows=index,
         targets=targets,
         num_accepted=count_accepted(targets, token_ids[:, 1:], num_drafts, positions[:, :-1]),
         is_sound=mx.isfinite(chosen),
-        logprobs=None if ways.logprobs is None else compute_logprobs(logits, targets, ways.logprobs),
+        logprobs=None if sampling.logprobs is None else compute_logprobs(logits, targets, sampling.logprobs),
     )
 
 
@@ -87,9 +89,9 @@ def count_accepted(
     return mx.cumprod(is_right.astype(mx.int32), axis=1).sum(axis=1)
 
 
-def kept_tokens(feed: Feed, picks: Picks | None) -> mx.array:
+def kept_tokens(inputs: InputBatch, picks: Picks | None) -> mx.array:
     """How many of the tokens that each row fed stand: the committed ones and the accepted drafts.  [rows]"""
-    committed = feed.num_fed - feed.num_drafts
+    committed = inputs.num_fed - inputs.num_drafts
     if picks is None:
         return committed
     if len(picks.rows) == committed.shape[0]:
@@ -97,10 +99,10 @@ def kept_tokens(feed: Feed, picks: Picks | None) -> mx.array:
     return committed.at[mx.array(picks.rows)].add(picks.num_accepted)
 
 
-def next_tokens(batch: Batch, feed: Feed, picks: Picks | None) -> mx.array:
+def next_tokens(batch: Batch, inputs: InputBatch, picks: Picks | None) -> mx.array:
     """For every fed cell the token after it.  [rows, width]"""
-    num_rows, width = feed.token_ids.shape
-    known = mx.concatenate([feed.token_ids[:, 1:], mx.zeros((num_rows, 1), mx.int32)], axis=1)
+    num_rows, width = inputs.token_ids.shape
+    known = mx.concatenate([inputs.token_ids[:, 1:], mx.zeros((num_rows, 1), mx.int32)], axis=1)
     reading = [(i, row.num_fed - 1, row.next_id) for i, row in enumerate(batch) if row.next_id is not None]
     if reading:
         rows, lasts, ids = (mx.array(values) for values in zip(*reading, strict=True))

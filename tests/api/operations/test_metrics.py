@@ -123,7 +123,7 @@ def test_pictures_are_counted_by_piece_and_stay_when_idle() -> None:
     metrics = StepMetrics()
     metrics.on_encode(0.003)
     metrics.on_encode(0.03)
-    metrics.on_shelf(num_hits=5, num_bytes=640)
+    metrics.on_embedding_cache(num_hits=5, num_bytes=640)
     metrics.is_idle = lambda: True
     found = scraped(metrics)
     assert found["outrider_picture_pieces_encoded_total{}"] == 2

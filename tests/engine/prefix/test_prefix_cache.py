@@ -16,7 +16,7 @@ from outrider.plan import StepPlan
 
 PLENTY = 10**9
 BLOCK = 8
-WITH_STATES = CacheGeometry(bytes_per_cell=1, bytes_per_slot=50, page_size=16)
+WITH_STATES = CacheGeometry(bytes_per_cell=1, bytes_per_slot=50, capacity_step=16)
 
 
 def _harness(**changes: object) -> Harness:
@@ -146,7 +146,7 @@ def test_without_room_nobody_waits_for_ever() -> None:
 
 
 def test_a_preempted_row_finds_its_cells_again() -> None:
-    geometry = CacheGeometry(bytes_per_cell=1, page_size=16)
+    geometry = CacheGeometry(bytes_per_cell=1, capacity_step=16)
     harness = _harness(geometry=geometry, budget_bytes=3 * 81, prefill_step_size=64)
     several = [harness.add(_text(10, seed=i), max_tokens=90) for i in range(3)]
     plans = _finish(harness, *several)
@@ -204,7 +204,9 @@ def test_an_answer_that_the_head_did_not_follow_is_used_and_caught_up_with() -> 
     first = harness.add(_text(40), max_tokens=60, depth=3, is_auto=True)
     first.head_depth = 3
     plans = _finish(harness, first)
-    assert any(row.rests for plan in plans for row in rows_of(plan)), "this engine does not draft of itself"
+    assert any(row.defers_head for plan in plans for row in rows_of(plan)), (
+        "this engine does not draft of itself"
+    )
     for number in range(2):
         turn = harness.add([*first.tokens, 1, 2, 3 + number], depth=3)
         plans = _finish(harness, turn)

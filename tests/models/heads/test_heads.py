@@ -15,7 +15,7 @@ from outrider.models.heads import HeadError, HeadSpec, LoadedHead, MTPHead, find
 from outrider.models.heads import head_kv_spec as kv_spec_of
 from outrider.models.trunk import Trunk
 from outrider.request import SamplingParams
-from outrider.sampling.sampler import Picking
+from outrider.sampling.sampler import Sampler
 from outrider.step.mtp import HeadRows, MTPDrafter
 from ragged_rows import error
 from tiny_models import VOCAB_SIZE, fill, tiny_model
@@ -237,7 +237,7 @@ def test_reduced_drafts_are_the_full_projections_best_among_the_ids(family: str)
         num_fed=mx.full((3,), 6),
         num_kept=mx.array([6, 3, 1]),
         end=6,
-        how=Picking.of([SamplingParams(temperature=0.0)] * 3),
+        how=Sampler.of([SamplingParams(temperature=0.0)] * 3),
         depth=1,
     )
     drafts = drafter.draft(hidden, next_ids, rows, 32)

@@ -137,8 +137,8 @@ def test_without_the_extra_a_vision_model_reads_text_and_says_why(tmp_path: Path
     write_vision_checkpoint(tmp_path, "smolvlm")
     monkeypatch.setattr(loader, "has_extra", lambda: False)
     with LLM(tmp_path) as llm:
-        assert not llm.engine.facts.sees
-        assert "outrider[vision]" in str(llm.engine.facts.blind)
+        assert not llm.engine.facts.reads_images
+        assert "outrider[vision]" in str(llm.engine.facts.no_images_reason)
         assert llm.engine.reader is None
         assert llm.generate("hello")[0].text is not None
 
@@ -151,20 +151,20 @@ def test_a_tower_that_was_cut_off_leaves_a_text_model(tmp_path: Path) -> None:
     mx.save_safetensors(str(file), weights)
     loaded = load(tmp_path)
     assert loaded.vision is None
-    assert "no vision tower" in str(loaded.blind)
+    assert "no vision tower" in str(loaded.no_images_reason)
 
 
 def test_families_that_are_not_served_have_a_reason() -> None:
-    from outrider.models.vision.families import vision_family, why_blind
+    from outrider.models.vision.families import vision_family, why_text_only
 
     assert not SUPPORTED.keys() & REFUSED.keys()
     for name, reason in REFUSED.items():
         config = {"model_type": name, "vision_config": {"depth": 1}}
         assert vision_family(config) is None
-        assert reason in str(why_blind(config))
-    assert "not been checked" in str(why_blind({"model_type": "pixtral", "vision_config": {"a": 1}}))
-    assert why_blind({"model_type": "llama"}) is None
-    assert why_blind({"model_type": "smolvlm", "vision_config": {"a": 1}}) is None
+        assert reason in str(why_text_only(config))
+    assert "not been checked" in str(why_text_only({"model_type": "pixtral", "vision_config": {"a": 1}}))
+    assert why_text_only({"model_type": "llama"}) is None
+    assert why_text_only({"model_type": "smolvlm", "vision_config": {"a": 1}}) is None
 
 
 def test_every_served_family_has_a_tiny_checkpoint() -> None:

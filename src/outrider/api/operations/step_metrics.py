@@ -113,7 +113,7 @@ class StepMetrics:
     def on_encode(self, seconds: float) -> None:
         self._encode_seconds.observe(seconds)
 
-    def on_shelf(self, num_hits: int, num_bytes: int) -> None:
+    def on_embedding_cache(self, num_hits: int, num_bytes: int) -> None:
         self._picture_hits, self._picture_bytes = num_hits, num_bytes
 
     def _count_row(self, row: RowPlan, gained: dict[int, int]) -> LiveRow:

@@ -20,7 +20,7 @@ from outrider.cache.prefix_index import Match, Node, PrefixIndex, num_common
 from outrider.engine.draft_planner import MOST_BEHIND
 from outrider.engine.prefix.checkpoints import next_stop, prompt_stops
 from outrider.engine.prefix.disk import BlockDisk, Fetches, file_name
-from outrider.engine.prefix.match import first_rested, last_state, num_followed, num_headed, pieces
+from outrider.engine.prefix.match import first_deferred, last_state, num_followed, num_head_cached, pieces
 from outrider.engine.sequence import Sequence
 from outrider.plan import LoadCells, PrefixCopies, RowPlan, SaveCells, SaveState
 
@@ -215,20 +215,22 @@ class PrefixCache:
         if usable - row.num_cached >= self._least(row):
             assert row.slot is not None
             # What its head has missed is loaded again: the match may have it with the head by now.
-            start = min(row.num_cached, row.num_headed) if row.feeds_head else row.num_cached
+            start = min(row.num_cached, row.num_head_cached) if row.feeds_head else row.num_cached
             self._loads.append(self._load(row.slot, start, usable, match))
             self._hold(match.nodes[(usable - 1) // self.index.block_size])
             self.num_hit_cells += usable - row.num_cached
             row.count_loaded(usable - row.num_cached)
             row.num_cached = usable
-            row.num_headed = max(row.num_headed, num_headed(match, usable, self.index.block_size))
+            row.num_head_cached = max(
+                row.num_head_cached, num_head_cached(match, usable, self.index.block_size)
+            )
             self._settle(place, match, usable)
         return is_too_much and not self._has_states
 
     def _usable(self, row: Sequence, match: Match, place: _Place) -> int:
         """Cells of a match that the row can start with."""
         usable = num_followed(match, self.index.block_size)
-        headed = max(row.num_headed, num_headed(match, usable, self.index.block_size))
+        headed = max(row.num_head_cached, num_head_cached(match, usable, self.index.block_size))
         usable = min(usable, headed + MOST_BEHIND)
         if not self._has_states:
             return usable
@@ -265,7 +267,7 @@ class PrefixCache:
     def _settle(self, place: _Place, match: Match, num_cells: int) -> None:
         """The row holds these cells of the match: its whole blocks need not be saved, but those that the head
         was not fed are saved again once it has caught up."""
-        place.depth = min(num_cells // self.index.block_size, first_rested(match))
+        place.depth = min(num_cells // self.index.block_size, first_deferred(match))
         place.node = match.nodes[place.depth - 1] if place.depth else self.index.root(place.tree)
 
     def _is_ahead(self, other: Sequence, row: Sequence, place: _Place) -> bool:
@@ -286,9 +288,9 @@ class PrefixCache:
     def _kept(self, row: Sequence, parent: Node, start: int, end: int) -> Node | None:
         """The node for these cells, saved now if it was not there; None when there is no room."""
         assert row.slot is not None
-        keys, num_fed = row.keys(start, end), row.num_headed_of(start, end)
+        keys, num_fed = row.keys(start, end), row.num_head_cached_of(start, end)
         node = self.index.child(parent, keys)
-        is_old = node is not None and len(node.keys) == len(keys) and node.num_headed < num_fed
+        is_old = node is not None and len(node.keys) == len(keys) and node.num_head_cached < num_fed
         if node is not None and not is_old:
             self.index.touch(node)
             return node

@@ -15,23 +15,23 @@ def num_followed(match: Match, block_size: int) -> int:
     """Cells up to where a head that has rested cannot catch up: what it missed is one stretch only."""
     has_rested = False
     for number, node in enumerate(match.nodes):
-        if has_rested and node.num_headed:
+        if has_rested and node.num_head_cached:
             return number * block_size
         has_rested = has_rested or not node.is_headed
     return match.num_keys
 
 
-def first_rested(match: Match) -> int:
+def first_deferred(match: Match) -> int:
     """The number of the first block that the head was not fed all of; that of all blocks if there is none."""
     return next((i for i, node in enumerate(match.nodes) if not node.is_headed), len(match.nodes))
 
 
-def num_headed(match: Match, num_cells: int, block_size: int) -> int:
+def num_head_cached(match: Match, num_cells: int, block_size: int) -> int:
     """Of the match's first `num_cells`, those that the head was fed."""
-    first = first_rested(match)
+    first = first_deferred(match)
     if first == len(match.nodes):
         return num_cells
-    return min(num_cells, first * block_size + match.nodes[first].num_headed)
+    return min(num_cells, first * block_size + match.nodes[first].num_head_cached)
 
 
 def last_state(match: Match, num_cells: int) -> int:

@@ -47,7 +47,7 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-def why_blind(config: Mapping[str, Any]) -> str | None:
+def why_text_only(config: Mapping[str, Any]) -> str | None:
     """Why a vision model reads text only here; None for those that see, and for text models."""
     name = str(config.get("model_type"))
     if not config.get("vision_config") or name in SUPPORTED:
