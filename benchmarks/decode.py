@@ -57,7 +57,9 @@ def _depth(bench: Bench, args: argparse.Namespace) -> None:
 
             def drafted(rows: int = rows, depth: int = depth, out: tuple = (strides, shares)):  # type: ignore
                 run, sequences = bench.ours([depth] * rows, args.tokens, args.temperature)
-                out[0].append(sum(s.num_generated for s in sequences) / sum(s.steps for s in sequences))
+                out[0].append(
+                    sum(s.num_generated for s in sequences) / sum(s.counters.steps for s in sequences)
+                )
                 out[1].append(_shares(sequences, depth))
                 return run
 
@@ -87,9 +89,9 @@ def _auto(bench: Bench, args: argparse.Namespace) -> None:
                 run, sequences = bench.ours([policy] * rows, args.tokens, args.temperature, number * rows)
                 paces[policy].append(run.tokens_per_s)
                 if policy == "auto":
-                    steps = sum(s.steps for s in sequences)
+                    steps = sum(s.counters.steps for s in sequences)
                     strides.append(sum(s.num_generated for s in sequences) / steps)
-                    drafts.append(sum(map(sum, (s.drafted for s in sequences))) / steps)
+                    drafts.append(sum(map(sum, (s.counters.drafted for s in sequences))) / steps)
         found = {
             policy: spread([own / plain for own, plain in zip(each, paces[0], strict=True)])
             for policy, each in paces.items()
@@ -119,8 +121,8 @@ def _mixed(bench: Bench, args: argparse.Namespace) -> None:
 
 
 def _shares(sequences: list, depth: int) -> list[float]:
-    drafted = [sum(s.drafted[i] for s in sequences) for i in range(depth)]
-    accepted = [sum(s.accepted[i] for s in sequences) for i in range(depth)]
+    drafted = [sum(s.counters.drafted[i] for s in sequences) for i in range(depth)]
+    accepted = [sum(s.counters.accepted[i] for s in sequences) for i in range(depth)]
     return [a / max(1, d) for a, d in zip(accepted, drafted, strict=True)]
 
 

@@ -102,7 +102,7 @@ def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else None
     count = PrefillCount()
     with LLM(model) as llm:
-        llm.engine._observer = count
+        llm.engine._loop._observer = count
         second_turn(llm)
         sharing(llm, count)
         with LLM(model, prefix_cache_bytes=0) as without:

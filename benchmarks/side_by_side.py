@@ -16,6 +16,7 @@ from outrider.bench.prompts.chat import PROMPTS
 from outrider.bench.statistics import Spread
 from outrider.config import EngineConfig
 from outrider.cpu import layers
+from outrider.engine.draft_state import DraftState
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
 from outrider.models import heads, joined_products, loader, machine
@@ -111,10 +112,12 @@ class Bench:
                 NoText(),
                 frozenset(),
                 num_tokens,
-                max_depth=MAX_DEPTH if depth == "auto" else depth,
-                head_depth=MAX_DEPTH if depth == "auto" else depth,
-                lookup=NgramDrafter() if depth == "auto" else None,
-                is_auto=depth == "auto",
+                DraftState(
+                    max_depth=MAX_DEPTH if depth == "auto" else depth,
+                    head_depth=MAX_DEPTH if depth == "auto" else depth,
+                    lookup=NgramDrafter() if depth == "auto" else None,
+                    is_auto=depth == "auto",
+                ),
             )
             for i, (prompt, depth) in enumerate(
                 zip(self.prompts(len(depths), first_prompt), depths, strict=True)
@@ -126,11 +129,12 @@ class Bench:
         while not scheduler.is_idle:
             if not started and all(row.is_decoding for row in rows):
                 started, tokens_before = self.clock(), sum(row.num_generated for row in rows)
-            plan = scheduler.plan()
-            assert plan is not None
+            step = scheduler.plan()
+            assert step is not None
             before = time.perf_counter()
-            result = self.runner.run(plan)
-            scheduler.commit(result, time.perf_counter() - before)
+            step.result = self.runner.run(step.plan)
+            step.seconds = time.perf_counter() - before
+            scheduler.commit(step)
             steps += bool(started)
         seconds = self.clock() - started
         self.runner.reset()

@@ -92,9 +92,9 @@ def test_leaving_a_stream_early_frees_its_row(llm: LLM, how: str) -> None:
     del stream
     llm.generate("x", SamplingParams(max_tokens=1, temperature=0))
     deadline = time.monotonic() + 5
-    while llm.engine._live and time.monotonic() < deadline:  # the cancel is on its way
+    while llm.engine._loop.live and time.monotonic() < deadline:  # the cancel is on its way
         time.sleep(0.01)
-    assert not llm.engine._live
+    assert not llm.engine._loop.live
     assert llm.engine.num_steps < steps + 20
 
 
@@ -197,7 +197,7 @@ def test_prompt_beyond_the_memory_budget_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidConfig, match="even one row"):
         LLM(folder, memory_budget_bytes=1000)
     with LLM(folder, memory_budget_bytes=400_000) as llm:
-        longest = llm.engine._scheduler.longest_context()
+        longest = llm.engine._loop.scheduler.longest_context()
         assert 0 < longest < 500
         with pytest.raises(InvalidRequest, match="memory budget"):
             llm.generate([[5] * longest], GREEDY)
@@ -207,7 +207,7 @@ def test_prompt_beyond_the_memory_budget_is_refused(folder: Path) -> None:
 def test_step_that_fails_is_done_again_and_nothing_is_lost(folder: Path) -> None:
     with LLM(folder) as llm:
         expected = [out.token_ids for out in llm.generate(["one", "two", "three"], GREEDY)]
-        runner = llm.engine._parts.runner
+        runner = llm.engine._loop.parts.runner
         finish, calls = runner.finish, 0
 
         def fails_once_half_way(launched: object) -> object:
@@ -224,7 +224,7 @@ def test_step_that_fails_is_done_again_and_nothing_is_lost(folder: Path) -> None
 
 def test_model_that_always_fails_ends_requests_with_its_error_and_serves_on(folder: Path) -> None:
     with LLM(folder) as llm:
-        runner = llm.engine._parts.runner
+        runner = llm.engine._loop.parts.runner
         launch = runner.launch
         runner.launch = lambda *step: (_ for _ in ()).throw(RuntimeError("no device"))  # type: ignore[method-assign]
         with pytest.raises(GenerationFailed, match="no device"):
@@ -311,7 +311,7 @@ def test_row_with_unsound_logits_ends_in_error_and_leaves_nothing_behind(folder:
         prompts = [[5, 6], [7, 8], [10, 11]]
         expected = [out.token_ids for out in llm.generate(prompts, plain)]
         assert all(poison not in answer for answer in expected)
-        inner = llm.engine._parts.runner._forward._trunk.inner  # type: ignore[attr-defined]
+        inner = llm.engine._loop.parts.runner._forward._trunk.inner  # type: ignore[attr-defined]
         inner.embed_tokens = PoisonedEmbedding(inner.embed_tokens, poison)
         streams = [llm.stream(ids, plain) for ids in ([5, 6], [poison, 5], [7, 8])]
         with pytest.raises(GenerationFailed, match="NaN"):

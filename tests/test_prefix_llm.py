@@ -82,8 +82,8 @@ def test_clearing_gives_the_memory_back(folder: Path, expected: list[int], tmp_p
         assert llm.engine.clear_prefix_cache() == held
         assert _numbers(llm)["bytes"] == 0
         assert mx.get_active_memory() <= at_first + 100_000
-        assert llm.engine._parts.disk is not None
-        assert llm.engine._parts.disk.flush()
+        assert llm.engine._loop.parts.disk is not None
+        assert llm.engine._loop.parts.disk.flush()
         assert list(tmp_path.iterdir()) == []
         assert _ask(llm) == (expected, 0)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider.engine.in_flight import Flights
+from outrider.engine.in_flight import InFlightStep, StepExecutor
 from outrider.engine.scheduler import Scheduler
-from outrider.plan import StepPlan
 from outrider.step.runner import Runner
 
 
@@ -29,23 +28,24 @@ class Driver:
         self._scheduler = scheduler
         self._runner = runner
         self._ahead = ahead
-        self._flights = Flights(runner)
+        self._executor = StepExecutor(runner)
         self.num_ahead = 0
         self.spent = Spent()
 
     def step(self) -> None:
         """One step is read and committed."""
-        if not self._flights:
-            plan = self._timed(self._scheduler.plan)
-            assert plan is not None
-            self._launch(plan)
-        if self._ahead and (plan := self._timed(self._scheduler.plan_overlapped)) is not None:
-            self._launch(plan)
+        in_flight = self._scheduler.in_flight
+        if not in_flight:
+            planned = self._timed(self._scheduler.plan)
+            assert planned is not None
+            self._launch(planned, ())
+        if self._ahead and (overlapped := self._timed(self._scheduler.plan_overlapped)) is not None:
+            self._launch(overlapped, (in_flight[0],))
             self.num_ahead += 1
         started_s = time.perf_counter()
-        step = self._flights.land()
+        self._executor.finish(in_flight[0])
         read_s = time.perf_counter()
-        self._scheduler.commit(step.result, step.own_s)
+        self._scheduler.commit(in_flight[0])
         self.spent.read_s += read_s - started_s
         self.spent.commit_s += time.perf_counter() - read_s
 
@@ -57,17 +57,17 @@ class Driver:
 
     def leave(self) -> None:
         """Wait for what is under way, and drop all rows and cells."""
-        while self._flights:
-            self._flights.land()
+        while self._scheduler.in_flight:
+            self._executor.finish(self._scheduler.in_flight.popleft())
         self._runner.reset()
 
-    def _timed(self, make: Callable[[], StepPlan | None]) -> StepPlan | None:
+    def _timed(self, make: Callable[[], InFlightStep | None]) -> InFlightStep | None:
         started_s = time.perf_counter()
-        plan = make()
+        step = make()
         self.spent.plan_s += time.perf_counter() - started_s
-        return plan
+        return step
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch(self, step: InFlightStep, in_front: Sequence[InFlightStep]) -> None:
         started_s = time.perf_counter()
-        self._flights.launch(plan)
+        self._executor.launch(step, in_front)
         self.spent.launch_s += time.perf_counter() - started_s

@@ -17,6 +17,7 @@ from benchmarks.gpu.loop import prompts
 from benchmarks.gpu.weights import Subject, random_subject
 from benchmarks.side_by_side import NoText
 from outrider.config import EngineConfig
+from outrider.engine.draft_state import DraftState
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
 from outrider.models import machine
@@ -46,8 +47,8 @@ def check(subject: Subject, temperature: float = 0.0) -> dict[str, object]:
     for name, (tokens, rows, num_ahead) in runs.items():
         found[name] = {
             "first_difference": [_first_difference(a, b) for a, b in zip(plain, tokens, strict=True)],
-            "drafts_fed": sum(sum(row.drafted) for row in rows),
-            "drafts_accepted": sum(sum(row.accepted) for row in rows),
+            "drafts_fed": sum(sum(row.counters.drafted) for row in rows),
+            "drafts_accepted": sum(sum(row.counters.accepted) for row in rows),
             "steps_ahead": num_ahead,
         }
     return found
@@ -70,11 +71,11 @@ def _decode(
         num_tokens = NUM_TOKENS - ENDS_EARLIER * i
         params = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=i, ignore_eos=True)
         request = Request(str(i), tuple(prompt[: 24 + i]), params)
-        row = Row(i, request, NoText(), frozenset(), num_tokens, max_depth=depth, head_depth=depth)
+        row = Row(i, request, NoText(), frozenset(), num_tokens, DraftState(depth, depth))
         if answers is not None:
             own = answers[i][row.num_prompt :]
             wrong = [(t + (j % WRONG_EVERY == i)) % subject.trunk.vocab_size for j, t in enumerate(own)]
-            row.drafter = PredictionDrafter(wrong, row.num_prompt)
+            row.drafting.drafter = PredictionDrafter(wrong, row.num_prompt)
         rows.append(row)
         scheduler.add(row)
     driver = Driver(scheduler, runner, ahead=outruns)

@@ -15,6 +15,7 @@ from benchmarks.gpu.driver import Driver, Spent
 from benchmarks.gpu.weights import Subject
 from benchmarks.side_by_side import NoText
 from outrider.config import EngineConfig
+from outrider.engine.draft_state import DraftState
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
 from outrider.models import machine
@@ -97,7 +98,7 @@ class Loop:
 
     def _timed(self, driver: Driver, rows: list[Row], load: Load) -> Turn:
         def counts() -> tuple[int, int]:
-            return sum(row.num_generated for row in rows), sum(sum(row.drafted) for row in rows)
+            return sum(row.num_generated for row in rows), sum(sum(row.counters.drafted) for row in rows)
 
         tokens, drafted = counts()
         began, busy = time.perf_counter(), time.thread_time()
@@ -134,10 +135,7 @@ class Loop:
                     NoText(),
                     frozenset(),
                     most_tokens,
-                    max_depth=most,
-                    head_depth=most,
-                    can_pause_head=not self._outruns,
-                    is_auto=policy == "auto",
+                    DraftState(most, most, can_pause_head=not self._outruns, is_auto=policy == "auto"),
                 )
             )
         return rows

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from outrider.engine import scheduler
+from outrider.engine.draft_planner import DraftPlanner
 from outrider.engine.sequence import Sequence as Row
 from outrider.step import verify
 
@@ -50,26 +50,26 @@ class Script:
         is_right = (x < mx.array(self._limit, mx.uint32)) & is_draft
         return mx.cumprod(is_right.astype(mx.int32), axis=1).sum(axis=1)
 
-    def observe_drafts(self, row: Row, committed: Sequence[int]) -> None:
-        """In the place of the scheduler's: the controller learns what the script says."""
-        if row.record is None or row.slot is None:
+    def observe(self, _: DraftPlanner, row: Row, committed: Sequence[int]) -> None:
+        """In the place of the draft planner's: the controller learns what the script says."""
+        if row.drafting.acceptance is None or row.slot is None:
             return
         first = len(row.tokens) - len(committed)
-        for proposal in row.proposals:
+        for proposal in row.drafting.proposals:
             places = range(len(proposal.token_ids))
             wrong = (i for i in places if not self.is_right(row.slot, first + i))
             num_right = next(wrong, len(places))
-            row.record.add(proposal.source, len(places), num_right, len(committed))
+            row.drafting.acceptance.add(proposal.source, len(places), num_right, len(committed))
 
 
 @contextmanager
 def scripted(script: Script) -> Iterator[None]:
     """The step takes the script's word for what is accepted, and so does the controller."""
-    counted, observed = verify.count_accepted, scheduler.observe_drafts
+    counted, observe = verify.count_accepted, DraftPlanner.observe
     verify.count_accepted = script.count_accepted
-    scheduler.observe_drafts = script.observe_drafts
+    DraftPlanner.observe = lambda *args: script.observe(*args)  # type: ignore[method-assign]
     try:
         yield
     finally:
         verify.count_accepted = counted
-        scheduler.observe_drafts = observed
+        DraftPlanner.observe = observe  # type: ignore[method-assign]

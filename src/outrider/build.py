@@ -110,11 +110,11 @@ def _parts(
     tokenizer = loaded.tokenizer
     eos_ids = loaded.eos_ids
     grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, trunk.vocab_size, eos_ids), eos_ids)
-    controller, keep_learnt = DepthController(few_shapes=outruns), _nothing
+    controller, save_measurements = DepthController(few_shapes=outruns), _nothing
     if config.auto_depth == "auto":
         name = _fingerprint(loaded, head, choice, facts, config.max_rows)
         controller = _controller(name, runner, facts, config, budget, say)
-        keep_learnt = partial(cost_store.save, name, controller.costs, controller.acceptance)
+        save_measurements = partial(cost_store.save, name, controller.costs, controller.acceptance)
     return EngineParts(
         runner,
         facts,
@@ -122,7 +122,7 @@ def _parts(
         _text_factory(tokenizer, trunk.vocab_size),
         grammars,
         controller,
-        keep_learnt,
+        save_measurements,
         prefix_budget,
         disk,
         vision.reader if vision is not None else None,

@@ -1,35 +1,37 @@
-"""The contract of a step: what the scheduler decides, and what the runner brings back.
+"""The contract of a step: what the scheduler decides, what a runner offers, and what it brings back.
 
-Pure data. The cells of a row that had `start` cells and feeds c committed tokens and k drafts:
+Pure data and protocols. A row with `start` cells that feeds c committed tokens and k drafts:
 
-    cells   0 ........ start-1 | start ..... start+c-1 | start+c .... start+c+k-1
-    hold    committed, cached  | committed, fed now    | tentative, fed now
-    picks                                      x         x             x
+    cells    0 ........ start-1 | start ..... start+c-1 | start+c .... start+c+k-1
+    hold     committed, cached  | committed, fed now    | tentative, fed now
+    targets                                   x           x             x
 
-The picks are the target tokens; the row keeps `c + accepted` of the fed cells.
+A target token is sampled at each x. The row keeps `c + accepted` of the cells that it feeds now.
 
-A step may follow one that nobody has read yet: then its rows feed the token that they will have picked and
-their drafts, wherever they will stand. The plan has UNREAD in the place of such tokens, and as `start` the
-most cells that the row can have by then.
+An overlapped step is planned before the host has read the step in front of it. Its rows feed the token that
+they will have sampled, and their drafts, from the first cell after the accepted ones. Its plan has UNREAD in
+the place of these tokens, and `start` is the most cells that the row can have by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
+from outrider.config import CacheGeometry
 from outrider.host_array import HostArray
-from outrider.prompt_media import PromptMedia
+from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.request import SamplingParams
 
-UNREAD = -1  # a token that a step under way will bring
+UNREAD = -1  # stands for a token that the step in front will bring
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Exchange two slots' cells before the step; `one_way` when nothing in `target` needs to be kept."""
+    """Exchange the cells of two slots before the step; `one_way` if the cells of `target` may be lost."""
 
     source: int
     target: int
@@ -47,7 +49,7 @@ class BlockPiece:
 
 @dataclass(frozen=True, slots=True)
 class SaveCells:
-    """Copy a slot's cells start..end-1 into a block; with a file name, to disk as well."""
+    """Copy a slot's cells start..end-1 into a cached block; with a file name, to disk as well."""
 
     block_id: int
     slot: int
@@ -58,7 +60,7 @@ class SaveCells:
 
 @dataclass(frozen=True, slots=True)
 class SaveState:
-    """Copy the states that recurrent layers have for a slot."""
+    """Copy the recurrent states of a slot."""
 
     state_id: int
     slot: int
@@ -67,7 +69,7 @@ class SaveState:
 
 @dataclass(frozen=True, slots=True)
 class LoadCells:
-    """Fill a slot's cells from `start` on; and its states, where a model has them."""
+    """Fill a slot's cells from `start` on, and its recurrent states if the model has them."""
 
     slot: int
     start: int
@@ -81,7 +83,7 @@ class LoadCells:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A block or state that came from disk."""
+    """A block or state that was read from disk."""
 
     id: int
     arrays: Mapping[str, HostArray]
@@ -89,13 +91,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCopies:
-    """What the prefix cache asks of a step, in this order; the moves come before the arrivals."""
+    """The copies between slots and cached blocks in a step, in this order. Moves come before the arrivals."""
 
-    drops: tuple[int, ...] = ()  # blocks and states to let go
-    saves: tuple[SaveCells, ...] = ()  # out of slots as the last step left them
+    drops: tuple[int, ...] = ()  # ids of blocks and states to free
+    saves: tuple[SaveCells, ...] = ()  # out of the slots as the last step left them
     states: tuple[SaveState, ...] = ()
     arrivals: tuple[Arrival, ...] = ()
-    loads: tuple[LoadCells, ...] = ()  # into slots as this step has them
+    loads: tuple[LoadCells, ...] = ()  # into the slots as this step has them
 
     def __bool__(self) -> bool:
         return bool(self.drops or self.saves or self.states or self.arrivals or self.loads)
@@ -106,25 +108,26 @@ class RowPlan:
     """One sequence's part in one forward pass."""
 
     sequence_id: int
-    slot: int
+    slot: int  # the sequence's row in the cache buffers
     start: int  # cells of the row already in the cache
     token_ids: Sequence[int]  # fed now: committed tokens, then drafts
-    num_drafts: int  # how many of token_ids, at the end, are tentative
-    next_id: int | None  # the prompt token after token_ids; None when the row picks its next token
-    feeds_head: bool  # whether the MTP head follows this row
-    num_drafts_next: int  # drafts wanted from the head for the row's next step
+    num_drafts: int  # the last so many of token_ids are drafts
+    next_id: int | None  # the prompt token after token_ids; None: the row samples its next token
+    feeds_head: bool  # whether the MTP head is fed this row's pairs
+    num_drafts_next: int  # drafts that the head makes now for the row's next step
     params: SamplingParams
-    history: Sequence[int]  # all committed tokens; read, never kept
-    num_prompt: int  # how many of history are the prompt
-    banned_ids: Sequence[int] = ()  # may not be picked while the answer is shorter than min_tokens
+    history: Sequence[int]  # all committed tokens; a live list: read it at once, never store it
+    num_prompt: int  # the first so many tokens of history are the prompt
+    banned_ids: Sequence[int] = ()  # may not be sampled while the answer is shorter than min_tokens
     head_start: int | None = None  # cells that the head has been fed; None: as many as the trunk
-    defers_head: bool = False  # the head will follow later: keep what it is to be fed
-    masks: np.ndarray | None = None  # [1 + num_drafts, words] bits of the tokens that a grammar allows
-    media: PromptMedia | None = None  # a prompt's pictures, while it is read
-    position_delta: int = 0  # what is added to a cell's number to get its position, after the prompt
+    defers_head: bool = False  # the head is paused: store the inputs that it will be fed later
+    masks: np.ndarray | None = None  # [1 + num_drafts, words] one bit for each token that a grammar allows
+    media: PromptMedia | None = None  # the prompt's images, while the row prefills
+    position_delta: int = 0  # position minus cell number, after the prompt
 
     @property
-    def picks(self) -> bool:
+    def is_sampling(self) -> bool:
+        """False for a prefill chunk that is not the last."""
         return self.next_id is None
 
     @property
@@ -132,40 +135,38 @@ class RowPlan:
         return len(self.token_ids)
 
     @property
-    def num_behind(self) -> int:
-        """Cells that the trunk has and the head has not."""
+    def head_lag(self) -> int:
+        """Cells that the trunk has cached and the head was not fed."""
         return 0 if self.head_start is None else self.start - self.head_start
 
     @property
-    def first_pick(self) -> int:
-        """Column of the row's first target token."""
+    def first_target(self) -> int:
+        """The column of the row's first target token."""
         return len(self.token_ids) - 1 - self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """The least that a pass is made for, since some shapes are cheaper or sooner ready than smaller ones."""
+    """The smallest shape that a pass is padded to. A larger shape may be cheaper, or already traced."""
 
-    rows: int = 1  # of a pass that can be traced; in the slots after its own rows nothing is changed
+    rows: int = 1  # padding rows are added to traced passes only
     width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: give the caches this shape, make these moves, run these batches, one forward pass each.
+    """One step: resize the caches, move rows, run the batches (one forward pass each).
 
     A step without batches only copies.
     """
 
     num_slots: int
-    capacity: int
+    capacity: int  # cells of each slot
     moves: tuple[Move, ...]
     batches: tuple[tuple[RowPlan, ...], ...]
-    shapes: tuple[PassShape, ...] = ()  # of each batch; none: as its rows need it
+    shapes: tuple[PassShape, ...] = ()  # of each batch; empty: no padding
     copies: PrefixCopies = PrefixCopies()
-    is_overlapped: bool = (
-        False  # its one batch has the rows of the step before, which was not read: see UNREAD
-    )
+    is_overlapped: bool = False  # one batch, with the rows of the unread step in front: see UNREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row gained: its picked tokens (accepted drafts and the bonus) and its next drafts."""
+    """What a row gained: its sampled tokens (accepted drafts and the bonus) and its next drafts."""
 
     sequence_id: int
     token_ids: tuple[int, ...]  # empty for a prefill chunk that was not the last
@@ -194,3 +195,56 @@ class RowResult:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     rows: tuple[RowResult, ...] = field(default=())
+
+
+class LaunchedStep(Protocol):
+    """What a runner returns for a step that the device works on."""
+
+    @property
+    def is_first_trace(self) -> bool: ...  # a pass was traced just now: the step's time says nothing
+
+    @property
+    def is_as_planned(self) -> bool: ...  # every pass has the planned shape
+
+
+class ImageEmbeddings(Protocol):
+    """The encoded pieces of images, by content key: see cache/embedding_cache.py."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def num_hits(self) -> int: ...  # pieces that were there already when a row came to need them
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def hold(self, keys: Iterable[str]) -> None: ...
+
+    def release(self, keys: Iterable[str]) -> None: ...
+
+    def forget_holds(self) -> None: ...
+
+
+class StepRunner(Protocol):
+    """Runs the steps of one model and owns its caches: see step/runner.py."""
+
+    @property
+    def num_bytes(self) -> int: ...  # of the row caches
+
+    @property
+    def prefix_bytes(self) -> int: ...  # of cached prefixes
+
+    @property
+    def image_embeddings(self) -> ImageEmbeddings | None: ...  # None if the model reads no images
+
+    def geometry(self, capacity_step: int) -> CacheGeometry: ...
+
+    def launch(self, plan: StepPlan, previous: Any = None) -> LaunchedStep: ...
+
+    def finish(self, launched: Any) -> StepResult: ...
+
+    def encode(self, piece: MediaPiece) -> None: ...
+
+    def reset(self) -> None: ...  # drop all cells
+
+    def clear_prefixes(self) -> None: ...

@@ -261,7 +261,7 @@ def test_several_choices_load_their_picture_once(llm: LLM, web: Web) -> None:
 
 
 def test_a_picture_is_encoded_once_for_all_turns_and_requests(seeing: Seeing, monkeypatch: Any) -> None:
-    runner: Any = seeing.llm.engine._parts.runner
+    runner: Any = seeing.llm.engine._loop.parts.runner
     encoded_keys: list[str] = []
     tower_encode = runner._tower.encode
     monkeypatch.setattr(
@@ -285,8 +285,8 @@ def nothing_left(llm: LLM, tmp_path: Path, monkeypatch: Any) -> Iterator[None]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     yield
     assert list(tmp_path.iterdir()) == []
-    assert llm.engine._scheduler.is_idle
-    assert llm.engine._parts.runner.image_embeddings.num_held == 0  # type: ignore[union-attr]
+    assert llm.engine._loop.scheduler.is_idle
+    assert llm.engine._loop.parts.runner.image_embeddings.num_held == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("nothing_left")

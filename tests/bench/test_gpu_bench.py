@@ -15,7 +15,7 @@ from benchmarks.gpu.scripted import Script, scripted
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.weights import Subject, count_parameters, new_model, random_subject
 
-from outrider.engine import scheduler
+from outrider.engine.draft_planner import DraftPlanner
 from outrider.models import machine
 from outrider.models.joined_products import JoinedLinear, JoinedQuantizedLinear
 from outrider.request import DraftDepth
@@ -94,14 +94,12 @@ def test_the_controller_learns_from_the_script(hybrid: Subject) -> None:
 
 
 def test_the_script_goes_as_it_came() -> None:
-    before = verify.count_accepted, scheduler.observe_drafts
+    before = verify.count_accepted, DraftPlanner.observe
     script = Script(0.5)
     with scripted(script):
-        assert (verify.count_accepted, scheduler.observe_drafts) == (
-            script.count_accepted,
-            script.observe_drafts,
-        )
-    assert (verify.count_accepted, scheduler.observe_drafts) == before
+        assert verify.count_accepted == script.count_accepted
+        assert DraftPlanner.observe is not before[1]
+    assert (verify.count_accepted, DraftPlanner.observe) == before
 
 
 # -- models ----------------------------------------------------------------------------------------------

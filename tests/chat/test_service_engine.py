@@ -136,7 +136,7 @@ def test_leaving_early_frees_the_row(llm: LLM, service: ChatService) -> None:
             break
         del stream
         for _ in range(200):
-            if not llm.engine._live:
+            if not llm.engine._loop.live:
                 return
             await asyncio.sleep(0.01)
         raise AssertionError("the request is still alive")

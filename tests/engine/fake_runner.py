@@ -48,14 +48,14 @@ class FakeLaunched:
 
     plan: StepPlan
     result: StepResult
-    is_traced: bool = False
-    is_whole: bool = True
+    is_first_trace: bool = False
+    is_as_planned: bool = True
 
 
 class FakeRunner:
     """Caches as lists: `cells[slot][t]` is the token fed at t, `head[slot][t]` the token after it."""
 
-    image_embeddings: Any = None  # it sees nothing
+    image_embeddings: Any = None  # it reads no images
 
     def __init__(self, geometry: CacheGeometry, seed: int = 0) -> None:
         self.faults: dict[int, Fault] = {}  # by sequence id
@@ -86,15 +86,15 @@ class FakeRunner:
         self._resize(0, 0)
 
     def encode(self, piece: MediaPiece) -> None:
-        raise AssertionError("there are no pictures here")
+        raise AssertionError("there are no images here")
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.finish(self.launch(plan))
 
-    def launch(self, plan: StepPlan, after: FakeLaunched | None = None) -> FakeLaunched:
-        assert plan.is_overlapped == (after is not None)
-        if after is not None:
-            plan = _resolved(plan, after)
+    def launch(self, plan: StepPlan, previous: FakeLaunched | None = None) -> FakeLaunched:
+        assert plan.is_overlapped == (previous is not None)
+        if previous is not None:
+            plan = _resolved(plan, previous)
         self._save(plan.copies)
         for move in plan.moves:
             self._move(move)
@@ -108,7 +108,7 @@ class FakeRunner:
         self._raise_if_faulty(launched.plan)  # the caches were changed: nothing in them may be used again
         return launched.result
 
-    def forget_prefixes(self) -> None:
+    def clear_prefixes(self) -> None:
         self.blocks.clear()
         self.states.clear()
 
@@ -177,7 +177,8 @@ class FakeRunner:
 
     def _run_batch(self, batch: Sequence[RowPlan]) -> list[RowResult]:
         assert batch, "an empty batch"
-        recursions = max(row.num_drafts_next for row in batch if row.feeds_head) - 1 if _heading(batch) else 0
+        depth = max((row.num_drafts_next for row in batch if row.feeds_head), default=1)
+        recursions = depth - 1
         return [self._run_row(row, recursions) for row in batch]
 
     def _run_row(self, row: RowPlan, recursions: int) -> RowResult:
@@ -206,11 +207,11 @@ class FakeRunner:
         assert 0 <= row.num_drafts <= MAX_DEPTH
         assert 0 <= row.num_drafts_next <= MAX_DEPTH
         assert not (row.defers_head and row.feeds_head)
-        assert row.num_behind >= 0
+        assert row.head_lag >= 0
         assert list(row.token_ids[:num_committed]) == history[row.start : end], (
             "not the tokens that come next"
         )
-        if row.picks:
+        if row.is_sampling:
             assert end == len(history), "a pick in the middle of the known tokens"
         else:
             assert row.next_id == history[end], "the wrong token for the head"
@@ -219,14 +220,14 @@ class FakeRunner:
         assert touched <= self.capacity, f"{touched} cells touched where there are {self.capacity}"
         assert self.cells[row.slot][: row.start] == history[: row.start], "the cells hold another text"
         if row.feeds_head:
-            headed = row.start - row.num_behind
+            headed = row.start - row.head_lag
             assert self.head[row.slot][:headed] == history[1 : headed + 1], "the head holds another text"
             missed = slice(headed, row.start)
             assert self.rested[row.slot][missed] == history[missed], "what the head missed was not kept"
 
     def _targets(self, row: RowPlan) -> list[int]:
         """The picked tokens: accepted drafts and the bonus."""
-        if not row.picks:
+        if not row.is_sampling:
             return []
         drafts = row.token_ids[row.num_fed - row.num_drafts :]
         known = self.cells[row.slot][: row.start + row.num_fed - row.num_drafts]
@@ -239,10 +240,11 @@ class FakeRunner:
 
     def _feed_head(self, row: RowPlan, targets: list[int], num_kept: int, recursions: int) -> None:
         """The pairs of the kept cells; junk over what was rejected and where the recursion writes."""
-        known = [*row.token_ids[1 : row.num_fed - row.num_drafts], *(targets if row.picks else [row.next_id])]
+        last = targets if row.is_sampling else [row.next_id]
+        known = [*row.token_ids[1 : row.num_fed - row.num_drafts], *last]
         end = row.start + num_kept
-        headed = row.start - row.num_behind
-        self.head[row.slot][headed : row.start] = row.history[headed + 1 : row.start + 1]
+        head_cached = row.start - row.head_lag
+        self.head[row.slot][head_cached : row.start] = row.history[head_cached + 1 : row.start + 1]
         self.head[row.slot][row.start : end] = known
         clobbered = max(row.start + row.num_fed, end + max(0, recursions))
         for cell in range(end, min(clobbered, self.capacity)):
@@ -289,12 +291,8 @@ def _resolved_row(row: RowPlan, before: RowPlan, result: RowResult) -> RowPlan:
         start=start,
         token_ids=(result.token_ids[-1], *result.drafts[: row.num_drafts]),
         history=history,
-        head_start=None if row.head_start is None else start - row.num_behind,
+        head_start=None if row.head_start is None else start - row.head_lag,
     )
-
-
-def _heading(batch: Sequence[RowPlan]) -> bool:
-    return any(row.feeds_head for row in batch)
 
 
 def _check_places(plan: StepPlan) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any
 
-from fake_runner import FakeLaunched, FakeRunner, StepFailed, true_next
+from fake_runner import FakeRunner, StepFailed, true_next
 
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import CacheGeometry, EngineConfig
+from outrider.engine.draft_state import DraftState
+from outrider.engine.in_flight import StepExecutor
 from outrider.engine.prefix.cache import LEAST_LOADED, PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
@@ -90,12 +92,12 @@ class Harness:
             config, self.geometry, self.budget_bytes, controller, self.prefix, image_embeddings
         )
         self.runner = FakeRunner(self.geometry, seed)
+        self.executor = StepExecutor(self.runner)
         self.live: dict[int, Sequence] = {}
         self.sequences: list[Sequence] = []
         self.answers: dict[str, Answer] = {}
         self.num_steps = self.num_ahead = 0
         self._ahead, self._random = ahead, random.Random(f"ahead {seed}")
-        self._flying: list[tuple[StepPlan, FakeLaunched]] = []
         self._stop_tokens: dict[int, int | None] = {}
         self._ids = itertools.count()
 
@@ -152,10 +154,7 @@ class Harness:
             text=FakeText(stop_token, raises_at),
             stop_ids=frozenset(stop_ids),
             max_tokens=max_tokens,
-            max_depth=depth,
-            head_depth=head_depth,
-            drafter=drafter,
-            is_auto=is_auto,
+            drafting=DraftState(depth, head_depth, drafter=drafter, is_auto=is_auto),
         )
         self._stop_tokens[sequence_id] = stop_token
         self.live[sequence_id] = sequence
@@ -177,37 +176,38 @@ class Harness:
 
         With `ahead`, a step that follows is launched before the first is read, wherever that may be.
         """
-        if not self._flying:
-            plan = self.scheduler.plan()
-            self._check_plan(plan)
-            if plan is None:
+        in_flight = self.scheduler.in_flight
+        if not in_flight:
+            planned = self.scheduler.plan()
+            self._check_plan(None if planned is None else planned.plan)
+            if planned is None:
                 if not self.live:
                     self.runner.reset()
                 return None
-            self._flying.append((plan, self.runner.launch(plan)))
-        if len(self._flying) == 1 and self._random.random() < self._ahead:
-            follows = self.scheduler.plan_overlapped()
-            if follows is not None:
+            self.executor.launch(planned)
+        if len(in_flight) == 1 and self._random.random() < self._ahead:
+            overlapped = self.scheduler.plan_overlapped()
+            if overlapped is not None:
                 self.num_ahead += 1
-                self._flying.append((follows, self.runner.launch(follows, self._flying[0][1])))
-        plan, launched = self._flying.pop(0)
+                self.executor.launch(overlapped, [in_flight[0]])
+        step = in_flight[0]
         self.num_steps += 1
         try:
-            result = self.runner.finish(launched)
+            self.executor.finish(step)
         except StepFailed as error:
             meanwhile()
-            self._flying.clear()
             self.runner.reset()
-            self.runner.forget_prefixes()
+            self.runner.clear_prefixes()
             self.take(*self.scheduler.fail(str(error)))
         else:
             self._check_bytes()
             meanwhile()
-            self.take(*self.scheduler.commit(result))
+            step.seconds = None  # real time must not reach the cost table
+            self.take(*self.scheduler.commit(step))
         self.check()
         if self.prefix is not None:
             assert self.runner.most_prefix_bytes <= self.prefix.index.budget_bytes
-        return plan
+        return step.plan
 
     def steps(self, num: int) -> list[StepPlan]:
         return [plan for plan in (self.step() for _ in range(num)) if plan is not None]
@@ -223,7 +223,7 @@ class Harness:
     def run_to_idle(self, most: int = 1000) -> None:
         """Run until nothing is left; then every answer must be whole and every byte given back."""
         self.run_until(lambda: self.scheduler.is_idle, most)
-        while self._flying:  # launched before its rows were seen to be finished
+        while self.scheduler.in_flight:  # launched before its rows were seen to be finished
             self.step()
         last = self.step()  # what is left to be copied
         assert last is None or not last.batches

@@ -50,7 +50,7 @@ def test_abort_ends_the_stream_and_frees_the_row(llm: LLM) -> None:
 
     assert 3 <= asyncio.run(run()) < 300
     llm.generate([[5]], SHORT)
-    assert not llm.engine._live
+    assert not llm.engine._loop.live
 
 
 def test_cancelling_the_reading_task_aborts_the_request(llm: LLM) -> None:
@@ -63,7 +63,7 @@ def test_cancelling_the_reading_task_aborts_the_request(llm: LLM) -> None:
 
     asyncio.run(run())
     llm.generate([[5]], SHORT)
-    assert not llm.engine._live
+    assert not llm.engine._loop.live
 
 
 def test_bad_request_is_refused_at_once(llm: LLM) -> None:
@@ -80,7 +80,7 @@ def test_slow_reader_loses_nothing_and_stalls_no_one(llm: LLM) -> None:
     async def run() -> tuple[int, list[list[int]]]:
         slow = llm.async_engine.submit([9, 9, 9], LONG)
         others = [await _tokens(llm.async_engine, [8, 8], SHORT) for _ in range(3)]
-        while llm.engine._live:  # nobody has read the slow stream yet; it finishes all the same
+        while llm.engine._loop.live:  # nobody has read the slow stream yet; it finishes all the same
             await asyncio.sleep(0.01)
         deltas = [delta async for delta in slow]
         assert deltas[-1].finish_reason == "length"
@@ -93,7 +93,7 @@ def test_slow_reader_loses_nothing_and_stalls_no_one(llm: LLM) -> None:
 
 
 def test_event_loop_is_never_blocked_by_a_forward_pass(llm: LLM) -> None:
-    launch, delay_s = llm.engine._parts.runner.launch, 0.25
+    launch, delay_s = llm.engine._loop.parts.runner.launch, 0.25
 
     def slow_launch(*step: object) -> object:
         time.sleep(delay_s)  # a long forward pass
@@ -110,8 +110,8 @@ def test_event_loop_is_never_blocked_by_a_forward_pass(llm: LLM) -> None:
             gap, last = max(gap, now - last), now
         return gap
 
-    llm.engine._parts.runner.launch = slow_launch  # type: ignore[method-assign, assignment]
+    llm.engine._loop.parts.runner.launch = slow_launch  # type: ignore[method-assign, assignment]
     try:
         assert asyncio.run(longest_gap()) < delay_s / 2
     finally:
-        llm.engine._parts.runner.launch = launch  # type: ignore[method-assign]
+        llm.engine._loop.parts.runner.launch = launch  # type: ignore[method-assign]

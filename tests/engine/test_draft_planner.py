@@ -15,6 +15,7 @@ from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
 from outrider.speculate.depth import Choice
+from run_steps import run_step
 
 CHEAP = Measured({(1, 1): 1.0, (1, 9): 1.01, (64, 1): 1.0, (64, 9): 1.01}, {1: HeadCost(0.001, 0.001, 0.001)})
 DEAR = Measured({(1, 1): 1.0, (1, 9): 9.0, (64, 1): 64.0, (64, 9): 576.0}, {1: HeadCost(0.1, 0.1, 0.1)})
@@ -70,18 +71,18 @@ def test_a_head_comes_back_after_a_rest_with_all_that_it_missed() -> None:
     """The fake runner checks that the head has the whole text when it drafts."""
     harness = Harness(controller=ScriptedController([2, 2, 0, 0, 0, 0, 3, 3, 0, 0, 1]))
     auto_rows(harness, 2, max_tokens=30)
-    behind = [max(row.num_behind for row in decode_rows(plan)) for plan in harness.steps(12)[1:]]
+    behind = [max(row.head_lag for row in decode_rows(plan)) for plan in harness.steps(12)[1:]]
     assert max(behind) >= 3
     harness.run_to_idle()
 
 
 def test_heads_that_come_back_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_planner, "CATCH_UP_CELLS", 12)
+    monkeypatch.setattr(draft_planner, "MAX_CATCH_UP", 12)
     harness = Harness(controller=ScriptedController([0] * 10 + [2] * 6))
     auto_rows(harness, 4)
     caught = []
     for plan in harness.steps(15):
-        caught.append(sum(row.feeds_head and row.num_behind > 0 for row in decode_rows(plan)))
+        caught.append(sum(row.feeds_head and row.head_lag > 0 for row in decode_rows(plan)))
     assert [num for num in caught if num] == [1, 1, 1, 1]
     harness.run_to_idle()
 
@@ -99,10 +100,10 @@ def test_times_of_decode_steps_reach_the_table_and_of_others_do_not() -> None:
     for step in range(9):
         if step == 5:
             harness.add(4, max_tokens=4)  # a prompt runs beside the others
-        plan = harness.scheduler.plan()
-        assert plan is not None
-        num_seen = len(seen)
-        harness.take(*harness.scheduler.commit(harness.runner.run(plan), 0.5))
+        planned = harness.scheduler.plan()
+        assert planned is not None
+        plan, num_seen = planned.plan, len(seen)
+        harness.take(*run_step(harness.scheduler, harness.runner, planned, seconds=0.5))
         only_decoded = len(decode_rows(plan)) == sum(map(len, plan.batches))
         if len(seen) > num_seen:
             assert only_decoded
@@ -121,7 +122,7 @@ def test_a_lookup_is_waited_for_where_it_brings_more_than_that_costs(
     harness = Harness(max_rows=2, ahead=1.0, controller=controller)
     harness.runner._drafts = lambda row, known: [VOCAB_SIZE] * row.num_drafts_next  # type: ignore[method-assign]
     for _ in range(2):
-        harness.add(4, max_tokens=200, depth=8, is_auto=True).lookup = HalfKnowing()
+        harness.add(4, max_tokens=200, depth=8, is_auto=True).drafting.lookup = HalfKnowing()
     harness.steps(30)
     controller.costs.host_share = host_share
     controller.costs.observe = lambda *_: None  # type: ignore[method-assign]
@@ -143,7 +144,8 @@ class HalfKnowing:
 
 
 def _records(harness: Harness) -> list[RowAcceptance]:
-    return [row.record for row in harness.scheduler._slots.sequences() if row.record is not None]
+    rows = harness.scheduler._slots.sequences()
+    return [row.drafting.acceptance for row in rows if row.drafting.acceptance is not None]
 
 
 @pytest.mark.parametrize("num_rows", [3, 8])

@@ -132,15 +132,15 @@ def test_a_step_whose_rows_have_all_ended_may_fail(
     try:
         for _ in range(5):
             request_id, outbox = engine.submit([1], ENDLESS)
-            scheduler, num_steps = engine._scheduler, engine.num_steps
+            scheduler, num_steps = engine._loop.scheduler, engine.num_steps
             wait_until(lambda n=num_steps: engine.num_steps > n + 3)  # type: ignore[misc]
-            runner.faults = dict.fromkeys(range(20), lambda row: not engine._live)
+            runner.faults = dict.fromkeys(range(20), lambda row: not engine._loop.live)
             engine.cancel(request_id)
             assert end_of(outbox).finish_reason == "cancelled"
             assert end_of(engine.submit([1, 2], SHORT)[1]).finish_reason == "length"
             runner.faults = {}
-        assert "whose rows had all ended" in caplog.text
-        assert engine._scheduler is scheduler
+        assert "after its rows had ended" in caplog.text
+        assert engine._loop.scheduler is scheduler
     finally:
         engine.close()
 
@@ -246,7 +246,7 @@ def test_observer_is_told_of_the_tokens_that_clients_get(runner: EngineRunner, a
     class Counts:
         def on_step(self, plan: StepPlan, result: StepResult, *_: object) -> None:
             seen["tokens"] += sum(len(row.token_ids) for row in result.rows)
-            seen["rows"] += sum(row.picks for batch in plan.batches for row in batch)
+            seen["rows"] += sum(row.is_sampling for batch in plan.batches for row in batch)
 
     answer = [1]
     while len(answer) < 4 or answer[-1] in answer[:-1]:
@@ -265,7 +265,7 @@ def test_observer_is_told_of_the_tokens_that_clients_get(runner: EngineRunner, a
 def test_fault_in_the_books_ends_requests_with_an_error_and_the_engine_serves_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler = engine._scheduler
+    scheduler = engine._loop.scheduler
     monkeypatch.setattr(scheduler, "commit", lambda *_: 1 / 0)
     end = end_of(engine.submit([1], SHORT)[1])
     assert end.finish_reason == "error"
@@ -352,7 +352,7 @@ def test_old_stream_does_not_cancel_a_new_request_with_its_id(engine: Engine, ru
     async def run() -> str | None:
         streams = AsyncEngine(engine)
         old = streams.submit([1], SHORT, request_id="same")
-        while engine._live or engine.num_steps == 0:
+        while engine._loop.live or engine.num_steps == 0:
             await asyncio.sleep(0.005)
         runner.may_run.clear()
         new = streams.submit([2], SHORT, request_id="same")
@@ -370,14 +370,14 @@ def test_forgotten_stream_frees_its_row(engine: Engine) -> None:
 
     asyncio.run(run())
     gc.collect()
-    wait_until(lambda: not engine._live)
+    wait_until(lambda: not engine._loop.live)
 
 
 def test_submit_outside_of_an_event_loop_leaves_no_row_behind(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="event loop"):
         AsyncEngine(engine).submit([1], ENDLESS)
     gc.collect()
-    wait_until(lambda: not engine._live and engine._inbox.empty())
+    wait_until(lambda: not engine._loop.live and engine._inbox.empty())
 
 
 def test_loop_that_closes_under_a_stream_harms_no_other_request(
@@ -393,7 +393,7 @@ def test_loop_that_closes_under_a_stream_harms_no_other_request(
     assert end_of(engine.submit([2], SHORT)[1]).finish_reason == "length"
     stream.abort()
     stream.abort()
-    wait_until(lambda: not engine._live)
+    wait_until(lambda: not engine._loop.live)
 
 
 def test_abort_while_another_task_reads_ends_its_reading(engine: Engine) -> None:
@@ -409,7 +409,7 @@ def test_abort_while_another_task_reads_ends_its_reading(engine: Engine) -> None
         return await asyncio.wait_for(task, WAIT_S)
 
     assert asyncio.run(run())[-1] in (None, "cancelled")
-    wait_until(lambda: not engine._live)
+    wait_until(lambda: not engine._loop.live)
 
 
 # -- the door --------------------------------------------------------------------------------------------

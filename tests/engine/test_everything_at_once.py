@@ -72,7 +72,7 @@ class History:
 
     def _step(self) -> None:
         plan = watched_step(self.harness, self.image_embeddings)
-        self.num_caught_up += sum(row.feeds_head and row.num_behind > 0 for row in rows_of(plan))
+        self.num_caught_up += sum(row.feeds_head and row.head_lag > 0 for row in rows_of(plan))
 
     def _look_at_pictures(self) -> None:
         """As the engine does between steps: one piece is encoded, or not yet, or never."""
@@ -137,7 +137,7 @@ def test_every_request_gets_its_true_tokens(most_copied: int, monkeypatch: pytes
             raise
         num_loaded += history.harness.runner.num_loaded
         num_caught_up += history.num_caught_up
-        preemptions += sum(sequence.preemptions for sequence in history.harness.sequences)
+        preemptions += sum(sequence.counters.preemptions for sequence in history.harness.sequences)
     assert num_loaded > 1000
     assert num_caught_up > 100
     assert preemptions > 0

@@ -1,20 +1,21 @@
-"""Steps under way: whose time tells what a step costs."""
+"""Steps in flight: whose time tells what a step costs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from outrider.engine import in_flight as flights_module
-from outrider.engine.in_flight import Flights
+from outrider.engine import in_flight
+from outrider.engine.in_flight import InFlightStep, StepExecutor
 from outrider.plan import StepPlan, StepResult
 
 
 @dataclass(frozen=True)
 class Launched:
-    is_traced: bool
-    is_whole: bool = True
+    is_first_trace: bool
+    is_as_planned: bool = True
 
 
 class TracingRunner:
@@ -23,7 +24,7 @@ class TracingRunner:
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
-    def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+    def launch(self, plan: StepPlan, previous: Any = None) -> Launched:
         is_new = plan.capacity not in self._seen
         self._seen.add(plan.capacity)
         return Launched(is_new)
@@ -32,27 +33,37 @@ class TracingRunner:
         return StepResult(())
 
 
-def plan(capacity: int) -> StepPlan:
-    return StepPlan(1, capacity, (), ())
+def new_step(capacity: int) -> InFlightStep:
+    return InFlightStep(StepPlan(1, capacity, (), ()))
 
 
-def test_a_step_is_held_up_by_the_tracing_of_its_own_pass_and_of_the_one_launched_after_it() -> None:
-    flights = Flights(TracingRunner())
+def run(executor: StepExecutor, step: InFlightStep) -> InFlightStep:
+    executor.launch(step)
+    executor.finish(step)
+    return step
+
+
+def test_tracing_makes_the_traced_step_and_the_step_in_front_of_it_untypical() -> None:
+    executor: Any = StepExecutor(TracingRunner())  # type: ignore[arg-type]
     typical = []
-    flights.launch(plan(16))
+    last = new_step(16)
+    executor.launch(last)
     for capacity in (16, 32, 32, 32):
-        flights.launch(plan(capacity))
-        typical.append(flights.land().is_typical)
+        following = new_step(capacity)
+        executor.launch(following, [last])
+        executor.finish(last)
+        typical.append(last.is_typical)
+        last = following
     assert typical == [False, False, False, True]
 
 
-def test_a_steps_time_is_all_that_passes_from_one_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what the host does in between; but not what it waits for, or does for pictures."""
+def test_a_steps_time_is_all_that_passes_from_one_read_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's work in between counts; waiting and image encoding do not."""
     now = [100.0]
-    monkeypatch.setattr(flights_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(in_flight.time, "perf_counter", lambda: now[0])
 
     class Slow(TracingRunner):
-        def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
+        def launch(self, plan: StepPlan, previous: Any = None) -> Launched:
             now[0] += 1
             return Launched(False)
 
@@ -60,28 +71,21 @@ def test_a_steps_time_is_all_that_passes_from_one_to_the_next(monkeypatch: pytes
             now[0] += 10
             return StepResult(())
 
-    flights = Flights(Slow())
+    executor = StepExecutor(Slow())  # type: ignore[arg-type]
     times = []
     for between in (5, 7, None):
-        flights.launch(plan(16))
-        times.append(flights.land().seconds)
+        times.append(run(executor, new_step(16)).seconds)
         now[0] += between or 1000
         if between is None:
-            flights.pause()
-    flights.launch(plan(16))
-    times.append(flights.land().seconds)
+            executor.pause()
+    times.append(run(executor, new_step(16)).seconds)
     assert times == [11, 5 + 11, 7 + 11, 11]
 
 
-def test_a_step_that_was_not_run_as_planned_tells_nothing() -> None:
+def test_a_step_that_did_not_run_as_planned_is_untypical() -> None:
     class Smaller(TracingRunner):
-        def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
-            return Launched(False, is_whole=plan.capacity > 16)
+        def launch(self, plan: StepPlan, previous: Any = None) -> Launched:
+            return Launched(False, is_as_planned=plan.capacity > 16)
 
-    flights = Flights(Smaller())
-    times = []
-    for capacity in (16, 32):
-        flights.launch(plan(capacity))
-        times.append(flights.land().own_s)
-    assert times[0] is None
-    assert times[1] is not None
+    executor = StepExecutor(Smaller())  # type: ignore[arg-type]
+    assert [run(executor, new_step(capacity)).is_typical for capacity in (16, 32)] == [False, True]

@@ -283,13 +283,13 @@ def test_oldest_is_never_preempted_and_the_preempted_come_back_in_order_with_the
     came_back: list[int] = []
     while harness.live:
         was_in = {row.id: row.slot is not None for row in harness.live.values()}
-        was_preempted = {row.id: row.preemptions for row in rows}
+        was_preempted = {row.id: row.counters.preemptions for row in rows}
         harness.step()
-        went += [i for i in reversed(was_in) if rows[i].preemptions > was_preempted[i]]
+        went += [i for i in reversed(was_in) if rows[i].counters.preemptions > was_preempted[i]]
         came_back += [i for i in was_in if not was_in[i] and was_preempted[i] and rows[i].num_cached]
     assert went[:3] == [3, 2, 1]
     assert came_back[-3:] == [1, 2, 3]
-    assert rows[0].preemptions == 0
+    assert rows[0].counters.preemptions == 0
     assert rows[0].stats().preemptions == 0
     assert rows[3].stats().preemptions > 0
     harness.run_to_idle()
@@ -297,7 +297,7 @@ def test_oldest_is_never_preempted_and_the_preempted_come_back_in_order_with_the
 
 def test_preempted_row_prefills_its_answer_too_and_goes_on() -> None:
     harness, rows = crowded()
-    harness.run_until(lambda: rows[2].preemptions > 0)
+    harness.run_until(lambda: rows[2].counters.preemptions > 0)
     known = list(rows[2].tokens)
     assert len(known) > 5
     assert (rows[2].num_prefill, rows[2].num_cached, rows[2].slot) == (len(known), 0, None)
@@ -311,9 +311,9 @@ def test_row_that_is_preempted_in_the_middle_of_its_prompt_begins_it_again() -> 
     harness = Harness(max_rows=2, prefill_step_size=1, budget_bytes=budget)
     first = harness.add(1, max_tokens=150, depth=8)
     late = harness.add(60, max_tokens=5, depth=2)
-    harness.run_until(lambda: late.preemptions > 0)
+    harness.run_until(lambda: late.counters.preemptions > 0)
     assert late.num_generated == 0
-    assert first.preemptions == 0
+    assert first.counters.preemptions == 0
     harness.run_to_idle()
 
 
@@ -330,7 +330,7 @@ def test_caches_shrink_under_rows_in_high_slots() -> None:
         shapes.append((plan.num_slots, plan.capacity))
     assert shapes[0][0] == 6
     assert min(num_slots for num_slots, _ in shapes) == 2
-    assert rows[5].preemptions == 0
+    assert rows[5].counters.preemptions == 0
     harness.run_to_idle()
 
 
@@ -345,7 +345,7 @@ def test_caches_lose_capacity_when_the_long_row_has_gone_and_room_is_needed() ->
     assert plan is not None
     assert plan.capacity < 100
     assert len(rows_of(plan)) == 4
-    assert all(row.preemptions == 0 for row in short)
+    assert all(row.counters.preemptions == 0 for row in short)
     harness.run_to_idle()
 
 
@@ -398,7 +398,7 @@ def test_row_too_large_for_the_budget_runs_alone_rather_than_never() -> None:
     while harness.live:
         most_rows = max(most_rows, len(rows_of(harness.step())))
     assert most_rows == 1
-    assert all(row.preemptions == 0 for row in rows)
+    assert all(row.counters.preemptions == 0 for row in rows)
     harness.run_to_idle()
 
 
@@ -513,7 +513,7 @@ def test_several_poisoned_requests_all_end_and_the_others_finish() -> None:
     harness = Harness(max_rows=6)
     rows = [harness.add(5, max_tokens=20, depth=3) for _ in range(8)]
     for row in rows[1::2]:
-        harness.runner.faults[row.id] = lambda row: row.picks
+        harness.runner.faults[row.id] = lambda row: row.is_sampling
     harness.run_to_idle()
     assert [harness.answer(row).finish_reason for row in rows] == ["length", "error"] * 4
 
@@ -583,7 +583,7 @@ def test_grammar_that_gets_stuck_ends_its_own_request_only() -> None:
 
     harness = Harness(max_rows=2)
     stuck, sound = harness.add(5, depth=2), harness.add(5, depth=2)
-    stuck.grammar = StuckGrammar()
+    stuck.drafting.grammar = StuckGrammar()
     harness.run_to_idle()
     assert harness.answer(stuck).error == "RuntimeError: no token is allowed here"
     assert harness.answer(sound).finish_reason == "length"
@@ -606,14 +606,16 @@ def test_result_that_does_not_match_the_plan_commits_nothing() -> None:
     harness = Harness()
     rows = decoding(harness, 3)
     known = [list(row.tokens) for row in rows]
-    plan = harness.scheduler.plan()
-    assert plan is not None
-    result = harness.runner.run(plan)
+    step = harness.scheduler.plan()
+    assert step is not None
+    result = harness.runner.run(step.plan)
     for wrong in (result.rows[:2], (), (*result.rows, result.rows[0]), (*result.rows[:2], result.rows[0])):
+        step.result = StepResult(wrong)
         with pytest.raises(RuntimeError, match="brought"):
-            harness.scheduler.commit(StepResult(wrong))
+            harness.scheduler.commit(step)
     assert [row.tokens for row in rows] == known
-    harness.take(*harness.scheduler.commit(result))
+    step.result = result
+    harness.take(*harness.scheduler.commit(step))
     harness.run_to_idle()
 
 
@@ -647,10 +649,10 @@ def test_fake_runner_raises_after_it_changed_the_caches() -> None:
     harness = Harness()
     harness.add(5)
     harness.runner.raises_next = True
-    plan = harness.scheduler.plan()
-    assert plan is not None
+    step = harness.scheduler.plan()
+    assert step is not None
     with pytest.raises(StepFailed):
-        harness.runner.run(plan)
+        harness.runner.run(step.plan)
     assert harness.runner.num_bytes > 0
 
 

@@ -11,6 +11,7 @@ import pytest
 from scheduler_harness import Harness, rows_of
 
 from outrider.config import CacheGeometry
+from outrider.engine.in_flight import InFlightStep
 from outrider.plan import StepPlan
 from outrider.prompt_media import MediaPiece, PromptMedia
 
@@ -62,10 +63,10 @@ def check_rows(harness: Harness, image_embeddings: FakeEmbeddings, plan: StepPla
 def watched_step(harness: Harness, image_embeddings: FakeEmbeddings) -> StepPlan | None:
     plan_step = harness.scheduler.plan
 
-    def watched() -> StepPlan | None:
-        plan = plan_step()
-        check_rows(harness, image_embeddings, plan)
-        return plan
+    def watched() -> InFlightStep | None:
+        step = plan_step()
+        check_rows(harness, image_embeddings, None if step is None else step.plan)
+        return step
 
     harness.scheduler.plan = watched  # type: ignore[method-assign]
     try:

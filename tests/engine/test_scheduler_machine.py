@@ -28,7 +28,7 @@ from restless_controller import RestlessController
 
 FAULTS: dict[str, Fault] = {
     "always": lambda row: True,
-    "when it picks": lambda row: row.picks,
+    "when it picks": lambda row: row.is_sampling,
     "after its first chunk": lambda row: row.start > 0,
     "in its answer": lambda row: row.start >= row.num_prompt,
     "from its third token on": lambda row: len(row.history) >= row.num_prompt + 3,

@@ -23,7 +23,7 @@ _ids = itertools.count()
 def new_row(num_cached: int = 0) -> Sequence:
     """A row of four prompt tokens: prefilling while fewer are cached, decoding from then on."""
     request = Request("r", tuple([1] * PROMPT), SamplingParams())
-    row = Sequence(next(_ids), request, FakeText(), frozenset(), max_tokens=9, max_depth=0)
+    row = Sequence(next(_ids), request, FakeText(), frozenset(), max_tokens=9)
     row.num_cached = num_cached
     return row
 

@@ -12,14 +12,14 @@ import pytest
 import sampling_oracle as oracle
 from outrider.plan import RowPlan
 from outrider.request import SamplingParams
-from outrider.sampling.logits_processors import FEW_IDS, LogitsProcessors, needs_processors
+from outrider.sampling.logits_processors import MIN_TRACED_IDS, LogitsProcessors, needs_processors
 from plan_rows import plan_row
 
 VOCAB = 23
 
 
-def edit(logits: np.ndarray, rows: list[RowPlan], merged: bool = False) -> np.ndarray:
-    processors = LogitsProcessors.of(rows, logits.shape[1], VOCAB, merged)
+def edit(logits: np.ndarray, rows: list[RowPlan], for_trace: bool = False) -> np.ndarray:
+    processors = LogitsProcessors.of(rows, logits.shape[1], VOCAB, for_trace)
     return logits if processors is None else np.array(processors.apply(mx.array(logits)))
 
 
@@ -29,7 +29,7 @@ def some_logits(num_rows: int, width: int, seed: int = 0) -> np.ndarray:
 
 def assert_oracle_agrees(logits: np.ndarray, rows: list[RowPlan]) -> None:
     found = edit(logits, rows)
-    assert np.array_equal(edit(logits, rows, merged=True), found)
+    assert np.array_equal(edit(logits, rows, for_trace=True), found)
     for i, row in enumerate(rows):
         prompt, answer = row.history[: row.num_prompt], row.history[row.num_prompt :]
         drafts = row.token_ids[len(row.token_ids) - row.num_drafts :]
@@ -152,11 +152,12 @@ def test_merged_edits_come_in_few_sizes() -> None:
 
     def key(num_tokens: int) -> object:
         processors = LogitsProcessors.of(
-            [plan_row([1], list(range(num_tokens)), params=params)], 1, 10_000, merged=True
+            [plan_row([1], list(range(num_tokens)), params=params)], 1, 10_000, for_trace=True
         )
         assert processors is not None
         assert processors.ids.shape[-1] >= num_tokens
         return processors.key
 
-    assert len({key(num) for num in range(1, FEW_IDS + 1)}) == 1
-    assert len({key(num) for num in (FEW_IDS + 1, 2 * FEW_IDS, 2 * FEW_IDS + 1, 4 * FEW_IDS)}) == 2
+    assert len({key(num) for num in range(1, MIN_TRACED_IDS + 1)}) == 1
+    more = (MIN_TRACED_IDS + 1, 2 * MIN_TRACED_IDS, 2 * MIN_TRACED_IDS + 1, 4 * MIN_TRACED_IDS)
+    assert len({key(num) for num in more}) == 2

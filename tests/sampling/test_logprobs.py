@@ -8,7 +8,7 @@ import pytest
 
 import sampling_oracle as oracle
 from outrider.request import SamplingParams
-from outrider.sampling.logprobs import AskedLogprobs, compute_logprobs, read_logprobs
+from outrider.sampling.logprobs import LogprobRequest, compute_logprobs, read_logprobs
 from plan_rows import plan_row
 
 VOCAB = 50
@@ -26,7 +26,7 @@ def logprobs_of(
     merged: bool = False,
 ) -> dict:
     rows = rows_asking(*wanted)
-    asked = AskedLogprobs.of(rows, logits.shape[-1], merged)
+    asked = LogprobRequest.of(rows, logits.shape[-1], merged)
     assert asked is not None
     found = compute_logprobs(mx.array(logits), mx.array(targets), asked)
     return read_logprobs(found, rows, [targets[i, :num].tolist() for i, num in enumerate(num_tokens)])
@@ -55,8 +55,8 @@ def test_each_row_gets_as_many_as_it_asked_for_of_its_committed_tokens(merged: b
 
 
 def test_nobody_asking_costs_nothing() -> None:
-    assert AskedLogprobs.of(rows_asking(None, None), VOCAB) is None
-    assert AskedLogprobs.of(rows_asking(None, None), VOCAB, merged=True) is None
+    assert LogprobRequest.of(rows_asking(None, None), VOCAB) is None
+    assert LogprobRequest.of(rows_asking(None, None), VOCAB, for_trace=True) is None
     assert read_logprobs(None, rows_asking(None, None), [(1,), (2,)]) == {}
 
 
@@ -67,7 +67,7 @@ def test_a_row_that_commits_nothing_gets_nothing() -> None:
 
 def test_who_asks_for_how_many_makes_few_kinds_of_passes() -> None:
     wanted = [(0, None), (None, 0), (3, None), (None, 4), (4, 4), (20, None), (17, 3)]
-    asked = [AskedLogprobs.of(rows_asking(*each), VOCAB, merged=True) for each in wanted]
+    asked = [LogprobRequest.of(rows_asking(*each), VOCAB, for_trace=True) for each in wanted]
     assert [each.num_top for each in asked if each is not None] == [0, 0, 32, 32, 32, 32, 32]
     assert {each.rows for each in asked if each is not None} == {None}
 
@@ -89,7 +89,7 @@ def test_temperature_and_filters_do_not_change_them() -> None:
         SamplingParams(logprobs=5, temperature=7, top_k=2, top_p=0.3),
     ):
         row = plan_row([1], params=params)
-        asked = AskedLogprobs.of([row], VOCAB)
+        asked = LogprobRequest.of([row], VOCAB)
         assert asked is not None
         arrays = compute_logprobs(mx.array(logits), mx.array(targets), asked)
         found.append(read_logprobs(arrays, [row], [targets[0].tolist()]))

@@ -15,24 +15,22 @@ import sampling_oracle as oracle
 from outrider.request import NUM_CANDIDATES, SamplingParams
 from outrider.sampling import sampler
 from outrider.sampling.sampler import Sampler
-from outrider.sampling.sampler import pick as pick_how
-from outrider.sampling.sampler import pick_drafts as pick_drafts_how
 
 WIDE = 3000  # more tokens than a filter's candidates
 
 
-def pick(logits: mx.array, positions: mx.array, params: Sequence[SamplingParams]) -> mx.array:
-    return pick_how(logits, positions, Sampler.of(params))
+def sample(logits: mx.array, positions: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+    return Sampler.of(params).sample(logits, positions)
 
 
-def pick_drafts(
+def sample_drafts(
     logits: mx.array, positions: mx.array, params: Sequence[SamplingParams], token_ids: mx.array | None
 ) -> mx.array:
-    return pick_drafts_how(logits, positions, Sampler.of(params), token_ids)
+    return Sampler.of(params).sample_drafts(logits, positions, token_ids)
 
 
-def picked(logits: np.ndarray, positions: np.ndarray, params: list[SamplingParams]) -> np.ndarray:
-    return np.array(pick(mx.array(logits.astype(np.float32)), mx.array(positions), params))
+def sampled(logits: np.ndarray, positions: np.ndarray, params: list[SamplingParams]) -> np.ndarray:
+    return np.array(sample(mx.array(logits.astype(np.float32)), mx.array(positions), params))
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -47,7 +45,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 def assert_oracle_agrees(logits: np.ndarray, positions: np.ndarray, params: list[SamplingParams]) -> None:
     logits = logits.astype(np.float32)
-    found = picked(logits, positions, params)
+    found = sampled(logits, positions, params)
     num_loose = 0
     for row, column in np.ndindex(found.shape):
         choice = oracle.choose(
@@ -98,7 +96,7 @@ def test_top_p_is_a_share_of_what_a_large_top_k_leaves(top_p: float) -> None:
     logits = np.zeros((1, 4000, WIDE), np.float32)
     logits[..., 2000:] = -8
     positions = np.arange(4000, dtype=np.int32)[None]
-    found = picked(logits, positions, [SamplingParams(top_k=2000, top_p=top_p, seed=1)])
+    found = sampled(logits, positions, [SamplingParams(top_k=2000, top_p=top_p, seed=1)])
     assert abs(found.max() - 2000 * top_p) < 15
 
 
@@ -118,7 +116,7 @@ def test_the_best_first_order_does_not_depend_on_how_many_are_looked_at() -> Non
 def test_ties_at_a_filters_edge_go_to_the_lowest_ids(params: SamplingParams) -> None:
     coarse = np.round(np.random.default_rng(2).standard_normal((1, 60, WIDE)))
     positions = np.arange(60, dtype=np.int32)[None]
-    found = picked(coarse, positions, [params])
+    found = sampled(coarse, positions, [params])
     expected = [oracle.choose(coarse[0, i], i, params).token_id for i in range(60)]
     assert found[0].tolist() == expected
 
@@ -129,14 +127,14 @@ def test_a_neighbour_that_needs_the_whole_vocabulary_changes_nothing() -> None:
     flat = np.zeros((1, 8, WIDE))
     positions = np.arange(16, dtype=np.int32).reshape(2, 8)
     mine, other = SamplingParams(top_k=50, top_p=0.9, seed=5), SamplingParams(top_p=0.99, seed=6)
-    alone = picked(peaked, positions[:1], [mine])
-    beside = picked(np.concatenate([peaked, flat]), positions, [mine, other])
+    alone = sampled(peaked, positions[:1], [mine])
+    beside = sampled(np.concatenate([peaked, flat]), positions, [mine, other])
     assert np.array_equal(alone[0], beside[0])
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = np.array([[[0, 3, 3, 1], [2, 2, 2, 2]]], np.float32)
-    assert picked(logits, np.array([[0, 1]]), [SamplingParams(temperature=0)]).tolist() == [[1, 0]]
+    assert sampled(logits, np.array([[0, 1]]), [SamplingParams(temperature=0)]).tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +156,7 @@ def test_a_banned_token_is_never_picked(params: SamplingParams, vocab: int) -> N
     allowed = [2, 3, 7]
     logits = np.full((1, 200, vocab), -np.inf, np.float32)
     logits[..., allowed] = [0.0, -4.0, 1.0]
-    found = picked(logits, np.arange(200, dtype=np.int32)[None], [params])
+    found = sampled(logits, np.arange(200, dtype=np.int32)[None], [params])
     assert set(found[0].tolist()) <= set(allowed)
 
 
@@ -170,7 +168,7 @@ def test_a_very_small_temperature_is_greedy(temperature: float, filters: dict, s
     logits = np.stack([np.random.default_rng(i).permutation(100) for i in range(20)])[None].astype(np.float32)
     logits = sign * logits - 30 * (sign + 1) / 2
     params = SamplingParams(temperature=temperature, seed=1, **filters)
-    found = picked(logits, np.arange(20, dtype=np.int32)[None], [params])
+    found = sampled(logits, np.arange(20, dtype=np.int32)[None], [params])
     assert np.array_equal(found, logits.argmax(-1))
 
 
@@ -178,9 +176,9 @@ def test_a_very_small_temperature_is_greedy(temperature: float, filters: dict, s
 def test_a_top_k_beyond_the_vocabulary_is_no_filter(vocab: int) -> None:
     logits = np.random.default_rng(4).standard_normal((1, 50, vocab))
     positions = np.arange(50, dtype=np.int32)[None]
-    free = picked(logits, positions, [SamplingParams(seed=9)])
+    free = sampled(logits, positions, [SamplingParams(seed=9)])
     for top_k in (vocab, vocab + 1, 10**9):
-        assert np.array_equal(free, picked(logits, positions, [SamplingParams(top_k=top_k, seed=9)]))
+        assert np.array_equal(free, sampled(logits, positions, [SamplingParams(top_k=top_k, seed=9)]))
 
 
 @pytest.mark.parametrize(
@@ -188,14 +186,14 @@ def test_a_top_k_beyond_the_vocabulary_is_no_filter(vocab: int) -> None:
 )
 def test_the_strictest_filters_leave_the_best_token(params: SamplingParams) -> None:
     logits = np.random.default_rng(5).standard_normal((1, 50, 113)).astype(np.float32)
-    found = picked(logits, np.arange(50, dtype=np.int32)[None], [params])
+    found = sampled(logits, np.arange(50, dtype=np.int32)[None], [params])
     assert np.array_equal(found, logits.argmax(-1))
 
 
 def test_equals_of_the_best_pass_the_strictest_min_p() -> None:
     logits = np.zeros((1, 200, 5), np.float32)
     logits[..., 3:] = -0.01
-    found = picked(logits, np.arange(200, dtype=np.int32)[None], [SamplingParams(min_p=1.0, seed=1)])
+    found = sampled(logits, np.arange(200, dtype=np.int32)[None], [SamplingParams(min_p=1.0, seed=1)])
     assert set(found[0].tolist()) == {0, 1, 2}
 
 
@@ -210,9 +208,9 @@ def test_every_row_keeps_its_own_sampler() -> None:
         SamplingParams(temperature=9.0, seed=1),
         SamplingParams(temperature=0),
     ]
-    found = picked(logits, positions, params)
+    found = sampled(logits, positions, params)
     for row in range(9):
-        alone = picked(logits[row : row + 1], positions[row : row + 1], params[row : row + 1])
+        alone = sampled(logits[row : row + 1], positions[row : row + 1], params[row : row + 1])
         assert np.array_equal(alone[0], found[row])
     assert np.array_equal(found[2], logits[2].argmax(-1))
     assert np.array_equal(found[4], logits[4].argmax(-1))
@@ -224,9 +222,9 @@ def test_a_window_picks_what_its_positions_pick_one_by_one() -> None:
     logits = numbers.standard_normal((5, 9, 113)).astype(np.float32)
     positions = (np.array([3, 100, 0, 55, 8])[:, None] + np.arange(9)).astype(np.int32)
     params = [random_params(rng) for _ in range(5)]
-    window = picked(logits, positions, params)
+    window = sampled(logits, positions, params)
     for column in range(9):
-        one = picked(logits[:, column : column + 1], positions[:, column : column + 1], params)
+        one = sampled(logits[:, column : column + 1], positions[:, column : column + 1], params)
         assert np.array_equal(one[:, 0], window[:, column])
 
 
@@ -236,13 +234,13 @@ def test_a_window_picks_what_its_positions_pick_one_by_one() -> None:
 def test_unseeded_requests_differ() -> None:
     logits = np.zeros((2, 30, 113), np.float32)
     positions = np.tile(np.arange(30, dtype=np.int32), (2, 1))
-    found = picked(logits, positions, [SamplingParams().with_seed(), SamplingParams().with_seed()])
+    found = sampled(logits, positions, [SamplingParams().with_seed(), SamplingParams().with_seed()])
     assert not np.array_equal(found[0], found[1])
 
 
 def test_sampling_without_a_seed_is_refused() -> None:
     with pytest.raises(ValueError, match="with_seed"):
-        picked(np.zeros((1, 1, 5)), np.zeros((1, 1), np.int32), [SamplingParams()])
+        sampled(np.zeros((1, 1, 5)), np.zeros((1, 1), np.int32), [SamplingParams()])
 
 
 PROBABILITIES = np.array([0.35, 0.25, 0.15, 0.1, 0.06, 0.04, 0.03, 0.02])
@@ -271,7 +269,7 @@ def assert_matches(found: np.ndarray, weights: np.ndarray) -> None:
 def test_picks_over_many_positions_have_the_right_distribution(filters: dict, weights: np.ndarray) -> None:
     num = 40_000
     logits = np.broadcast_to(np.log(PROBABILITIES) + 3, (1, num, 8))
-    found = picked(logits, np.arange(num, dtype=np.int32)[None], [SamplingParams(seed=11, **filters)])
+    found = sampled(logits, np.arange(num, dtype=np.int32)[None], [SamplingParams(seed=11, **filters)])
     assert_matches(found[0], weights)
 
 
@@ -282,7 +280,7 @@ def test_picks_over_many_seeds_have_the_right_distribution(filters: dict, weight
     num = 20_000
     logits = np.broadcast_to(np.log(PROBABILITIES), (num, 1, 8))
     params = [SamplingParams(seed=seed, **filters) for seed in range(num)]
-    found = picked(logits, np.full((num, 1), 40, np.int32), params)
+    found = sampled(logits, np.full((num, 1), 40, np.int32), params)
     assert_matches(found[:, 0], weights)
 
 
@@ -290,7 +288,7 @@ def test_neighbouring_positions_and_seeds_are_picked_independently() -> None:
     num = 30_000
     logits = np.broadcast_to(np.log(PROBABILITIES[:4]), (2, num, 4))
     positions = np.tile(np.arange(num, dtype=np.int32), (2, 1))
-    found = picked(logits, positions, [SamplingParams(seed=20), SamplingParams(seed=21)])
+    found = sampled(logits, positions, [SamplingParams(seed=20), SamplingParams(seed=21)])
     weights = np.outer(PROBABILITIES[:4], PROBABILITIES[:4]).ravel()
     assert_matches(found[0] * 4 + found[1], weights)
     assert_matches(found[0, :-1:2] * 4 + found[0, 1::2], weights)
@@ -301,7 +299,7 @@ def test_a_rare_token_of_a_large_vocabulary_is_rare() -> None:
     vocab, num = 30_000, 1500
     logits = np.full(vocab, math.log(0.03 / (vocab - 1)), np.float32)
     logits[123] = math.log(0.97)
-    found = picked(
+    found = sampled(
         np.broadcast_to(logits, (1, num, vocab)),
         np.arange(num, dtype=np.int32)[None],
         [SamplingParams(seed=2)],
@@ -349,7 +347,7 @@ def test_coupled_drafts_are_accepted_at_the_rate_that_theory_gives(seed: int, te
     p, q = distributions(seed)
     params = [SamplingParams(temperature=temperature, seed=seed)]
     positions = mx.arange(num)[None]
-    same = pick(as_logits(p, num), positions, params) == pick_drafts(
+    same = sample(as_logits(p, num), positions, params) == sample_drafts(
         as_logits(q, num), positions, params, None
     )
     rate = float(mx.mean(same.astype(mx.float32)).item())
@@ -363,7 +361,7 @@ def test_filtered_drafts_are_accepted_at_the_rate_that_theory_gives(filters: dic
     p, q = distributions(5)
     params = SamplingParams(seed=3, **filters)
     positions = mx.arange(num)[None]
-    same = pick(as_logits(p, num), positions, [params]) == pick_drafts(
+    same = sample(as_logits(p, num), positions, [params]) == sample_drafts(
         as_logits(q, num), positions, [params], None
     )
     cut_p, cut_q = (np.where(oracle.kept(np.log(w), params), w, 0) for w in (p, q))
@@ -380,10 +378,10 @@ def test_a_reduced_draft_vocabulary_drafts_by_the_noise_of_the_true_ids() -> Non
     reduced /= reduced.sum()
     positions = mx.arange(num)[None]
     for params in (SamplingParams(seed=4), SamplingParams(top_k=3, seed=4), SamplingParams(temperature=0)):
-        drafts = pick_drafts(as_logits(q[ids], num), positions, [params], mx.array(ids))
-        assert mx.array_equal(drafts, pick(as_logits(reduced, num), positions, [params]))
+        drafts = sample_drafts(as_logits(q[ids], num), positions, [params], mx.array(ids))
+        assert mx.array_equal(drafts, sample(as_logits(reduced, num), positions, [params]))
     params = SamplingParams(seed=4)
-    same = pick(as_logits(p, num), positions, [params]) == pick_drafts(
+    same = sample(as_logits(p, num), positions, [params]) == sample_drafts(
         as_logits(q[ids], num), positions, [params], mx.array(ids)
     )
     assert abs(float(mx.mean(same.astype(mx.float32)).item()) - coupled_rate(p, reduced)) < 5 / math.sqrt(
@@ -395,22 +393,22 @@ def test_greedy_drafts_are_accepted_where_the_best_tokens_agree() -> None:
     p, q = np.random.default_rng(7).standard_normal((2, 1, 500, 9)).astype(np.float32)
     params = [SamplingParams(temperature=0)]
     positions = mx.arange(500)[None]
-    same = pick(mx.array(p), positions, params) == pick_drafts(mx.array(q), positions, params, None)
+    same = sample(mx.array(p), positions, params) == sample_drafts(mx.array(q), positions, params, None)
     assert np.array_equal(np.array(same), p.argmax(-1) == q.argmax(-1))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_greedy_rows_in_company_pick_what_they_pick_alone(seed: int) -> None:
-    """Merged kinds are for compiled passes: fewer of them, the same tokens."""
+    """A sampler for a trace has fewer groups and samples the same tokens."""
     rng = random.Random(seed)
     params = [random_params(rng) for _ in range(6)] + [SamplingParams(temperature=0)] * 2
     rng.shuffle(params)
     logits = np.random.default_rng(seed).normal(size=(8, 3, WIDE)).astype(np.float32) * 3
     positions = np.arange(24, dtype=np.int32).reshape(8, 3)
     inputs = mx.array(logits), mx.array(positions)
-    merged = Sampler.of(params, merged=True)
-    assert np.array_equal(np.array(pick_how(*inputs, merged)), picked(logits, positions, params))
-    names = {kind.name for kind in merged.kinds}
+    merged = Sampler.of(params, for_trace=True)
+    assert np.array_equal(np.array(merged.sample(*inputs)), sampled(logits, positions, params))
+    names = {group.kind for group in merged.groups}
     assert "greedy" not in names or names <= {"greedy", "wide"}
 
 
@@ -425,10 +423,10 @@ def test_passes_that_must_not_wait_filter_by_the_whole_vocabulary_at_once(
         params = [random_params(rng) for _ in range(5)]
         logits = (scale * numbers.standard_normal((5, 2, WIDE))).astype(np.float32)
         positions = numbers.integers(1, 1000, (5, 2)).astype(np.int32)
-        expected = picked(logits, positions, params)
+        expected = sampled(logits, positions, params)
         with monkeypatch.context() as patch:
             patch.setattr(mx.array, "item", _must_not_read)
-            merged = pick_how(mx.array(logits), mx.array(positions), Sampler.of(params, merged=True))
+            merged = Sampler.of(params, for_trace=True).sample(mx.array(logits), mx.array(positions))
         assert np.array_equal(np.array(merged), expected)
 
 
@@ -440,19 +438,19 @@ def test_which_rows_are_of_which_kind_is_in_arrays() -> None:
     """As long as there are as many of each, whoever they are, a traced pass serves them."""
     greedy, hot = SamplingParams(temperature=0), SamplingParams(temperature=1, seed=1)
     few, wide = replace(hot, top_k=20), replace(hot, top_p=0.9)
-    one = Sampler.of([hot, few, greedy, wide, hot], merged=True)
-    other = Sampler.of([wide, hot, hot, few, greedy], merged=True)
+    one = Sampler.of([hot, few, greedy, wide, hot], for_trace=True)
+    other = Sampler.of([wide, hot, hot, few, greedy], for_trace=True)
     assert one.key == other.key
-    assert {kind.name: kind.num_rows for kind in one.kinds} == {"sampled": 3, "filtered": 1, "wide": 1}
-    assert Sampler.of([few, few, greedy, wide, hot], merged=True).key != one.key
+    assert {group.kind: group.num_rows for group in one.groups} == {"random": 3, "filtered": 1, "wide": 1}
+    assert Sampler.of([few, few, greedy, wide, hot], for_trace=True).key != one.key
 
     logits = np.random.default_rng(2).standard_normal((5, 2, WIDE)).astype(np.float32)
     positions = np.arange(10).reshape(5, 2).astype(np.int32)
-    found = pick_how(mx.array(logits), mx.array(positions), one.with_arrays(other.arrays))
-    assert np.array_equal(np.array(found), picked(logits, positions, [wide, hot, hot, few, greedy]))
+    found = one.with_arrays(other.arrays).sample(mx.array(logits), mx.array(positions))
+    assert np.array_equal(np.array(found), sampled(logits, positions, [wide, hot, hot, few, greedy]))
 
 
 def test_greedy_rows_do_not_sort_the_vocabulary_with_others() -> None:
     wide = SamplingParams(temperature=1, top_p=0.9, seed=1)
-    how = Sampler.of([SamplingParams(temperature=0), wide], merged=True)
-    assert [(kind.name, kind.num_rows) for kind in how.kinds] == [("greedy", 1), ("wide", 1)]
+    how = Sampler.of([SamplingParams(temperature=0), wide], for_trace=True)
+    assert [(group.kind, group.num_rows) for group in how.groups] == [("greedy", 1), ("wide", 1)]

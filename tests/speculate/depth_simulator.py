@@ -105,7 +105,7 @@ class SimulatedRow:
 
 
 @dataclass
-class NextInputs:
+class Outcome:
     """A run: its pace, and for every step its depths, tokens and seconds."""
 
     steps: list[tuple[tuple[int, ...], int, float]]
@@ -153,8 +153,8 @@ class Simulation:
             record = self.controller.new_record(SamplingParams(temperature=trace.temperature))
             self.rows.append(SimulatedRow(trace, record, start=7 * i, drafts=drafts))
 
-    def run(self, num_steps: int, policy: Policy | None = None, with_ngram: bool = False) -> NextInputs:
-        outcome = NextInputs([])
+    def run(self, num_steps: int, policy: Policy | None = None, with_ngram: bool = False) -> Outcome:
+        outcome = Outcome([])
         for _ in range(num_steps):
             outcome.steps.append(self._step(policy, with_ngram))
         return outcome

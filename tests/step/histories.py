@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -25,19 +25,22 @@ from outrider.config import EngineConfig
 from outrider.cpu import layers
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.cache_budget import SLACK
+from outrider.engine.draft_state import DraftState
+from outrider.engine.in_flight import InFlightStep, StepExecutor
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
-from outrider.plan import StepPlan, TokenLogprobs
+from outrider.plan import TokenLogprobs
 from outrider.request import Request, SamplingParams
 from outrider.speculate.controller import DepthController
 from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
 from outrider.speculate.prediction import PredictionDrafter
-from outrider.step.runner import Launched, Runner
+from outrider.step.runner import Runner
 from restless_controller import RestlessController
+from run_steps import run_step
 from step.reference import Answer, fresh_cells, solo_answer, stop_ids_of
 from step.row_grammars import compiler, with_random_grammar
 from step.scripted_drafter import ScriptedDrafter
@@ -334,7 +337,7 @@ class _Player:
         self._rng = random.Random(history.seed)
         self._live: dict[str, _Live] = {}
         self._ahead = history.seed % 4 / 3  # how often a step is launched before the one in front is read
-        self._flying: list[tuple[StepPlan, Launched]] = []
+        self._executor = StepExecutor(runner)
         self.tally = Tally(histories=1)
 
     def run(self) -> None:
@@ -343,21 +346,21 @@ class _Player:
             if step > 5000:
                 raise AssertionError("the history does not end")
             self._come_and_go(step)
-            if not self._flying and (plan := self._scheduler.plan()) is not None:
-                self._launch(plan)
-            if self._flying:
+            if not self._in_flight and (planned := self._scheduler.plan()) is not None:
+                self._executor.launch(planned)
+            if self._in_flight:
                 self._step(fails=step in self._history.failing)
             elif self._scheduler.is_idle:
                 self._runner.reset()  # as the engine does when it rests
             else:
                 self._scheduler.wait_for_disk()
             self._check_books()
-            if self._scheduler.is_idle and step >= last_join and not self._flying:
+            if self._scheduler.is_idle and step >= last_join and not self._in_flight:
                 break
         last_copies = self._scheduler.plan()
         if last_copies is not None:
-            assert not last_copies.batches
-            self._scheduler.commit(self._runner.run(last_copies))
+            assert not last_copies.plan.batches
+            run_step(self._scheduler, self._runner, last_copies)
         self._runner.reset()
         assert self._scheduler.plan() is None
         assert self._scheduler.prefix_bytes == self._runner.prefix_bytes
@@ -388,12 +391,14 @@ class _Player:
             text=_NoText(),
             stop_ids=stop_ids_of(ask.params),
             max_tokens=ask.params.max_tokens,
-            max_depth=depth,
-            head_depth=depth if ask.kind.endswith("head") else 0,
-            can_pause_head=random.Random(f"rests {self._history.seed}").random() < 0.85,
-            drafter=self._drafter(ask, answer, random.Random(f"{self._history.seed}/{index}")),
-            grammar=None if grammar is None else compiler().new_row(grammar),
-            is_auto=random.Random(f"auto {self._history.seed}/{index}").random() < AUTO_SHARE[ask.kind],
+            drafting=DraftState(
+                max_depth=depth,
+                head_depth=depth if ask.kind.endswith("head") else 0,
+                can_pause_head=random.Random(f"rests {self._history.seed}").random() < 0.85,
+                drafter=self._drafter(ask, answer, random.Random(f"{self._history.seed}/{index}")),
+                grammar=None if grammar is None else compiler().new_row(grammar),
+                is_auto=random.Random(f"auto {self._history.seed}/{index}").random() < AUTO_SHARE[ask.kind],
+            ),
         )
         return _Live(ask, sequence, answer)
 
@@ -405,42 +410,42 @@ class _Player:
             return PredictionDrafter(_random_prediction(rng, answer.token_ids, vocab_size), len(ask.prompt))
         return NgramDrafter() if ask.kind == "ngram" else None
 
-    def _launch(self, plan: StepPlan) -> None:
-        after = self._flying[0][1] if self._flying else None
-        self._flying.append((plan, self._runner.launch(plan, after)))
+    @property
+    def _in_flight(self) -> deque[InFlightStep]:
+        return self._scheduler.in_flight
 
     def _step(self, fails: bool) -> None:
-        if self._rng.random() < self._ahead and len(self._flying) == 1:
-            follows = self._scheduler.plan_overlapped()
-            if follows is not None:
+        if self._rng.random() < self._ahead and len(self._in_flight) == 1:
+            overlapped = self._scheduler.plan_overlapped()
+            if overlapped is not None:
                 self.tally.ahead += 1
-                self._launch(follows)
+                self._executor.launch(overlapped, [self._in_flight[0]])
         if fails:
             self.tally.failed_steps += 1
             if self._rng.random() < 0.5:
-                self._runner.finish(self._flying[0][1])  # computed, and lost
-            self._flying.clear()
+                self._executor.finish(self._in_flight[0])  # computed, and lost
             self._runner.reset()
-            self._runner.forget_prefixes()
+            self._runner.clear_prefixes()
             for delta in self._scheduler.fail(MADE_TO_FAIL):
                 self._take(delta)
             return
-        plan, launched = self._flying.pop(0)
-        result = self._runner.finish(launched)
-        drafted = {row.sequence_id: row.num_drafts for batch in plan.batches for row in batch if row.picks}
+        step = self._in_flight[0]
+        plan, result = step.plan, self._executor.finish(step)
+        step.seconds = None  # real time must not reach the cost table
         planned = [row for batch in plan.batches for row in batch]
-        self.tally.caught_up += sum(row.feeds_head and row.num_behind > 0 for row in planned)
+        drafted = {row.sequence_id: row.num_drafts for row in planned if row.is_sampling}
+        self.tally.caught_up += sum(row.feeds_head and row.head_lag > 0 for row in planned)
         for row in result.rows:
             if row.token_ids:
                 ask = self._history.asks[row.sequence_id]
                 self.tally.accepted[ask.kind, drafted[row.sequence_id], row.num_accepted] += 1
                 if ask.params.grammar is not None:
                     self.tally.held[drafted[row.sequence_id], row.num_accepted] += 1
-        for delta in self._scheduler.commit(result):
+        for delta in self._scheduler.commit(step):
             self._take(delta)
-        if self._history.inspects and not self._flying:
+        if self._history.inspects and not self._in_flight:
             self._check_cells()
-        if self._history.scribbles and not self._flying:
+        if self._history.scribbles and not self._in_flight:
             self._scribble()
 
     def _take(self, delta: Delta) -> None:
@@ -451,10 +456,10 @@ class _Player:
         live.finish_reason = delta.finish_reason
         if delta.finish_reason is not None:
             self.tally.finished[delta.finish_reason] += 1
-            self.tally.preemptions += live.sequence.preemptions
+            self.tally.preemptions += live.sequence.counters.preemptions
             if live.ask.params.grammar is not None:
                 self.tally.held_finished[delta.finish_reason] += 1
-                self.tally.held_preemptions += live.sequence.preemptions
+                self.tally.held_preemptions += live.sequence.counters.preemptions
         if delta.error not in (None, MADE_TO_FAIL):
             raise Divergence(f"{live.ask} ended after {live.token_ids} with an error: {delta.error}")
 

@@ -19,6 +19,8 @@ from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.cache_budget import SLACK
+from outrider.engine.draft_state import DraftState
+from outrider.engine.in_flight import InFlightStep
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta
@@ -33,6 +35,7 @@ from outrider.request import Request, SamplingParams
 from outrider.step.runner import Runner
 from picture_files import noise
 from restless_controller import RestlessController
+from run_steps import run_step
 from step.histories import _NoText, random_head
 from tiny_models import SPECIAL_TOKENS
 
@@ -117,9 +120,9 @@ class MediaWorld:
             while not scheduler.is_idle:
                 while (piece := scheduler.next_piece()) is not None:
                     self._alone.encode(piece)
-                plan = scheduler.plan()
-                if plan is not None:
-                    scheduler.commit(self._alone.run(plan))
+                step = scheduler.plan()
+                if step is not None:
+                    run_step(scheduler, self._alone, step)
             self._alone.reset()
             self._answers[asked] = row.tokens[len(talk.ids) :]
         return self._answers[asked]
@@ -142,15 +145,17 @@ def new_row(
         text=_NoText(),
         stop_ids=frozenset(params.stop_token_ids),
         max_tokens=params.max_tokens,
-        max_depth=depth if head_layers else 0,
-        head_depth=depth if head_layers else 0,
-        head_layers=max(1, head_layers),
-        is_auto=is_auto,
+        drafting=DraftState(
+            max_depth=depth if head_layers else 0,
+            head_depth=depth if head_layers else 0,
+            head_layers=max(1, head_layers),
+            is_auto=is_auto,
+        ),
     )
 
 
 class MediaHistory:
-    """A server's life: requests that come and go, one prefix cache, one image_embeddings of pictures."""
+    """A server's life: requests that come and go, one prefix cache, one cache of image embeddings."""
 
     def __init__(self, world: MediaWorld, seed: int, num_steps: int = 45) -> None:
         self._world = world
@@ -188,7 +193,7 @@ class MediaHistory:
         while not self._scheduler.is_idle:
             self._turn()
         if (last := self._scheduler.plan()) is not None:
-            self._scheduler.commit(self._runner.run(last))
+            run_step(self._scheduler, self._runner, last)
         self._runner.reset()
         assert self._runner.prefix_bytes == self._scheduler.prefix_bytes
         assert self._runner.num_bytes == self._scheduler.num_bytes == 0
@@ -263,38 +268,38 @@ class MediaHistory:
     # -- the engine --------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        plan = self._scheduler.plan()
-        if plan is not None:
-            self._step(plan)
+        step = self._scheduler.plan()
+        if step is not None:
+            self._step(step)
         elif self._scheduler.is_idle:
             self._runner.reset()
         self._scheduler.check_integrity()
         assert self._runner.num_bytes == self._scheduler.num_bytes
         piece = self._scheduler.next_piece()
         if piece is None:
-            assert plan is not None or self._scheduler.is_idle, "nothing to do where somebody waits"
+            assert step is not None or self._scheduler.is_idle, "nothing to do where somebody waits"
         elif self._rng.random() < 0.02:
             self._take(*self._scheduler.fail_piece(piece, MADE_TO_FAIL))
-        elif plan is None or not plan.batches or self._rng.random() < 0.5:
+        elif step is None or not step.plan.batches or self._rng.random() < 0.5:
             self._runner.encode(piece)
             self.tally.encoded += 1
 
-    def _step(self, plan: StepPlan) -> None:
-        self._note(plan)
+    def _step(self, step: InFlightStep) -> None:
+        self._note(step.plan)
         is_trial = any(row.failures for row, _ in self._rows if row.slot is not None)
         if not is_trial and self._rng.random() < self._fails:
             self.tally.failed_steps += 1
             if self._rng.random() < 0.5:
-                self._runner.run(plan)
+                self._runner.run(step.plan)
             self._runner.reset()
-            self._runner.forget_prefixes()
+            self._runner.clear_prefixes()
             self._take(*self._scheduler.fail(MADE_TO_FAIL))
         else:
-            self._take(*self._scheduler.commit(self._runner.run(plan)))
+            self._take(*run_step(self._scheduler, self._runner, step))
 
     def _note(self, plan: StepPlan) -> None:
         rows = [row for batch in plan.batches for row in batch]
-        self.tally.caught_up += sum(row.feeds_head and row.num_behind > 0 for row in rows)
+        self.tally.caught_up += sum(row.feeds_head and row.head_lag > 0 for row in rows)
         ends = {load.slot: load.start + load.num_cells for load in plan.copies.loads}
         for row, _ in self._rows:
             if row.slot in ends and row.request.media is not None:
@@ -319,8 +324,8 @@ class MediaHistory:
         if reason in ("cancelled", "error"):
             expected = expected[: len(found)]
         assert found == expected, f"row {row.id}, {reason}, {talk}: {found} where alone it gives {expected}"
-        self.tally.preemptions += row.preemptions
-        self.tally.accepted += sum(row.accepted)
+        self.tally.preemptions += row.counters.preemptions
+        self.tally.accepted += sum(row.counters.accepted)
 
 
 def _find(ids: Sequence[int], part: Sequence[int], start: int) -> int:

@@ -78,7 +78,7 @@ class Session:
             if self._tier is not None:
                 self._tier.close()
             self._runner._write_block = None
-            self._runner.forget_prefixes()
+            self._runner.clear_prefixes()
         return self.tally
 
     def _start(self) -> None:
@@ -100,7 +100,7 @@ class Session:
             disk=disk,
             least_loaded=self._rng.choice((1, 3)),
         )
-        self._runner.forget_prefixes()
+        self._runner.clear_prefixes()
 
     def _stop(self) -> None:
         self.tally.restarts += 1

@@ -18,8 +18,8 @@ from outrider.request import SamplingParams
 from outrider.sampling import sampler
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step import forward
-from outrider.step.compiled import NOTHING_ASKED, repeats
-from outrider.step.runner import Launched, Runner
+from outrider.step.compiled import NEUTRAL_PARAMS, is_traceable
+from outrider.step.runner import LaunchedPasses, Runner
 from plan_rows import plan_row
 from step.histories import History, Tally, World, play, random_history, world
 from step.reference import solo_answer
@@ -108,7 +108,7 @@ def answers(tiny: World, runner: Runner, num_steps: int = 12) -> list[list[int]]
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
     tokens: list[list[int]] = [[], []]
 
-    def take(launched: Launched) -> None:
+    def take(launched: LaunchedPasses) -> None:
         for row in runner.finish(launched).rows:
             tokens[row.sequence_id] += row.token_ids
 
@@ -227,7 +227,7 @@ def test_a_trace_that_fails_leaves_nothing_behind(family: str, monkeypatch: pyte
         raise RuntimeError("no reason")
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward, "kept_tokens", fails)
+        patch.setattr(forward, "num_kept_tokens", fails)
         mx.enable_compile()  # to trace needs no compiler
         with pytest.raises(RuntimeError, match="no reason"):
             runner.launch(StepPlan(1, CAPACITY, (), ((plan_row([3, 1, 4], [1], params=GREEDY),),)))
@@ -248,7 +248,7 @@ def test_a_step_says_whether_it_was_traced_just_now() -> None:
         rows = [plan_row([3, 1, 4], committed, params=GREEDY, slot=i, start=start) for i in range(num_rows)]
         launched = runner.launch(StepPlan(2, CAPACITY, (), (tuple(rows),)))
         runner.finish(launched)
-        return launched.is_traced
+        return launched.is_first_trace
 
     reads = is_traced(2, (), start=0)
     assert [reads, *(is_traced(num, [1]) for num in (2, 2, 1, 2, 1))] == [
@@ -261,13 +261,13 @@ def test_only_rows_that_read_or_stand_elsewhere_are_not_traced() -> None:
     def row(**facts: object) -> RowPlan:
         return plan_row([1, 2, 3], [4], params=SamplingParams(**facts))  # type: ignore[arg-type]
 
-    assert repeats([row(temperature=0)])
-    assert repeats([row(temperature=1, top_k=20, top_p=0.9, seed=1)])
-    assert repeats([row(temperature=0), replace(row(temperature=1, seed=1), slot=1)])
-    assert repeats([row(temperature=0, logprobs=1, presence_penalty=0.5)])
-    assert repeats([row(temperature=0), replace(row(temperature=1, top_p=0.9, seed=1), slot=1)])
-    assert not repeats([replace(row(temperature=0), slot=1)])
-    assert not repeats([plan_row([1, 2, 3], params=GREEDY, start=0)])
+    assert is_traceable([row(temperature=0)])
+    assert is_traceable([row(temperature=1, top_k=20, top_p=0.9, seed=1)])
+    assert is_traceable([row(temperature=0), replace(row(temperature=1, seed=1), slot=1)])
+    assert is_traceable([row(temperature=0, logprobs=1, presence_penalty=0.5)])
+    assert is_traceable([row(temperature=0), replace(row(temperature=1, top_p=0.9, seed=1), slot=1)])
+    assert not is_traceable([replace(row(temperature=0), slot=1)])
+    assert not is_traceable([plan_row([1, 2, 3], params=GREEDY, start=0)])
 
 
 @pytest.mark.usefixtures("not_compiled")
@@ -287,7 +287,7 @@ def test_a_trace_keeps_nothing_of_the_requests_that_it_was_made_for(monkeypatch:
     runner.run(StepPlan(1, CAPACITY, (), ((row,),)))
     runner.reset()
     ((traced,),) = images
-    assert traced.params == NOTHING_ASKED
+    assert traced.params == NEUTRAL_PARAMS
     assert (traced.history, traced.banned_ids, traced.masks) == ((), (), None)
 
 

@@ -15,11 +15,11 @@ from outrider.cache import ragged_kv
 from outrider.grammar.matcher import RowGrammar
 from outrider.plan import RowPlan
 from outrider.sampling.logits_processors import LogitsProcessors
-from outrider.sampling.logprobs import AskedLogprobs, LogprobArrays
+from outrider.sampling.logprobs import LogprobRequest, Logprobs
 from outrider.sampling.masks import Masks
 from outrider.sampling.sampler import Sampler
 from outrider.step import forward, verify
-from outrider.step.input_batch import Batch, InputBatch
+from outrider.step.batch import Batch, InputBatch
 from step.histories import Divergence, Tally, play, random_history, world
 
 FIRST_SEED = {
@@ -119,38 +119,40 @@ def accepts_past_an_error(patch: pytest.MonkeyPatch) -> None:
 
 
 def noise_is_one_position_late(patch: pytest.MonkeyPatch) -> None:
-    pick = verify.pick
-    patch.setattr(verify, "pick", lambda logits, positions, how: pick(logits, positions + 1, how))
+    sample = Sampler.sample
+    patch.setattr(Sampler, "sample", lambda self, logits, positions: sample(self, logits, positions + 1))
 
 
 def noise_stands_still_in_a_window(patch: pytest.MonkeyPatch) -> None:
-    pick = verify.pick
+    sample = Sampler.sample
 
-    def wrong(logits: mx.array, positions: mx.array, how: Sampler) -> mx.array:
-        return pick(logits, mx.broadcast_to(positions[:, :1], positions.shape), how)
+    def wrong(self: Sampler, logits: mx.array, positions: mx.array) -> mx.array:
+        return sample(self, logits, mx.broadcast_to(positions[:, :1], positions.shape))
 
-    patch.setattr(verify, "pick", wrong)
+    patch.setattr(Sampler, "sample", wrong)
 
 
 def the_first_sampler_serves_all(patch: pytest.MonkeyPatch) -> None:
     of = Sampler.of
-    patch.setattr(Sampler, "of", lambda params, merged=False: of(list(params[:1]) * len(params), merged))
+    patch.setattr(
+        Sampler, "of", lambda params, for_trace=False: of(list(params[:1]) * len(params), for_trace)
+    )
 
 
-def _edits_of_other_rows(patch: pytest.MonkeyPatch, other: Callable[[RowPlan], RowPlan]) -> None:
+def _processors_of_other_rows(patch: pytest.MonkeyPatch, other: Callable[[RowPlan], RowPlan]) -> None:
     of = LogitsProcessors.of
     patch.setattr(LogitsProcessors, "of", lambda rows, *facts: of([other(row) for row in rows], *facts))
 
 
 def penalties_do_not_see_drafts(patch: pytest.MonkeyPatch) -> None:
     def undrafted(row: RowPlan) -> RowPlan:
-        return replace(row, num_drafts=0, token_ids=row.token_ids[: row.first_pick + 1])
+        return replace(row, num_drafts=0, token_ids=row.token_ids[: row.first_target + 1])
 
-    _edits_of_other_rows(patch, undrafted)
+    _processors_of_other_rows(patch, undrafted)
 
 
 def penalties_lag_by_a_token(patch: pytest.MonkeyPatch) -> None:
-    _edits_of_other_rows(patch, lambda row: replace(row, history=row.history[:-1]))
+    _processors_of_other_rows(patch, lambda row: replace(row, history=row.history[:-1]))
 
 
 def logprobs_are_of_edited_logits(patch: pytest.MonkeyPatch) -> None:
@@ -160,7 +162,7 @@ def logprobs_are_of_edited_logits(patch: pytest.MonkeyPatch) -> None:
         edited.append((logits, apply(self, logits)))
         return edited[-1][1]
 
-    def wrong(logits: mx.array, targets: mx.array, asked: AskedLogprobs) -> LogprobArrays:
+    def wrong(logits: mx.array, targets: mx.array, asked: LogprobRequest) -> Logprobs:
         other = next((new for old, new in edited if old is logits), logits)
         edited.clear()
         return compute(other, targets, asked)
@@ -173,8 +175,8 @@ def the_next_cell_is_seen(patch: pytest.MonkeyPatch) -> None:
     mask = ragged_kv.Placement.mask
 
     def wrong(self: ragged_kv.Placement, window: int | None) -> mx.array:
-        images = mask(self, window)
-        return images | mx.roll(images, 1, axis=-1)
+        attended = mask(self, window)
+        return attended | mx.roll(attended, 1, axis=-1)
 
     patch.setattr(ragged_kv.Placement, "mask", wrong)
 
@@ -186,10 +188,10 @@ def moves_are_lost(patch: pytest.MonkeyPatch) -> None:
 def the_head_is_fed_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     next_tokens = forward.next_tokens
 
-    def wrong(batch: Batch, feed: InputBatch, picks: verify.Picks | None) -> mx.array:
-        right = next_tokens(batch, feed, picks)
-        shifted = mx.concatenate([feed.token_ids[:, 1:], right[:, -1:]], axis=1)
-        fed = mx.arange(1, right.shape[1] + 1) < feed.num_fed[:, None]
+    def wrong(batch: Batch, inputs: InputBatch, verified: verify.VerifyOutput | None) -> mx.array:
+        right = next_tokens(batch, inputs, verified)
+        shifted = mx.concatenate([inputs.token_ids[:, 1:], right[:, -1:]], axis=1)
+        fed = mx.arange(1, right.shape[1] + 1) < inputs.num_fed[:, None]
         return mx.where(fed, shifted, right)
 
     patch.setattr(forward, "next_tokens", wrong)

@@ -47,7 +47,7 @@ def test_the_head_is_fed_the_pictures_too(world: World) -> None:
     for step_size in (5, 512):
         with LLM(world.folder, drafter="mtp", max_rows=1, prefill_step_size=step_size) as llm:
             prompt = world.prompt(llm, ("is ", " it?"), [noise(40, 24)])
-            drafter: Any = llm.engine._parts.runner._forward._drafter  # type: ignore[attr-defined]
+            drafter: Any = llm.engine._loop.parts.runner._forward._drafter  # type: ignore[attr-defined]
             made, num_seen, draft = [], [0], drafter.draft
 
             def watched(
@@ -89,7 +89,7 @@ def test_a_preempted_media_row_goes_on_as_if_nothing_had_happened(world: World, 
     prompt = world.prompt(llm, *CASES[0])
     each = [replace(HOT, max_tokens=90, seed=seed) for seed in (1, 2, 3)]
     expected = [tokens(llm, prompt, params) for params in each]
-    runner: Any = llm.engine._parts.runner
+    runner: Any = llm.engine._loop.parts.runner
     geometry = runner.geometry(16)
     budget = geometry.num_bytes(3, geometry.capacity_for(len(prompt.ids) + 2 * SLACK + 16))
     config = EngineConfig(
@@ -110,7 +110,7 @@ def test_a_preempted_media_row_goes_on_as_if_nothing_had_happened(world: World, 
 
 def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch, encode_s: float = 0.0) -> list[Any]:
     """What the runner does, in order: "encode", or the plan of a step."""
-    runner: Any = llm.engine._parts.runner
+    runner: Any = llm.engine._loop.parts.runner
     done: list[Any] = []
     launch, encode = runner.launch, runner.encode
 
@@ -151,7 +151,7 @@ def test_under_steady_text_a_media_row_starts_within_its_turn(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Encoding gets every other slice of time: steps between two pieces take about as long as a piece did."""
-    runner: Any = llm.engine._parts.runner
+    runner: Any = llm.engine._loop.parts.runner
     done: list[tuple[str, float, float]] = []  # what, when it began and ended
 
     def timed(name: str, work: Any, least_s: float) -> Any:
@@ -193,7 +193,7 @@ def test_text_requests_never_touch_the_vision_code(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = watch(llm, monkeypatch)
-    trunk: Any = llm.engine._parts.runner._forward._trunk
+    trunk: Any = llm.engine._loop.parts.runner._forward._trunk
     given = []
     hidden = trunk.hidden
 
@@ -211,7 +211,7 @@ def test_text_requests_never_touch_the_vision_code(
 def test_a_picture_that_cannot_be_encoded_ends_its_own_request_only(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner: Any = llm.engine._parts.runner
+    runner: Any = llm.engine._loop.parts.runner
     good, bad = (world.prompt(llm, ("x", "y"), [noise(24, 24, seed)]) for seed in (60, 61))
     encode = runner.encode
 
@@ -238,7 +238,7 @@ def test_a_cancelled_media_request_leaves_nothing_held(world: World, llm: LLM) -
         llm.engine.cancel(request_id)
         assert whole(outbox).finish_reason == "cancelled"
     tokens(llm, prompt)
-    runner: Any = llm.engine._parts.runner
+    runner: Any = llm.engine._loop.parts.runner
     assert runner.image_embeddings.num_held == 0
 
 
@@ -261,7 +261,7 @@ def test_a_second_turn_loads_the_picture_and_computes_what_is_new(world: World) 
         )
         assert second.ids == other.ids
         found = [answers(llm, (first, GREEDY))[0]]
-        runner: Any = llm.engine._parts.runner
+        runner: Any = llm.engine._loop.parts.runner
         runner._tower.encode, encode = None, runner._tower.encode  # calling it would be an error
         runner.image_embeddings._max_bytes = 1
         runner.image_embeddings.forget_holds()

@@ -135,6 +135,6 @@ def _rows(starts: Array, fed: list[int], kept: list[int], depth: int) -> HeadRow
         num_fed=mx.array(fed),
         num_kept=mx.array(kept),
         end=int((starts + fed).max()),
-        how=Sampler.of([SamplingParams(temperature=0.0)] * 3),
+        sampler=Sampler.of([SamplingParams(temperature=0.0)] * 3),
         depth=depth,
     )

@@ -13,8 +13,8 @@ from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Trunk
 from outrider.plan import PassShape, RowPlan, StepPlan, StepResult
 from outrider.request import SamplingParams
-from outrider.step.compiled import PADDING_ID, padding_rows, repeats
-from outrider.step.pass_output import UnsoundLogits
+from outrider.step.batch import InvalidLogits
+from outrider.step.compiled import PADDING_ID, is_traceable, padding_rows
 from outrider.step.runner import Runner
 from plan_rows import plan_row
 from step.histories import world
@@ -112,7 +112,7 @@ def test_one_trace_serves_as_many_rows_as_it_has_room_for() -> None:
     for rows in ((picks(0),), (picks(0), picks(1)), (picks(0), picks(1), picks(2))):
         launched = runner.launch(StepPlan(SLOTS, CAPACITY, (), (rows,), (PassShape(4),)))
         runner.finish(launched)
-        traced.append(launched.is_traced)
+        traced.append(launched.is_first_trace)
     assert traced == [True, True, False]  # greedy alone, then with a row at a temperature
     runner.reset()
 
@@ -148,7 +148,7 @@ def test_what_a_ghost_picks_does_not_count() -> None:
         buffers.put([_spoilt(array, 2) for array in buffers.arrays()])
     found = run(runner, (picks(0), picks(1)), PassShape(SLOTS))
     assert all(0 <= row.token_ids[0] < world("llama").vocab_size for row in found.rows)
-    with pytest.raises(UnsoundLogits):
+    with pytest.raises(InvalidLogits):
         run(runner, (picks(0), picks(1), picks(2)), PassShape(SLOTS))
     runner.reset()
 
@@ -159,7 +159,7 @@ def _spoilt(array: mx.array, first: int) -> mx.array:
 
 
 def test_ghosts_stand_in_the_next_slots() -> None:
-    assert not repeats((picks(1),))  # other rows than the first have none: their pass is not traced
+    assert not is_traceable((picks(1),))  # other rows than the first have none: their pass is not traced
     assert not padding_rows((picks(0),), 1)
     assert [(row.slot, row.sequence_id) for row in padding_rows((picks(0), picks(1)), 4)] == [
         (2, PADDING_ID),

@@ -10,11 +10,13 @@ import pytest
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
+from outrider.engine.draft_state import DraftState
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.request import Request, SamplingParams
 from outrider.step.runner import Runner
+from run_steps import run_step
 from step.histories import _NoText, random_head, world
 
 BLOCK = 8
@@ -50,23 +52,21 @@ class _Driver:
             text=_NoText(),
             stop_ids=frozenset(),
             max_tokens=max_tokens,
-            max_depth=3,
-            head_depth=3,
-            head_layers=self._num_layers,
+            drafting=DraftState(3, 3, self._num_layers),
         )
         self._num += 1
         self._scheduler.add(row)
         found: list[np.ndarray] = []
         while not self._scheduler.is_idle:
-            plan = self._scheduler.plan()
-            assert plan is not None
-            self._scheduler.commit(self.runner.run(plan))
+            step = self._scheduler.plan()
+            assert step is not None
+            run_step(self._scheduler, self.runner, step)
             if row.slot is not None and row.num_generated:
                 buffers = self.runner._buffers()
                 cells = [array[row.slot, :, : row.num_final] for kv in buffers for array in kv.arrays()]
                 found = [np.array(array) for array in cells]
         if (last := self._scheduler.plan()) is not None:
-            self._scheduler.commit(self.runner.run(last))
+            run_step(self._scheduler, self.runner, last)
         self.runner.reset()
         return row.tokens, found
 

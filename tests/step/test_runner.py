@@ -14,7 +14,7 @@ import sampling_oracle as oracle
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.plan import Move, RowPlan, RowResult, StepPlan
 from outrider.request import SamplingParams
-from outrider.sampling.sampler import Sampler, pick_drafts
+from outrider.sampling.sampler import Sampler
 from outrider.step.runner import Runner
 from plan_rows import plan_row
 from step.histories import World, random_head, world
@@ -230,7 +230,7 @@ def expected_drafts(
         if head.draft_ids is not None:
             logits = logits[..., head.draft_ids]
         position = mx.array([[len(tokens) + depth_now]])
-        drafts.append(pick_drafts(logits, position, Sampler.of([params]), head.draft_ids).item())
+        drafts.append(Sampler.of([params]).sample_drafts(logits, position, head.draft_ids).item())
         out, fed_back = head.layers[0](fed_back, inner.embed_tokens(mx.array([drafts[-1:]])), cache)
     return drafts
 
@@ -348,7 +348,7 @@ def test_a_step_that_failed_half_way_leaves_nothing_behind(
     row = plan_row(prompt, params=GREEDY, start=0, feeds_head=True, num_drafts_next=3)
     expected = run(runner, [row])[0]
     with monkeypatch.context() as patch:
-        patch.setattr(runner._forward._drafter, "_pick", lambda *_: 1 / 0)
+        patch.setattr(runner._forward._drafter, "_sample", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(runner, [row])
     runner.reset()

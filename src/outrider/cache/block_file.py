@@ -43,10 +43,10 @@ def check_finite(arrays: Arrays) -> None:
     """Raise BadFile if there is a NaN or an infinity anywhere: such a block must not outlive the process."""
     for array in arrays.values():
         if array.dtype == "BF16":
-            is_sound = bool(((array.data & 0x7F80) != 0x7F80).all())
+            is_finite = bool(((array.data & 0x7F80) != 0x7F80).all())
         else:
-            is_sound = bool(np.isfinite(array.data).all())
-        if not is_sound:
+            is_finite = bool(np.isfinite(array.data).all())
+        if not is_finite:
             raise BadFile("it holds NaN or infinity")
 
 

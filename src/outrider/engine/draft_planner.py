@@ -1,6 +1,8 @@
-"""Between scheduler and depth controller: what the rows of a step request for, and what they are given.
+"""The draft planner: which drafts each row feeds, how many the head makes next, and the rows' plans.
 
-Owns no decision: those are the controller's. Must not know caches.
+The depth controller decides (speculate/controller.py); this module tells it what the rows could feed, and
+turns its choice into RowPlans. It also plans overlapped steps: steps whose rows continue before the host has
+read the step in front of them. Pure Python. Must not know caches.
 """
 
 from __future__ import annotations
@@ -8,91 +10,223 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 
 from outrider.engine.sequence import Sequence
-from outrider.plan import PassShape, RowPlan
+from outrider.plan import UNREAD, PassShape, RowPlan
 from outrider.speculate.acceptance import Source
 from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import StepShape
 
-MOST_BEHIND = 2048  # cells; a head that has rested for longer does not come back to a row
-CATCH_UP_CELLS = 1024  # that heads are fed in one step, so that nobody waits long; always one row's
+MAX_HEAD_LAG = 2048  # cells; a head that was paused for longer does not come back to a row; chosen by hand
+MAX_CATCH_UP = 1024  # cells that paused heads are fed in one step, so that no row waits long; chosen by hand
+
+Offer = tuple[Source, int, int]  # source of drafts, how many, how many of them are certain
 
 
-def settle_drafts(
-    controller: DepthController, decoding: Rows[Sequence], joining: Rows[Sequence], num_slots: int
-) -> None:
-    """Give every decoding row its drafts for this step, and all rows what the head shall make for the next.
+class DraftPlanner:
+    def __init__(self, controller: DepthController) -> None:
+        self._controller = controller
 
-    `joining` are the rows that may pick their first token in this step.
+    # -- drafts of a step --------------------------------------------------------------------------------
+
+    def choose_drafts(self, decoding: Rows[Sequence], joining: Rows[Sequence], num_slots: int) -> None:
+        """Give every decoding row its drafts for this step, and all rows their `num_drafts_next`.
+
+        `joining` are the rows that may sample their first token in this step.
+        """
+        rows = [*decoding, *joining]
+        if not any(row.drafting.max_depth > 0 for row in rows):
+            return
+        requests = [self._request(row, joins=i >= len(decoding)) for i, row in enumerate(rows)]
+        choice = self._controller.choose(requests, max(len(row.tokens) for row in rows), num_slots)
+        for row, (which, num), num_next in zip(rows, choice.feed, choice.next, strict=True):
+            row.drafting.num_drafts_next = num_next
+            row.drafting.use(which, num)
+        self._limit_catch_up(decoding)
+
+    def _request(self, row: Sequence, joins: bool) -> DraftRequest:
+        offers = [(p.source, len(p.token_ids), p.num_sure) for p in row.drafting.proposals]
+        head_lag = 0 if joins else row.head_lag
+        return self._draft_request(row, offers, head_lag, row.num_left, joins)
+
+    def _draft_request(
+        self,
+        row: Sequence,
+        offers: Rows[Offer],
+        head_lag: int,
+        num_left: int,
+        joins: bool = False,
+        others: Rows[Offer] = (),
+    ) -> DraftRequest:
+        drafting = row.drafting
+        if drafting.acceptance is None:
+            drafting.acceptance = self._controller.new_record(row.params)
+        fixed = None if drafting.is_auto else drafting.max_depth
+        max_next = max_drafts_next(row, num_left, head_lag)
+        return DraftRequest(drafting.acceptance, offers, fixed, max_next, head_lag, joins, others)
+
+    def _limit_catch_up(self, decoding: Rows[Sequence]) -> None:
+        """Of the paused heads that come back in this step, let only some catch up; the others wait a step."""
+        late = [row for row in decoding if row.drafting.is_auto and row.drafting.num_drafts_next]
+        late = sorted((row for row in late if row.head_lag), key=lambda row: (row.head_lag, row.id))
+        num_cells = 0
+        for i, row in enumerate(late):
+            num_cells += row.head_lag
+            if i > 0 and num_cells > MAX_CATCH_UP:
+                row.drafting.num_drafts_next = 0
+
+    def observe(self, row: Sequence, committed: Rows[int]) -> None:
+        """Compare everything that was proposed for a row, fed or not, with the tokens that came."""
+        if row.drafting.acceptance is None:
+            return
+        for proposal in row.drafting.proposals:
+            row.drafting.acceptance.compare(proposal.source, proposal.token_ids, committed, proposal.num_sure)
+
+    # -- overlapped steps --------------------------------------------------------------------------------
+
+    def plan_overlapped(
+        self, rows: Rows[tuple[Sequence, RowPlan]], max_drafts: Rows[int], num_slots: int
+    ) -> list[RowPlan] | None:
+        """The next rows of the unread step `rows`, each with the drafts that the head is making for it now.
+
+        None if the host has to read that step first: a paused head has to catch up with tokens that are not
+        read yet, or the drafts that n-gram lookup may find in these tokens are worth the wait.
+        """
+        if not any(sequence.drafting.max_depth > 0 for sequence, _ in rows):
+            return [overlapped_row(sequence, row, 0, 0) for sequence, row in rows]
+        requests = [self._overlapped_request(*each) for each in rows]
+        has_lookup = any(sequence.drafting.lookup is not None for sequence, _ in rows)
+        if has_lookup and self._controller.would_wait(requests):
+            return None
+        paused = [request for request, (_, row) in zip(requests, rows, strict=True) if row.defers_head]
+        if self._controller.is_probe_near(paused, len(rows)):
+            return None
+        num_cells = max(len(sequence.tokens) + row.num_fed for sequence, row in rows)
+        choice = self._controller.choose(requests, num_cells, num_slots)
+        planned = []
+        for (sequence, row), (_, num), num_next, limit in zip(
+            rows, choice.feed, choice.next, max_drafts, strict=True
+        ):
+            num_left = sequence.num_left - 1  # the unread step commits at least one token
+            num_next = min(num_next, max_drafts_next(sequence, num_left))
+            if row.defers_head and num_next:
+                return None
+            num_drafts = max(0, min(num, row.num_drafts_next, num_left - 1, limit))
+            planned.append(overlapped_row(sequence, row, num_drafts, num_next))
+        return planned
+
+    def _overlapped_request(self, sequence: Sequence, row: RowPlan) -> DraftRequest:
+        offers: list[Offer] = [("head", row.num_drafts_next, 0)] if row.num_drafts_next else []
+        proposals = sequence.drafting.proposals
+        others = [(p.source, len(p.token_ids), p.num_sure) for p in proposals if p.source != "head"]
+        head_lag = sequence.head_lag + row.num_fed if row.defers_head else 0
+        return self._draft_request(sequence, offers, head_lag, sequence.num_left - 1, others=others)
+
+    # -- shapes ------------------------------------------------------------------------------------------
+
+    def pass_shape(self, batch: Rows[RowPlan], num_slots: int) -> PassShape:
+        """The shape of the decoding rows' pass."""
+        if not batch:
+            return PassShape()
+        width = max(row.num_fed for row in batch)
+        num_cells = max(row.start for row in batch)
+        shapes = self._controller.shapes
+        shapes.note(len(batch), width)
+        return PassShape(*shapes.decoding(len(batch), width, num_cells, num_slots))
+
+
+def max_drafts_next(row: Sequence, num_left: int, head_lag: int = 0) -> int:
+    """Most drafts that the head may make now for the row's next step; `num_left` tokens may still come.
+
+    This step commits at least one token, and the next step ends with a bonus token: that leaves num_left - 2.
     """
-    rows = [*decoding, *joining]
-    if not any(row.max_depth > 0 for row in rows):
-        return
-    num_cells = max(len(row.tokens) for row in rows)
-    requests = [_draft_request(controller, row, joins=i >= len(decoding)) for i, row in enumerate(rows)]
-    choice = controller.choose(requests, num_cells, num_slots)
-    for row, (offer, num), wanted in zip(rows, choice.feed, choice.next, strict=True):
-        row.num_next = wanted
-        row.use_drafts(offer, num)
-    _take_turns(decoding)
-
-
-def _take_turns(decoding: Rows[Sequence]) -> None:
-    """Of the heads that come back in this step, let only some catch up; the others rest a step longer."""
-    late = [row for row in decoding if row.is_auto and row.num_next and row.num_cached > row.num_head_cached]
-    late.sort(key=lambda row: (row.num_cached - row.num_head_cached, row.id))
-    num_cells = 0
-    for i, row in enumerate(late):
-        num_cells += row.num_cached - row.num_head_cached
-        if i > 0 and num_cells > CATCH_UP_CELLS:
-            row.num_next = 0
-
-
-def observe_drafts(row: Sequence, committed: Rows[int]) -> None:
-    """Hold everything that was proposed for a row, fed or not, against the tokens that came."""
-    if row.record is None:
-        return
-    for proposal in row.proposals:
-        row.record.compare(proposal.source, proposal.token_ids, committed, proposal.num_sure)
-
-
-def pass_shape(controller: DepthController, batch: Rows[RowPlan], num_slots: int) -> PassShape:
-    """That of the decoding rows' pass."""
-    if not batch:
-        return PassShape()
-    width = max(row.num_fed for row in batch)
-    num_cells = max(row.start for row in batch)
-    controller.shapes.note(len(batch), width)
-    return PassShape(*controller.shapes.decoding(len(batch), width, num_cells, num_slots))
+    if head_lag > MAX_HEAD_LAG:
+        return 0
+    return max(0, min(row.drafting.head_depth, num_left - 2))
 
 
 def step_shape(batch: Rows[RowPlan], shape: PassShape) -> StepShape | None:
-    """What the time of a decode step tells about; None where it will do other work as well."""
+    """The cost-table entry that a decode step's time is evidence for; None if it does other work too."""
     drafting = [row for row in batch if row.feeds_head]
-    if not batch or any(row.num_behind for row in drafting):
+    if not batch or any(row.head_lag for row in drafting):
         return None
     depth = max((row.num_drafts_next for row in drafting), default=0)
-    num_cells, num_sampled = max(row.start for row in batch), sum(not row.params.is_greedy for row in batch)
-    return StepShape(shape.rows, shape.width, len(drafting), depth, num_cells, num_sampled)
+    num_cells, num_random = max(row.start for row in batch), sum(not row.params.is_greedy for row in batch)
+    return StepShape(shape.rows, shape.width, len(drafting), depth, num_cells, num_random)
 
 
-def draft_request(
-    controller: DepthController,
-    row: Sequence,
-    offers: Rows[tuple[Source, int, int]],
-    behind: int,
-    num_left: int,
-    joins: bool = False,
-    others: Rows[tuple[Source, int, int]] = (),
-) -> DraftRequest:
-    """What a row may ask for: `behind` cells of it the head has not been fed, `num_left` tokens may come."""
-    if row.record is None:
-        row.record = controller.new_record(row.params)
-    most_next = min(row.head_depth, num_left - 2) if behind <= MOST_BEHIND else 0
-    fixed = None if row.is_auto else row.max_depth
-    return DraftRequest(row.record, offers, fixed, max(0, most_next), behind, joins, others)
+def needs_host(row: Sequence) -> bool:
+    """Whether the row's next step depends on its unread tokens in a way that only the host can compute."""
+    params, drafting = row.params, row.drafting
+    return (
+        drafting.grammar is not None
+        or params.has_penalties
+        or bool(params.logit_bias)
+        or params.min_tokens > row.num_generated
+        or (drafting.drafter is not None and any(p.source != "head" for p in drafting.proposals))
+    )
 
 
-def _draft_request(controller: DepthController, row: Sequence, joins: bool) -> DraftRequest:
-    offers = [(p.source, len(p.token_ids), p.num_sure) for p in row.proposals]
-    behind = 0 if joins else row.num_cached - row.num_head_cached
-    return draft_request(controller, row, offers, behind, row.num_left, joins)
+# -- plans of rows -----------------------------------------------------------------------------------------
+
+
+def decode_row(sequence: Sequence, max_drafts: int) -> RowPlan:
+    """The last token and the chosen drafts."""
+    drafts = sequence.drafting.drafts[:max_drafts]
+    return _row(sequence, [sequence.tokens[-1], *drafts], len(drafts), None)
+
+
+def prefill_row(sequence: Sequence, size: int) -> RowPlan:
+    """The next `size` tokens of the prompt."""
+    start, end = sequence.num_cached, sequence.num_cached + size
+    next_id = sequence.tokens[end] if end < sequence.num_prefill else None
+    return _row(sequence, sequence.tokens[start:end], 0, next_id)
+
+
+def overlapped_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int) -> RowPlan:
+    """The step after `last`, which is not read yet: `start` is the most cells that the row can have."""
+    max_cells = sequence.num_cached + last.num_fed
+    defers_head = sequence.drafting.may_pause_head and num_next == 0
+    return RowPlan(
+        sequence_id=sequence.id,
+        slot=last.slot,
+        start=max_cells,
+        token_ids=(UNREAD,) * (1 + num_drafts),
+        num_drafts=num_drafts,
+        next_id=None,
+        feeds_head=sequence.feeds_head and not defers_head,
+        num_drafts_next=num_next,
+        params=sequence.params,
+        history=sequence.tokens,
+        num_prompt=sequence.num_prompt,
+        head_start=max_cells if sequence.feeds_head else None,
+        defers_head=defers_head,
+        position_delta=last.position_delta,
+    )
+
+
+def _row(sequence: Sequence, token_ids: Rows[int], num_drafts: int, next_id: int | None) -> RowPlan:
+    assert sequence.slot is not None
+    drafting, media = sequence.drafting, sequence.request.media
+    is_sampling = next_id is None
+    num_next = (
+        min(drafting.num_drafts_next, max_drafts_next(sequence, sequence.num_left)) if is_sampling else 0
+    )
+    defers_head = drafting.may_pause_head and sequence.is_decoding and num_next == 0
+    return RowPlan(
+        sequence_id=sequence.id,
+        slot=sequence.slot,
+        start=sequence.num_cached,
+        token_ids=token_ids,
+        num_drafts=num_drafts,
+        next_id=next_id,
+        feeds_head=sequence.feeds_head and not defers_head,
+        num_drafts_next=num_next,
+        head_start=sequence.num_head_cached if sequence.feeds_head else None,
+        defers_head=defers_head,
+        params=sequence.params,
+        history=sequence.tokens,
+        num_prompt=sequence.num_prompt,
+        banned_ids=tuple(sequence.stop_ids) if sequence.params.min_tokens else (),
+        masks=drafting.masks[: num_drafts + 1] if is_sampling and drafting.masks is not None else None,
+        media=None if sequence.is_decoding else media,
+        position_delta=0 if media is None else media.delta,
+    )

@@ -1,97 +1,64 @@
-"""Steps that were launched and are not yet read: one, or two where the device outruns the host.
+"""A step from its plan to its commit, and the executor that launches and reads steps.
 
-Knows a runner's `launch` and `finish`, and how long each step took; decides nothing.
+    scheduler.plan() -> InFlightStep -> executor.launch -> executor.finish -> scheduler.commit
+
+One step is in flight, or two where the device outruns the host: then the second one is planned and launched
+before the first one is read. The executor decides nothing; it measures how long each step took.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence as Steps
+from dataclasses import dataclass, field
 
-from outrider.plan import StepPlan, StepResult
-
-
-class UnderWay(Protocol):
-    """What a runner gives for a step that it has launched."""
-
-    @property
-    def is_traced(self) -> bool: ...
-
-    @property
-    def is_whole(self) -> bool: ...
+from outrider.engine.sequence import Sequence
+from outrider.plan import LaunchedStep, RowPlan, StepPlan, StepResult, StepRunner
+from outrider.speculate.costs import StepShape
 
 
-class Launches(Protocol):
-    """What of a runner is needed."""
-
-    def launch(self, plan: StepPlan, after: Any = None) -> UnderWay: ...
-
-    def finish(self, launched: Any) -> StepResult: ...
-
-
-@dataclass(frozen=True)
-class Landed:
-    """A step that was read."""
+@dataclass(eq=False)
+class InFlightStep:
+    """What the scheduler has planned, then what the device works on, then what it has brought."""
 
     plan: StepPlan
-    result: StepResult
-    seconds: float  # since the one before it was read: with what the host had to do in between
-    is_typical: bool  # it ran as it was planned, and the host had no passes to trace meanwhile
-    host_s: float | None = None  # of that, before it was launched; None: it was while another was under way
+    rows: dict[int, tuple[Sequence, RowPlan]] = field(default_factory=dict)  # by sequence id
+    is_decode_only: bool = False  # one batch, whose rows all decode
+    cost_shape: StepShape | None = None  # the cost-table entry that the step's time is evidence for
 
-    @property
-    def own_s(self) -> float | None:
-        """How long such a step takes; None where its time does not say."""
-        return self.seconds if self.is_typical else None
+    launched: LaunchedStep | None = None
+    launched_s: float = 0.0
+    host_s: float | None = None  # between the last read and this launch; None: another step was in flight
+    is_typical: bool = True  # it ran as planned, and the host traced no pass meanwhile
 
-
-@dataclass
-class _Flying:
-    plan: StepPlan
-    launched: UnderWay  # what the runner needs to finish it
-    launched_s: float
-    is_typical: bool
-    host_s: float | None
+    result: StepResult | None = None
+    seconds: float | None = None  # from the last read to this one, with the host's work in between
 
 
-class Flights:
-    def __init__(self, runner: Launches) -> None:
+class StepExecutor:
+    def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
-        self._flying: deque[_Flying] = deque()
-        self._last_read_s: float | None = None  # None: something else was done since
+        self._last_read_s: float | None = None  # None: the thread did something else since the last read
 
-    def __len__(self) -> int:
-        return len(self._flying)
+    def launch(self, step: InFlightStep, in_front: Steps[InFlightStep] = ()) -> None:
+        """Hand a step to the device. `in_front` are the steps that were launched and not read yet."""
+        step.launched_s = time.perf_counter()
+        step.launched = self._runner.launch(step.plan, in_front[-1].launched if in_front else None)
+        step.is_typical = step.launched.is_as_planned
+        if not in_front and self._last_read_s is not None:
+            step.host_s = step.launched_s - self._last_read_s
+        if step.launched.is_first_trace:
+            for other in (*in_front, step):
+                other.is_typical = False
 
-    def launch(self, plan: StepPlan) -> None:
-        """A step that follows goes after the last one launched."""
-        after = self._flying[-1].launched if self._flying else None
-        launched_s = time.perf_counter()
-        launched = self._runner.launch(plan, after)
-        host_s = None
-        if after is None and self._last_read_s is not None:
-            host_s = launched_s - self._last_read_s
-        self._flying.append(_Flying(plan, launched, launched_s, launched.is_whole, host_s))
-        for flying in self._flying:
-            flying.is_typical &= not launched.is_traced
-
-    def land(self) -> Landed:
-        """Wait for the oldest one and read it. One that fails is still there: see `drop`."""
-        oldest = self._flying[0]
-        result = self._runner.finish(oldest.launched)
-        self._flying.popleft()
-        began_s = oldest.launched_s if self._last_read_s is None else self._last_read_s
+    def finish(self, step: InFlightStep) -> StepResult:
+        """Wait for the oldest step in flight and read it."""
+        step.result = self._runner.finish(step.launched)
+        began_s = step.launched_s if self._last_read_s is None else self._last_read_s
         self._last_read_s = time.perf_counter()
-        seconds = self._last_read_s - began_s
-        return Landed(oldest.plan, result, seconds, oldest.is_typical, oldest.host_s)
+        step.seconds = self._last_read_s - began_s
+        return step.result
 
     def pause(self) -> None:
-        """Something that is not part of any step is done now: waiting, encoding a picture."""
+        """The thread does something that is not part of a step: it waits, or encodes an image."""
         self._last_read_s = None
-
-    def drop(self) -> None:
-        """Forget them: their cells are lost."""
-        self._flying.clear()
-        self.pause()

@@ -1,4 +1,4 @@
-"""The rows that read their prompts: whose turn it is, and how much of it a step takes. Pure Python."""
+"""The rows that prefill: whose turn it is, and how much of its prompt a step feeds. Pure Python."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 
-from outrider.engine.image_encoding import ImageEmbeddings
+from outrider.engine.draft_planner import prefill_row
 from outrider.engine.prefix.cache import PrefixCache
-from outrider.engine.row_plans import prefill_row
 from outrider.engine.sequence import Sequence
-from outrider.plan import RowPlan
+from outrider.plan import ImageEmbeddings, RowPlan
 from outrider.prompt_media import MediaPiece
 
-DEFAULT_CHUNK = 512
+DEFAULT_CHUNK = 512  # prompt tokens in a step, padding counted; chosen by hand, the flag changes it
 
 
 class PrefillQueue:
-    """Rows in the order of their turns: who has read a chunk goes to the end of the line."""
+    """Rows in the order of their turns: a row that has fed a chunk goes to the end."""
 
     def __init__(
         self, chunk: int, prefix: PrefixCache | None, image_embeddings: ImageEmbeddings | None
     ) -> None:
-        """`chunk`: tokens of prompts that a step reads, padding counted."""
+        """`chunk`: prompt tokens that a step feeds, padding counted."""
         self._chunk = chunk
         self._prefix = prefix
         self._image_embeddings = image_embeddings
@@ -37,8 +36,8 @@ class PrefillQueue:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._rows
 
-    def begin(self, sequence: Sequence) -> None:
-        """What it reads stays on the image_embeddings until it has read its prompt."""
+    def add(self, sequence: Sequence) -> None:
+        """The embeddings of its images stay in memory until its prompt is fed."""
         self._rows.append(sequence)
         if sequence.request.media is not None and self._image_embeddings is not None:
             self._image_embeddings.hold(sequence.request.media.keys)
@@ -47,16 +46,16 @@ class PrefillQueue:
         self._rows.remove(sequence)
         self._rows.append(sequence)
 
-    def end(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         if sequence in self._rows:
             self._rows.remove(sequence)
             if sequence.request.media is not None and self._image_embeddings is not None:
                 self._image_embeddings.release(sequence.request.media.keys)
 
-    # -- pictures ----------------------------------------------------------------------------------------
+    # -- images ------------------------------------------------------------------------------------------
 
     def next_piece(self) -> MediaPiece | None:
-        """What is to be encoded next: the first piece that the row whose turn it is waits for."""
+        """The piece to encode next: the first one that the row whose turn it is waits for."""
         return next((piece for row in self._rows if (piece := self._missing(row))), None)
 
     def waiting_for(self, piece: MediaPiece) -> list[Sequence]:
@@ -71,49 +70,48 @@ class PrefillQueue:
     # -- chunks ------------------------------------------------------------------------------------------
 
     def ready(self, rows: Rows[Sequence]) -> list[Sequence]:
-        """Those of the rows that are to compute, in turn: what the prefix cache has for them is in place.
+        """The rows that compute their next cells in this step, in turn.
 
-        Not those whose next cells come from elsewhere: from an older row that computes them, or from disk.
+        The prefix cache fills in the cells that it has. A row whose next cells come from elsewhere (an older
+        row that computes them, or the disk) is left out.
         """
-        reading = [row for row in self._rows if row in rows]
+        queued = [row for row in self._rows if row in rows]
         if self._prefix is None:
-            return reading
+            return queued
         self._prefix.receive()
         return [
             row
-            for row in reading
-            if self._prefix.prepare(row, [other for other in reading if other.id < row.id])
+            for row in queued
+            if self._prefix.prepare(row, [other for other in queued if other.id < row.id])
         ]
 
-    def about_to_pick(self, rows: Rows[Sequence]) -> list[Sequence]:
-        """Those of the rows that may read the rest of their prompt in this step."""
-
-        def reads_the_rest(row: Sequence) -> bool:
-            return row.num_prefill - row.num_cached <= min(self._chunk, self._readable(row))
-
-        return [row for row in rows if not row.is_decoding and reads_the_rest(row)]
+    def about_to_sample(self, rows: Rows[Sequence]) -> list[Sequence]:
+        """The rows that may feed the rest of their prompt in this step."""
+        prefilling = [row for row in rows if not row.is_decoding]
+        return [
+            row
+            for row in prefilling
+            if row.num_prefill - row.num_cached <= min(self._chunk, self._num_readable(row))
+        ]
 
     def batch(self, ready: Rows[Sequence]) -> list[RowPlan]:
-        """Chunks of prompts: the one whose turn it is, and those that fit in beside it, padding counted."""
+        """A chunk of the row whose turn it is, and the chunks that fit beside it, padding counted."""
         batch: list[RowPlan] = []
         widest = 0
         for sequence in ready:
-            size = self._chunk_size(sequence)
+            start = sequence.num_cached
+            end = start + min(self._chunk, self._num_readable(sequence))
+            if self._prefix is not None and end > start:
+                end = self._prefix.stop_before(sequence, end)
+            size = end - start
             if size <= 0 or (batch and (len(batch) + 1) * max(widest, size) > self._chunk):
                 continue
             widest = max(widest, size)
             batch.append(prefill_row(sequence, size))
         return batch
 
-    def _chunk_size(self, sequence: Sequence) -> int:
-        start = sequence.num_cached
-        end = start + min(self._chunk, self._readable(sequence))
-        if self._prefix is not None and end > start:
-            end = self._prefix.stop_before(sequence, end)
-        return end - start
-
-    def _readable(self, sequence: Sequence) -> int:
-        """Tokens left to read before a piece that is not encoded. The head reads one ahead."""
+    def _num_readable(self, sequence: Sequence) -> int:
+        """Prompt tokens before the first piece that is not encoded, less one: the head reads one ahead."""
         missing = self._missing(sequence)
         end = sequence.num_prefill if missing is None else missing.first - 1
         return end - sequence.num_cached

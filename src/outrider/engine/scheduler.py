@@ -1,11 +1,12 @@
-"""The scheduler: decides what each step does. Pure Python, no model, no clock of its own.
+"""The scheduler: decides what each step does. Pure Python, no model.
 
     waiting (first come, first served) -> prefilling (take turns) -> decoding (every step) -> finished
                  ^------------------ preempted: cells dropped, tokens kept ------------------'
 
-`plan` and `commit` (or `fail`) alternate; between the two, `plan_overlapped` may give the next
-step before the first is read. All decisions live here: who joins, who leaves,
-how many cells, how many drafts.
+`plan` and `commit` (or `fail`) alternate. Between the two, `plan_overlapped` may give the next step before
+the first one is read. Every decision is made here or in a part of the scheduler: which rows start, which are
+preempted, how many cells the caches have (cache_budget.py), which prompt chunks run (prefill_queue.py), which
+drafts are fed (draft_planner.py), what the prefix cache copies (prefix/).
 """
 
 from __future__ import annotations
@@ -13,38 +14,26 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 from outrider.config import CacheGeometry, EngineConfig
 from outrider.engine.cache_budget import CacheBudget
-from outrider.engine.draft_planner import observe_drafts, pass_shape, settle_drafts, step_shape
-from outrider.engine.image_encoding import ImageEmbeddings
-from outrider.engine.overlap import has_own_say, settle_overlapped
+from outrider.engine.draft_planner import DraftPlanner, decode_row, needs_host, step_shape
+from outrider.engine.in_flight import InFlightStep
 from outrider.engine.prefill_queue import DEFAULT_CHUNK, PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
-from outrider.engine.row_plans import decode_row, overlapped_row
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.engine.slots import SlotTable
-from outrider.plan import PassShape, PrefixCopies, RowPlan, RowResult, StepPlan, StepResult
+from outrider.plan import ImageEmbeddings, PassShape, PrefixCopies, RowPlan, RowResult, StepPlan
 from outrider.prompt_media import MediaPiece
 from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController
-from outrider.speculate.costs import StepShape
 
 log = logging.getLogger(__name__)
 
-DISK_WAIT_S = 0.005
-MAX_FAILURES = 2  # a step that raises makes its rows suspects; one that raises again, alone, is given up
-
-
-@dataclass
-class _Planned:
-    """A step under way."""
-
-    rows: dict[int, tuple[Sequence, RowPlan]] = field(default_factory=dict)
-    is_decode: bool = False  # one batch, whose rows all decode
-    timed: StepShape | None = None  # what its time will tell about
+DISK_WAIT_S = 0.005  # how long the engine sleeps when all rows wait for blocks on disk; chosen by hand
+MAX_FAILURES = 2  # a failed step makes its rows suspects; one that fails again, alone, ends with an error
 
 
 class Scheduler:
@@ -57,7 +46,7 @@ class Scheduler:
         prefix_cache: PrefixCache | None = None,
         image_embeddings: ImageEmbeddings | None = None,
     ) -> None:
-        """`image_embeddings`: where the encoded pieces of pictures lie, for models that see."""
+        """`image_embeddings`: the encoded pieces of images, for models that read images."""
         self._controller = controller or DepthController()
         self._config = config
         self._prefix = prefix_cache
@@ -66,8 +55,9 @@ class Scheduler:
         self._prefill_queue = PrefillQueue(
             config.prefill_step_size or DEFAULT_CHUNK, prefix_cache, image_embeddings
         )
+        self._drafts = DraftPlanner(self._controller)
         self._slots = SlotTable()
-        self._planned: deque[_Planned] = deque()  # at most two
+        self.in_flight: deque[InFlightStep] = deque()  # planned and not committed: at most two
 
     @property
     def is_idle(self) -> bool:
@@ -87,7 +77,7 @@ class Scheduler:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the caches hold, by the last plan."""
+        """Bytes that the row caches hold, by the last plan."""
         return self._budget.num_bytes
 
     @property
@@ -100,12 +90,12 @@ class Scheduler:
             self._prefix.clear()
 
     def wait_for_disk(self) -> None:
-        """There was nothing to plan, since all rows wait for blocks on disk: give those a moment."""
+        """Sleep a moment, after `plan` gave nothing because all rows wait for blocks on disk."""
         if self._prefix is not None and self._prefix.disk is not None:
             self._prefix.disk.wait(DISK_WAIT_S)
 
     def longest_context(self) -> int:
-        """Tokens that a row alone can hold within the budget."""
+        """Tokens that one row alone can hold within the budget."""
         return self._budget.longest_context()
 
     def add(self, sequence: Sequence) -> None:
@@ -118,150 +108,191 @@ class Scheduler:
 
     # -- a step: plan, then commit (or fail) -------------------------------------------------------------
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do, or all rows wait for pictures or the disk."""
-        if self._planned:
-            raise RuntimeError("a step is under way: commit it, or let it fail, before the next plan")
-        self._admit()
+    def plan(self) -> InFlightStep | None:
+        """The next step; None if there is nothing to do, or all rows wait for images or the disk."""
+        if self.in_flight:
+            raise RuntimeError("a step is in flight: commit it, or let it fail, before the next plan")
+        self._start_waiting()
         shape_before = self._budget.shape
-        self._make_room()
+        self._preempt_until_fit()
         moves = self._slots.settle()
         rows = self._rows_to_run()
         ready = self._prefill_queue.ready(rows)
-        decoding, joining = [row for row in rows if row.is_decoding], self._prefill_queue.about_to_pick(rows)
-        settle_drafts(self._controller, decoding, joining, self._budget.num_slots)
-        decode, prefill = self._decode_batch(decoding), self._prefill_queue.batch(ready)
-        batches = tuple(tuple(batch) for batch in (decode, prefill) if batch)
+        decoding = [row for row in rows if row.is_decoding]
+        joining = self._prefill_queue.about_to_sample(rows)
+        self._drafts.choose_drafts(decoding, joining, self._budget.num_slots)
+        decode = [decode_row(row, self._max_drafts(row)) for row in decoding]
+        prefill = self._prefill_queue.batch(ready)
         copies = self._prefix.take_copies() if self._prefix is not None else PrefixCopies()
         is_rearranged = bool(moves) or shape_before != self._budget.shape
-        if not (batches or copies or (is_rearranged and rows)):
+        if not (decode or prefill or copies or (is_rearranged and rows)):
             return None
-        shape = pass_shape(self._controller, decode, self._budget.num_slots)
-        did_more = bool(prefill or copies) or is_rearranged
-        timed = None if did_more else step_shape(decode, shape)
-        self._remember([*decode, *prefill], bool(decode and not prefill), timed)
-        shapes = ((shape,) if decode else ()) + ((self._prefill_shape(prefill),) if prefill else ())
-        return StepPlan(*self._budget.shape, tuple(moves), batches, shapes, copies)
+        batches, shapes, cost_shape = [], [], None
+        if decode:
+            shape = self._drafts.pass_shape(decode, self._budget.num_slots)
+            batches.append(tuple(decode))
+            shapes.append(shape)
+            if not (prefill or copies or is_rearranged):
+                cost_shape = step_shape(decode, shape)
+        if prefill:
+            width = self._controller.shapes.prompt_width(max(row.num_fed for row in prefill))
+            batches.append(tuple(prefill))
+            shapes.append(PassShape(width=width))
+        plan = StepPlan(*self._budget.shape, tuple(moves), tuple(batches), tuple(shapes), copies)
+        return self._in_flight(plan, is_decode_only=bool(decode) and not prefill, cost_shape=cost_shape)
 
-    def plan_overlapped(self) -> StepPlan | None:
-        """A step that follows the one under way; None where that has to be read first.
+    def plan_overlapped(self) -> InFlightStep | None:
+        """The step after the one in flight; None if that one has to be read first.
 
-        Its rows are the same, each with the drafts that the head is making for it now. What else a step may
-        do (rows that join, moves, copies, larger caches) has to wait for the next plan: with nothing of the
-        kind at hand, nobody waits.
+        Its rows are the same, each with the drafts that the head is making for it now. Rows that start,
+        moves, copies and larger caches have to wait for the next `plan`, so there is no overlapped step if
+        any of these is due.
         """
-        if len(self._planned) != 1 or not self._may_overlap(self._planned[0]):
+        if len(self.in_flight) != 1 or not self._may_overlap(self.in_flight[0]):
             return None
-        rows = list(self._planned[0].rows.values())
+        rows = list(self.in_flight[0].rows.values())
         if not self._budget.may_overlap(max(sequence.num_cached + row.num_fed for sequence, row in rows)):
             return None
-        depths = settle_overlapped(self._controller, rows, self._budget.num_slots)
-        if depths is None:
+        max_drafts = [self._max_drafts(*row) for row in rows]
+        batch = self._drafts.plan_overlapped(rows, max_drafts, self._budget.num_slots)
+        if batch is None:
             return None
-        most = [MAX_DEPTH if self._prefix is None else self._prefix.most_drafts(*row) for row in rows]
-        batch = tuple(
-            overlapped_row(sequence, row, min(num, limit), wanted)
-            for (sequence, row), (num, wanted), limit in zip(rows, depths, most, strict=True)
-        )
-        shape = pass_shape(self._controller, batch, self._budget.num_slots)
-        self._remember(batch, True, step_shape(batch, shape))
-        return StepPlan(*self._budget.shape, (), (batch,), (shape,), is_overlapped=True)
+        shape = self._drafts.pass_shape(batch, self._budget.num_slots)
+        plan = StepPlan(*self._budget.shape, (), (tuple(batch),), (shape,), is_overlapped=True)
+        return self._in_flight(plan, is_decode_only=True, cost_shape=step_shape(batch, shape))
 
-    def _may_overlap(self, last: _Planned) -> bool:
-        """Whether the same rows go on as they are, as far as can be told before the step is read."""
-        if not last.is_decode or self._prefill_queue:
+    def _may_overlap(self, step: InFlightStep) -> bool:
+        """Whether the same rows will go on, as far as can be told before the step is read."""
+        if not step.is_decode_only or self._prefill_queue or self._can_start_next():
             return False
-        if self._may_admit():
-            return False
-        if len(last.rows) < len(self._slots) or (self._prefix is not None and self._prefix.has_copies):
+        if len(step.rows) < len(self._slots) or (self._prefix is not None and self._prefix.has_copies):
             return False
         return not any(
             sequence.slot is None  # cancelled
             or sequence.failures
-            or sequence.num_left <= 1  # it will be finished
-            or has_own_say(sequence)
+            or sequence.num_left <= 1  # the step in flight will finish it
+            or needs_host(sequence)
             or (self._prefix is not None and self._prefix.may_end_block(sequence, row.num_fed))
-            for sequence, row in last.rows.values()
+            for sequence, row in step.rows.values()
         )
 
-    def _remember(self, batch: Rows[RowPlan], is_decode: bool, timed: StepShape | None) -> None:
+    def _max_drafts(self, sequence: Sequence, in_flight: RowPlan | None = None) -> int:
+        """Drafts that the row may feed: recurrent states are saved at the ends of blocks only."""
+        return MAX_DEPTH if self._prefix is None else self._prefix.most_drafts(sequence, in_flight)
+
+    def _in_flight(self, plan: StepPlan, **facts: Any) -> InFlightStep:
         sequences = {sequence.id: sequence for sequence in self._slots.sequences()}
-        rows = {row.sequence_id: (sequences[row.sequence_id], row) for row in batch}
-        self._planned.append(_Planned(rows, is_decode, timed))
+        rows = {row.sequence_id: (sequences[row.sequence_id], row) for batch in plan.batches for row in batch}
+        step = InFlightStep(plan, rows, **facts)
+        self.in_flight.append(step)
+        return step
 
-    def commit(
-        self, result: StepResult, seconds: float | None = None, host_s: float | None = None
-    ) -> list[Delta]:
-        """Take what the oldest step under way brought; what each request gained.
-
-        `seconds` is how long it took, `host_s` how much of that passed before it was launched.
-        """
-        step = self._planned[0]
-        brought = sorted(row.sequence_id for row in result.rows)
+    def commit(self, step: InFlightStep) -> list[Delta]:
+        """Take the result of the oldest step in flight; return what each request gained."""
+        if step is not self.in_flight[0] or step.result is None:
+            raise RuntimeError("only the oldest step in flight can be committed, once it was read")
+        brought = sorted(row.sequence_id for row in step.result.rows)
         if brought != sorted(step.rows):
             raise RuntimeError(f"the step was to run the rows {sorted(step.rows)} and brought {brought}")
-        self._planned.popleft()
-        if seconds is not None and step.timed is not None:
-            self._controller.costs.observe(step.timed, seconds, host_s)
+        self.in_flight.popleft()
+        if step.seconds is not None and step.is_typical and step.cost_shape is not None:
+            self._controller.costs.observe(step.cost_shape, step.seconds, step.host_s)
         deltas = []
-        for row in result.rows:
-            sequence, planned = step.rows[row.sequence_id]
+        for result in step.result.rows:
+            sequence, planned = step.rows[result.sequence_id]
             if sequence.slot is None:
                 continue  # cancelled, or finished by the step before, while this one ran
-            delta = self._commit_or_end(sequence, planned, row)
+            try:
+                delta = self._commit_row(sequence, planned, result)
+            except Exception as error:  # in its own text or drafter: the step stands for the other rows
+                log.exception("request %s ends: its tokens could not be committed", sequence.request.id)
+                delta = self._finish(sequence, "error", f"{type(error).__name__}: {error}")
             if delta is not None:
                 deltas.append(delta)
         return deltas
 
-    def fail(self, error: str) -> list[Delta]:
-        """The step raised and the caches are gone: nobody loses a token; who keeps failing is given up."""
+    def _commit_row(self, sequence: Sequence, planned: RowPlan, result: RowResult) -> Delta | None:
+        if sequence.is_decoding:
+            sequence.failures = 0
+        sequence.num_cached += planned.num_fed - planned.num_drafts + result.num_accepted
+        if planned.feeds_head:
+            sequence.num_head_cached = sequence.num_cached
+        if not planned.is_sampling:
+            self._prefill_queue.pass_turn(sequence)
+            self._save_prefix(sequence)
+            return None
+        has_just_prefilled = sequence in self._prefill_queue
+        self._prefill_queue.remove(sequence)
+        counters = sequence.counters
+        if counters.first_token_s is None:
+            counters.first_token_s = time.perf_counter()
+        counters.steps += 1
+        delta = sequence.commit(result.token_ids)
+        num_taken = len(delta.token_ids)
+        self._drafts.observe(sequence, result.token_ids)
+        counters.add_drafts(planned.num_drafts, min(result.num_accepted, num_taken))
+        delta = replace(delta, logprobs=result.logprobs[:num_taken])
+        self._save_prefix(sequence, to_the_end=has_just_prefilled or delta.finish_reason is not None)
+        if delta.finish_reason is not None:
+            return delta.merged(self._finish(sequence, delta.finish_reason))
+        sequence.drafting.propose(sequence.tokens, result.drafts, sequence.num_left)
+        return delta
+
+    def _save_prefix(self, sequence: Sequence, to_the_end: bool = False) -> None:
         if self._prefix is not None:
-            self._prefix.clear()  # it may hold copies of cells that made the step fail
-        for sequence in {s.id: s for step in self._planned for s, _ in step.rows.values()}.values():
+            self._prefix.keep(sequence, to_the_end=to_the_end)
+            self._prefix.keep_state(sequence)
+
+    def fail(self, error: str) -> list[Delta]:
+        """A step raised and the caches are lost. No sequence loses a token; one that keeps failing ends."""
+        if self._prefix is not None:
+            self._prefix.clear()  # it may hold copies of the cells that made the step fail
+        failed = {sequence.id: sequence for step in self.in_flight for sequence, _ in step.rows.values()}
+        for sequence in failed.values():
             sequence.failures += 1
-        self._planned.clear()
+        self.in_flight.clear()
         for sequence in sorted(self._slots.sequences(), key=lambda s: s.id, reverse=True):
             self._send_back(sequence)
         self._budget.clear()
-        lost = [sequence for sequence in self._waiting if sequence.failures >= MAX_FAILURES]
-        return [self._finish(sequence, "error", error) for sequence in lost]
+        given_up = [sequence for sequence in self._waiting if sequence.failures >= MAX_FAILURES]
+        return [self._finish(sequence, "error", error) for sequence in given_up]
 
-    # -- pictures ----------------------------------------------------------------------------------------
+    # -- images ------------------------------------------------------------------------------------------
 
     def next_piece(self) -> MediaPiece | None:
-        """What is to be encoded next."""
+        """The piece of an image that is to be encoded next."""
         return self._prefill_queue.next_piece()
 
     def fail_piece(self, piece: MediaPiece, error: str) -> list[Delta]:
-        """A piece that cannot be encoded ends those who wait for it; nobody else loses anything."""
+        """A piece cannot be encoded: the requests that wait for it end with an error, the others go on."""
         return [self._finish(row, "error", error) for row in self._prefill_queue.waiting_for(piece)]
 
-    # -- who is in ---------------------------------------------------------------------------------------
+    # -- which sequences have a slot ---------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        while self._may_admit():
+    def _start_waiting(self) -> None:
+        while self._can_start_next():
             sequence = self._waiting.popleft()
             self._slots.join(sequence)
-            self._prefill_queue.begin(sequence)
-            if sequence.started_s is None:
-                sequence.started_s = time.perf_counter()
+            self._prefill_queue.add(sequence)
+            if sequence.counters.started_s is None:
+                sequence.counters.started_s = time.perf_counter()
 
-    def _may_admit(self) -> bool:
+    def _can_start_next(self) -> bool:
         if not self._waiting or len(self._slots) >= self._config.max_rows:
             return False
         return self._budget.may_join(self._waiting[0], list(self._slots.sequences()))
 
-    def _make_room(self) -> None:
-        """The last to come give way until the caches fit their budget."""
-        while not self._budget.make(rows := list(self._slots.sequences()), self._slots.num_spanned):
+    def _preempt_until_fit(self) -> None:
+        """Preempt the rows that came last until the caches fit their budget."""
+        while not self._budget.resize(rows := list(self._slots.sequences()), self._slots.num_spanned):
             last = max(rows, key=lambda row: row.id)
-            last.preemptions += 1
+            last.counters.preemptions += 1
             if self._prefix is not None:
                 self._prefix.keep(last, to_the_end=True)
             self._send_back(last)
 
     def _send_back(self, sequence: Sequence) -> None:
-        """Out of its slot, to the front of the queue, with all its tokens."""
+        """Out of its slot and to the front of the queue, with all its tokens."""
         self._leave(sequence)
         sequence.drop_cache()
         self._waiting.appendleft(sequence)
@@ -270,7 +301,7 @@ class Scheduler:
         self._slots.leave(sequence)
         if self._prefix is not None:
             self._prefix.leave(sequence)
-        self._prefill_queue.end(sequence)
+        self._prefill_queue.remove(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
         if sequence.slot is not None:
@@ -279,66 +310,14 @@ class Scheduler:
             self._waiting.remove(sequence)
         return Delta(sequence.request.id, finish_reason=reason, error=error, stats=sequence.stats())
 
-    # -- what the rows do --------------------------------------------------------------------------------
-
     def _rows_to_run(self) -> list[Sequence]:
-        """All rows, in the order of their slots; after a failed step one suspect at a time, the others hold.
+        """All rows in the order of their slots; after a failed step one suspect alone, while the others wait.
 
-        A suspect is cleared by a decode step: its prompt's chunks may be fine where its answer is not.
+        A decode step clears a suspect. A prefill step does not: the prompt may be fine and the answer not.
         """
         rows = list(self._slots.sequences())
         suspects = [row for row in rows if row.failures]
         return [min(suspects, key=lambda row: row.id)] if suspects else rows
-
-    def _prefill_shape(self, batch: Rows[RowPlan]) -> PassShape:
-        return PassShape(width=self._controller.shapes.prompt_width(max(row.num_fed for row in batch)))
-
-    def _decode_batch(self, decoding: list[Sequence]) -> list[RowPlan]:
-        return [self._decode_row(row) for row in decoding]
-
-    def _decode_row(self, sequence: Sequence) -> RowPlan:
-        drafts = sequence.drafts
-        if self._prefix is not None:
-            drafts = drafts[: self._prefix.most_drafts(sequence)]
-        return decode_row(sequence, drafts)
-
-    def _commit_or_end(self, sequence: Sequence, planned: RowPlan, row: RowResult) -> Delta | None:
-        try:
-            return self._commit_row(sequence, planned, row)
-        except Exception as error:  # in its own text or drafter: the other rows' step stands
-            log.exception("request %s ends: its tokens could not be taken", sequence.request.id)
-            return self._finish(sequence, "error", f"{type(error).__name__}: {error}")
-
-    def _commit_row(self, sequence: Sequence, planned: RowPlan, row: RowResult) -> Delta | None:
-        if sequence.is_decoding:
-            sequence.failures = 0
-        sequence.num_cached += planned.num_fed - planned.num_drafts + row.num_accepted
-        if planned.feeds_head:
-            sequence.num_head_cached = sequence.num_cached
-        if not planned.picks:
-            self._prefill_queue.pass_turn(sequence)
-            self._keep(sequence)
-            return None
-        has_just_prefilled = sequence in self._prefill_queue
-        self._prefill_queue.end(sequence)
-        if sequence.first_token_s is None:
-            sequence.first_token_s = time.perf_counter()
-        sequence.steps += 1
-        delta = sequence.commit(row.token_ids)
-        num_taken = len(delta.token_ids)
-        observe_drafts(sequence, row.token_ids)
-        sequence.count_drafts(planned.num_drafts, min(row.num_accepted, num_taken))
-        delta = replace(delta, logprobs=row.logprobs[:num_taken])
-        self._keep(sequence, to_the_end=has_just_prefilled or delta.finish_reason is not None)
-        if delta.finish_reason is not None:
-            return delta.merged(self._finish(sequence, delta.finish_reason))
-        sequence.prepare_next(row.drafts)
-        return delta
-
-    def _keep(self, sequence: Sequence, to_the_end: bool = False) -> None:
-        if self._prefix is not None:
-            self._prefix.keep(sequence, to_the_end=to_the_end)
-            self._prefix.keep_state(sequence)
 
     # -- self-check --------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""A request in flight: its tokens, where it stands, and when it is finished. Pure Python."""
+"""A sequence: a request's tokens, its cells in the caches, and when it is finished. Pure Python.
+
+Its drafts are in `Sequence.drafting` (draft_state.py), its counters and times in `Sequence.counters`.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,24 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import numpy as np
-
 from outrider.cache.prefix_index import pair_key
+from outrider.engine.draft_state import DraftState
 from outrider.plan import TokenLogprobs
 from outrider.request import MAX_DEPTH, Request, SamplingParams
-from outrider.speculate.acceptance import RowAcceptance, Source
-from outrider.speculate.drafter import Drafter
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class OutputText(Protocol):
-    """Turns a sequence's committed tokens into text and watches for its stop strings."""
+    """Turns a sequence's committed tokens into text and looks for its stop strings."""
 
     def push(self, token_id: int) -> tuple[str, str | None]:
-        """The text that is final now, and the stop string that was completed, if one was."""
+        """The text that is final now, and the stop string that the token completed, if any."""
         ...
 
     def flush(self) -> str:
-        """What was held back, once nothing can follow."""
+        """The text that was held back, once no token can follow."""
         ...
-
-
-class TokenGrammar(Protocol):
-    """Holds a row to a form: see grammar/matcher.py."""
-
-    def commit(self, token_id: int) -> None: ...
-
-    def num_allowed(self, drafts: Tokens[int]) -> int: ...
-
-    def masks(self, drafts: Tokens[int]) -> np.ndarray | None: ...
-
-    def forced(self, most: int) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -48,19 +36,19 @@ class Stats:
 
     num_prompt: int = 0
     num_generated: int = 0
-    num_cached: int = 0  # prompt tokens that were not computed: their cells came from the prefix cache
-    num_stored: int = 0  # prompt tokens whose cells the prefix cache now has because of this request
+    num_cached: int = 0  # prompt tokens whose cells came from the prefix cache
+    num_stored: int = 0  # prompt tokens whose cells this request has added to the prefix cache
     steps: int = 0  # forward passes that committed tokens
     drafted: list[int] = field(default_factory=list)  # by draft position
     accepted: list[int] = field(default_factory=list)  # by draft position
     preemptions: int = 0
-    queue_s: float | None = None  # submitted -> first planned
-    ttft_s: float | None = None  # submitted -> first token
+    queue_s: float | None = None  # from submission to the first step
+    ttft_s: float | None = None  # from submission to the first token
     total_s: float | None = None
 
     @property
     def stride(self) -> float:
-        """Tokens committed a step, by decode steps."""
+        """Tokens committed per decode step."""
         return self.num_generated / self.steps if self.steps else 0.0
 
 
@@ -75,7 +63,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     stats: Stats | None = None  # with the finish
-    stop_string: str | None = None  # which one ended it
+    stop_string: str | None = None  # the stop string that ended the answer
 
     def merged(self, later: Delta) -> Delta:
         return Delta(
@@ -90,13 +78,41 @@ class Delta:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Drafts that a row could feed."""
+@dataclass
+class SequenceCounters:
+    """What has happened to a sequence so far: the raw material of `Stats`."""
 
-    source: Source
-    token_ids: Tokens[int]
-    num_sure: int = 0  # so many of them must come
+    drafted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    steps: int = 0
+    preemptions: int = 0
+    num_loaded: int = 0  # prompt cells that came from the prefix cache
+    num_saved: int = 0  # prompt cells that were copied to it; some twice, as blocks fill up
+    submitted_s: float = field(default_factory=time.perf_counter)
+    started_s: float | None = None
+    first_token_s: float | None = None
+
+    def add_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        for i in range(num_drafted):
+            self.drafted[i] += 1
+        for i in range(num_accepted):
+            self.accepted[i] += 1
+
+    def stats(self, num_prompt: int, num_generated: int) -> Stats:
+        deepest = max((i + 1 for i, n in enumerate(self.drafted) if n), default=0)
+        return Stats(
+            num_prompt=num_prompt,
+            num_generated=num_generated,
+            num_cached=self.num_loaded,
+            num_stored=min(self.num_saved, num_prompt - self.num_loaded),
+            steps=self.steps,
+            drafted=self.drafted[:deepest],
+            accepted=self.accepted[:deepest],
+            preemptions=self.preemptions,
+            queue_s=None if self.started_s is None else self.started_s - self.submitted_s,
+            ttft_s=None if self.first_token_s is None else self.first_token_s - self.submitted_s,
+            total_s=time.perf_counter() - self.submitted_s,
+        )
 
 
 @dataclass(eq=False)
@@ -108,42 +124,19 @@ class Sequence:
     text: OutputText
     stop_ids: frozenset[int]
     max_tokens: int
-    max_depth: int  # most drafts this row may feed in a step
-    head_depth: int = 0  # most drafts from the MTP head; 0: the head does not follow this row
-    can_pause_head: bool = True  # it is not fed while the controller wants no drafts of it
-    head_layers: int = 1  # the head's cells are made from so many tokens after their own
-    drafter: Drafter | None = None
-    lookup: Drafter | None = None  # a second one
-    is_auto: bool = False  # the depths are the controller's, up to those above
-    grammar: TokenGrammar | None = None
+    drafting: DraftState = field(default_factory=DraftState)
+    counters: SequenceCounters = field(default_factory=SequenceCounters)
     tokens: list[int] = field(default_factory=list)
+    slot: int | None = None  # the row in the cache buffers; None while it waits
     num_cached: int = 0
-    num_prefill: int = 0  # tokens to be cached before the row picks; more than the prompt after a preemption
-    slot: int | None = None
-    num_head_cached: int = 0  # of a decoding row's cells, those whose pairs the head was fed; it may rest
-    num_next: int = 0  # drafts that the head is to make for the next step
-    record: RowAcceptance | None = None  # how its drafts fare
-    proposals: Tokens[Proposal] = ()  # what it could feed in the next step
-    drafts: Tokens[int] = ()  # what it feeds
-    masks: np.ndarray | None = None  # [1 + drafts, words] what the grammar allows at each position
-    failures: int = 0  # steps that raised with this sequence in them, since it last got through a decode step
-
-    drafted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
-    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
-    steps: int = 0
-    preemptions: int = 0
-    num_loaded: int = 0  # cells of the prompt that came from the prefix cache
-    num_saved: int = 0  # cells of the prompt that were copied to it; some twice, as blocks fill up
+    num_head_cached: int = 0  # cells whose pairs the head was fed; fewer than num_cached after a pause
+    num_prefill: int = 0  # tokens to cache before the row samples; after a preemption, more than the prompt
+    failures: int = 0  # failed steps with this sequence in them, since its last good decode step
     _keys: list[int] = field(default_factory=list)  # by cell; see keys
-    submitted_s: float = field(default_factory=time.perf_counter)
-    started_s: float | None = None
-    first_token_s: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
         self.num_prefill = len(self.tokens)
-        if self.grammar is not None:
-            self.masks = self.grammar.masks(())
 
     @property
     def params(self) -> SamplingParams:
@@ -164,21 +157,24 @@ class Sequence:
 
     @property
     def feeds_head(self) -> bool:
-        return self.head_depth > 0
+        return self.drafting.feeds_head
 
     @property
-    def may_pause_head(self) -> bool:
-        return self.feeds_head and self.is_auto and self.can_pause_head
+    def head_lag(self) -> int:
+        """Cells that the trunk has cached and the head was not fed."""
+        return self.num_cached - self.num_head_cached
 
     @property
     def is_decoding(self) -> bool:
         return self.num_cached >= self.num_prefill
 
-    def keys(self, start: int, end: int) -> tuple[int, ...]:
-        """What these cells are known by in the prefix cache: by all that went into them.
+    # -- cells, as the prefix cache knows them -----------------------------------------------------------
 
-        That is the text up to the cell, and where the head follows, the token after it too (one for each of
-        its layers).
+    def keys(self, start: int, end: int) -> tuple[int, ...]:
+        """The prefix cache's keys of these cells: a key stands for all that its cell was computed from.
+
+        That is the text up to the cell and, where the head follows, the next token too (one token more for
+        each further layer of the head).
         """
         while len(self._keys) < end:
             cell = len(self._keys)
@@ -188,44 +184,48 @@ class Sequence:
             self._keys.append(key)
         return tuple(self._keys[start:end])
 
-    @property
-    def num_ahead(self) -> int:
-        """Tokens after a cell's own that its contents depend on."""
-        return self.head_layers if self.feeds_head else 0
-
-    @property
-    def num_final(self) -> int:
-        """Cells that hold committed tokens and will not be written again but by a head that catches up."""
-        return min(self.num_cached, len(self.tokens) - 1) - max(0, self.num_ahead - 1)
-
-    def num_head_cached_of(self, start: int, end: int) -> int:
-        """Of these cells, those that the head was fed; all where there is no head to feed."""
-        return max(0, min(end, self.num_head_cached) - start) if self.feeds_head else end - start
-
     def _token_key(self, place: int) -> int:
         prompt_keys = self.request.prompt_keys
         if prompt_keys is not None and place < len(prompt_keys):
             return prompt_keys[place]
         return self.tokens[place]
 
+    @property
+    def num_ahead(self) -> int:
+        """Tokens after a cell's own token that the cell depends on."""
+        return self.drafting.head_layers if self.feeds_head else 0
+
+    @property
+    def num_final(self) -> int:
+        """Cells that will not be written again, except by a head that catches up."""
+        return min(self.num_cached, len(self.tokens) - 1) - max(0, self.num_ahead - 1)
+
+    def num_head_cached_of(self, start: int, end: int) -> int:
+        """How many of these cells the head was fed; all of them if no head follows."""
+        return max(0, min(end, self.num_head_cached) - start) if self.feeds_head else end - start
+
     def count_loaded(self, num_cells: int) -> None:
-        if self.num_generated == 0 and self.preemptions == 0:
-            self.num_loaded += num_cells
+        if self.num_generated == 0 and self.counters.preemptions == 0:
+            self.counters.num_loaded += num_cells
 
     def count_saved(self, start: int, end: int) -> None:
-        self.num_saved += max(0, min(end, self.num_prompt) - start)
+        self.counters.num_saved += max(0, min(end, self.num_prompt) - start)
 
     def drop_cache(self) -> None:
-        """Back to where nothing is cached; every committed token will be fed again, none is lost."""
+        """Give up all cells. The tokens stay: every committed token will be fed again."""
         self.slot = None
         self.num_cached = 0
         self.num_head_cached = 0
         self.num_prefill = len(self.tokens)
-        self.drafts = self.proposals = ()
-        self.masks = None if self.masks is None else self.masks[:1]
+        self.drafting.drop()
+
+    # -- tokens ------------------------------------------------------------------------------------------
 
     def commit(self, token_ids: Tokens[int]) -> Delta:
-        """Append picked tokens one by one until a finish rule stops it; what was gained."""
+        """Append sampled tokens one by one until a finish rule holds; return what was gained.
+
+        One by one, so that the answer ends at the same token whatever the stride was.
+        """
         gained = Delta(self.request.id)
         for token_id in token_ids:
             gained = gained.merged(self._commit_one(token_id))
@@ -235,76 +235,19 @@ class Sequence:
 
     def _commit_one(self, token_id: int) -> Delta:
         self.tokens.append(token_id)
-        if self.grammar is not None:
-            self.grammar.commit(token_id)
+        if self.drafting.grammar is not None:
+            self.drafting.grammar.commit(token_id)
+        reason: FinishReason | None = None
+        stop_string: str | None = None
         if token_id in self.stop_ids:
-            return self._gained(token_id, self.text.flush(), "stop")
-        piece, stop_string = self.text.push(token_id)
-        if stop_string is not None:
-            return self._gained(token_id, piece, "stop", stop_string)
-        if self.num_left <= 0:
-            return self._gained(token_id, piece + self.text.flush(), "length")
-        return self._gained(token_id, piece, None)
-
-    def _gained(
-        self, token_id: int, text: str, reason: FinishReason | None, stop_string: str | None = None
-    ) -> Delta:
+            text, reason = self.text.flush(), "stop"
+        else:
+            text, stop_string = self.text.push(token_id)
+            if stop_string is not None:
+                reason = "stop"
+            elif self.num_left <= 0:
+                text, reason = text + self.text.flush(), "length"
         return Delta(self.request.id, (token_id,), text, finish_reason=reason, stop_string=stop_string)
 
-    def prepare_next(self, from_head: Tokens[int]) -> None:
-        """Collect what the row could feed in its next step; `use_drafts` takes its choice."""
-        most = min(self.max_depth, self.num_left - 1)
-        found = self._proposals(from_head, most) if most > 0 else []
-        if self.grammar is not None:
-            found = self._allowed(found, self.grammar, most)
-            self.masks = self.grammar.masks(())
-        self.proposals, self.drafts = found, ()
-
-    def _proposals(self, from_head: Tokens[int], most: int) -> list[Proposal]:
-        found = [(d.source, d.propose(self.tokens, most)) for d in (self.drafter, self.lookup) if d]
-        found.append(("head", from_head))
-        return [Proposal(source, drafts[:most]) for source, drafts in found if drafts]
-
-    def _allowed(self, found: list[Proposal], grammar: TokenGrammar, most: int) -> list[Proposal]:
-        """What the grammar leaves of the proposals, and what it forces."""
-        forced = grammar.forced(most) if most > 0 else []
-        left = [Proposal("forced", forced, len(forced))] if forced else []
-        for proposal in found:
-            drafts = list(proposal.token_ids)[: grammar.num_allowed(proposal.token_ids)]
-            if len(drafts) > len(forced):  # more than what must come anyway; it begins with that
-                left.append(Proposal(proposal.source, drafts, len(forced)))
-        return left
-
-    def use_drafts(self, which: int, num: int) -> None:
-        """Feed the first `num` drafts of a proposal; only now are a grammar's masks for them made."""
-        self.drafts = self.proposals[which].token_ids[:num] if self.proposals else ()
-        if self.grammar is not None and self.drafts:
-            self.masks = self.grammar.masks(self.drafts)
-        elif self.masks is not None:
-            self.masks = self.masks[:1]
-
-    def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
-        for i in range(num_drafted):
-            self.drafted[i] += 1
-        for i in range(num_accepted):
-            self.accepted[i] += 1
-
     def stats(self) -> Stats:
-        deepest = max((i + 1 for i, n in enumerate(self.drafted) if n), default=0)
-
-        def since_submitted(moment: float | None) -> float | None:
-            return None if moment is None else moment - self.submitted_s
-
-        return Stats(
-            num_prompt=self.num_prompt,
-            num_generated=self.num_generated,
-            num_cached=self.num_loaded,
-            num_stored=min(self.num_saved, self.num_prompt - self.num_loaded),
-            steps=self.steps,
-            drafted=self.drafted[:deepest],
-            accepted=self.accepted[:deepest],
-            preemptions=self.preemptions,
-            queue_s=since_submitted(self.started_s),
-            ttft_s=since_submitted(self.first_token_s),
-            total_s=time.perf_counter() - self.submitted_s,
-        )
+        return self.counters.stats(self.num_prompt, self.num_generated)

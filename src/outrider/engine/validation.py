@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.config import EngineConfig
+from outrider.engine.draft_state import DraftState
 from outrider.engine.sequence import OutputText, Sequence
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.request import MAX_DEPTH, DraftDepth, InvalidRequest, Request
@@ -91,14 +92,16 @@ class RequestValidator:
             text=self._new_text(request),
             stop_ids=stop_ids,
             max_tokens=self._max_tokens(request),
-            max_depth=self._max_depth(request),
-            head_depth=depth if self._facts.drafter == "mtp" else 0,
-            head_layers=max(1, self._facts.head_layers),
-            can_pause_head=self._facts.can_pause_head,
-            drafter=self._new_drafter(request, depth),
-            lookup=NgramDrafter() if self._looks_up(asked) else None,
-            is_auto=asked == "auto",
-            grammar=None if grammar is None else self._grammars.new_row(grammar),
+            drafting=DraftState(
+                max_depth=self._max_depth(request),
+                head_depth=depth if self._facts.drafter == "mtp" else 0,
+                head_layers=max(1, self._facts.head_layers),
+                can_pause_head=self._facts.can_pause_head,
+                drafter=self._new_drafter(request, depth),
+                lookup=NgramDrafter() if self._looks_up(asked) else None,
+                is_auto=asked == "auto",
+                grammar=None if grammar is None else self._grammars.new_row(grammar),
+            ),
         )
 
     def _check_prompt(self, request: Request) -> None:

@@ -1,7 +1,7 @@
-"""Changes to a few logits of a row: penalties, bias, bans. Sparse, and right at every position of a window.
+"""Logits processors: penalties, bias and banned tokens. They change a few logits of a row, sparsely.
 
-The history at a position is what it would be in plain decoding: the committed tokens and the drafts before
-it. The host builds small arrays with NumPy; the device applies them.
+At each position of a row's window the history is what plain decoding would have there: the committed tokens
+and the drafts before that position. The host builds small arrays with NumPy; the device applies them.
 """
 
 from __future__ import annotations
@@ -15,92 +15,98 @@ import numpy as np
 
 from outrider.plan import RowPlan
 
-FEW_IDS = 64  # for how many a pass that is to repeat has room, at least
+MIN_TRACED_IDS = 64  # changed tokens of a row that a traced pass has room for, at least; then powers of 2
 
 
 def needs_processors(row: RowPlan) -> bool:
-    return row.params.has_penalties or bool(row.params.logit_bias) or _is_banning(row)
+    return row.params.has_penalties or bool(row.params.logit_bias) or _bans_tokens(row)
 
 
 @dataclass(frozen=True)
 class LogitsProcessors:
-    """What rows change, as arrays: whoever has them needs to know nothing else of the rows."""
+    """The changes of all rows as arrays. They need nothing else of the rows, so a trace can hold them."""
 
-    ids: mx.array  # [rows, 1, ids]
-    counts: mx.array  # [rows, width, ids] how often each has been said; so all below
-    seen: mx.array  # whether it has been, or asked
-    bias: mx.array
-    strengths: mx.array  # [3, rows, 1, 1] of the penalties: repetition, frequency, presence
+    ids: mx.array  # [rows, 1, ids] the tokens whose logits change
+    counts: mx.array  # [rows, width, ids] how often the answer holds each token
+    occurs: mx.array  # [rows, width, ids] whether prompt or answer hold it: the repetition penalty applies
+    bias: mx.array  # [rows, width, ids]
+    penalties: mx.array  # [3, rows, 1, 1] repetition, frequency, presence
 
     @classmethod
     def of(
-        cls, rows: Sequence[RowPlan], width: int, vocab: int, merged: bool = False
+        cls, rows: Sequence[RowPlan], width: int, vocab: int, for_trace: bool = False
     ) -> LogitsProcessors | None:
-        """None if they change nothing. `merged`: in few sizes, with room to spare."""
+        """None if no row changes its logits. `for_trace`: in few sizes, so that few traces serve all."""
         if not any(needs_processors(row) for row in rows):
             return None
         tables = [_TokenTable(row, width, vocab) for row in rows]
         num_ids = max(len(table.ids) for table in tables)
-        if merged:
-            num_ids = max(FEW_IDS, 1 << (num_ids - 1).bit_length())
+        if for_trace:
+            num_ids = max(MIN_TRACED_IDS, 1 << (num_ids - 1).bit_length())
 
         def stacked(name: str) -> mx.array:
             return mx.array(np.stack([_pad(getattr(table, name), num_ids) for table in tables]))
 
         params = [row.params for row in rows]
-        strengths = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
-        columns = mx.array(np.array(strengths, np.float32).T[..., None, None])
-        return cls(stacked("ids")[:, None, :], stacked("counts"), stacked("seen"), stacked("bias"), columns)
+        penalties = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
+        columns = mx.array(np.array(penalties, np.float32).T[..., None, None])
+        return cls(stacked("ids")[:, None, :], stacked("counts"), stacked("occurs"), stacked("bias"), columns)
 
     @property
     def key(self) -> Hashable:
         return self.counts.shape
 
     @property
-    def arrays(self) -> list[mx.array]:
-        return [self.ids, self.counts, self.seen, self.bias, self.strengths]
+    def arrays(self) -> dict[str, mx.array]:
+        return {
+            "ids": self.ids,
+            "counts": self.counts,
+            "occurs": self.occurs,
+            "bias": self.bias,
+            "penalties": self.penalties,
+        }
 
     def apply(self, logits: mx.array) -> mx.array:
-        """[rows, width, vocab] -> the same, anew"""
+        """A changed copy of the logits.  [rows, width, vocab]"""
         ids = mx.broadcast_to(self.ids, self.counts.shape)
-        repetition, frequency, presence = self.strengths
+        repetition, frequency, presence = self.penalties
         old = mx.take_along_axis(logits, ids, axis=-1)
-        new = mx.where(self.seen, mx.where(old > 0, old / repetition, old * repetition), old)
+        new = mx.where(self.occurs, mx.where(old > 0, old / repetition, old * repetition), old)
         new = new - frequency * self.counts - presence * (self.counts > 0)
         return mx.put_along_axis(logits, ids, new + self.bias, axis=-1)
 
 
 class _TokenTable:
-    """The ids that a row's processors touch, and for each position of its window what happens to them.
+    """The tokens whose logits one row changes, and the changes at each position of its window.
 
-    A row that processors nothing here touches token 0 and leaves it as it is.
+    A row without changes lists token 0 and leaves its logit as it is.
     """
 
     def __init__(self, row: RowPlan, width: int, vocab: int) -> None:
         params = row.params
-        banned = [token_id for token_id in row.banned_ids if token_id < vocab] if _is_banning(row) else []
+        banned = [token_id for token_id in row.banned_ids if token_id < vocab] if _bans_tokens(row) else []
         drafts = list(row.token_ids[len(row.token_ids) - row.num_drafts :])
         answer = Counter(row.history[row.num_prompt :]) if params.has_penalties else Counter()
         prompt = set(row.history[: row.num_prompt]) if params.repetition_penalty != 1 else set()
-        touched: dict[int, None] = dict.fromkeys(params.logit_bias)
+        changed: dict[int, None] = dict.fromkeys(params.logit_bias)
         if params.has_penalties:
-            touched.update(dict.fromkeys((*answer, *prompt, *drafts)))
-        touched.update(dict.fromkeys(banned))
-        if not touched:
-            touched = {0: None}
-        self.ids = np.fromiter(touched, np.int32, len(touched))
-        place = {token_id: i for i, token_id in enumerate(touched)}
+            changed.update(dict.fromkeys((*answer, *prompt, *drafts)))
+        changed.update(dict.fromkeys(banned))
+        if not changed:
+            changed = {0: None}
+        self.ids = np.fromiter(changed, np.int32, len(changed))
+        place = {token_id: i for i, token_id in enumerate(changed)}
 
-        first = np.array([answer[token_id] for token_id in touched], np.float32)
+        first = np.array([answer[token_id] for token_id in changed], np.float32)
         self.counts = np.repeat(first[None], width, axis=0)  # [width, ids]
         if params.has_penalties:
             for i, draft in enumerate(drafts):
                 self.counts[i + 1 :, place[draft]] += 1
-        self.seen = self.counts > 0
+        self.occurs = self.counts > 0
         for token_id in prompt:
-            self.seen[:, place[token_id]] = True
+            self.occurs[:, place[token_id]] = True
 
-        self.bias = np.zeros((width, len(touched)), np.float32)
+        self.bias = np.zeros((width, len(changed)), np.float32)
         for token_id, value in params.logit_bias.items():
             self.bias[:, place[token_id]] = value
         length = len(row.history) - row.num_prompt
@@ -109,12 +115,12 @@ class _TokenTable:
             self.bias[:banned_columns, place[token_id]] = -np.inf
 
 
-def _is_banning(row: RowPlan) -> bool:
+def _bans_tokens(row: RowPlan) -> bool:
     return bool(row.banned_ids) and len(row.history) - row.num_prompt < row.params.min_tokens
 
 
 def _pad(array: np.ndarray, size: int) -> np.ndarray:
-    """Widen the last axis by repeating its first entry: writing the same value to the same place again."""
+    """Widen the last axis by repeating its first entry: the device then writes one logit twice, unchanged."""
     missing = size - array.shape[-1]
     if missing == 0:
         return array

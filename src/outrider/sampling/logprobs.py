@@ -1,4 +1,4 @@
-"""Log-probabilities of picked tokens, for the rows that ask: by the model alone, at temperature 1."""
+"""Log-probabilities of the target tokens, for the rows that ask: by the model alone, at temperature 1."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 
 from outrider.plan import RowPlan, TokenLogprobs
 
-FEW_TOP = 32  # as many as hardly anybody asks for
+TOP_STEP = 32  # traced passes compute a multiple of so many alternatives; more than the APIs allow (20)
 
 
 @dataclass(frozen=True)
-class AskedLogprobs:
-    """Whose log-probabilities are computed, and how many of the best beside the picked token's."""
+class LogprobRequest:
+    """The rows whose log-probabilities are computed, and how many alternatives beside the target token."""
 
-    rows: tuple[int, ...] | None  # indices into the picking rows; None: all of them
+    rows: tuple[int, ...] | None  # indices into the sampling rows; None: all of them
     num_top: int
 
     @classmethod
-    def of(cls, rows: Sequence[RowPlan], vocab: int, merged: bool = False) -> AskedLogprobs | None:
-        """None if nobody asks. `merged`: of all rows, so that it does not matter who asks, in few sizes."""
+    def of(cls, rows: Sequence[RowPlan], vocab: int, for_trace: bool = False) -> LogprobRequest | None:
+        """None if no row asks. `for_trace`: for all rows and in few sizes, so that one trace serves all."""
         asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         if not asking:
             return None
         num_top = max(rows[i].params.logprobs or 0 for i in asking)
-        if not merged:
+        if not for_trace:
             return cls(tuple(asking), min(num_top, vocab))
-        return cls(None, min(-(-num_top // FEW_TOP) * FEW_TOP, vocab))
+        return cls(None, min(-(-num_top // TOP_STEP) * TOP_STEP, vocab))
 
     @property
     def key(self) -> Hashable:
@@ -37,51 +37,51 @@ class AskedLogprobs:
 
 
 @dataclass(frozen=True)
-class LogprobArrays:
-    """What the device computes; `rows` are indices into the picking rows."""
+class Logprobs:
+    """What the device computes. `rows` are indices into the sampling rows."""
 
     rows: tuple[int, ...]
-    picked: mx.array  # [rows, width]
+    of_targets: mx.array  # [rows, width]
     top_ids: mx.array  # [rows, width, num_top]
     top: mx.array  # [rows, width, num_top]
 
     @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        return self.picked, self.top_ids, self.top
+    def arrays(self) -> dict[str, mx.array]:
+        return {"of_targets": self.of_targets, "top_ids": self.top_ids, "top": self.top}
 
 
-def compute_logprobs(logits: mx.array, targets: mx.array, asked: AskedLogprobs) -> LogprobArrays:
+def compute_logprobs(logits: mx.array, targets: mx.array, request: LogprobRequest) -> Logprobs:
     """logits [rows, width, vocab] as the model gave them, targets [rows, width]."""
-    rows = tuple(range(len(targets))) if asked.rows is None else asked.rows
+    rows = tuple(range(len(targets))) if request.rows is None else request.rows
     if len(rows) < len(targets):
-        some = mx.array(rows)
-        logits, targets = logits[some], targets[some]
+        index = mx.array(rows)
+        logits, targets = logits[index], targets[index]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    picked = mx.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
-    if asked.num_top == 0:
+    of_targets = mx.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
+    if request.num_top == 0:
         empty = mx.zeros((*targets.shape, 0))
-        return LogprobArrays(rows, picked, empty.astype(mx.int32), empty)
-    top_ids = mx.argpartition(-logprobs, asked.num_top - 1, axis=-1)[..., : asked.num_top]
-    return LogprobArrays(rows, picked, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1))
+        return Logprobs(rows, of_targets, empty.astype(mx.int32), empty)
+    top_ids = mx.argpartition(-logprobs, request.num_top - 1, axis=-1)[..., : request.num_top]
+    return Logprobs(rows, of_targets, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1))
 
 
 def read_logprobs(
-    found: LogprobArrays | None, rows: Sequence[RowPlan], tokens: Sequence[Sequence[int]]
+    logprobs: Logprobs | None, rows: Sequence[RowPlan], tokens: Sequence[Sequence[int]]
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
-    """Per picking row that asked: one entry for each of its committed tokens."""
-    if found is None:
+    """By sampling row that asked: one entry for each of its committed tokens. Padding rows are left out."""
+    if logprobs is None:
         return {}
-    picked, top_ids, top = (np.array(array) for array in found.arrays)
+    of_targets, top_ids, top = map(np.array, (logprobs.of_targets, logprobs.top_ids, logprobs.top))
     return {
         row: tuple(
             TokenLogprobs(
                 token_id,
-                float(picked[i, j]),
+                float(of_targets[i, j]),
                 _best_first(top_ids[i, j], top[i, j], rows[row].params.logprobs),
             )
             for j, token_id in enumerate(tokens[row])
         )
-        for i, row in enumerate(found.rows)
+        for i, row in enumerate(logprobs.rows)
         if row < len(rows) and rows[row].params.logprobs is not None
     }
 

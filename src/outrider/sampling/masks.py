@@ -1,4 +1,4 @@
-"""Grammar masks on logits: for the rows that have them, tokens whose bit is not set cannot be picked."""
+"""Grammar masks on the device: a grammar allows a set of tokens at each position of a row's window."""
 
 from __future__ import annotations
 
@@ -10,41 +10,39 @@ import numpy as np
 
 from outrider.plan import RowPlan
 
-ALL = np.uint32(0xFFFFFFFF)
+ALLOW_ALL = np.uint32(0xFFFFFFFF)  # a mask word in which every token is allowed
 
 
 @dataclass(frozen=True)
 class Masks:
-    """What grammars allow, as arrays."""
-
-    rows: tuple[int, ...] | None  # that have one; None: all are given one
-    words: mx.array  # [rows that have one, width, words] a bit for each token
+    rows: tuple[int, ...] | None  # the rows that have a mask; None: every row has one
+    words: mx.array  # [masked rows, width, words] one bit for each token
 
     @classmethod
-    def of(cls, rows: Sequence[RowPlan], width: int, merged: bool = False) -> Masks | None:
-        """None if no row has one. `merged`: those that have none are given one that allows everything."""
-        having = [i for i, row in enumerate(rows) if row.masks is not None]
-        if not having:
+    def of(cls, rows: Sequence[RowPlan], width: int, for_trace: bool = False) -> Masks | None:
+        """None if no row has a grammar. `for_trace`: rows without a grammar get a mask that allows all."""
+        constrained = [i for i, row in enumerate(rows) if row.masks is not None]
+        if not constrained:
             return None
-        chosen = range(len(rows)) if merged else having
+        masked = range(len(rows)) if for_trace else constrained
         num_words = max(masks.shape[1] for row in rows if (masks := row.masks) is not None)
-        words = np.full((len(chosen), width, num_words), ALL)
-        for place, i in enumerate(chosen):
+        words = np.full((len(masked), width, num_words), ALLOW_ALL)
+        for place, i in enumerate(masked):
             if (masks := rows[i].masks) is not None:
-                words[place, : len(masks)] = masks  # past the row's own window nobody reads
-        return cls(None if merged else tuple(having), mx.array(words))
+                words[place, : len(masks)] = masks  # columns past the row's own window are never read
+        return cls(None if for_trace else tuple(constrained), mx.array(words))
 
     @property
     def key(self) -> Hashable:
         return self.rows, self.words.shape
 
     def apply(self, logits: mx.array) -> mx.array:
-        """Logits, -inf where a grammar forbids the token.  [rows, width, vocab] -> the same, anew"""
+        """A copy of the logits with -inf where a grammar forbids the token.  [rows, width, vocab]"""
         bits = (self.words[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
         allowed = bits.reshape(*self.words.shape[:2], -1)[..., : logits.shape[-1]].astype(mx.bool_)
         if self.rows is None:
             return mx.where(allowed, logits, -mx.inf)
         index = mx.array(self.rows)
-        scores = logits[:]  # the caller's own stay as they are
+        scores = logits[:]  # a copy: the caller still needs the logits
         scores[index] = mx.where(allowed, logits[index], -mx.inf)
         return scores

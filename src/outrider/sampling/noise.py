@@ -1,7 +1,7 @@
-"""Gumbel noise as a pure function of (seed, position, token id): the coupling between drafts and targets.
+"""Gumbel noise as a pure function of (seed, position, token id). It couples drafts with targets.
 
-A hash of integers, not a generator's stream: whoever asks for a token's noise, for the whole vocabulary or
-for a handful of ids, on whatever path, gets the same number.
+The noise is an integer hash, not the stream of a random generator. So a token has the same noise
+whether it is computed for the whole vocabulary, for a few candidates or for a reduced draft vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-BELOW_ONE = 2**-32 * (1 - 2**-24)  # times any 32-bit word
+BELOW_ONE = 2**-32 * (1 - 2**-24)  # maps every 32-bit word to a float32 below 1
 
 
 def seed_words(seeds: Sequence[int]) -> mx.array:
@@ -36,9 +36,9 @@ def _constant(value: int) -> mx.array:
 
 
 def _mix(x: mx.array, key: mx.array | None = None) -> mx.array:
-    """A bijection of 32-bit words in which every input bit moves about half of the output bits.
+    """A bijection of 32-bit words in which every input bit changes about half of the output bits.
 
-    Another one for each key: it comes in half-way, so that keys give more than the same words shifted.
+    Each key gives another bijection. The key enters half-way, so that two keys never give shifted copies.
     """
     x = x ^ (x >> 16)
     x = x * _constant(0x7FEB352D)
@@ -50,9 +50,9 @@ def _mix(x: mx.array, key: mx.array | None = None) -> mx.array:
 
 @mx.compile
 def _noise(first: mx.array, second: mx.array, token_ids: mx.array) -> mx.array:
-    """-log(-log(1 - u)): high noise, the kind that wins, comes from small u, where float32 is dense.
+    """-log(-log(1 - u)) for uniform u. High noise, the kind that wins, comes from small u.
 
-    1 - u rounds those away. So its logarithm is scaled by u over what was left of it.
+    float32 is dense near 0, but 1 - u rounds small u away. The factor u / (1 - rest) puts them back.
     """
     u = (_mix(token_ids + first, second).astype(mx.float32) + 0.5) * BELOW_ONE
     rest = mx.minimum(1 - u, 1 - 2**-24)

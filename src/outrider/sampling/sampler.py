@@ -1,198 +1,203 @@
-"""Sampler: the one rule that turns logits into tokens, for targets and for drafts alike.
+"""The sampler: the one rule that turns logits into tokens, for targets and for drafts alike.
 
-    token at p = argmax over the tokens the filters leave of  logits / temperature + gumbel(seed, p, token)
+    token at p = argmax over the filtered tokens of  logits / temperature + gumbel(seed, p, token)
 
-Greedy rows are the case without noise. Rows that filter look at their best candidates only; whether those
-were enough is checked, and if they were not, the whole vocabulary is looked at. (At once, where a pass must
-not wait for the check.)
+Greedy rows are the case without noise. A row with filters looks at its best NUM_CANDIDATES tokens first. If a
+filter may leave more tokens than that, the sampler checks the result on the host and, if the candidates were
+too few, looks at the whole vocabulary. A traced pass cannot wait for that check, so there such a row looks at
+the whole vocabulary at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from outrider.request import NUM_CANDIDATES, SamplingParams
 from outrider.sampling.noise import gumbel, seed_words
 
-NUM_DRAFT_CANDIDATES = 128
-LEAST_TEMPERATURE = (
-    1e-30  # below it float32 would overflow; far above it the noise has long stopped to matter
-)
+NUM_DRAFT_CANDIDATES = 128  # candidates of a filtered draft: a wrong draft costs speed, never a wrong token
+MIN_TEMPERATURE = 1e-30  # 1 / temperature must not overflow float32; noise stops to matter far above this
+
+Kind = Literal["greedy", "random", "filtered", "wide"]
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the rows of a batch pick: greedy, sampled and filtered ones, each kind at once.
+    """Samples for all rows of a batch: rows of one kind are a group, and each group is computed at once.
 
-    What differs from request to request is in arrays, so that a compiled pass serves them all; even which
-    rows are of which kind.
+    Everything that differs from request to request is in arrays, so that one trace serves many batches. Even
+    the row numbers of each group are in arrays.
     """
 
     num_rows: int
-    kinds: tuple[_RowGroup, ...]
-    back: mx.array | None = None  # [rows] where the kinds' picks, one after the other, have each row's
+    groups: tuple[_Group, ...]
+    restore: mx.array | None = None  # [rows] index of each row in the groups' results, one after the other
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], merged: bool = False) -> Sampler:
-        """`merged`: fewer kinds rather than less work, and nothing that is read half-way.
+    def of(cls, params: Sequence[SamplingParams], for_trace: bool = False) -> Sampler:
+        """`for_trace`: as few groups as possible, and nothing that the host has to read half-way.
 
-        Greedy rows go with others, their noise times zero; but not with those that sort the vocabulary.
+        Greedy rows then join the random or filtered rows with a noise weight of 0. They do not join "wide"
+        rows, which sort the whole vocabulary.
         """
-        names = [_kind_of(p, merged) for p in params]
-        company = next((name for name in ("sampled", "filtered") if name in names), "greedy")
-        kinds: dict[str, list[int]] = {}
-        for row, name in enumerate(names):
-            kinds.setdefault(company if merged and name == "greedy" else name, []).append(row)
-        made = [
-            _RowGroup.of(name, [params[row] for row in kinds[name]], merged, mx.array(kinds[name]))
-            for name in sorted(kinds)
-        ]
-        if len(made) < 2:
-            return cls(len(params), tuple(replace(kind, index=None) for kind in made))
-        order = [row for name in sorted(kinds) for row in kinds[name]]
-        back = mx.array(sorted(range(len(order)), key=order.__getitem__))
-        return cls(len(params), tuple(made), back)
+        kinds = [_kind(p, for_trace) for p in params]
+        joined: Kind = "random" if "random" in kinds else "filtered" if "filtered" in kinds else "greedy"
+        rows: dict[Kind, list[int]] = {}
+        for row, kind in enumerate(kinds):
+            rows.setdefault(joined if for_trace and kind == "greedy" else kind, []).append(row)
+        order = sorted(rows)
+        groups = [_Group.of(kind, [params[row] for row in rows[kind]], for_trace) for kind in order]
+        if len(groups) < 2:
+            return cls(len(params), tuple(groups))
+        groups = [replace(group, index=mx.array(rows[group.kind])) for group in groups]
+        grouped = [row for kind in order for row in rows[kind]]
+        restore = mx.array(sorted(range(len(grouped)), key=grouped.__getitem__))
+        return cls(len(params), tuple(groups), restore)
 
     @property
     def key(self) -> Hashable:
-        """All of it but the arrays."""
-        return self.num_rows, tuple(kind.key for kind in self.kinds)
+        """Everything except the arrays."""
+        return self.num_rows, tuple(group.key for group in self.groups)
 
     @property
-    def arrays(self) -> list[list[mx.array]]:
-        back = [] if self.back is None else [[self.back]]
-        return [*(kind.arrays for kind in self.kinds), *back]
+    def arrays(self) -> dict[str, Any]:
+        named: dict[str, Any] = {group.kind: group.arrays for group in self.groups}
+        return named if self.restore is None else named | {"restore": self.restore}
 
-    def with_arrays(self, arrays: Sequence[list[mx.array]]) -> Sampler:
-        kinds = tuple(kind.with_arrays(own) for kind, own in zip(self.kinds, arrays, strict=False))
-        return replace(self, kinds=kinds, back=None if self.back is None else arrays[-1][0])
+    def with_arrays(self, arrays: Mapping[str, Any]) -> Sampler:
+        groups = tuple(group.with_arrays(arrays[group.kind]) for group in self.groups)
+        return replace(self, groups=groups, restore=arrays.get("restore"))
 
-    def pick(
-        self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, exact: bool
+    def sample(self, logits: mx.array, positions: mx.array) -> mx.array:
+        """The target tokens.  logits [rows, n, vocab], positions [rows, n] -> token ids [rows, n]"""
+        return self._sample(logits, positions, None, is_draft=False)
+
+    def sample_drafts(self, logits: mx.array, positions: mx.array, token_ids: mx.array | None) -> mx.array:
+        """Draft tokens by the same rule and the same noise.
+
+        token_ids [vocab] names the columns of the logits if the draft vocabulary is a reduced one.
+        """
+        return self._sample(logits, positions, token_ids, is_draft=True)
+
+    def _sample(
+        self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, is_draft: bool
     ) -> mx.array:
-        parts = []
-        for kind in self.kinds:
-            index = kind.index
-            part = (logits, positions) if index is None else (logits[index], positions[index])
-            parts.append(kind.pick(*part, token_ids, exact).astype(mx.int32))
-        return parts[0] if self.back is None else mx.concatenate(parts)[self.back]
+        found = []
+        for group in self.groups:
+            index = group.index
+            own = (logits, positions) if index is None else (logits[index], positions[index])
+            found.append(group.sample(*own, token_ids, is_draft).astype(mx.int32))
+        return found[0] if self.restore is None else mx.concatenate(found)[self.restore]
 
 
-def _kind_of(params: SamplingParams, merged: bool) -> str:
+def _kind(params: SamplingParams, for_trace: bool) -> Kind:
     if params.is_greedy:
         return "greedy"
     if not params.is_filtered:
-        return "sampled"
-    return "wide" if merged and params.filters_widely else "filtered"
-
-
-def pick(logits: mx.array, positions: mx.array, how: Sampler) -> mx.array:
-    """The target tokens.  logits [rows, n, vocab], positions [rows, n] of the picked tokens -> [rows, n]"""
-    return how.pick(logits, positions, None, exact=True)
-
-
-def pick_drafts(logits: mx.array, positions: mx.array, how: Sampler, token_ids: mx.array | None) -> mx.array:
-    """Draft tokens by the same rule and noise. A draft may be wrong, so it never looks at many candidates.
-
-    token_ids [vocab] names the columns of the logits when the draft vocabulary is a reduced one.
-    """
-    return how.pick(logits, positions, token_ids, exact=False)
+        return "random"
+    return "wide" if for_trace and params.filters_widely else "filtered"
 
 
 @dataclass(frozen=True)
-class _RowGroup:
-    """Rows that pick alike."""
+class _Group:
+    """Rows of one kind.
 
-    name: str
+    `numbers` holds, unless the rows are all greedy: inverse_temperature [rows, 1, 1] and seeds [rows, 2]; for
+    rows with filters top_k, top_p and log_min_p, each [rows, 1, 1]; and noise_weight [rows, 1, 1] if greedy
+    rows have joined.
+    """
+
+    kind: Kind
     num_rows: int
-    numbers: list[mx.array]  # inverse temperature [rows, 1, 1], seeds [rows, 2]; the filters' [rows, 1, 1]
-    needs_total: bool = False  # a share of the whole vocabulary is asked for
-    is_wide: bool = False  # the best candidates may not be enough
-    reads: bool = True  # whether they were is looked at; else all columns are
-    has_greedy: bool = False  # greedy rows are among them: the noise has weights, the last of the numbers
-    index: mx.array | None = None  # [rows] which rows of the batch they are; None: all
+    numbers: Mapping[str, mx.array]
+    needs_total: bool = False  # a row's top_p is a share of the whole vocabulary
+    is_wide: bool = False  # for some row the best candidates may be too few
+    may_read: bool = True  # the host may check that; False: such rows look at the whole vocabulary
+    index: mx.array | None = None  # [rows] the group's rows in the batch; None: the whole batch
 
     @classmethod
-    def of(cls, name: str, params: Sequence[SamplingParams], merged: bool, index: mx.array) -> _RowGroup:
-        if name == "greedy":
-            return cls(name, len(params), [], index=index)
-        greedy = [p.is_greedy for p in params]
-        numbers = [_column([_inverse_temperature(p) for p in params]), _seeds(params)]
-        if name in ("filtered", "wide"):
-            limits = [1 if p.is_greedy else min(p.top_k, 2**30) for p in params]
-            numbers.append(mx.array(limits)[:, None, None])
-            numbers.append(_column([p.top_p for p in params]))
-            numbers.append(mx.log(_column([p.min_p for p in params])))  # -inf when off
-        if any(greedy):
-            numbers.append(_column([0.0 if is_greedy else 1.0 for is_greedy in greedy]))
-        sampled = [p for p in params if not p.is_greedy]
-        needs_total = any(p.top_p < 1 and not 0 < p.top_k <= NUM_CANDIDATES for p in sampled)
-        is_wide = any(p.filters_widely for p in sampled)
-        return cls(name, len(params), numbers, needs_total, is_wide, not merged, any(greedy), index)
+    def of(cls, kind: Kind, params: Sequence[SamplingParams], for_trace: bool) -> _Group:
+        if kind == "greedy":
+            return cls(kind, len(params), {})
+        numbers = {"inverse_temperature": _column(map(_inverse_temperature, params)), "seeds": _seeds(params)}
+        if kind in ("filtered", "wide"):
+            top_k = [1 if p.is_greedy else min(p.top_k, 2**30) for p in params]
+            numbers["top_k"] = mx.array(top_k)[:, None, None]
+            numbers["top_p"] = _column(p.top_p for p in params)
+            numbers["log_min_p"] = mx.log(_column(p.min_p for p in params))  # -inf when off
+        if any(p.is_greedy for p in params):
+            numbers["noise_weight"] = _column(0.0 if p.is_greedy else 1.0 for p in params)
+        random = [p for p in params if not p.is_greedy]
+        return cls(
+            kind,
+            len(params),
+            numbers,
+            needs_total=any(p.top_p < 1 and not 0 < p.top_k <= NUM_CANDIDATES for p in random),
+            is_wide=any(p.filters_widely for p in random),
+            may_read=not for_trace,
+        )
 
     @property
     def key(self) -> Hashable:
-        return self.name, self.num_rows, self.needs_total, self.is_wide, self.reads, self.has_greedy
+        has_greedy = "noise_weight" in self.numbers
+        return self.kind, self.num_rows, self.needs_total, self.is_wide, self.may_read, has_greedy
 
     @property
-    def arrays(self) -> list[mx.array]:
-        return self.numbers if self.index is None else [*self.numbers, self.index]
+    def arrays(self) -> dict[str, mx.array]:
+        return dict(self.numbers) if self.index is None else {**self.numbers, "index": self.index}
 
-    def with_arrays(self, arrays: list[mx.array]) -> _RowGroup:
-        if self.index is None:
-            return replace(self, numbers=arrays)
-        return replace(self, numbers=arrays[:-1], index=arrays[-1])
+    def with_arrays(self, arrays: Mapping[str, mx.array]) -> _Group:
+        numbers = {name: arrays[name] for name in self.numbers}
+        return replace(self, numbers=numbers, index=arrays.get("index"))
 
-    def pick(
-        self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, exact: bool
+    def sample(
+        self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, is_draft: bool
     ) -> mx.array:
-        if self.name == "greedy":
+        if self.kind == "greedy":
             columns = mx.argmax(logits, axis=-1)
             return columns if token_ids is None else token_ids[columns]
-        inverse_temperature, seeds, *filters = self.numbers
-        weight = filters.pop() if self.has_greedy else None
-
-        def noise(ids: mx.array) -> mx.array:
-            full = gumbel(seeds, positions, ids)
-            return full if weight is None else full * weight
-
-        scaled = logits * inverse_temperature
-        if self.name == "sampled":
+        scaled = logits * self.numbers["inverse_temperature"]
+        if self.kind == "random":
             ids = mx.arange(logits.shape[-1]) if token_ids is None else token_ids
-            columns = mx.argmax(scaled + noise(ids), axis=-1)
+            columns = mx.argmax(scaled + self._noise(positions, ids), axis=-1)
             return columns if token_ids is None else token_ids[columns]
-        kept, columns = self._filtered(scaled, filters, exact)
+        scores, columns = self._filter(scaled, is_draft)
         ids = columns if token_ids is None else token_ids[columns]
-        best = mx.argmax(kept + noise(ids), axis=-1, keepdims=True)
+        best = mx.argmax(scores + self._noise(positions, ids), axis=-1, keepdims=True)
         return mx.take_along_axis(ids, best, axis=-1)[..., 0]
 
-    def _filtered(
-        self, scaled: mx.array, filters: Sequence[mx.array], exact: bool
-    ) -> tuple[mx.array, mx.array]:
+    def _noise(self, positions: mx.array, ids: mx.array) -> mx.array:
+        noise = gumbel(self.numbers["seeds"], positions, ids)
+        weight = self.numbers.get("noise_weight")
+        return noise if weight is None else noise * weight
+
+    def _filter(self, scaled: mx.array, is_draft: bool) -> tuple[mx.array, mx.array]:
+        """The scores of the best columns, -inf where a filter drops one, and these columns."""
         vocab = scaled.shape[-1]
-        num = min(vocab, NUM_CANDIDATES if exact else NUM_DRAFT_CANDIDATES)
-        has_doubts = exact and num < vocab and self.is_wide
-        if has_doubts and not self.reads:
+        num = min(vocab, NUM_DRAFT_CANDIDATES if is_draft else NUM_CANDIDATES)
+        may_be_few = not is_draft and num < vocab and self.is_wide
+        if may_be_few and not self.may_read:
             num = vocab
-        kept, columns, enough = _filter_best(scaled, filters, num, self.needs_total)
-        if has_doubts and self.reads and not mx.all(enough).item():
-            kept, columns, _ = _filter_best(scaled, filters, vocab, self.needs_total)
-        return kept, columns
+        scores, columns, is_enough = _filter_best(scaled, self.numbers, num, self.needs_total)
+        if may_be_few and self.may_read and not mx.all(is_enough).item():
+            scores, columns, _ = _filter_best(scaled, self.numbers, vocab, self.needs_total)
+        return scores, columns
 
 
 def _filter_best(
-    scaled: mx.array, filters: Sequence[mx.array], num: int, needs_total: bool
+    scaled: mx.array, numbers: Mapping[str, mx.array], num: int, needs_total: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The `num` best columns in order, -inf where the filters drop them, and whether `num` were enough."""
     vocab = scaled.shape[-1]
     columns = _best_columns(scaled, num)
     values = mx.take_along_axis(scaled, columns, axis=-1)  # [rows, n, num], best first
 
-    wanted, top_p, floor = filters
-    top_k = mx.where(wanted > 0, mx.minimum(wanted, vocab), vocab)
+    asked, top_p = numbers["top_k"], numbers["top_p"]
+    top_k = mx.where(asked > 0, mx.minimum(asked, vocab), vocab)
     has_top_k = top_k < vocab
 
     best = values[..., :1]
@@ -204,16 +209,16 @@ def _filter_best(
         total = mx.where(has_top_k, total, everything)
     reached = mx.cumsum(weights, axis=-1)
     in_top_p = (reached - weights < top_p * total) | (top_p >= 1)
-    in_min_p = values >= best + floor
+    in_min_p = values >= best + numbers["log_min_p"]
     keep = in_top_k & in_top_p & in_min_p
     keep = keep | (mx.arange(num) == 0)  # rounding never leaves a row without a token
     knows_total = (top_k <= num) | ~has_top_k | (top_p >= 1)  # top_p is a share of what top_k leaves
-    enough = (~keep[..., -1] & knows_total[..., 0]) | (num == vocab)
-    return mx.where(keep, values, -mx.inf), columns, enough
+    is_enough = (~keep[..., -1] & knows_total[..., 0]) | (num == vocab)
+    return mx.where(keep, values, -mx.inf), columns, is_enough
 
 
 def _best_columns(scaled: mx.array, num: int) -> mx.array:
-    """The `num` best columns, best first; equals in the order of their ids, so that `num` changes nothing."""
+    """The `num` best columns, best first. Equal scores stand in the order of their ids for every `num`."""
     vocab = scaled.shape[-1]
     if num == vocab:
         return mx.argsort(-scaled, axis=-1)
@@ -222,16 +227,17 @@ def _best_columns(scaled: mx.array, num: int) -> mx.array:
     return mx.take_along_axis(columns, order, axis=-1)
 
 
-def _column(numbers: list[float]) -> mx.array:
-    return mx.array(numbers, mx.float32)[:, None, None]
+def _column(numbers: Any) -> mx.array:
+    """[rows, 1, 1]"""
+    return mx.array(list(numbers), mx.float32)[:, None, None]
 
 
 def _inverse_temperature(params: SamplingParams) -> float:
-    return 1.0 if params.is_greedy else 1 / max(params.temperature, LEAST_TEMPERATURE)
+    return 1.0 if params.is_greedy else 1 / max(params.temperature, MIN_TEMPERATURE)
 
 
 def _seeds(params: Sequence[SamplingParams]) -> mx.array:
     seeds = [0 if p.is_greedy else p.seed for p in params]
     if None in seeds:
-        raise ValueError("a sampled row has no seed: SamplingParams.with_seed() draws one for each request")
+        raise ValueError("a random row has no seed: SamplingParams.with_seed() draws one for each request")
     return seed_words([seed for seed in seeds if seed is not None])

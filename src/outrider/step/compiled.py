@@ -1,75 +1,72 @@
-"""Decode passes, traced once a shape and replayed: the host hands over arrays and builds no graph.
+"""Decode passes that are traced once for each shape and replayed, so that the host builds no graph.
 
-A trace holds for all batches of one key: everything that a pass reads off its rows, other than arrays. Rows
-that read a prompt are not traced.
+A trace serves all batches with one key: everything that a pass reads off its rows, except the arrays. Passes
+that prefill are not traced.
 
-Padding rows make a batch as large as one that was traced. They stand in the slots after the batch's own
-rows, feed nothing and pick what nobody reads: whoever has such a slot finds it as it was.
+Padding rows make a batch as large as one that was traced already. They take the slots after the batch's own
+rows, feed nothing, and nobody reads their targets. The cells of a sequence in such a slot do not change.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from outrider.cache.ragged_kv import nothing_launched
-from outrider.models.trunk import Buffers
 from outrider.plan import RowPlan
 from outrider.request import SamplingParams
-from outrider.sampling.logprobs import LogprobArrays
+from outrider.sampling.logprobs import Logprobs
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
+from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
 from outrider.step.forward import Forward, last_cell
-from outrider.step.input_batch import Batch, InputBatch, NextInputs
-from outrider.step.pass_output import PassOutput
-from outrider.step.sampling_batch import SamplingBatch
-from outrider.step.verify import Picks
+from outrider.step.verify import SamplingBatch, VerifyOutput
 
-PADDING_ID = -1
-NOTHING_ASKED = SamplingParams(temperature=0)  # in a trace: what rows ask for is in its sampling
-MOST_TRACES = 128
+PADDING_ID = -1  # the sequence id of padding rows
+NEUTRAL_PARAMS = SamplingParams(temperature=0)  # of a traced row: the real ones are in the SamplingBatch
+MAX_TRACES = 128  # the least recently used trace goes; chosen by hand, a busy server has a few dozen shapes
 
-Traced = Callable[[list[Any], list[list[mx.array]]], tuple[list[mx.array], list[list[mx.array]]]]
+Tree = dict[str, Any]  # named arrays, nested
+CacheArrays = list[list[mx.array]]  # of each cache buffer
+Traced = Callable[[Tree, CacheArrays], tuple[Tree, CacheArrays]]
 
 
-def repeats(batch: Batch) -> bool:
-    """Whether a batch is of the kind that comes again: rows that decode.
+def is_traceable(batch: Batch) -> bool:
+    """Whether all rows decode, in the first slots, so that the same shape will come again.
 
-    Such rows are in the first slots; others read the end of a prompt, or are run alone after a fault.
+    Other batches read the end of a prompt, or run one row alone after a failed step.
     """
     return [row.slot for row in batch] == list(range(len(batch))) and all(
-        row.picks
+        row.is_sampling
         and row.start > 0
-        and row.first_pick == 0
+        and row.first_target == 0
         and row.media is None
-        and not (row.feeds_head and row.num_behind)
+        and not (row.feeds_head and row.head_lag)
         for row in batch
     )
 
 
 def padding_rows(batch: Batch, num_rows: int) -> Batch:
-    """What a batch in the first slots lacks of so many rows."""
-    return [_padding_row(slot, batch[-1]) for slot in range(len(batch), num_rows)]
-
-
-def _padding_row(slot: int, like: RowPlan) -> RowPlan:
-    """Picks like another row, so that it needs no kind of its own."""
-    return RowPlan(
-        sequence_id=PADDING_ID,
-        slot=slot,
-        start=1,  # not a row that has just come
-        token_ids=(),
-        num_drafts=0,
-        next_id=None,
-        feeds_head=False,
-        num_drafts_next=0,
-        params=like.params,
-        history=(),
-        num_prompt=0,
-    )
+    """Rows that bring a batch in the first slots up to num_rows."""
+    return [
+        RowPlan(
+            sequence_id=PADDING_ID,
+            slot=slot,
+            start=1,  # 0 would mean a new row
+            token_ids=(),
+            num_drafts=0,
+            next_id=None,
+            feeds_head=False,
+            num_drafts_next=0,
+            params=batch[-1].params,  # the kind of a row that is there: no new group for the sampler
+            history=(),
+            num_prompt=0,
+        )
+        for slot in range(len(batch), num_rows)
+    ]
 
 
 class CompiledPasses:
@@ -82,128 +79,105 @@ class CompiledPasses:
         return len(self._traces)
 
     def __call__(
-        self, batch: Batch, padding: Batch, inputs: InputBatch, shape: tuple[int, int]
+        self, batch: Batch, padding: Batch, inputs: InputBatch, num_slots: int, capacity: int
     ) -> PassOutput:
-        """`inputs` is that of the batch and its padding, `shape` the slots and the capacity of the caches."""
+        """`inputs` are those of the batch and its padding rows."""
         width = inputs.token_ids.shape[1]
-        rows = self._alike([*batch, *padding], width)
-        drafting = self._forward.drafting(rows)
+        rows = self._without_data([*batch, *padding], width)
+        drafting = self._forward.drafting_rows(rows)
         sampling = SamplingBatch.of(
-            [*batch, *padding], drafting, width, self._forward.vocab_size, merged=True
+            [*batch, *padding], drafting, width, self._forward.vocab_size, for_trace=True
         )
-        end = min(shape[1], rounded_up(last_cell(batch), CELL_STEP, CELL_PARTS))
-        key = _key(rows, inputs, sampling, end, shape)
+        end = min(capacity, rounded_up(last_cell(batch), CELL_STEP, CELL_PARTS))
+        key = (
+            inputs.token_ids.shape,
+            end,
+            num_slots,
+            capacity,
+            sampling.key,
+            inputs.position_deltas is None,
+            tuple((row.slot, row.feeds_head, row.defers_head) for row in rows),
+            max((row.num_drafts_next for row in rows if row.feeds_head), default=0),
+        )
         known = self._traces.get(key)
-        traced = known or self._trace(rows, sampling.without_arrays(), end, shape[1])
-        found, arrays = traced([inputs.arrays, sampling.arrays], self._arrays())
-        self._put(arrays)
-        self._keep(key, traced)
-        return _pass_output(batch, len(rows), drafting, found, sampling.logprobs is not None, known is None)
-
-    def _keep(self, key: Hashable, traced: Traced) -> None:
-        """One that has run; those that were not used for longest go."""
-        self._traces[key] = traced
+        traced = known or self._trace(rows, sampling.without_arrays(), end, capacity)
+        arrays, caches = traced({"inputs": inputs.arrays, "sampling": sampling.arrays}, self._cache_arrays())
+        self._put_cache_arrays(caches)
+        self._traces[key] = traced  # only now: a trace that fails is not stored
         self._traces.move_to_end(key)
-        if len(self._traces) > MOST_TRACES:
+        if len(self._traces) > MAX_TRACES:
             self._traces.popitem(last=False)
+        return _from_arrays(batch, len(rows), drafting, arrays, is_first_trace=known is None)
 
-    def _alike(self, batch: Batch, width: int) -> Batch:
-        """The rows as a trace sees them: without what arrays say, so that few traces do for many batches.
+    def _without_data(self, batch: Batch, width: int) -> Batch:
+        """The rows as a trace sees them: without everything that arrays hold, so that few traces serve many.
 
-        All feed, draft and pick as much as there is room for: how much each really does is in the inputs. The
-        head passes over all of them where it follows some: what it is fed is `InputBatch.head_fed`.
+        All rows feed and draft as much as the shape allows; `InputBatch` says how much each row really does.
+        If the head follows one row it runs over all; `InputBatch.head_fed` says which rows it is fed.
         """
         any_head, any_deferred = any(row.feeds_head for row in batch), any(row.defers_head for row in batch)
-        alike = self._forward.head_passes_all
+        on_all = self._forward.head_may_run_on_all_rows
         return [
             replace(
                 row,
                 token_ids=(0,) * width,
                 num_drafts=width - 1,
-                params=NOTHING_ASKED,
+                params=NEUTRAL_PARAMS,
                 history=(),
                 banned_ids=(),
                 masks=None,
                 position_delta=0,
-                head_start=None,  # nor have they anything to catch up with
-                feeds_head=any_head if alike else row.feeds_head,
+                head_start=None,
+                feeds_head=any_head if on_all else row.feeds_head,
                 defers_head=any_deferred,
             )
             for row in batch
         ]
 
     def _trace(self, batch: Batch, sampling: SamplingBatch, end: int, capacity: int) -> Traced:
-        def run(
-            inputs: list[Any], caches: list[list[mx.array]]
-        ) -> tuple[list[mx.array], list[list[mx.array]]]:
-            fed, numbers = inputs
-            self._put(caches)
+        def run(arrays: Tree, caches: CacheArrays) -> tuple[Tree, CacheArrays]:
+            self._put_cache_arrays(caches)
+            inputs, own_sampling = InputBatch(**arrays["inputs"]), sampling.with_arrays(arrays["sampling"])
             with nothing_launched():
-                output = self._forward.run(
-                    batch, InputBatch(*fed), sampling.with_arrays(numbers), end, capacity
-                )
-            return _outputs(output), self._arrays()
+                output = self._forward.run(batch, inputs, own_sampling, end, capacity)
+            return _to_arrays(output), self._cache_arrays()
 
         return mx.compile(run)
 
-    def _buffers(self) -> list[Buffers]:
-        return list(self._forward.buffers())
+    def _cache_arrays(self) -> CacheArrays:
+        return [list(buffers.arrays()) for buffers in self._forward.buffers()]
 
-    def _arrays(self) -> list[list[mx.array]]:
-        return [list(buffers.arrays()) for buffers in self._buffers()]
-
-    def _put(self, arrays: Sequence[Sequence[mx.array]]) -> None:
-        for buffers, own in zip(self._buffers(), arrays, strict=True):
+    def _put_cache_arrays(self, arrays: CacheArrays) -> None:
+        for buffers, own in zip(self._forward.buffers(), arrays, strict=True):
             buffers.put(own)
 
 
-def _key(
-    batch: Batch, inputs: InputBatch, sampling: SamplingBatch, end: int, shape: tuple[int, int]
-) -> Hashable:
-    return (
-        inputs.token_ids.shape,
-        end,
-        shape,
-        sampling.key,
-        inputs.deltas is None,
-        tuple((row.slot, row.feeds_head, row.defers_head) for row in batch),
-        max((row.num_drafts_next for row in batch if row.feeds_head), default=0),
-    )
-
-
-def _outputs(output: PassOutput) -> list[mx.array]:
-    picks, next_inputs = output.picks, output.next_inputs
-    assert picks is not None and next_inputs is not None
-    found = [
-        picks.targets,
-        picks.num_accepted,
-        picks.is_sound,
-        output.report,
-        next_inputs.last_ids,
-        next_inputs.ends,
-    ]
-    if picks.logprobs is not None:
-        found += picks.logprobs.arrays
+def _to_arrays(output: PassOutput) -> Tree:
+    verified, next_inputs = output.verified, output.next_inputs
+    assert verified is not None and next_inputs is not None
+    arrays: Tree = {
+        "targets": verified.targets,
+        "num_accepted": verified.num_accepted,
+        "is_finite": verified.is_finite,
+        "report": output.report,
+        "last_ids": next_inputs.last_ids,
+        "ends": next_inputs.ends,
+    }
+    if verified.logprobs is not None:
+        arrays["logprobs"] = verified.logprobs.arrays
     if output.drafts is not None:
-        assert next_inputs.drafts is not None
-        found += [output.drafts, next_inputs.drafts]
-    return found
+        arrays |= {"drafts": output.drafts, "drafts_of_all": next_inputs.drafts}
+    return arrays
 
 
-def _pass_output(
-    batch: Batch,
-    num_rows: int,
-    drafting: list[int],
-    found: Sequence[mx.array],
-    has_logprobs: bool,
-    is_traced: bool,
+def _from_arrays(
+    batch: Batch, num_rows: int, drafting: list[int], arrays: Tree, is_first_trace: bool
 ) -> PassOutput:
-    """From what `_outputs` gave."""
-    targets, num_accepted, is_sound, report, last_ids, ends, *more = found
-    logprobs = None
-    if has_logprobs:
-        logprobs = LogprobArrays(tuple(range(num_rows)), *more[:3])
-        more = more[3:]
-    drafts, spread = more or (None, None)
-    picks = Picks(list(range(num_rows)), targets, num_accepted, is_sound, logprobs)
-    return PassOutput(batch, picks, drafting, drafts, NextInputs(last_ids, ends, spread), report, is_traced)
+    rows = range(num_rows)
+    logprobs = Logprobs(tuple(rows), **arrays["logprobs"]) if "logprobs" in arrays else None
+    verified = VerifyOutput(
+        list(rows), arrays["targets"], arrays["num_accepted"], arrays["is_finite"], logprobs
+    )
+    next_inputs = NextInputs(arrays["last_ids"], arrays["ends"], arrays.get("drafts_of_all"))
+    drafts = arrays.get("drafts")
+    return PassOutput(batch, verified, drafting, drafts, next_inputs, arrays["report"], is_first_trace)

@@ -1,4 +1,4 @@
-"""Drafting with an MTP head, on the device: inputs it the committed pairs, then let it go deeper.
+"""The MTP drafter: feeds the head the committed pairs, then lets it draft token after token.
 
 The head's cells run parallel to the trunk's. With tokens x_0.. and a layer for each of D depths, cell t holds
 
@@ -6,14 +6,14 @@ The head's cells run parallel to the trunk's. With tokens x_0.. and a layer for 
     depth d   (depth d-1's output at t, x_(t+d))   guesses x_(t+d+1)     (unchained heads: h_t again)
 
 A row with `end` cells knows x_0..x_end, so depth d's last d-1 cells hold drafts in the place of tokens. They
-are written again by the next pass, which starts d-1 cells before the trunk's:
+are written again by the next pass, which starts d-1 cells before the trunk's start:
 
     cells    0 ...... start-d | start-d+1 ... start-1 | start ............ end-1
     depth d  stand            | written again         | new; the last d-1 tentative
 
-What they are written from (the outputs of depth d-1, or h) is kept in cells of its own, so that there is no
-state beside the cells. Depths past the last layer use that layer again: it is given its own output, one cell
-further on, as one-layer heads are at every depth. Those cells are tentative too.
+Their inputs (the outputs of depth d-1, or h) are stored in cells of their own, so there is no state beside
+the cells. Depths past the last layer use the last layer again: it is fed its own output, one cell further on,
+as one-layer heads are at every depth. Those cells are tentative too.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from outrider.cache.ragged_kv import GridPositions, Placement, Positions
 from outrider.models.heads import LoadedHead, head_layout
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.models.vision.mrope import SectionedRope
-from outrider.sampling.sampler import Sampler, pick_drafts
+from outrider.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The rows that a head follows in one pass: where they stand and what they ask for."""
+    """The rows that the head follows in one pass: their cells, and how many drafts they get."""
 
     slots: Sequence[int]
     starts: mx.array  # [rows]
-    num_fed: mx.array  # [rows] cells that the head is fed, drafts included: as many as the trunk, or none
-    num_kept: mx.array  # [rows] cells that stand: what was not rejected
-    end: int  # no row's last fed cell is beyond this
-    how: Sampler
-    depth: int  # drafts wanted, the most of any row
-    positions: Positions | None = None  # of the fed cells, where they are not the cells' numbers
-    deltas: mx.array | None = None  # [rows] from a later cell's number to its position
-    images: ImageInputs | None = None  # pictures among the next tokens
+    num_fed: mx.array  # [rows] cells that the head is fed, drafts included: as many as the trunk, or 0
+    num_kept: mx.array  # [rows] cells of committed tokens and accepted drafts
+    end: int  # no row feeds a cell beyond this one
+    sampler: Sampler
+    depth: int  # drafts to make: the most of any row
+    positions: Positions | None = None  # of the fed cells; None: the cell numbers
+    position_deltas: mx.array | None = None  # [rows] position minus cell number, after the prompt
+    images: ImageInputs | None = None  # image embeddings among the next tokens
 
     def after(self, cells: mx.array) -> Positions | None:
         """Positions of cells past the prompt.  [rows]"""
-        return None if self.deltas is None else cells + self.deltas
+        return None if self.position_deltas is None else cells + self.position_deltas
 
 
 class MTPDrafter:
-    """A loaded head with its cache, drafting for all rows of a pass at once."""
+    """A loaded head with its caches. It drafts for all rows of a pass at once."""
 
     def __init__(self, head: LoadedHead, trunk: Trunk) -> None:
         self._layers = head.layers
@@ -81,13 +81,13 @@ class MTPDrafter:
     def draft(self, hidden: mx.array, next_ids: mx.array, rows: HeadRows, capacity: int) -> mx.array | None:
         """Feed the pairs (hidden [rows, width, H], next_ids [rows, width]); return drafts [rows, depth].
 
-        Pairs past a row's num_kept are written too, as tentative cells: no later pass sees them.
+        Pairs past a row's num_kept are written too, as tentative cells that no later pass attends to.
         """
         width = next_ids.shape[1]
         ends = rows.starts + rows.num_kept  # [rows] cells after the step
         beyond = mx.split(ends[:, None] + mx.arange(rows.depth + 1), rows.depth + 1, axis=1)  # [rows, 1] each
         tokens = _Tokens(next_ids, rows, len(self._layers), self._trunk)
-        follows = mx.minimum(rows.num_fed, 1)
+        one_if_fed = mx.minimum(rows.num_fed, 1)
         drafts: list[mx.array] = []
         fed_back = hidden
         for number in range(len(self._layers)):
@@ -101,19 +101,19 @@ class MTPDrafter:
                 place = _placed_back(rows, number, len(drafts), width, capacity)
                 hidden = self._between[number - 1 if self._is_chained else 0].read(place)
             out, fed_back = self._pass(number, hidden, tokens.at(place, number), place)
-            self._keep(number, hidden, fed_back, place)
+            self._store(number, hidden, fed_back, place)
             if number < rows.depth:
                 last = (ends - 1 - place.offset)[:, None, None]
                 out, fed_back = (mx.take_along_axis(x, last, axis=1) for x in (out, fed_back))  # [rows, 1, H]
-                drafts.append(self._pick(out, beyond[len(drafts) + 1], rows.how))
+                drafts.append(self._sample(out, beyond[len(drafts) + 1], rows.sampler))
                 if number < len(self._layers) - 1:
                     tokens.append(drafts[-1])
         for further in range(rows.depth - len(drafts)):
             end = min(rows.end + further + 1, capacity)
             cells = beyond[further][:, 0]
-            place = Placement(rows.slots, cells, follows, 1, end, capacity, positions=rows.after(cells))
+            place = Placement(rows.slots, cells, one_if_fed, 1, end, capacity, positions=rows.after(cells))
             out, fed_back = self._pass(-1, fed_back, self._trunk.embed(drafts[-1]), place)
-            drafts.append(self._pick(out, beyond[len(drafts) + 1], rows.how))
+            drafts.append(self._sample(out, beyond[len(drafts) + 1], rows.sampler))
         return mx.concatenate(drafts, axis=1) if drafts else None
 
     def _pass(
@@ -122,8 +122,8 @@ class MTPDrafter:
         view = self._caches[number].views(place)[0]
         return self._layers[number](hidden, embedded, view)
 
-    def _keep(self, number: int, hidden: mx.array, fed_back: mx.array, place: Placement) -> None:
-        """What later layers are given at these cells, now and in the next pass."""
+    def _store(self, number: int, hidden: mx.array, fed_back: mx.array, place: Placement) -> None:
+        """Store what the next layer is fed at these cells, in this pass and in the next one."""
         if number == len(self._layers) - 1:
             return
         if self._is_chained:
@@ -131,13 +131,13 @@ class MTPDrafter:
         elif number == 0:
             self._between[0].write(hidden, place)
 
-    def _pick(self, out: mx.array, positions: mx.array, how: Sampler) -> mx.array:
+    def _sample(self, out: mx.array, positions: mx.array, sampler: Sampler) -> mx.array:
         """[rows, 1, H] -> [rows, 1]"""
         if self._reduced_weight is None:
             logits = self._trunk.logits(out)
         else:
             logits = (out @ self._reduced_weight.T).astype(mx.float32)
-        return pick_drafts(logits, positions, how, self._draft_ids)
+        return sampler.sample_drafts(logits, positions, self._draft_ids)
 
 
 def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity: int) -> Placement:
@@ -145,19 +145,19 @@ def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity
     token is known or drafted."""
     firsts = mx.maximum(rows.starts - lag, 0)
     lasts = rows.starts + rows.num_kept - (lag - num_drafts)
-    positions = rows.after(firsts)  # in a picture only near: a deeper layer's guess, never the answer
+    positions = rows.after(firsts)  # inside an image only approximate: this affects drafts, never the answer
     return Placement(rows.slots, firsts, lasts - firsts, width + lag, rows.end, capacity, positions=positions)
 
 
 class _Tokens:
-    """The tokens from each row's start + 1 on: those that are committed, then the drafts.
+    """The tokens from each row's start + 1 on: committed tokens, then drafts.
 
-    Columns past them hold tokens that were rejected, or nothing: no cell that counts is paired with those.
+    Columns past them hold rejected tokens or padding. No committed cell is paired with one of these.
     """
 
     def __init__(self, next_ids: mx.array, rows: HeadRows, num_layers: int, trunk: Trunk) -> None:
         self._trunk = trunk
-        self._seen = rows.images
+        self._images = rows.images
         self._ids = mx.pad(next_ids, [(0, 0), (0, num_layers - 1)]) if num_layers > 1 else next_ids
         self._starts = rows.starts[:, None]
         self._num = rows.num_kept[:, None]
@@ -165,8 +165,8 @@ class _Tokens:
     def at(self, place: Placement, lag: int) -> mx.array:
         """For the cells t of a placement the embedded tokens x_(t + lag + 1).  [rows, width, H]"""
         columns = mx.minimum(place.cells + lag - self._starts, self._ids.shape[1] - 1)
-        if self._seen is not None:
-            embedded = self._seen.put_into(self._trunk.embed(self._ids))
+        if self._images is not None:
+            embedded = self._images.put_into(self._trunk.embed(self._ids))
             return mx.take_along_axis(embedded, columns[..., None], axis=1)
         if lag == 0:
             return self._trunk.embed(self._ids[:, : place.cells.shape[1]])

@@ -1,7 +1,7 @@
 """The runner: turns a StepPlan into a StepResult. The only code that runs the model.
 
-A step is launched (its batches' passes are handed to the device) and finished (read, once). Between the two
-another one may be launched that follows it.
+`launch` hands a step's passes to the device, `finish` waits for them and reads the results once. Between the
+two calls the next step may be launched, if its plan is an overlapped one.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from outrider.models.trunk import Buffers, Trunk
 from outrider.models.vision.encoder import VisionTower
 from outrider.plan import PassShape, PrefixCopies, SaveCells, StepPlan, StepResult
 from outrider.prompt_media import MediaPiece
-from outrider.step.compiled import CompiledPasses, padding_rows, repeats
+from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
+from outrider.step.compiled import CompiledPasses, is_traceable, padding_rows
 from outrider.step.forward import Forward
-from outrider.step.input_batch import Batch, InputBatch, NextInputs
-from outrider.step.pass_output import PassOutput
 
 WriteBlock = Callable[[str, Mapping[str, HostArray]], object]
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A step under way."""
+class LaunchedPasses:
+    """A step that the device works on: the output of each pass, before the host has read it."""
 
     outputs: tuple[PassOutput, ...]
-    is_whole: bool = True  # no pass was for fewer rows than planned, as one that cannot be traced is
+    is_as_planned: bool = True  # False: a pass could not be traced, so it has no padding rows
 
     @property
-    def is_traced(self) -> bool:
-        """Whether a pass of it was traced for the first time, which takes the host far longer than a step."""
-        return any(output.is_traced for output in self.outputs)
+    def is_first_trace(self) -> bool:
+        """Whether one of the passes was traced just now, which takes the host far longer than a step."""
+        return any(output.is_first_trace for output in self.outputs)
 
 
 class Runner:
@@ -49,22 +48,22 @@ class Runner:
         trunk: Trunk,
         head: LoadedHead | None = None,
         write_block: WriteBlock | None = None,
-        tower: VisionTower | None = None,
-        picture_cache_bytes: int = 0,
+        vision_encoder: VisionTower | None = None,
+        image_cache_bytes: int = 0,
         compiles: bool = False,
     ) -> None:
-        """`write_block` takes cached blocks that are to be kept on disk.
+        """`write_block` writes cached blocks to disk.
 
-        `compiles`: trace decode passes once a shape and replay them; worth while where the device is so fast
-        that building a pass takes the host longer than running it takes the device.
+        `compiles`: trace decode passes once for each shape and replay them. This pays where the device is so
+        fast that the host takes longer to build a pass than the device takes to run it.
         """
-        self._tower = tower
-        self.image_embeddings = None if tower is None else EmbeddingCache(picture_cache_bytes)
+        self._vision_encoder = vision_encoder
+        self.image_embeddings = None if vision_encoder is None else EmbeddingCache(image_cache_bytes)
         self._forward = Forward(trunk, head, self.image_embeddings)
         self._compiled = CompiledPasses(self._forward) if compiles else None
         self._prefixes = PrefixStore(self._buffers())
         self._write_block = write_block
-        self._shape = (0, 0)  # slots, capacity
+        self._num_slots = self._capacity = 0
 
     @property
     def has_head(self) -> bool:
@@ -76,7 +75,7 @@ class Runner:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the caches hold now."""
+        """Bytes that the row caches hold now."""
         return sum(buffers.num_bytes for buffers in self._buffers())
 
     @property
@@ -92,57 +91,83 @@ class Runner:
     def run(self, plan: StepPlan) -> StepResult:
         return self.finish(self.launch(plan))
 
-    def launch(self, plan: StepPlan, after: Launched | None = None) -> Launched:
-        """Set the device to work on a step; on one that follows, `after` the step that it follows."""
-        if plan.is_overlapped != (after is not None):
-            raise ValueError("a step that follows another needs to be told which")
+    def launch(self, plan: StepPlan, previous: LaunchedPasses | None = None) -> LaunchedPasses:
+        """Hand a step to the device. An overlapped step takes its inputs from `previous`."""
+        if plan.is_overlapped != (previous is not None):
+            raise ValueError("an overlapped plan needs the step before it, and no other plan does")
         self._arrange(plan)
         shapes = plan.shapes or (PassShape(),) * len(plan.batches)
-        before = None if after is None else after.outputs[0].next_inputs
-        outputs = [self._launch(*each, before) for each in zip(plan.batches, shapes, strict=True)]
-        mx.async_eval([x for output in outputs for x in output.arrays()], self._cache_arrays())
-        is_whole = all(f.num_rows >= shape.rows for f, shape in zip(outputs, shapes, strict=True))
-        return Launched(tuple(outputs), is_whole)
+        next_inputs = None if previous is None else previous.outputs[0].next_inputs
+        outputs = [
+            self._launch_pass(batch, shape, next_inputs)
+            for batch, shape in zip(plan.batches, shapes, strict=True)
+        ]
+        cache_arrays = [array for buffers in self._buffers() for array in buffers.arrays()]
+        mx.async_eval([array for output in outputs for array in output.arrays()], cache_arrays)
+        is_as_planned = all(
+            output.num_rows >= shape.rows for output, shape in zip(outputs, shapes, strict=True)
+        )
+        return LaunchedPasses(tuple(outputs), is_as_planned)
 
-    def finish(self, launched: Launched) -> StepResult:
+    def _launch_pass(self, batch: Batch, shape: PassShape, next_inputs: NextInputs | None) -> PassOutput:
+        width = max(shape.width, *(row.num_fed for row in batch))
+        compiled = self._compiled if self._compiled is not None and is_traceable(batch) else None
+        padding = () if compiled is None else padding_rows(batch, shape.rows)
+        rows = [*batch, *padding]
+        if next_inputs is None:
+            inputs = InputBatch.from_plan(rows, width)
+        else:
+            inputs = InputBatch.after(next_inputs, rows, width)
+        if compiled is None:
+            return self._forward(batch, inputs, self._capacity)
+        return compiled(batch, padding, inputs, self._num_slots, self._capacity)
+
+    def finish(self, launched: LaunchedPasses) -> StepResult:
         """Wait for a step and read it."""
         return StepResult(tuple(row for output in launched.outputs for row in output.read()))
 
     def encode(self, piece: MediaPiece) -> None:
-        """Put a piece's embeddings on the image_embeddings. A unit of work of its own, between steps."""
-        assert self._tower is not None and self.image_embeddings is not None
+        """Compute the embeddings of one piece of an image: a unit of work of its own, between steps."""
+        assert self._vision_encoder is not None and self.image_embeddings is not None
         if piece.key not in self.image_embeddings:
-            embeddings = self._tower.encode(piece.inputs, piece.num_tokens)
+            embeddings = self._vision_encoder.encode(piece.inputs, piece.num_tokens)
             mx.eval(embeddings)
             self.image_embeddings.put(piece.key, embeddings)
 
     def reset(self) -> None:
-        """Drop all cells, after a step that failed half-way."""
-        for buffers in self._buffers():
-            buffers.resize(0, 0)
-        self._shape = (0, 0)
+        """Drop all cells, for instance after a step that failed half-way."""
+        self._resize(0, 0)
 
-    def forget_prefixes(self) -> None:
+    def clear_prefixes(self) -> None:
         self._prefixes.clear()
 
     def _buffers(self) -> Iterator[Buffers]:
         return self._forward.buffers()
 
-    def _cache_arrays(self) -> list[mx.array]:
-        return [array for buffers in self._buffers() for array in buffers.arrays()]
-
     def _arrange(self, plan: StepPlan) -> None:
+        """Save blocks out of the slots as the last step left them; move, resize; then load blocks."""
         self._save(plan.copies)
         for move in plan.moves:
             for buffers in self._buffers():
                 buffers.exchange(move.source, move.target, move.one_way)
-        self._resize(plan.num_slots, plan.capacity)
-        self._load(plan.copies)
+        if (plan.num_slots, plan.capacity) != (self._num_slots, self._capacity):
+            self._resize(plan.num_slots, plan.capacity)
+        for arrival in plan.copies.arrivals:
+            self._prefixes.from_host(arrival.id, arrival.arrays)
+        for load in plan.copies.loads:
+            self._prefixes.load_blocks(load.slot, load.start, load.pieces)
+            if load.state_id is not None:
+                self._prefixes.load_state(load.state_id, load.slot)
+
+    def _resize(self, num_slots: int, capacity: int) -> None:
+        for buffers in self._buffers():
+            buffers.resize(num_slots, capacity)
+        self._num_slots, self._capacity = num_slots, capacity
 
     def _save(self, copies: PrefixCopies) -> None:
         store = self._prefixes
         store.drop(copies.drops)
-        for run in _runs(copies.saves):
+        for run in _neighbouring(copies.saves):
             store.save_blocks(run)
         for state in copies.states:
             store.save_state(state.state_id, state.slot)
@@ -154,33 +179,9 @@ class Runner:
                 if file_name is not None:
                     self._write_block(file_name, store.to_host(i))
 
-    def _load(self, copies: PrefixCopies) -> None:
-        for arrival in copies.arrivals:
-            self._prefixes.from_host(arrival.id, arrival.arrays)
-        for load in copies.loads:
-            self._prefixes.load_blocks(load.slot, load.start, load.pieces)
-            if load.state_id is not None:
-                self._prefixes.load_state(load.state_id, load.slot)
 
-    def _resize(self, num_slots: int, capacity: int) -> None:
-        if (num_slots, capacity) != self._shape:
-            for buffers in self._buffers():
-                buffers.resize(num_slots, capacity)
-            self._shape = (num_slots, capacity)
-
-    def _launch(self, batch: Batch, least: PassShape, before: NextInputs | None) -> PassOutput:
-        width = max(least.width, *(row.num_fed for row in batch))
-        compiled = self._compiled if self._compiled is not None and repeats(batch) else None
-        padding = () if compiled is None else padding_rows(batch, least.rows)
-        rows = [*batch, *padding]
-        inputs = InputBatch.of_rows(rows, width) if before is None else InputBatch.after(before, rows, width)
-        if compiled is None:
-            return self._forward(batch, inputs, self._shape[1])
-        return compiled(batch, padding, inputs, self._shape)
-
-
-def _runs(saves: Sequence[SaveCells]) -> list[list[SaveCells]]:
-    """Saves of neighbouring cells of one slot, together."""
+def _neighbouring(saves: Sequence[SaveCells]) -> list[list[SaveCells]]:
+    """Saves of neighbouring cells of one slot, grouped: each group is one copy."""
     runs: list[list[SaveCells]] = []
     for save in saves:
         last = runs[-1][-1] if runs else None

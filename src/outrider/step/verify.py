@@ -1,86 +1,157 @@
-"""Verification: target tokens for every picking row of a batch, and how many of its drafts stand.
+"""Verification: the target tokens of every sampling row, and how many of its drafts are accepted.
 
-All array expressions: nothing here reads a result. Must not know caches or heads.
+Everything here is an array expression: nothing reads a result. Must not know caches or heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 
 from outrider.models.trunk import Trunk
-from outrider.sampling.logprobs import LogprobArrays, compute_logprobs
-from outrider.sampling.sampler import pick
-from outrider.step.input_batch import Batch, InputBatch
-from outrider.step.sampling_batch import SamplingBatch, most_picks, picking_rows
+from outrider.sampling.logits_processors import LogitsProcessors
+from outrider.sampling.logprobs import LogprobRequest, Logprobs, compute_logprobs
+from outrider.sampling.masks import Masks
+from outrider.sampling.sampler import Sampler
+from outrider.step.batch import Batch, InputBatch
+
+
+def sampling_rows(batch: Batch) -> list[int]:
+    return [i for i, row in enumerate(batch) if row.is_sampling]
+
+
+def max_targets(batch: Batch) -> int:
+    """Target tokens of a row, at most: one after its last committed token and one after each draft."""
+    return 1 + max((row.num_drafts for row in batch if row.is_sampling), default=0)
 
 
 @dataclass(frozen=True)
-class Picks:
-    """What the picking rows of a batch gain. Column 0 of a row is the token after its last committed one."""
+class SamplingBatch:
+    """What the requests of a batch ask of their logits: processors, grammar masks, logprobs, samplers.
 
-    rows: list[int]  # indices into the batch, [picking]
-    targets: mx.array  # [picking, 1 + most drafts]
-    num_accepted: mx.array  # [picking]
-    is_sound: mx.array  # [picking, 1 + most drafts] whether the model gave the target a finite logit
-    logprobs: LogprobArrays | None  # for the rows that ask
+    Everything that differs from request to request, or from step to step, is in arrays that the host has
+    made. So one trace serves all batches with the same `key`.
+    """
 
-    def arrays(self) -> Iterator[mx.array]:
-        yield from (self.targets, self.num_accepted, self.is_sound)
-        if self.logprobs is not None:
-            yield from self.logprobs.arrays
+    targets: Sampler  # of the sampling rows, as are the next three
+    processors: LogitsProcessors | None
+    masks: Masks | None
+    logprobs: LogprobRequest | None
+    drafts: Sampler  # of the rows that the head follows
+
+    @classmethod
+    def of(
+        cls, batch: Batch, drafting: Sequence[int], num_targets: int, vocab: int, for_trace: bool = False
+    ) -> SamplingBatch:
+        """`for_trace`: more work for some rows, so that more batches have the same key."""
+        sampling = sampling_rows(batch)
+        rows = [batch[i] for i in sampling]
+        targets = drafts = Sampler.of([row.params for row in rows], for_trace)
+        if list(drafting) != sampling:
+            drafts = Sampler.of([batch[i].params for i in drafting], for_trace)
+        return cls(
+            targets,
+            LogitsProcessors.of(rows, num_targets, vocab, for_trace),
+            Masks.of(rows, num_targets, for_trace),
+            LogprobRequest.of(rows, vocab, for_trace),
+            drafts,
+        )
+
+    @property
+    def key(self) -> Hashable:
+        parts = (self.targets, self.processors, self.masks, self.logprobs, self.drafts)
+        return tuple(None if part is None else part.key for part in parts)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        named: dict[str, Any] = {"targets": self.targets.arrays, "drafts": self.drafts.arrays}
+        if self.processors is not None:
+            named["processors"] = self.processors.arrays
+        if self.masks is not None:
+            named["masks"] = self.masks.words
+        return named
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> SamplingBatch:
+        return replace(
+            self,
+            targets=self.targets.with_arrays(arrays["targets"]),
+            processors=None if self.processors is None else LogitsProcessors(**arrays["processors"]),
+            masks=None if self.masks is None else replace(self.masks, words=arrays["masks"]),
+            drafts=self.drafts.with_arrays(arrays["drafts"]),
+        )
+
+    def without_arrays(self) -> SamplingBatch:
+        """For a trace, which gets other arrays each time and must not keep these alive."""
+        empty = mx.array(0)
+        return self.with_arrays(tree_map(lambda _: empty, self.arrays))
+
+
+@dataclass(frozen=True)
+class VerifyOutput:
+    """The result of the sampling rows. Column 0 of a row is the token after its last committed one."""
+
+    rows: list[int]  # [sampling] indices into the batch
+    targets: mx.array  # [sampling, 1 + most drafts]
+    num_accepted: mx.array  # [sampling]
+    is_finite: mx.array  # [sampling, 1 + most drafts] whether the model gave the target a finite logit
+    logprobs: Logprobs | None
 
     def last_ids(self) -> mx.array:
-        """The last token that each row has picked.  [picking]"""
+        """The last token that each row has sampled: its bonus token.  [sampling]"""
         return mx.take_along_axis(self.targets, self.num_accepted[:, None], axis=1)[:, 0]
 
 
 def verify(
     trunk: Trunk, hidden: mx.array, batch: Batch, inputs: InputBatch, sampling: SamplingBatch
-) -> Picks | None:
-    """Pick at each picking row's last committed token and at its drafts; None if no row picks.
+) -> VerifyOutput | None:
+    """Sample at each row's last committed token and at its drafts; None if no row samples.
 
     hidden [rows, width, H]
     """
-    index = picking_rows(batch)
+    index = sampling_rows(batch)
     if not index:
         return None
     rows = [batch[i] for i in index]
-    num_picks = most_picks(batch)
-    first = np.array([row.first_pick for row in rows], np.int32)[:, None]
+    num_targets = max_targets(batch)
+    first = np.array([row.first_target for row in rows], np.int32)[:, None]
     starts, num_drafts, token_ids = inputs.starts, inputs.num_drafts, inputs.token_ids
     if len(rows) < len(batch):
-        some = mx.array(index)
-        hidden, token_ids = hidden[some], token_ids[some]
-        starts, num_drafts = starts[some], num_drafts[some]
-    if num_picks < hidden.shape[1] or first.any():
-        columns = mx.array(np.minimum(first + np.arange(num_picks), hidden.shape[1] - 1).astype(np.int32))
+        chosen = mx.array(index)
+        hidden, token_ids = hidden[chosen], token_ids[chosen]
+        starts, num_drafts = starts[chosen], num_drafts[chosen]
+    if num_targets < hidden.shape[1] or first.any():
+        columns = mx.array(np.minimum(first + np.arange(num_targets), hidden.shape[1] - 1).astype(np.int32))
         hidden = mx.take_along_axis(hidden, columns[..., None], axis=1)
         token_ids = mx.take_along_axis(token_ids, columns, axis=1)
-    logits = trunk.logits(hidden)  # [picking, num_picks, vocab]
-    positions = starts[:, None] + mx.array(first + np.arange(1, num_picks + 1, dtype=np.int32))
+    logits = trunk.logits(hidden)  # [sampling, num_targets, vocab]
+    positions = starts[:, None] + mx.array(first + np.arange(1, num_targets + 1, dtype=np.int32))
     scores = logits if sampling.processors is None else sampling.processors.apply(logits)
     scores = scores if sampling.masks is None else sampling.masks.apply(scores)
-    targets = pick(scores, positions, sampling.targets)
-    chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return Picks(
+    targets = sampling.targets.sample(scores, positions)
+    logprobs = None
+    if sampling.logprobs is not None:
+        logprobs = compute_logprobs(logits, targets, sampling.logprobs)
+    return VerifyOutput(
         rows=index,
         targets=targets,
         num_accepted=count_accepted(targets, token_ids[:, 1:], num_drafts, positions[:, :-1]),
-        is_sound=mx.isfinite(chosen),
-        logprobs=None if sampling.logprobs is None else compute_logprobs(logits, targets, sampling.logprobs),
+        is_finite=mx.isfinite(mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]),
+        logprobs=logprobs,
     )
 
 
 def count_accepted(
     targets: mx.array, drafts: mx.array, num_drafts: mx.array, positions: mx.array
 ) -> mx.array:
-    """How many leading drafts of each row equal their targets.  [rows]
+    """A draft is accepted if it and all drafts before it equal their targets. How many are, by row.  [rows]
 
-    targets [rows, n + 1], drafts [rows, n] at these positions, of which the first num_drafts [rows] are some
+    targets [rows, n + 1], drafts [rows, n], of which the first num_drafts [rows] count. `positions` [rows, n]
+    are the drafts' positions: the GPU benchmark replaces this function by one that accepts by position.
     """
     num = drafts.shape[1]
     if num == 0:
@@ -89,32 +160,32 @@ def count_accepted(
     return mx.cumprod(is_right.astype(mx.int32), axis=1).sum(axis=1)
 
 
-def kept_tokens(inputs: InputBatch, picks: Picks | None) -> mx.array:
-    """How many of the tokens that each row fed stand: the committed ones and the accepted drafts.  [rows]"""
+def num_kept_tokens(inputs: InputBatch, verified: VerifyOutput | None) -> mx.array:
+    """How many of its fed tokens each row keeps: the committed tokens and the accepted drafts.  [rows]"""
     committed = inputs.num_fed - inputs.num_drafts
-    if picks is None:
+    if verified is None:
         return committed
-    if len(picks.rows) == committed.shape[0]:
-        return committed + picks.num_accepted
-    return committed.at[mx.array(picks.rows)].add(picks.num_accepted)
+    if len(verified.rows) == committed.shape[0]:
+        return committed + verified.num_accepted
+    return committed.at[mx.array(verified.rows)].add(verified.num_accepted)
 
 
-def next_tokens(batch: Batch, inputs: InputBatch, picks: Picks | None) -> mx.array:
-    """For every fed cell the token after it.  [rows, width]"""
+def next_tokens(batch: Batch, inputs: InputBatch, verified: VerifyOutput | None) -> mx.array:
+    """The token after each fed cell, which the head is fed with that cell's hidden state.  [rows, width]"""
     num_rows, width = inputs.token_ids.shape
     known = mx.concatenate([inputs.token_ids[:, 1:], mx.zeros((num_rows, 1), mx.int32)], axis=1)
-    reading = [(i, row.num_fed - 1, row.next_id) for i, row in enumerate(batch) if row.next_id is not None]
-    if reading:
-        rows, lasts, ids = (mx.array(values) for values in zip(*reading, strict=True))
+    prefill = [(i, row.num_fed - 1, row.next_id) for i, row in enumerate(batch) if row.next_id is not None]
+    if prefill:
+        rows, lasts, ids = (mx.array(values) for values in zip(*prefill, strict=True))
         known[rows, lasts] = ids
-    if picks is None:
+    if verified is None:
         return known
-    # A picking row's targets stand at columns first_pick .. first_pick + num_drafts.
-    num_picks = picks.targets.shape[1]
-    first = np.array([batch[i].first_pick for i in picks.rows], np.int32)[:, None]
-    if not first.any() and len(picks.rows) == num_rows:
-        return mx.concatenate([picks.targets, known[:, num_picks:]], axis=1)
-    columns = np.minimum(first + np.arange(num_picks, dtype=np.int32), width)
+    # A sampling row's targets go to columns first_target .. first_target + num_drafts.
+    num_targets = verified.targets.shape[1]
+    first = np.array([batch[i].first_target for i in verified.rows], np.int32)[:, None]
+    if not first.any() and len(verified.rows) == num_rows:
+        return mx.concatenate([verified.targets, known[:, num_targets:]], axis=1)
+    columns = np.minimum(first + np.arange(num_targets, dtype=np.int32), width)
     wide = mx.concatenate([known, mx.zeros((num_rows, 1), mx.int32)], axis=1)
-    wide[mx.array(picks.rows)[:, None], mx.array(columns)] = picks.targets  # past the end: dropped below
-    return wide[:, :width]
+    wide[mx.array(verified.rows)[:, None], mx.array(columns)] = verified.targets
+    return wide[:, :width]  # the column past the end took the targets that have no cell

@@ -150,7 +150,7 @@ def test_a_preempted_row_finds_its_cells_again() -> None:
     harness = _harness(geometry=geometry, budget_bytes=3 * 81, prefill_step_size=64)
     several = [harness.add(_text(10, seed=i), max_tokens=90) for i in range(3)]
     plans = _finish(harness, *several)
-    assert sum(sequence.preemptions for sequence in several) >= 1
+    assert sum(sequence.counters.preemptions for sequence in several) >= 1
     assert _num_prefilled(plans) == 30
     assert all(sequence.stats().num_cached == 0 for sequence in several), "that is no saving for the client"
     harness.run_to_idle()
@@ -202,7 +202,7 @@ def test_an_answer_that_the_head_did_not_follow_is_used_and_caught_up_with() -> 
     """A head that rests leaves what it was to be fed; the next turn's row feeds it that."""
     harness = _harness()
     first = harness.add(_text(40), max_tokens=60, depth=3, is_auto=True)
-    first.head_depth = 3
+    first.drafting.head_depth = 3
     plans = _finish(harness, first)
     assert any(row.defers_head for plan in plans for row in rows_of(plan)), (
         "this engine does not draft of itself"
@@ -211,7 +211,7 @@ def test_an_answer_that_the_head_did_not_follow_is_used_and_caught_up_with() -> 
         turn = harness.add([*first.tokens, 1, 2, 3 + number], depth=3)
         plans = _finish(harness, turn)
         assert _num_prefilled(plans) == (4, 2)[number]
-        behind = [row.num_behind for row in rows_of(plans[0])]
+        behind = [row.head_lag for row in rows_of(plans[0])]
         assert (max(behind) > 0) == (number == 0), "the second time its cells are cached too"
     harness.run_to_idle()
 
@@ -235,7 +235,7 @@ def test_a_row_that_meets_cells_a_head_rested_over_keeps_its_own() -> None:
     text = [*_text(8), *harness.truth(rested)[0]]
     row = harness.add([*text, 1, 2, 3], depth=3)
     plans = _finish(harness, row)
-    behind = [planned for plan in plans for planned in rows_of(plan) if planned.num_behind]
+    behind = [planned for plan in plans for planned in rows_of(plan) if planned.head_lag]
     assert any(planned.sequence_id == row.id and planned.start > 20 for planned in behind)
     harness.run_to_idle()
 
@@ -243,13 +243,13 @@ def test_a_row_that_meets_cells_a_head_rested_over_keeps_its_own() -> None:
 def test_a_head_that_rested_for_very_long_is_not_fed_all_of_it_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider.engine.prefix.cache.MOST_BEHIND", 20)
+    monkeypatch.setattr("outrider.engine.prefix.cache.MAX_HEAD_LAG", 20)
     for geometry in (None, WITH_STATES):
         harness = _harness(geometry=geometry)
         first = harness.add(_text(40), max_tokens=60, depth=3, is_auto=True)
         _finish(harness, first)
         plans = _finish(harness, harness.add([*first.tokens, 1, 2], depth=3))
-        behind = [row.num_behind for plan in plans for row in rows_of(plan)]
+        behind = [row.head_lag for plan in plans for row in rows_of(plan)]
         assert max(behind) <= 20
         assert plans[0].copies.loads
         harness.run_to_idle()

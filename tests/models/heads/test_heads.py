@@ -237,7 +237,7 @@ def test_reduced_drafts_are_the_full_projections_best_among_the_ids(family: str)
         num_fed=mx.full((3,), 6),
         num_kept=mx.array([6, 3, 1]),
         end=6,
-        how=Sampler.of([SamplingParams(temperature=0.0)] * 3),
+        sampler=Sampler.of([SamplingParams(temperature=0.0)] * 3),
         depth=1,
     )
     drafts = drafter.draft(hidden, next_ids, rows, 32)

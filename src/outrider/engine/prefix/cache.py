@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outrider.cache.prefix_index import Match, Node, PrefixIndex, num_common
-from outrider.engine.draft_planner import MOST_BEHIND
+from outrider.engine.draft_planner import MAX_HEAD_LAG
 from outrider.engine.prefix.checkpoints import next_stop, prompt_stops
 from outrider.engine.prefix.disk import BlockDisk, Fetches, file_name
 from outrider.engine.prefix.match import first_deferred, last_state, num_followed, num_head_cached, pieces
@@ -231,7 +231,7 @@ class PrefixCache:
         """Cells of a match that the row can start with."""
         usable = num_followed(match, self.index.block_size)
         headed = max(row.num_head_cached, num_head_cached(match, usable, self.index.block_size))
-        usable = min(usable, headed + MOST_BEHIND)
+        usable = min(usable, headed + MAX_HEAD_LAG)
         if not self._has_states:
             return usable
         if row.num_cached == 0:  # this is where texts branch: the next one shall find a state here
@@ -257,7 +257,7 @@ class PrefixCache:
 
     def _least(self, row: Sequence) -> int:
         """Cells for which a load is worth while; a row that has loaded some takes the rest too."""
-        return 1 if row.num_loaded else self._least_loaded
+        return 1 if row.counters.num_loaded else self._least_loaded
 
     def _load(self, slot: int, start: int, end: int, match: Match) -> LoadCells:
         found = pieces(match, start, end, self.index.block_size)

@@ -1,0 +1,235 @@
+"""The engine loop: plan, launch, read, commit, over and over. Runs on the engine thread, which owns MLX.
+
+It decides nothing: the scheduler decides and the runner computes. It knows which requests are live, delivers
+their deltas to their outboxes, and handles steps that fail. Where the device is faster than the host, the
+next step is launched before the one in flight is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from outrider.config import EngineConfig
+from outrider.engine.image_encoding import EncodingTurns
+from outrider.engine.in_flight import InFlightStep, StepExecutor
+from outrider.engine.outbox import Outbox
+from outrider.engine.parts import EngineObserver, EngineParts
+from outrider.engine.prefix.status import PrefixStatus, new_prefix_cache
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.sequence import Delta, FinishReason, Sequence
+from outrider.plan import StepResult
+
+log = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    def __init__(self, config: EngineConfig, parts: EngineParts, observer: EngineObserver | None) -> None:
+        self.parts = parts
+        self.live: dict[str, tuple[Sequence, Outbox]] = {}
+        self.num_steps = 0
+        self.prefix_status: PrefixStatus | None = None
+        self.geometry = parts.runner.geometry(config.capacity_step)
+        self._config = config
+        self._observer = observer
+        self._executor = StepExecutor(parts.runner)
+        self._turns = EncodingTurns()
+        self.scheduler = self._new_scheduler()
+
+    def _new_scheduler(self) -> Scheduler:
+        parts, prefix_cache = self.parts, None
+        if parts.prefix_bytes:
+            prefix_cache = new_prefix_cache(self.geometry, parts.prefix_bytes, parts.disk)
+        self.prefix_status = None if prefix_cache is None else PrefixStatus(prefix_cache, parts.disk)
+        image_embeddings = parts.runner.image_embeddings
+        if image_embeddings is not None:
+            image_embeddings.forget_holds()
+        return Scheduler(
+            self._config, self.geometry, parts.budget_bytes, parts.controller, prefix_cache, image_embeddings
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.in_flight) or not self.scheduler.is_idle
+
+    # -- commands ----------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, outbox: Outbox) -> None:
+        self.live[sequence.request.id] = (sequence, outbox)
+        self.scheduler.add(sequence)
+
+    def cancel(self, request_id: str, outbox: Outbox | None) -> None:
+        sequence, live_outbox = self.live.get(request_id, (None, None))
+        if sequence is None or outbox not in (None, live_outbox):
+            return
+        self._deliver(self.scheduler.cancel(sequence))
+        self._clean_up_if_idle()
+
+    def clear_prefixes(self) -> int:
+        num_bytes = self.scheduler.prefix_bytes
+        self.scheduler.clear_prefix_cache()
+        if self.parts.disk is not None:
+            self.parts.disk.clear()
+        self._clean_up_if_idle()
+        return num_bytes
+
+    def wait(self) -> None:
+        """The thread is about to wait for a command."""
+        self._executor.pause()
+
+    # -- one turn ----------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """One step, and then one piece of an image if its turn has come."""
+        if self.has_work:
+            has_run = self._step()
+            self._encode(is_urgent=not has_run)
+
+    def recover(self, error: Exception) -> None:
+        """A fault in the engine itself, not in the model: all live requests end, the engine goes on."""
+        log.exception("the engine failed; live requests end with an error")
+        self.end_all("error", f"the engine failed: {error}")
+        self._drop_caches()
+        self.scheduler = self._new_scheduler()
+
+    def _step(self) -> bool:
+        """Read the next step, launched now or before. Return whether any row ran: all may wait for images."""
+        scheduler, in_flight = self.scheduler, self.scheduler.in_flight
+        planned = None if in_flight else scheduler.plan()
+        if not in_flight:
+            self._executor.pause()
+            if scheduler.next_piece() is None:
+                scheduler.wait_for_disk()
+            return False
+        started_s = time.perf_counter()
+        try:
+            if planned is not None:
+                self._executor.launch(planned)
+            if self.parts.overlaps_steps and (overlapped := scheduler.plan_overlapped()) is not None:
+                self._executor.launch(overlapped, in_front=[in_flight[0]])
+            step = in_flight[0]
+            self._executor.finish(step)
+        except Exception as error:
+            log.exception("a step failed; its rows are computed again")
+            self._drop_caches()
+            deltas = scheduler.fail(f"the model failed: {error}")
+            has_run = True
+        else:
+            has_run = bool(step.plan.batches)
+            self.num_steps += has_run
+            deltas = scheduler.commit(step)
+            self._turns.stepped(step.seconds or 0.0)
+            if has_run:
+                self._observe(step, time.perf_counter() - started_s)
+        for delta in deltas:
+            self._deliver(delta)
+        self._clean_up_if_idle()
+        return has_run
+
+    def _encode(self, is_urgent: bool) -> None:
+        """Between steps, encode one piece of an image that a row waits for, when its turn has come."""
+        piece = self.scheduler.next_piece()
+        if piece is None or not (is_urgent or self._turns.may_encode(self.scheduler.num_decoding)):
+            return
+        started_s, encode_s = time.perf_counter(), None
+        self._executor.pause()
+        try:
+            self.parts.runner.encode(piece)
+            encode_s = time.perf_counter() - started_s
+        except Exception as error:
+            log.exception("an image could not be encoded; its requests end")
+            for delta in self.scheduler.fail_piece(piece, f"an image could not be encoded: {error}"):
+                self._deliver(delta)
+            self._clean_up_if_idle()
+        self._turns.encoded(time.perf_counter() - started_s)
+        if encode_s is not None:
+            self._tell(lambda observer: observer.on_encode(encode_s))
+
+    def _drop_caches(self) -> None:
+        """A step failed half-way: the cells cannot be trusted."""
+        self._executor.pause()
+        self.parts.runner.reset()
+        self.parts.runner.clear_prefixes()
+
+    def _clean_up_if_idle(self) -> None:
+        """If nothing is left to do, free the row caches and check that all bytes are accounted for."""
+        runner, scheduler = self.parts.runner, self.scheduler
+        if not scheduler.is_idle:
+            return
+        while scheduler.in_flight:  # launched before the host knew that its rows were finished
+            try:
+                self._executor.finish(scheduler.in_flight[0])
+                scheduler.commit(scheduler.in_flight[0])
+            except Exception:
+                log.exception("a step failed after its rows had ended; cached prefixes are dropped")
+                self._drop_caches()
+                scheduler.fail("the step failed after all its requests had ended")
+        last_copies = scheduler.plan()
+        if last_copies is not None:
+            self._executor.launch(last_copies)
+            self._executor.finish(last_copies)
+            scheduler.commit(last_copies)
+        runner.reset()
+        scheduler.check_integrity()
+        held, accounted = runner.num_bytes + runner.prefix_bytes, scheduler.num_bytes + scheduler.prefix_bytes
+        if self.live or held != accounted:
+            raise RuntimeError(
+                f"idle with {len(self.live)} requests, {held} bytes held, {accounted} accounted"
+            )
+
+    # -- clients and observers ---------------------------------------------------------------------------
+
+    def _deliver(self, delta: Delta) -> None:
+        _, outbox = self.live[delta.request_id]
+        if delta.finish_reason is not None:
+            del self.live[delta.request_id]
+        outbox.put(delta)
+
+    def end_all(self, reason: FinishReason, error: str | None) -> None:
+        for request_id, (sequence, outbox) in list(self.live.items()):
+            del self.live[request_id]
+            outbox.put(Delta(request_id, finish_reason=reason, error=error, stats=sequence.stats()))
+
+    def _observe(self, step: InFlightStep, seconds: float) -> None:
+        plan, result = step.plan, step.result
+        assert result is not None
+        if plan.is_overlapped:  # leave out rows that had ended by then: they ran for nothing
+            live_ids = {sequence.id for sequence, _ in self.live.values()}
+            (batch,) = plan.batches
+            plan = replace(plan, batches=(tuple(row for row in batch if row.sequence_id in live_ids),))
+            result = StepResult(tuple(row for row in result.rows if row.sequence_id in live_ids))
+            if not result.rows:
+                return
+        num_waiting, num_bytes = self.scheduler.num_waiting, self.scheduler.num_bytes
+        self._tell(lambda observer: observer.on_step(plan, result, seconds, num_waiting, num_bytes))
+
+    def _tell(self, what: Callable[[EngineObserver], None]) -> None:
+        if self._observer is None:
+            return
+        image_embeddings = self.parts.runner.image_embeddings
+        try:
+            what(self._observer)
+            if image_embeddings is not None:
+                self._observer.on_embedding_cache(image_embeddings.num_hits, image_embeddings.num_bytes)
+        except Exception:  # an observer must not break the engine
+            log.exception("the observer failed")
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def close(self, error: str | None) -> None:
+        """End every live request, wait for the device, and save what was measured."""
+        self.end_all("cancelled" if error is None else "error", error)
+        try:
+            while self.scheduler.in_flight:  # the device must be idle when the process ends
+                self._executor.finish(self.scheduler.in_flight.popleft())
+        except Exception:
+            log.exception("a step failed while the engine stopped")
+        try:
+            self.parts.save_measurements()
+        except Exception:
+            log.exception("the measured costs could not be saved")
+        if self.parts.disk is not None:
+            self.parts.disk.close()
+        del self.parts, self.scheduler, self._executor  # and with them the weights

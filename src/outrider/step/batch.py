@@ -1,0 +1,175 @@
+"""A pass over a batch: the arrays that go in, and the arrays that come out.
+
+`InputBatch` says what every row feeds. It is built from a plan (`from_plan`) or, for an overlapped step, from
+the outputs of the pass before (`after`), which the host has not read yet. `PassOutput` holds arrays that the
+device will fill, and `read` turns them into plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from outrider.plan import RowPlan, RowResult, TokenLogprobs
+from outrider.sampling.logprobs import read_logprobs
+
+if TYPE_CHECKING:
+    from outrider.step.verify import VerifyOutput
+
+Batch = Sequence[RowPlan]
+
+
+class InvalidLogits(RuntimeError):
+    """The model gave NaN or infinity for a token that was to be committed."""
+
+
+@dataclass(frozen=True)
+class InputBatch:
+    """The tokens of every row and the cells that they go to."""
+
+    token_ids: mx.array  # [rows, width] committed tokens, drafts, padding
+    starts: mx.array  # [rows] the cell of each row's first token
+    num_fed: mx.array  # [rows]
+    num_drafts: mx.array  # [rows] the last so many of the fed tokens are drafts
+    head_fed: mx.array  # [rows] tokens whose pairs the head is fed: num_fed or 0
+    position_deltas: mx.array | None = None  # [rows] position minus cell number; None: 0 for all rows
+
+    @classmethod
+    def from_plan(cls, batch: Batch, width: int) -> InputBatch:
+        token_ids = np.zeros((len(batch), width), np.int32)
+        for i, row in enumerate(batch):
+            token_ids[i, : row.num_fed] = row.token_ids
+        return cls(mx.array(token_ids), mx.array([row.start for row in batch]), *_planned_arrays(batch))
+
+    @classmethod
+    def after(cls, previous: NextInputs, batch: Batch, width: int) -> InputBatch:
+        """The same rows' next pass: each feeds the token that it has just sampled, then its drafts.
+
+        The two passes may have different numbers of padding rows. These stand at the end and feed nothing.
+        """
+        columns = [previous.last_ids[:, None]]
+        if previous.drafts is not None:
+            columns.append(previous.drafts[:, : width - 1])
+        num_more = width - sum(part.shape[1] for part in columns)
+        if num_more > 0:
+            columns.append(mx.zeros((columns[0].shape[0], num_more), mx.int32))
+        token_ids, starts = mx.concatenate(columns, axis=1), previous.ends
+        if (num_rows := len(batch)) > starts.shape[0]:
+            more = num_rows - starts.shape[0]
+            token_ids, starts = mx.pad(token_ids, [(0, more), (0, 0)]), mx.pad(starts, (0, more))
+        return cls(token_ids[:num_rows], starts[:num_rows], *_planned_arrays(batch))
+
+    @property
+    def arrays(self) -> dict[str, mx.array]:
+        named = {
+            "token_ids": self.token_ids,
+            "starts": self.starts,
+            "num_fed": self.num_fed,
+            "num_drafts": self.num_drafts,
+            "head_fed": self.head_fed,
+        }
+        return named if self.position_deltas is None else named | {"position_deltas": self.position_deltas}
+
+
+def _planned_arrays(batch: Batch) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
+    """The fields of an InputBatch that a plan always knows."""
+    deltas = [row.position_delta for row in batch]
+    return (
+        mx.array([row.num_fed for row in batch]),
+        mx.array([row.num_drafts for row in batch]),
+        mx.array([row.num_fed if row.feeds_head else 0 for row in batch]),
+        mx.array(deltas) if any(deltas) else None,
+    )
+
+
+@dataclass(frozen=True)
+class NextInputs:
+    """What the next pass of the same rows starts from. The values of padding rows mean nothing."""
+
+    last_ids: mx.array  # [rows] the last token that each row has sampled
+    ends: mx.array  # [rows] cells that are committed
+    drafts: mx.array | None  # [rows, depth] for the next pass; arbitrary for rows that asked for none
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    batch: Batch
+    verified: VerifyOutput | None  # None if no row samples
+    drafting: list[int]  # rows that the head follows, indices into batch
+    drafts: mx.array | None  # [drafting, depth]
+    next_inputs: NextInputs | None  # None unless every row samples
+    report: mx.array  # everything that the host reads, except log-probabilities, in one array
+    is_first_trace: bool = False  # the pass was traced just now, which takes the host far longer than a step
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        verified: VerifyOutput | None,
+        drafting: list[int],
+        drafts: mx.array | None,
+        hidden: mx.array,
+        ends: mx.array,
+    ) -> PassOutput:
+        parts = [hidden[:1, :1, 0] != 0]  # a pass in which no row samples still has to be waited for
+        if verified is not None:
+            parts = [verified.targets, verified.is_finite, verified.num_accepted]
+        if drafts is not None:
+            parts.append(drafts)
+        report = mx.concatenate([x.astype(mx.int32).flatten() for x in parts])
+        next_inputs = None
+        if verified is not None and len(verified.rows) == len(batch):
+            drafts_of_all = drafts
+            if drafts is not None and len(drafting) < len(batch):
+                drafts_of_all = mx.zeros((len(batch), drafts.shape[1]), drafts.dtype)
+                drafts_of_all[mx.array(drafting)] = drafts
+            next_inputs = NextInputs(verified.last_ids(), ends, drafts_of_all)
+        return cls(batch, verified, drafting, drafts, next_inputs, report)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the pass, padding rows included."""
+        return len(self.batch) if self.next_inputs is None else self.next_inputs.ends.shape[0]
+
+    def arrays(self) -> Iterator[mx.array]:
+        """The arrays that the device has to compute."""
+        yield self.report
+        if self.verified is not None and self.verified.logprobs is not None:
+            yield from self.verified.logprobs.arrays.values()
+
+    def read(self) -> Iterator[RowResult]:
+        """Wait for the device, then take the report apart in the order in which it was put together."""
+        report = np.array(self.report)
+
+        def take(shape: tuple[int, ...]) -> np.ndarray:
+            nonlocal report
+            size = int(np.prod(shape))
+            taken, report = report[:size], report[size:]
+            return taken.reshape(shape)
+
+        tokens: dict[int, tuple[int, ...]] = {}
+        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+        if (verified := self.verified) is not None:
+            targets, is_finite, num_accepted = (
+                take(x.shape) for x in (verified.targets, verified.is_finite, verified.num_accepted)
+            )
+            for j, i in enumerate(verified.rows):
+                stride = num_accepted[j] + 1
+                if i >= len(self.batch):
+                    continue  # a padding row
+                if not is_finite[j, :stride].all():
+                    raise InvalidLogits("the model gave NaN or infinite logits")
+                tokens[i] = tuple(targets[j, :stride].tolist())
+            rows = [self.batch[i] for i in tokens]
+            found = read_logprobs(verified.logprobs, rows, list(tokens.values()))
+            logprobs = {verified.rows[j]: values for j, values in found.items()}
+        drafts: dict[int, list[int]] = {}
+        if self.drafts is not None:
+            drafts = dict(zip(self.drafting, take(self.drafts.shape).tolist(), strict=True))
+        for i, row in enumerate(self.batch):
+            next_drafts = tuple(drafts.get(i, ())[: row.num_drafts_next])
+            yield RowResult(row.sequence_id, tokens.get(i, ()), next_drafts, logprobs.get(i, ()))
