@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,12 @@ from tiny_models import write_checkpoint
 
 CONTEXT = 8192
 START_S = 60
+PROGRAM = ("-m", "outrider")
+ON_CPU = (  # the same program, which computes on the CPU where there is a GPU too
+    "-c",
+    "import runpy, outrider, mlx.core as mx; mx.set_default_device(mx.cpu); "
+    "runpy.run_module('outrider', run_name='__main__')",
+)
 
 
 def write_tiny_model(folder: Path, with_head: bool = True) -> Path:
@@ -64,10 +70,12 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *flags: str, **variables: str) -> Iterator[ServerProcess]:
+def serving(
+    model: Path, *flags: str, program: Sequence[str] = PROGRAM, **variables: str
+) -> Iterator[ServerProcess]:
     """`outrider serve` on a free port, until the block is left."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "outrider", "serve", str(model), "--port", "0", *flags],
+        [sys.executable, *program, "serve", str(model), "--port", "0", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
