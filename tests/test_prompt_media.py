@@ -56,5 +56,5 @@ def test_positions_without_a_grid_are_the_cells():
 
 def test_grids_that_do_not_fit_the_prompt_are_refused():
     for ids, grids in (([7, 7, 1], [(1, 2, 2)]), ([7, 1, 7, 7], [(1, 2, 2)]), ([1, 1], [(1, 1, 1)])):
-        with pytest.raises(ValueError, match="together"):
+        with pytest.raises(ValueError, match="not consecutive"):
             grid_positions(ids, 7, grids)

@@ -33,7 +33,7 @@ from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
 from outrider.step.runner import Runner
-from outrider.text.decoding import decoder
+from outrider.text.detokenizer import decode_function
 from outrider.text.output import AnswerText
 
 log = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ def _drafter(config: EngineConfig, has_head: bool) -> str:
 
 
 def _text_factory(tokenizer: Any, vocab_size: int) -> Callable[[Request], AnswerText]:
-    decode = decoder(tokenizer, vocab_size)
+    decode = decode_function(tokenizer, vocab_size)
 
     def new_text(request: Request) -> AnswerText:
         params = request.params

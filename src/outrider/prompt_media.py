@@ -1,11 +1,11 @@
-"""Pictures in a prompt: the cells they fill, what the tower needs of them, where they stand. Pure data.
+"""Owns the images of a prompt: their cells, the vision encoder's inputs, and their positions. Pure data.
 
-prompt   t  t  I  I  I  I  t  t  t          I: image tokens, whose embeddings come from the tower
+prompt   t  t  I  I  I  I  t  t  t          I: image tokens; their embeddings come from the vision encoder
 cells    0  1  2  3  4  5  6  7  8
-grid     0  1  2  2  2  2  4  5  6          mrope: time, row and column, three numbers a cell
+grid     0  1  2  2  2  2  4  5  6          mrope: time, row and column, three numbers per cell
                2  2  3  3
                2  3  2  3
-delta    -2: the token in cell 9 stands at position 7
+delta    -2: the token in cell 9 has position 7
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class MediaPiece:
-    """What is encoded at once: a picture, or some tiles of one."""
+    """The input of one vision encoder call: an image, or some tiles of an image."""
 
-    key: str  # equal pieces have equal keys, in whichever request
-    inputs: Mapping[str, np.ndarray]  # for the tower; nobody else looks
-    cells: np.ndarray  # int32 [tokens] of the prompt, rising
+    key: str  # equal pieces have equal keys, in every request
+    inputs: Mapping[str, np.ndarray]  # only the vision encoder reads them
+    cells: np.ndarray  # int32 [tokens]: cells of the prompt, in rising order
 
     @property
     def first(self) -> int:
@@ -36,28 +36,28 @@ class MediaPiece:
 
 @dataclass(frozen=True, eq=False)
 class PromptMedia:
-    """All pieces of a prompt, in order."""
+    """All media pieces of a prompt, in order."""
 
     pieces: tuple[MediaPiece, ...]
-    positions: np.ndarray | None = None  # int32 [3, prompt]; None: a cell's position is its number
-    delta: int = 0  # what is added to a cell's number after the prompt
+    positions: np.ndarray | None = None  # int32 [3, prompt]; None: the position of a cell is its index
+    delta: int = 0  # added to a cell's index to get its position, after the prompt
 
     @property
     def keys(self) -> list[str]:
         return [piece.key for piece in self.pieces]
 
     def within(self, start: int, end: int) -> tuple[MediaPiece, ...]:
-        """The pieces that fill any of the cells start..end-1."""
+        """The pieces with a cell in start..end-1."""
         return tuple(p for p in self.pieces if p.first < end and p.cells[-1] >= start)
 
     def first_missing(self, image_embeddings: Container[str], start: int = 0) -> MediaPiece | None:
-        """The first piece at or after a cell that is not on the image_embeddings of encoded ones."""
+        """The first piece with a cell at or after `start` whose embeddings are not there yet."""
         return next((p for p in self.pieces if p.cells[-1] >= start and p.key not in image_embeddings), None)
 
     def distinct_ids(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The prompt's ids with a number below zero, its picture's own, in place of each image token.
+        """The prompt's ids, with each image token replaced by a negative number that identifies the image.
 
-        Image tokens are the same for all pictures: whoever compares prompts by their ids compares these.
+        Image tokens are the same for all images, so the prefix cache compares prompts by these ids.
         """
         ids = list(prompt_ids)
         for piece in self.pieces:
@@ -67,7 +67,7 @@ class PromptMedia:
         return ids
 
     def positions_of(self, start: int, end: int) -> np.ndarray:
-        """Where the cells start..end-1 stand, those after the prompt included.  int32 [3, cells]"""
+        """The positions of the cells start..end-1, also of cells after the prompt.  int32 [3, cells]"""
         if self.positions is None:
             return np.broadcast_to(np.arange(start, end, dtype=np.int32) + self.delta, (3, end - start))
         num_prompt = self.positions.shape[1]
@@ -78,10 +78,10 @@ class PromptMedia:
 def grid_positions(
     token_ids: Sequence[int], image_token_id: int, grids: Sequence[tuple[int, int, int]]
 ) -> tuple[np.ndarray, int]:
-    """Positions int32 [3, tokens] and the delta after them, for pictures of these times, rows and columns.
+    """Positions int32 [3, tokens], and the delta after them, for images of these (times, rows, columns).
 
-    Text counts up; a picture starts where the text before it ended and takes as many positions as its longest
-    side; what follows goes on from there.
+    Text positions count up. An image starts at the position after the text before it, and takes as many
+    positions as its longest side. The text after the image continues from there.
     """
     ids = np.asarray(token_ids)
     is_image = ids == image_token_id
@@ -93,7 +93,7 @@ def grid_positions(
         position += start - at
         at = start + int(np.prod(grid))
         if not is_image[start:at].all() or at > len(ids):
-            raise ValueError("a picture's tokens do not stand together in the prompt")
+            raise ValueError("the tokens of an image are not consecutive in the prompt")
         positions[:, start:at] = np.indices(grid).reshape(3, -1) + position
         position += max(grid)
     positions[:, at:] = np.arange(position, position + len(ids) - at)

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from outrider.text.detokenizer import MAX_HELD, TORN, Detokenizer
+from outrider.text.detokenizer import INCOMPLETE, MAX_HELD, Detokenizer
 
 SPECIAL = "<|end|>"
 CLOSE_CALLS = "你好😀é\ufffd ▁ \n👨‍👩‍👧a."
@@ -101,7 +101,7 @@ def test_pieces_of_byte_fallback_runs_join_to_their_decoding(
 def test_no_character_of_a_spoilt_byte_fallback_is_lost(byte_fallback: Tokenizer, indices: list[int]) -> None:
     ids = ids_from(byte_fallback, indices)
     ours = iter("".join(pieces_of(byte_fallback, ids)))
-    assert all(character in ours for character in byte_fallback.decode(ids).replace(TORN, ""))
+    assert all(character in ours for character in byte_fallback.decode(ids).replace(INCOMPLETE, ""))
 
 
 def test_characters_cut_by_every_token_join_up() -> None:
@@ -121,9 +121,9 @@ def test_characters_cut_by_every_token_join_up() -> None:
 # --- nothing torn is shown, and nothing is held for long ---
 
 
-@given(text=texts.filter(lambda text: TORN not in text))
+@given(text=texts.filter(lambda text: INCOMPLETE not in text))
 def test_whole_text_never_shows_a_torn_character(any_text: Tokenizer, text: str) -> None:
-    assert not any(TORN in piece for piece in pieces_of(any_text, any_text.encode(text).ids))
+    assert not any(INCOMPLETE in piece for piece in pieces_of(any_text, any_text.encode(text).ids))
 
 
 @given(indices=indices)
@@ -134,7 +134,7 @@ def test_nothing_is_held_for_more_than_a_few_tokens(prefix_stable: Tokenizer, in
     for num_ids, token_id in enumerate(ids, start=1):
         shown += detokenizer.push(token_id)
         held = prefix_stable.decode(ids[:num_ids]).removeprefix(shown)
-        assert held == TORN * len(held)
+        assert held == INCOMPLETE * len(held)
         num_due = len(prefix_stable.decode(ids[: max(0, num_ids - MAX_HELD)])) - MAX_HELD
         assert len(shown) >= num_due
 
@@ -161,14 +161,14 @@ def test_torn_end_comes_with_flush_and_only_once(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level.decode)
     for token_id in raw_ids(byte_level, b"a\xe4\xbd"):
         detokenizer.push(token_id)
-    assert detokenizer.flush() == TORN
+    assert detokenizer.flush() == INCOMPLETE
     assert detokenizer.flush() == ""
 
 
 def test_genuine_replacement_character_waits_for_the_next_token_at_most(any_text: Tokenizer) -> None:
     ids = [*any_text.encode("o\ufffd").ids, any_text.encode("o").ids[-1]]
     *pieces, flushed = pieces_of(any_text, ids)
-    assert "".join(pieces) == "o" + TORN + "o"
+    assert "".join(pieces) == "o" + INCOMPLETE + "o"
     assert flushed == ""
 
 
@@ -178,7 +178,7 @@ def test_endless_bad_bytes_are_shown_as_they_come(byte_level: Tokenizer, byte_fa
         (byte_fallback, byte_ids(byte_fallback, b"\x80")),
     ):
         pieces = pieces_of(tokenizer, bad * 200)
-        assert pieces == [*[""] * MAX_HELD, *[TORN] * (200 - MAX_HELD), TORN * MAX_HELD]
+        assert pieces == [*[""] * MAX_HELD, *[INCOMPLETE] * (200 - MAX_HELD), INCOMPLETE * MAX_HELD]
 
 
 # --- byte-fallback runs spoilt by a bad byte: decode rewrites the whole run, what was shown stands ---
@@ -189,7 +189,7 @@ def test_endless_bad_bytes_are_shown_as_they_come(byte_level: Tokenizer, byte_fa
     [
         (b"\n\xe4", "\n\ufffd"),
         ("你好".encode() + b"\xe4", "你好\ufffd"),
-        ("你好".encode() + b"\x80" * 5, "你好" + TORN * 5),
+        ("你好".encode() + b"\x80" * 5, "你好" + INCOMPLETE * 5),
     ],
 )
 def test_bad_byte_does_not_spoil_what_was_shown(byte_fallback: Tokenizer, data: bytes, expected: str) -> None:
@@ -210,7 +210,7 @@ def test_bad_byte_does_not_spoil_what_was_shown_wherever_it_comes(
 
 def test_bad_bytes_after_a_good_run_are_shown_as_they_come(byte_fallback: Tokenizer) -> None:
     pieces = pieces_of(byte_fallback, byte_ids(byte_fallback, "好".encode() + b"\x80" * 50))
-    assert pieces[3:] == [*[""] * MAX_HELD, *[TORN] * (50 - MAX_HELD), TORN * MAX_HELD]
+    assert pieces[3:] == [*[""] * MAX_HELD, *[INCOMPLETE] * (50 - MAX_HELD), INCOMPLETE * MAX_HELD]
 
 
 def test_spoilt_run_reads_as_decode_has_it(byte_fallback: Tokenizer) -> None:
@@ -222,7 +222,7 @@ def test_spoilt_run_reads_as_decode_has_it(byte_fallback: Tokenizer) -> None:
 def test_every_byte_of_a_long_spoilt_run_is_shown(byte_fallback: Tokenizer, num_bytes: int) -> None:
     text = "".join(pieces_of(byte_fallback, byte_ids(byte_fallback, b"\x80" + b"\n" * num_bytes)))
     assert len(text) == 1 + num_bytes
-    assert set(text) <= {TORN, "\n"}
+    assert set(text) <= {INCOMPLETE, "\n"}
 
 
 @pytest.mark.parametrize("num_bytes", [30, 60, 100, 200])
@@ -232,7 +232,7 @@ def test_text_comes_right_again_after_a_long_spoilt_run(
 ) -> None:
     ids = byte_ids(byte_fallback, b"\x80" + data * (num_bytes // len(data)))
     text = "".join(pieces_of(byte_fallback, ids + ids_of(byte_fallback, ["▁the", "▁world"])))
-    assert text.startswith(TORN)
+    assert text.startswith(INCOMPLETE)
     assert text.endswith(" the world")
     assert text.count("the") == 1
 
@@ -301,7 +301,7 @@ def test_replacement_character_of_the_prompt_is_not_repeated(any_text: Tokenizer
 
 def test_character_torn_between_prompt_and_answer_stays_torn(byte_level: Tokenizer) -> None:
     first, *rest = raw_ids(byte_level, "你".encode())
-    assert "".join(pieces_of(byte_level, rest, [first])) == TORN * 2
+    assert "".join(pieces_of(byte_level, rest, [first])) == INCOMPLETE * 2
 
 
 # --- decoders that rewrite spaces ---

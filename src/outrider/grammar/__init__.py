@@ -1,1 +1,1 @@
-"""Grammars: which tokens may come next in a row whose answer must have a form. Pure host code, no MLX."""
+"""Owns grammars: which tokens may come next in a row with a constrained answer. Pure host code, no MLX."""

@@ -1,6 +1,6 @@
-"""One row's place in its grammar, on llguidance: masks for a verify window, forced tokens, steps forward.
+"""Owns the grammar state of one row, on llguidance: masks for a verify window, and forced tokens.
 
-Speculation never moves it: masks are computed by walking over the drafts and back again.
+Drafts never change the state: the matcher walks over the drafts to compute their masks, then rolls back.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 
 class GrammarStuck(RuntimeError):
-    """The grammar does not allow a token that was committed, or allows none at all."""
+    """The grammar does not allow a committed token, or allows no token at all."""
 
 
 class RowGrammar:
-    """Waits for `after_ids` (the end of reasoning) if there are any, then holds the row to its grammar.
+    """Waits for the tokens `after_ids` (the end of reasoning), if there are any; then constrains the row.
 
     committed   … x x x | pending
     window                pending  d1  d2  d3     masks: after pending, after d1, …
@@ -27,7 +27,7 @@ class RowGrammar:
         self._matcher = matcher
         self._eos_ids = eos_ids
         self._after_ids = list(after_ids)
-        self._tail: list[int] = []  # the last committed tokens, while waiting
+        self._tail: list[int] = []  # while waiting: the last committed tokens
         self._is_waiting = bool(after_ids)
 
     def commit(self, token_id: int) -> None:
@@ -39,9 +39,10 @@ class RowGrammar:
             raise GrammarStuck(f"the grammar does not allow token {token_id}: {self._matcher.get_error()}")
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
-        """How many leading drafts may stand. While waiting: those before the one that ends the waiting.
+        """The number of leading drafts that the grammar allows.
 
-        An end is never a draft: nothing follows it, and the matcher does not step back over it.
+        While waiting, drafts before the token that ends the waiting are allowed. An EOS token is never
+        allowed as a draft: nothing follows it, and the matcher cannot roll back over it.
         """
         if not self._is_waiting:
             before_end = list(itertools.takewhile(lambda draft: draft not in self._eos_ids, drafts))
@@ -54,9 +55,9 @@ class RowGrammar:
         return len(drafts)
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray | None:
-        """A bit a token, for the position after the pending token and after each (allowed) draft.
+        """One bit per token, for the position after the pending token and after each (allowed) draft.
 
-        [1 + drafts, words] of uint32; None while nothing is held back.
+        uint32 [1 + drafts, words]; None while waiting: all tokens are allowed.
         """
         if self._is_waiting:
             return None
@@ -74,15 +75,15 @@ class RowGrammar:
         return np.stack(rows)
 
     def can_begin(self) -> bool:
-        """Whether any token but an end may come now."""
+        """True if any token except EOS is allowed now."""
         allowed = np.unpackbits(self._mask().view(np.uint8), bitorder="little").nonzero()[0]
         return not set(allowed.tolist()) <= set(self._eos_ids)
 
-    def forced(self, most: int) -> list[int]:
-        """The tokens that must come next, as far as they are certain."""
-        if self._is_waiting or most <= 0 or self._matcher.is_stopped():
+    def forced(self, max_tokens: int) -> list[int]:
+        """The tokens that the grammar forces next, at most `max_tokens` of them."""
+        if self._is_waiting or max_tokens <= 0 or self._matcher.is_stopped():
             return []
-        return list(self._matcher.compute_ff_tokens())[:most]
+        return list(self._matcher.compute_ff_tokens())[:max_tokens]
 
     def _mask(self) -> np.ndarray:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)

@@ -1,17 +1,24 @@
-"""The text of one answer as its client may see it: whole characters, cut before the first stop string."""
+"""Owns the text of one answer as the client sees it: whole characters, cut before the first stop string.
+
+The result does not depend on where the text is cut into chunks. All stop strings are searched at once, one
+character at a time, in a trie with fallback links (Aho-Corasick). The state is the longest end of the text
+that begins a stop string: exactly the text that must not be shown yet.
+
+    text so far     . . . . shown . . . . [ held ]      len(held) == depth of the state <= longest stop string
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from outrider.text.detokenizer import Decode, Detokenizer
-from outrider.text.stop import StopStrings
 
 
 class AnswerText:
-    """Takes committed tokens, gives text that will not change: a detokenizer and a watch for stop strings.
-
-    A stop string that ends within the first `min_tokens` tokens is not one.
+    """Turns committed tokens into text that will not change. A stop string in the first `min_tokens` tokens
+    does not end the answer.
     """
 
     def __init__(
@@ -19,16 +26,119 @@ class AnswerText:
     ) -> None:
         self._detokenizer = Detokenizer(decode, prompt_ids)
         self._stops = StopStrings(stops)
-        self._num_bound = min_tokens  # tokens to come whose text cannot end the answer
+        self._num_protected = min_tokens  # coming tokens whose text cannot end the answer
 
     def push(self, token_id: int) -> tuple[str, str | None]:
         """The text that is final now, and the stop string that was completed, if one was."""
         text = self._detokenizer.push(token_id)
-        found = self._stops.push(text, may_match=self._num_bound <= 0)
-        self._num_bound -= 1
+        found = self._stops.push(text, may_match=self._num_protected <= 0)
+        self._num_protected -= 1
         return found.text, found.matched
 
     def flush(self) -> str:
-        """What was held back, once no token can follow; a stop string in it still cuts."""
-        found = self._stops.push(self._detokenizer.flush(), may_match=self._num_bound < 0)
+        """The text that was held back: the answer is over. A stop string in this text still cuts it."""
+        found = self._stops.push(self._detokenizer.flush(), may_match=self._num_protected < 0)
         return found.text if found.matched is not None else found.text + self._stops.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class StopResult:
+    """The text that may be shown now, and the stop string that was completed, if one was."""
+
+    text: str
+    matched: str | None = None
+
+
+class StopStrings:
+    """Passes text on up to the first stop string, and holds back text that may become a stop string.
+
+    The match is the stop string that is complete first, reading character by character. Of two that are
+    complete at the same character, the longer one matches. The shown text ends where the match starts.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if "" in stops:
+            raise ValueError("a stop string must not be empty")
+        self._root = _build_trie(stops) if stops else None
+        self._state = self._root
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, text: str, *, may_match: bool = True) -> StopResult:
+        """Take the next chunk of text. After a match nothing more is shown, and `matched` stays.
+
+        Without `may_match`, a stop string that ends in this chunk is plain text.
+        """
+        if self._state is None:
+            return StopResult(text)
+        if self._matched is not None:
+            return StopResult("", self._matched)
+        seen = self._held + text
+        state = self._state
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            state = state.after(character)
+            if may_match and state.completes is not None:
+                return self._stop(seen[: end - len(state.completes)], state.completes)
+        return self._pass(seen, state)
+
+    def flush(self) -> str:
+        """Return the held text: no text follows, so it cannot become a stop string."""
+        held = self._held
+        self._held = ""
+        self._state = self._root
+        return held
+
+    def _pass(self, seen: str, state: _State) -> StopResult:
+        num_shown = len(seen) - state.depth
+        self._state = state
+        self._held = seen[num_shown:]
+        return StopResult(seen[:num_shown])
+
+    def _stop(self, text: str, matched: str) -> StopResult:
+        self._matched = matched
+        self._held = ""
+        return StopResult(text, matched)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _State:
+    """A node of the trie: the longest end of the text read so far that begins a stop string."""
+
+    depth: int  # length of that end, in characters
+    fallback: _State | None = None  # the next longest such end; None for the empty end
+    completes: str | None = None  # the longest stop string that the text read so far ends with
+    children: dict[str, _State] = field(default_factory=dict)
+
+    def after(self, character: str) -> _State:
+        state = self
+        while character not in state.children:
+            if state.fallback is None:
+                return state
+            state = state.fallback
+        return state.children[character]
+
+
+def _build_trie(stops: Iterable[str]) -> _State:
+    root = _State(depth=0)
+    for stop in stops:
+        _insert(root, stop)
+    _link(root)
+    return root
+
+
+def _insert(root: _State, stop: str) -> None:
+    state = root
+    for depth, character in enumerate(stop, start=1):
+        state = state.children.setdefault(character, _State(depth))
+    state.completes = stop
+
+
+def _link(root: _State) -> None:
+    """Set the fallbacks, shorter states first: each fallback builds on the shorter ones."""
+    queue = deque([root])
+    while queue:
+        state = queue.popleft()
+        for character, child in state.children.items():
+            child.fallback = state.fallback.after(character) if state.fallback else root
+            child.completes = child.completes or child.fallback.completes
+            queue.append(child)

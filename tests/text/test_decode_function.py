@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.text.decoding import decoder
+from outrider.text.detokenizer import decode_function
 
 
 class Backend:
@@ -37,7 +37,7 @@ class Tokenizer:
 
 def test_the_backend_is_asked_where_it_says_the_same() -> None:
     tokenizer = Tokenizer(Backend())
-    decode = decoder(tokenizer, 50)
+    decode = decode_function(tokenizer, 50)
     tokenizer.num_calls = 0
     assert decode([0, 1, 2], skips_special=True) == "bc"
     assert decode([0, 1, 2], skips_special=False) == "abc"
@@ -48,7 +48,7 @@ def test_the_backend_is_asked_where_it_says_the_same() -> None:
     "tokenizer", [Tokenizer(None), Tokenizer(Backend(), adds="!"), Tokenizer(Backend(fails=True))]
 )
 def test_else_the_tokenizer_itself_is(tokenizer: Tokenizer) -> None:
-    decode = decoder(tokenizer, 50_000)  # what is special is among many
+    decode = decode_function(tokenizer, 50_000)  # what is special is among many
     tokenizer.num_calls = 0
     assert decode([1, 2], skips_special=True) == "bc"
     assert tokenizer.num_calls == 1
