@@ -3,28 +3,33 @@
 import asyncio
 
 from outrider import LLM, SamplingParams
+from outrider.chat.conversation import ChatRequest
+from outrider.chat.events import TextDelta
+from outrider.chat.message_dicts import messages_from_dicts
+from outrider.chat.service import ChatService
 
 
-async def follow(llm: LLM, name: str, question: str, abort_after: int | None = None) -> None:
-    prompt = llm.tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-    )
-    stream = llm.async_engine.submit(prompt, SamplingParams(max_tokens=48, temperature=0))
-    text, tokens = "", 0
-    async for delta in stream:
-        text, tokens = text + delta.text, tokens + len(delta.token_ids)
-        if abort_after is not None and tokens >= abort_after:
-            stream.abort()
-    print(f"{name}: {text}")
+async def follow(chat: ChatService, name: str, question: str, abort_after: int | None = None) -> None:
+    messages = messages_from_dicts([{"role": "user", "content": question}])
+    stream = await chat.start(ChatRequest(messages, SamplingParams(max_tokens=48, temperature=0)))
+    texts = []
+    async for event in stream:
+        if isinstance(event, TextDelta):
+            texts.append(event.text)
+            if len(texts) == abort_after:
+                stream.abort()
+    print(f"{name}: {''.join(texts)}")
 
 
 async def main() -> None:
     with LLM() as llm:
+        chat = ChatService(llm.async_engine, llm.renderer)
         await asyncio.gather(
-            follow(llm, "first", "Why is the sky blue?"),
-            follow(llm, "second", "Name three rivers."),
-            follow(llm, "third", "Tell me a long story.", abort_after=10),
+            follow(chat, "first", "Why is the sky blue?"),
+            follow(chat, "second", "Name three rivers."),
+            follow(chat, "third", "Tell me a long story.", abort_after=10),
         )
+        chat.close()
 
 
 asyncio.run(main())

@@ -91,7 +91,7 @@ def answers(llm: LLM, *asked: tuple[Prompt | Sequence[int], SamplingParams]) -> 
     boxes = []
     for prompt, params in asked:
         ids, media = (prompt.ids, prompt.media) if isinstance(prompt, Prompt) else (prompt, None)
-        boxes.append(llm.engine.submit(ids, params, media=media)[1])
+        boxes.append(llm.engine.submit(llm.engine.validate(ids, params, media=media)))
     found = [whole(box) for box in boxes]
     assert [one.error for one in found] == [None] * len(found)
     return found

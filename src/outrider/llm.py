@@ -1,19 +1,29 @@
-"""The Python API: `LLM` loads a model and answers prompts, many at a time, in the shape vLLM's users know."""
+"""The Python API: `LLM` loads a model and answers prompts and conversations, many at a time, as in vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
 from outrider.build import ModelChoice, build_engine
+from outrider.chat.conversation import ChatRequest, ToolCall
+from outrider.chat.events import (
+    FinishedReason,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallEnded,
+    ToolCallStarted,
+)
+from outrider.chat.message_dicts import messages_from_dicts, tool_choice_from, tools_from_dicts
+from outrider.chat.output_parser import finish_reason
+from outrider.chat.renderer import ChatPrompt, ChatRenderer
 from outrider.config import DrafterName, EngineConfig
 from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine import Engine
-from outrider.engine.outbox import Outbox
-from outrider.engine.sequence import Delta, FinishReason, Stats
-from outrider.llm_images import EncodedPrompt, encode_with_pictures, take_pictures
+from outrider.engine.sequence import Stats
+from outrider.engine.validation import ValidatedRequest
 from outrider.plan import TokenLogprobs
 from outrider.request import InvalidRequest, SamplingParams
 
@@ -22,32 +32,50 @@ Message = Mapping[str, Any]
 
 
 class GenerationFailed(RuntimeError):
-    """The engine could not finish a request; the message is the engine's."""
+    """The engine could not finish a request. The message is the engine's."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One prompt's answer."""
+    """The answer to one prompt or conversation."""
 
     request_id: str
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
-    finish_reason: FinishReason
-    logprobs: list[TokenLogprobs] | None  # one a token, when they were asked for
+    finish_reason: FinishedReason
+    logprobs: list[TokenLogprobs] | None  # one per token, if the request asked for them
     stats: Stats
+    reasoning: str | None = None  # chat only: the reasoning, separate from the text
+    tool_calls: list[ToolCall] = field(default_factory=list)  # chat only
 
 
-class DeltaStream(Iterator[Delta]):
-    """An answer as it grows. Closing it, or letting go of it, stops the request."""
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What an answer gained since the last delta."""
 
-    def __init__(self, engine: Engine, request_id: str, outbox: Outbox) -> None:
-        self.request_id = request_id
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()  # calls that are complete now
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishedReason | None = None  # only in the last delta
+    stats: Stats | None = None  # only in the last delta
+
+
+class CompletionStream(Iterator[CompletionDelta]):
+    """An answer as it grows. Closing or dropping the stream stops the request."""
+
+    def __init__(self, engine: Engine, prompt: ChatPrompt, validated: ValidatedRequest) -> None:
+        self.request_id = validated.id
         self._engine = engine
-        self._outbox = outbox
+        self._prompt = prompt
         self._finished = False
+        self._is_stopped = False
+        self._open_calls: dict[int, ToolCall] = {}  # by index
+        self._outbox = engine.submit(validated)
 
-    def __next__(self) -> Delta:
+    def __next__(self) -> CompletionDelta:
         if self._finished:
             raise StopIteration
         delta = self._outbox.take()
@@ -55,7 +83,50 @@ class DeltaStream(Iterator[Delta]):
         self._finished = delta.finish_reason is not None
         if delta.error is not None:
             raise GenerationFailed(delta.error)
-        return delta
+        parser, with_logprobs = self._prompt.parser, self._prompt.params.logprobs is not None
+        text, reasoning = "", ""
+        calls: list[ToolCall] = []
+        for event in parser.read(delta, with_logprobs):
+            match event:
+                case TextDelta(more):
+                    text += more
+                case ReasoningDelta(more):
+                    reasoning += more
+                case ToolCallStarted(index, id, name):
+                    self._open_calls[index] = ToolCall(id, name, "")
+                case ToolCallEnded(index, arguments):
+                    call = self._open_calls.pop(index)
+                    calls.append(ToolCall(call.id, call.name, arguments))
+        if parser.is_complete and not self._finished and not self._is_stopped:
+            self._is_stopped = True  # the last delta, with the statistics, is still read
+            self._engine.cancel(self.request_id, self._outbox)
+        return CompletionDelta(
+            delta.token_ids,
+            text,
+            reasoning,
+            tuple(calls),
+            delta.logprobs if with_logprobs else (),
+            finish_reason(delta, parser) if self._finished else None,
+            delta.stats,
+        )
+
+    def completion(self) -> Completion:
+        """Wait for the end. The whole answer, if the stream has not been read before."""
+        deltas = list(self)
+        logprobs = [one for delta in deltas for one in delta.logprobs]
+        last = deltas[-1]
+        assert last.finish_reason is not None
+        return Completion(
+            request_id=self.request_id,
+            prompt_token_ids=list(self._prompt.ids),
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+            text="".join(delta.text for delta in deltas),
+            finish_reason=last.finish_reason,
+            logprobs=logprobs if self._prompt.params.logprobs is not None else None,
+            stats=last.stats or Stats(),
+            reasoning="".join(delta.reasoning for delta in deltas) or None,
+            tool_calls=[call for delta in deltas for call in delta.tool_calls],
+        )
 
     def close(self) -> None:
         if not self._finished:
@@ -63,7 +134,8 @@ class DeltaStream(Iterator[Delta]):
             self._engine.cancel(self.request_id, self._outbox)
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_outbox"):  # the engine refused the request otherwise
+            self.close()
 
 
 class LLM:
@@ -101,48 +173,82 @@ class LLM:
         )
         choice = ModelChoice(default_model() if model is None else model, head, draft_vocabulary, dtype)
         self.engine, self.tokenizer = build_engine(choice, config)
+        no_images_reason = self.engine.facts.no_images_reason
+        self.renderer = ChatRenderer(self.tokenizer, self.engine.reader, no_images_reason)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Answer prompts (strings or lists of token ids) together; the answers in the prompts' order.
+        """Answer prompts (strings or lists of token ids) together. The answers are in the prompts' order.
 
-        A bad prompt or parameter raises InvalidRequest before any work is done.
+        Raises InvalidRequest, before any work is done, if a prompt or a parameter cannot be served.
         """
-        return self._answer([self._encode(prompt) for prompt in _as_list(prompts)], params, True)
+        listed = _as_list(prompts)
+        each = _params_for_each(params, len(listed))
+        return self._answer(list(map(self.renderer.render_text, listed, each)))
 
     @overload
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion: ...
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Completion: ...
 
     @overload
     def chat(
         self,
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]: ...
 
-    def chat(self, messages: Any, params: Any = None) -> Any:
-        """Answer one conversation, or several together, through the model's chat template.
+    def chat(self, messages: Any, params: Any = None, **options: Any) -> Any:
+        """Answer one conversation, or several together, as the server's /v1/chat/completions does.
 
-        For a vision model a message's content may be a list of parts: {"type": "text", "text": ...} and
-        {"type": "image", "image": array, Pillow image, bytes, file or data URL}.
+        messages: a list of dicts in OpenAI's format, or a list of such lists. Roles: system, developer, user,
+            assistant, tool. For a vision model the content may be a list of parts: {"type": "text", "text":
+            ...} and {"type": "image", "image": an array, Pillow image, bytes, file or data: URL}.
+        params: for all conversations, or a list with one for each.
+        tools: functions that the model may call, as OpenAI's API takes them.
+        tool_choice: "auto", "none", "required" or {"type": "function", "function": {"name": ...}}.
+        parallel_tool_calls: False ends the answer after its first call.
+        chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}.
+
+        The completion has the answer in `text`, the reasoning in `reasoning` and the calls in `tool_calls`;
+        after a call, `finish_reason` is "tool_calls".
+
+        Raises InvalidRequest, before any work is done, if a conversation cannot be served.
         """
         if messages and isinstance(messages[0], Mapping):
-            return self._answer([self._render(messages)], params, False)[0]
-        return self._answer([self._render(conversation) for conversation in messages], params, False)
+            (completion,) = self._answer([self._render(messages, params, **options)])
+            return completion
+        each = _params_for_each(params, len(messages))
+        return self._answer([self._render(m, p, **options) for m, p in zip(messages, each, strict=True)])
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
-        """The answer as it grows. Letting go of the stream early stops the request."""
-        return self._stream(self._encode(prompt), params or SamplingParams(), True)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> CompletionStream:
+        """The answer to a prompt as it grows. Closing or dropping the stream stops the request."""
+        return self._start(self.renderer.render_text(prompt, params or SamplingParams()))
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> DeltaStream:
-        return self._stream(self._render(messages), params or SamplingParams(), False)
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any
+    ) -> CompletionStream:
+        """The answer to a conversation as it grows. The arguments are those of `chat`."""
+        return self._start(self._render(messages, params, **options))
 
     @property
     def async_engine(self) -> AsyncEngine:
-        """The same engine for asyncio: `submit` a prompt's ids, iterate the stream, `abort`."""
+        """The same engine for asyncio: `start` a prompt's ids, iterate the stream, `abort`."""
         return AsyncEngine(self.engine)
 
     def close(self) -> None:
@@ -154,86 +260,58 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answer(
+    def _render(
         self,
-        prompts: list[EncodedPrompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        continues_prompt: bool,
-    ) -> list[Completion]:
-        each = _params_for_each(params, len(prompts))
-        for prompt, one in zip(prompts, each, strict=True):
-            self.engine.check(prompt.ids, one)
-        started = []
-        try:
-            for prompt, one in zip(prompts, each, strict=True):
-                started.append(self._submit(prompt, one, continues_prompt))
-            return [
-                _completion(prompt.ids, one, outbox)
-                for prompt, one, (_, outbox) in zip(prompts, each, started, strict=True)
-            ]
-        except BaseException:
-            for request_id, _ in started:
-                self.engine.cancel(request_id)
-            raise
+        messages: Sequence[Message],
+        params: SamplingParams | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        request = ChatRequest(
+            messages_from_dicts(messages, self.renderer.image_reader),
+            params or SamplingParams(),
+            tools=tools_from_dicts(tools),
+            tool_choice=tool_choice_from(tool_choice),
+            parallel_tool_calls=parallel_tool_calls,
+            template_kwargs=chat_template_kwargs or {},
+        )
+        return self.renderer.render(request)
 
-    def _stream(self, prompt: EncodedPrompt, params: SamplingParams, continues_prompt: bool) -> DeltaStream:
-        return DeltaStream(self.engine, *self._submit(prompt, params, continues_prompt))
-
-    def _submit(
-        self, prompt: EncodedPrompt, params: SamplingParams, continues_prompt: bool
-    ) -> tuple[str, Outbox]:
-        return self.engine.submit(prompt.ids, params, continues_prompt=continues_prompt, media=prompt.media)
-
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        return EncodedPrompt(
-            tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+    def _validate(self, prompt: ChatPrompt) -> ValidatedRequest:
+        return self.engine.validate(
+            prompt.ids, prompt.params, continues_prompt=prompt.continues_prompt, media=prompt.media
         )
 
-    def _render(self, messages: Sequence[Message]) -> EncodedPrompt:
-        if not getattr(self.tokenizer, "has_chat_template", True):
-            raise InvalidRequest("this model has no chat template: use generate with a prompt instead")
-        plain, pictures = take_pictures(messages)
-        if not pictures:
-            ids = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
-            return EncodedPrompt(tuple(ids))
-        if self.engine.reader is None:
-            raise InvalidRequest(
-                self.engine.facts.no_images_reason or "this model reads text only, not pictures"
-            )
-        text = self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
-        return encode_with_pictures(self.engine.reader, self.tokenizer, text, pictures)
+    def _start(self, prompt: ChatPrompt) -> CompletionStream:
+        return CompletionStream(self.engine, prompt, self._validate(prompt))
+
+    def _answer(self, prompts: list[ChatPrompt]) -> list[Completion]:
+        """Answer rendered prompts together: all are validated before the first one is queued."""
+        validated = [self._validate(prompt) for prompt in prompts]
+        streams: list[CompletionStream] = []
+        try:
+            for prompt, request in zip(prompts, validated, strict=True):
+                streams.append(CompletionStream(self.engine, prompt, request))
+            return [stream.completion() for stream in streams]
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
 
 
 def default_model() -> Path:
-    """The folder of the model that is served when none is named; made at first use."""
+    """The folder of the model that is used if none is named. It is made at first use."""
     from outrider.models.files import default_model
     from outrider.models.files.named import make_ready
 
     return make_ready(default_model)
 
 
-def _completion(prompt_ids: tuple[int, ...], params: SamplingParams, outbox: Outbox) -> Completion:
-    whole = outbox.take()
-    assert whole is not None
-    while whole.finish_reason is None:
-        more = outbox.take()
-        assert more is not None
-        whole = whole.merged(more)
-    if whole.error is not None:
-        raise GenerationFailed(whole.error)
-    return Completion(
-        request_id=whole.request_id,
-        prompt_token_ids=list(prompt_ids),
-        token_ids=list(whole.token_ids),
-        text=whole.text,
-        finish_reason=whole.finish_reason,
-        logprobs=list(whole.logprobs) if params.logprobs is not None else None,
-        stats=whole.stats or Stats(),
-    )
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a string and a list of token ids are one prompt each."""
+    """One prompt or several: a string is one prompt, and so is a list of token ids."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and isinstance(prompts[0], int):

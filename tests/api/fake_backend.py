@@ -85,7 +85,7 @@ class FakeBackend:
     completions: list[tuple[str | Sequence[int], SamplingParams]] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
 
-    async def with_pictures(self, request: ChatRequest) -> ChatRequest:
+    async def with_images(self, request: ChatRequest) -> ChatRequest:
         return request
 
     async def start(self, request: ChatRequest) -> FakeStream:

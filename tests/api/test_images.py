@@ -16,9 +16,9 @@ from fake_backend import Client, settings
 
 from outrider import LLM
 from outrider.api.app import create_server
-from outrider.chat.images import Pictures
 from outrider.chat.service import ChatService
 from outrider.media.limits import MediaLimits
+from outrider.media.loader import MediaLoader
 from picture_files import animation, data_url, encoded, noise
 from tiny_models import write_checkpoint
 from tiny_vision import write_vision_checkpoint
@@ -34,8 +34,9 @@ class Seeing:
     def __init__(self, llm: LLM, limits: MediaLimits) -> None:
         assert llm.engine.reader is not None
         self.llm = llm
-        self.pictures = Pictures(llm.engine.reader, limits)
-        self.service = ChatService(llm.async_engine, llm.tokenizer, "tiny", self.pictures)
+        self.reader = llm.engine.reader
+        self.loader = MediaLoader(limits, llm.engine.reader.read)
+        self.service = ChatService(llm.async_engine, llm.renderer, self.loader)
         self.client = Client(create_server(self.service, llm.engine.facts, llm.tokenizer, settings()))
 
     def chat(self, *content: Any, **changes: Any) -> Any:
@@ -244,7 +245,7 @@ def test_a_video_is_seen_as_its_frames(seeing: Seeing) -> None:
 
 
 def test_words_for_a_picture_written_by_a_client_are_only_words(seeing: Seeing) -> None:
-    word = seeing.pictures.placeholder
+    word = seeing.reader.placeholder
     assert seeing.chat(text(f"{word} what?")).status_code == 200
     with_one = seeing.chat(picture(RED), text(f"{word} what? {word}"))
     assert with_one.status_code == 200
@@ -360,7 +361,7 @@ def test_a_redirect_to_a_private_address_is_refused(llm: LLM, web: Web, monkeypa
 def test_a_text_model_answers_400_to_media(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     with LLM(tmp_path) as llm:
-        service = ChatService(llm.async_engine, llm.tokenizer, "tiny")
+        service = ChatService(llm.async_engine, llm.renderer)
         client = Client(create_server(service, llm.engine.facts, llm.tokenizer, settings()))
         for part in (picture(RED), {"type": "video_url", "video_url": {"url": "http://a/b"}}):
             answer = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
@@ -389,13 +390,13 @@ def test_a_text_model_answers_400_to_media(tmp_path: Path) -> None:
 
 
 def test_the_event_loop_goes_on_while_pictures_are_read(seeing: Seeing, monkeypatch: Any) -> None:
-    read = seeing.pictures._reader.read
+    read = seeing.reader.read
 
     def slow(found: Any) -> Any:
         time.sleep(1.0)
         return read(found)
 
-    monkeypatch.setattr(seeing.pictures._loader, "_use", slow)
+    monkeypatch.setattr(seeing.loader, "_use", slow)
 
     async def go() -> float:
         from outrider.api.openai.chat_input import chat_request

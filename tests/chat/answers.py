@@ -51,9 +51,9 @@ ANSWERS: dict[str, list[tuple[str, Meaning]]] = {
     ],
     "qwen3_coder": [
         (
-            "Sure.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n"
+            "RequiredElement.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n"
             "</parameter>\n</function>\n</tool_call>",
-            ["Sure.", PARIS],
+            ["RequiredElement.", PARIS],
         ),
         (
             f"<function=get_weather>\n<parameter=city>\n{TRICKY[1]['city']}\n</parameter>\n</function>\n"

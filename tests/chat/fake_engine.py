@@ -1,12 +1,14 @@
-"""An engine whose answers are written down beforehand, and which keeps what was asked of it."""
+"""An engine with scripted answers, which records the requests that it was given."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from outrider.engine.sequence import Delta, FinishReason, Stats
-from outrider.request import SamplingParams
+from outrider.engine.validation import ValidatedRequest
+from outrider.request import Request, SamplingParams
 
 STATS = Stats(num_prompt=7, num_generated=100, steps=40, drafted=[30, 20], accepted=[25, 10])
 
@@ -39,15 +41,20 @@ class FakeEngine:
     def __init__(self, pieces: Sequence[str] = (), finish: FinishReason = "stop") -> None:
         self.engine = self
         self.stream = FakeStream(pieces, finish)
-        self.submitted: list[tuple[tuple[int, ...], SamplingParams]] = []
-        self.checked: list[SamplingParams] = []
+        self.submitted: list[ValidatedRequest] = []
+        self.validated: list[ValidatedRequest] = []
+        self.validating_threads: list[str] = []
         self.aborted: list[str] = []
 
-    def check(self, prompt_ids: Iterable[int], params: SamplingParams) -> None:
-        self.checked.append(params)
+    def validate(
+        self, prompt_ids: Iterable[int], params: SamplingParams, **settings: Any
+    ) -> ValidatedRequest:
+        self.validated.append(ValidatedRequest(Request("r", tuple(prompt_ids), params, **settings)))
+        self.validating_threads.append(threading.current_thread().name)
+        return self.validated[-1]
 
-    def submit(self, prompt_ids: Iterable[int], params: SamplingParams, **_: Any) -> FakeStream:
-        self.submitted.append((tuple(prompt_ids), params))
+    def submit(self, validated: ValidatedRequest) -> FakeStream:
+        self.submitted.append(validated)
         return self.stream
 
     def abort(self, request_id: str) -> None:
@@ -57,8 +64,8 @@ class FakeEngine:
 
     @property
     def params(self) -> SamplingParams:
-        return self.submitted[0][1]
+        return self.submitted[0].request.params
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        return self.submitted[0][0]
+        return self.submitted[0].request.prompt_ids

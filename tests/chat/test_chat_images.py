@@ -1,4 +1,4 @@
-"""Pictures in conversations: templates with lists or strings, tool results, order, words that look alike."""
+"""Images in conversations: templates with lists or strings, tool results, order, words that look alike."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 from chat_tokenizers import new_tokenizer
 from fake_engine import FakeEngine
 
-from outrider.chat.conversation import ChatRequest, MediaPart, Message, PicturePart, Role, TextPart, ToolCall
-from outrider.chat.images import Pictures
-from outrider.chat.messages import show_results
+from outrider.chat.conversation import ChatRequest, ImagePart, MediaPart, Message, Role, TextPart, ToolCall
+from outrider.chat.messages import move_result_images
+from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
-from outrider.chat.template import ChatTemplate, Rendered
-from outrider.chat.vocabulary import Vocabulary
+from outrider.chat.special_tokens import Vocabulary
+from outrider.chat.template import ChatTemplate, RenderedMessages
 from outrider.media.image_reader import ReadPicture
 from outrider.media.images import Picture
 from outrider.media.limits import MediaLimits
+from outrider.media.loader import MediaLoader
 from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.request import InvalidRequest, SamplingParams
 from picture_files import data_url, encoded, noise
@@ -38,22 +39,22 @@ STRING_RESULTS = EITHER.replace("m.content is string", "m.content is string or m
 )
 
 
-def shown(text: str) -> PicturePart:
-    return PicturePart((ReadPicture(text, text, ()),))
+def shown(text: str) -> ImagePart:
+    return ImagePart((ReadPicture(text, text, ()),))
 
 
 def says(role: Role, *parts: Any) -> Message:
     return Message(role, tuple(TextPart(part) if isinstance(part, str) else part for part in parts))
 
 
-def render(source: str, *messages: Message, placeholder: str | None = "<image>") -> Rendered:
+def render(source: str, *messages: Message, placeholder: str | None = "<image>") -> RenderedMessages:
     tokenizer = new_tokenizer(source, SPECIAL)
     template = ChatTemplate(tokenizer, Vocabulary(tokenizer), placeholder=placeholder)
     return template.render(messages, kwargs={"add_generation_prompt": False})
 
 
 @pytest.mark.parametrize("source", [LISTS_ONLY, EITHER])
-def test_pictures_stand_where_they_were_shown(source: str) -> None:
+def test_images_are_placed_where_they_were_shown(source: str) -> None:
     found = render(
         source,
         says("user", "one", shown("[A]"), "two"),
@@ -64,7 +65,7 @@ def test_pictures_stand_where_they_were_shown(source: str) -> None:
         "<|im_start|>user\none[A]two<|im_end|>\n<|im_start|>assistant\nok<|im_end|>\n"
         "<|im_start|>user\n[B]3<|im_end|>\n"
     )
-    assert [picture.text for picture in found.pictures] == ["[A]", "[B]"]
+    assert [image.text for image in found.images] == ["[A]", "[B]"]
 
 
 def test_a_template_that_takes_lists_only_gets_lists_for_text_too() -> None:
@@ -73,13 +74,13 @@ def test_a_template_that_takes_lists_only_gets_lists_for_text_too() -> None:
 
 
 def test_the_frames_of_a_video_are_shown_one_after_the_other() -> None:
-    frames = PicturePart(tuple(ReadPicture(str(i), f"[{i}]", ()) for i in range(3)))
+    frames = ImagePart(tuple(ReadPicture(str(i), f"[{i}]", ()) for i in range(3)))
     assert "[0][1][2]what" in render(EITHER, says("user", frames, "what")).text
 
 
 def test_a_clients_own_placeholder_is_text() -> None:
     found = render(EITHER, says("user", "<image> and ", shown("<row>"), " <image>"))
-    assert len(found.pictures) == 1
+    assert len(found.images) == 1
     tokenizer = new_tokenizer(EITHER, SPECIAL)
     image, row = (tokenizer.convert_tokens_to_ids(token) for token in ("<image>", "<row>"))
     assert image not in found.ids  # neither the client's words nor the placeholder, which was replaced
@@ -95,20 +96,20 @@ def test_pictures_of_tool_results_follow_them_where_a_template_would_drop_them()
     assert "tool\nseen<|im_end|>\n<|im_start|>user\n[A]<|im_end|>" in moved
 
 
-def test_show_results_moves_pictures_behind_the_last_result() -> None:
+def test_move_result_images_moves_images_behind_the_last_result() -> None:
     first = Message("tool", (shown("[A]"),), tool_call_id="1")
     second = Message("tool", (TextPart("x"), shown("[B]")), tool_call_id="2")
-    found = show_results([first, second, says("user", "so?")])
+    found = move_result_images([first, second, says("user", "so?")])
     assert [message.role for message in found] == ["tool", "tool", "user", "user"]
-    assert [part.pictures[0].text for part in found[2].pictures] == ["[A]", "[B]"]
+    assert [part.images[0].text for part in found[2].image_parts] == ["[A]", "[B]"]
     assert [message.text for message in found] == ["(a picture)", "x", "", "so?"]
     untouched = [says("user", shown("[A]")), says("tool", "x")]
-    assert show_results(untouched) == untouched
+    assert move_result_images(untouched) == untouched
 
 
-def test_a_template_without_pictures_refuses_them() -> None:
+def test_a_template_without_images_refuses_them() -> None:
     plain = "{% for m in messages %}{{ m.role }}{% endfor %}"
-    with pytest.raises(InvalidRequest, match="1 pictures were to be shown, and 0 were"):
+    with pytest.raises(InvalidRequest, match="shows 0 of 1 images"):
         render(plain, says("user", shown("[A]")))
     with pytest.raises(InvalidRequest, match="text only"):
         render(EITHER, says("user", shown("[A]")), placeholder=None)
@@ -133,25 +134,24 @@ class Reader:
         return PromptMedia(tuple(MediaPiece(p.digest, {}, np.array([i])) for i, p in enumerate(pictures)))
 
 
-class SeeingEngine(FakeEngine):
-    media: Any = None
-
-    def submit(self, prompt_ids: Any, params: Any, **settings: Any) -> Any:
-        self.media = settings["media"]
-        return super().submit(prompt_ids, params)
+class VisionEngine(FakeEngine):
+    @property
+    def media(self) -> Any:
+        return self.submitted[-1].request.media
 
 
 def start(
     *parts: Any, no_images_reason: str | None = None, reads_images: bool = True
-) -> tuple[SeeingEngine, Reader]:
-    engine, reader = SeeingEngine(["ok"]), Reader()
-    pictures = Pictures(reader, MediaLimits()) if reads_images else None
+) -> tuple[VisionEngine, Reader]:
+    engine, reader = VisionEngine(["ok"]), Reader()
+    loader = MediaLoader(MediaLimits(), reader.read) if reads_images else None
 
     async def go() -> None:
         tokenizer = new_tokenizer(EITHER, SPECIAL)
-        service = ChatService(engine, tokenizer, "m", pictures, no_images_reason)  # type: ignore[arg-type]
+        renderer = ChatRenderer(tokenizer, reader if reads_images else None, no_images_reason)
+        service = ChatService(engine, renderer, loader)  # type: ignore[arg-type]
         try:
-            request = await service.with_pictures(ChatRequest([says("user", *parts)], SamplingParams()))
+            request = await service.with_images(ChatRequest([says("user", *parts)], SamplingParams()))
             for _ in range(2):
                 async for _ in await service.start(request):
                     pass
@@ -166,7 +166,7 @@ def picture(seed: int) -> MediaPart:
     return MediaPart("image", data_url(encoded(noise(seed=seed))))
 
 
-def test_pictures_reach_the_engine_in_order_and_are_read_once() -> None:
+def test_images_reach_the_engine_in_order_and_are_read_once() -> None:
     engine, reader = start(picture(1), "and", picture(2), picture(1))
     keys = [piece.key for piece in engine.media.pieces]
     assert len(keys) == 3

@@ -17,14 +17,14 @@ from llguidance.hf import from_tokenizer
 from outrider.chat.conversation import ChatRequest, Message, NamedTool, TextPart, Tool
 from outrider.chat.events import ToolCallEnded, ToolCallStarted
 from outrider.chat.formats import TOOL_FORMATS, glm, harmony, hermes, qwen3_coder, think
-from outrider.chat.formats.shape import FreeText, JsonOf, Maybe, OneOf, Part
+from outrider.chat.formats.call_grammar import Element, FreeText, JsonValue, OneOf, OptionalElements
 from outrider.chat.formats.tool_format import ToolFormat
 from outrider.chat.grammars import Constraint, Thinking, constraint_for
 from outrider.chat.output_parser import OutputParser, new_splitter
-from outrider.chat.vocabulary import Vocabulary
+from outrider.chat.special_tokens import Vocabulary
 from outrider.request import Grammar, InvalidRequest, SamplingParams
 
-FORCEABLE = [format for format in TOOL_FORMATS.values() if format.shape is not None]
+FORCEABLE = [format for format in TOOL_FORMATS.values() if format.call_grammar is not None]
 ARGUMENTS = {"city": "Paris", "days": 2, "units": "metric"}
 COLOUR = Grammar("json_schema", '{"enum": ["red", "green"]}')
 
@@ -71,30 +71,30 @@ def markers_of(format: ToolFormat) -> tuple[str, ...]:
     return tuple(marker for marker in markers if marker[0] in "<[" and marker[-1] in ">]")
 
 
-def written(tool: Tool, parts: Sequence[Part], arguments: dict[str, Any]) -> str:
-    """A call as a shape has it."""
+def written(tool: Tool, parts: Sequence[Element], arguments: dict[str, Any]) -> str:
+    """A call as its format writes it."""
     text = ""
     left = dict(arguments)
     for part in parts:
         match part:
             case str():
                 text += part
-            case JsonOf(schema):
+            case JsonValue(schema):
                 text += json.dumps(left if schema.get("type") == "object" else left.pop("days"))
             case FreeText(until):
                 text += str(left.pop("city")) + until
             case OneOf(choices):
                 assert left.pop("units") in choices
                 text += arguments["units"]
-            case Maybe(inner):
+            case OptionalElements(inner):
                 text += written(tool, inner, {key: left[key] for key in ("days", "units") if key in left})
                 left.pop("days" if "days" in left and len(left) == 2 else "units", None)
     return text
 
 
 def forced_text(format: ToolFormat, *calls: tuple[Tool, dict[str, Any]]) -> str:
-    assert format.shape is not None
-    texts = [written(tool, format.shape(tool), arguments) for tool, arguments in calls]
+    assert format.call_grammar is not None
+    texts = [written(tool, format.call_grammar(tool), arguments) for tool, arguments in calls]
     return format.around[0] + format.between.join(texts) + format.around[1]
 
 
@@ -118,7 +118,7 @@ def test_a_forced_call_is_written_in_the_models_own_format(format: ToolFormat, h
 def test_a_forced_call_is_read_back(format: ToolFormat) -> None:
     reasoning = harmony.REASONING if format is harmony.FORMAT else None
     for streams in (True, False):
-        parser = OutputParser(new_splitter(format, reasoning, TOOLS, streams=streams), TOOLS)
+        parser = OutputParser(new_splitter(format, reasoning, TOOLS, streams_calls=streams), TOOLS)
         text = forced_text(format, (WEATHER, ARGUMENTS))
         events = [event for piece in text for event in parser.push(piece)] + parser.finish()
         assert [event.name for event in events if isinstance(event, ToolCallStarted)] == ["get_weather"]

@@ -59,9 +59,9 @@ CASES: list[tuple[Callable[[Conversation], Conversation], Conversation, Conversa
         [U("u"), calls("x", text="t"), result("x", "1"), calls("y"), result("y", "2"), U("u")],
     ),
     (rules.separate_calls, [calls("x", "y"), result("z")], [calls("x"), calls("y"), result("z")]),
-    (rules.forget_reasoning, [Message("assistant", (TextPart("a"),), reasoning="r")], [A("a")]),
+    (rules.drop_reasoning, [Message("assistant", (TextPart("a"),), reasoning="r")], [A("a")]),
     (
-        rules.write_out_calls,
+        rules.write_calls_as_text,
         [calls("x", text="t"), result("x", "1"), U("u")],
         [
             A('t\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
@@ -83,7 +83,7 @@ def test_a_rule(
 
 
 @pytest.mark.parametrize(
-    "rule", [rule for rule in rules.RULES if rule.__name__ not in ("write_out_calls", "fold_system")]
+    "rule", [rule for rule in rules.RULES if rule.__name__ not in ("write_calls_as_text", "fold_system")]
 )
 def test_a_rule_leaves_well_formed_conversations_alone(rule: Callable[[Conversation], Conversation]) -> None:
     assert rule(WELL_FORMED) == WELL_FORMED

@@ -23,7 +23,7 @@ from outrider.chat.events import (
 )
 from outrider.chat.formats import REASONING_FORMATS, TOOL_FORMATS, harmony, hermes, think
 from outrider.chat.formats.reasoning_format import ReasoningFormat
-from outrider.chat.formats.tool_format import Toolbox, ToolFormat
+from outrider.chat.formats.tool_format import ToolFormat, ToolsByName
 from outrider.chat.output_parser import OutputParser, new_splitter
 
 EXAMPLES = [(name, text, meaning) for name, answers in ANSWERS.items() for text, meaning in answers]
@@ -33,7 +33,7 @@ SAMPLES = [*((n, t) for n, t, _ in EXAMPLES), *((n, t) for n, texts in BROKEN.it
 def new_parser(
     format: str | ToolFormat | None,
     reasoning: ReasoningFormat | None = None,
-    tools: Toolbox = TOOLS,
+    tools: ToolsByName = TOOLS,
     is_inside: bool = False,
     streams: bool = False,
     **settings: Any,
@@ -42,7 +42,7 @@ def new_parser(
     if tool_format is harmony.FORMAT:
         reasoning = harmony.REASONING
     numbers = itertools.count()
-    splitter = new_splitter(tool_format, reasoning, tools, is_inside=is_inside, streams=streams)
+    splitter = new_splitter(tool_format, reasoning, tools, starts_inside=is_inside, streams_calls=streams)
     return OutputParser(splitter, tools, new_id=lambda: f"call_{next(numbers)}", **settings)
 
 
@@ -288,7 +288,7 @@ def test_reasoning_is_remembered_for_counting() -> None:
 
 
 def test_special_tokens_that_nobody_should_see_are_left_out() -> None:
-    parser = new_parser("mistral", silenced=["</s>", "[INST]"])
+    parser = new_parser("mistral", hidden=["</s>", "[INST]"])
     text = "a</s>b[INST]c[IN[TOOL_CALLS]clock[ARGS]{}"
     assert meaning_of(events_of(parser, list(text))) == ["abc[IN", NOW]
 

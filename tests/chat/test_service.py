@@ -14,6 +14,7 @@ from fake_engine import STATS, FakeEngine
 
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedTool, TextPart
 from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta, ToolCallStarted, Usage
+from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
 from outrider.request import Grammar, InvalidRequest, SamplingParams
 
@@ -42,7 +43,8 @@ def request_for(text: str = "hi", params: SamplingParams | None = None, **change
 def new_service(
     engine: FakeEngine, template: str = CHATML, special: tuple[str, ...] = SPECIAL
 ) -> ChatService:
-    return ChatService(engine, new_tokenizer(template, special), "m")  # type: ignore[arg-type]
+    renderer = ChatRenderer(new_tokenizer(template, special))
+    return ChatService(engine, renderer)  # type: ignore[arg-type]
 
 
 def answer(
@@ -68,7 +70,7 @@ def test_an_answer_is_text_and_an_end_with_figures() -> None:
     assert finished(events).reason == "stop"
     assert finished(events).stats == STATS
     assert finished(events).usage == Usage(7, 0, 100, 0, 35, 15)
-    assert engine.checked == [engine.params]
+    assert engine.validated == engine.submitted
 
 
 def test_a_call_ends_the_answer_as_tool_calls() -> None:
@@ -220,7 +222,7 @@ def test_bad_requests_are_refused_before_anything_is_queued(changes: dict[str, A
     assert engine.submitted == []
 
 
-def test_pictures_are_refused() -> None:
+def test_images_are_refused() -> None:
     request = ChatRequest([Message("user", (MediaPart("image", "data:,"),))], SamplingParams())
     with pytest.raises(InvalidRequest, match="reads text only"):
         asyncio.run(new_service(FakeEngine()).start(request))
@@ -233,15 +235,34 @@ def test_tokens_are_counted_without_queueing_anything() -> None:
     assert engine.submitted == []
 
 
+def test_each_request_is_validated_once_and_not_on_the_event_loop() -> None:
+    engine = FakeEngine(["a"])
+    service = new_service(engine)
+
+    async def go() -> None:
+        for stream in (
+            await service.start(request_for(tools=TOOLS)),
+            await service.complete("Once", SamplingParams()),
+            await service.complete([1, 2, 3], SamplingParams()),
+        ):
+            stream.abort()
+
+    asyncio.run(go())
+    assert len(engine.validated) == 3
+    assert engine.validated == engine.submitted
+    assert all(name.startswith("outrider-chat") for name in engine.validating_threads)
+
+
 def test_a_long_prompt_does_not_hold_up_the_event_loop() -> None:
     service = new_service(FakeEngine())
-    encode, delay_s = service._vocabulary.encode, 0.2
+    vocabulary, delay_s = service._renderer._vocabulary, 0.2
+    encode = vocabulary.encode
 
     def slow_encode(text: str) -> list[int]:
         time.sleep(delay_s)
         return encode(text)
 
-    service._vocabulary.encode = slow_encode  # type: ignore[method-assign]
+    vocabulary.encode = slow_encode  # type: ignore[method-assign]
 
     async def longest_gap() -> float:
         task = asyncio.create_task(service.start(request_for()))

@@ -47,7 +47,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def service(llm: LLM) -> ChatService:
-    return ChatService(llm.async_engine, llm.tokenizer, "tiny")
+    return ChatService(llm.async_engine, llm.renderer)
 
 
 def request_for(text: str, params: SamplingParams = GREEDY, **changes: Any) -> ChatRequest:

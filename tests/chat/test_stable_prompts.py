@@ -16,8 +16,8 @@ from outrider.api.openai.chat_input import chat_request
 from outrider.api.openai.chat_schema import ChatCompletionRequest
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.chat.conversation import ChatRequest, Message, TextPart
+from outrider.chat.special_tokens import Vocabulary
 from outrider.chat.template import ChatTemplate
-from outrider.chat.vocabulary import Vocabulary
 
 DATED = "{{ strftime_now('%d %B %Y') }}\n" + CHATML
 DROPS_THOUGHTS = CHATML  # cuts what an assistant thought out of its earlier turns

@@ -25,7 +25,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 async def _tokens(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> list[int]:
-    return [i async for delta in engine.submit(prompt, params) for i in delta.token_ids]
+    return [i async for delta in await engine.start(prompt, params) for i in delta.token_ids]
 
 
 def test_concurrent_streams_equal_their_solo_answers(llm: LLM) -> None:
@@ -40,7 +40,7 @@ def test_concurrent_streams_equal_their_solo_answers(llm: LLM) -> None:
 
 def test_abort_ends_the_stream_and_frees_the_row(llm: LLM) -> None:
     async def run() -> int:
-        stream = llm.async_engine.submit([5, 6, 7], LONG)
+        stream = await llm.async_engine.start([5, 6, 7], LONG)
         seen = 0
         async for delta in stream:
             seen += len(delta.token_ids)
@@ -69,7 +69,7 @@ def test_cancelling_the_reading_task_aborts_the_request(llm: LLM) -> None:
 def test_bad_request_is_refused_at_once(llm: LLM) -> None:
     async def run() -> None:
         with pytest.raises(InvalidRequest, match="empty"):
-            llm.async_engine.submit([], SHORT)
+            await llm.async_engine.start([], SHORT)
 
     asyncio.run(run())
 
@@ -78,7 +78,7 @@ def test_slow_reader_loses_nothing_and_stalls_no_one(llm: LLM) -> None:
     expected = llm.generate([[9, 9, 9]], LONG)[0].token_ids
 
     async def run() -> tuple[int, list[list[int]]]:
-        slow = llm.async_engine.submit([9, 9, 9], LONG)
+        slow = await llm.async_engine.start([9, 9, 9], LONG)
         others = [await _tokens(llm.async_engine, [8, 8], SHORT) for _ in range(3)]
         while llm.engine._loop.live:  # nobody has read the slow stream yet; it finishes all the same
             await asyncio.sleep(0.01)

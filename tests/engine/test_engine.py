@@ -93,6 +93,10 @@ def engine(runner: EngineRunner, request: pytest.FixtureRequest) -> Iterator[Eng
     engine.close()
 
 
+def submit(engine: Engine, prompt_ids: list[int], params: SamplingParams) -> Outbox:
+    return engine.submit(engine.validate(prompt_ids, params))
+
+
 def end_of(outbox: Outbox) -> Delta:
     """All that came, up to the end."""
     whole = outbox.take(WAIT_S)
@@ -115,12 +119,12 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def test_closing_ends_everyone_and_closing_twice_is_harmless(engine: Engine, runner: EngineRunner) -> None:
-    outboxes = [engine.submit([1], ENDLESS)[1] for _ in range(40)]
+    outboxes = [submit(engine, [1], ENDLESS) for _ in range(40)]
     engine.close()
     engine.close()
     assert {end_of(outbox).finish_reason for outbox in outboxes} == {"cancelled"}
     with pytest.raises(EngineStopped):
-        engine.submit([1], SHORT)
+        engine.validate([1], SHORT)
     engine.cancel("unknown")
 
 
@@ -131,13 +135,14 @@ def test_a_step_whose_rows_have_all_ended_may_fail(
     engine = Engine(EngineConfig(), lambda: parts(runner, overlaps_steps=True))
     try:
         for _ in range(5):
-            request_id, outbox = engine.submit([1], ENDLESS)
+            request = engine.validate([1], ENDLESS)
+            outbox = engine.submit(request)
             scheduler, num_steps = engine._loop.scheduler, engine.num_steps
             wait_until(lambda n=num_steps: engine.num_steps > n + 3)  # type: ignore[misc]
             runner.faults = dict.fromkeys(range(20), lambda row: not engine._loop.live)
-            engine.cancel(request_id)
+            engine.cancel(request.id)
             assert end_of(outbox).finish_reason == "cancelled"
-            assert end_of(engine.submit([1, 2], SHORT)[1]).finish_reason == "length"
+            assert end_of(submit(engine, [1, 2], SHORT)).finish_reason == "length"
             runner.faults = {}
         assert "after its rows had ended" in caplog.text
         assert engine._loop.scheduler is scheduler
@@ -146,7 +151,7 @@ def test_a_step_whose_rows_have_all_ended_may_fail(
 
 
 def test_closing_leaves_no_step_under_way(engine: Engine, runner: EngineRunner) -> None:
-    _, outbox = engine.submit([1], ENDLESS)
+    outbox = submit(engine, [1], ENDLESS)
     wait_until(lambda: engine.num_steps > 3)
     engine.close()
     assert end_of(outbox).finish_reason == "cancelled"
@@ -159,11 +164,12 @@ def test_submits_during_a_close_are_refused_or_get_their_end(engine: Engine) -> 
     def submit_until_refused() -> None:
         while True:
             try:
-                request_id, outbox = engine.submit([1, 2], ENDLESS)
+                request = engine.validate([1, 2], ENDLESS)
+                outbox = engine.submit(request)
             except EngineStopped:
                 return
             accepted.append(outbox)
-            engine.cancel(request_id)
+            engine.cancel(request.id)
 
     threads = [threading.Thread(target=submit_until_refused) for _ in range(3)]
     for thread in threads:
@@ -177,7 +183,7 @@ def test_submits_during_a_close_are_refused_or_get_their_end(engine: Engine) -> 
 
 def test_several_threads_may_close_at_once_while_a_step_runs(engine: Engine, runner: EngineRunner) -> None:
     runner.may_run.clear()
-    _, outbox = engine.submit([1], ENDLESS)
+    outbox = submit(engine, [1], ENDLESS)
     threads = [threading.Thread(target=engine.close) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -233,7 +239,7 @@ class FaultyObserver:
 
 def test_observer_that_raises_costs_no_request_anything(runner: EngineRunner) -> None:
     engine = Engine(EngineConfig(), lambda: parts(runner), FaultyObserver())
-    ends = [end_of(engine.submit([i], SHORT)[1]) for i in range(3)]
+    ends = [end_of(submit(engine, [i], SHORT)) for i in range(3)]
     engine.close()
     assert [(end.finish_reason, len(end.token_ids)) for end in ends] == [("length", 4)] * 3
 
@@ -254,7 +260,7 @@ def test_observer_is_told_of_the_tokens_that_clients_get(runner: EngineRunner, a
     stops = SamplingParams(max_tokens=40, temperature=0, stop_token_ids=(answer[-1],))
     runner.may_run.clear()
     engine = Engine(EngineConfig(), lambda: parts(runner, overlaps_steps=ahead), Counts())  # type: ignore[arg-type]
-    outboxes = [engine.submit([1], stops)[1], engine.submit([2], replace(SHORT, max_tokens=30))[1]]
+    outboxes = [submit(engine, [1], stops), submit(engine, [2], replace(SHORT, max_tokens=30))]
     runner.may_run.set()
     ends = [end_of(outbox) for outbox in outboxes]
     engine.close()
@@ -267,22 +273,22 @@ def test_fault_in_the_books_ends_requests_with_an_error_and_the_engine_serves_on
 ) -> None:
     scheduler = engine._loop.scheduler
     monkeypatch.setattr(scheduler, "commit", lambda *_: 1 / 0)
-    end = end_of(engine.submit([1], SHORT)[1])
+    end = end_of(submit(engine, [1], SHORT))
     assert end.finish_reason == "error"
     assert "division" in (end.error or "")
-    assert end_of(engine.submit([1], SHORT)[1]).finish_reason == "length"
+    assert end_of(submit(engine, [1], SHORT)).finish_reason == "length"
 
 
 def test_engine_that_cannot_go_on_ends_everyone_and_says_so(engine: Engine, runner: EngineRunner) -> None:
     runner.may_run.clear()
-    outboxes = [engine.submit([i], ENDLESS)[1] for i in range(3)]
+    outboxes = [submit(engine, [i], ENDLESS) for i in range(3)]
     runner.breaks_on_reset = runner.raises_next = True
     runner.may_run.set()
     ends = [end_of(outbox) for outbox in outboxes]
     assert {end.finish_reason for end in ends} == {"error"}
     engine.close()
     with pytest.raises(EngineStopped):
-        engine.submit([1], SHORT)
+        engine.validate([1], SHORT)
 
 
 def test_clearing_the_prefix_cache_of_an_engine_that_breaks_does_not_hang(
@@ -321,7 +327,7 @@ def test_cancel_from_within_a_submit_does_not_hang(engine: Engine, monkeypatch: 
     inbox = engine._inbox
     monkeypatch.setattr(engine, "_inbox", Inbox())
     outboxes: list[Outbox] = []
-    thread = threading.Thread(target=lambda: outboxes.append(engine.submit([1], SHORT)[1]), daemon=True)
+    thread = threading.Thread(target=lambda: outboxes.append(submit(engine, [1], SHORT)), daemon=True)
     thread.start()
     thread.join(WAIT_S)
     assert outboxes, "the submit hangs"
@@ -337,8 +343,8 @@ def test_stream_that_was_refused_its_id_does_not_cancel_who_has_it(
     async def run() -> tuple[str | None, str | None]:
         streams = AsyncEngine(engine)
         runner.may_run.clear()
-        first = streams.submit([1], SHORT, request_id="same")
-        second = streams.submit([2], SHORT, request_id="same")
+        first = await streams.start([1], SHORT, request_id="same")
+        second = await streams.start([2], SHORT, request_id="same")
         await asyncio.sleep(0.05)
         second.abort()
         runner.may_run.set()
@@ -351,11 +357,11 @@ def test_stream_that_was_refused_its_id_does_not_cancel_who_has_it(
 def test_old_stream_does_not_cancel_a_new_request_with_its_id(engine: Engine, runner: EngineRunner) -> None:
     async def run() -> str | None:
         streams = AsyncEngine(engine)
-        old = streams.submit([1], SHORT, request_id="same")
+        old = await streams.start([1], SHORT, request_id="same")
         while engine._loop.live or engine.num_steps == 0:
             await asyncio.sleep(0.005)
         runner.may_run.clear()
-        new = streams.submit([2], SHORT, request_id="same")
+        new = await streams.start([2], SHORT, request_id="same")
         old.abort()  # it has ended, which it has not read
         runner.may_run.set()
         return [delta async for delta in new][-1].finish_reason
@@ -365,7 +371,7 @@ def test_old_stream_does_not_cancel_a_new_request_with_its_id(engine: Engine, ru
 
 def test_forgotten_stream_frees_its_row(engine: Engine) -> None:
     async def run() -> None:
-        async for _ in AsyncEngine(engine).submit([1], ENDLESS):
+        async for _ in await AsyncEngine(engine).start([1], ENDLESS):
             break
 
     asyncio.run(run())
@@ -375,7 +381,7 @@ def test_forgotten_stream_frees_its_row(engine: Engine) -> None:
 
 def test_submit_outside_of_an_event_loop_leaves_no_row_behind(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="event loop"):
-        AsyncEngine(engine).submit([1], ENDLESS)
+        AsyncEngine(engine).submit(engine.validate([1], ENDLESS))
     gc.collect()
     wait_until(lambda: not engine._loop.live and engine._inbox.empty())
 
@@ -384,13 +390,13 @@ def test_loop_that_closes_under_a_stream_harms_no_other_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def begin() -> async_engine.AsyncStream:
-        return AsyncEngine(engine).submit([1], ENDLESS)
+        return await AsyncEngine(engine).start([1], ENDLESS)
 
     loop = asyncio.new_event_loop()
     stream = loop.run_until_complete(begin())
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # as if it closed just after one looked
     loop.close()
-    assert end_of(engine.submit([2], SHORT)[1]).finish_reason == "length"
+    assert end_of(submit(engine, [2], SHORT)).finish_reason == "length"
     stream.abort()
     stream.abort()
     wait_until(lambda: not engine._loop.live)
@@ -398,7 +404,7 @@ def test_loop_that_closes_under_a_stream_harms_no_other_request(
 
 def test_abort_while_another_task_reads_ends_its_reading(engine: Engine) -> None:
     async def run() -> list[str | None]:
-        stream = AsyncEngine(engine).submit([1], ENDLESS)
+        stream = await AsyncEngine(engine).start([1], ENDLESS)
 
         async def read() -> list[str | None]:
             return [delta.finish_reason async for delta in stream]
@@ -412,16 +418,16 @@ def test_abort_while_another_task_reads_ends_its_reading(engine: Engine) -> None
     wait_until(lambda: not engine._loop.live)
 
 
-# -- the door --------------------------------------------------------------------------------------------
+# -- validation ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
 def test_marker_that_can_never_come_is_refused(engine: Engine, token_id: int) -> None:
     grammar = Grammar("regex", "a", after_ids=(token_id,))
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
-        engine.submit([1], SamplingParams(grammar=grammar))
+        engine.validate([1], SamplingParams(grammar=grammar))
 
 
 def test_min_tokens_is_refused_with_a_grammar(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="min_tokens"):
-        engine.submit([1], SamplingParams(grammar=Grammar("regex", "a"), min_tokens=3))
+        engine.validate([1], SamplingParams(grammar=Grammar("regex", "a"), min_tokens=3))

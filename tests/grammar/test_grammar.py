@@ -194,8 +194,8 @@ def test_slow_grammar_of_one_client_does_not_hold_up_the_rows_of_others(llm: LLM
     compiler = SlowCompiler(
         lambda: build_tokenizer(llm.tokenizer, facts.vocab_size, facts.eos_ids), facts.eos_ids
     )
-    compiler.check(SCHEMA)
-    slow = threading.Thread(target=compiler.check, args=(Grammar("regex", "slow"),))
+    compiler.new_row(SCHEMA)
+    slow = threading.Thread(target=compiler.new_row, args=(Grammar("regex", "slow"),))
     slow.start()
     assert compiling.wait(20)
     others = threading.Thread(target=compiler.new_row, args=(SCHEMA,), daemon=True)

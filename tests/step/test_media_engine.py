@@ -97,7 +97,7 @@ def test_a_preempted_media_row_goes_on_as_if_nothing_had_happened(world: World, 
     )
     engine, _ = build_engine(ModelChoice(world.folder), config)
     try:
-        boxes = [engine.submit(prompt.ids, params, media=prompt.media)[1] for params in each]
+        boxes = [engine.submit(engine.validate(prompt.ids, p, media=prompt.media)) for p in each]
         found = [whole(box) for box in boxes]
     finally:
         engine.close()
@@ -128,9 +128,8 @@ def test_decoding_goes_on_between_the_pieces_and_the_media_row_gets_its_turn(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = watch(llm, monkeypatch, encode_s=0.02)
-    text = llm.engine.submit(llm.tokenizer.encode("steady"), replace(GREEDY, max_tokens=800, logprobs=None))[
-        1
-    ]
+    params = replace(GREEDY, max_tokens=800, logprobs=None)
+    text = llm.engine.submit(llm.engine.validate(llm.tokenizer.encode("steady"), params))
     text.take()
     prompt = world.prompt(llm, ("a ", "b ", "c"), [noise(40, 40, 50), noise(40, 24, 51)])
     (found,) = answers(llm, (prompt, GREEDY))
@@ -167,11 +166,12 @@ def test_under_steady_text_a_media_row_starts_within_its_turn(
     monkeypatch.setattr(runner, "finish", timed("step", runner.finish, 0.005))
     monkeypatch.setattr(runner, "encode", timed("encode", runner.encode, 0.08))
     params = replace(GREEDY, max_tokens=2000, logprobs=None)
-    texts = [llm.engine.submit(llm.tokenizer.encode(text), params) for text in TEXTS]
+    requests = [llm.engine.validate(llm.tokenizer.encode(text), params) for text in TEXTS]
+    texts = [(request.id, llm.engine.submit(request)) for request in requests]
     for _, box in texts:
         box.take()
     prompt = world.prompt(llm, ("a ", "b ", "c"), [noise(40, 40, 52), noise(40, 24, 53)])
-    box = llm.engine.submit(prompt.ids, GREEDY, media=prompt.media)[1]
+    box = llm.engine.submit(llm.engine.validate(prompt.ids, GREEDY, media=prompt.media))
     box.take()
     until_first_token = list(done)
     for request_id, text in texts:
@@ -221,7 +221,7 @@ def test_a_picture_that_cannot_be_encoded_ends_its_own_request_only(
         encode(piece)
 
     monkeypatch.setattr(runner, "encode", failing)
-    boxes = [llm.engine.submit(p.ids, GREEDY, media=p.media)[1] for p in (bad, good, bad)]
+    boxes = [llm.engine.submit(llm.engine.validate(p.ids, GREEDY, media=p.media)) for p in (bad, good, bad)]
     found = [whole(box) for box in boxes]
     assert [one.finish_reason for one in found] == ["error", "length", "error"]
     assert "no memory" in str(found[0].error)
@@ -232,10 +232,10 @@ def test_a_picture_that_cannot_be_encoded_ends_its_own_request_only(
 def test_a_cancelled_media_request_leaves_nothing_held(world: World, llm: LLM) -> None:
     prompt = world.prompt(llm, ("x", "y"), [noise(40, 40, 70)])
     for _ in range(3):
-        request_id, outbox = llm.engine.submit(
-            prompt.ids, replace(GREEDY, max_tokens=200), media=prompt.media
-        )
-        llm.engine.cancel(request_id)
+        params = replace(GREEDY, max_tokens=200)
+        request = llm.engine.validate(prompt.ids, params, media=prompt.media)
+        outbox = llm.engine.submit(request)
+        llm.engine.cancel(request.id)
         assert whole(outbox).finish_reason == "cancelled"
     tokens(llm, prompt)
     runner: Any = llm.engine._loop.parts.runner

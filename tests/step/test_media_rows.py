@@ -134,4 +134,4 @@ def test_a_text_engine_refuses_a_media_prompt(tmp_path: Path) -> None:
     media = PromptMedia((MediaPiece("a", {}, np.array([1], np.int32)),))
     write_checkpoint(tmp_path, "llama")
     with LLM(tmp_path) as blind, pytest.raises(InvalidRequest, match="text only"):
-        blind.engine.submit([1, 2, 3], GREEDY, media=media)
+        blind.engine.validate([1, 2, 3], GREEDY, media=media)

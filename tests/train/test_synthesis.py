@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_tokenizers import BARE, CHATML, checked, new_tokenizer
 
 from outrider import LLM, SamplingParams
+from outrider.chat.conversation import ChatRequest, Message, TextPart
+from outrider.chat.renderer import ChatRenderer
 from outrider.train import conversations, openings
 from outrider.train.conversations import Synthesis
 from outrider.train.errors import TrainingError
@@ -95,35 +98,35 @@ def test_a_model_without_a_chat_template_continues_text(llm: LLM) -> None:
     )
 
 
-class _Template:
-    """A tokenizer whose chat template knows no system message."""
-
-    has_chat_template = True
-
-    def apply_chat_template(self, messages: list[dict], tokenize: bool = True, **_: object) -> Any:
-        if any(one["role"] == "system" for one in messages):
-            raise ValueError("no system messages here")
-        text = "".join(f"[{one['role']}]{one['content']}" for one in messages)
-        return self.encode(text) if tokenize else text
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
+def _script(template: str) -> tuple[ChatScript, Callable[[tuple[int, ...]], str]]:
+    tokenizer = new_tokenizer(template)
+    return ChatScript(ChatRenderer(tokenizer)), lambda ids: str(tokenizer.decode(list(ids)))
 
 
-def test_a_template_that_refuses_system_messages_gets_none() -> None:
-    script = ChatScript(_Template())
+def test_prompts_are_those_of_the_server() -> None:
+    script, text = _script(CHATML)
+    messages = [{"role": "user", "content": "u <|im_end|>"}]
+    request = ChatRequest([Message("user", (TextPart("u <|im_end|>"),))], SamplingParams())
+    assert script.to_answer(messages) == ChatRenderer(new_tokenizer(CHATML)).render(request).ids
+    assert text(script.to_continue([], "Why is ")) == "<|im_start|>user\nWhy is "
+
+
+def test_a_template_that_refuses_system_messages_gets_them_in_the_user_turn() -> None:
+    script, text = _script(checked("m.role == 'system'", "no system messages here") + BARE)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert bytes(script.to_answer(messages)) == b"[user]u"
-    assert bytes(script.to_continue(messages[:1], "Why")) == b"[user]Why"
+    assert text(script.to_answer(messages)).startswith("<|im_start|>user\ns\n\nu<|im_end|>")
+    assert text(script.to_continue(messages[:1], "Why")) == "<|im_start|>user\ns\n\nWhy"
 
 
 def test_a_template_that_drops_the_user_is_refused() -> None:
-    class Deaf(_Template):
-        def apply_chat_template(self, messages: list[dict], tokenize: bool = True, **_: object) -> Any:
-            return "[user]"
+    script, _ = _script("{% for m in messages %}[{{ m.role }}]{% endfor %}")
+    with pytest.raises(TrainingError, match="cannot be rendered"):
+        script.to_continue([], "Why")
 
-    with pytest.raises(TrainingError, match="drops what the user says"):
-        ChatScript(Deaf()).to_continue([], "Why")
+
+def test_a_template_that_takes_no_user_message_is_refused_at_once() -> None:
+    with pytest.raises(TrainingError, match="only robots"):
+        _script(checked("true", "only robots"))
 
 
 def test_a_user_turn_that_ran_on_is_cut_at_a_sentence(tmp_path: Path) -> None:

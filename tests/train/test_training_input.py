@@ -114,13 +114,13 @@ def test_one_process_trains_at_a_time(
     [
         ("one\ntwo\n", "holds 2 prompts; at least 8"),
         ("", "holds 0 prompts"),
-        ('ok\n{"prompt": \n', "line 2: this is not JSON"),
-        ('{"question": "x"}', 'line 1: neither "prompt"'),
-        ('{"prompt": 3}', "neither"),
-        ('{"messages": []}', "neither"),
-        ('{"messages": ["hi"]}', "neither"),
-        ('{"messages": [{"role": "user"}]}', "neither"),
-        ('{"messages": [{"role": "assistant", "content": "hi"}]}', "nothing to answer"),
+        ('ok\n{"prompt": \n', "line 2: not valid JSON"),
+        ('{"question": "x"}', 'line 1: needs "prompt"'),
+        ('{"prompt": 3}', "needs"),
+        ('{"messages": []}', "needs"),
+        ('{"messages": ["hi"]}', "needs"),
+        ('{"messages": [{"role": "user"}]}', "needs"),
+        ('{"messages": [{"role": "assistant", "content": "hi"}]}', "no message to answer"),
     ],
 )
 def test_a_prompt_file_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:

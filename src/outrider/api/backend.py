@@ -32,8 +32,8 @@ class ChatBackend(Protocol):
 
     async def start(self, request: ChatRequest) -> EventStream: ...
 
-    async def with_pictures(self, request: ChatRequest) -> ChatRequest:
-        """The request with its pictures loaded, for those who start it several times."""
+    async def with_images(self, request: ChatRequest) -> ChatRequest:
+        """The request with its images loaded. A request for several answers loads its images once."""
         ...
 
     async def count_tokens(self, request: ChatRequest) -> int: ...

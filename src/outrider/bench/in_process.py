@@ -1,4 +1,4 @@
-"""The engine of this process as a target: tokens are counted where they are made, nothing is between."""
+"""Owns the benchmark target that runs the engine in this process: no server is between."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from outrider.bench.answer import Answer, Arrival, DraftCounts
 from outrider.bench.errors import BenchFailed
 from outrider.bench.target import Asking
 from outrider.bench.workloads import Task
+from outrider.chat.conversation import ChatRequest
+from outrider.chat.events import TextDelta
+from outrider.chat.message_dicts import messages_from_dicts
+from outrider.chat.output_parser import OutputParser
 from outrider.engine.sequence import Delta, Stats
 from outrider.llm import LLM
 from outrider.request import Grammar, InvalidRequest, SamplingParams
 
 
 class EngineTarget:
-    """An LLM, asked through its asyncio engine. An answer's clock starts when the engine gets the tokens."""
+    """An LLM, asked through its asyncio engine. An answer's clock starts when the engine gets the request."""
 
     name = "outrider"
     can_draft = True
     memory_source = "MLX"
 
     def __init__(self, llm: LLM) -> None:
-        if not getattr(llm.tokenizer, "has_chat_template", True):
+        if not llm.renderer.has_template:
             raise BenchFailed(
-                "this model has no chat template, and the benchmark asks questions: take another"
+                "this model has no chat template, and the benchmark needs one: use another model"
             )
         self._llm = llm
         self._engine = llm.async_engine
@@ -46,14 +50,16 @@ class EngineTarget:
         }
 
     async def ask(self, task: Task, asking: Asking) -> Answer:
-        prompt_ids = self._llm.tokenizer.apply_chat_template(
-            task.messages, add_generation_prompt=True, return_dict=False
-        )
         started_s = time.perf_counter()
         try:
-            stream = self._engine.submit(prompt_ids, _params(task, asking), continues_prompt=False)
+            prompt = self._llm.renderer.render(
+                ChatRequest(messages_from_dicts(task.messages), _params(task, asking))
+            )
+            validated = self._llm.engine.validate(prompt.ids, prompt.params, continues_prompt=False)
         except InvalidRequest as error:
             return Answer(task.kind, started_s, time.perf_counter(), error=str(error))
+        started_s = time.perf_counter()
+        stream = self._engine.submit(validated)
         arrivals, texts, last = [], [], Delta("")
         async for last in stream:
             texts.append(last.text)
@@ -68,7 +74,7 @@ class EngineTarget:
             arrivals=tuple(arrivals),
             num_tokens=stats.num_generated,
             finish_reason=last.finish_reason,
-            text="".join(texts),
+            text=_answer_text(prompt.parser, "".join(texts)),
             num_prompt=stats.num_prompt,
             num_cached=stats.num_cached,
             error=last.error,
@@ -90,13 +96,19 @@ def _params(task: Task, asking: Asking) -> SamplingParams:
         temperature=asking.temperature,
         seed=asking.seed,
         draft_depth="auto" if asking.depth is None else asking.depth,
-        cache_salt=asking.turn,  # what other arms and rounds have asked is computed again
+        cache_salt=asking.turn,  # no prefix is shared with the requests of other arms and rounds
         grammar=None if task.schema is None else Grammar("json_schema", json.dumps(task.schema)),
     )
 
 
+def _answer_text(parser: OutputParser, text: str) -> str:
+    """The answer without its reasoning, as a server's `content` has it."""
+    events = [*parser.push(text), *parser.finish()]
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
 def _counts(stats: Stats) -> DraftCounts:
-    """Without the first token, which the prompt's last step brings."""
+    """Without the first token: the last prefill step samples it."""
     return DraftCounts(
         max(0, stats.steps - 1),
         max(0, stats.num_generated - 1),

@@ -1,4 +1,4 @@
-"""Conversations: from canonical messages to a prompt, and from an answer's text to typed events.
+"""Chat: from canonical messages to a prompt, and from an answer's text to typed events.
 
-Must not know HTTP, nor any API's JSON: three APIs translate to and from what is here.
+Must not know HTTP, nor the JSON of any API.
 """

@@ -1,6 +1,6 @@
-"""Owns the search for calls in an answer's text, for every format whose calls stand in regions.
+"""Owns the search for tool calls in an answer's text, for every format that writes calls in regions.
 
-Must not know any one format. A region that turns out to hold no call is text, markers and all.
+Must not know any particular format. A region without a valid call is text, markers included.
 
     outside ──before──> near ──opening──> inside ──end──> outside
        └────────opening────────────────────^ └──header──> arguments ──> tail ──end──> outside   (streaming)
@@ -11,55 +11,62 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from outrider.chat.formats.tool_format import Toolbox, ToolFormat
+from outrider.chat.formats.tool_format import ToolFormat, ToolsByName
 from outrider.chat.json_text import JsonEnd
-from outrider.chat.markers import MarkerSearch
-from outrider.chat.pieces import CallClosed, Called, CallGrew, CallOpened, Piece, Said
+from outrider.chat.splitters import (
+    CallClosed,
+    CallFragment,
+    CallOpened,
+    CallsSegment,
+    MarkerSearch,
+    Segment,
+    TextSegment,
+)
 
 
 class CallSplitter:
-    """`streams`: a grammar sees to the form of calls, so their arguments may be passed on while they grow."""
+    """`streams_calls`: a grammar guarantees the form of calls, so arguments are passed on as they arrive."""
 
-    def __init__(self, format: ToolFormat, tools: Toolbox, streams: bool = False) -> None:
+    def __init__(self, format: ToolFormat, tools: ToolsByName, streams_calls: bool = False) -> None:
         self._format = format
         self._region = format.region
         self._tools = tools
-        self._header = format.header if streams else None
+        self._header = format.header if streams_calls else None
         self._held = ""
         self._is_final = False
-        self._is_fresh = True  # nothing but blanks since the answer, or the text after a call, started
+        self._is_fresh = True  # only blanks have come since the start of the answer or the end of a call
         self._follows_call = False
-        self._raw = ""  # of the region: what came before the text that is held
+        self._raw = ""  # the text of the region before the held text
         self._end: _RegionEnd | None = None
         self._arguments = JsonEnd()
-        self._state: Callable[[], Iterator[Piece]] = self._outside
+        self._state: Callable[[], Iterator[Segment]] = self._outside
         self._anywhere = MarkerSearch(
             self._region.before + (() if self._region.opens_answer_only else self._region.opening)
         )
         self._after = MarkerSearch(self._region.after)
 
-    def push(self, text: str) -> Iterator[Piece]:
+    def push(self, text: str) -> Iterator[Segment]:
         self._held += text
         yield from self._run()
 
-    def finish(self) -> Iterator[Piece]:
+    def finish(self) -> Iterator[Segment]:
         self._is_final = True
         yield from self._run()
 
-    def _run(self) -> Iterator[Piece]:
-        """Go from state to state until one of them waits for more text."""
+    def _run(self) -> Iterator[Segment]:
+        """Run states until one of them waits for more text."""
         while True:
             before = (self._state, len(self._held))
             yield from self._state()
             if (self._state, len(self._held)) == before:
                 return
 
-    # -- states: each takes from the held text what is certain ---------------------------------------------
+    # -- states: each consumes the part of the held text that is certain ------------------------------------
 
-    def _outside(self) -> Iterator[Piece]:
+    def _outside(self) -> Iterator[Segment]:
         if self._is_fresh and (self._region.opens_answer_only or self._region.after):
             blank = self._held[: len(self._held) - len(self._held.lstrip())]
-            yield from self._say(len(blank))
+            yield from self._take_text(len(blank))
             if self._follows_call and self._take_after():
                 return
             if self._may_start_with(self._region.after if self._follows_call else ()):
@@ -68,13 +75,13 @@ class CallSplitter:
                 return
         found = self._anywhere.find(self._held, self._is_final)
         if found is None:
-            yield from self._say(self._num_safe())
+            yield from self._take_text(self._num_safe())
             return
-        yield from self._say(found.start)
+        yield from self._take_text(found.start)
         self._enter(found.marker)
 
-    def _near(self) -> Iterator[Piece]:
-        """After a `before`: a region follows, or all of it is text."""
+    def _near(self) -> Iterator[Segment]:
+        """After a `before` marker: either a region follows, or the marker is text."""
         stripped = self._held.lstrip()
         blank = self._held[: len(self._held) - len(stripped)]
         if any(stripped.startswith(opening) for opening in self._region.opening):
@@ -85,9 +92,9 @@ class CallSplitter:
             raw, self._raw = self._raw, ""
             self._state = self._outside
             self._is_fresh = self._follows_call = False
-            yield Said(raw)
+            yield TextSegment(raw)
 
-    def _inside(self) -> Iterator[Piece]:
+    def _inside(self) -> Iterator[Segment]:
         if self._header is not None and (header := self._header.match(self._held)):
             self._held = self._held[header.end() :]
             self._arguments = JsonEnd()
@@ -100,19 +107,19 @@ class CallSplitter:
         elif self._is_final:
             yield self._read(len(self._held), len(self._held))
 
-    def _in_arguments(self) -> Iterator[Piece]:
+    def _in_arguments(self) -> Iterator[Segment]:
         end = self._arguments.feed(self._held)
         fragment = self._held[:end]
         self._held = self._held[len(fragment) :]
         if fragment:
-            yield CallGrew(fragment)
+            yield CallFragment(fragment)
         if end is not None or self._is_final:
             self._end = _RegionEnd(self._format)
             self._state = self._tail
             yield CallClosed()
 
-    def _tail(self) -> Iterator[Piece]:
-        """After streamed arguments: what is left of the region says nothing more."""
+    def _tail(self) -> Iterator[Segment]:
+        """After streamed arguments: the rest of the region carries no information."""
         if (end := self._tail_end()) is not None:
             self._leave(end)
         yield from ()
@@ -130,12 +137,12 @@ class CallSplitter:
         is_certain = found is not None or end < len(self._held) or self._is_final
         return end if is_certain else None
 
-    def _say(self, num: int) -> Iterator[Piece]:
+    def _take_text(self, num: int) -> Iterator[Segment]:
         text, self._held = self._held[:num], self._held[num:]
         if text:
             if not text.isspace():
                 self._is_fresh = self._follows_call = False
-            yield Said(text)
+            yield TextSegment(text)
 
     def _num_safe(self) -> int:
         return len(self._held) if self._is_final else self._anywhere.num_safe(self._held)
@@ -168,20 +175,20 @@ class CallSplitter:
         return True
 
     def _may_start_with(self, markers: tuple[str, ...]) -> bool:
-        """Whether the held text may yet grow into one of these."""
+        """True if more text may complete one of these markers at the start of the held text."""
         if self._is_final:
             return False
         return any(marker != self._held and marker.startswith(self._held) for marker in markers)
 
-    def _read(self, body_end: int, region_end: int) -> Piece:
-        """The region is complete: calls, or text after all."""
+    def _read(self, body_end: int, region_end: int) -> Segment:
+        """The segment of a complete region: its calls, or text if it has none."""
         body, raw = self._held[:body_end], self._raw + self._held[:region_end]
         self._leave(region_end)
         try:
-            return Called(tuple(self._format.parse(body, self._tools)), raw)
+            return CallsSegment(tuple(self._format.parse(body, self._tools)), raw)
         except ValueError:
             self._is_fresh = self._follows_call = False
-            return Said(raw)
+            return TextSegment(raw)
 
     def _leave(self, region_end: int) -> None:
         self._held = self._held[region_end:]
@@ -191,7 +198,7 @@ class CallSplitter:
 
 
 class _RegionEnd:
-    """Where one region ends, in a body that grows. Each part of it is looked at once."""
+    """Finds the end of one region in a growing body. Each character is searched once."""
 
     def __init__(self, format: ToolFormat) -> None:
         self._region = format.region
@@ -203,7 +210,7 @@ class _RegionEnd:
         self._value: JsonEnd | None = None
 
     def find(self, body: str) -> tuple[int, int] | None:
-        """The ends of the body and of the region; None while they have not come."""
+        """The ends of the body and of the region; None until the end has arrived."""
         return self._find_closing(body) if self._closing is not None else self._find_value_end(body)
 
     def _find_closing(self, body: str) -> tuple[int, int] | None:

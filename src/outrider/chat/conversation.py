@@ -1,4 +1,4 @@
-"""The canonical form of a chat request. Every API translates into this; nothing behind it knows which one."""
+"""Owns the canonical form of a chat request. Every API translates its requests into this form."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class TextPart:
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A picture, video or sound as the client named it."""
+    """An image, a video or a sound that is not loaded yet."""
 
     kind: Literal["image", "video", "audio"]
     source: str  # a data: URL, an http(s) URL or a file: URL
 
 
 @dataclass(frozen=True, eq=False)
-class PicturePart:
-    """What a MediaPart becomes once it is loaded: a picture, or the frames of a video."""
+class ImagePart:
+    """A loaded MediaPart: one image, or the frames of a video."""
 
-    pictures: tuple[ReadPicture, ...]
+    images: tuple[ReadPicture, ...]
 
 
-Part = TextPart | MediaPart | PicturePart
+Part = TextPart | MediaPart | ImagePart  # a content part
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class ToolCall:
 class Message:
     role: Role
     content: tuple[Part, ...] = ()
-    reasoning: str | None = None  # an assistant's thinking, kept apart from its answer
+    reasoning: str | None = None  # assistant only: the reasoning, separate from the answer
     tool_calls: tuple[ToolCall, ...] = ()  # assistant only
-    tool_call_id: str | None = None  # tool only: which call this answers
+    tool_call_id: str | None = None  # tool only: the call that this message answers
     name: str | None = None
 
     @property
     def text(self) -> str:
-        """Its text parts, a line each."""
+        """The text parts, joined by newlines."""
         return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
 
     @property
-    def pictures(self) -> tuple[PicturePart, ...]:
-        return tuple(part for part in self.content if isinstance(part, PicturePart))
+    def image_parts(self) -> tuple[ImagePart, ...]:
+        return tuple(part for part in self.content if isinstance(part, ImagePart))
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema
-    strict: bool = False
+    strict: bool = False  # True: a call whose arguments break the schema is not given out as a call
 
 
 @dataclass(frozen=True)
 class NamedTool:
-    """tool_choice: this one must be called."""
+    """A tool_choice: the model must call this tool."""
 
     name: str
 
@@ -85,13 +85,18 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One conversation to be continued."""
+    """A conversation that the model continues."""
 
     messages: Sequence[Message]
     params: SamplingParams
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    grammar: Grammar | None = None  # what the answer (not its reasoning) must look like
-    prediction: str | None = None  # text that the answer is expected to resemble: becomes drafts
+    grammar: Grammar | None = None  # for the answer, not for its reasoning
+    prediction: str | None = None  # text that the answer is expected to resemble; used as drafts
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # e.g. {"enable_thinking": False}
+
+    @property
+    def active_tools(self) -> dict[str, Tool]:
+        """The tools that the model may call, by name."""
+        return {} if self.tool_choice == "none" else {tool.name: tool for tool in self.tools}

@@ -1,4 +1,4 @@
-"""What an answer is made of, as it grows: typed events. The three APIs each render this one stream."""
+"""Owns the typed events that an answer consists of. Every API renders this one event stream."""
 
 from __future__ import annotations
 
@@ -39,29 +39,33 @@ class ToolCallArguments:
 @dataclass(frozen=True)
 class ToolCallEnded:
     index: int
-    arguments: str  # the whole JSON text; broken off only where a forced call ran out of tokens
+    arguments: str  # the whole JSON text; incomplete only if a forced call ran out of tokens
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of the tokens behind the text deltas, for those who asked."""
+    """Log-probabilities of the tokens behind the text deltas, if the request asked for them."""
 
     tokens: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True)
 class Usage:
+    """Token counts of one answer."""
+
     num_prompt: int = 0
-    num_cached: int = 0  # prompt tokens that were not computed again
+    num_cached: int = 0  # prompt tokens that came from the prefix cache
     num_generated: int = 0
     num_reasoning: int = 0
-    num_accepted: int = 0  # drafts that stood
-    num_rejected: int = 0
-    num_stored: int = 0  # prompt tokens that were put into the prefix cache
+    num_accepted: int = 0  # drafts
+    num_rejected: int = 0  # drafts
+    num_stored: int = 0  # prompt tokens that this request added to the prefix cache
 
 
 @dataclass(frozen=True)
 class Finished:
+    """The last event of every answer."""
+
     reason: FinishedReason
     usage: Usage
     stats: Stats = field(default_factory=Stats)

@@ -1,9 +1,9 @@
-"""Owns the choice of a grammar for a request: what the answer must look like, and from where on.
+"""Owns the choice of a grammar for a request: the form of the answer, and where the grammar starts.
 
-Writes llguidance's dialect of Lark. Must not know how a grammar is carried out.
+Writes llguidance's dialect of Lark. Must not know how a grammar is enforced.
 
-A thinking model thinks first, so its grammar starts where its reasoning ends. Where the model would be free
-not to think at all, the prompt opens the reasoning for it: else its end, and the grammar, might never come.
+A reasoning model reasons first, so its grammar starts where the reasoning ends. If the model is free to skip
+the reasoning, the prompt opens the reasoning: otherwise its end, and so the grammar, might never come.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Literal
 
 from outrider.chat.conversation import ChatRequest, NamedTool, Tool
 from outrider.chat.formats import harmony
+from outrider.chat.formats.call_grammar import Element, FreeText, JsonValue, OneOf, OptionalElements
 from outrider.chat.formats.reasoning_format import ReasoningFormat
-from outrider.chat.formats.shape import FreeText, JsonOf, Maybe, OneOf, Part
 from outrider.chat.formats.tool_format import ToolFormat
-from outrider.chat.vocabulary import Vocabulary
+from outrider.chat.special_tokens import Vocabulary
 from outrider.request import Grammar, InvalidRequest
 
-Thinking = Literal["inside", "free", "off"]  # the prompt has opened the reasoning; the model may; it will not
+# inside: the prompt has opened the reasoning. free: the model may reason. off: the model does not reason.
+Thinking = Literal["inside", "free", "off"]
 
 _ANYTHING = "/(?s:.*)/"
 _BLANK = r"/[ \n]{0,4}/"
@@ -34,7 +35,7 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separ
 @dataclass(frozen=True)
 class Constraint:
     grammar: Grammar | None = None
-    opens_reasoning: bool = False  # the prompt must go on with the reasoning's opening
+    opens_reasoning: bool = False  # the reasoning's opening must be added to the prompt
     forces_call: bool = False
 
 
@@ -45,7 +46,7 @@ def constraint_for(
     thinking: Thinking,
     vocabulary: Vocabulary,
 ) -> Constraint:
-    """What holds for the answer to a request. InvalidRequest if it cannot be made to hold."""
+    """The constraint on the answer to a request. Raises InvalidRequest if it cannot be enforced."""
     writer = _Writer(vocabulary)
     own = request.grammar or request.params.grammar
     tools = () if request.tool_choice == "none" else request.tools
@@ -62,7 +63,7 @@ def constraint_for(
 
 
 def _forced_tools(request: ChatRequest) -> Sequence[Tool]:
-    """The tools one of which must be called."""
+    """The tools of which the model must call one; empty if no call is forced."""
     choice = request.tool_choice
     if choice == "required" and not request.tools:
         raise InvalidRequest('tool_choice "required" needs tools, and the request has none')
@@ -75,7 +76,7 @@ def _forced_tools(request: ChatRequest) -> Sequence[Tool]:
 
 
 def _required(format: ToolFormat | None) -> ToolFormat:
-    if format is None or format.shape is None:
+    if format is None or format.call_grammar is None:
         name = "which is unknown" if format is None else f'"{format.name}"'
         raise InvalidRequest(
             f"this model writes tool calls in a format ({name}) that a grammar cannot force: "
@@ -97,7 +98,7 @@ def _after_reasoning(
         return Constraint(grammar, forces_call=forces_call)
     if reasoning.closing in vocabulary.added:
         grammar = replace(grammar, after_ids=(vocabulary.added[reasoning.closing],))
-    else:  # tokens around it may differ from run to run: look for its text
+    else:  # the closing may be tokenized in several ways: match its text
         grammar = Grammar("lark", _Writer(vocabulary).after_text(reasoning.closing, grammar))
     return Constraint(grammar, opens_reasoning=thinking == "free", forces_call=forces_call)
 
@@ -105,7 +106,7 @@ def _after_reasoning(
 def _after_channel(
     grammar: Grammar, thinking: Thinking, vocabulary: Vocabulary, forces_call: bool
 ) -> Constraint:
-    """Harmony: a call follows the analysis, which is opened for that; an answer stands in its own channel."""
+    """Harmony: a forced call follows the analysis, which the prompt opens; an answer has its own channel."""
     format = harmony.REASONING
     mark = format.closing if forces_call else format.answer
     grammar = replace(grammar, after_ids=tuple(vocabulary.encode(mark)))
@@ -113,7 +114,7 @@ def _after_channel(
 
 
 class _Writer:
-    """Writes rules. Texts that are tokens of their own are named by id: as text they would not match."""
+    """Writes Lark rules. Added tokens are written by id: as text they would not match."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._added = vocabulary.added
@@ -122,7 +123,7 @@ class _Writer:
         self._rules: list[str] = []
 
     def calls(self, format: ToolFormat, tools: Sequence[Tool], allows_many: bool) -> str:
-        """One call of one of the tools, or one and more."""
+        """One call of one of the tools, or several calls."""
         return self._grammar(f"blank {self._calls(format, tools, allows_many)}", f"blank: {_BLANK}")
 
     def calls_or(self, format: ToolFormat, tools: Sequence[Tool], allows_many: bool, answer: Grammar) -> str:
@@ -131,7 +132,7 @@ class _Writer:
         return self._grammar("blank (calls | answer)", f"blank: {_BLANK}", f"calls: {calls}", _answer(answer))
 
     def after_text(self, text: str, answer: Grammar) -> str:
-        """Anything up to a text, then the answer."""
+        """Any text up to and including `text`, then the answer."""
         thought = f"thought[suffix={_quoted(text)}]: {_ANYTHING}"
         if answer.kind == "lark":
             return self._grammar("thought answer", thought, _START.sub("answer:", answer.text))
@@ -141,32 +142,33 @@ class _Writer:
         return "\n".join([f"start: {start}", *rules, *self._rules, ""])
 
     def _calls(self, format: ToolFormat, tools: Sequence[Tool], allows_many: bool) -> str:
-        assert format.shape is not None
+        assert format.call_grammar is not None
         names = []
         for i, tool in enumerate(tools):
             names.append(f"call_{i}")
-            self._rules.append(f"call_{i}: {self._parts(format.shape(tool), f'part_{i}')}")
+            elements = self._elements(format.call_grammar(tool), f"part_{i}")
+            self._rules.append(f"call_{i}: {elements}")
         self._rules.append(f"call: {' | '.join(names)}")
         more = f" ({self._text(format.between)} call)*" if allows_many and not format.is_single else ""
         before, after = map(self._text, format.around)
         return f"{before} call{more} {after}".strip()
 
-    def _parts(self, parts: Sequence[Part], name: str) -> str:
-        return " ".join(self._part(part, f"{name}_{i}") for i, part in enumerate(parts))
+    def _elements(self, elements: Sequence[Element], name: str) -> str:
+        return " ".join(self._element(element, f"{name}_{i}") for i, element in enumerate(elements))
 
-    def _part(self, part: Part, name: str) -> str:
-        match part:
+    def _element(self, element: Element, name: str) -> str:
+        match element:
             case str():
-                return self._text(part)
-            case JsonOf(schema, is_strict):
+                return self._text(element)
+            case JsonValue(schema, is_strict):
                 self._rules.append(f"{name}: {_json_rule(dict(schema), is_strict)}")
                 return name
             case FreeText(until):
                 return self._free_text(until, name)
             case OneOf(choices):
                 return f"({' | '.join(map(_quoted, choices))})"
-            case Maybe(inner):
-                return f"({self._parts(inner, name)})?"
+            case OptionalElements(inner):
+                return f"({self._elements(inner, name)})?"
 
     def _free_text(self, until: str, name: str) -> str:
         if until in self._added:
@@ -178,7 +180,7 @@ class _Writer:
         return name
 
     def _text(self, text: str) -> str:
-        """Literal text, with the tokens in it by their ids."""
+        """Literal text, with added tokens written by their ids."""
         written, at = [], 0
         for found in self._tokens.finditer(text):
             written += [_quoted(text[at : found.start()])] if found.start() > at else []
@@ -189,7 +191,7 @@ class _Writer:
 
 
 def _answer(grammar: Grammar) -> str:
-    """A client's grammar as a rule."""
+    """A client's grammar as the rule `answer`."""
     if grammar.kind == "json_object":
         return 'answer: %json {"type": "object"}'
     if grammar.kind == "json_schema":

@@ -1,7 +1,4 @@
-"""Owns JSON as text that arrives in pieces: where a value ends, and strict reading and writing.
-
-Must not know what the JSON is about.
-"""
+"""Owns strict JSON reading and writing, and the search for the end of a JSON value that arrives in chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class JsonEnd:
-    """Finds where an object or array ends. It trusts brackets; whether the JSON is sound `loads` says."""
+    """Finds the end of an object or array by its brackets. `loads` decides whether the JSON is valid."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -22,7 +19,7 @@ class JsonEnd:
         self.in_string = False
 
     def feed(self, text: str) -> int | None:
-        """Take the next piece; how much of it belongs to the value, once its last bracket has come."""
+        """Take the next chunk. Once the last bracket has come: how many characters belong to the value."""
         at = 0
         while at < len(text):
             if self._is_escaped:
@@ -48,13 +45,13 @@ class JsonEnd:
 
 
 def ends_in_string(text: str) -> bool:
-    """Whether JSON text breaks off inside a string, so that what follows still belongs to the string."""
+    """True if JSON text breaks off inside a string, so that the next text still belongs to the string."""
     end = JsonEnd()
     return end.feed(text) is None and end.in_string
 
 
 def loads(text: str) -> Any:
-    """Read strict JSON. Anything else is a ValueError, whatever is wrong with it."""
+    """Read strict JSON. Raises ValueError for anything else."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
@@ -62,11 +59,11 @@ def loads(text: str) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """Write JSON that can be sent as UTF-8. ValueError where there is no JSON for the value."""
+    """Write JSON that can be sent as UTF-8. Raises ValueError for a value that JSON cannot express."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can carry
+    except UnicodeEncodeError:  # half a surrogate pair: only an escape can express it
         return json.dumps(value, allow_nan=False)
     return text
 

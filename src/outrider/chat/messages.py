@@ -1,7 +1,10 @@
-"""Owns the normalisation of conversations for templates that take only some of them. Pure.
+"""Owns the rewriting of conversations for templates that accept only some of them. Pure.
 
-Must not know templates: `variants` offers changes from none to all; the renderer takes the first that fits.
-A rule returns the conversation unchanged where it has nothing to do.
+Must not know templates: `variants` offers the conversation with ever more changes, and the template takes the
+first variant that it accepts. A rule returns the conversation unchanged where the rule does not apply.
+
+A model whose template does not mention tools gets them as text: the tools in the system message, calls and
+results of earlier turns in the default tool format.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from outrider.chat.conversation import Message, Part, Role, TextPart, ToolCall
-from outrider.chat.tool_text import calls_as_text
+from outrider.chat.conversation import Message, Part, Role, TextPart, Tool, ToolCall
+from outrider.chat.json_text import dumps
 from outrider.request import InvalidRequest
 
 Conversation = list[Message]
@@ -25,18 +28,18 @@ ROLES: dict[str, Role] = {
     "function": "tool",
 }
 
-CALL_ID_LENGTH = 9  # what Mistral's templates insist on
+CALL_ID_LENGTH = 9  # characters: the length that Mistral's templates require
 
 
-def role_named(name: str) -> Role:
-    """The role that an API calls by this name."""
-    if name not in ROLES:
+def role_named(name: object) -> Role:
+    """The canonical role for a role name of an API."""
+    if not isinstance(name, str) or name not in ROLES:
         raise InvalidRequest(f"unknown role {name!r}: use one of {', '.join(ROLES)}")
     return ROLES[name]
 
 
 def variants(messages: Sequence[Message]) -> Iterator[Conversation]:
-    """The conversation as it is, then with one rule after the other applied to it."""
+    """The unchanged conversation first; then each rule in turn, applied to the result of the rules before."""
     current = list(messages)
     yield current
     for rule in RULES:
@@ -46,8 +49,11 @@ def variants(messages: Sequence[Message]) -> Iterator[Conversation]:
             yield current
 
 
+# -- rules -----------------------------------------------------------------------------------------------
+
+
 def hoist_system(messages: Conversation) -> Conversation:
-    """One system message, at the front, with what all of them say."""
+    """Join all system messages into one at the front."""
     system = [message for message in messages if message.role == "system"]
     if not system or (len(system) == 1 and messages[0].role == "system"):
         return messages
@@ -56,7 +62,7 @@ def hoist_system(messages: Conversation) -> Conversation:
 
 
 def merge_neighbours(messages: Conversation) -> Conversation:
-    """Plain messages of one role in a row become one; calls, tool results, lists and media stay apart."""
+    """Join consecutive messages of one role, if both are a single text without calls or media."""
     merged: Conversation = []
     for message in messages:
         if merged and merged[-1].role == message.role and _is_plain(merged[-1]) and _is_plain(message):
@@ -68,7 +74,7 @@ def merge_neighbours(messages: Conversation) -> Conversation:
 
 
 def shorten_call_ids(messages: Conversation) -> Conversation:
-    """Ids of nine letters and digits, the same for a call and its result."""
+    """Replace call ids by ids of nine letters and digits, the same for a call and its result."""
     return [
         replace(
             message,
@@ -80,91 +86,86 @@ def shorten_call_ids(messages: Conversation) -> Conversation:
 
 
 def separate_calls(messages: Conversation) -> Conversation:
-    """One call a turn: each assistant message with several calls becomes several, each before its result."""
+    """Split each assistant message with several calls into messages of one call, each before its result."""
     separate: Conversation = []
     at = 0
     while at < len(messages):
         message = messages[at]
         at += 1
+        if len(message.tool_calls) <= 1:
+            separate.append(message)
+            continue
         results = []
-        while at < len(messages) and messages[at].role == "tool" and len(message.tool_calls) > 1:
+        while at < len(messages) and messages[at].role == "tool":
             results.append(messages[at])
             at += 1
-        separate += _one_by_one(message, results) if len(message.tool_calls) > 1 else [message]
+        for i, call in enumerate(message.tool_calls):
+            turn = message if i == 0 else replace(message, content=(), reasoning=None)
+            answers = [result for result in results if result.tool_call_id == call.id]
+            separate += [replace(turn, tool_calls=(call,)), *answers]
+            results = [result for result in results if result not in answers]
+        separate += results
     return separate
 
 
-def forget_reasoning(messages: Conversation) -> Conversation:
-    """No thinking of earlier turns, for templates that cannot place it beside text and calls."""
+def drop_reasoning(messages: Conversation) -> Conversation:
+    """Remove the reasoning of earlier turns, for templates that cannot place it beside text and calls."""
     return [replace(message, reasoning=None) for message in messages]
 
 
-def show_results(messages: Conversation) -> Conversation:
-    """Pictures among tool results come after them, from the user, for templates that would drop them."""
-    shown: Conversation = []
-    held: list[Part] = []
+def move_result_images(messages: Conversation) -> Conversation:
+    """Move images of tool results into a user message behind them, for templates that would drop them."""
+    moved: Conversation = []
+    waiting: list[Part] = []
     for message in messages:
-        if held and message.role != "tool":
-            shown.append(Message("user", tuple(held)))
-            held = []
-        if message.role == "tool" and message.pictures:
-            held += message.pictures
+        if waiting and message.role != "tool":
+            moved.append(Message("user", tuple(waiting)))
+            waiting = []
+        if message.role == "tool" and message.image_parts:
+            waiting += message.image_parts
             texts = tuple(part for part in message.content if isinstance(part, TextPart))
             message = replace(message, content=texts or (TextPart("(a picture)"),))
-        shown.append(message)
-    return [*shown, Message("user", tuple(held))] if held else shown
+        moved.append(message)
+    return [*moved, Message("user", tuple(waiting))] if waiting else moved
 
 
-def write_out_calls(messages: Conversation) -> Conversation:
+def write_calls_as_text(messages: Conversation) -> Conversation:
     """Calls and results as text, for templates that know neither."""
     return merge_neighbours(calls_as_text(messages))
 
 
 def fold_system(messages: Conversation) -> Conversation:
-    """What the system says goes before the first thing that the user says."""
+    """Put the system message at the start of the first user message."""
     if not messages or messages[0].role != "system":
         return messages
     text, rest = messages[0].text, messages[1:]
-    if rest and rest[0].role == "user":
-        return [replace(rest[0], content=_prefixed(text, rest[0].content)), *rest[1:]]
-    return [Message("user", (TextPart(text),)), *rest]
+    if not rest or rest[0].role != "user":
+        return [Message("user", (TextPart(text),)), *rest]
+    content = rest[0].content
+    if content and isinstance(content[0], TextPart):
+        content = (TextPart(f"{text}\n\n{content[0].text}"), *content[1:])
+    else:
+        content = (TextPart(text), *content)
+    return [replace(rest[0], content=content), *rest[1:]]
 
 
-# From what changes least to what changes most.
+# The rule that changes least comes first.
 RULES: tuple[Callable[[Conversation], Conversation], ...] = (
     hoist_system,
     merge_neighbours,
     shorten_call_ids,
     separate_calls,
-    forget_reasoning,
-    show_results,
-    write_out_calls,
+    drop_reasoning,
+    move_result_images,
+    write_calls_as_text,
     fold_system,
 )
 
 
 def _is_plain(message: Message) -> bool:
-    """Whether it says one piece of text and nothing else."""
+    """True if the message is one text part and nothing else."""
     is_text = len(message.content) == 1 and isinstance(message.content[0], TextPart)
     return is_text and not message.tool_calls and message.role != "tool"
-
-
-def _prefixed(text: str, content: tuple[Part, ...]) -> tuple[Part, ...]:
-    if content and isinstance(content[0], TextPart):
-        return (TextPart(f"{text}\n\n{content[0].text}"), *content[1:])
-    return (TextPart(text), *content)
-
-
-def _one_by_one(message: Message, results: Conversation) -> Conversation:
-    turns: Conversation = []
-    left = list(results)
-    for i, call in enumerate(message.tool_calls):
-        said = message if i == 0 else replace(message, content=(), reasoning=None)
-        turns.append(replace(said, tool_calls=(call,)))
-        answers = [result for result in left if result.tool_call_id == call.id]
-        turns += answers
-        left = [result for result in left if result not in answers]
-    return turns + left
 
 
 def _short_id(id: str) -> str:
@@ -173,7 +174,42 @@ def _short_id(id: str) -> str:
     return hashlib.sha256(id.encode()).hexdigest()[:CALL_ID_LENGTH]
 
 
+# -- tools as text ---------------------------------------------------------------------------------------
+
+
+def describe_tools(messages: Sequence[Message], tools: Sequence[Tool], instructions: str) -> list[Message]:
+    """The conversation with the tools described in its first system message."""
+    signatures = [
+        {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+        for tool in tools
+    ]
+    functions = "\n".join(map(dumps, signatures))
+    text = f"You can call these functions:\n{functions}\n\n{instructions}"
+    if messages and messages[0].role == "system":
+        first = messages[0]
+        return [replace(first, content=(*first.content, TextPart(f"\n{text}"))), *messages[1:]]
+    return [Message("system", (TextPart(text),)), *messages]
+
+
+def calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with calls in the assistant's text and their results in user messages."""
+    return [_call_as_text(message) for message in messages]
+
+
+def _call_as_text(message: Message) -> Message:
+    if message.role == "tool":
+        text = f"<tool_response>\n{message.text}\n</tool_response>"
+        return Message("user", (TextPart(text), *message.image_parts))
+    if not message.tool_calls:
+        return message
+    texts = [message.text] if message.text else []
+    for call in message.tool_calls:
+        written = f'{{"name": {dumps(call.name)}, "arguments": {call.arguments or "{}"}}}'
+        texts.append(f"<tool_call>\n{written}\n</tool_call>")
+    return replace(message, content=(TextPart("\n".join(texts)),), tool_calls=())
+
+
 def names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
-    """Which function each call id stands for."""
+    """The function name of each call id."""
     calls: Iterator[ToolCall] = (call for message in messages for call in message.tool_calls)
     return {call.id: call.name for call in calls}

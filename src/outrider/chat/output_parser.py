@@ -1,7 +1,7 @@
-"""Owns the way from an answer's text to events: indices and ids of calls, which calls stand, layout.
+"""Owns the way from an answer's text to events: call indices and ids, which calls are valid, blank space.
 
-Must not know tokens, nor any format. The events are the same however the text was cut, but for neighbouring
-deltas; a call that cannot stand (broken, of an unknown tool, against a strict schema) is text.
+Must not know any format. The events do not depend on where the text was cut, except that neighbouring deltas
+may be joined. A call that is broken, of an unknown tool or against a strict schema is given out as text.
 """
 
 from __future__ import annotations
@@ -13,31 +13,36 @@ from collections.abc import Callable, Iterable, Iterator
 from outrider.chat.call_splitter import CallSplitter
 from outrider.chat.events import (
     ChatEvent,
+    Finished,
+    FinishedReason,
+    Logprobs,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
     ToolCallEnded,
     ToolCallStarted,
+    Usage,
 )
 from outrider.chat.formats import harmony
 from outrider.chat.formats.reasoning_format import ReasoningFormat
-from outrider.chat.formats.tool_format import ParsedCall, Toolbox, ToolFormat
+from outrider.chat.formats.tool_format import ParsedCall, ToolFormat, ToolsByName
 from outrider.chat.harmony_splitter import HarmonySplitter
 from outrider.chat.json_text import loads
-from outrider.chat.markers import Silencer
-from outrider.chat.pieces import (
-    CallClosed,
-    Called,
-    CallGrew,
-    CallOpened,
-    Piece,
-    PlainSplitter,
-    Said,
-    Splitter,
-    Thought,
-)
-from outrider.chat.reasoning_splitter import ReasoningSplitter
 from outrider.chat.schema import problem
+from outrider.chat.splitters import (
+    CallClosed,
+    CallFragment,
+    CallOpened,
+    CallsSegment,
+    MarkerSearch,
+    PlainSplitter,
+    ReasoningSegment,
+    ReasoningSplitter,
+    Segment,
+    Splitter,
+    TextSegment,
+)
+from outrider.engine.sequence import Delta, Stats
 
 log = logging.getLogger(__name__)
 
@@ -47,21 +52,24 @@ BLANK = " \t\r\n"
 def new_splitter(
     tool_format: ToolFormat | None,
     reasoning_format: ReasoningFormat | None,
-    tools: Toolbox,
+    tools: ToolsByName,
     *,
-    is_inside: bool = False,
-    streams: bool = False,
+    starts_inside: bool = False,
+    streams_calls: bool = False,
 ) -> Splitter:
-    """What reads an answer in these formats. Calls are looked for only if there are tools.
+    """The splitter for answers in these formats. Calls are looked for only if there are tools.
 
-    `is_inside`: the prompt has opened the thinking. `streams`: a grammar sees to the form of calls.
+    `starts_inside`: the prompt has opened the reasoning. `streams_calls`: a grammar guarantees the form of
+    calls, so their arguments are passed on while they arrive.
     """
     if reasoning_format is harmony.REASONING:
-        return HarmonySplitter(tools, is_inside, streams)
+        return HarmonySplitter(tools, starts_inside, streams_calls)
     answer: Splitter = PlainSplitter()
     if tools and tool_format is not None:
-        answer = CallSplitter(tool_format, tools, streams)
-    return ReasoningSplitter(reasoning_format, answer, is_inside) if reasoning_format is not None else answer
+        answer = CallSplitter(tool_format, tools, streams_calls)
+    if reasoning_format is None:
+        return answer
+    return ReasoningSplitter(reasoning_format, answer, starts_inside)
 
 
 def new_call_id() -> str:
@@ -69,26 +77,27 @@ def new_call_id() -> str:
 
 
 class OutputParser:
-    """Text in, events out. `is_complete` once nothing that follows can matter."""
+    """Text in, events out. `is_complete` is True once the rest of the answer cannot matter."""
 
     def __init__(
         self,
         splitter: Splitter,
-        tools: Toolbox,
+        tools: ToolsByName,
         *,
         is_parallel: bool = True,
-        silenced: Iterable[str] = (),
+        hidden: Iterable[str] = (),
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
+        """`hidden`: special tokens that are removed from the text."""
         self._splitter = splitter
         self._tools = tools
         self._is_parallel = is_parallel
-        self._silencer = Silencer(silenced)
+        self._filter = _TokenFilter(hidden)
         self._new_id = new_id
-        self._said = _Trimmed(holds_blanks=bool(tools))
-        self._thought = _Trimmed(holds_blanks=True, skips_blanks=True)
-        self._thoughts: list[str] = []
-        self._open_call: list[str] = []  # fragments of the call that is growing
+        self._text = _BlankTrimmer(holds_blanks=bool(tools))
+        self._reasoning = _BlankTrimmer(holds_blanks=True, skips_blanks=True)
+        self._reasoning_texts: list[str] = []
+        self._open_call: list[str] = []  # fragments of the call that is still open
         self.num_calls = 0
 
     @property
@@ -97,72 +106,75 @@ class OutputParser:
 
     @property
     def reasoning(self) -> str:
-        """All thinking so far."""
-        return "".join(self._thoughts)
+        """All reasoning so far."""
+        return "".join(self._reasoning_texts)
+
+    def read(self, delta: Delta, with_logprobs: bool) -> Iterator[ChatEvent]:
+        """The events of one engine delta, except for Finished: see `finished_event`."""
+        yield from self.push(delta.text)
+        if with_logprobs and delta.logprobs:
+            yield Logprobs(delta.logprobs)
+        if delta.finish_reason is not None:
+            yield from self.finish()
 
     def push(self, text: str) -> list[ChatEvent]:
-        return self._events(self._splitter.push(self._silencer.push(text)))
+        return self._events(self._splitter.push(self._filter.push(text)))
 
     def finish(self) -> list[ChatEvent]:
-        """What was held back: the answer is over."""
-        events = self._events(self._splitter.push(self._silencer.push("", is_final=True)))
+        """The events of the text that was held back: the answer is over."""
+        events = self._events(self._splitter.push(self._filter.push("", is_final=True)))
         events += self._events(self._splitter.finish())
         if not self.is_complete:
-            events += _deltas(ReasoningDelta, self._thought.flush()) + _deltas(TextDelta, self._said.flush())
+            events += _deltas(ReasoningDelta, self._reasoning.flush())
+            events += _deltas(TextDelta, self._text.flush())
         return events
 
-    def _events(self, pieces: Iterable[Piece]) -> list[ChatEvent]:
+    def _events(self, segments: Iterable[Segment]) -> list[ChatEvent]:
         events: list[ChatEvent] = []
-        for piece in pieces:
+        for segment in segments:
             if not self.is_complete:
-                events += self._take(piece)
+                events += self._take(segment)
         return events
 
-    def _take(self, piece: Piece) -> Iterator[ChatEvent]:
-        match piece:
-            case Said(text):
-                yield from self._say(text)
-            case Thought(text):
-                yield from self._think(text)
-            case Called(calls, text) if all(map(self._stands, calls)):
+    def _take(self, segment: Segment) -> Iterator[ChatEvent]:
+        match segment:
+            case TextSegment(text):
+                yield from self._take_text(text)
+            case ReasoningSegment(text):
+                events = _deltas(ReasoningDelta, self._reasoning.push(text))
+                self._reasoning_texts += [event.text for event in events if isinstance(event, ReasoningDelta)]
+                yield from events
+            case CallsSegment(calls, text) if all(map(self._is_valid, calls)):
                 for call in calls if self._is_parallel else calls[:1]:
-                    yield from self._call(call)
-            case Called(_, text):
-                yield from self._say(text)
+                    yield self._start_call(call.name, call.id)
+                    yield ToolCallArguments(self.num_calls - 1, call.arguments)
+                    yield ToolCallEnded(self.num_calls - 1, call.arguments)
+            case CallsSegment(_, text):
+                yield from self._take_text(text)
             case CallOpened(name):
                 self._open_call = [""]
                 yield self._start_call(name, None)
-            case CallGrew(fragment):
+            case CallFragment(fragment):
                 self._open_call.append(fragment)
                 yield ToolCallArguments(self.num_calls - 1, fragment)
             case CallClosed():
                 arguments, self._open_call = "".join(self._open_call), []
                 yield ToolCallEnded(self.num_calls - 1, arguments)
 
-    def _say(self, text: str) -> list[ChatEvent]:
-        if not self._thought.is_new:
-            self._thought.restart()
-            self._said.restart()
-        return _deltas(TextDelta, self._said.push(text))
-
-    def _think(self, text: str) -> list[ChatEvent]:
-        events = _deltas(ReasoningDelta, self._thought.push(text))
-        self._thoughts += [event.text for event in events if isinstance(event, ReasoningDelta)]
-        return events
-
-    def _call(self, call: ParsedCall) -> Iterator[ChatEvent]:
-        yield self._start_call(call.name, call.id)
-        yield ToolCallArguments(self.num_calls - 1, call.arguments)
-        yield ToolCallEnded(self.num_calls - 1, call.arguments)
+    def _take_text(self, text: str) -> list[ChatEvent]:
+        if not self._reasoning.is_new:
+            self._reasoning.restart()
+            self._text.restart()
+        return _deltas(TextDelta, self._text.push(text))
 
     def _start_call(self, name: str, id: str | None) -> ChatEvent:
-        self._said.restart()
-        self._thought.restart()
+        self._text.restart()
+        self._reasoning.restart()
         self.num_calls += 1
         return ToolCallStarted(self.num_calls - 1, id or self._new_id(), name)
 
-    def _stands(self, call: ParsedCall) -> bool:
-        """Whether a call may be given out. A strict tool's schema is a promise; others the client judges."""
+    def _is_valid(self, call: ParsedCall) -> bool:
+        """True if the call may be given out. Without `strict`, the client judges the arguments."""
         tool = self._tools.get(call.name)
         if tool is None:
             log.info("a call of %r, which is not among the tools, is given out as text", call.name)
@@ -174,17 +186,62 @@ class OutputParser:
         return not tool.strict
 
 
-class _Trimmed:
-    """Passes text on without the blanks between it and what is not text: they are layout.
+def finish_reason(delta: Delta, parser: OutputParser) -> FinishedReason:
+    """The reason of the whole answer, from its last delta."""
+    assert delta.finish_reason is not None
+    # An answer that was cut off keeps its reason, even after a call. An answer that is complete after its
+    # first call was cancelled by its reader.
+    if parser.num_calls and (delta.finish_reason == "stop" or parser.is_complete):
+        return "tool_calls"
+    return delta.finish_reason
 
-    Blanks at the end are held until something follows, where it is known that something may.
+
+def finished_event(delta: Delta, parser: OutputParser, num_reasoning: int) -> Finished:
+    """The last event of an answer, from its last delta. `num_reasoning`: tokens of `parser.reasoning`."""
+    stats = delta.stats or Stats()
+    num_accepted = sum(stats.accepted)
+    usage = Usage(
+        num_prompt=stats.num_prompt,
+        num_cached=stats.num_cached,
+        num_stored=stats.num_stored,
+        num_generated=stats.num_generated,
+        num_reasoning=min(num_reasoning, stats.num_generated),
+        num_accepted=num_accepted,
+        num_rejected=sum(stats.drafted) - num_accepted,
+    )
+    return Finished(finish_reason(delta, parser), usage, stats, delta.stop_string, delta.error)
+
+
+class _TokenFilter:
+    """Passes text on without the given tokens' texts."""
+
+    def __init__(self, hidden: Iterable[str]) -> None:
+        self._search = MarkerSearch(hidden)
+        self._held = ""
+
+    def push(self, text: str, is_final: bool = False) -> str:
+        self._held += text
+        passed = []
+        while found := self._search.find(self._held, is_final):
+            passed.append(self._held[: found.start])
+            self._held = self._held[found.end :]
+        num_safe = len(self._held) if is_final else self._search.num_safe(self._held)
+        passed.append(self._held[:num_safe])
+        self._held = self._held[num_safe:]
+        return "".join(passed)
+
+
+class _BlankTrimmer:
+    """Passes text on without the blanks between the text and reasoning or calls: such blanks are layout.
+
+    With `holds_blanks`, blanks at the end are held until more text follows.
     """
 
     def __init__(self, holds_blanks: bool, skips_blanks: bool = False) -> None:
         self._holds_blanks = holds_blanks
         self._skips_blanks = skips_blanks
         self._held = ""
-        self.is_new = True  # nothing has come since the start
+        self.is_new = True  # no text has come since the start or since `restart`
 
     def push(self, text: str) -> str:
         self.is_new = False
@@ -201,7 +258,7 @@ class _Trimmed:
         return held
 
     def restart(self) -> None:
-        """Something else came: what is held was layout, and so are the blanks that follow."""
+        """A segment of another kind came: the held blanks, and the blanks that follow, are layout."""
         self._held = ""
         self._skips_blanks = True
         self.is_new = True

@@ -1,7 +1,7 @@
-"""Owns the check of a call's arguments against the tool's JSON schema: the common keywords, not all of them.
+"""Owns the check of a call's arguments against the tool's JSON schema: the common keywords only.
 
-Keywords that it does not know are passed over. `pattern` is one of them on purpose: a client's expression,
-run on a model's text, could hold the event loop up for as long as it likes.
+Unknown keywords are ignored. `pattern` is ignored on purpose: a client's regular expression could block the
+event loop for any length of time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MAX_DEPTH = 64
+MAX_SCHEMA_DEPTH = 64  # nested schemas that are checked; deeper ones allow everything. Chosen by hand
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -23,7 +23,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def problem(value: Any, schema: Any) -> str | None:
-    """What is wrong with a value under a schema, in a few words; None when nothing is."""
+    """The first problem of a value under a schema, in a few words; None if there is none."""
     return _Check(schema).problem(value, schema, "arguments", 0)
 
 
@@ -34,7 +34,7 @@ class _Check:
     def problem(self, value: Any, schema: Any, where: str, depth: int) -> str | None:
         if schema is False:
             return f"{where} is not allowed"
-        if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
             return None
         return (
             self._reference_problem(value, schema, where, depth)
@@ -86,7 +86,7 @@ class _Check:
 
 
 def _own_problem(value: Any, schema: Mapping[str, Any], where: str) -> str | None:
-    """What the keywords say that look at the value alone."""
+    """Check the keywords that concern the value alone, not its members."""
     kinds = schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else _list(kinds)
     if kinds and not any(_is_a(value, kind) for kind in kinds):
@@ -124,12 +124,12 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equal as JSON: true is not 1."""
+    """Equality as JSON: true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def _resolve(root: Any, reference: str) -> Any:
-    """A reference within the schema; what cannot be found allows everything."""
+    """The target of a reference within the schema. An unknown target allows everything."""
     if not reference.startswith("#"):
         return True
     found = root

@@ -1,7 +1,7 @@
-"""Owns the way from a conversation to a prompt, through the tokenizer's own chat template.
+"""Owns the way from messages to a prompt, through the tokenizer's own chat template.
 
-Must not know what the answer will look like. A conversation is rendered as it is; only if the template
-rejects it, or loses what the system said, are changes tried (see messages).
+Must not know how the answer is read. The conversation is rendered unchanged first. Only if the template
+rejects it, or drops a system message, are the variants of messages.py tried.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Literal
 from jinja2 import Environment, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
-from outrider.chat.conversation import MediaPart, Message, PicturePart, TextPart, Tool, ToolCall
-from outrider.chat.guard import Guard
+from outrider.chat.conversation import ImagePart, MediaPart, Message, TextPart, Tool, ToolCall
 from outrider.chat.json_text import loads
 from outrider.chat.messages import names_of_calls, variants
-from outrider.chat.vocabulary import Vocabulary
+from outrider.chat.special_tokens import SpecialTokenEscape, Vocabulary
 from outrider.media.image_reader import ReadPicture
 from outrider.request import InvalidRequest
 
-# What the template gets from us, or what would let a client do more than fill in a template.
+# Arguments of apply_chat_template that a client may not set: Outrider sets them, or they would let a client
+# do more than fill in a template.
 RESERVED = frozenset(
     {
         "conversation",
@@ -42,30 +42,31 @@ RESERVED = frozenset(
     }
 )
 
-PROBE = "outrider"  # what a message says when a template is tried out
+PROBE = "outrider"  # the content of the message that probes a template
 
-ArgumentsAs = Literal["mapping", "text"]
+ArgumentsAs = Literal["mapping", "text"]  # how a template gets the arguments of earlier calls
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedMessages:
     ids: tuple[int, ...]
     text: str
-    pictures: tuple[ReadPicture, ...] = ()  # in the order in which the prompt shows them
+    images: tuple[ReadPicture, ...] = ()  # in the order of the prompt
 
 
 class ChatTemplate:
-    """`spared`: special tokens that an assistant's turns may hold, since the template looks for them.
+    """Renders messages with one tokenizer's template.
 
-    `placeholder`: what the template writes for a picture; None for a model that reads text only, with the
-    reason in `blind` where it could read them elsewhere.
+    `assistant_tokens`: special tokens that assistant messages may contain, because the template looks for
+    them. `placeholder`: the text that the template writes for an image; None for a model that reads text
+    only. `no_images_reason`: why a vision model reads text only.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         vocabulary: Vocabulary,
-        spared: Sequence[str] = (),
+        assistant_tokens: Sequence[str] = (),
         placeholder: str | None = None,
         no_images_reason: str | None = None,
     ) -> None:
@@ -74,57 +75,36 @@ class ChatTemplate:
         self._no_images_reason = no_images_reason
         self._vocabulary = vocabulary
         self.source = template_source(tokenizer)
-        self._exists = bool(self.source) or bool(getattr(tokenizer, "has_chat_template", False))
-        # What a client's words must not turn into: special tokens, and those that the template writes.
+        self.exists = bool(self.source) or bool(getattr(tokenizer, "has_chat_template", False))
+        # Client text must not turn into special tokens, nor into added tokens that the template writes.
         written = {token for token in vocabulary.added if token in self.source and not token.isspace()}
-        self._guarded = vocabulary.special | written
-        self._spared = frozenset(spared) | (written - vocabulary.special)
+        self._escaped = vocabulary.special | written
+        self._assistant_tokens = frozenset(assistant_tokens) | (written - vocabulary.special)
 
     @property
     def mentions_tools(self) -> bool:
-        """A template that is not Jinja is a model's own code, which knows its tools."""
+        """True without Jinja source too: such a template is the model's own code, which knows its tools."""
         return not self.source or "tools" in _variables(self.source)
-
-    @cached_property
-    def _takes_lists_only(self) -> bool:
-        """Some vision templates look for parts and would drop a message that is a string."""
-        if self._placeholder is None:
-            return False
-        lists = [{"type": "text", "text": PROBE}]
-        return not self._shows(PROBE) and self._shows(lists)
-
-    def _shows(self, content: Any) -> bool:
-        try:
-            return PROBE in self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}], tokenize=False
-            )
-        except Exception:  # a template raises what it likes
-            return False
 
     @property
     def has_thinking_switch(self) -> bool:
         return "enable_thinking" in _variables(self.source)
 
-    @property
-    def _calls_switch_thinking(self) -> bool:
-        """Some templates have the same switch under another name."""
-        return not self.has_thinking_switch and "thinking" in _variables(self.source)
-
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Rendered:
-        """The prompt for a conversation. InvalidRequest, with the template's own words, if it takes none."""
+    ) -> RenderedMessages:
+        """Raises InvalidRequest, with the template's message, if the template accepts no variant."""
         settings = self._settings(kwargs or {})
         self._check(messages)
-        fallback: Rendered | None = None
+        fallback: RenderedMessages | None = None
         error: Exception | None = None
         for candidate, arguments_as in _candidates(messages):
             try:
                 rendered = self._render(candidate, tools, settings, arguments_as)
-            except Exception as failure:  # a template raises what it likes
+            except Exception as failure:  # a template may raise anything
                 error = failure
                 continue
-            if _keeps(rendered.text, candidate, arguments_as):
+            if _is_complete(rendered.text, candidate, arguments_as):
                 return rendered
             fallback = fallback or rendered
         if fallback is None:
@@ -137,79 +117,93 @@ class ChatTemplate:
         tools: Sequence[Tool],
         settings: Mapping[str, Any],
         arguments_as: ArgumentsAs,
-    ) -> Rendered:
-        dicts = _as_dicts(messages, arguments_as, self._takes_lists_only)
-        described = [_tool_dict(tool) for tool in tools]
-        guard = Guard(self._guarded, [dicts, described, dict(settings)])
+    ) -> RenderedMessages:
+        names = names_of_calls(messages)
+        dicts = [_message_dict(m, names, arguments_as, self._takes_lists_only) for m in messages]
+        tool_dicts = [_tool_dict(tool) for tool in tools]
+        special = SpecialTokenEscape(self._escaped, [dicts, tool_dicts, dict(settings)])
+        nothing: frozenset[str] = frozenset()
         text = self._tokenizer.apply_chat_template(
-            [guard.marked(m, self._spared if m["role"] == "assistant" else frozenset()) for m in dicts],
-            tools=guard.marked(described) or None,
+            [
+                special.escape(m, self._assistant_tokens if m["role"] == "assistant" else nothing)
+                for m in dicts
+            ],
+            tools=special.escape(tool_dicts) or None,
             tokenize=False,
-            **guard.marked(settings),
+            **special.escape(settings),
         )
-        pictures = tuple(p for message in messages for part in message.pictures for p in part.pictures)
-        text = self._with_pictures(text, pictures)
-        return Rendered(tuple(guard.encode(text, self._vocabulary.encode)), guard.unmarked(text), pictures)
-
-    def _with_pictures(self, text: str, pictures: Sequence[ReadPicture]) -> str:
-        """What the model wants to read for each picture, where the template says that there is one."""
-        if not pictures or self._placeholder is None:
-            return text
-        between = text.split(self._placeholder)
-        if len(between) != len(pictures) + 1:
-            raise ValueError(f"{len(pictures)} pictures were to be shown, and {len(between) - 1} were")
-        return between[0] + "".join(p.text + t for p, t in zip(pictures, between[1:], strict=True))
+        images = tuple(image for message in messages for part in message.image_parts for image in part.images)
+        if images and self._placeholder is not None:
+            text = _with_images(text, self._placeholder, images)
+        ids = special.encode(text, self._vocabulary.encode)
+        return RenderedMessages(tuple(ids), special.unescape(text), images)
 
     def _settings(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         refused = RESERVED & kwargs.keys()
         if refused:
             raise InvalidRequest(f"chat_template_kwargs may not set {', '.join(sorted(refused))}")
         settings = {"add_generation_prompt": not kwargs.get("continue_final_message", False), **kwargs}
-        if "enable_thinking" in settings and self._calls_switch_thinking:
-            settings.setdefault("thinking", settings["enable_thinking"])
+        names = _variables(self.source)
+        if "enable_thinking" in settings and "enable_thinking" not in names and "thinking" in names:
+            settings.setdefault("thinking", settings["enable_thinking"])  # the same switch under another name
         return settings
 
     def _check(self, messages: Sequence[Message]) -> None:
-        if not self._exists:
+        if not self.exists:
             raise InvalidRequest("this model has no chat template: use plain completions instead")
         if not messages:
             raise InvalidRequest("messages is empty: there must be at least one")
         parts = [part for message in messages for part in message.content]
         media = [part.kind for part in parts if isinstance(part, MediaPart)]
-        if media or (self._placeholder is None and any(isinstance(part, PicturePart) for part in parts)):
+        if media or (self._placeholder is None and any(isinstance(part, ImagePart) for part in parts)):
             kind = media[0] if media else "image"
+            article = "a" if kind == "video" else "an"
             reason = f" ({self._no_images_reason})" if self._no_images_reason else ""
-            raise InvalidRequest(f"this model reads text only{reason}, and a message holds {_article(kind)}")
+            raise InvalidRequest(f"this model reads text only{reason}, and a message has {article} {kind}")
 
+    @cached_property
+    def _takes_lists_only(self) -> bool:
+        """Some vision templates expect a list of content parts and would drop a message that is a string."""
+        if self._placeholder is None:
+            return False
+        return not self._shows(PROBE) and self._shows([{"type": "text", "text": PROBE}])
 
-@lru_cache(maxsize=8)
-def _variables(source: str) -> frozenset[str]:
-    """What a template reads of what it is given."""
-    try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-    except TemplateSyntaxError:  # a tag that only the tokenizer knows: take every word of it
-        return frozenset(re.findall(r"\w+", source))
-    return frozenset(find_undeclared_variables(tree))
+    def _shows(self, content: Any) -> bool:
+        try:
+            return PROBE in self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], tokenize=False
+            )
+        except Exception:  # a template may raise anything
+            return False
 
 
 def template_source(tokenizer: Any) -> str:
-    """The Jinja source of a tokenizer's template, or of all of them; empty where there is none."""
+    """The Jinja source of the tokenizer's template, or of all of its templates; empty if there is none."""
     source = getattr(tokenizer, "chat_template", None)
     if isinstance(source, Mapping):
         return "\n".join(map(str, source.values()))
     return source if isinstance(source, str) else ""
 
 
+@lru_cache(maxsize=8)
+def _variables(source: str) -> frozenset[str]:
+    """The names of the variables that a template reads."""
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    except TemplateSyntaxError:  # a tag that only the tokenizer knows: take every word of the source
+        return frozenset(re.findall(r"\w+", source))
+    return frozenset(find_undeclared_variables(tree))
+
+
 def _candidates(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], ArgumentsAs]]:
-    """What to try, the conversation as it is first. Calls' arguments are mappings, or text if need be."""
     for variant in variants(messages):
         yield variant, "mapping"
         if any(message.tool_calls for message in variant):
             yield variant, "text"
 
 
-def _keeps(text: str, messages: Sequence[Message], arguments_as: ArgumentsAs) -> bool:
-    """Whether a rendering holds what the system said, and arguments as JSON rather than as Python."""
+def _is_complete(text: str, messages: Sequence[Message], arguments_as: ArgumentsAs) -> bool:
+    """False if a system message is missing, or if arguments were written as a Python dict, not as JSON."""
     system = [part for m in messages if m.role == "system" for part in m.content]
     if any(isinstance(part, TextPart) and part.text.strip() not in text for part in system):
         return False
@@ -219,17 +213,18 @@ def _keeps(text: str, messages: Sequence[Message], arguments_as: ArgumentsAs) ->
     return not any("'" in str(mapping) and str(mapping) in text for mapping in mappings)
 
 
-def _as_dicts(
-    messages: Sequence[Message], arguments_as: ArgumentsAs, as_lists: bool = False
-) -> list[dict[str, Any]]:
-    names = names_of_calls(messages)
-    return [_as_dict(message, names, arguments_as, as_lists) for message in messages]
+def _with_images(text: str, placeholder: str, images: Sequence[ReadPicture]) -> str:
+    """Replace each placeholder by the text that the model needs for that image."""
+    between = text.split(placeholder)
+    if len(between) != len(images) + 1:
+        raise ValueError(f"the template shows {len(between) - 1} of {len(images)} images")
+    return between[0] + "".join(image.text + t for image, t in zip(images, between[1:], strict=True))
 
 
-def _as_dict(
-    message: Message, names: Mapping[str, str], arguments_as: ArgumentsAs, as_lists: bool
+def _message_dict(
+    message: Message, names: Mapping[str, str], arguments_as: ArgumentsAs, as_list: bool
 ) -> dict[str, Any]:
-    content: Any = _content_list(message) if as_lists or message.pictures else message.text
+    content: Any = _content_list(message) if as_list or message.image_parts else message.text
     written: dict[str, Any] = {"role": message.role, "content": content}
     name = message.name
     if message.role == "tool" and message.tool_call_id is not None:
@@ -240,7 +235,14 @@ def _as_dict(
     if message.reasoning is not None:
         written["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        written["tool_calls"] = [_call_dict(call, arguments_as) for call in message.tool_calls]
+        written["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call, arguments_as)},
+            }
+            for call in message.tool_calls
+        ]
     return written
 
 
@@ -249,18 +251,13 @@ def _content_list(message: Message) -> list[dict[str, str]]:
     for part in message.content:
         if isinstance(part, TextPart):
             listed.append({"type": "text", "text": part.text})
-        elif isinstance(part, PicturePart):
-            listed += [{"type": "image"}] * len(part.pictures)
+        elif isinstance(part, ImagePart):
+            listed += [{"type": "image"}] * len(part.images)
     return listed or [{"type": "text", "text": ""}]
 
 
-def _call_dict(call: ToolCall, arguments_as: ArgumentsAs) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": _arguments(call, arguments_as)}
-    return {"id": call.id, "type": "function", "function": function}
-
-
 def _arguments(call: ToolCall, arguments_as: ArgumentsAs) -> Any:
-    """As a mapping where they are one: a client may have kept arguments that never were JSON."""
+    """As a mapping if the text is a JSON object; else as text: a client may send back broken arguments."""
     text = call.arguments.strip() or "{}"
     if arguments_as == "text":
         return text
@@ -275,7 +272,3 @@ def _tool_dict(tool: Tool) -> dict[str, Any]:
     parameters = dict(tool.parameters) or {"type": "object", "properties": {}}
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}
-
-
-def _article(kind: str) -> str:
-    return "a video" if kind == "video" else f"an {kind}"

@@ -35,7 +35,7 @@ class LocalBackend:
 
         self._facts = llm.engine.facts
         self._params = params
-        self._service = ChatService(llm.async_engine, llm.tokenizer, self._facts.name)
+        self._service = ChatService(llm.async_engine, llm.renderer)
         self._loop = asyncio.Runner()
 
     @property

@@ -158,9 +158,9 @@ def _measure(folder: Path, head: HeadFiles, args: argparse.Namespace) -> dict[st
 
 
 def _ids(llm: LLM, prompt: str) -> tuple[int, ...]:
-    if llm.tokenizer.has_chat_template:
-        return llm._render([{"role": "user", "content": prompt}]).ids
-    return llm._encode(prompt).ids
+    from outrider.train.scripts import script_for
+
+    return script_for(llm.tokenizer).to_answer([{"role": "user", "content": prompt}])
 
 
 def _acceptance(

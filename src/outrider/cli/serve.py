@@ -149,12 +149,13 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
     from outrider.api.app import create_server
     from outrider.api.operations.metrics import Metrics
     from outrider.build import ModelChoice, build_engine
-    from outrider.chat.images import Pictures
+    from outrider.chat.renderer import ChatRenderer
     from outrider.chat.service import ChatService
     from outrider.cli.banner import banner
     from outrider.cli.loading import loading_bar
     from outrider.engine.async_engine import AsyncEngine
     from outrider.llm import default_model
+    from outrider.media.loader import MediaLoader
     from outrider.models.loader import find_folder
 
     model = options["model"] or default_model()
@@ -167,10 +168,9 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
         _check_drafter(options, engine)
         async_engine = AsyncEngine(engine)
         reader = engine.reader
-        pictures = Pictures(reader, media_limits(options)) if reader is not None else None
-        service = ChatService(
-            async_engine, tokenizer, settings.model_name, pictures, engine.facts.no_images_reason
-        )
+        renderer = ChatRenderer(tokenizer, reader, engine.facts.no_images_reason)
+        loader = MediaLoader(media_limits(options), reader.read) if reader is not None else None
+        service = ChatService(async_engine, renderer, loader)
         server = create_server(
             service,
             engine.facts,

@@ -1,20 +1,25 @@
-"""The engine for asyncio: submit, stream, abort. The event loop never waits for a forward pass."""
+"""The engine for asyncio: start, stream, abort. The event loop never waits for a forward pass or a check."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 
 from outrider.engine.engine import Engine
 from outrider.engine.outbox import Outbox
 from outrider.engine.sequence import Delta
+from outrider.engine.validation import ValidatedRequest
 from outrider.prompt_media import PromptMedia
 from outrider.request import SamplingParams
 
 
 class AsyncStream:
-    """The deltas of one request, as an async iterator. Aborted when it is closed, cancelled or forgotten."""
+    """The deltas of one request, as an async iterator.
+
+    Closing, cancelling or dropping the stream aborts the request.
+    """
 
     def __init__(self, engine: Engine, request_id: str, outbox: Outbox) -> None:
         self.request_id = request_id
@@ -23,7 +28,8 @@ class AsyncStream:
         self._finished = False
         self._something_came = something_came = asyncio.Event()
         loop = asyncio.get_running_loop()
-        outbox.call_on_put(lambda: _wake(loop, something_came))  # not self: the engine holds it
+        # The engine holds this callback, so it must not hold the stream: a dropped stream must be collected.
+        outbox.call_on_put(lambda: _wake(loop, something_came))
 
     def __del__(self) -> None:
         self.abort()
@@ -50,19 +56,19 @@ class AsyncStream:
         self.abort()
 
     def abort(self) -> None:
-        """Free the row before the next step; the stream ends. Harmless when it has ended already."""
+        """End the stream and free the row before the next step. An ended stream is left as it is."""
         if not self._finished:
             self._finished = True
             self._engine.cancel(self.request_id, self._outbox)
 
 
 class AsyncEngine:
-    """An Engine seen from an event loop."""
+    """An Engine for use from an event loop."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def submit(
+    async def start(
         self,
         prompt_ids: Iterable[int],
         params: SamplingParams,
@@ -71,19 +77,21 @@ class AsyncEngine:
         request_id: str | None = None,
         media: PromptMedia | None = None,
     ) -> AsyncStream:
-        """Queue a request; raises InvalidRequest at once if it cannot be served."""
-        started = self.engine.submit(
-            prompt_ids, params, continues_prompt=continues_prompt, request_id=request_id, media=media
-        )
-        return AsyncStream(self.engine, *started)
+        """Validate a request on a worker thread, then queue it. Raises InvalidRequest."""
+        validate = partial(self.engine.validate, continues_prompt=continues_prompt, media=media)
+        return self.submit(await asyncio.to_thread(validate, prompt_ids, params, request_id=request_id))
+
+    def submit(self, validated: ValidatedRequest) -> AsyncStream:
+        """Queue a request that `Engine.validate` has returned."""
+        return AsyncStream(self.engine, validated.id, self.engine.submit(validated))
 
     def abort(self, request_id: str) -> None:
         self.engine.cancel(request_id)
 
     async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self.engine.close)
+        await asyncio.to_thread(self.engine.close)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no reader
         loop.call_soon_threadsafe(event.set)

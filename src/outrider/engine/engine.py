@@ -20,7 +20,7 @@ from outrider.engine.outbox import Outbox
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix.status import PrefixStatus
 from outrider.engine.sequence import Delta
-from outrider.engine.validation import RequestValidator
+from outrider.engine.validation import RequestValidator, ValidatedRequest
 from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams
 
@@ -65,12 +65,7 @@ class Engine:
     def num_steps(self) -> int:
         return self._loop.num_steps
 
-    def check(self, prompt_ids: Iterable[int], params: SamplingParams) -> None:
-        """Raise InvalidRequest if the engine would refuse this."""
-        self._refuse_if_stopped()
-        self._validator.validate(Request("", tuple(prompt_ids), params))
-
-    def submit(
+    def validate(
         self,
         prompt_ids: Iterable[int],
         params: SamplingParams,
@@ -78,18 +73,24 @@ class Engine:
         continues_prompt: bool = True,
         request_id: str | None = None,
         media: PromptMedia | None = None,
-    ) -> tuple[str, Outbox]:
-        """Queue a request. Raises InvalidRequest at once if it cannot be served; else its end will come."""
+    ) -> ValidatedRequest:
+        """Check a request and prepare it for `submit`. Raises InvalidRequest if it cannot be served.
+
+        A long prompt or a new grammar takes a while: call this from a worker thread, not from an event loop.
+        """
+        self._refuse_if_stopped()
         ids = tuple(prompt_ids)
         keys = None if media is None else tuple(media.distinct_ids(ids))
         request_id = request_id or uuid.uuid4().hex
-        request = Request(request_id, ids, params.with_seed(), continues_prompt, media, keys)
+        return self._validator.validate(Request(request_id, ids, params, continues_prompt, media, keys))
+
+    def submit(self, validated: ValidatedRequest) -> Outbox:
+        """Queue a validated request. The outbox always gets an end, whatever happens to the request."""
         outbox = Outbox()
-        self._validator.validate(request)
         with self._gate:
             self._refuse_if_stopped()
-            self._inbox.put(lambda: self._add(request, outbox))
-        return request.id, outbox
+            self._inbox.put(lambda: self._add(validated, outbox))
+        return outbox
 
     def cancel(self, request_id: str, outbox: Outbox | None = None) -> None:
         """Stop a request before the next step. Unknown and finished ids are no error.
@@ -214,7 +215,7 @@ class Engine:
                 log.exception("a command failed while the engine stopped")
         self._loop.close(error)
 
-    def _add(self, request: Request, outbox: Outbox) -> None:
+    def _add(self, request: ValidatedRequest, outbox: Outbox) -> None:
         if request.id in self._loop.live:
             outbox.put(Delta(request.id, finish_reason="error", error=f"request id {request.id} is in use"))
             return

@@ -1,16 +1,20 @@
-"""The door of the engine: every request is checked here, before it costs anything, and becomes a sequence."""
+"""Owns the validation of requests and the step from a validated request to a sequence.
+
+`validate` runs on any thread, before the request is queued. `new_sequence` runs on the engine thread.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
 from outrider.engine.draft_state import DraftState
 from outrider.engine.sequence import OutputText, Sequence
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.request import MAX_DEPTH, DraftDepth, InvalidRequest, Request
+from outrider.grammar.matcher import RowGrammar
+from outrider.request import MAX_DEPTH, DraftDepth, InvalidRequest, Request, SamplingParams
 from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
 from outrider.speculate.prediction import PredictionDrafter
@@ -18,24 +22,36 @@ from outrider.speculate.prediction import PredictionDrafter
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the engine knows of its model without touching it."""
+    """What is known about the loaded model without asking the model itself."""
 
     name: str
     vocab_size: int
-    max_context: int  # tokens: the model's limit and the operator's, whichever is less
+    max_context: int  # tokens: the model's limit or the operator's limit, whichever is less
     eos_ids: frozenset[int]
-    drafter: str  # "mtp", "ngram" or "none": what is really on
-    head: str | None = None  # where the head came from
+    drafter: str  # "mtp", "ngram" or "none": the drafter in use
+    head: str | None = None  # the file or folder that the head was loaded from
     head_layers: int = 0
-    can_pause_head: bool = True  # whether catching up costs less than feeding it all the time
+    can_pause_head: bool = True  # False: feeding the head in every step is cheaper than catching up later
     dtype: str = ""
-    reads_images: bool = False  # whether pictures are read
-    no_images_reason: str | None = None  # why a vision model reads none
+    reads_images: bool = False
+    no_images_reason: str | None = None  # why a vision model does not read images
     device: str = ""
 
 
+@dataclass(frozen=True)
+class ValidatedRequest:
+    """A request that the engine will serve. Only RequestValidator makes one; `Engine.submit` takes one."""
+
+    request: Request  # its seed is set
+    grammar: RowGrammar | None = None  # compiled: the engine thread never waits for a grammar
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+
 class RequestValidator:
-    """Turns requests into sequences, or refuses them with a reason."""
+    """Validates requests and makes sequences of them."""
 
     def __init__(
         self,
@@ -47,17 +63,17 @@ class RequestValidator:
     ) -> None:
         self._config = config
         self._facts = facts
-        self._longest_context = longest_context  # what the memory budget allows a row alone
+        self._longest_context = longest_context  # tokens that the memory budget allows for a single row
         self._new_text = new_text
         self._grammars = grammars
         self._ids = itertools.count()
 
-    def validate(self, request: Request) -> None:
-        """Raise InvalidRequest if this request cannot be served as asked."""
+    def validate(self, request: Request) -> ValidatedRequest:
+        """Raise InvalidRequest, with the reason, if this request cannot be served as asked."""
         self._check_prompt(request)
         if request.media is not None and not self._facts.reads_images:
             reason = self._facts.no_images_reason or "this model reads text only"
-            raise InvalidRequest(f"the prompt holds pictures: {reason}")
+            raise InvalidRequest(f"the prompt has images: {reason}")
         params = request.params
         after_ids = params.grammar.after_ids if params.grammar is not None else ()
         named = (*params.logit_bias, *params.stop_token_ids, *params.prediction_ids, *after_ids)
@@ -66,26 +82,33 @@ class RequestValidator:
             raise InvalidRequest(
                 f"token id {outside[0]} is outside the vocabulary of {self._facts.vocab_size}"
             )
-        has_own_drafts = params.grammar is not None or bool(params.prediction_ids)
-        if self._facts.drafter == "none" and params.draft_depth not in ("auto", 0) and not has_own_drafts:
+        if (
+            self._facts.drafter == "none"
+            and params.draft_depth not in ("auto", 0)
+            and not _has_drafts(params)
+        ):
             raise InvalidRequest(
                 f"draft_depth {params.draft_depth} cannot be honoured: this engine runs without a drafter. "
                 'Leave it "auto" or 0, or start the engine with a head or drafter="ngram".'
             )
+        grammar = None
         if params.grammar is not None:
             if params.ignore_eos or params.min_tokens:
                 name = "ignore_eos" if params.ignore_eos else "min_tokens"
-                raise InvalidRequest(f"{name} cannot be honoured with a grammar, which says where to end")
-            self._grammars.check(params.grammar)
+                raise InvalidRequest(f"{name} cannot be combined with a grammar: the grammar sets the end")
+            grammar = self._grammars.new_row(params.grammar)
+        return ValidatedRequest(replace(request, params=params.with_seed()), grammar)
 
-    def new_sequence(self, request: Request) -> Sequence:
-        """A checked request as a sequence, with what it may use."""
-        asked = self._asked_depth(request)
-        depth = 0 if self._facts.drafter == "none" else _most(asked)
-        grammar = request.params.grammar
-        stop_ids = frozenset(request.params.stop_token_ids)
-        if not request.params.ignore_eos:
+    def new_sequence(self, validated: ValidatedRequest) -> Sequence:
+        request = validated.request
+        params = request.params
+        asked = self._config.auto_depth if params.draft_depth == "auto" else params.draft_depth
+        depth = 0 if self._facts.drafter == "none" else _max_depth(asked)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
             stop_ids |= self._facts.eos_ids
+        # With "auto", the row's own text is searched for drafts too, beside the head.
+        looks_up = asked == "auto" and self._config.drafter == "auto" and self._facts.drafter == "mtp"
         return Sequence(
             id=next(self._ids),
             request=request,
@@ -93,14 +116,14 @@ class RequestValidator:
             stop_ids=stop_ids,
             max_tokens=self._max_tokens(request),
             drafting=DraftState(
-                max_depth=self._max_depth(request),
+                max_depth=self._max_drafts(params),
                 head_depth=depth if self._facts.drafter == "mtp" else 0,
                 head_layers=max(1, self._facts.head_layers),
                 can_pause_head=self._facts.can_pause_head,
                 drafter=self._new_drafter(request, depth),
-                lookup=NgramDrafter() if self._looks_up(asked) else None,
+                lookup=NgramDrafter() if looks_up else None,
                 is_auto=asked == "auto",
-                grammar=None if grammar is None else self._grammars.new_row(grammar),
+                grammar=validated.grammar,
             ),
         )
 
@@ -125,27 +148,16 @@ class RequestValidator:
             )
 
     def _max_tokens(self, request: Request) -> int:
-        room = min(self._facts.max_context, self._longest_context) - len(request.prompt_ids)
-        return room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+        left = min(self._facts.max_context, self._longest_context) - len(request.prompt_ids)
+        return left if request.params.max_tokens is None else min(left, request.params.max_tokens)
 
-    def _asked_depth(self, request: Request) -> DraftDepth:
-        """A number is honoured as it is; "auto" leaves every step's depth to the controller."""
-        depth = request.params.draft_depth
-        return self._config.auto_depth if depth == "auto" else depth
-
-    def _max_depth(self, request: Request) -> int:
-        """Drafts a step from anywhere: those that a grammar forces or the client predicts may be many."""
-        params = request.params
+    def _max_drafts(self, params: SamplingParams) -> int:
+        """Drafts per step from all sources. A grammar or a prediction may give the most that a step takes."""
         if params.draft_depth != "auto":
             return params.draft_depth
-        has_own_drafts = params.grammar is not None or bool(params.prediction_ids)
-        if has_own_drafts:
+        if _has_drafts(params):
             return MAX_DEPTH
-        return 0 if self._facts.drafter == "none" else _most(self._config.auto_depth)
-
-    def _looks_up(self, asked: DraftDepth) -> bool:
-        """Whether the row's own text is searched for drafts beside the head's."""
-        return asked == "auto" and self._config.drafter == "auto" and self._facts.drafter == "mtp"
+        return 0 if self._facts.drafter == "none" else _max_depth(self._config.auto_depth)
 
     def _new_drafter(self, request: Request, depth: int) -> Drafter | None:
         if request.params.prediction_ids:
@@ -153,5 +165,10 @@ class RequestValidator:
         return NgramDrafter(depth) if self._facts.drafter == "ngram" and depth > 0 else None
 
 
-def _most(depth: DraftDepth) -> int:
+def _has_drafts(params: SamplingParams) -> bool:
+    """True if the request brings drafts without a drafter: from its grammar or from its prediction."""
+    return params.grammar is not None or bool(params.prediction_ids)
+
+
+def _max_depth(depth: DraftDepth) -> int:
     return MAX_DEPTH if depth == "auto" else depth

@@ -1,4 +1,4 @@
-"""From a Grammar to a matcher: compiled once, checked before a request costs anything, copied a row."""
+"""Owns the compilation of grammars: each is compiled once, and each row gets a copy of the matcher."""
 
 from __future__ import annotations
 
@@ -11,36 +11,31 @@ from typing import Any
 from outrider.grammar.matcher import RowGrammar
 from outrider.request import Grammar, InvalidRequest
 
-MAX_CACHED = 64
+MAX_CACHED = 64  # compiled grammars; chosen by hand
 
 
 class GrammarCompiler:
-    """Thread-safe. The tokenizer's tables take about a second to build, so they are built on first use."""
+    """Thread-safe. The tokenizer's tables take about a second to build, so the first grammar builds them."""
 
     def __init__(self, build_tokenizer: Callable[[], Any], eos_ids: frozenset[int]) -> None:
         self._build_tokenizer = build_tokenizer
         self._eos_ids = eos_ids
         self._tokenizer: Any = None
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
-        self._lock = threading.Lock()  # of _compiled; never held for long
-        self._building = threading.Lock()  # of _tokenizer
-
-    def check(self, grammar: Grammar) -> None:
-        """Raise InvalidRequest, with the compiler's words, if this grammar cannot be honoured."""
-        self._compile(grammar)
+        self._compiled_lock = threading.Lock()  # never held during a compilation
+        self._tokenizer_lock = threading.Lock()
 
     def new_row(self, grammar: Grammar) -> RowGrammar:
+        """Raise InvalidRequest, with the compiler's message, if this grammar cannot be used."""
         return RowGrammar(self._compile(grammar).deep_copy(), self._eos_ids, grammar.after_ids)
 
     def _compile(self, grammar: Grammar) -> Any:
         key = Grammar(grammar.kind, grammar.text)
-        with self._lock:
+        with self._compiled_lock:
             matcher = self._compiled.get(key)
         if matcher is None:
-            matcher = self._new_matcher(
-                key
-            )  # unlocked: the engine thread must not wait for a client's grammar
-        with self._lock:
+            matcher = self._new_matcher(key)  # without the lock: other requests must not wait for this one
+        with self._compiled_lock:
             self._compiled[key] = matcher
             self._compiled.move_to_end(key)
             if len(self._compiled) > MAX_CACHED:
@@ -50,28 +45,23 @@ class GrammarCompiler:
     def _new_matcher(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher
 
-        tokenizer = self._tables()
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._build_tokenizer()
         definition = _definition(grammar)
-        problem = LLMatcher.validate_grammar(definition, tokenizer)
+        problem = LLMatcher.validate_grammar(definition, self._tokenizer)
         if problem:
             raise InvalidRequest(f"the {grammar.kind} grammar cannot be used: {problem}")
-        matcher = LLMatcher(tokenizer, definition)
+        matcher = LLMatcher(self._tokenizer, definition)
         if matcher.is_error():
             raise InvalidRequest(f"the {grammar.kind} grammar cannot be used: {matcher.get_error()}")
         if not RowGrammar(matcher.deep_copy(), self._eos_ids).can_begin():
-            raise InvalidRequest(f"the {grammar.kind} grammar allows nothing but an empty answer")
+            raise InvalidRequest(f"the {grammar.kind} grammar allows only an empty answer")
         return matcher
-
-    def _tables(self) -> Any:
-        """The tokenizer's, built by whoever comes first."""
-        with self._building:
-            if self._tokenizer is None:
-                self._tokenizer = self._build_tokenizer()
-            return self._tokenizer
 
 
 def build_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:
-    """llguidance's view of a Hugging Face tokenizer, over the model's whole vocabulary."""
+    """llguidance's form of a Hugging Face tokenizer, over the model's whole vocabulary."""
     from llguidance.hf import from_tokenizer
 
     plain = getattr(tokenizer, "_tokenizer", tokenizer)

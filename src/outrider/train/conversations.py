@@ -48,7 +48,7 @@ class Synthesis:
         for number, messages in enumerate(self._prompts, 1):
             try:
                 prompt_ids = self._script.to_answer(messages)
-                self._engine.engine.check(prompt_ids, SamplingParams(max_tokens=1))
+                self._engine.engine.validate(prompt_ids, SamplingParams(max_tokens=1))
             except Exception as error:  # templates raise whatever they like
                 raise TrainingError(f"Prompt {number} cannot be used: {error}.") from error
             if len(prompt_ids) > LONGEST_PROMPT:
@@ -129,7 +129,8 @@ class Synthesis:
             raise InvalidRequest("the conversation has grown too long")
         token_ids: tuple[int, ...] = ()
         text, reason = "", ""
-        async for delta in self._engine.submit(prompt_ids, params, continues_prompt=continues_prompt):
+        stream = await self._engine.start(prompt_ids, params, continues_prompt=continues_prompt)
+        async for delta in stream:
             if delta.error is not None:
                 raise TrainingError(f"The model could not be run: {delta.error}.")
             token_ids, text, reason = (

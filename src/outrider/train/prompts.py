@@ -1,7 +1,7 @@
-"""A file of prompts that the user wants a head to be good at: one a line, or JSON lines.
+"""Owns the reading of a file of training prompts, one per line, as text or as JSON.
 
-a line of text                              a user turn (a text's beginning where there is no chat template)
-{"prompt": "..."}                           the same
+a line of text                                  a user turn (without a chat template: the start of a text)
+{"prompt": "..."}                               the same
 {"messages": [{"role": ..., "content": ...}]}   a conversation so far
 """
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from outrider.train.errors import TrainingError
 
 Message = dict[str, str]
-LEAST_PROMPTS = 8
+MIN_PROMPTS = 8  # some of them are held out for evaluation; chosen by hand
 
 
 def read_prompts(path: Path) -> list[list[Message]]:
-    """Each prompt as messages. TrainingError names the line that cannot be read."""
+    """Each prompt as messages. Raises TrainingError, which names the line, for a line that cannot be read."""
     prompts = [
         _parse(line, f"{path}, line {number}")
         for number, line in enumerate(_read(path).splitlines(), 1)
         if line.strip()
     ]
-    if len(prompts) < LEAST_PROMPTS:
-        raise TrainingError(f"{path} holds {len(prompts)} prompts; at least {LEAST_PROMPTS} are needed.")
+    if len(prompts) < MIN_PROMPTS:
+        raise TrainingError(f"{path} holds {len(prompts)} prompts; at least {MIN_PROMPTS} are needed.")
     return prompts
 
 
@@ -41,18 +41,16 @@ def _parse(line: str, where: str) -> list[Message]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise TrainingError(f"{where}: this is not JSON ({error}).") from error
+        raise TrainingError(f"{where}: not valid JSON ({error}).") from error
     if isinstance(record.get("prompt"), str) and record["prompt"]:
         return [{"role": "user", "content": record["prompt"]}]
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
-        raise TrainingError(
-            f'{where}: neither "prompt" (a text) nor "messages" (with role and content) is in it.'
-        )
+        raise TrainingError(f'{where}: needs "prompt" (a text) or "messages" (each with role and content).')
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]  # the model answers itself
     if not messages:
-        raise TrainingError(f"{where}: there is nothing to answer in it.")
+        raise TrainingError(f"{where}: there is no message to answer.")
     return [{"role": one["role"], "content": one["content"]} for one in messages]
 
 

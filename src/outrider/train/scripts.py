@@ -1,6 +1,6 @@
-"""How a conversation is put before the model: through its chat template, or as plain text where it has none.
+"""Owns the way from training conversations to token ids: through the chat template, or as plain text.
 
-Owns the way from messages to token ids. Must not know the engine.
+Chat prompts are rendered exactly as the server renders them. Must not know the engine.
 """
 
 from __future__ import annotations
@@ -8,60 +8,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from outrider.chat.conversation import ChatRequest
+from outrider.chat.message_dicts import messages_from_dicts
+from outrider.chat.renderer import ChatRenderer
+from outrider.request import InvalidRequest, SamplingParams
 from outrider.train.errors import TrainingError
 from outrider.train.prompts import Message
 
-MARK = "OUTRIDERMARK"
-
 
 class Script(Protocol):
-    """Two ways to show the model a conversation."""
+    """The two kinds of prompts that synthesis needs."""
 
     has_roles: bool
 
     def to_answer(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Up to where the model's answer begins."""
+        """The prompt up to the start of the model's answer."""
         ...
 
     def to_continue(self, messages: Sequence[Message], opening: str) -> tuple[int, ...]:
-        """Up to the end of `opening`, with which the next user turn begins: the model goes on as the user."""
+        """The prompt up to the end of `opening`, the start of a user turn: the model continues the turn."""
         ...
 
 
 def script_for(tokenizer: Any) -> Script:
-    return ChatScript(tokenizer) if getattr(tokenizer, "has_chat_template", False) else PlainScript(tokenizer)
+    has_template = getattr(tokenizer, "has_chat_template", False)
+    return ChatScript(ChatRenderer(tokenizer)) if has_template else PlainScript(tokenizer)
 
 
 class ChatScript:
     has_roles = True
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._takes_system = self._renders([{"role": "system", "content": "x"}, _user("y")])
-        if not self._renders([_user("x")]):
-            raise TrainingError("The model's chat template does not render a single user message.")
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self.to_answer([_user("x")])  # fails now if the template accepts no user message
 
     def to_answer(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return tuple(self._template(messages, add_generation_prompt=True))
+        return self._render(messages)
 
     def to_continue(self, messages: Sequence[Message], opening: str) -> tuple[int, ...]:
-        text = self._template([*messages, _user(MARK)], tokenize=False)
-        before, mark, _ = text.rpartition(MARK)
-        if not mark:
-            raise TrainingError("The model's chat template drops what the user says.")
-        return tuple(self._tokenizer.encode(before + opening, add_special_tokens=False))
+        return self._render([*messages, _user(opening)], continue_final_message=True)
 
-    def _template(self, messages: Sequence[Message], **options: Any) -> Any:
-        if not self._takes_system:
-            messages = [one for one in messages if one["role"] != "system"]
-        return self._tokenizer.apply_chat_template(list(messages), **options)
-
-    def _renders(self, messages: Sequence[Message]) -> bool:
+    def _render(self, messages: Sequence[Message], **kwargs: bool) -> tuple[int, ...]:
+        request = ChatRequest(messages_from_dicts(messages), SamplingParams(), template_kwargs=kwargs)
         try:
-            self._tokenizer.apply_chat_template(list(messages), tokenize=False)
-        except Exception:  # templates raise whatever they like
-            return False
-        return True
+            return self._renderer.render_messages(request).ids
+        except InvalidRequest as error:
+            raise TrainingError(f"The conversation cannot be rendered: {error}.") from error
 
 
 class PlainScript:

@@ -68,7 +68,7 @@ class ChatCompletions:
 
         async def start(choice: int) -> EventStream:
             if not loaded:
-                loaded.append(await backend.with_pictures(request))
+                loaded.append(await backend.with_images(request))
             return await backend.start(_choice_request(loaded[0], choice))
 
         return await self._context.desk.start("chat", [partial(start, i) for i in range(body.n or 1)])

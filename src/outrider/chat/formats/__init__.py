@@ -1,6 +1,6 @@
-"""The formats that models write calls and thinking in, and which of them a chat template speaks.
+"""Owns the registry of tool and reasoning formats, and the choice of the formats that a model uses.
 
-To add one: a leaf module like its neighbours, a line in a registry here, examples in tests/chat/answers.py.
+To add a format: a leaf module like its neighbours, a line in a registry, examples in tests/chat/answers.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.chat.formats import (
 from outrider.chat.formats.reasoning_format import ReasoningFormat
 from outrider.chat.formats.tool_format import ToolFormat
 
-# In the order in which a template is asked: what is more specific first.
+# The first format whose pattern is found in the template is used: more specific formats come first.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "harmony": harmony.FORMAT,
     "minimax": invoke.MINIMAX,
@@ -44,7 +44,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama3": llama3.FORMAT,
     "gemma3": gemma.GEMMA3,
 }
-DEFAULT_TOOL_FORMAT = hermes.FORMAT  # for a model that has none of its own
+DEFAULT_TOOL_FORMAT = hermes.FORMAT  # for a model without a tool format of its own
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "harmony": harmony.REASONING,
@@ -57,11 +57,13 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 
 def detect(template: str, tokenizer: Any) -> tuple[ToolFormat | None, ReasoningFormat | None]:
-    """The formats that a chat template speaks. Where it is silent, the tokenizer's added tokens are asked."""
+    """The formats that a chat template uses. If there is no template, the tokenizer's added tokens decide."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     source = template or "\n".join(added)
-    tool = next((format for format in TOOL_FORMATS.values() if format.sign.search(source)), None)
-    reasoning = next((format for format in REASONING_FORMATS.values() if format.sign.search(source)), None)
+    tool = next((format for format in TOOL_FORMATS.values() if format.template_pattern.search(source)), None)
+    reasoning = next(
+        (format for format in REASONING_FORMATS.values() if format.template_pattern.search(source)), None
+    )
     if reasoning is None:
         marked = (f for f in REASONING_FORMATS.values() if {f.opening, f.closing} <= added)
         reasoning = next(marked, None)

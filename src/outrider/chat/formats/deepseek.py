@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 
 from outrider.chat.conversation import Tool
+from outrider.chat.formats.call_grammar import CallGrammar
 from outrider.chat.formats.json_calls import arguments_of, call_with
-from outrider.chat.formats.shape import Shape
-from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
+from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import JsonEnd, ends_in_string, loads
 
 _HEADER = re.compile(
@@ -28,7 +28,7 @@ _REGION = Region(
 )
 
 
-def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
     named = _HEADER.match(body)
     if named is None:
         raise ValueError("a call needs a name and JSON")
@@ -39,31 +39,31 @@ def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
     return [call_with(named["name"], loads(rest[:end]))]
 
 
-def shape(tool: Tool) -> Shape:
+def call_grammar(tool: Tool) -> CallGrammar:
     return (f"<｜tool▁call▁begin｜>{tool.name}<｜tool▁sep｜>", arguments_of(tool), "<｜tool▁call▁end｜>")
 
 
-def fenced_shape(tool: Tool) -> Shape:
+def fenced_grammar(tool: Tool) -> CallGrammar:
     before = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool.name}\n```json\n"
     return (before, arguments_of(tool), "\n```<｜tool▁call▁end｜>")
 
 
 FORMAT = ToolFormat(
     name="deepseek",
-    sign=re.compile("<｜tool▁call▁begin｜>"),
+    template_pattern=re.compile("<｜tool▁call▁begin｜>"),
     region=_REGION,
     parse=parse,
-    shape=shape,
+    call_grammar=call_grammar,
     around=_AROUND,
     between="",
     header=_HEADER,
 )
 FENCED = ToolFormat(
     name="deepseek_v3",
-    sign=re.compile("(?s)(?=.*<｜tool▁call▁begin｜>).*```json"),
+    template_pattern=re.compile("(?s)(?=.*<｜tool▁call▁begin｜>).*```json"),
     region=_REGION,
     parse=parse,
-    shape=fenced_shape,
+    call_grammar=fenced_grammar,
     around=_AROUND,
     header=_HEADER,
 )

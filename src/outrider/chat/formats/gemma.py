@@ -1,4 +1,4 @@
-"""Gemma. Version 4 and FunctionGemma have a notation of their own; version 3 was shown fenced Python.
+"""Gemma. Version 4 and FunctionGemma have their own notation; version 3 was trained on fenced Python.
 
 <|tool_call>call:f{a:1,b:<|"|>text<|"|>}<tool_call|>
 <start_function_call>call:f{a:1,b:<escape>text<escape>}<end_function_call>
@@ -10,10 +10,10 @@ import re
 from functools import partial
 
 from outrider.chat.conversation import Tool
+from outrider.chat.formats.call_grammar import CallGrammar
 from outrider.chat.formats.json_calls import arguments_of, call_with, calls_from
 from outrider.chat.formats.python_calls import python_calls
-from outrider.chat.formats.shape import Shape
-from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
+from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import dumps, loads
 
 _CALL = re.compile(r"\s*call:([\w.\-]+)\s*(\{.*\})\s*", re.DOTALL)
@@ -22,39 +22,39 @@ _NONE = re.compile(r"\bNone\b")
 _QUOTE = '<|"|>'
 
 
-def parse(quote: str, body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse(quote: str, body: str, tools: ToolsByName) -> list[ParsedCall]:
     call = _CALL.fullmatch(body)
     if call is None:
         raise ValueError("a call needs a name and braces")
-    pieces = call[2].split(quote)
-    if len(pieces) % 2 == 0:
+    chunks = call[2].split(quote)  # every second chunk is a string
+    if len(chunks) % 2 == 0:
         raise ValueError("a string is not closed")
-    written = [dumps(piece) if i % 2 else _as_json(piece) for i, piece in enumerate(pieces)]
+    written = [dumps(chunk) if i % 2 else _as_json(chunk) for i, chunk in enumerate(chunks)]
     return [call_with(call[1], loads("".join(written)))]
 
 
-def _as_json(piece: str) -> str:
-    """What stands between strings: bare keys, numbers, brackets, and Python's word for null."""
-    return _NONE.sub("null", _BARE_KEY.sub(r'\1"\2":', piece))
+def _as_json(text: str) -> str:
+    """The text between strings has bare keys, numbers, brackets, and Python's None."""
+    return _NONE.sub("null", _BARE_KEY.sub(r'\1"\2":', text))
 
 
 def is_open(quote: str, body: str) -> bool:
     return body.count(quote) % 2 == 1
 
 
-def parse_fenced(body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse_fenced(body: str, tools: ToolsByName) -> list[ParsedCall]:
     if body.lstrip().startswith("{"):
         return calls_from(loads(body))
     return python_calls(body)
 
 
-def fenced_shape(tool: Tool) -> Shape:
+def fenced_grammar(tool: Tool) -> CallGrammar:
     return (f'```tool_code\n{{"name": {dumps(tool.name)}, "parameters": ', arguments_of(tool), "}\n```")
 
 
 GEMMA4 = ToolFormat(
     name="gemma4",
-    sign=re.compile(r"<\|tool_call>"),
+    template_pattern=re.compile(r"<\|tool_call>"),
     region=Region(
         opening=("<|tool_call>",),
         closing=("<tool_call|>",),
@@ -65,7 +65,7 @@ GEMMA4 = ToolFormat(
 )
 FUNCTION_GEMMA = ToolFormat(
     name="function_gemma",
-    sign=re.compile("<start_function_call>"),
+    template_pattern=re.compile("<start_function_call>"),
     region=Region(
         opening=("<start_function_call>",),
         closing=("<end_function_call>",),
@@ -76,10 +76,10 @@ FUNCTION_GEMMA = ToolFormat(
 )
 GEMMA3 = ToolFormat(
     name="gemma3",
-    sign=re.compile(r"(?s)\A(?!.*\btools\b).*<start_of_turn>"),
+    template_pattern=re.compile(r"(?s)\A(?!.*\btools\b).*<start_of_turn>"),
     region=Region(opening=("```tool_code",), closing=("```",)),
     parse=parse_fenced,
-    shape=fenced_shape,
+    call_grammar=fenced_grammar,
     instructions=(
         "To call a function, write the call in Python, with keyword arguments only, in a fence like this:\n"
         '```tool_code\nthe_function(an_argument="its value")\n```'

@@ -1,4 +1,4 @@
-"""GLM 4.5 and later: a name, then keys and values between tags. LongCat writes the same with its own tags.
+"""GLM 4.5 and later: a name, then keys and values between tags. LongCat uses the same form with its own tags.
 
 <tool_call>f
 <arg_key>a</arg_key>
@@ -12,13 +12,13 @@ import re
 from functools import partial
 
 from outrider.chat.conversation import Tool
+from outrider.chat.formats.call_grammar import CallGrammar
 from outrider.chat.formats.json_calls import call_with
-from outrider.chat.formats.shape import Shape
-from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
-from outrider.chat.formats.typed_values import argument_parts, covering, typed
+from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
+from outrider.chat.formats.typed_values import argument_elements, covering, typed
 
 
-def parse(prefix: str, body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse(prefix: str, body: str, tools: ToolsByName) -> list[ParsedCall]:
     name, key_tag, rest = body.partition(f"<{prefix}arg_key>")
     name = name.strip()
     if not name or re.search(r"[\s<{]", name):
@@ -36,9 +36,9 @@ def is_open(prefix: str, body: str) -> bool:
     return body.rfind(f"<{prefix}arg_value>") > body.rfind(f"</{prefix}arg_value>")
 
 
-def shape(prefix: str, tool: Tool) -> Shape:
+def call_grammar(prefix: str, tool: Tool) -> CallGrammar:
     before = f"\n<{prefix}arg_key>{{}}</{prefix}arg_key>\n<{prefix}arg_value>"
-    arguments = argument_parts(tool, before, f"</{prefix}arg_value>")
+    arguments = argument_elements(tool, before, f"</{prefix}arg_value>")
     return (f"<{prefix}tool_call>{tool.name}", *arguments, f"\n</{prefix}tool_call>")
 
 
@@ -46,7 +46,7 @@ def _format(name: str, prefix: str) -> ToolFormat:
     tags = (f"<{prefix}arg_key>", f"</{prefix}arg_key>", f"<{prefix}arg_value>", f"</{prefix}arg_value>")
     return ToolFormat(
         name=name,
-        sign=re.compile(tags[0]),
+        template_pattern=re.compile(tags[0]),
         region=Region(
             opening=(f"<{prefix}tool_call>",),
             closing=(f"</{prefix}tool_call>",),
@@ -54,7 +54,7 @@ def _format(name: str, prefix: str) -> ToolFormat:
             is_open=partial(is_open, prefix),
         ),
         parse=partial(parse, prefix),
-        shape=partial(shape, prefix),
+        call_grammar=partial(call_grammar, prefix),
     )
 
 

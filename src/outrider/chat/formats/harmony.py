@@ -1,4 +1,4 @@
-"""gpt-oss: an answer is a row of messages, each in a channel. One format for reasoning and calls together.
+"""gpt-oss: an answer is a list of messages, each in a channel. One format for both reasoning and calls.
 
 <|channel|>analysis<|message|>thinking<|end|><|start|>assistant<|channel|>commentary to=functions.f
 <|constrain|>json<|message|>{"a": 1}<|call|>
@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 
 from outrider.chat.conversation import Tool
+from outrider.chat.formats.call_grammar import CallGrammar
 from outrider.chat.formats.json_calls import arguments_of, call_with
 from outrider.chat.formats.reasoning_format import ReasoningFormat
-from outrider.chat.formats.shape import Shape
-from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
+from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import loads
 
 _SIGN = re.compile(r"(?s)(?=.*<\|start\|>)(?=.*<\|message\|>).*<\|channel\|>")
@@ -23,12 +23,12 @@ MESSAGE = "<|message|>"  # between a message's header and its content
 
 
 def called_function(header: str) -> str | None:
-    """The function that a message is addressed to, if it is one."""
+    """The function that a message is addressed to; None if it is not a call."""
     found = _RECIPIENT.search(header)
     return found[1] if found else None
 
 
-def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
     header, _, content = body.partition(MESSAGE)
     name = called_function(header)
     if name is None:
@@ -36,14 +36,14 @@ def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
     return [call_with(name, loads(content) if content.strip() else {})]
 
 
-def shape(tool: Tool) -> Shape:
+def call_grammar(tool: Tool) -> CallGrammar:
     header = f"<|start|>assistant<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
     return (header, arguments_of(tool))
 
 
 REASONING = ReasoningFormat(
     name="harmony",
-    sign=_SIGN,
+    template_pattern=_SIGN,
     opening="<|channel|>analysis<|message|>",
     closing="<|end|>",
     answer="<|channel|>final<|message|>",
@@ -51,10 +51,10 @@ REASONING = ReasoningFormat(
 )
 FORMAT = ToolFormat(
     name="harmony",
-    sign=_SIGN,
+    template_pattern=_SIGN,
     region=Region(opening=STARTS, closing=ENDS, inner=("<|constrain|>", MESSAGE)),
     parse=parse,
-    shape=shape,
+    call_grammar=call_grammar,
     is_single=True,
     stops=("<|call|>",),
 )

@@ -10,27 +10,27 @@ from __future__ import annotations
 import re
 
 from outrider.chat.conversation import Tool
+from outrider.chat.formats.call_grammar import CallGrammar
 from outrider.chat.formats.json_calls import arguments_of, calls_from, header
-from outrider.chat.formats.shape import Shape
-from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
+from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import dumps, ends_in_string, loads
 
 
-def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
     return calls_from(loads(body))
 
 
-def shape(tool: Tool) -> Shape:
+def call_grammar(tool: Tool) -> CallGrammar:
     before = f'<tool_call>\n{{"name": {dumps(tool.name)}, "arguments": '
     return (before, arguments_of(tool), "}\n</tool_call>")
 
 
 FORMAT = ToolFormat(
     name="hermes",
-    sign=re.compile("<tool_call>"),
+    template_pattern=re.compile("<tool_call>"),
     region=Region(opening=("<tool_call>",), closing=("</tool_call>",), is_open=ends_in_string),
     parse=parse,
-    shape=shape,
+    call_grammar=call_grammar,
     header=header("arguments"),
     instructions=(
         "To call a function, write its name and arguments as JSON between <tool_call> tags, like this:\n"

@@ -1,4 +1,4 @@
-"""MiniMax M2 and DeepSeek V3.2: attributes in tags. DeepSeek's tags carry a mark, and say what is a string.
+"""MiniMax M2 and DeepSeek V3.2: names are attributes of tags. DeepSeek's tags have a prefix and mark strings.
 
 <minimax:tool_call>
 <invoke name="f">
@@ -13,16 +13,16 @@ import re
 from functools import partial
 
 from outrider.chat.conversation import Tool
+from outrider.chat.formats.call_grammar import CallGrammar
 from outrider.chat.formats.json_calls import call_with
-from outrider.chat.formats.shape import Shape
-from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
-from outrider.chat.formats.typed_values import argument_parts, covering, typed
+from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
+from outrider.chat.formats.typed_values import argument_elements, covering, typed
 
 _NAME = re.compile(r'\s*"([^"]+)"\s*>\s*')
 _DSML = "｜DSML｜"
 
 
-def parse(mark: str, body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse(mark: str, body: str, tools: ToolsByName) -> list[ParsedCall]:
     name = _NAME.match(body)
     if name is None:
         raise ValueError("a call needs a name")
@@ -39,8 +39,8 @@ def is_open(mark: str, body: str) -> bool:
     return body.rfind(f"<{mark}parameter ") > body.rfind(f"</{mark}parameter>")
 
 
-def shape(tool: Tool) -> Shape:
-    arguments = argument_parts(tool, '<parameter name="{}">', "</parameter>\n")
+def call_grammar(tool: Tool) -> CallGrammar:
+    arguments = argument_elements(tool, '<parameter name="{}">', "</parameter>\n")
     return (f'<invoke name="{tool.name}">\n', *arguments, "</invoke>\n")
 
 
@@ -59,16 +59,16 @@ _MINIMAX_AROUND = ("<minimax:tool_call>", "</minimax:tool_call>")
 
 MINIMAX = ToolFormat(
     name="minimax",
-    sign=re.compile("<minimax:tool_call>"),
+    template_pattern=re.compile("<minimax:tool_call>"),
     region=_region("", _MINIMAX_AROUND),
     parse=partial(parse, ""),
-    shape=shape,
+    call_grammar=call_grammar,
     around=(f"{_MINIMAX_AROUND[0]}\n", _MINIMAX_AROUND[1]),
     between="",
 )
 DEEPSEEK = ToolFormat(
     name="deepseek_v32",
-    sign=re.compile(_DSML),
+    template_pattern=re.compile(_DSML),
     region=_region(_DSML, (f"<{_DSML}function_calls>", f"</{_DSML}function_calls>")),
     parse=partial(parse, _DSML),
 )

@@ -1,4 +1,4 @@
-"""Calls that are written as JSON objects, as many formats do: {"name": …, "arguments": {…}}."""
+"""Owns calls that are written as JSON objects, as in many formats: {"name": …, "arguments": {…}}."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.chat.conversation import Tool
-from outrider.chat.formats.shape import JsonOf
+from outrider.chat.formats.call_grammar import JsonValue
 from outrider.chat.formats.tool_format import ParsedCall
 from outrider.chat.json_text import dumps, loads
 
 
 def calls_from(value: Any) -> list[ParsedCall]:
-    """The calls in a JSON value: an object, or a list of them. ValueError where it holds something else."""
+    """The calls in a JSON value: an object or a list of objects. Raises ValueError for anything else."""
     if isinstance(value, list) and value:
         return [_call_from(item) for item in value]
     return [_call_from(value)]
 
 
 def call_with(name: str, arguments: Any, id: str | None = None) -> ParsedCall:
-    """A call of this name. Arguments may be an object, or JSON text of one."""
+    """A call of this name. The arguments may be an object or the JSON text of an object."""
     if isinstance(arguments, str):
         arguments = loads(arguments)
     if arguments is None:
@@ -31,16 +31,16 @@ def call_with(name: str, arguments: Any, id: str | None = None) -> ParsedCall:
 
 
 def header(key: str) -> re.Pattern[str]:
-    """The start of {"name": "f", KEY: …, up to the value."""
+    """Matches the start of {"name": "f", KEY: …, up to the value."""
     return re.compile(rf'\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"{key}"\s*:\s*(?=\{{)')
 
 
-def arguments_of(tool: Tool) -> JsonOf:
-    """The tool's parameters as a schema of an object; a tool without parameters takes none."""
+def arguments_of(tool: Tool) -> JsonValue:
+    """The tool's parameters as the schema of an object. A tool without parameters takes no arguments."""
     schema: Mapping[str, Any] = tool.parameters
     if not schema:
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
-    return JsonOf({"type": "object", **schema}, is_strict=tool.strict)
+    return JsonValue({"type": "object", **schema}, is_strict=tool.strict)
 
 
 def _call_from(value: Any) -> ParsedCall:

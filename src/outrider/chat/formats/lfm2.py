@@ -9,11 +9,11 @@ import re
 
 from outrider.chat.formats.json_calls import calls_from
 from outrider.chat.formats.python_calls import python_calls
-from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
+from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import loads
 
 
-def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
     if body.lstrip().startswith(("{", "[{")):
         return calls_from(loads(body))
     return python_calls(body)
@@ -21,7 +21,7 @@ def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
 
 FORMAT = ToolFormat(
     name="lfm2",
-    sign=re.compile(r"<\|tool_(?:call|list)_start\|>"),
+    template_pattern=re.compile(r"<\|tool_(?:call|list)_start\|>"),
     region=Region(opening=("<|tool_call_start|>",), closing=("<|tool_call_end|>",)),
     parse=parse,
 )

@@ -1,4 +1,4 @@
-"""Llama 3.1 and later: the whole answer is a JSON object, sometimes after a marker, several with ";" between.
+"""Llama 3.1 and later: the whole answer is a JSON object, sometimes after a marker; ";" separates several.
 
 <|python_tag|>{"name": "f", "parameters": {"a": 1}}
 """
@@ -8,23 +8,23 @@ from __future__ import annotations
 import re
 
 from outrider.chat.conversation import Tool
+from outrider.chat.formats.call_grammar import CallGrammar
 from outrider.chat.formats.json_calls import arguments_of, calls_from, header
-from outrider.chat.formats.shape import Shape
-from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
+from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import dumps, loads
 
 
-def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
     return calls_from(loads(body))
 
 
-def shape(tool: Tool) -> Shape:
+def call_grammar(tool: Tool) -> CallGrammar:
     return (f'{{"name": {dumps(tool.name)}, "parameters": ', arguments_of(tool), "}")
 
 
 FORMAT = ToolFormat(
     name="llama3",
-    sign=re.compile(r'<\|python_tag\|>|function name, \\?"parameters\\?"'),
+    template_pattern=re.compile(r'<\|python_tag\|>|function name, \\?"parameters\\?"'),
     region=Region(
         before=("<|python_tag|>",),
         opening=("{",),
@@ -34,7 +34,7 @@ FORMAT = ToolFormat(
         keeps_opening=True,
     ),
     parse=parse,
-    shape=shape,
+    call_grammar=call_grammar,
     between="; ",
     header=header("parameters"),
 )

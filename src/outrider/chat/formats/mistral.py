@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 
 from outrider.chat.conversation import Tool
+from outrider.chat.formats.call_grammar import CallGrammar
 from outrider.chat.formats.json_calls import arguments_of, call_with, calls_from
-from outrider.chat.formats.shape import Shape
-from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
+from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import dumps, loads
 
 _HEADER = re.compile(r"\s*(?P<name>[\w.\-]{1,128})\s*(?:\[CALL_ID\]\s*[\w.\-]{1,128}\s*)?\[ARGS\]\s*(?=\{)")
@@ -22,35 +22,35 @@ _REGION = Region(
 )
 
 
-def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
     if named := _HEADER.match(body):
         return [call_with(named["name"], loads(body[named.end() :]))]
     return calls_from(loads(body))
 
 
-def shape(tool: Tool) -> Shape:
+def call_grammar(tool: Tool) -> CallGrammar:
     return (f"[TOOL_CALLS]{tool.name}[ARGS]", arguments_of(tool))
 
 
-def listed_shape(tool: Tool) -> Shape:
+def listed_grammar(tool: Tool) -> CallGrammar:
     return (f'{{"name": {dumps(tool.name)}, "arguments": ', arguments_of(tool), "}")
 
 
 FORMAT = ToolFormat(
     name="mistral",
-    sign=re.compile(r"(?s)(?=.*\[TOOL_CALLS\]).*\[ARGS\]"),
+    template_pattern=re.compile(r"(?s)(?=.*\[TOOL_CALLS\]).*\[ARGS\]"),
     region=_REGION,
     parse=parse,
-    shape=shape,
+    call_grammar=call_grammar,
     between="",
     header=_HEADER,
 )
 LISTED = ToolFormat(
     name="mistral_list",
-    sign=re.compile(r"\[TOOL_CALLS\]"),
+    template_pattern=re.compile(r"\[TOOL_CALLS\]"),
     region=_REGION,
     parse=parse,
-    shape=listed_shape,
+    call_grammar=listed_grammar,
     around=("[TOOL_CALLS][", "]"),
     between=", ",
 )

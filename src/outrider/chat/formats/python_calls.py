@@ -1,4 +1,4 @@
-"""Calls that are written in Python, as some formats do: f(a=1, b="text"), one or a list of them."""
+"""Owns calls that are written in Python, as in some formats: f(a=1, b="text"), or a list of such calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.chat.formats.tool_format import ParsedCall
 
 
 def python_calls(text: str) -> list[ParsedCall]:
-    """The calls in a piece of Python, which is read and never run. ValueError where it holds other things."""
+    """The calls in Python source, which is parsed and never run. Raises ValueError for anything but calls."""
     try:
         tree = ast.parse(text.strip())
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -27,7 +27,7 @@ def python_calls(text: str) -> list[ParsedCall]:
 
 def _call(node: ast.expr) -> ParsedCall:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
-        node = node.args[0]  # fenced Python is often wrapped so
+        node = node.args[0]  # models often wrap a fenced call in print()
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with keyword arguments")
     arguments = {}

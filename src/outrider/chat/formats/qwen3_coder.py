@@ -1,4 +1,4 @@
-"""Qwen 3 Coder, Qwen 3.5 and later, MiMo V2: tags with the names in them. The outer tags are often forgotten.
+"""Qwen 3 Coder, Qwen 3.5 and later, MiMo V2: tags that contain the names. Models often omit the outer tags.
 
 <tool_call>
 <function=f>
@@ -14,16 +14,16 @@ from __future__ import annotations
 import re
 
 from outrider.chat.conversation import Tool
+from outrider.chat.formats.call_grammar import CallGrammar
 from outrider.chat.formats.json_calls import call_with
-from outrider.chat.formats.shape import Shape
-from outrider.chat.formats.tool_format import ParsedCall, Region, Toolbox, ToolFormat
-from outrider.chat.formats.typed_values import argument_parts, covering, typed
+from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
+from outrider.chat.formats.typed_values import argument_elements, covering, typed
 
 _NAME = re.compile(r"\s*([^\s<>]+)\s*>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 
 
-def parse(body: str, tools: Toolbox) -> list[ParsedCall]:
+def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
     name = _NAME.match(body)
     if name is None:
         raise ValueError("a call needs a name")
@@ -36,14 +36,14 @@ def is_open(body: str) -> bool:
     return body.rfind("<parameter=") > body.rfind("</parameter>")
 
 
-def shape(tool: Tool) -> Shape:
-    arguments = argument_parts(tool, "<parameter={}>\n", "\n</parameter>\n")
+def call_grammar(tool: Tool) -> CallGrammar:
+    arguments = argument_elements(tool, "<parameter={}>\n", "\n</parameter>\n")
     return (f"<tool_call>\n<function={tool.name}>\n", *arguments, "</function>\n</tool_call>")
 
 
 FORMAT = ToolFormat(
     name="qwen3_coder",
-    sign=re.compile("<function="),
+    template_pattern=re.compile("<function="),
     region=Region(
         before=("<tool_call>",),
         opening=("<function=",),
@@ -53,5 +53,5 @@ FORMAT = ToolFormat(
         is_open=is_open,
     ),
     parse=parse,
-    shape=shape,
+    call_grammar=call_grammar,
 )

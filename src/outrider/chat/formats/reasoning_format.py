@@ -1,4 +1,4 @@
-"""What a reasoning format is: the markers around a model's thinking, as data that leaf modules fill in."""
+"""Owns the description of a reasoning format: the markers around the reasoning. Leaf modules fill it in."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class ReasoningFormat:
     name: str
-    sign: re.Pattern[str]  # a chat template that speaks this format
+    template_pattern: re.Pattern[str]  # found in the chat templates that use this format
     opening: str
     closing: str
-    answer: str = ""  # what the answer itself starts with, where that is not just the closing
-    inner: tuple[str, ...] = ()  # other markers
+    answer: str = ""  # the marker that starts the answer, if the closing alone does not start it
+    inner: tuple[str, ...] = ()  # markers inside the reasoning
 
     @property
     def markers(self) -> tuple[str, ...]:

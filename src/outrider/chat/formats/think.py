@@ -1,4 +1,4 @@
-"""Thinking between a pair of tags: most reasoning models, each with its own tags."""
+"""Reasoning between a pair of tags, as most reasoning models write it, each with its own tags."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What a tool format is: how a model writes calls into its answer, as data that leaf modules fill in.
+"""Owns the description of a tool format: how a model writes calls into its answer. Leaf modules fill it in.
 
-A call stands in a region of the text:
+A call is a region of the text:
 
     text | before | opening  body  closing | after | text
          <tool_call>  <function=f>…</function>  </tool_call>
 
-`before` and `after` count only next to a region; elsewhere they are text like any other.
+`before` and `after` are markers only next to a region; elsewhere they are plain text.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outrider.chat.conversation import Tool
-from outrider.chat.formats.shape import Shape
+from outrider.chat.formats.call_grammar import CallGrammar
 
-Toolbox = Mapping[str, Tool]
+ToolsByName = Mapping[str, Tool]
 
 
 @dataclass(frozen=True)
 class ParsedCall:
     name: str
     arguments: str  # JSON text of an object
-    id: str | None = None  # where the model itself gave one
+    id: str | None = None  # only if the model wrote an id
 
 
 @dataclass(frozen=True)
 class Region:
-    """Where calls stand. Without a closing, a region ends with the JSON value that follows `value_start`."""
+    """The markers of a region. Without `closing`, a region ends with the JSON value behind `value_start`."""
 
     opening: tuple[str, ...]
     closing: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    inner: tuple[str, ...] = ()  # other markers that the body is made of
-    is_open: Callable[[str], bool] = lambda body: False  # a closing right after this body is part of a value
-    value_start: re.Pattern[str] | None = None  # of the body, up to its JSON value
-    opens_answer_only: bool = False  # it opens only where the answer, or the text after a call, starts
-    keeps_opening: bool = False  # the opening is the first part of the body
+    inner: tuple[str, ...] = ()  # other markers inside the body
+    is_open: Callable[[str], bool] = lambda body: False  # True: a closing behind this body is part of a value
+    value_start: re.Pattern[str] | None = None  # matches the body up to its JSON value
+    opens_answer_only: bool = False  # a region opens only at the start of the answer or right after a call
+    keeps_opening: bool = False  # the opening is part of the body
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -48,22 +48,22 @@ class Region:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way of writing calls.
+    """One way to write calls.
 
-    `parse` reads a region's body and raises ValueError where it is no call. `shape` says how a call is
-    written, for grammars that force one; None where that cannot be said. `header` matches a body up to its
-    arguments, with a group `name`, where the arguments are JSON text: then a call that a grammar forced is
-    passed on while it grows.
+    `parse` reads a region's body and raises ValueError if the body is not a call. `call_grammar` describes a
+    call for grammars that force one; None if a grammar cannot force this format. `header` matches a body up
+    to its arguments, with a group `name`, if the arguments are JSON text: then the arguments of a forced call
+    are passed on while they arrive.
     """
 
     name: str
-    sign: re.Pattern[str]  # a chat template that speaks this format
+    template_pattern: re.Pattern[str]  # found in the chat templates that use this format
     region: Region
-    parse: Callable[[str, Toolbox], list[ParsedCall]]
-    shape: Callable[[Tool], Shape] | None = None
-    around: tuple[str, str] = ("", "")  # what a grammar writes around all calls
-    between: str = "\n"  # and between two
-    is_single: bool = False  # an answer holds one call at most
+    parse: Callable[[str, ToolsByName], list[ParsedCall]]
+    call_grammar: Callable[[Tool], CallGrammar] | None = None
+    around: tuple[str, str] = ("", "")  # text that a grammar writes before and after all calls
+    between: str = "\n"  # text that a grammar writes between two calls
+    is_single: bool = False  # an answer has at most one call
     header: re.Pattern[str] | None = None
-    stops: tuple[str, ...] = ()  # tokens that end the answer, beside the model's own
-    instructions: str | None = None  # how to tell a model whose template says nothing of tools
+    stops: tuple[str, ...] = ()  # tokens that end the answer, besides the model's EOS tokens
+    instructions: str | None = None  # how to call, for models whose template does not mention tools

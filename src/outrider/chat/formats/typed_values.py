@@ -1,4 +1,4 @@
-"""Arguments that are written as bare text between tags: what JSON value each one is, by the tool's schema."""
+"""Owns arguments that are written as bare text between tags: the tool's schema gives each its JSON type."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.chat.conversation import Tool
+from outrider.chat.formats.call_grammar import (
+    Element,
+    FreeText,
+    JsonValue,
+    OneOf,
+    OptionalElements,
+    RequiredElement,
+)
 from outrider.chat.formats.json_calls import arguments_of
-from outrider.chat.formats.shape import FreeText, JsonOf, Maybe, OneOf, Part, Sure
 from outrider.chat.json_text import loads
 
 
 def typed(tool: Tool | None, name: str, text: str) -> Any:
-    """The value of an argument: a string where the schema wants one, else JSON, else a string after all."""
+    """The value of an argument: a string if the schema wants a string, else JSON, or a string if not JSON."""
     kinds = _kinds(_properties(tool).get(name))
     if "string" in kinds:
         return None if text == "null" and "null" in kinds else text
@@ -24,7 +31,7 @@ def typed(tool: Tool | None, name: str, text: str) -> Any:
 
 
 def covering(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
-    """The matches of a pattern, one after the other from start to end; ValueError where they leave a gap."""
+    """Consecutive matches of a pattern over the whole text. Raises ValueError for text between them."""
     matches, at = [], 0
     while at < len(text):
         match = pattern.match(text, at)
@@ -35,24 +42,24 @@ def covering(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
     return matches
 
 
-def argument_parts(tool: Tool, before: str, after: str) -> tuple[Part, ...]:
-    """For grammars: each argument in turn, between two texts in which {} is its name."""
+def argument_elements(tool: Tool, before: str, after: str) -> tuple[Element, ...]:
+    """For grammars: each argument with a text before and after it, in which {} is replaced by its name."""
     required = tool.parameters.get("required") or ()
     schema = arguments_of(tool)
-    parts: list[Part] = []
+    elements: list[Element] = []
     for name, member in _properties(tool).items():
-        written = (before.replace("{}", name), *_value_parts(member, after, schema))
-        parts.extend(written if name in required else (Maybe(written),))
-    return tuple(parts)
+        written = (before.replace("{}", name), *_value_elements(member, after, schema))
+        elements.extend(written if name in required else (OptionalElements(written),))
+    return tuple(elements)
 
 
-def _value_parts(member: Any, after: str, whole: JsonOf) -> tuple[Sure, ...]:
+def _value_elements(member: Any, after: str, whole: JsonValue) -> tuple[RequiredElement, ...]:
     if "string" in _kinds(member):
         choices = member.get("enum")
         return (OneOf(tuple(map(str, choices))), after) if choices else (FreeText(after),)
     definitions = {key: whole.schema[key] for key in ("$defs", "definitions") if key in whole.schema}
     schema = {**member, **definitions} if isinstance(member, Mapping) else {}
-    return (JsonOf(schema, whole.is_strict), after)
+    return (JsonValue(schema, whole.is_strict), after)
 
 
 def _properties(tool: Tool | None) -> Mapping[str, Any]:
@@ -61,7 +68,7 @@ def _properties(tool: Tool | None) -> Mapping[str, Any]:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names, in itself or in its alternatives."""
+    """The types that a schema allows, itself or in its alternatives."""
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type")

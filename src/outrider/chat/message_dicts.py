@@ -1,0 +1,142 @@
+"""Owns the conversion of OpenAI-style message and tool dicts, as Python callers write them.
+
+Images may be arrays, Pillow images, bytes, files or data: URLs. The caller may name any file, unlike a client
+of the server. Nothing is fetched from the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outrider.chat.conversation import (
+    ImagePart,
+    MediaPart,
+    Message,
+    NamedTool,
+    Part,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from outrider.chat.json_text import dumps
+from outrider.chat.messages import role_named
+from outrider.media.image_reader import PictureReader
+from outrider.media.images import Picture, decode_picture, picture_of
+from outrider.media.limits import InvalidMedia, MediaLimits
+from outrider.media.sources import DataUrl, parse_source, read_inline
+from outrider.request import InvalidRequest
+
+LIMITS = MediaLimits()
+IMAGE_TYPES = ("image", "image_url", "input_image")
+
+
+def messages_from_dicts(
+    messages: Iterable[Mapping[str, Any]], image_reader: PictureReader | None = None
+) -> list[Message]:
+    """Canonical messages. `image_reader`: None for a model that reads text only."""
+    converted = []
+    for i, message in enumerate(messages):
+        try:
+            converted.append(_message(message, image_reader))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InvalidRequest(f"messages[{i}] is not a chat message: {error!r}") from error
+    return converted
+
+
+def tools_from_dicts(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
+    converted = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
+            raise InvalidRequest(f"tools[{i}] is not a function: only functions are supported")
+        if not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"tools[{i}].function has no name")
+        converted.append(
+            Tool(
+                function["name"],
+                function.get("description") or "",
+                function.get("parameters") or {},
+                strict=bool(function.get("strict")),
+            )
+        )
+    return converted
+
+
+def tool_choice_from(choice: str | Mapping[str, Any]) -> ToolChoice:
+    """From "auto", "none", "required" or {"type": "function", "function": {"name": ...}}."""
+    if choice == "auto" or choice == "none" or choice == "required":
+        return choice  # type: ignore[return-value]
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f'tool_choice is "auto", "none", "required" or a function, not {choice!r}')
+    return NamedTool(function["name"])
+
+
+def _message(message: Mapping[str, Any], image_reader: PictureReader | None) -> Message:
+    role = role_named(message["role"])
+    content = _content(message.get("content"), image_reader)
+    name = message.get("name")
+    if role == "tool":
+        return Message(role, content, tool_call_id=message.get("tool_call_id"), name=name)
+    if role != "assistant":
+        return Message(role, content, name=name)
+    if message.get("refusal") and not content:
+        content = (TextPart(message["refusal"]),)
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    calls = tuple(_tool_call(call) for call in message.get("tool_calls") or ())
+    return Message(role, content, reasoning=reasoning, tool_calls=calls, name=name)
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    function = call["function"]
+    arguments = function.get("arguments") or ""
+    text = arguments if isinstance(arguments, str) else dumps(dict(arguments))
+    return ToolCall(str(call.get("id", "")), function["name"], text)
+
+
+def _content(content: Any, image_reader: PictureReader | None) -> tuple[Part, ...]:
+    if content is None or isinstance(content, str):
+        return (TextPart(content),) if content else ()
+    if not isinstance(content, Sequence):
+        raise TypeError(f"the content is a string or a list of parts, not {type(content).__name__}")
+    return tuple(_part(part, image_reader) for part in content)
+
+
+def _part(part: Mapping[str, Any], image_reader: PictureReader | None) -> Part:
+    kind = part.get("type")
+    if kind in ("text", "refusal"):
+        return TextPart(part[kind])
+    if kind not in IMAGE_TYPES:
+        raise InvalidRequest(f"content parts are text or images, not {kind!r}")
+    if image_reader is None:
+        return MediaPart("image", "")  # the renderer refuses it, with the reason
+    return ImagePart((image_reader.read(_image(part)),))
+
+
+def _image(part: Mapping[str, Any]) -> Picture:
+    given = part.get("image", part.get("image_url"))
+    if isinstance(given, Mapping):
+        given = given.get("url")
+    if isinstance(given, np.ndarray):
+        return picture_of(given)
+    if isinstance(given, bytes):
+        return decode_picture(given, "", LIMITS)
+    if isinstance(given, Path) or (isinstance(given, str) and ":" not in given[:8]):
+        try:
+            data = Path(given).read_bytes()
+        except OSError as error:
+            raise InvalidMedia(f"{given} cannot be read: {error.strerror}") from None
+        return decode_picture(data, "", LIMITS)
+    if isinstance(given, str):
+        source = parse_source(given)
+        if isinstance(source, DataUrl):
+            return decode_picture(read_inline(source, LIMITS), source.media_type, LIMITS)
+        raise InvalidMedia("the Python API fetches nothing: give an image's bytes, file, array or data: URL")
+    if hasattr(given, "convert"):  # a Pillow image
+        return picture_of(np.asarray(given.convert("RGB")))
+    raise InvalidMedia(f"an image is an array, bytes, a file or a data: URL, not {type(given).__name__}")
