@@ -28,7 +28,7 @@ from outrider.plan import TokenLogprobs
 from outrider.request import InvalidRequest, SamplingParams
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
+MessageDict = Mapping[str, Any]  # {"role": ..., "content": ...}, as in OpenAI's API
 
 
 class GenerationFailed(RuntimeError):
@@ -192,7 +192,7 @@ class LLM:
     @overload
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageDict],
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -204,7 +204,7 @@ class LLM:
     @overload
     def chat(
         self,
-        messages: Sequence[Sequence[Message]],
+        messages: Sequence[Sequence[MessageDict]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -241,7 +241,7 @@ class LLM:
         return self._start(self.renderer.render_text(prompt, params or SamplingParams()))
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any
+        self, messages: Sequence[MessageDict], params: SamplingParams | None = None, **options: Any
     ) -> CompletionStream:
         """The answer to a conversation as it grows. The arguments are those of `chat`."""
         return self._start(self._render(messages, params, **options))
@@ -262,7 +262,7 @@ class LLM:
 
     def _render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageDict],
         params: SamplingParams | None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),

@@ -117,6 +117,8 @@ def as_json(completion: Any) -> Json:
         "text": completion.text,
         "finish_reason": completion.finish_reason,
     }
+    if completion.reasoning is not None:
+        found["reasoning"] = completion.reasoning
     if completion.logprobs is not None:
         found["logprobs"] = [
             [one.token_id, round(one.logprob, 5), [[token, round(value, 5)] for token, value in one.top]]

@@ -47,19 +47,19 @@ def constraint_for(
     vocabulary: Vocabulary,
 ) -> Constraint:
     """The constraint on the answer to a request. Raises InvalidRequest if it cannot be enforced."""
-    writer = _Writer(vocabulary)
-    own = request.grammar or request.params.grammar
+    grammar = request.grammar or request.params.grammar
     tools = () if request.tool_choice == "none" else request.tools
     forced = _forced_tools(request)
     if forced:
         allows_many = request.parallel_tool_calls and request.tool_choice == "required"
-        grammar = Grammar("lark", writer.calls(_required(tool_format), forced, allows_many))
-        return _after_reasoning(grammar, reasoning, thinking, vocabulary, forces_call=True)
-    if own is None:
+        calls = _Writer(vocabulary).calls(_required(tool_format), forced, allows_many)
+        return _after_reasoning(Grammar("lark", calls), reasoning, thinking, vocabulary, forces_call=True)
+    if grammar is None:
         return Constraint()
     if tools and tool_format is not None and reasoning is not harmony.REASONING:
-        own = Grammar("lark", writer.calls_or(tool_format, tools, request.parallel_tool_calls, own))
-    return _after_reasoning(own, reasoning, thinking, vocabulary)
+        either = _Writer(vocabulary).calls_or(tool_format, tools, request.parallel_tool_calls, grammar)
+        grammar = Grammar("lark", either)
+    return _after_reasoning(grammar, reasoning, thinking, vocabulary)
 
 
 def _forced_tools(request: ChatRequest) -> Sequence[Tool]:

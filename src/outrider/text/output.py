@@ -17,8 +17,9 @@ from outrider.text.detokenizer import Decode, Detokenizer
 
 
 class AnswerText:
-    """Turns committed tokens into text that will not change. A stop string in the first `min_tokens` tokens
-    does not end the answer.
+    """Turns committed tokens into text that will not change.
+
+    A stop string that ends within the first `min_tokens` tokens is plain text.
     """
 
     def __init__(
