@@ -21,7 +21,7 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from outrider.api.operations.version import FINGERPRINT
+from outrider.api.context import FINGERPRINT
 from outrider.chat.events import ChatEvent, Finished, Logprobs, ReasoningDelta, TextDelta
 from outrider.plan import TokenLogprobs
 

@@ -399,8 +399,7 @@ def test_the_event_loop_goes_on_while_pictures_are_read(seeing: Seeing, monkeypa
     monkeypatch.setattr(seeing.loader, "_use", slow)
 
     async def go() -> float:
-        from outrider.api.openai.chat_input import chat_request
-        from outrider.api.openai.chat_schema import ChatCompletionRequest
+        from outrider.api.openai.chat_request import ChatCompletionRequest, chat_request
 
         body = ChatCompletionRequest.model_validate(
             {"messages": [{"role": "user", "content": [picture(RED)]}], "max_tokens": 1}

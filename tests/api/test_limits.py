@@ -9,10 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_backend import HELLO, USER, Client, FakeBackend, server, settings
+from fake_backend import HELLO, USER, Client, FakeBackend, FakeStream, server, settings
 
-from outrider.api.admission import Admission
+from outrider.api.answers import LiveRequests
 from outrider.api.errors import ApiError
+from outrider.api.middleware import RequestIdFilter
+from outrider.api.operations.metrics import Metrics
 from outrider.config import InvalidConfig
 from outrider.engine.engine import EngineStopped
 from outrider.request import InvalidRequest
@@ -225,8 +227,6 @@ def test_request_id_is_the_clients_if_it_is_sane() -> None:
 
 
 def test_request_id_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    from outrider.api.request_id import RequestIdFilter
-
     caplog.set_level("INFO", logger="outrider")
     caplog.handler.addFilter(RequestIdFilter())
     client = Client(server(FakeBackend()))
@@ -248,7 +248,7 @@ def test_browsers_may_call_from_allowed_origins_only() -> None:
     )
 
 
-# -- the door --------------------------------------------------------------------------------------------
+# -- full servers and shutdowns --------------------------------------------------------------------------
 
 
 def test_full_server_says_429_and_when_to_come_back() -> None:
@@ -265,7 +265,7 @@ def test_full_server_says_429_and_when_to_come_back() -> None:
     refused = next(response for response in responses if response.status_code == 429)
     assert refused.headers["retry-after"] == "2"
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-    assert made.context.desk.admission.num_live == 0
+    assert made.context.live.num_live == 0
     assert Client(made).post(CHAT, BODIES[CHAT]).status_code == 200
 
 
@@ -285,12 +285,12 @@ def test_n_that_fails_halfway_leaves_nothing_behind() -> None:
     made = server(backend)
     assert Client(made).post(CHAT, BODIES[CHAT] | {"n": 3}).status_code == 400
     assert [stream.aborted for stream in backend.streams] == [True, True]
-    assert made.context.desk.admission.num_live == 0
+    assert made.context.live.num_live == 0
 
 
 def test_draining_server_is_not_ready_and_takes_nobody() -> None:
     made = server(FakeBackend())
-    made.context.desk.admission.drain()
+    made.context.live.drain()
     client = Client(made)
     assert client.get("/health/live").status_code == 200
     assert client.get("/health/ready").status_code == 503
@@ -302,11 +302,19 @@ def test_draining_server_is_not_ready_and_takes_nobody() -> None:
         assert response.json()["error"]["type"] == kind
 
 
-def test_tickets_are_given_back_once() -> None:
-    admission = Admission(max_rows=1, max_queue=1)
-    ticket = admission.enter(2)
-    with pytest.raises(ApiError):
-        admission.enter(1)
-    ticket.leave()
-    ticket.leave()
-    assert admission.num_live == 0
+def test_places_are_freed_once() -> None:
+    live = LiveRequests(max_rows=1, max_queue=1, retry_after_s=2, metrics=Metrics())
+
+    async def start() -> FakeStream:
+        return FakeStream("req", HELLO, pause_s=0.0)
+
+    async def run() -> None:
+        answers = await live.start("chat", [start, start])
+        with pytest.raises(ApiError) as caught:
+            await live.start("chat", [start])
+        assert caught.value.status_code == 429
+        answers.close()
+        answers.close()
+        assert live.num_live == 0
+
+    asyncio.run(run())

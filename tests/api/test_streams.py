@@ -83,9 +83,9 @@ def test_client_that_leaves_frees_its_rows(path: str, streams: bool) -> None:
 
     asyncio.run(run())
     assert all(stream.aborted for stream in backend.streams)
-    assert made.context.desk.admission.num_live == 0
-    assert not made.context.desk.live
-    abandoned = made.context.desk.metrics.finished.labels(_api(path), "abandoned")
+    assert made.context.live.num_live == 0
+    assert not made.context.live.answers
+    abandoned = made.context.live.metrics.finished.labels(_api(path), "abandoned")
     assert abandoned._value.get() == len(backend.streams)
 
 
@@ -108,7 +108,7 @@ def test_connection_that_breaks_on_write_frees_the_row() -> None:
 
     asyncio.run(run())
     assert backend.streams[0].aborted
-    assert made.context.desk.admission.num_live == 0
+    assert made.context.live.num_live == 0
 
 
 def test_slow_reader_is_bounded_and_loses_nothing() -> None:
@@ -120,8 +120,8 @@ def test_slow_reader_is_bounded_and_loses_nothing() -> None:
         caller.on_data = lambda: caller.reads.clear()  # stops reading after the first chunk
         calling = asyncio.create_task(caller.call(made))
         await asyncio.sleep(0.05)
-        answers = next(iter(made.context.desk.live.values()))
-        num_taken = answers.choices[0].num_events + answers._unread.qsize()
+        answers = next(iter(made.context.live.answers.values()))
+        num_taken = answers.choices[0].num_events + answers._queue.qsize()
         caller.on_data = lambda: None
         caller.reads.set()
         await asyncio.wait_for(calling, 5)

@@ -10,10 +10,8 @@ import pytest
 from agent_transcripts import claude_code_turns, opencode_turns
 from chat_tokenizers import CHATML, new_tokenizer
 
-from outrider.api.anthropic.messages_input import messages_request
-from outrider.api.anthropic.messages_schema import MessagesRequest
-from outrider.api.openai.chat_input import chat_request
-from outrider.api.openai.chat_schema import ChatCompletionRequest
+from outrider.api.anthropic.messages_request import MessagesRequest, messages_request
+from outrider.api.openai.chat_request import ChatCompletionRequest, chat_request
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.chat.conversation import ChatRequest, Message, TextPart
 from outrider.chat.special_tokens import Vocabulary

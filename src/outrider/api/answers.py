@@ -1,6 +1,6 @@
-"""The answers to one API request: its engine streams, merged, measured, and freed whatever happens.
+"""The API requests that run or wait: their limit, and the answers of each as one stream of events.
 
-Knows events only as far as it must (first, last, how long between). Their JSON is the routes'.
+Must not know JSON: the routes render the events.
 """
 
 from __future__ import annotations
@@ -10,86 +10,168 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from outrider.api.admission import Admission, Ticket
-from outrider.api.backend import EventStream
 from outrider.api.errors import ApiError
+from outrider.api.middleware import current_request_id
 from outrider.api.operations.metrics import Metrics
-from outrider.api.request_id import current_request_id
 from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD = 16  # events between the streams and the writer; past that the engine's outbox merges
+# Events that wait for the HTTP writer, per API request. When the queue is full, the engine's outbox
+# merges further tokens into larger deltas. Chosen by hand.
+MAX_QUEUED_EVENTS = 16
 
-Start = Callable[[], Awaitable[EventStream]]
+
+class EventStream(Protocol):
+    """One answer of the chat service. Its last event is a Finished."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]: ...
+
+    def __aiter__(self) -> AsyncIterator[ChatEvent]: ...
+
+    def abort(self) -> None: ...
+
+
+StartStream = Callable[[], Awaitable[EventStream]]
 
 
 @dataclass
 class ChoiceState:
-    """What is known of one stream, for /v1/status and the metrics."""
+    """Progress of one choice, for /v1/status and the metrics."""
 
     request_id: str
     num_prompt: int
     num_events: int = 0
-    first_s: float | None = None
-    last_s: float | None = None
+    first_s: float | None = None  # time of its first event
+    last_s: float | None = None  # time of its latest event
     finished: Finished | None = None
 
 
-class Answers:
-    """Iterate `events` once; `close` when done, or to give up."""
+class LiveRequests:
+    """The API requests that run or wait. Used from the event loop only.
 
-    def __init__(self, api: str, streams: Sequence[EventStream], ticket: Ticket, desk: AnswerDesk) -> None:
+    The limit counts engine requests: a request for n choices counts n times. Below the limit, the engine
+    decides which requests run and which wait.
+    """
+
+    def __init__(self, max_rows: int, max_queue: int, retry_after_s: int, metrics: Metrics) -> None:
+        self.capacity = max_rows + max_queue
+        self.num_live = 0
+        self.is_draining = False
+        self.answers: dict[int, Answers] = {}  # by id()
+        self.metrics = metrics
+        self._headers = {"Retry-After": str(retry_after_s)}
+
+    async def start(self, api: str, starts: Sequence[StartStream]) -> Answers:
+        """Start one stream per choice. If one cannot start, abort the others and raise its exception.
+
+        Raises ApiError: 503 during a shutdown, 400 if the choices exceed the capacity, 429 if they exceed
+        the part of it that is free now.
+        """
+        self._reserve(len(starts))
+        streams: list[EventStream] = []
+        try:
+            for start in starts:
+                streams.append(await start())
+            return Answers(api, streams, self)
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            self.num_live -= len(starts)
+            raise
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.is_draining = True
+
+    def _reserve(self, num_choices: int) -> None:
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", headers=self._headers)
+        if num_choices > self.capacity:
+            raise ApiError(
+                400,
+                f"this request asks for {num_choices} answers; this server runs and queues at most "
+                f"{self.capacity} (--max-rows + --max-queue): ask for fewer",
+            )
+        if self.num_live + num_choices > self.capacity:
+            raise ApiError(
+                429,
+                f"the server is busy: {self.num_live} requests run or wait, of at most {self.capacity}. "
+                "Try again later.",
+                code="rate_limit_exceeded",
+                headers=self._headers,
+            )
+        self.num_live += num_choices
+
+
+class Answers:
+    """All choices of one API request. Iterate `events` once, and `close` at the end or to give up."""
+
+    def __init__(self, api: str, streams: Sequence[EventStream], live: LiveRequests) -> None:
         self.api = api
         self.http_id = current_request_id.get()
         self.started_s = time.perf_counter()
         self.choices = [ChoiceState(stream.request_id, len(stream.prompt_ids)) for stream in streams]
         self._streams = streams
-        self._ticket = ticket
-        self._desk = desk
-        self._unread: asyncio.Queue[tuple[int, ChatEvent]] = asyncio.Queue(MAX_UNREAD)
+        self._live = live
+        self._queue: asyncio.Queue[tuple[int, ChatEvent]] = asyncio.Queue(MAX_QUEUED_EVENTS)
         self._pumps = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(streams)]
-        desk.live[id(self)] = self
+        live.answers[id(self)] = self
 
     def events(self, with_logprobs: bool = False) -> AsyncIterator[tuple[int, ChatEvent]]:
-        """(choice, event) as they come; each choice ends with its Finished."""
-        return _logprobs_first(self._merged()) if with_logprobs else self._merged()
+        """(choice, event) in order of arrival. The last event of each choice is its Finished."""
+        return _logprobs_before_text(self._merged()) if with_logprobs else self._merged()
 
-    async def _merged(self) -> AsyncIterator[tuple[int, ChatEvent]]:
-        num_left = len(self._streams)
-        while num_left:
-            choice, event = await self._unread.get()
-            self._watch(self.choices[choice], event)
-            if isinstance(event, Finished):
-                num_left -= 1
-            yield choice, event
+    async def feed_all(self, feed: Callable[[int, ChatEvent], object], with_logprobs: bool = False) -> None:
+        """Pass every event to `feed`, then close. Raise an ApiError if a choice fails."""
+        try:
+            async for choice, event in self.events(with_logprobs):
+                if isinstance(event, Finished) and (error := failure_of(event)):
+                    raise error
+                feed(choice, event)
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """Free the rows that still run and the places taken."""
+        """Abort the choices that still run and free their places. A second call has no effect."""
         for pump in self._pumps:
             pump.cancel()
         for stream, state in zip(self._streams, self.choices, strict=True):
             if state.finished is None:
                 stream.abort()
-        if self._desk.live.pop(id(self), None) is not None:
-            self._ticket.leave()
+        if self._live.answers.pop(id(self), None) is not None:
+            self._live.num_live -= len(self.choices)
             for state in self.choices:
-                self._desk.metrics.answered(self.api, state.finished)
+                self._live.metrics.count_answer(self.api, state.finished)
+
+    async def _merged(self) -> AsyncIterator[tuple[int, ChatEvent]]:
+        num_running = len(self._streams)
+        while num_running:
+            choice, event = await self._queue.get()
+            self._measure(self.choices[choice], event)
+            if isinstance(event, Finished):
+                num_running -= 1
+            yield choice, event
 
     async def _pump(self, choice: int, stream: EventStream) -> None:
-        last: ChatEvent = Finished("cancelled", Usage(), error="the stream ended without an end")
+        last: ChatEvent = Finished("cancelled", Usage(), error="the stream ended without a Finished event")
         try:
             async for event in stream:
-                await self._unread.put((choice, event))
+                await self._queue.put((choice, event))
                 if isinstance(event, Finished):
                     return
-        except Exception as error:  # the service failed, not the model: the client must still see an end
+        except Exception as error:  # a fault in the chat service: the client still gets a last event
             log.exception("stream %s failed", stream.request_id)
             last = Finished("error", Usage(), error=f"{type(error).__name__}: {error}")
-        await self._unread.put((choice, last))
+        await self._queue.put((choice, last))
 
-    def _watch(self, state: ChoiceState, event: ChatEvent) -> None:
+    def _measure(self, state: ChoiceState, event: ChatEvent) -> None:
         now_s = time.perf_counter()
         if isinstance(event, Finished):
             state.finished = event
@@ -97,18 +179,19 @@ class Answers:
         if isinstance(event, Logprobs):
             return
         state.num_events += 1
+        metrics = self._live.metrics
         if state.last_s is None:
             state.first_s = now_s
-            self._desk.metrics.first_token_s.labels(self.api).observe(now_s - self.started_s)
+            metrics.first_token_s.labels(self.api).observe(now_s - self.started_s)
         else:
-            self._desk.metrics.inter_token_s.labels(self.api).observe(now_s - state.last_s)
+            metrics.inter_token_s.labels(self.api).observe(now_s - state.last_s)
         state.last_s = now_s
 
 
-async def _logprobs_first(
+async def _logprobs_before_text(
     events: AsyncIterator[tuple[int, ChatEvent]],
 ) -> AsyncIterator[tuple[int, ChatEvent]]:
-    """The same events, with log-probabilities before the text that they follow: one chunk can carry both."""
+    """Swap each text delta with the log-probabilities that follow it, so that one chunk can carry both."""
     held: dict[int, TextDelta] = {}
     async for choice, event in events:
         text = held.pop(choice, None)
@@ -122,42 +205,11 @@ async def _logprobs_first(
             yield choice, event
 
 
-class AnswerDesk:
-    """Lets requests in, starts their streams, and keeps the list of those alive."""
-
-    def __init__(self, admission: Admission, metrics: Metrics) -> None:
-        self.admission = admission
-        self.metrics = metrics
-        self.live: dict[int, Answers] = {}
-
-    async def start(self, api: str, starts: Sequence[Start]) -> Answers:
-        """All streams, or none and the first one's exception."""
-        ticket = self.admission.enter(len(starts))
-        streams: list[EventStream] = []
-        try:
-            for start in starts:
-                streams.append(await start())
-            return Answers(api, streams, ticket, self)
-        except BaseException:
-            for stream in streams:
-                stream.abort()
-            ticket.leave()
-            raise
-
-
-def raise_if_failed(finished: Finished) -> None:
-    """For answers that are sent whole: an end that is no answer is an HTTP error."""
+def failure_of(finished: Finished) -> ApiError | None:
+    """The HTTP error of an answer that failed; None for an answer that ended normally."""
+    if finished.reason == "cancelled":
+        message = "the answer was cancelled: the server is shutting down"
+        return ApiError(503, message, headers={"Retry-After": "5"})
     if finished.reason == "error":
-        raise ApiError(500, failure_message(finished))
-    if finished.reason == "cancelled":
-        raise ApiError(503, failure_message(finished), headers={"Retry-After": "5"})
-
-
-def failure_message(finished: Finished) -> str:
-    if finished.reason == "cancelled":
-        return "the answer was cancelled: the server is shutting down"
-    return finished.error or "the engine failed"
-
-
-def is_failure(finished: Finished) -> bool:
-    return finished.reason in ("error", "cancelled")
+        return ApiError(500, finished.error or "the engine failed; the server's log has the details")
+    return None

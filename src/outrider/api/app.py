@@ -1,4 +1,4 @@
-"""Puts the HTTP application together: routes, middleware, error shapes, start and shutdown."""
+"""Builds the HTTP application: routes, middleware, error handlers, start and shutdown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from outrider import __version__
-from outrider.api.admission import Admission
-from outrider.api.answers import AnswerDesk
+from outrider.api.answers import LiveRequests
 from outrider.api.anthropic.messages import messages_router
-from outrider.api.backend import ChatBackend
-from outrider.api.context import ServerContext
+from outrider.api.context import ChatBackend, ServerContext
 from outrider.api.errors import HANDLERS
+from outrider.api.logprobs import TokenText
 from outrider.api.middleware import BodyLimit, RequestLog, RequireKey
 from outrider.api.openai.chat import chat_router
 from outrider.api.openai.completions import completions_router
@@ -28,10 +27,9 @@ from outrider.api.operations.health import health_router
 from outrider.api.operations.metrics import Metrics, metrics_router
 from outrider.api.operations.prefix_cache import PrefixMetrics, prefix_cache_router
 from outrider.api.settings import ServerSettings
-from outrider.api.token_text import TokenText
 from outrider.engine.validation import ModelFacts
 
-DESCRIPTION = "OpenAI's and Anthropic's APIs over one engine in which every request drafts at its own pace."
+DESCRIPTION = "OpenAI's and Anthropic's APIs over one engine."
 ROUTERS = (
     chat_router,
     completions_router,
@@ -46,25 +44,25 @@ StopEngine = Callable[[], Awaitable[None]]
 
 @dataclass
 class Server:
-    """The application, and the switch that starts its end."""
+    """The application and its shutdown."""
 
     app: FastAPI
     context: ServerContext
     stop_engine: StopEngine
-    _ending: asyncio.Task[None] | None = None
+    _shutdown: asyncio.Task[None] | None = None  # the reference keeps the task alive
 
     def drain(self) -> None:
-        """Take no new requests; those under way have `drain_s` seconds. To be called on the event loop."""
-        if not self.context.desk.admission.is_draining:
-            self.context.desk.admission.drain()
-            self._ending = asyncio.create_task(self._end_stragglers())
+        """Refuse new requests; running ones get `drain_s` seconds. Call this on the event loop."""
+        if not self.context.live.is_draining:
+            self.context.live.drain()
+            self._shutdown = asyncio.create_task(self._stop_after_drain())
 
-    async def _end_stragglers(self) -> None:
+    async def _stop_after_drain(self) -> None:
         await asyncio.sleep(self.context.settings.drain_s)
         await self.stop_engine()
 
 
-async def _nothing() -> None:
+async def _do_nothing() -> None:
     pass
 
 
@@ -75,15 +73,17 @@ def create_server(
     settings: ServerSettings,
     *,
     metrics: Metrics | None = None,
-    stop_engine: StopEngine = _nothing,
+    stop_engine: StopEngine = _do_nothing,
     **context_parts: Any,
 ) -> Server:
-    """`metrics.steps` is the observer to give to the engine; `stop_engine` is awaited at the end."""
+    """Build the server. `metrics.steps` must observe the engine; `stop_engine` is awaited at shutdown.
+
+    `context_parts`: further fields of ServerContext, such as `prefix_cache`, or a clock for tests.
+    """
     metrics = metrics or Metrics()
-    admission = Admission(settings.max_rows, settings.max_queue, settings.retry_after_s)
-    metrics.watch_admission(admission)
-    desk = AnswerDesk(admission, metrics)
-    context = ServerContext(backend, facts, settings, TokenText(tokenizer), desk, **context_parts)
+    live = LiveRequests(settings.max_rows, settings.max_queue, settings.retry_after_s, metrics)
+    metrics.watch_live_requests(lambda: live.num_live)
+    context = ServerContext(backend, facts, settings, TokenText(tokenizer), live, **context_parts)
     app = FastAPI(
         title="Outrider",
         version=__version__,
@@ -98,17 +98,17 @@ def create_server(
     for router in ROUTERS:
         app.include_router(router(context))
     app.include_router(metrics_router(metrics))
-    app.include_router(prefix_cache_router(lambda: context.prefix_cache))
+    app.include_router(prefix_cache_router(context.prefix_cache))
     return Server(app, context, stop_engine)
 
 
 def create_app(backend: ChatBackend, facts: ModelFacts, tokenizer: Any, settings: ServerSettings) -> FastAPI:
-    """The application alone, for whoever brings a server of their own."""
+    """The ASGI application alone, for use under another HTTP server."""
     return create_server(backend, facts, tokenizer, settings).app
 
 
 def _middleware(settings: ServerSettings, metrics: Metrics) -> list[Middleware]:
-    """Outermost first."""
+    """The first entry is the outermost: it sees a request first and its response last."""
     stack = [Middleware(RequestLog, metrics=metrics)]
     if settings.cors_origins:
         stack.append(

@@ -1,7 +1,7 @@
-"""Request bodies: strict JSON in valid UTF-8, whose numbers and characters exist elsewhere too.
+"""Request bodies: strict JSON in valid UTF-8.
 
-Python's own reader lets NaN, lone surrogates and endless nesting through; what cannot be written back as
-JSON or encoded as text would fail later, as our fault.
+Python's json module accepts NaN and lone surrogates. The server could not write them back as JSON or encode
+them as text, and would fail with a 500 later. So they are refused here, with a 400.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.api.errors import ApiError, refused
 
 log = logging.getLogger(__name__)
 
-NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+UNSET: tuple[Any, ...] = (None, False, [], {}, "")  # values that ask for nothing
 
 
 def parse_json(data: bytes) -> Any:
@@ -33,9 +33,9 @@ def parse_json(data: bytes) -> Any:
         where = f"line {error.lineno}, column {error.colno}"
         raise ApiError(400, f"the body is not valid JSON: {error.msg} ({where})") from None
     except RecursionError:
-        raise ApiError(400, "the body is not usable JSON: it is nested too deeply") from None
+        raise ApiError(400, "the body is not valid JSON: it is nested too deeply") from None
     except ValueError as error:
-        raise ApiError(400, f"the body is not usable JSON: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if b"\\ud" in data or b"\\uD" in data:
         _refuse_lone_surrogates(value)
     return value
@@ -49,7 +49,9 @@ def _refuse_lone_surrogates(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise ApiError(400, "the body holds half of a surrogate pair, which is no character") from None
+        raise ApiError(
+            400, "the body has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+        ) from None
 
 
 class JsonRequest(Request):
@@ -60,31 +62,34 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read strictly. Other content types are refused: a web page can forge those."""
+    """A route that accepts only strict JSON bodies.
+
+    Other content types are refused, because any web page can make a browser send them without a CORS check.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
-        async def handle_strictly(request: Request) -> Response:
+        async def handle_json(request: Request) -> Response:
             if request.method == "POST":
                 _check_content_type(request.headers.get("content-type", ""))
             return await handle(JsonRequest(request.scope, request.receive))
 
-        return handle_strictly
+        return handle_json
 
 
 def _check_content_type(content_type: str) -> None:
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        named = repr(kind) if kind else "missing"
-        raise ApiError(415, f"Content-Type must be application/json, and is {named}")
+        sent = repr(kind) if kind else "missing"
+        raise ApiError(415, f"Content-Type must be application/json, and is {sent}")
 
 
 def check_extra(body: BaseModel, refusals: Mapping[str, str]) -> None:
-    """Fields outside the schema: what would change the answer is refused by name, the rest logged once."""
+    """Check fields outside the schema: those in `refusals` are refused, unknown ones are logged."""
     extra = body.model_extra or {}
     for name, reason in refusals.items():
-        if name in extra and not any(extra[name] is n or extra[name] == n for n in NOTHING):
+        if name in extra and extra[name] not in UNSET:
             raise refused(name, reason)
     unknown = sorted(name for name in extra if name not in refusals)
     if unknown:

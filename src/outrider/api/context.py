@@ -1,19 +1,41 @@
-"""What the routes share: the backend, the model's facts, the settings, and the few things a test replaces."""
+"""The objects that all routes share: chat service, model facts, settings, clock and id generator."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from outrider.api.answers import AnswerDesk
-from outrider.api.backend import ChatBackend
+from outrider import __version__
+from outrider.api.answers import EventStream, LiveRequests
 from outrider.api.errors import ApiError
+from outrider.api.logprobs import TokenText
 from outrider.api.operations.prefix_cache import PrefixControl
 from outrider.api.settings import ServerSettings
-from outrider.api.token_text import TokenText
+from outrider.chat.conversation import ChatRequest
 from outrider.engine.validation import ModelFacts
+from outrider.request import SamplingParams
+
+FINGERPRINT = f"outrider-{__version__}"
+
+
+class ChatBackend(Protocol):
+    """The part of the chat service that the routes use. Tests replace it by a scripted one.
+
+    Every call raises InvalidRequest for a request that it cannot serve, before any token is computed.
+    """
+
+    async def start(self, request: ChatRequest) -> EventStream: ...
+
+    async def with_images(self, request: ChatRequest) -> ChatRequest:
+        """The request with its images loaded, so that several choices load them once."""
+        ...
+
+    async def count_tokens(self, request: ChatRequest) -> int: ...
+
+    async def complete(self, prompt: str | Sequence[int], params: SamplingParams) -> EventStream: ...
 
 
 def new_id(prefix: str) -> str:
@@ -26,20 +48,26 @@ class ServerContext:
     facts: ModelFacts
     settings: ServerSettings
     tokens: TokenText
-    desk: AnswerDesk
+    live: LiveRequests
     now_s: Callable[[], float] = time.time
     new_id: Callable[[str], str] = new_id
     prefix_cache: PrefixControl | None = None
     started_s: float = field(default_factory=time.time)
 
-    def check_model(self, name: str | None) -> None:
-        """The served names and the model's own are known; no name means the one model there is."""
-        if name is None or name in self.settings.served_model_names or name == self.facts.name:
-            return
-        known = ", ".join(repr(known) for known in self.settings.served_model_names)
+    def model_name(self, requested: str | None) -> str:
+        """The name that the answer carries: the requested one, or the first served name.
+
+        Raises a 404 for a name that is neither served nor the model's own.
+        """
+        served = self.settings.served_model_names
+        if requested is None:
+            return served[0]
+        if requested in served or requested == self.facts.name:
+            return requested
+        known = ", ".join(repr(name) for name in served)
         raise ApiError(
             404,
-            f"the model {name[:200]!r} does not exist here; this server has {known}",
+            f"the model {requested[:200]!r} does not exist on this server. It serves {known}.",
             param="model",
             code="model_not_found",
         )

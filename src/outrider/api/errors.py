@@ -1,6 +1,6 @@
-"""Errors as clients expect them: OpenAI's JSON shape or Anthropic's, chosen by the route that was asked.
+"""Errors in the JSON shape of the requested API: OpenAI's or Anthropic's.
 
-Every 4xx says what was wrong and, where it can, which parameter. A fault of ours is a 500 without details.
+A 4xx names the problem and, if possible, the parameter. A fault of the server is a 500 without details.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.request import InvalidRequest
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-MAX_NAMED_PROBLEMS = 3  # of a body that does not fit its schema
+MAX_SHOWN_PROBLEMS = 3  # schema errors that one message lists
 
 OPENAI_TYPES = {429: "rate_limit_error"}
 ANTHROPIC_TYPES = {
@@ -35,7 +35,7 @@ ANTHROPIC_TYPES = {
 
 
 class ApiError(HTTPException):
-    """A refusal with its status; `param` is the field at fault, `code` OpenAI's word for the case."""
+    """An HTTP error. `param` is the field at fault; `code` is OpenAI's machine-readable name of the error."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ApiError(HTTPException):
 
 
 def refused(param: str, reason: str) -> ApiError:
-    """A parameter that cannot be honoured, by name."""
+    """A parameter, or a value of it, that this server does not support."""
     return ApiError(400, f"{param}: {reason}", param=param, code="unsupported_parameter")
 
 
@@ -61,39 +61,35 @@ def invalid(param: str, reason: str) -> ApiError:
 
 
 class ClientGone(ApiError):
-    """The client hung up before its answer was ready; nobody reads this."""
+    """The client closed the connection before its answer was ready. No client receives this error."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_CLOSED_REQUEST, "the client closed the connection")
 
 
-def speaks_anthropic(connection: HTTPConnection) -> bool:
+def _is_anthropic(connection: HTTPConnection) -> bool:
     path = connection.scope.get("path", "")
     return path.startswith("/v1/messages") or "anthropic-version" in connection.headers
 
 
-def openai_error(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
+def openai_error(error: ApiError) -> dict[str, Any]:
+    status = error.status_code
     kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": error.detail, "type": kind, "param": error.param, "code": error.code}}
 
 
-def anthropic_error(status: int, message: str, request_id: str | None = None) -> dict[str, Any]:
+def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    status = error.status_code
     kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    return {"type": "error", "error": {"type": kind, "message": error.detail}, "request_id": request_id}
 
 
 def error_response(connection: HTTPConnection, error: ApiError) -> JSONResponse:
-    """The error as this route's clients read it."""
+    """The error in the JSON shape of the requested API."""
     request_id = connection.scope.get("state", {}).get("request_id")
-    message = str(error.detail)
-    if speaks_anthropic(connection):
-        body = anthropic_error(error.status_code, message, request_id)
-    else:
-        body = openai_error(error.status_code, message, error.param, error.code)
+    body = anthropic_error(error, request_id) if _is_anthropic(connection) else openai_error(error)
     headers = dict(error.headers or {})
-    if request_id:  # set here too: errors of the outermost layer pass no other
+    if request_id:  # Starlette answers a 500 outside of RequestLog, which would set these headers
         headers |= {"x-request-id": request_id, "request-id": request_id}
     return JSONResponse(body, error.status_code, headers)
 
@@ -109,9 +105,9 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 async def on_bad_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     problems = list(_problems(error.errors(), error.body))
-    shown = "; ".join(f"{where}: {what}" if where else what for where, what in problems[:MAX_NAMED_PROBLEMS])
-    left = len(problems) - MAX_NAMED_PROBLEMS
-    message = shown + (f" (and {left} more)" if left > 0 else "")
+    shown = "; ".join(f"{path}: {text}" if path else text for path, text in problems[:MAX_SHOWN_PROBLEMS])
+    num_hidden = len(problems) - MAX_SHOWN_PROBLEMS
+    message = shown + (f" (and {num_hidden} more)" if num_hidden > 0 else "")
     return error_response(request, ApiError(400, message, param=problems[0][0] or None))
 
 
@@ -124,7 +120,7 @@ async def on_engine_stopped(request: Request, error: Exception) -> Response:
 
 
 async def on_fault(request: Request, error: Exception) -> Response:
-    """Ours, not the client's: the traceback is in the log, under the same request id."""
+    """An exception that nothing else handles. The log has its traceback, with the same request id."""
     return error_response(request, ApiError(500, "internal error; the server's log has the details"))
 
 
@@ -138,21 +134,21 @@ HANDLERS: dict[int | type[Exception], Any] = {
 
 
 def _problems(errors: Sequence[Any], body: Any) -> list[tuple[str, str]]:
-    """(where, what) for each, without repeats; alternatives of a union share their place."""
-    found: dict[tuple[str, str], None] = {}
-    for error in errors:
-        where = _place(tuple(error["loc"]), body)
-        found[(where, str(error["msg"]))] = None
-    return [problem for problem in found if not _is_shadowed(problem[0], found)]
+    """(path, message) of each schema error, without duplicates.
+
+    Pydantic reports an error for every member of a union. An error deeper inside a field shows which member
+    the client meant, so errors at the field itself are dropped.
+    """
+    found = list(dict.fromkeys((_path(tuple(error["loc"]), body), str(error["msg"])) for error in errors))
+    return [
+        (path, message)
+        for path, message in found
+        if not path or not any(other.startswith((f"{path}.", f"{path}[")) for other, _ in found)
+    ]
 
 
-def _is_shadowed(where: str, found: Mapping[tuple[str, str], None]) -> bool:
-    """Whether another problem lies deeper in the same place: then that alternative of a union was meant."""
-    return bool(where) and any(other.startswith((f"{where}.", f"{where}[")) for other, _ in found)
-
-
-def _place(loc: tuple[Any, ...], body: Any) -> str:
-    """`messages[0].content` from pydantic's path, without the models and tags that it passes through."""
+def _path(loc: tuple[Any, ...], body: Any) -> str:
+    """`messages[0].content` from pydantic's location, without the model names and tags in it."""
     here, path = body, ""
     steps = loc[1:] if loc and loc[0] in ("body", "query", "path", "header") else loc
     for i, step in enumerate(steps):

@@ -1,13 +1,17 @@
-"""What happens to every request before a route sees it: its id and log line, its key, the size of its body.
+"""ASGI middleware in front of the routes: request id and access log, API key, body size.
 
-Plain ASGI, so that streams pass through untouched.
+Plain ASGI, not Starlette's BaseHTTPMiddleware: the chunks of a stream pass through without buffering.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
+import re
 import time
+import uuid
+from contextvars import ContextVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -15,17 +19,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.api.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
 from outrider.api.operations.metrics import Metrics
-from outrider.api.request_id import current_request_id, request_id_for
-from outrider.api.tenant import current_tenant, tenant_of
 
 log = logging.getLogger("outrider.access")
 
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH")
-OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/docs", "/openapi.json")
+OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/docs", "/openapi.json")  # served without a key
+LOGGABLE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+# Set for the time of one HTTP request.
+current_request_id: ContextVar[str] = ContextVar("current_request_id", default="-")
+current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")  # a hash of the API key
+
+
+class RequestIdFilter(logging.Filter):
+    """Adds the id of the current request to every log record."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request_id = current_request_id.get()
+        return True
 
 
 class RequestLog:
-    """Outermost: names the request, writes one line when it is over, counts it."""
+    """The outermost middleware: gives the request its id, counts it and logs one line when it ends."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -35,31 +50,33 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = request_id_for(Headers(scope=scope).get("x-request-id", ""))
+        headers = Headers(scope=scope)
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if LOGGABLE_ID.fullmatch(client_id) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
         status, started_s = CLIENT_CLOSED_REQUEST, time.perf_counter()
 
-        async def send_named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = headers["request-id"] = request_id
+                response_headers = MutableHeaders(scope=message)
+                response_headers["x-request-id"] = response_headers["request-id"] = request_id
             await send(message)
 
-        token = current_request_id.set(request_id)
-        tenant_token = current_tenant.set(tenant_of(Headers(scope=scope)))
+        id_token = current_request_id.set(request_id)
+        tenant_token = current_tenant.set(_tenant(headers))
         try:
-            await self._app(scope, receive, send_named)
+            await self._app(scope, receive, send_with_id)
         except Exception:
             status = 500
             raise
         finally:
-            self._close(scope, status, time.perf_counter() - started_s)
-            current_request_id.reset(token)
+            self._count_and_log(scope, status, time.perf_counter() - started_s)
+            current_request_id.reset(id_token)
             current_tenant.reset(tenant_token)
 
-    def _close(self, scope: Scope, status: int, seconds: float) -> None:
+    def _count_and_log(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "none")
         method = scope["method"] if scope["method"] in METHODS else "other"
         self._metrics.http.labels(route, method, str(status)).inc()
@@ -69,14 +86,14 @@ class RequestLog:
 
 
 class RequireKey:
-    """Bearer or x-api-key, compared in constant time. Health and the API's description are open."""
+    """Answers 401 unless the request carries the API key. The paths in OPEN_PATHS need no key."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
         self._api_key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -87,15 +104,14 @@ class RequireKey:
         )
         await error_response(HTTPConnection(scope), error)(scope, receive, send)
 
-    def _is_known(self, headers: Headers) -> bool:
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = [headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""]
-        matches = [hmac.compare_digest(key.encode(), self._api_key) for key in given]  # both, always
+    def _has_key(self, headers: Headers) -> bool:
+        # Both headers are always compared, in constant time: the time of the answer reveals nothing.
+        matches = [hmac.compare_digest(key.encode(), self._api_key) for key in _sent_keys(headers)]
         return any(matches)
 
 
 class BodyLimit:
-    """413 for bodies over the limit: at once if they say their size, else when it is reached."""
+    """Answers 413 to a body over the limit: at once if Content-Length says so, else during the upload."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -105,13 +121,13 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdigit() and int(announced) > self._max_bytes:
+        content_length = Headers(scope=scope).get("content-length", "")
+        if content_length.isdigit() and int(content_length) > self._max_bytes:
             await error_response(HTTPConnection(scope), self._error())(scope, receive, send)
             return
         num_bytes = 0
 
-        async def receive_some() -> Message:
+        async def receive_counted() -> Message:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
@@ -119,7 +135,28 @@ class BodyLimit:
                 raise self._error()
             return message
 
-        await self._app(scope, receive_some, send)
+        await self._app(scope, receive_counted, send)
 
     def _error(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max_bytes:,} bytes", code="request_too_large")
+        return ApiError(
+            413,
+            f"the body is larger than {self._max_bytes:,} bytes, the limit of this server (--max-body)",
+            code="request_too_large",
+        )
+
+
+def _tenant(headers: Headers) -> str:
+    """A hash of the key that the client sent, valid or not; "" without a key.
+
+    Requests of different tenants share no cached prefixes: the time of an answer reveals nothing about
+    another tenant's prompts. The key itself is not stored.
+    """
+    x_api_key, bearer = _sent_keys(headers)
+    key = x_api_key or bearer
+    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
+
+
+def _sent_keys(headers: Headers) -> tuple[str, str]:
+    """The keys in x-api-key and in Authorization: Bearer; "" for a missing one."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return headers.get("x-api-key", ""), bearer.strip() if scheme.lower() == "bearer" else ""

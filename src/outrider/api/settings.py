@@ -1,4 +1,4 @@
-"""What the operator chooses about the server (not the engine). Frozen, validated, no HTTP library."""
+"""The operator's settings of the HTTP server. Those of the engine are in `outrider.config`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ class ServerSettings:
     port: int = 8000
     api_key: str | None = None
     allow_public_without_key: bool = False
-    served_model_names: tuple[str, ...] = ("model",)  # the first is the one that answers carry
-    max_tokens: int | None = None  # for requests that do not say; None: up to the context
-    max_rows: int = 16  # what the engine decodes at once
-    max_queue: int = 256  # requests that may wait for a row
-    max_body_bytes: int = 32 * MIB
-    max_stored_responses: int = 1000
-    max_stored_bytes: int = 64 * MIB
-    retry_after_s: int = 2
-    keep_alive_s: float = 5.0  # silence in a stream after which a sign of life is sent
-    drain_s: float = 30.0  # how long a shutdown waits for answers under way
+    served_model_names: tuple[str, ...] = (
+        "model",
+    )  # answers carry the first, unless a request names another
+    max_tokens: int | None = None  # of an answer whose request sets no limit; None: up to max_context
+    max_rows: int = 16  # sequences that the engine decodes at once (vLLM: max_num_seqs)
+    max_queue: int = 256  # requests that may wait; more get a 429
+    max_body_bytes: int = 32 * MIB  # of a request; larger ones get a 413
+    max_stored_responses: int = 1000  # /v1/responses: answers that previous_response_id can name
+    max_stored_bytes: int = 64 * MIB  # all stored responses together
+    retry_after_s: int = 2  # the Retry-After header of a 429 or 503
+    keep_alive_s: float = 5.0  # a stream without tokens for this long gets a comment or a ping
+    drain_s: float = 30.0  # time that a shutdown gives to running requests
     cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -40,12 +42,12 @@ class ServerSettings:
         if self.keep_alive_s <= 0:
             raise InvalidConfig(f"keep_alive_s must be above 0, not {self.keep_alive_s}")
         if not self.served_model_names or not all(self.served_model_names):
-            raise InvalidConfig("the served model needs a name")
+            raise InvalidConfig("the served model name is empty: pass --served-model-name NAME")
         _check_key(self.api_key)
         if not (self.is_loopback or self.api_key or self.allow_public_without_key):
             raise InvalidConfig(
-                f"{self.host} can be reached by others and no API key is set. Set one (--api-key or "
-                "OUTRIDER_API_KEY), bind 127.0.0.1, or say --allow-public-without-key."
+                f"other machines may reach {self.host}, and no API key is set. Set a key (--api-key or "
+                "OUTRIDER_API_KEY), bind 127.0.0.1, or pass --allow-public-without-key."
             )
 
     @property
@@ -55,16 +57,16 @@ class ServerSettings:
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
-            return False  # a name: who knows where it points
+            return False  # a host name may point to any address
 
     @property
     def model_name(self) -> str:
         return self.served_model_names[0]
 
 
-def _at_least(name: str, value: float, least: float) -> None:
-    if value < least:
-        raise InvalidConfig(f"{name} must be at least {least}, not {value}")
+def _at_least(name: str, value: float, minimum: float) -> None:
+    if value < minimum:
+        raise InvalidConfig(f"{name} must be at least {minimum}, not {value}")
 
 
 def _check_key(key: str | None) -> None:

@@ -1,7 +1,7 @@
-"""Server-sent events: framing, signs of life in silence, and the end of work nobody reads.
+"""Server-sent events: framing, keep-alive, and cancellation when the client disconnects.
 
-Must not know what the events mean. Slow readers are bounded: `send` waits for the socket, and the engine's
-outbox merges what waits.
+Must not know what the events mean. A slow client holds a bounded number of events: `send` waits for the
+socket, and the engine's outbox merges further tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,11 +21,11 @@ from outrider.api.errors import ClientGone
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-COMMENT = b": keep-alive\n\n"
+COMMENT = b": keep-alive\n\n"  # clients ignore lines that start with a colon
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # proxies: pass it on as it comes
+    "x-accel-buffering": "no",  # nginx: forward each frame at once
 }
 
 
@@ -34,17 +34,33 @@ def to_json(value: Any) -> str:
 
 
 def data(value: Mapping[str, Any]) -> bytes:
-    """A frame without a name: OpenAI's chat and completions."""
+    """A frame without an event name: OpenAI's chat and completions."""
     return f"data: {to_json(value)}\n\n".encode()
 
 
 def named(value: Mapping[str, Any]) -> bytes:
-    """A frame named after the event's own type: Anthropic's messages, OpenAI's responses."""
+    """A frame whose event name is the value's type: Anthropic's messages, OpenAI's responses."""
     return f"event: {value['type']}\ndata: {to_json(value)}\n\n".encode()
 
 
+class EventBuilder(Protocol):
+    """Renders chat events as the stream events of one API. One chat event can give none or several."""
+
+    def start(self) -> list[dict[str, Any]]: ...
+
+    def feed(self, event: Any) -> list[dict[str, Any]]: ...
+
+
+async def named_frames(builder: EventBuilder, events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[bytes]:
+    for rendered in builder.start():
+        yield named(rendered)
+    async for _, event in events:
+        for rendered in builder.feed(event):
+            yield named(rendered)
+
+
 class EventStreamResponse(Response):
-    """Writes frames as they come. `close` is called once it is over, whoever ended it."""
+    """Sends each frame at once. Calls `close` at the end, also after an error or a disconnect."""
 
     def __init__(
         self,
@@ -63,7 +79,7 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ClientGone, OSError):  # either way the client has left
+            with suppress(ClientGone, OSError):  # both mean that the client has disconnected
                 await until_disconnected(receive, self._write(send))
         finally:
             self._close()
@@ -71,24 +87,24 @@ class EventStreamResponse(Response):
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._last_sent_s = time.monotonic()
-        ticker = asyncio.create_task(self._tick(send))
+        keep_alives = asyncio.create_task(self._send_keep_alives(send))
         try:
             async for frame in self._frames:
                 await _send_part(send, frame)
                 self._last_sent_s = time.monotonic()
         finally:
-            ticker.cancel()
+            keep_alives.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _tick(self, send: Send) -> None:
-        """Say something whenever nothing was said for a while: proxies and clients give up on silence."""
+    async def _send_keep_alives(self, send: Send) -> None:
+        """Proxies and clients close a connection on which nothing arrives for long."""
         while True:
-            silence_s = time.monotonic() - self._last_sent_s
-            if silence_s >= self._keep_alive_s:
+            idle_s = time.monotonic() - self._last_sent_s
+            if idle_s >= self._keep_alive_s:
                 await _send_part(send, self._keep_alive)
                 self._last_sent_s = time.monotonic()
-                silence_s = 0.0
-            await asyncio.sleep(self._keep_alive_s - silence_s)
+                idle_s = 0.0
+            await asyncio.sleep(self._keep_alive_s - idle_s)
 
 
 async def _send_part(send: Send, part: bytes) -> None:
@@ -96,9 +112,9 @@ async def _send_part(send: Send, part: bytes) -> None:
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; if the client hangs up first, the work is cancelled and ClientGone is raised."""
+    """The result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
+    leaving = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -110,6 +126,6 @@ async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> 
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

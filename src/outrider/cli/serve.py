@@ -237,7 +237,7 @@ def _url(listener: socket.socket) -> str:
 
 def _log_to_terminal(level: str | None, outer_level: str) -> None:
     """`serve` tells more than other commands; --log-level before the command can make it tell more still."""
-    from outrider.api.request_id import RequestIdFilter
+    from outrider.api.middleware import RequestIdFilter
 
     numbers = logging.getLevelNamesMapping()
     chosen = numbers[level.upper()] if level else min(logging.INFO, numbers[outer_level.upper()])

@@ -249,7 +249,7 @@ def test_blocks_become_messages() -> None:
                     }
                 ]
             },
-            "documents come as text",
+            "a document source must be text",
         ),
         ({"stop_sequences": [""]}, "stop"),
         ({"system": 5}, "system"),

@@ -49,8 +49,8 @@ def samples(client: Client) -> dict[str, float]:
 
 def scraped(metrics: StepMetrics) -> dict[str, float]:
     made = server(FakeBackend())
-    made.context.desk.metrics.registry.unregister(made.context.desk.metrics.steps)
-    made.context.desk.metrics.registry.register(metrics)
+    made.context.live.metrics.registry.unregister(made.context.live.metrics.steps)
+    made.context.live.metrics.registry.register(metrics)
     return samples(Client(made))
 
 
@@ -174,7 +174,7 @@ def test_paths_that_do_not_exist_share_one_label() -> None:
 
 def test_status_shows_the_model_and_the_live_rows() -> None:
     made = server(FakeBackend())
-    steps = made.context.desk.metrics.steps
+    steps = made.context.live.metrics.steps
     steps.is_idle = lambda: False
     step(steps, (row(4, 3, 2), 1), waiting=1, cache=77)
     status: dict[str, Any] = Client(made).get("/v1/status").json()

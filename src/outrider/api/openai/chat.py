@@ -1,8 +1,8 @@
-"""POST /v1/chat/completions: from OpenAI's request to the canonical one, and its events back to chunks."""
+"""POST /v1/chat/completions: starts the answers and renders their events, whole or as a stream of chunks."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,16 +11,13 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from outrider.api import sse
-from outrider.api.answers import Answers, failure_message, is_failure, raise_if_failed
-from outrider.api.backend import EventStream
+from outrider.api.answers import Answers, EventStream, failure_of
 from outrider.api.body import JsonRoute, check_extra
-from outrider.api.context import ServerContext
+from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.errors import openai_error
-from outrider.api.openai.chat_input import chat_request
-from outrider.api.openai.chat_schema import ChatCompletionRequest
-from outrider.api.openai.usage import FINISH_REASONS, chat_logprobs, usage_of
-from outrider.api.operations.version import FINGERPRINT
-from outrider.api.params import UNSUPPORTED_IN_CHAT
+from outrider.api.logprobs import chat_logprobs
+from outrider.api.openai.chat_request import ChatCompletionRequest, chat_request
+from outrider.api.request_fields import UNSUPPORTED_IN_CHAT, params_for_choice
 from outrider.chat.conversation import ChatRequest
 from outrider.chat.events import (
     ChatEvent,
@@ -37,10 +34,11 @@ from outrider.chat.events import (
 REFUSED = UNSUPPORTED_IN_CHAT | {
     "functions": "the legacy form is not supported: use tools",
     "function_call": "the legacy form is not supported: use tool_choice",
-    "audio": "this server makes no sound",
-    "web_search_options": "this server searches nothing: give the model a tool",
-    "moderation": "this server does not moderate",
+    "audio": "not supported: this server answers in text only",
+    "web_search_options": "not supported: give the model a search tool",
+    "moderation": "not supported",
 }
+FINISH_REASONS = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
 class ChatCompletions:
@@ -48,37 +46,37 @@ class ChatCompletions:
         self._context = context
 
     async def create(self, body: ChatCompletionRequest, request: Request) -> Response:
-        """Continue a conversation: one answer, or n of them; whole, or as a stream of chunks."""
+        """Continue a conversation: one answer or n answers, whole or as a stream of chunks."""
         check_extra(body, REFUSED)
-        self._context.check_model(body.model)
+        model = self._context.model_name(body.model)
         answers = await self._start(body)
-        envelope = self._envelope(body)
+        envelope = self._envelope(body, model)
         if body.stream:
-            stream = _ChunkStream(self._context, body, envelope, answers)
-            return sse.EventStreamResponse(
-                stream.frames(), answers.close, self._context.settings.keep_alive_s
-            )
+            chunks = _ChunkStream(self._context, body, envelope, answers).frames()
+            return sse.EventStreamResponse(chunks, answers.close, self._context.settings.keep_alive_s)
         whole = self._whole(body, envelope, answers)
         return JSONResponse(await sse.until_disconnected(request.receive, whole))
 
     async def _start(self, body: ChatCompletionRequest) -> Answers:
         request = chat_request(body, self._context.settings.max_tokens)
         backend = self._context.backend
-        loaded: list[ChatRequest] = []  # once for all choices, which start one after the other
+        loaded: list[ChatRequest] = []  # the request with its images, which all choices share
 
         async def start(choice: int) -> EventStream:
-            if not loaded:
+            if not loaded:  # choices start one after the other
                 loaded.append(await backend.with_images(request))
-            return await backend.start(_choice_request(loaded[0], choice))
+            params = params_for_choice(request.params, choice)
+            return await backend.start(replace(loaded[0], params=params))
 
-        return await self._context.desk.start("chat", [partial(start, i) for i in range(body.n or 1)])
+        return await self._context.live.start("chat", [partial(start, i) for i in range(body.n or 1)])
 
-    def _envelope(self, body: ChatCompletionRequest) -> dict[str, Any]:
+    def _envelope(self, body: ChatCompletionRequest, model: str) -> dict[str, Any]:
+        """The fields that an answer and all its chunks have in common."""
         envelope: dict[str, Any] = {
             "id": self._context.new_id("chatcmpl-"),
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(self._context.now_s()),
-            "model": body.model or self._context.settings.model_name,
+            "model": model,
             "service_tier": "default",
             "system_fingerprint": FINGERPRINT,
         }
@@ -90,25 +88,30 @@ class ChatCompletions:
         self, body: ChatCompletionRequest, envelope: dict[str, Any], answers: Answers
     ) -> dict[str, Any]:
         choices = [_WholeChoice(i) for i in range(len(answers.choices))]
-        try:
-            async for choice, event in answers.events():
-                choices[choice].take(event)
-        finally:
-            answers.close()
+        await answers.feed_all(lambda choice, event: choices[choice].feed(event))
         usages = [choice.finished.usage for choice in choices]
         rendered = [choice.render(self._context, bool(body.logprobs)) for choice in choices]
         return envelope | {"choices": rendered, "usage": usage_of(usages, usages[0].num_prompt)}
 
 
-def _choice_request(request: ChatRequest, choice: int) -> ChatRequest:
-    """The same conversation for the n-th time; a given seed counts up, so that choices differ and repeat."""
-    if choice == 0 or request.params.seed is None:
-        return request
-    return replace(request, params=replace(request.params, seed=request.params.seed + choice))
+def usage_of(usages: Sequence[Usage], num_prompt: int) -> dict[str, Any]:
+    """The sum over all choices. Choices of one prompt count it once, so `num_prompt` is given."""
+    generated = sum(usage.num_generated for usage in usages)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": generated,
+        "total_tokens": num_prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": min(num_prompt, sum(u.num_cached for u in usages))},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(usage.num_reasoning for usage in usages),
+            "accepted_prediction_tokens": sum(usage.num_accepted for usage in usages),
+            "rejected_prediction_tokens": sum(usage.num_rejected for usage in usages),
+        },
+    }
 
 
 class _WholeChoice:
-    """One choice of an answer that is sent whole."""
+    """One choice of an answer that is not streamed."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -118,7 +121,7 @@ class _WholeChoice:
         self._logprobs: list[Any] = []
         self.finished = Finished("error", Usage())
 
-    def take(self, event: ChatEvent) -> None:
+    def feed(self, event: ChatEvent) -> None:
         match event:
             case TextDelta(text):
                 self._text.append(text)
@@ -134,7 +137,6 @@ class _WholeChoice:
             case Logprobs(tokens):
                 self._logprobs.extend(tokens)
             case Finished():
-                raise_if_failed(event)
                 self.finished = event
 
     def render(self, context: ServerContext, with_logprobs: bool) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class _WholeChoice:
 
 
 class _ChunkStream:
-    """The chunks of all choices, in the order in which their tokens come."""
+    """The chunks of all choices, in order of arrival."""
 
     def __init__(
         self,
@@ -172,15 +174,15 @@ class _ChunkStream:
         self._answers = answers
         self._with_logprobs = bool(body.logprobs)
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._unsent: dict[int, list[Any]] = {}  # logprobs whose text has not come yet, by choice
+        self._unsent: dict[int, list[Any]] = {}  # by choice: logprobs that wait for the chunk of their text
         self._usages: list[Usage] = []
 
     async def frames(self) -> AsyncIterator[bytes]:
         for choice in range(len(self._answers.choices)):
             yield self._chunk(choice, {"role": "assistant", "content": ""})
         async for choice, event in self._answers.events(self._with_logprobs):
-            if isinstance(event, Finished) and is_failure(event):
-                yield sse.data(openai_error(500 if event.reason == "error" else 503, failure_message(event)))
+            if isinstance(event, Finished) and (error := failure_of(event)):
+                yield sse.data(openai_error(error))
                 break
             for frame in self._frames_of(choice, event):
                 yield frame

@@ -1,33 +1,72 @@
-"""POST /v1/completions: plain prompts (text or token ids, one or many) and OpenAI's legacy shapes."""
+"""POST /v1/completions: OpenAI's legacy API for plain prompts (text or token ids, one or several)."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import Discriminator, Field, Tag
 from starlette.responses import JSONResponse
 
 from outrider.api import sse
-from outrider.api.answers import Answers, failure_message, is_failure, raise_if_failed
+from outrider.api.answers import Answers, failure_of
 from outrider.api.body import JsonRoute, check_extra
-from outrider.api.context import ServerContext
+from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.errors import openai_error, refused
-from outrider.api.openai.chat_input import check_stream_options
-from outrider.api.openai.completions_schema import CompletionRequest
-from outrider.api.openai.usage import FINISH_REASONS, CompletionLogprobs, usage_of
-from outrider.api.operations.version import FINGERPRINT
-from outrider.api.params import UNSUPPORTED, check_stop, grammar_of, sampling_params
+from outrider.api.logprobs import MIN_LOGPROB, TokenText
+from outrider.api.openai.chat import FINISH_REASONS, usage_of
+from outrider.api.request_fields import (
+    UNSUPPORTED,
+    SamplingFields,
+    StreamOptions,
+    check_stop,
+    check_stream_options,
+    grammar_of,
+    params_for_choice,
+    sampling_params,
+)
 from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
 from outrider.plan import TokenLogprobs
-from outrider.request import SamplingParams
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default of this endpoint
 REFUSED = {name: reason for name, reason in UNSUPPORTED.items() if name != "best_of"}
 
 Prompt = str | list[int]
+
+
+def _prompt_kind(prompt: Any) -> str:
+    """By the first item: pydantic would check a long list of ids against every other form first."""
+    if isinstance(prompt, str):
+        return "text"
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if isinstance(first, list):
+        return "lists of ids"
+    return "ids" if isinstance(first, int) else "texts"
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Tag("texts"), Field(min_length=1)]
+    | Annotated[list[int], Tag("ids")]
+    | Annotated[list[list[int]], Tag("lists of ids")],
+    Discriminator(_prompt_kind),
+]
+
+
+class CompletionRequest(SamplingFields):
+    model: str | None = None
+    prompt: Prompts
+    n: int | None = Field(None, ge=1, le=128)
+    best_of: int | None = Field(None, description="Must equal n")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, description="Default: 16")
+    stop: str | list[str] | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    user: str | None = Field(None, description="No effect")
 
 
 class Completions:
@@ -38,53 +77,55 @@ class Completions:
         """Continue prompts: a string, a list of token ids, or a list of either."""
         check_extra(body, REFUSED)
         _check_options(body)
-        self._context.check_model(body.model)
-        prompts = _prompts(body.prompt)
+        model = self._context.model_name(body.model)
+        prompts = _prompt_list(body.prompt)
         answers = await self._start(body, prompts)
-        job = _Job(self._context, body, prompts, answers)
+        rendering = _CompletionRendering(self._context, body, model, prompts, answers)
         if body.stream:
-            return sse.EventStreamResponse(job.frames(), answers.close, self._context.settings.keep_alive_s)
-        return JSONResponse(await sse.until_disconnected(request.receive, job.whole()))
+            keep_alive_s = self._context.settings.keep_alive_s
+            return sse.EventStreamResponse(rendering.frames(), answers.close, keep_alive_s)
+        return JSONResponse(await sse.until_disconnected(request.receive, rendering.whole()))
 
     async def _start(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> Answers:
-        n, complete = body.n or 1, self._context.backend.complete
-        params = _params(body, self._context.settings.max_tokens)
-        starts = [partial(complete, prompt, _numbered(params, i)) for prompt in prompts for i in range(n)]
-        return await self._context.desk.start("completions", starts)
+        max_tokens = body.max_tokens
+        if max_tokens is None:
+            default = self._context.settings.max_tokens
+            max_tokens = DEFAULT_MAX_TOKENS if default is None else default
+        params = sampling_params(
+            body, max_tokens=max_tokens, stop=body.stop, logprobs=body.logprobs, grammar=grammar_of(body)
+        )
+        starts = [
+            partial(self._context.backend.complete, prompt, params_for_choice(params, i))
+            for prompt in prompts
+            for i in range(body.n or 1)
+        ]
+        return await self._context.live.start("completions", starts)
+
+
+def _prompt_list(prompt: Any) -> list[Prompt]:
+    is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    return [prompt] if is_single else list(prompt)
 
 
 def _check_options(body: CompletionRequest) -> None:
     check_stop(body.stop)
     check_stream_options(body.stream_options, body.stream)
     if body.best_of not in (None, body.n or 1):
-        raise refused("best_of", "only n answers are made; ask for them all with n")
+        raise refused("best_of", "must equal n, since all answers are returned: use n")
     if body.echo and body.logprobs is not None:
-        raise refused("echo", "with logprobs it would need the prompt's, which are not computed")
+        raise refused("echo", "cannot be combined with logprobs: logprobs of the prompt are not computed")
 
 
-def _params(body: CompletionRequest, default_max_tokens: int | None) -> SamplingParams:
-    max_tokens = body.max_tokens
-    if max_tokens is None:
-        max_tokens = DEFAULT_MAX_TOKENS if default_max_tokens is None else default_max_tokens
-    return sampling_params(
-        body, max_tokens=max_tokens, stop=body.stop, logprobs=body.logprobs, grammar=grammar_of(body)
-    )
-
-
-def _numbered(params: SamplingParams, choice: int) -> SamplingParams:
-    return params if params.seed is None or choice == 0 else replace(params, seed=params.seed + choice)
-
-
-def _prompts(prompt: Any) -> list[Prompt]:
-    is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-    return [prompt] if is_one else list(prompt)
-
-
-class _Job:
-    """All choices of one request. Choice p * n + i is the i-th answer to prompt p."""
+class _CompletionRendering:
+    """Renders all choices of one request. Choice p * n + i is the i-th answer to prompt p."""
 
     def __init__(
-        self, context: ServerContext, body: CompletionRequest, prompts: Sequence[Prompt], answers: Answers
+        self,
+        context: ServerContext,
+        body: CompletionRequest,
+        model: str,
+        prompts: Sequence[Prompt],
+        answers: Answers,
     ) -> None:
         self._body = body
         self._answers = answers
@@ -92,69 +133,62 @@ class _Job:
             "id": context.new_id("cmpl-"),
             "object": "text_completion",
             "created": int(context.now_s()),
-            "model": body.model or context.settings.model_name,
+            "model": model,
             "system_fingerprint": FINGERPRINT,
         }
         self._n = body.n or 1
-        echoed = [_echo(prompt, context) if body.echo else "" for prompt in prompts]
-        self._opening = [text for text in echoed for _ in range(self._n)]
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        echoed = prompts if body.echo else [""] * len(prompts)
+        texts = [prompt if isinstance(prompt, str) else context.tokens.decode(prompt) for prompt in echoed]
+        self._echoes = [text for text in texts for _ in range(self._n)]
         with_top = bool(body.logprobs)
-        self._logprobs = [CompletionLogprobs(context.tokens, len(text), with_top) for text in self._opening]
+        self._logprobs = [CompletionLogprobs(context.tokens, len(echo), with_top) for echo in self._echoes]
         self._usages: dict[int, Usage] = {}
 
     async def whole(self) -> dict[str, Any]:
-        texts = [[opening] for opening in self._opening]
-        tokens: list[list[TokenLogprobs]] = [[] for _ in self._opening]
-        ends = [""] * len(self._opening)
-        try:
-            async for choice, event in self._answers.events():
-                match event:
-                    case TextDelta(text):
-                        texts[choice].append(text)
-                    case Logprobs(more):
-                        tokens[choice].extend(more)
-                    case Finished():
-                        raise_if_failed(event)
-                        self._usages[choice] = event.usage
-                        ends[choice] = FINISH_REASONS[event.reason]
-        finally:
-            self._answers.close()
+        texts = [[echo] for echo in self._echoes]
+        tokens: list[list[TokenLogprobs]] = [[] for _ in self._echoes]
+        finish_reasons = [""] * len(self._echoes)
+
+        def feed(choice: int, event: ChatEvent) -> None:
+            match event:
+                case TextDelta(text):
+                    texts[choice].append(text)
+                case Logprobs(more):
+                    tokens[choice].extend(more)
+                case Finished():
+                    self._usages[choice] = event.usage
+                    finish_reasons[choice] = FINISH_REASONS[event.reason]
+
+        await self._answers.feed_all(feed)
         choices = [
-            self._choice(i, "".join(texts[i]), tokens[i], end, whole=True) for i, end in enumerate(ends)
+            self._choice(i, "".join(texts[i]), tokens[i], reason, is_whole=True)
+            for i, reason in enumerate(finish_reasons)
         ]
         return self._envelope | {"choices": choices, "usage": self._usage()}
 
     async def frames(self) -> AsyncIterator[bytes]:
         unsent: dict[int, list[TokenLogprobs]] = {}
-        for choice, opening in enumerate(self._opening):
-            if opening:
-                yield self._chunk([self._choice(choice, opening, [], None)])
+        for choice, echo in enumerate(self._echoes):
+            if echo:
+                yield self._chunk(self._choice(choice, echo, [], None))
         async for choice, event in self._answers.events(self._body.logprobs is not None):
-            if isinstance(event, Finished) and is_failure(event):
-                yield sse.data(openai_error(500 if event.reason == "error" else 503, failure_message(event)))
+            if isinstance(event, Finished) and (error := failure_of(event)):
+                yield sse.data(openai_error(error))
                 break
             if isinstance(event, Logprobs):
                 unsent.setdefault(choice, []).extend(event.tokens)
                 continue
-            chunk = self._event_choice(choice, event, unsent.pop(choice, []))
-            if chunk is not None:
-                yield self._chunk([chunk])
+            tokens = unsent.pop(choice, [])
+            if isinstance(event, TextDelta):
+                yield self._chunk(self._choice(choice, event.text, tokens, None))
+            elif isinstance(event, Finished):
+                self._usages[choice] = event.usage
+                yield self._chunk(self._choice(choice, "", tokens, FINISH_REASONS[event.reason]))
         else:
-            if self._body.stream_options and self._body.stream_options.include_usage:
+            if self._with_usage:
                 yield sse.data(self._envelope | {"choices": [], "usage": self._usage()})
         yield sse.DONE
-
-    def _event_choice(
-        self, choice: int, event: ChatEvent, tokens: list[TokenLogprobs]
-    ) -> dict[str, Any] | None:
-        match event:
-            case TextDelta(text):
-                return self._choice(choice, text, tokens, None)
-            case Finished():
-                self._usages[choice] = event.usage
-                return self._choice(choice, "", tokens, FINISH_REASONS[event.reason])
-            case _:
-                return None
 
     def _choice(
         self,
@@ -162,25 +196,48 @@ class _Job:
         text: str,
         tokens: list[TokenLogprobs],
         finish_reason: str | None,
-        whole: bool = False,
+        is_whole: bool = False,
     ) -> dict[str, Any]:
-        wanted = self._body.logprobs is not None and (whole or bool(tokens))
-        logprobs = self._logprobs[choice].render(tokens) if wanted else None
+        with_logprobs = self._body.logprobs is not None and (is_whole or bool(tokens))
+        logprobs = self._logprobs[choice].render(tokens) if with_logprobs else None
         return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        chunk = self._envelope | {"choices": choices}
-        with_usage = self._body.stream_options and self._body.stream_options.include_usage
-        return sse.data(chunk | {"usage": None} if with_usage else chunk)
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        chunk = self._envelope | {"choices": [choice]}
+        return sse.data(chunk | {"usage": None} if self._with_usage else chunk)
 
     def _usage(self) -> dict[str, Any]:
-        """Each prompt is paid for once."""
+        """Each prompt counts once, not once per choice."""
         usages = [self._usages[i] for i in sorted(self._usages)]
         return usage_of(usages, sum(usage.num_prompt for usage in usages[:: self._n]))
 
 
-def _echo(prompt: Prompt, context: ServerContext) -> str:
-    return prompt if isinstance(prompt, str) else context.tokens.decode(prompt)
+class CompletionLogprobs:
+    """The legacy format: parallel lists, with the offset of each token in the text."""
+
+    def __init__(self, text: TokenText, offset: int, with_top: bool) -> None:
+        self._text = text
+        self._offset = offset
+        self._with_top = with_top
+
+    def render(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The next tokens of the text: their offsets continue those of the last call."""
+        strings = [self._text.text_of(token.token_id) for token in tokens]
+        offsets = []
+        for string in strings:
+            offsets.append(self._offset)
+            self._offset += len(string)
+        return {
+            "tokens": strings,
+            "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens] if self._with_top else None,
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: TokenLogprobs) -> dict[str, float]:
+        """The most likely tokens, and the sampled token if it is not among them."""
+        pairs = [*token.top, (token.token_id, token.logprob)]
+        return {self._text.text_of(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in pairs}
 
 
 def completions_router(context: ServerContext) -> APIRouter:

@@ -1,4 +1,4 @@
-"""/v1/models, in one form that OpenAI's and Anthropic's clients both read; and what is not served here."""
+"""/v1/models, in a form that OpenAI's and Anthropic's clients both read; /v1/embeddings, which is a 501."""
 
 from __future__ import annotations
 
@@ -32,22 +32,21 @@ def models_router(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
     names = context.settings.served_model_names
 
-    @router.get("/v1/models", summary="The model, under each of its names", response_model=None)
+    @router.get("/v1/models", summary="The model, once for each of its served names", response_model=None)
     async def list_models() -> Response:
         models = [_model(context, name) for name in names]
-        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return JSONResponse({"object": "list", "data": models, **ends})
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse({"object": "list", "data": models, **page})
 
     @router.get("/v1/models/{name:path}", summary="The model", response_model=None)
     async def retrieve_model(name: str) -> Response:
-        context.check_model(name)
-        return JSONResponse(_model(context, name))
+        return JSONResponse(_model(context, context.model_name(name)))
 
     @router.post("/v1/embeddings", summary="Not served: 501", status_code=501, response_model=None)
     async def embed() -> Response:
         raise ApiError(
             501,
-            f"{context.settings.model_name} generates text; it is no embedding model",
+            f"{context.settings.model_name} generates text; this server has no embedding model",
             code="not_implemented",
         )
 

@@ -1,6 +1,6 @@
-"""Responses kept for `previous_response_id` and retrieval: in memory, within two bounds; the oldest go first.
+"""Responses stored in memory, for `previous_response_id` and retrieval. The least recently used go first.
 
-Each keeps its whole conversation, so that it can be continued when those before it are gone.
+A stored response holds its whole conversation: it can be continued after earlier responses are dropped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from outrider.api.sse import to_json
 from outrider.chat.conversation import MediaPart, Message, TextPart
 
-MESSAGE_OVERHEAD_BYTES = 200
+MESSAGE_OVERHEAD_BYTES = 200  # a rough estimate of the Python objects around a message's text
 
 
 @dataclass(frozen=True)
 class StoredResponse:
     response: dict[str, Any]
     input_items: list[dict[str, Any]]
-    messages: tuple[Message, ...]  # the conversation with its answer, without instructions
+    messages: tuple[Message, ...]  # input and answer of this response and all before it, no instructions
 
 
 class ResponseStore:
@@ -29,32 +29,32 @@ class ResponseStore:
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._stored)
 
     def get(self, response_id: str) -> StoredResponse | None:
-        found = self._kept.get(response_id)
+        found = self._stored.get(response_id)
         if found is None:
             return None
-        self._kept.move_to_end(response_id)
+        self._stored.move_to_end(response_id)
         return found[0]
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep it; one that alone is over the bound is not kept."""
+        """A response larger than the whole store is not stored."""
         size = _size(stored)
         if size > self._max_bytes:
             return
-        self._kept[stored.response["id"]] = (stored, size)
+        self._stored[stored.response["id"]] = (stored, size)
         self.num_bytes += size
-        while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
-            _, (_, dropped) = self._kept.popitem(last=False)
+        while len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes:
+            _, (_, dropped) = self._stored.popitem(last=False)
             self.num_bytes -= dropped
 
     def delete(self, response_id: str) -> bool:
-        found = self._kept.pop(response_id, None)
+        found = self._stored.pop(response_id, None)
         if found is None:
             return False
         self.num_bytes -= found[1]

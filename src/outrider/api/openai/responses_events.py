@@ -1,4 +1,4 @@
-"""A response as it grows: canonical events in, OpenAI's response events out, the whole response at the end.
+"""Renders chat events as the events of OpenAI's responses API, and collects them in the whole response.
 
     response.created, response.in_progress
       output_item.added                                   for each item: reasoning, message, function_call
@@ -6,7 +6,7 @@
       output_item.done
     response.completed | response.incomplete | response.failed
 
-Must not know the store, nor HTTP.
+Must not know HTTP or the store of responses.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from outrider.api.answers import failure_message, is_failure
-from outrider.api.openai.usage import chat_logprobs
-from outrider.api.token_text import TokenText
+from outrider.api.answers import failure_of
+from outrider.api.logprobs import TokenText, chat_logprobs
 from outrider.chat.events import (
     ChatEvent,
     Finished,
@@ -33,7 +32,10 @@ Event = dict[str, Any]
 
 
 class ResponseBuilder:
-    """Whole and streamed answers come from here: the one is the other's last event."""
+    """`response` is the whole answer, which the last event of a stream carries too.
+
+    `on_success` gets the response when it ends without a failure.
+    """
 
     def __init__(
         self,
@@ -42,15 +44,17 @@ class ResponseBuilder:
         with_logprobs: bool,
         new_id: Callable[[str], str],
         now_s: Callable[[], float],
+        on_success: Callable[[dict[str, Any]], None],
     ) -> None:
         self.response = response
         self._tokens = tokens
-        self.with_logprobs = with_logprobs
+        self._with_logprobs = with_logprobs
         self._new_id = new_id
         self._now_s = now_s
+        self._on_success = on_success
         self._num_events = 0
         self._open: _Item | None = None
-        self._logprobs: list[dict[str, Any]] = []  # whose text has not come yet
+        self._logprobs: list[dict[str, Any]] = []  # they wait for the event of their text
 
     def start(self) -> list[Event]:
         return [self._lifecycle("response.created"), self._lifecycle("response.in_progress")]
@@ -71,7 +75,7 @@ class ResponseBuilder:
             case ToolCallEnded(_, arguments):
                 return self._end_call(arguments)
             case Logprobs(tokens):
-                self._logprobs += chat_logprobs(tokens, self._tokens) if self.with_logprobs else []
+                self._logprobs += chat_logprobs(tokens, self._tokens) if self._with_logprobs else []
                 return []
             case Finished():
                 return self._finish(event)
@@ -79,7 +83,7 @@ class ResponseBuilder:
     # -- items -------------------------------------------------------------------------------------------
 
     def _enter(self, kind: str) -> list[Event]:
-        """Go on with an item of this kind, or begin one."""
+        """Start an item of this kind, unless the current item has the same kind."""
         if self._open is not None and self._open.kind == kind:
             return []
         ended = self._leave("completed")
@@ -110,7 +114,7 @@ class ResponseBuilder:
         return self._leave("completed")
 
     def _leave(self, status: str) -> list[Event]:
-        """End the open item, if there is one."""
+        """End the current item, if there is one."""
         item, self._open = self._open, None
         if item is None:
             return []
@@ -123,20 +127,23 @@ class ResponseBuilder:
     # -- the end -----------------------------------------------------------------------------------------
 
     def _finish(self, finished: Finished) -> list[Event]:
+        error = failure_of(finished)
         is_cut = finished.reason == "length"
         if self._open is not None and self._open.kind == "message" and self._logprobs:
             self._open.logprobs += self._logprobs
-        events = self._leave("incomplete" if is_cut or is_failure(finished) else "completed")
-        self.response["usage"] = usage_of(finished.usage)
-        if is_failure(finished):
+        events = self._leave("incomplete" if is_cut or error else "completed")
+        self.response["usage"] = _usage(finished.usage)
+        if error is not None:
             self.response["status"] = "failed"
-            self.response["error"] = {"code": "server_error", "message": failure_message(finished)}
+            self.response["error"] = {"code": "server_error", "message": error.detail}
         elif is_cut:
             self.response["status"] = "incomplete"
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             self.response["status"] = "completed"
             self.response["completed_at"] = int(self._now_s())
+        if error is None:
+            self._on_success(self.response)
         return [*events, self._lifecycle(f"response.{self.response['status']}")]
 
     # -- events ------------------------------------------------------------------------------------------
@@ -161,12 +168,12 @@ class ResponseBuilder:
 
 
 class _Item:
-    """One entry of `output`. Subclasses are the three kinds there are."""
+    """One entry of `output`. There is a subclass for each of the three kinds."""
 
     kind: str
     delta_type: str
     done_type: str
-    part_kind: str | None = None  # the type of its one content part, if it has parts
+    part_kind: str | None = None  # the type of its single content part; None: the item has no parts
 
     def __init__(self, item_id: str) -> None:
         self.id = item_id
@@ -236,7 +243,7 @@ class _CallItem(_Item):
         }
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_prompt,
         "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": usage.num_stored},

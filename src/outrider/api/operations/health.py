@@ -1,4 +1,4 @@
-"""Is it alive, is it ready, what is it doing: /health and /v1/status."""
+"""/health: is the server alive, and does it accept requests? /v1/status: what runs now?"""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from fastapi import APIRouter, Response
 from starlette.responses import JSONResponse
 
 from outrider.api.answers import Answers
-from outrider.api.context import ServerContext
+from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.operations.prefix_cache import status_of
-from outrider.api.operations.version import FINGERPRINT
 
 
 def health_router(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["operations"])
 
-    @router.get("/health/live", summary="The process answers", response_model=None)
+    @router.get("/health/live", summary="200 while the process runs", response_model=None)
     async def live() -> Response:
         return JSONResponse({"status": "live"})
 
-    @router.get("/health", summary="Requests are taken", response_model=None)
-    @router.get("/health/ready", summary="Requests are taken", response_model=None)
+    @router.get(
+        "/health", summary="200 while new requests are accepted, 503 during a shutdown", response_model=None
+    )
+    @router.get(
+        "/health/ready",
+        summary="200 while new requests are accepted, 503 during a shutdown",
+        response_model=None,
+    )
     async def ready() -> Response:
-        if context.desk.admission.is_draining:
+        if context.live.is_draining:
             return JSONResponse({"status": "shutting down"}, 503, {"Retry-After": "5"})
         return JSONResponse({"status": "ready"})
 
@@ -36,11 +41,11 @@ def health_router(context: ServerContext) -> APIRouter:
 
 
 def _status(context: ServerContext) -> dict[str, Any]:
-    facts, admission, steps = context.facts, context.desk.admission, context.desk.metrics.steps
+    facts, live, steps = context.facts, context.live, context.live.metrics.steps
     drafted, accepted = steps.acceptance
     return {
         "server": FINGERPRINT,
-        "status": "shutting down" if admission.is_draining else "ready",
+        "status": "shutting down" if live.is_draining else "ready",
         "up_s": round(context.now_s() - context.started_s, 3),
         "model": {
             "name": context.settings.model_name,
@@ -51,8 +56,8 @@ def _status(context: ServerContext) -> dict[str, Any]:
             "drafter": facts.drafter,
             "head": facts.head,
         },
-        "live_requests": admission.num_live,
-        "capacity": admission.capacity,
+        "live_requests": live.num_live,
+        "capacity": live.capacity,
         "waiting": steps.num_waiting,
         "cache_bytes": steps.cache_bytes,
         "prefix_cache": status_of(context.prefix_cache),
@@ -69,7 +74,7 @@ def _status(context: ServerContext) -> dict[str, Any]:
             }
             for row in steps.rows
         ],
-        "requests": [row for answers in context.desk.live.values() for row in _requests(answers)],
+        "requests": [request for answers in live.answers.values() for request in _requests(answers)],
     }
 
 

@@ -1,6 +1,8 @@
-"""Prometheus metrics of requests, in a registry of their own, beside those of the engine's steps."""
+"""Prometheus metrics of requests. Those of the engine's steps are in `step_metrics`."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from fastapi import APIRouter, Response
 from prometheus_client import (
@@ -12,17 +14,17 @@ from prometheus_client import (
     generate_latest,
 )
 
-from outrider.api.admission import Admission
 from outrider.api.operations.step_metrics import StepMetrics
 from outrider.chat.events import Finished
 
+# Histogram buckets in seconds, chosen by hand: waiting times, time between deltas, whole answers.
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
 TOTAL_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class Metrics:
-    """Request figures are kept from the event loop only; `steps` is the engine's to write."""
+    """The event loop writes the metrics of requests; the engine thread writes `steps`."""
 
     def __init__(self, steps: StepMetrics | None = None) -> None:
         self.steps = steps or StepMetrics()
@@ -33,18 +35,18 @@ class Metrics:
         )
         self.http_s = Histogram(
             "outrider_http_seconds",
-            "From request to last byte",
+            "From the request to the last byte of its response",
             ["route"],
             buckets=TOTAL_S,
             registry=registry,
         )
         self.finished = Counter(
-            "outrider_requests", "Answers, by API and how they ended", ["api", "finish"], registry=registry
+            "outrider_requests", "Answers, by API and finish reason", ["api", "finish"], registry=registry
         )
         self.tokens = Counter("outrider_tokens", "Tokens of finished answers", ["kind"], registry=registry)
         self.first_token_s = Histogram(
             "outrider_time_to_first_token_seconds",
-            "From request to first delta",
+            "From the request to its first delta",
             ["api"],
             buckets=LATENCY_S,
             registry=registry,
@@ -57,14 +59,21 @@ class Metrics:
             registry=registry,
         )
         self.queue_s = Histogram(
-            "outrider_queue_seconds", "From request to first step", buckets=LATENCY_S, registry=registry
+            "outrider_queue_seconds",
+            "From the request to its first step",
+            buckets=LATENCY_S,
+            registry=registry,
         )
         self.total_s = Histogram(
-            "outrider_answer_seconds", "From request to end", ["api"], buckets=TOTAL_S, registry=registry
+            "outrider_answer_seconds",
+            "From the request to the end of its answer",
+            ["api"],
+            buckets=TOTAL_S,
+            registry=registry,
         )
 
-    def answered(self, api: str, finished: Finished | None) -> None:
-        """Count one choice that ended; None: its client left first."""
+    def count_answer(self, api: str, finished: Finished | None) -> None:
+        """Count one choice that ended. None: its client disconnected before the end."""
         self.finished.labels(api, "abandoned" if finished is None else finished.reason).inc()
         if finished is None:
             return
@@ -82,11 +91,11 @@ class Metrics:
         if finished.stats.total_s is not None:
             self.total_s.labels(api).observe(finished.stats.total_s)
 
-    def watch_admission(self, admission: Admission) -> None:
-        """How many are in is read when scraped; with nobody in, the last step's rows are gone."""
-        live = Gauge("outrider_live_requests", "Decoding or waiting", registry=self.registry)
-        live.set_function(lambda: admission.num_live)
-        self.steps.is_idle = lambda: admission.num_live == 0
+    def watch_live_requests(self, num_live: Callable[[], int]) -> None:
+        """Read the number of live requests at each scrape. At 0, the rows of the last step are outdated."""
+        live = Gauge("outrider_live_requests", "Requests that run or wait", registry=self.registry)
+        live.set_function(num_live)
+        self.steps.is_idle = lambda: num_live() == 0
 
 
 def metrics_router(metrics: Metrics) -> APIRouter:

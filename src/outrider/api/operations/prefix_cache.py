@@ -1,9 +1,9 @@
-"""The prefix cache as operators see it: figures for /metrics and /v1/status, and DELETE /v1/cache."""
+"""The prefix cache for operators: figures for /metrics and /v1/status, and DELETE /v1/cache."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from fastapi import APIRouter, Response
@@ -12,24 +12,24 @@ from starlette.responses import JSONResponse
 
 from outrider.api.errors import ApiError
 
-TEXTS = {
+DESCRIPTIONS = {
     "bytes": "Bytes of cached prefixes",
     "budget_bytes": "Bytes that cached prefixes may take",
     "blocks": "Cached blocks",
     "disk_bytes": "Bytes of cached prefixes on disk",
-    "hit_tokens": "Tokens that were taken from the prefix cache instead of computed",
-    "evictions": "Blocks that gave way to others",
+    "hit_tokens": "Prompt tokens copied from the prefix cache instead of computed",
+    "evictions": "Blocks dropped from memory to make room",
     "disk_reads": "Blocks read from disk",
     "disk_writes": "Blocks written to disk",
-    "disk_evictions": "Files that gave way to others",
-    "disk_refused": "Files that were damaged or foreign, and were removed",
-    "disk_failures": "Writes that went wrong",
-    "disk_skipped": "Blocks that were not written: too many at once, or writing was paused",
+    "disk_evictions": "Files deleted to make room",
+    "disk_refused": "Files deleted because they were damaged or of another model",
+    "disk_failures": "Writes that failed",
+    "disk_skipped": "Blocks not written: too many at once, or writing was paused",
 }
 
 
-class PrefixNumbers(Protocol):
-    """What it holds and what it has done: engine/prefix/status.py."""
+class PrefixFigures(Protocol):
+    """Implemented in engine/prefix/status.py."""
 
     def gauges(self) -> Mapping[str, int]: ...
 
@@ -37,16 +37,16 @@ class PrefixNumbers(Protocol):
 
 
 class PrefixControl(Protocol):
-    """What is needed of the engine."""
+    """The part of the engine that the routes use. The status is None without a prefix cache."""
 
-    def prefix_status(self) -> PrefixNumbers | None: ...
+    def prefix_status(self) -> PrefixFigures | None: ...
 
     def clear_prefix_cache(self) -> int: ...
 
 
 def status_of(control: PrefixControl | None) -> dict[str, Any] | None:
-    numbers = control.prefix_status() if control is not None else None
-    return None if numbers is None else {**numbers.gauges(), **numbers.counts()}
+    figures = control.prefix_status() if control is not None else None
+    return None if figures is None else {**figures.gauges(), **figures.counts()}
 
 
 class PrefixMetrics:
@@ -56,21 +56,20 @@ class PrefixMetrics:
         self._control = control
 
     def collect(self) -> Iterator[Metric]:
-        numbers = self._control.prefix_status()
-        if numbers is None:
+        figures = self._control.prefix_status()
+        if figures is None:
             return
-        for name, value in numbers.gauges().items():
-            yield GaugeMetricFamily(f"outrider_prefix_cache_{name}", TEXTS[name], value=value)
-        for name, value in numbers.counts().items():
-            yield CounterMetricFamily(f"outrider_prefix_cache_{name}", TEXTS[name], value=value)
+        for name, value in figures.gauges().items():
+            yield GaugeMetricFamily(f"outrider_prefix_cache_{name}", DESCRIPTIONS[name], value=value)
+        for name, value in figures.counts().items():
+            yield CounterMetricFamily(f"outrider_prefix_cache_{name}", DESCRIPTIONS[name], value=value)
 
 
-def prefix_cache_router(control: Callable[[], PrefixControl | None]) -> APIRouter:
+def prefix_cache_router(engine: PrefixControl | None) -> APIRouter:
     router = APIRouter(tags=["operations"])
 
-    @router.delete("/v1/cache", summary="Forget all cached prefixes", response_model=None)
+    @router.delete("/v1/cache", summary="Delete all cached prefixes", response_model=None)
     async def clear() -> Response:
-        engine = control()
         if engine is None or engine.prefix_status() is None:
             raise ApiError(404, "this server runs without a prefix cache", code="no_prefix_cache")
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
-"""What the engine's steps did, counted on the engine thread in plain numbers and rendered when somebody asks.
+"""Prometheus metrics of the engine's steps.
 
-`on_step` runs between two forward passes: no locks, no library calls, a few additions a row. A scrape may
-read a step half added; the next one reads it whole.
+`on_step` runs on the engine thread between two forward passes, so it must be cheap: a few additions per row,
+no locks. A scrape on another thread may see a step that is half counted; the next scrape sees all of it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from outrider.request import MAX_DEPTH
 
 RowKind = Literal["plain", "speculating", "prefill"]
 ROW_KINDS: tuple[RowKind, ...] = ("plain", "speculating", "prefill")
+# Histogram buckets in seconds, chosen by hand.
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 STRIDES = tuple(range(1, MAX_DEPTH + 2))
 
 
 def row_kind(row: RowPlan) -> RowKind:
-    """A row that feeds its pending token decodes; without drafts, more tokens catch up with a prompt."""
+    """A row decodes if it feeds drafts, or one token behind its prompt. Any other row is in prefill."""
     if row.num_drafts:
         return "speculating"
     return "plain" if row.num_fed == 1 and row.start >= row.num_prompt else "prefill"
 
 
 def decode_kind(kinds: set[RowKind]) -> str:
-    """What a step's decoding rows were: the label of its counter."""
+    """The label of a step in the counter of steps."""
     plain, speculating = "plain" in kinds, "speculating" in kinds
     if plain and speculating:
         return "plain_and_speculating"
     return "speculating" if speculating else "plain" if plain else "prefill_only"
 
 
-class Histogram:
-    """Counts by bucket, for one writer thread."""
+class StepHistogram:
+    """Counts per bucket, for one writer thread. prometheus_client's own takes a lock per observation."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -78,33 +79,33 @@ class LiveRow:
 
 
 class StepMetrics:
-    """An engine's observer and a Prometheus collector in one."""
+    """An observer of the engine and a Prometheus collector in one."""
 
     def __init__(self) -> None:
-        self.is_idle: Callable[[], bool] = lambda: False  # then the last step's rows are history
+        self.is_idle: Callable[[], bool] = lambda: False  # True: no row runs, the last step is outdated
         self._steps = dict.fromkeys(("plain", "speculating", "plain_and_speculating", "prefill_only"), 0)
         self._row_steps: dict[str, int] = dict.fromkeys(ROW_KINDS, 0)
         self._drafted = [0] * MAX_DEPTH
         self._accepted = [0] * MAX_DEPTH
         self._num_prefilled = 0
         self._num_committed = 0
-        self._seconds = Histogram(STEP_BUCKETS_S)
-        self._stride = Histogram(tuple(float(stride) for stride in STRIDES))
+        self._seconds = StepHistogram(STEP_BUCKETS_S)
+        self._stride = StepHistogram(tuple(float(stride) for stride in STRIDES))
         self._rows: tuple[LiveRow, ...] = ()
         self._num_waiting = 0
         self._cache_bytes = 0
         self._last_step_s: float | None = None
-        self._encode_seconds = Histogram(STEP_BUCKETS_S)
-        self._picture_hits = 0
-        self._picture_bytes = 0
+        self._encode_seconds = StepHistogram(STEP_BUCKETS_S)
+        self._embedding_hits = 0
+        self._embedding_bytes = 0
 
     # -- on the engine thread ----------------------------------------------------------------------------
 
     def on_step(
         self, plan: StepPlan, result: StepResult, seconds: float, num_waiting: int, cache_bytes: int
     ) -> None:
-        gained = {row.sequence_id: len(row.token_ids) for row in result.rows}
-        rows = tuple(self._count_row(row, gained) for batch in plan.batches for row in batch)
+        committed = {row.sequence_id: len(row.token_ids) for row in result.rows}
+        rows = tuple(self._count_row(row, committed) for batch in plan.batches for row in batch)
         self._steps[decode_kind({row.kind for row in rows})] += 1
         self._seconds.observe(seconds)
         self._rows, self._num_waiting, self._cache_bytes = rows, num_waiting, cache_bytes
@@ -114,20 +115,20 @@ class StepMetrics:
         self._encode_seconds.observe(seconds)
 
     def on_embedding_cache(self, num_hits: int, num_bytes: int) -> None:
-        self._picture_hits, self._picture_bytes = num_hits, num_bytes
+        self._embedding_hits, self._embedding_bytes = num_hits, num_bytes
 
-    def _count_row(self, row: RowPlan, gained: dict[int, int]) -> LiveRow:
+    def _count_row(self, row: RowPlan, committed: dict[int, int]) -> LiveRow:
         kind = row_kind(row)
-        num_gained = gained.get(row.sequence_id, 0)
+        num_committed = committed.get(row.sequence_id, 0)
         self._row_steps[kind] += 1
-        self._num_committed += num_gained
+        self._num_committed += num_committed
         if kind == "prefill":
             self._num_prefilled += row.num_fed
         else:
-            self._stride.observe(num_gained)
+            self._stride.observe(num_committed)
             for position in range(row.num_drafts):
                 self._drafted[position] += 1
-            for position in range(min(row.num_drafts, num_gained - 1)):
+            for position in range(min(row.num_drafts, num_committed - 1)):
                 self._accepted[position] += 1
         return LiveRow(row.sequence_id, kind, row.start + row.num_fed, row.num_drafts)
 
@@ -139,7 +140,7 @@ class StepMetrics:
 
     @property
     def depth(self) -> float:
-        """Mean over the decoding rows of the last step."""
+        """Mean number of drafts over the decoding rows of the last step."""
         depths = [row.num_drafts for row in self.rows if row.kind != "prefill"]
         return sum(depths) / len(depths) if depths else 0.0
 
@@ -161,45 +162,45 @@ class StepMetrics:
 
     @property
     def acceptance(self) -> tuple[list[int], list[int]]:
-        """(drafted, accepted) by position."""
+        """(drafted, accepted) tokens by position in the draft."""
         return list(self._drafted), list(self._accepted)
 
     def collect(self) -> Iterator[Metric]:
-        yield _counter("outrider_steps", "Steps, by what their decoding rows were", "rows", self._steps)
+        yield _counter("outrider_steps", "Steps, by the kinds of their decoding rows", "rows", self._steps)
         yield _counter("outrider_row_steps", "Rows over all steps, by kind", "kind", self._row_steps)
         by_position = enumerate(self._drafted, 1), enumerate(self._accepted, 1)
         drafted, accepted = ({str(position): n for position, n in pairs} for pairs in by_position)
         yield _counter("outrider_drafted_tokens", "Drafts verified, by position", "position", drafted)
-        yield _counter("outrider_accepted_tokens", "Drafts that stood, by position", "position", accepted)
+        yield _counter("outrider_accepted_tokens", "Drafts accepted, by position", "position", accepted)
         prefilled = CounterMetricFamily("outrider_prefilled_tokens", "Prompt tokens computed")
         prefilled.add_metric([], self._num_prefilled)
         yield prefilled
-        committed = CounterMetricFamily("outrider_committed_tokens", "Tokens that steps brought")
+        committed = CounterMetricFamily("outrider_committed_tokens", "Tokens committed")
         committed.add_metric([], self._num_committed)
         yield committed
-        yield self._seconds.family("outrider_step_seconds", "How long a step took")
-        yield self._stride.family("outrider_stride_tokens", "Tokens that a decoding row gained in a step")
+        yield self._seconds.family("outrider_step_seconds", "Duration of a step")
+        yield self._stride.family("outrider_stride_tokens", "Tokens that a decoding row committed in a step")
         yield self._row_gauge()
         yield GaugeMetricFamily(
-            "outrider_depth", "Drafts a decoding row fed in the last step", value=self.depth
+            "outrider_depth", "Drafts per decoding row in the last step", value=self.depth
         )
-        yield GaugeMetricFamily("outrider_waiting_requests", "Waiting for a row", value=self.num_waiting)
-        yield GaugeMetricFamily("outrider_cache_bytes", "Bytes that the caches hold", value=self.cache_bytes)
-        yield from self._pictures()
+        yield GaugeMetricFamily(
+            "outrider_waiting_requests", "Requests that wait for a row", value=self.num_waiting
+        )
+        yield GaugeMetricFamily("outrider_cache_bytes", "Bytes of the KV caches", value=self.cache_bytes)
+        yield from self._images()
 
-    def _pictures(self) -> Iterator[Metric]:
-        """A piece is what the tower takes at a time: a picture, or a few tiles of one."""
-        encoded = CounterMetricFamily("outrider_picture_pieces_encoded", "Pieces of pictures encoded")
+    def _images(self) -> Iterator[Metric]:
+        """A piece is the input of one call of the vision encoder: an image, or a few tiles of an image."""
+        encoded = CounterMetricFamily("outrider_picture_pieces_encoded", "Pieces of images encoded")
         encoded.add_metric([], self._encode_seconds.count)
         yield encoded
-        yield self._encode_seconds.family("outrider_picture_encode_seconds", "How long a piece took")
-        hits = CounterMetricFamily(
-            "outrider_picture_cache_hits", "Pieces whose embeddings were there already"
-        )
-        hits.add_metric([], self._picture_hits)
+        yield self._encode_seconds.family("outrider_picture_encode_seconds", "Duration of encoding a piece")
+        hits = CounterMetricFamily("outrider_picture_cache_hits", "Pieces whose embeddings were cached")
+        hits.add_metric([], self._embedding_hits)
         yield hits
         yield GaugeMetricFamily(
-            "outrider_picture_cache_bytes", "Bytes of pictures' embeddings", value=self._picture_bytes
+            "outrider_picture_cache_bytes", "Bytes of cached image embeddings", value=self._embedding_bytes
         )
 
     def _row_gauge(self) -> GaugeMetricFamily:

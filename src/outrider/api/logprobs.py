@@ -1,20 +1,23 @@
-"""Tokens as clients see them in logprobs: a string, and the bytes that it stands for.
-
-A token can be part of a character: its string then shows the bytes as escapes, its bytes are exact.
-"""
+"""Log-probabilities as OpenAI's APIs write them: each token as a string and as exact bytes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-TORN = "\ufffd"
-META_SPACE = "▁"  # SentencePiece's mark of a leading space
+from outrider.plan import TokenLogprobs
+
+REPLACEMENT = "\ufffd"  # a tokenizer decodes an incomplete UTF-8 character as this one
+META_SPACE = "▁"  # SentencePiece's symbol for a leading space
 BYTE_SYMBOL = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
 
 
 class TokenText:
+    """The text of single tokens. Bytes of an incomplete character are shown as escapes such as \\xc3."""
+
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.bytes_of = lru_cache(maxsize=65536)(self._bytes_of)
@@ -23,7 +26,7 @@ class TokenText:
         return self.bytes_of(token_id).decode("utf-8", errors="backslashreplace")
 
     def decode(self, token_ids: list[int]) -> str:
-        """A prompt's text, for clients who gave ids and want it echoed."""
+        """The text of a prompt that the client sent as token ids and wants echoed."""
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -32,15 +35,34 @@ class TokenText:
     def _bytes_of(self, token_id: int) -> bytes:
         symbol = self._tokenizer.convert_ids_to_tokens(token_id) or ""
         text = self.decode([token_id])
-        if TORN in text:
+        if REPLACEMENT in text:
             return _symbol_bytes(symbol) or text.encode()
         if symbol.startswith(META_SPACE) and not text.startswith(" "):
-            text = " " + text  # dropped because it stood first
+            text = " " + text  # the decoder drops the space of the first token
         return text.encode()
 
 
+def chat_logprobs(tokens: Sequence[TokenLogprobs], text: TokenText) -> list[dict[str, Any]]:
+    """One entry per token, with the most likely alternatives at its position."""
+    return [
+        {
+            **_entry(token.token_id, token.logprob, text),
+            "top_logprobs": [_entry(token_id, logprob, text) for token_id, logprob in token.top],
+        }
+        for token in tokens
+    ]
+
+
+def _entry(token_id: int, logprob: float, text: TokenText) -> dict[str, Any]:
+    return {
+        "token": text.text_of(token_id),
+        "logprob": max(logprob, MIN_LOGPROB),
+        "bytes": list(text.bytes_of(token_id)),
+    }
+
+
 def _symbol_bytes(symbol: str) -> bytes | None:
-    """What a byte-level or byte-fallback symbol stands for; None if it is neither."""
+    """The bytes of a byte-level or byte-fallback symbol; None for any other symbol."""
     match = BYTE_SYMBOL.fullmatch(symbol)
     if match:
         return bytes([int(match.group(1), 16)])
@@ -50,7 +72,7 @@ def _symbol_bytes(symbol: str) -> bytes | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are their own character, the others take those from U+0100 on."""
+    """GPT-2's byte-level alphabet: a printable byte is its own character, the others start at U+0100."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,335 @@
+"""POST /v1/messages and /v1/messages/count_tokens: their JSON fields and the translation into a ChatRequest.
+
+A field that Outrider cannot honour is an error that names the field.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from outrider.api.errors import invalid, refused
+from outrider.api.request_fields import (
+    ChatFields,
+    RequestModel,
+    grammar_of,
+    named_tool,
+    sampling_params,
+    schema_grammar,
+    template_kwargs,
+    tool_choice_of,
+)
+from outrider.chat.conversation import (
+    ChatRequest,
+    MediaPart,
+    Message,
+    Part,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+
+ERROR_PREFIX = "Error: "  # the model reads it before the text of a tool_result with is_error
+BILLING_HEADER = re.compile(r"\A(?:x-anthropic-[a-z-]+:[^\n]*\n?)+")
+REFUSED_TOOL_FIELDS = {
+    "input_examples": "not supported: put examples into the description",
+    "defer_loading": "not supported: the prompt shows all tools from the start",
+    "allowed_callers": "not supported: only the model calls tools",
+}
+
+
+class TextBlock(RequestModel):
+    type: Literal["text"]
+    text: str
+
+
+class BlockSource(RequestModel):
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+    content: str | list[TextBlock] | None = None
+
+
+class ImageBlock(RequestModel):
+    type: Literal["image"]
+    source: BlockSource
+
+
+class DocumentBlock(RequestModel):
+    type: Literal["document"]
+    source: BlockSource
+    title: str | None = None
+    context: str | None = None
+
+
+class ThinkingBlock(RequestModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(RequestModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ResultPart = Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]
+
+
+class ToolResultBlock(RequestModel):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[ResultPart] | None = None
+    is_error: bool | None = None
+
+
+UserBlock = Annotated[TextBlock | ImageBlock | DocumentBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+
+
+class UserMessageParam(RequestModel):
+    role: Literal["user"]
+    content: str | list[UserBlock]
+
+
+class AssistantMessageParam(RequestModel):
+    role: Literal["assistant"]
+    content: str | list[AssistantBlock]
+
+
+class SystemMessageParam(RequestModel):
+    role: Literal["system"]
+    content: str | list[TextBlock]
+
+
+MessageParam = Annotated[
+    UserMessageParam | AssistantMessageParam | SystemMessageParam, Field(discriminator="role")
+]
+
+
+class ToolParam(RequestModel):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoiceParam(RequestModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingParam(RequestModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, description="Passed to the chat template as thinking_budget")
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(RequestModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(RequestModel):
+    effort: str | None = Field(None, description="Passed to the chat template as reasoning_effort")
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(ChatFields):
+    model: str | None = None
+    messages: list[MessageParam] = Field(min_length=1)
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoiceParam | None = None
+    thinking: ThinkingParam | None = None
+    output_config: OutputConfig | None = None
+
+    cache_control: dict[str, Any] | None = Field(
+        None, description="Caching is automatic; with this field, usage reports cache writes"
+    )
+    speed: str | None = Field(None, description="No effect: there is one speed")
+    user_profile_id: str | None = Field(None, description="No effect")
+    workspace_id: str | None = Field(None, description="No effect")
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+
+    metadata: dict[str, Any] | None = Field(None, description="No effect")
+    service_tier: str | None = Field(None, description="There is one tier: standard")
+    inference_geo: str | None = Field(None, description="No effect")
+    diagnostics: dict[str, Any] | None = Field(None, description="No effect")
+
+
+# -- translation -----------------------------------------------------------------------------------------
+
+
+def messages_request(body: CountTokensRequest) -> ChatRequest:
+    """Accepts a request for a message, or one that only counts tokens."""
+    tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
+    format_ = body.output_config.format if body.output_config else None
+    grammar = None if format_ is None else schema_grammar(format_.schema_)
+    if isinstance(body, MessagesRequest):
+        params = sampling_params(body, max_tokens=body.max_tokens, stop=body.stop_sequences)
+    else:
+        params = sampling_params(body, max_tokens=1)
+    choice = body.tool_choice
+    return ChatRequest(
+        messages=_messages(body),
+        params=params,
+        tools=tools,
+        tool_choice=_choice(tools, choice),
+        parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        grammar=grammar_of(body, ("output_config.format", grammar)),
+        template_kwargs=_template_kwargs(body),
+    )
+
+
+def _template_kwargs(body: CountTokensRequest) -> dict[str, Any]:
+    """Thinking is off unless the request enables it; for `adaptive` the template's default applies.
+
+    If the last message is the assistant's, the answer continues that message.
+    """
+    effort = body.output_config.effort if body.output_config else None
+    found: dict[str, Any] = {}
+    if isinstance(body.messages[-1], AssistantMessageParam):
+        found["continue_final_message"] = True
+    thinking = body.thinking
+    if thinking is None or thinking.type == "disabled":
+        found["enable_thinking"] = False
+    elif thinking.type == "enabled":
+        found["enable_thinking"] = True
+        if thinking.budget_tokens is not None:
+            found["thinking_budget"] = thinking.budget_tokens
+    return found | template_kwargs(body, effort)
+
+
+def _tool(index: int, tool: ToolParam) -> Tool:
+    where = f"tools[{index}]"
+    if tool.type not in (None, "custom"):
+        raise refused(where, f"tools of type {tool.type!r} are not supported, only custom tools")
+    if tool.input_schema is None:
+        raise invalid(f"{where}.input_schema", "is missing")
+    for name, reason in REFUSED_TOOL_FIELDS.items():
+        if (tool.model_extra or {}).get(name) not in (None, False, [], ["direct"]):
+            raise refused(f"{where}.{name}", reason)
+    return Tool(tool.name, tool.description or "", tool.input_schema, strict=bool(tool.strict))
+
+
+def _choice(tools: Sequence[Tool], choice: ToolChoiceParam | None) -> ToolChoice:
+    if choice is not None and choice.type == "tool":
+        return named_tool(tools, choice.name or "")
+    openai_words = {"any": "required", "none": "none"}
+    return tool_choice_of(tools, openai_words.get(choice.type) if choice else None)
+
+
+def _messages(body: CountTokensRequest) -> list[Message]:
+    found = [Message("system", _system_parts(body.system))] if body.system else []
+    for i, message in enumerate(body.messages):
+        where = f"messages[{i}]"
+        if isinstance(message, AssistantMessageParam):
+            found.append(_assistant(message))
+        elif isinstance(message, SystemMessageParam):
+            found.append(Message("system", _text_parts(message.content)))
+        else:
+            found += _user(message, where)
+    return found
+
+
+def _system_parts(system: str | Sequence[TextBlock]) -> tuple[Part, ...]:
+    """The system prompt without the billing header that Claude Code puts first.
+
+    The header differs in every request: no two prompts would share a prefix that can be cached.
+    """
+    texts = [system] if isinstance(system, str) else [block.text for block in system]
+    cleaned = [(text, BILLING_HEADER.sub("", text)) for text in texts]
+    return tuple(TextPart(new) for old, new in cleaned if new or not old)
+
+
+def _assistant(message: AssistantMessageParam) -> Message:
+    if isinstance(message.content, str):
+        return Message("assistant", _text_parts(message.content))
+    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+    texts = [TextPart(block.text) for block in message.content if isinstance(block, TextBlock)]
+    calls = [
+        ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+        for block in message.content
+        if isinstance(block, ToolUseBlock)
+    ]
+    return Message("assistant", tuple(texts), "".join(thoughts) or None, tuple(calls))
+
+
+def _user(message: UserMessageParam, where: str) -> list[Message]:
+    """Each tool result becomes a message of its own; the blocks between tool results become user messages."""
+    if isinstance(message.content, str):
+        return [Message("user", _text_parts(message.content))]
+    found: list[Message] = []
+    parts: list[Part] = []
+    for block in message.content:
+        if isinstance(block, ToolResultBlock):
+            found += [Message("user", tuple(parts))] if parts else []
+            parts = []
+            found.append(_tool_result(block, where))
+        else:
+            parts.append(_part(block, where))
+    if parts or not found:
+        found.append(Message("user", tuple(parts)))
+    return found
+
+
+def _tool_result(block: ToolResultBlock, where: str) -> Message:
+    if isinstance(block.content, list):
+        parts = tuple(_part(part, where) for part in block.content)
+    else:
+        parts = _text_parts(block.content or "")
+    if block.is_error:
+        parts = (TextPart(ERROR_PREFIX), *parts)
+    return Message("tool", parts, tool_call_id=block.tool_use_id)
+
+
+def _text_parts(content: str | Sequence[TextBlock]) -> tuple[Part, ...]:
+    if isinstance(content, str):
+        return (TextPart(content),) if content else ()
+    return tuple(TextPart(block.text) for block in content)
+
+
+def _part(block: Any, where: str) -> Part:
+    if isinstance(block, TextBlock):
+        return TextPart(block.text)
+    if isinstance(block, ImageBlock):
+        return _image(block.source, where)
+    return _document(block, where)
+
+
+def _image(source: BlockSource, where: str) -> MediaPart:
+    if source.type == "url" and source.url is not None:
+        return MediaPart("image", source.url)
+    if source.type == "base64" and source.data is not None and source.media_type is not None:
+        return MediaPart("image", f"data:{source.media_type};base64,{source.data}")
+    raise refused(where, f"an image source must be base64 or url, not {source.type!r}")
+
+
+def _document(block: DocumentBlock, where: str) -> TextPart:
+    """A text document becomes a text part, under its title and context."""
+    source = block.source
+    if source.type == "text" and source.data is not None:
+        text = source.data
+    elif source.type == "content" and source.content is not None:
+        content = source.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+    else:
+        raise refused(where, f"a document source must be text or content, not {source.type!r}")
+    heading = [line for line in (block.title, block.context) if line]
+    return TextPart("\n".join([*heading, text]))

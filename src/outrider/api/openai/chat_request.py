@@ -1,0 +1,323 @@
+"""POST /v1/chat/completions: the request's JSON fields, and its translation into a ChatRequest.
+
+A field that Outrider cannot honour is an error that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from outrider.api.errors import invalid, refused
+from outrider.api.request_fields import (
+    ChatFields,
+    RequestModel,
+    StreamOptions,
+    check_stop,
+    check_stream_options,
+    check_verbosity,
+    format_grammar,
+    grammar_of,
+    keep_allowed,
+    named_tool,
+    sampling_params,
+    template_kwargs,
+    tool_choice_of,
+)
+from outrider.chat.conversation import (
+    ChatRequest,
+    MediaPart,
+    Message,
+    Part,
+    Role,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from outrider.request import Grammar
+
+
+class ChatTextPart(RequestModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatRefusalPart(RequestModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class MediaUrl(RequestModel):
+    url: str
+
+
+class ChatImagePart(RequestModel):
+    type: Literal["image_url"]
+    image_url: MediaUrl
+
+
+class ChatVideoPart(RequestModel):
+    type: Literal["video_url"]
+    video_url: MediaUrl
+
+
+class AudioData(RequestModel):
+    data: str = Field(description="base64")
+    format: str
+
+
+class ChatAudioPart(RequestModel):
+    type: Literal["input_audio"]
+    input_audio: AudioData
+
+
+UserPart = Annotated[
+    ChatTextPart | ChatImagePart | ChatVideoPart | ChatAudioPart, Field(discriminator="type")
+]
+ToolPart = Annotated[ChatTextPart | ChatImagePart, Field(discriminator="type")]
+AssistantPart = Annotated[ChatTextPart | ChatRefusalPart, Field(discriminator="type")]
+
+
+class ChatSystemMessage(RequestModel):
+    role: Literal["system", "developer"]
+    content: str | list[ChatTextPart]
+    name: str | None = None
+
+
+class ChatUserMessage(RequestModel):
+    role: Literal["user"]
+    content: str | list[UserPart]
+    name: str | None = None
+
+
+class ChatFunctionCall(RequestModel):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(RequestModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: ChatFunctionCall
+
+
+class ChatAssistantMessage(RequestModel):
+    role: Literal["assistant"]
+    content: str | list[AssistantPart] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="Another name of reasoning_content")
+    refusal: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
+    name: str | None = None
+    function_call: dict[str, Any] | None = Field(None, description="Refused: use tool_calls")
+    audio: dict[str, Any] | None = Field(None, description="Refused")
+
+
+class ChatToolMessage(RequestModel):
+    role: Literal["tool"]
+    content: str | list[ToolPart]
+    tool_call_id: str
+    name: str | None = None
+
+
+ChatMessage = Annotated[
+    ChatSystemMessage | ChatUserMessage | ChatAssistantMessage | ChatToolMessage, Field(discriminator="role")
+]
+
+
+class FunctionSpec(RequestModel):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(RequestModel):
+    type: str
+    function: FunctionSpec | None = None
+
+
+class NamedFunction(RequestModel):
+    name: str
+
+
+class AllowedTools(RequestModel):
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
+class ChatToolChoice(RequestModel):
+    type: str
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class JsonSchema(RequestModel):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Prediction(RequestModel):
+    type: Literal["content"]
+    content: str | list[ChatTextPart]
+
+
+class ChatCompletionRequest(ChatFields):
+    model: str | None = None
+    messages: list[ChatMessage] = Field(min_length=1)
+    n: int | None = Field(None, ge=1, le=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[ToolSpec] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
+    reasoning_effort: str | None = Field(None, description="Passed to the chat template; none: no thinking")
+    modalities: list[str] | None = None
+    verbosity: str | None = None
+
+    metadata: dict[str, str] | None = Field(None, description="Echoed")
+    service_tier: str | None = Field(None, description="There is one tier: default")
+    store: bool | None = Field(None, description="Chat completions are not stored")
+    user: str | None = Field(None, description="No effect")
+    safety_identifier: str | None = Field(None, description="No effect")
+    prompt_cache_key: str | None = Field(None, description="No effect: caching needs no key")
+    prompt_cache_retention: str | None = Field(None, description="No effect")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="No effect")
+
+
+# -- translation -----------------------------------------------------------------------------------------
+
+
+def chat_request(body: ChatCompletionRequest, default_max_tokens: int | None) -> ChatRequest:
+    _check_options(body)
+    tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
+    tools, choice = _choose(tools, body.tool_choice)
+    params = sampling_params(
+        body,
+        max_tokens=_max_tokens(body, default_max_tokens),
+        stop=body.stop,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    prediction = None if body.prediction is None else body.prediction.content
+    if isinstance(prediction, list):
+        prediction = "".join(part.text for part in prediction)
+    return ChatRequest(
+        messages=[_message(i, message) for i, message in enumerate(body.messages)],
+        params=params,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        grammar=grammar_of(body, ("response_format", _format(body.response_format))),
+        prediction=prediction,
+        template_kwargs=template_kwargs(body, body.reasoning_effort),
+    )
+
+
+def _check_options(body: ChatCompletionRequest) -> None:
+    check_stop(body.stop)
+    check_stream_options(body.stream_options, body.stream)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    if body.modalities not in (None, ["text"]):
+        raise refused("modalities", "this server answers in text only")
+    check_verbosity("verbosity", body.verbosity)
+
+
+def _max_tokens(body: ChatCompletionRequest, default: int | None) -> int | None:
+    given = {value for value in (body.max_tokens, body.max_completion_tokens) if value is not None}
+    if len(given) > 1:
+        raise invalid("max_completion_tokens", "differs from max_tokens, its deprecated name: send only one")
+    return given.pop() if given else default
+
+
+def _format(response_format: ResponseFormat | None) -> Grammar | None:
+    if response_format is None:
+        return None
+    inner = response_format.json_schema
+    schema = inner.schema_ if inner else None
+    return format_grammar("response_format", response_format.type, schema, where="json_schema.schema")
+
+
+def _tool(index: int, tool: ToolSpec) -> Tool:
+    if tool.type != "function":
+        raise refused(f"tools[{index}]", f"tools of type {tool.type!r} are not supported, only functions")
+    if tool.function is None:
+        raise invalid(f"tools[{index}].function", "is missing")
+    function = tool.function
+    return Tool(
+        function.name, function.description or "", function.parameters or {}, strict=bool(function.strict)
+    )
+
+
+def _choose(tools: list[Tool], choice: str | ChatToolChoice | None) -> tuple[list[Tool], ToolChoice]:
+    """The tools that the prompt shows, and the choice among them."""
+    if isinstance(choice, ChatToolChoice):
+        if choice.type == "function" and choice.function is not None:
+            return tools, named_tool(tools, choice.function.name)
+        if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+            names = [(tool.get("function") or {}).get("name") for tool in choice.allowed_tools.tools]
+            return keep_allowed(tools, names, choice.allowed_tools.mode)
+        raise refused("tool_choice", f"choices of type {choice.type!r} are not supported")
+    return tools, tool_choice_of(tools, choice)
+
+
+def _message(index: int, message: ChatMessage) -> Message:
+    if isinstance(message, ChatAssistantMessage):
+        return _assistant(index, message)
+    if isinstance(message, ChatToolMessage):
+        content = _parts(message.content)
+        return Message("tool", content, tool_call_id=message.tool_call_id, name=message.name)
+    role: Role = "system" if isinstance(message, ChatSystemMessage) else "user"
+    return Message(role, _parts(message.content), name=message.name)
+
+
+def _assistant(index: int, message: ChatAssistantMessage) -> Message:
+    for name in ("function_call", "audio"):
+        if getattr(message, name) is not None:
+            raise refused(f"messages[{index}].{name}", "not supported")
+    calls = [
+        ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
+    ]
+    content = _parts(message.content or "")
+    if message.refusal and not content:
+        content = (TextPart(message.refusal),)
+    reasoning = message.reasoning_content or message.reasoning
+    return Message("assistant", content, reasoning=reasoning, tool_calls=tuple(calls), name=message.name)
+
+
+def _parts(content: str | Sequence[Any]) -> tuple[Part, ...]:
+    if isinstance(content, str):
+        return (TextPart(content),) if content else ()
+    return tuple(_part(part) for part in content)
+
+
+def _part(part: Any) -> Part:
+    match part:
+        case ChatTextPart():
+            return TextPart(part.text)
+        case ChatRefusalPart():
+            return TextPart(part.refusal)
+        case ChatImagePart():
+            return MediaPart("image", part.image_url.url)
+        case ChatVideoPart():
+            return MediaPart("video", part.video_url.url)
+        case _:
+            audio = part.input_audio
+            return MediaPart("audio", f"data:audio/{audio.format};base64,{audio.data}")

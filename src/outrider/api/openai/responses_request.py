@@ -1,0 +1,348 @@
+"""POST /v1/responses: the request's JSON fields, and its translation into a ChatRequest.
+
+A field that Outrider cannot honour is an error that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from outrider.api.errors import invalid, refused
+from outrider.api.request_fields import (
+    ChatFields,
+    RequestModel,
+    check_stop,
+    check_verbosity,
+    format_grammar,
+    grammar_of,
+    keep_allowed,
+    named_tool,
+    sampling_params,
+    template_kwargs,
+    tool_choice_of,
+)
+from outrider.chat.conversation import (
+    ChatRequest,
+    MediaPart,
+    Message,
+    Part,
+    Role,
+    TextPart,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from outrider.request import Grammar
+
+LOGPROBS = "message.output_text.logprobs"
+# Reasoning is returned as plain text and read back as plain text, so no encrypted copy is needed.
+INCLUDABLE = {LOGPROBS, "reasoning.encrypted_content"}
+
+
+class InputTextContent(RequestModel):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputRefusalContent(RequestModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class InputImageContent(RequestModel):
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: str | None = Field(None, description="Refused: this server stores no files")
+    detail: str | None = None
+
+
+InputContent = Annotated[
+    InputTextContent | InputRefusalContent | InputImageContent, Field(discriminator="type")
+]
+
+
+class MessageItem(RequestModel):
+    type: Literal["message"] = "message"
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputContent]
+    status: str | None = None
+
+
+class FunctionCallItem(RequestModel):
+    type: Literal["function_call"]
+    id: str | None = None
+    call_id: str
+    name: str
+    arguments: str
+    status: str | None = None
+
+
+class FunctionCallOutputItem(RequestModel):
+    type: Literal["function_call_output"]
+    id: str | None = None
+    call_id: str
+    output: str | list[InputContent]
+    status: str | None = None
+
+
+class ReasoningText(RequestModel):
+    type: str
+    text: str
+
+
+class ReasoningItem(RequestModel):
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+def _item_kind(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return "message" if kind is None else str(kind)
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_item_kind),
+]
+
+
+class FunctionTool(RequestModel):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(RequestModel):
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class ResponseTextFormat(RequestModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseTextConfig(RequestModel):
+    format: ResponseTextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(RequestModel):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class ResponseStreamOptions(RequestModel):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(ChatFields):
+    model: str | None = None
+    input: str | list[InputItem]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = Field(
+        None, description="No effect: it limits built-in tools, and there are none"
+    )
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    stop: str | list[str] | None = Field(None, description="Extension")
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: ResponseTextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    truncation: str | None = None
+    store: bool | None = Field(None, description="Stored in memory, up to a limit, unless false")
+
+    metadata: dict[str, str] | None = Field(None, description="Echoed")
+    service_tier: str | None = Field(None, description="There is one tier: default")
+    user: str | None = Field(None, description="Echoed")
+    safety_identifier: str | None = Field(None, description="Echoed")
+    prompt_cache_key: str | None = Field(None, description="Echoed; no effect: caching needs no key")
+    prompt_cache_retention: str | None = Field(None, description="No effect")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="No effect")
+
+
+# -- translation -----------------------------------------------------------------------------------------
+
+
+def response_request(
+    body: ResponsesRequest, messages: Sequence[Message], default_max_tokens: int | None
+) -> ChatRequest:
+    """`messages`: the whole conversation, with the input of this request at its end."""
+    _check_options(body)
+    tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
+    tools, choice = _choose(tools, body.tool_choice)
+    effort = body.reasoning.effort if body.reasoning else None
+    max_tokens = default_max_tokens if body.max_output_tokens is None else body.max_output_tokens
+    instructions = [Message("system", (TextPart(body.instructions),))] if body.instructions else []
+    return ChatRequest(
+        messages=[*instructions, *messages],
+        params=sampling_params(body, max_tokens=max_tokens, stop=body.stop, logprobs=_logprobs(body)),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        grammar=grammar_of(body, ("text.format", _format(body.text))),
+        template_kwargs=template_kwargs(body, effort),
+    )
+
+
+def _check_options(body: ResponsesRequest) -> None:
+    check_stop(body.stop)
+    for name in body.include or ():
+        if name not in INCLUDABLE:
+            raise refused("include", f"{name!r} is not supported")
+    if body.truncation not in (None, "disabled"):
+        raise refused("truncation", "only 'disabled' is supported: prompts are never truncated")
+    if body.stream_options and body.stream_options.include_obfuscation:
+        raise refused("stream_options.include_obfuscation", "not supported: events are not padded")
+    check_verbosity("text.verbosity", body.text.verbosity if body.text else None)
+    _check_reasoning(body.reasoning)
+
+
+def _check_reasoning(reasoning: ReasoningConfig | None) -> None:
+    if reasoning is None:
+        return
+    for name in ("summary", "generate_summary"):
+        if getattr(reasoning, name) not in (None, "auto"):
+            raise refused(
+                f"reasoning.{name}", "only 'auto' is supported: reasoning is returned in full, not summarised"
+            )
+    if reasoning.context not in (None, "auto"):
+        raise refused(
+            "reasoning.context",
+            "not supported: the chat template decides which earlier reasoning the prompt contains",
+        )
+    if reasoning.mode not in (None, "standard"):
+        raise refused("reasoning.mode", "only 'standard' is supported")
+
+
+def _logprobs(body: ResponsesRequest) -> int | None:
+    if body.top_logprobs is None and LOGPROBS not in (body.include or ()):
+        return None
+    return body.top_logprobs or 0
+
+
+def _format(text: ResponseTextConfig | None) -> Grammar | None:
+    if text is None or text.format is None:
+        return None
+    return format_grammar("text.format", text.format.type, text.format.schema_)
+
+
+def _tool(index: int, tool: FunctionTool) -> Tool:
+    if tool.type != "function":
+        raise refused(f"tools[{index}]", f"tools of type {tool.type!r} are not supported, only functions")
+    if tool.name is None:
+        raise invalid(f"tools[{index}].name", "is missing")
+    return Tool(tool.name, tool.description or "", tool.parameters or {}, strict=bool(tool.strict))
+
+
+def _choose(tools: list[Tool], choice: str | ResponseToolChoice | None) -> tuple[list[Tool], ToolChoice]:
+    if isinstance(choice, ResponseToolChoice):
+        if choice.type == "function" and choice.name is not None:
+            return tools, named_tool(tools, choice.name)
+        if choice.type == "allowed_tools" and choice.tools is not None:
+            names = [tool.get("name") for tool in choice.tools]
+            return keep_allowed(tools, names, choice.mode or "auto")
+        raise refused("tool_choice", f"choices of type {choice.type!r} are not supported")
+    return tools, tool_choice_of(tools, choice)
+
+
+def input_messages(given: str | Sequence[InputItem]) -> list[Message]:
+    """Input items as messages. Consecutive reasoning, text and calls of the assistant become one message."""
+    if isinstance(given, str):
+        return [Message("user", (TextPart(given),))]
+    messages: list[Message] = []
+    turn = _AssistantTurn()
+    for i, item in enumerate(given):
+        if not turn.add(item, f"input[{i}]"):
+            messages += turn.end()
+            messages.append(_other_message(item, f"input[{i}]"))
+    return [*messages, *turn.end()]
+
+
+def input_items(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The items in the form that GET /v1/responses/{id}/input_items returns."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    return [item.model_dump(exclude_none=True) for item in given]
+
+
+class _AssistantTurn:
+    """Collects consecutive items of the assistant."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._reasoning: list[str] = []
+        self._content: list[Part] = []
+        self._calls: list[ToolCall] = []
+
+    def add(self, item: Any, where: str) -> bool:
+        """Add the item if it is the assistant's. Returns False for any other item."""
+        if isinstance(item, ReasoningItem):
+            self._reasoning += [part.text for part in item.content or item.summary or ()]
+        elif isinstance(item, FunctionCallItem):
+            self._calls.append(ToolCall(item.call_id, item.name, item.arguments))
+        elif isinstance(item, MessageItem) and item.role == "assistant":
+            self._content += _parts(item.content, where)
+        else:
+            return False
+        return True
+
+    def end(self) -> list[Message]:
+        """The collected message, if there is one; the next turn starts empty."""
+        reasoning = "".join(self._reasoning) or None
+        message = Message("assistant", tuple(self._content), reasoning, tuple(self._calls))
+        is_empty = not (self._content or self._calls or reasoning)
+        self._clear()
+        return [] if is_empty else [message]
+
+
+def _other_message(item: Any, where: str) -> Message:
+    if isinstance(item, FunctionCallOutputItem):
+        return Message("tool", tuple(_parts(item.output, where)), tool_call_id=item.call_id)
+    role: Role = "user" if item.role == "user" else "system"
+    return Message(role, tuple(_parts(item.content, where)))
+
+
+def _parts(content: str | Sequence[Any], where: str) -> list[Part]:
+    if isinstance(content, str):
+        return [TextPart(content)] if content else []
+    return [_part(part, where) for part in content]
+
+
+def _part(part: Any, where: str) -> Part:
+    if isinstance(part, InputTextContent):
+        return TextPart(part.text)
+    if isinstance(part, InputRefusalContent):
+        return TextPart(part.refusal)
+    if part.image_url is None:
+        raise refused(f"{where}.content", "an image needs an image_url: this server stores no files")
+    return MediaPart("image", part.image_url)

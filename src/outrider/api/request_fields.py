@@ -1,0 +1,291 @@
+"""Request fields that several endpoints share, and their translation: sampling, structured output, tools.
+
+Extensions of OpenAI's API carry vLLM's names. Ranges are checked in `outrider.request`, so that HTTP and
+Python users get the same messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from outrider.api.errors import invalid, refused
+from outrider.api.middleware import current_tenant
+from outrider.chat.conversation import NamedTool, Tool, ToolChoice
+from outrider.request import Grammar, SamplingParams
+
+MAX_STOP_STRINGS = 4  # OpenAI's limit
+
+# Fields of other servers that change the answer there and that Outrider does not implement.
+UNSUPPORTED = {
+    "use_beam_search": "beam search is not supported",
+    "length_penalty": "it belongs to beam search, which is not supported",
+    "early_stopping": "it belongs to beam search, which is not supported",
+    "best_of": "not supported: use n to get several answers",
+    "logits_processors": "not supported: use logit_bias or structured_outputs",
+    "allowed_token_ids": "not supported: use logit_bias or structured_outputs",
+    "bad_words": "not supported: use logit_bias",
+    "include_stop_str_in_output": "not supported: answers end before the stop string",
+    "truncate_prompt_tokens": "not supported: prompts are never truncated",
+    "prompt_logprobs": "not supported: logprobs are given for the answer only",
+    "guided_whitespace_pattern": "not supported",
+    "suffix": "not supported: models continue prompts here and do not fill in the middle",
+}
+UNSUPPORTED_IN_CHAT = UNSUPPORTED | {
+    "chat_template": "not supported: the model's own chat template is used",
+    "documents": "not supported: put the documents into a message",
+    "echo": "not supported in chat: use /v1/completions",
+    "mm_processor_kwargs": "not supported",
+}
+
+
+class RequestModel(BaseModel):
+    """Strict JSON types: the string "1" is no number. Unknown fields stay in `model_extra`, for the log."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class StructuredOutputs(RequestModel):
+    """The form of the answer. Exactly one of the fields may be set."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="JSON schema")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, description="One of these strings")
+    grammar: str | None = Field(None, description="Lark grammar")
+    json_object: bool | None = None
+
+
+class SamplingFields(RequestModel):
+    temperature: float | None = Field(None, description="0 is greedy")
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Token id to bias")
+    seed: int | None = Field(None, description="The same seed gives the same answer")
+
+    top_k: int | None = Field(None, description="Extension. 0 or -1: off")
+    min_p: float | None = Field(None, description="Extension")
+    repetition_penalty: float | None = Field(None, description="Extension: over prompt and answer")
+    min_tokens: int | None = Field(None, description="Extension")
+    ignore_eos: bool | None = Field(None, description="Extension")
+    stop_token_ids: list[int] | None = Field(None, description="Extension")
+    skip_special_tokens: bool | None = Field(None, description="Extension")
+    cache_salt: str | None = Field(
+        None, description="Extension: only requests of the same salt (and API key) share cached prefixes"
+    )
+    draft_depth: int | Literal["auto"] | None = Field(
+        None, description="Extension: drafts per step, 0..8; changes the speed, never the answer"
+    )
+
+    guided_json: dict[str, Any] | str | None = Field(None, description="Extension: JSON schema")
+    guided_regex: str | None = Field(None, description="Extension")
+    guided_grammar: str | None = Field(None, description="Extension: Lark grammar")
+    guided_choice: list[str] | None = Field(None, description="Extension: one of these strings")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Extension")
+
+
+class ChatFields(SamplingFields):
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Extension: variables for the chat template"
+    )
+    enable_thinking: bool | None = Field(
+        None, description="Extension: short for chat_template_kwargs.enable_thinking"
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Extension: append the template's start of an assistant message (default: true)"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Extension: the answer continues the last message"
+    )
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+# -- sampling --------------------------------------------------------------------------------------------
+
+SAME_NAMES = (  # fields that SamplingParams has under the same name
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "draft_depth",
+)
+
+
+def sampling_params(
+    body: SamplingFields,
+    *,
+    max_tokens: int | None,
+    stop: str | list[str] | None = None,
+    logprobs: int | None = None,
+    grammar: Grammar | None = None,
+) -> SamplingParams:
+    """Fields that the request leaves out get the engine's defaults. Raises InvalidRequest."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAMES}
+    given |= {"top_k": 0 if body.top_k == -1 else body.top_k, "logit_bias": _logit_bias(body.logit_bias)}
+    given["cache_salt"] = _cache_salt(body.cache_salt)
+    given = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        max_tokens=max_tokens, stop=stop or None, logprobs=logprobs, grammar=grammar, **given
+    )
+
+
+def params_for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Choice i of a seeded request gets seed + i: choices differ, and a second request repeats them."""
+    return params if params.seed is None or choice == 0 else replace(params, seed=params.seed + choice)
+
+
+def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    try:
+        return {int(token_id): value for token_id, value in bias.items()}
+    except ValueError:
+        raise invalid("logit_bias", "its keys must be token ids, such as {'42': -100}") from None
+
+
+def _cache_salt(salt: str | None) -> str:
+    """The current tenant and the request's own salt."""
+    tenant = current_tenant.get()
+    return f"{tenant}/{salt or ''}" if tenant or salt else ""
+
+
+def template_kwargs(body: ChatFields, effort: str | None = None) -> dict[str, Any]:
+    """Variables for the chat template. chat_template_kwargs overrides the short forms."""
+    found: dict[str, Any] = {}
+    if effort == "none":
+        found["enable_thinking"] = False
+    elif effort is not None:
+        found["reasoning_effort"] = effort
+    for name in ("enable_thinking", "add_generation_prompt", "continue_final_message"):
+        if getattr(body, name) is not None:
+            found[name] = getattr(body, name)
+    return found | (body.chat_template_kwargs or {})
+
+
+# -- structured output -----------------------------------------------------------------------------------
+
+
+def grammar_of(body: SamplingFields, *others: tuple[str, Grammar | None]) -> Grammar | None:
+    """The grammar of the answer. `others`: (name, grammar) of the endpoint's own fields. Two are an error."""
+    given = [(name, grammar) for name, grammar in (*others, *_guided(body)) if grammar is not None]
+    if len(given) > 1:
+        raise invalid(given[1][0], f"cannot be combined with {given[0][0]}")
+    return given[0][1] if given else None
+
+
+def schema_grammar(schema: Mapping[str, Any] | str) -> Grammar:
+    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+def format_grammar(
+    param: str, kind: str, schema: Mapping[str, Any] | None, *, where: str = "schema"
+) -> Grammar | None:
+    """The grammar of OpenAI's formats: text, json_object, json_schema."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_object")
+    if schema is None:
+        raise invalid(param, f"{where} is missing")
+    return schema_grammar(schema)
+
+
+def _guided(body: SamplingFields) -> list[tuple[str, Grammar | None]]:
+    forms = body.structured_outputs or StructuredOutputs.model_validate({})
+    found: list[tuple[str, Grammar | None]] = []
+    for prefix, schema, regex, lark, choice in (
+        ("guided_", body.guided_json, body.guided_regex, body.guided_grammar, body.guided_choice),
+        ("structured_outputs.", forms.json_, forms.regex, forms.grammar, forms.choice),
+    ):
+        found += [
+            (f"{prefix}json", None if schema is None else schema_grammar(schema)),
+            (f"{prefix}regex", None if regex is None else Grammar("regex", regex)),
+            (f"{prefix}grammar", None if lark is None else Grammar("lark", lark)),
+            (f"{prefix}choice", _choice_grammar(f"{prefix}choice", choice)),
+        ]
+    json_object = Grammar("json_object") if forms.json_object else None
+    return [*found, ("structured_outputs.json_object", json_object)]
+
+
+def _choice_grammar(param: str, strings: list[str] | None) -> Grammar | None:
+    if strings is None:
+        return None
+    if not strings or "" in strings:
+        raise invalid(param, "needs at least one string, and no empty string")
+    return Grammar("regex", "|".join(re.escape(string) for string in strings))
+
+
+# -- tools -----------------------------------------------------------------------------------------------
+
+
+def tool_choice_of(tools: Sequence[Tool], choice: str | None) -> ToolChoice:
+    """Of the words "none", "auto" and "required"; None is "auto"."""
+    _check_tool_names(tools)
+    if choice == "required":
+        if not tools:
+            raise invalid("tool_choice", "'required' needs at least one tool")
+        return "required"
+    return "none" if choice == "none" else "auto"
+
+
+def named_tool(tools: Sequence[Tool], name: str) -> NamedTool:
+    _check_tool_names(tools)
+    if name not in {tool.name for tool in tools}:
+        raise invalid("tool_choice", f"names {name!r}, which is not among the tools")
+    return NamedTool(name)
+
+
+def keep_allowed(tools: Sequence[Tool], names: Sequence[Any], mode: str) -> tuple[list[Tool], ToolChoice]:
+    """OpenAI's allowed_tools: the prompt shows only the allowed tools."""
+    for name in names:
+        if name not in {tool.name for tool in tools}:
+            raise invalid("tool_choice", f"allows {name!r}, which is not among the tools")
+    allowed = [tool for tool in tools if tool.name in names]
+    return allowed, tool_choice_of(allowed, mode)
+
+
+def _check_tool_names(tools: Sequence[Tool]) -> None:
+    names = [tool.name for tool in tools]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise invalid("tools", f"the name {twice[0]!r} is used twice: give each tool its own name")
+    if "" in names:
+        raise invalid("tools", "a tool has an empty name")
+
+
+# -- other options ---------------------------------------------------------------------------------------
+
+
+def check_stop(stop: str | list[str] | None) -> None:
+    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
+        raise invalid("stop", f"at most {MAX_STOP_STRINGS} strings are allowed, and there are {len(stop)}")
+
+
+def check_verbosity(param: str, verbosity: str | None) -> None:
+    if verbosity not in (None, "medium"):
+        raise refused(param, "not supported: ask for short or long answers in the prompt")
+
+
+def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:
+    if options is None:
+        return
+    if not stream:
+        raise invalid("stream_options", "is allowed only with stream: true")
+    if options.include_obfuscation:
+        raise refused("stream_options.include_obfuscation", "not supported: chunks are not padded")
