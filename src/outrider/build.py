@@ -91,7 +91,7 @@ def _parts(
         joined_products.join(trunk, head)
     tower = vision.tower if vision is not None else None
     write_block = None if disk is None else disk.write
-    runner = Runner(trunk, head, write_block, tower, config.picture_cache_bytes, compiles=outruns)
+    runner = Runner(trunk, head, write_block, tower, config.image_cache_bytes, compiles=outruns)
     facts = ModelFacts(
         name=str(choice.model),
         vocab_size=trunk.vocab_size,

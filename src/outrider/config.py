@@ -1,4 +1,4 @@
-"""What the operator chooses: the shape of the engine. Frozen, validated, no MLX."""
+"""The operator's settings of the engine. Those of the HTTP server are in `outrider.api.settings`. No MLX."""
 
 from __future__ import annotations
 
@@ -9,35 +9,47 @@ from outrider.request import MAX_DEPTH, DraftDepth
 
 DrafterName = Literal["auto", "mtp", "ngram", "none"]
 DRAFTERS: tuple[DrafterName, ...] = ("auto", "mtp", "ngram", "none")
-
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")  # of weights
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the weights
 
 
 class InvalidConfig(ValueError):
-    """The engine cannot be built as asked; the message says why and what would do."""
+    """The engine cannot run with these settings. The message says why, and what to change."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits and policy of one engine. `None` means: work it out from the model and the machine."""
+    """Limits and policies of one engine. None: the engine derives the value from model and machine."""
 
+    # Maximum number of sequences decoded at once (vLLM: max_num_seqs).
     max_rows: int = 16
-    max_context: int | None = None  # tokens; None: the model's own limit
-    memory_budget_bytes: int | None = None  # for caches; None: a share of what the machine has left
-    prefill_step_size: int | None = None  # prompt tokens in one step, over all rows
+    # Maximum number of tokens of a prompt and its answer (vLLM: max_model_len). None: the model's own limit.
+    max_context: int | None = None
+    # Memory for the KV caches of running sequences. None: a share of the free memory.
+    memory_budget_bytes: int | None = None
+    # Maximum number of prompt tokens computed in one step, over all sequences: the size of a prefill chunk.
+    # (vLLM's max_num_batched_tokens also counts decode tokens.) None: 128 on a CPU, 512 on a GPU.
+    prefill_step_size: int | None = None
+    # Source of draft tokens for speculative decoding. "auto": the MTP head if the model has one, else none.
     drafter: DrafterName = "auto"
-    auto_depth: DraftDepth = "auto"  # what draft_depth="auto" means: the controller's choice, or a constant
-    capacity_step: int = 256  # cells by which capacity grows
-    prefix_cache_bytes: int | None = None  # beside the rows' budget; None: a share of the same; 0: off
-    prefix_cache_dir: str | None = None  # where prefixes outlive the process; None: nowhere
+    # Draft tokens per step for requests that do not set draft_depth (vLLM: num_speculative_tokens). "auto":
+    # the engine chooses a depth for each step, from measured costs and acceptance rates.
+    auto_depth: DraftDepth = "auto"
+    # The KV caches hold a multiple of this many tokens per sequence. Chosen by hand.
+    capacity_step: int = 256
+    # Memory for cached prefixes, in addition to memory_budget_bytes. None: a quarter of the memory for
+    # caches. 0: no prefix cache (vLLM: enable_prefix_caching=False).
+    prefix_cache_bytes: int | None = None
+    # Folder that stores cached prefixes across restarts. None: in memory only.
+    prefix_cache_dir: str | None = None
+    # Maximum size of that folder, over all models.
     prefix_cache_disk_bytes: int = 16 << 30
-    picture_cache_bytes: int = 256 << 20  # for embeddings of pictures, beside the caches
+    # Memory for cached embeddings of images (vLLM: the encoder cache), in addition to the other caches.
+    image_cache_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         _at_least("max_rows", self.max_rows, 1)
         _at_least("capacity_step", self.capacity_step, 16)
-        _at_least("picture_cache_bytes", self.picture_cache_bytes, 1)
+        _at_least("image_cache_bytes", self.image_cache_bytes, 1)
         if self.prefill_step_size is not None:
             _at_least("prefill_step_size", self.prefill_step_size, 1)
         if self.max_context is not None:
@@ -59,23 +71,24 @@ class EngineConfig:
         _at_least("prefix_cache_disk_bytes", self.prefix_cache_disk_bytes, 1)
         if self.prefix_cache_dir is not None and self.prefix_cache_bytes == 0:
             raise InvalidConfig(
-                "prefix_cache_dir needs a prefix cache in memory, and prefix_cache_bytes is 0: drop either"
+                "prefix_cache_dir needs a prefix cache in memory, but prefix_cache_bytes is 0: change one"
             )
 
 
 @dataclass(frozen=True)
 class CacheGeometry:
-    """What the caches of a model weigh: a pure function from a shape to bytes, shared by scheduler and cache.
+    """The size in bytes of a model's caches. The scheduler and the caches share this arithmetic.
 
-    Buffers have one cell more than `capacity`: the last one takes the writes of padding.
+    A slot is the cache of one sequence; a cell is the place of one token in it. Buffers have one cell more
+    than `capacity`: padding is written into the last cell.
     """
 
-    bytes_per_cell: int  # over all layers and the head, for one slot
-    bytes_per_slot: int = 0  # state that does not grow with length
+    bytes_per_cell: int  # keys and values of one token, over all layers and the head
+    bytes_per_slot: int = 0  # recurrent state of one sequence: its size does not depend on the length
     capacity_step: int = 256
 
     def capacity_for(self, num_cells: int) -> int:
-        """The smallest capacity of whole pages that holds `num_cells`."""
+        """The smallest multiple of `capacity_step` that holds `num_cells`."""
         return -(-num_cells // self.capacity_step) * self.capacity_step
 
     def num_bytes(self, num_slots: int, capacity: int) -> int:
@@ -88,6 +101,6 @@ def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _at_least(name: str, value: object, least: int) -> None:
-    if not _is_int(value) or value < least:
-        raise InvalidConfig(f"{name} must be a whole number of at least {least}, not {value!r}")
+def _at_least(name: str, value: object, minimum: int) -> None:
+    if not _is_int(value) or value < minimum:
+        raise InvalidConfig(f"{name} must be a whole number of at least {minimum}, not {value!r}")

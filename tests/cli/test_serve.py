@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from outrider.cli.foreign_flags import notes
 from outrider.cli.serve import engine_config, model_name
-from outrider.cli.serve_options import GROUPS, OPTIONS, add_options, notes, resolve
+from outrider.cli.serve_options import GROUPS, OPTIONS, add_options, resolve
 from outrider.config import EngineConfig, InvalidConfig
 from server_process import serving, write_tiny_model
 
@@ -105,6 +106,9 @@ def test_sizes(text: str, size: int) -> None:
         (["--config", "nowhere.toml"], {}, "nowhere.toml cannot be read"),
         (["--max-num-seqs", "3", "--max-rows", "4"], {}, "contradict"),
         (["--enable-mtp", "--mtp", "off"], {}, "contradict"),
+        (["--cache-memory-mb", "2GB"], {}, "--cache-memory-mb: '2GB' is not a whole number"),
+        (["--chunked-prefill-tokens", "x"], {}, "--chunked-prefill-tokens: 'x' is not a whole number"),
+        (["--cache-memory-mb", "2", "--prefix-cache-bytes", "3MiB"], {}, "contradict"),
     ],
 )
 def test_bad_value_names_its_source(flags: list[str], environ: dict[str, str], words: str) -> None:
@@ -115,7 +119,7 @@ def test_bad_value_names_its_source(flags: list[str], environ: dict[str, str], w
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("max-rowz = 1", "'max_rowz' is no option"), ("max-rows = [", "not TOML"), ("port = true", "port")],
+    [("max-rowz = 1", "'max_rowz' is not an option"), ("max-rows = [", "not TOML"), ("port = true", "port")],
 )
 def test_bad_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "o.toml"
@@ -126,12 +130,49 @@ def test_bad_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     assert str(file) in str(caught.value)
 
 
-def test_flags_of_other_servers_are_understood() -> None:
-    found = options("--max-num-seqs", "4", "--max-model-len", "99", "--enable-mtp", "--cache-memory-mb", "2")
+def test_flags_of_other_servers_set_the_option_of_the_same_meaning() -> None:
+    found = options("--max-num-seqs", "4", "--max-model-len", "99", "--enable-mtp")
     assert (found["max_rows"], found["max_context"], found["mtp"]) == (4, 99, "on")
-    assert found["memory_budget"] == 2 << 20
     assert options("--mtp-num-draft-tokens", "3")["draft_depth"] == 3
     assert options("--max-num-seqs", "4", "--max-rows", "4")["max_rows"] == 4
+    assert options("--max-num-seqs", "4", OUTRIDER_MAX_ROWS="2")["max_rows"] == 4
+
+
+def test_cache_memory_mb_limits_cached_prefixes_only() -> None:
+    """As in vllm-mlx: MiB for the prefix cache; the caches of running requests keep their own limit."""
+    found = options("--cache-memory-mb", "2")
+    assert (found["prefix_cache_bytes"], found["memory_budget"]) == (2 << 20, None)
+    assert engine_config(options("--cache-memory-mb", "0")).prefix_cache_bytes == 0  # no cache
+
+
+def test_chunked_prefill_tokens_is_the_chunk_size_and_0_is_refused() -> None:
+    assert options("--chunked-prefill-tokens", "256")["prefill_step_size"] == 256
+    with pytest.raises(InvalidConfig) as caught:
+        options("--chunked-prefill-tokens", "0")
+    assert str(caught.value).startswith("--chunked-prefill-tokens: 0 means no chunked prefill")
+    assert "--prefill-step-size N" in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--disable-prefix-cache", "--no-enable-prefix-caching"])
+def test_prefix_cache_is_turned_off_by_the_flags_of_other_servers(flag: str) -> None:
+    assert engine_config(options()).prefix_cache_bytes is None
+    assert engine_config(options(flag)).prefix_cache_bytes == 0
+    assert engine_config(options(flag, "--no-prefix-cache")).prefix_cache_bytes == 0
+    assert engine_config(options("--enable-prefix-cache", flag)).prefix_cache_bytes == 0  # as in vllm-mlx
+
+
+def test_paged_cache_is_refused_with_the_flags_to_use_instead() -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        options("--use-paged-cache")
+    for words in (
+        "--use-paged-cache: Outrider has no paged KV cache",
+        "--memory-budget",
+        "--prefix-cache-bytes",
+    ):
+        assert words in str(caught.value)
+
+
+def test_flags_that_are_not_needed_are_answered_with_a_line() -> None:
     said = notes(parsed("--continuous-batching", "--mllm", "--tool-call-parser", "hermes"))
     assert [line.partition(":")[0] for line in said] == [
         "--continuous-batching",
@@ -245,7 +286,7 @@ def test_banner_key_and_graceful_end(headless: Path) -> None:
     )
     with serving(headless, *flags, OUTRIDER_API_KEY="secret", OUTRIDER_MAX_ROWS="2") as server:
         assert "float32 on cpu" in server.banner
-        assert "n-gram lookup, 3 a step" in server.banner
+        assert "n-gram lookup, 3 per step" in server.banner
         assert "(as one, two)" in server.banner
         assert "with the API key" in server.banner
         assert "2 at once" in server.banner

@@ -93,7 +93,7 @@ def test_a_preempted_media_row_goes_on_as_if_nothing_had_happened(world: World, 
     geometry = runner.geometry(16)
     budget = geometry.num_bytes(3, geometry.capacity_for(len(prompt.ids) + 2 * SLACK + 16))
     config = EngineConfig(
-        max_rows=3, memory_budget_bytes=budget, capacity_step=16, prefill_step_size=16, picture_cache_bytes=1
+        max_rows=3, memory_budget_bytes=budget, capacity_step=16, prefill_step_size=16, image_cache_bytes=1
     )
     engine, _ = build_engine(ModelChoice(world.folder), config)
     try:

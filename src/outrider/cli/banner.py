@@ -1,4 +1,4 @@
-"""What the server says when it is ready: what is really on, not what was asked for."""
+"""The text that the server prints when it is ready. It shows the effective settings, not the given ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def banner(
     budget_bytes: int,
     auto_depth: DraftDepth,
     url: str,
-    prefixes: str,
+    prefix_cache: str,
 ) -> str:
     lines = {
         "model": f"{facts.name} (as {', '.join(settings.served_model_names)})",
@@ -23,10 +23,10 @@ def banner(
         "BLAS": str(blas.report()) if facts.device == "cpu" else None,
         "drafts": _drafts(facts, auto_depth),
         "rows": f"{settings.max_rows} at once, {settings.max_queue} may wait",
-        "pictures": "read, and remembered by content" if facts.reads_images else facts.no_images_reason,
+        "images": "read, and cached by content" if facts.reads_images else facts.no_images_reason,
         "context": f"{facts.max_context:,} tokens",
         "caches": f"up to {budget_bytes / 1e9:.2f} GB",
-        "prefixes": prefixes,
+        "prefixes": prefix_cache,
         "access": _access(settings),
         "APIs": f"{url}/v1 (OpenAI), {url} (Anthropic), {url}/docs",
     }
@@ -35,17 +35,17 @@ def banner(
 
 
 def _drafts(facts: ModelFacts, auto_depth: DraftDepth) -> str:
-    num = "as many a step as pay for themselves" if auto_depth == "auto" else f"{auto_depth} a step"
-    depth = f"{num}, unless a request says otherwise"
+    num = "as many per step as make it faster" if auto_depth == "auto" else f"{auto_depth} per step"
+    depth = f"{num}, unless a request sets draft_depth"
     if facts.drafter == "mtp":
         return f"MTP head {facts.head}, {depth}"
     if facts.drafter == "ngram":
         return f"n-gram lookup, {depth}"
-    return "none of its own (no MTP head beside the model); predictions and grammars still draft"
+    return "none (no MTP head found); predicted outputs and grammars still draft"
 
 
 def _access(settings: ServerSettings) -> str:
-    who = "this machine" if settings.is_loopback else "anyone who reaches it"
-    key = "with the API key" if settings.api_key else "without a key"
-    origins = f", browsers on {', '.join(settings.cors_origins)}" if settings.cors_origins else ""
-    return f"{who}, {key}{origins}"
+    machines = "this machine only" if settings.is_loopback else "all machines that reach the address"
+    key = "with the API key" if settings.api_key else "without an API key"
+    origins = f", web pages of {', '.join(settings.cors_origins)}" if settings.cors_origins else ""
+    return f"{machines}, {key}{origins}"

@@ -1,4 +1,4 @@
-"""uvicorn with a shutdown that tells the application first: no new requests, time for those under way."""
+"""uvicorn with a graceful shutdown: the application refuses new requests and finishes the running ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-KEEP_ALIVE_S = 75  # idle connections: longer than clients and proxies keep theirs
-GRACE_S = 5  # past the drain, for last bytes
+# Idle connections close after this time. It is longer than the idle time of common proxies (nginx: 60 s), so
+# that they do not send a request into a connection that the server is closing.
+KEEP_ALIVE_S = 75
+GRACE_S = 5  # time after the drain to send the last bytes; chosen by hand
 
 
 def http_config(app: ASGIApp, drain_s: float) -> uvicorn.Config:
@@ -20,14 +22,14 @@ def http_config(app: ASGIApp, drain_s: float) -> uvicorn.Config:
         app,
         log_config=None,
         timeout_keep_alive=KEEP_ALIVE_S,
-        access_log=False,  # the application writes its own, with request ids
+        access_log=False,  # RequestLog writes the access log, with request ids
         timeout_graceful_shutdown=math.ceil(drain_s) + GRACE_S,
         server_header=False,
     )
 
 
 class HttpServer(uvicorn.Server):
-    """`on_ready` is called when clients are let in, `drain` when the process is told to end."""
+    """Calls `on_ready` when it accepts connections, and `drain` on SIGINT or SIGTERM."""
 
     def __init__(
         self, config: uvicorn.Config, on_ready: Callable[[], None], drain: Callable[[], None]

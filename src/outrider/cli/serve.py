@@ -1,4 +1,4 @@
-"""`outrider serve`: loads a model and serves it. Owns the process: socket, signals, logging."""
+"""`outrider serve`: loads a model and serves it over HTTP. Owns the process: socket, signals, logging."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.serve_options import add_options, notes, resolve
+from outrider.cli.foreign_flags import notes
+from outrider.cli.serve_options import add_options, resolve
 from outrider.config import EngineConfig, InvalidConfig
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """Serves a model over OpenAI's and Anthropic's HTTP APIs.
 
 Every option can also be set by an environment variable (--max-rows is OUTRIDER_MAX_ROWS) or in a TOML file
-(max-rows = 8). A flag goes before the variable, the variable before the file."""
+(max-rows = 8). A flag overrides the variable, and the variable overrides the file."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s"
 
 
@@ -45,27 +46,30 @@ def run_serve(args: argparse.Namespace) -> int:
     for note in notes(args):
         print(note, file=sys.stderr)
     config = engine_config(options)
-    _settings(options, ("model",))  # what is wrong with them is said before anything is loaded
+    _settings(options, ("model",))  # built here too: a bad value is reported before the model is loaded
     media_limits(options)
     with _listening_socket(options["host"], options["port"]) as listener:
         return _serve(options, config, listener)
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """--mtp is a short word for the drafter; `--mtp on` insists, which is checked once the model is there."""
+    """--mtp narrows --drafter. `_check_drafter` checks `--mtp on` once the model is loaded."""
     mtp, drafter = options["mtp"], options["drafter"]
     if mtp == "on" and drafter not in ("auto", "mtp"):
-        raise InvalidConfig(f"--mtp on and --drafter {drafter} contradict each other")
+        raise InvalidConfig(f"--mtp on and --drafter {drafter} contradict each other: give only one of them")
     if mtp == "off" and drafter == "mtp":
-        raise InvalidConfig("--mtp off and --drafter mtp contradict each other")
+        raise InvalidConfig("--mtp off and --drafter mtp contradict each other: give only one of them")
     if mtp == "off" and options["head"] is not None:
-        raise InvalidConfig("--mtp off and --head contradict each other")
+        raise InvalidConfig("--mtp off and --head contradict each other: give only one of them")
     if mtp == "off" and drafter == "auto":
         drafter = "none"
     if options["no_prefix_cache"] and (options["prefix_cache_bytes"] or options["prefix_cache_dir"]):
-        raise InvalidConfig("--no-prefix-cache contradicts --prefix-cache-bytes and --prefix-cache-dir")
-    on_disk = options["prefix_cache_disk_bytes"]
-    if on_disk is not None and options["prefix_cache_dir"] is None:
+        raise InvalidConfig(
+            "--no-prefix-cache contradicts --prefix-cache-bytes (--cache-memory-mb) and --prefix-cache-dir: "
+            "give one or the others"
+        )
+    disk_bytes = options["prefix_cache_disk_bytes"]
+    if disk_bytes is not None and options["prefix_cache_dir"] is None:
         raise InvalidConfig("--prefix-cache-disk-bytes needs --prefix-cache-dir, the folder that it limits")
     depth = {} if options["draft_depth"] is None else {"auto_depth": options["draft_depth"]}
     return EngineConfig(
@@ -76,26 +80,26 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         drafter=drafter,
         prefix_cache_bytes=0 if options["no_prefix_cache"] else options["prefix_cache_bytes"],
         prefix_cache_dir=options["prefix_cache_dir"],
-        prefix_cache_disk_bytes=EngineConfig.prefix_cache_disk_bytes if on_disk is None else on_disk,
-        picture_cache_bytes=options["picture_cache"],
+        prefix_cache_disk_bytes=EngineConfig.prefix_cache_disk_bytes if disk_bytes is None else disk_bytes,
+        image_cache_bytes=options["image_cache"],
         **depth,
     )
 
 
 def _check_drafter(options: dict[str, Any], engine: Engine) -> None:
-    """What was insisted on is there, or nothing is served."""
+    """Refuse to start if the loaded model has no drafter although the options require one."""
     facts = engine.facts
     if (options["mtp"] == "on" or options["drafter"] == "mtp") and facts.drafter != "mtp":
         raise InvalidConfig(
-            f"--mtp on needs an MTP head, and none lies beside {facts.name} (mtp/weights.safetensors or "
-            "mtp.safetensors) or inside it. Pass --head FILE, take one out of the original checkpoint with "
-            "`outrider mtp extract`, train one with `outrider mtp train`, or use --mtp auto or "
-            "--drafter ngram."
+            f"--mtp on needs an MTP head, and {facts.name} has none, neither in its checkpoint nor beside it "
+            "(mtp/weights.safetensors or mtp.safetensors). Pass --head FILE, extract a head from the "
+            "original checkpoint with `outrider mtp extract`, train one with `outrider mtp train`, or use "
+            "--mtp auto or --drafter ngram."
         )
     if options["draft_depth"] and facts.drafter == "none":
         raise InvalidConfig(
             f"--draft-depth {options['draft_depth']} needs a drafter, and {facts.name} has none: "
-            "pass --head FILE or --drafter ngram, or leave the depth auto."
+            "pass --head FILE or --drafter ngram, or use --draft-depth auto."
         )
 
 
@@ -135,7 +139,7 @@ def media_limits(options: dict[str, Any]) -> MediaLimits:
 
 
 def model_name(model: str | Path) -> str:
-    """A Hugging Face id as it is; a folder or file by its last part; Outrider's own as they are spelt."""
+    """The default served name: a Hugging Face id itself, the last part of a path, or an own model's name."""
     from outrider.models.files.named import named_model
 
     path = Path(model).expanduser()
@@ -180,7 +184,7 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
             stop_engine=async_engine.close,
             prefix_cache=engine,
         )
-        words = banner(
+        text = banner(
             engine.facts,
             settings,
             engine.budget_bytes,
@@ -188,7 +192,7 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
             _url(listener),
             _prefixes(engine, config),
         )
-        _run(server, listener, words)
+        _run(server, listener, text)
         service.close()
     finally:
         engine.close()
@@ -196,37 +200,40 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
 
 
 def _prefixes(engine: Engine, config: EngineConfig) -> str:
-    """For the banner: how much is cached, and where."""
+    """The banner's line about the prefix cache."""
     status = engine.prefix_status()
     if status is None:
         return "not cached"
-    words = f"cached, up to {status.gauges()['budget_bytes'] / 1e9:.2f} GB"
+    limit = f"cached, up to {status.gauges()['budget_bytes'] / 1e9:.2f} GB"
     if config.prefix_cache_dir is None:
-        return words
-    return f"{words}, and {config.prefix_cache_disk_bytes / 1e9:.2f} GB in {config.prefix_cache_dir}"
+        return limit
+    return f"{limit}, and {config.prefix_cache_disk_bytes / 1e9:.2f} GB in {config.prefix_cache_dir}"
 
 
-def _run(server: Server, listener: socket.socket, words: str) -> None:
-    """Until SIGINT or SIGTERM, and then until the answers under way are given."""
+def _run(server: Server, listener: socket.socket, banner_text: str) -> None:
+    """Serve until SIGINT or SIGTERM, then until running requests end or the drain time is over."""
     from outrider.cli.http_server import HttpServer, http_config
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # the server has its own; they are raised again at its end
+        # uvicorn installs its own handlers and raises the signal again at its end: ignore that one.
+        signal.signal(number, lambda *_: None)
     config = http_config(server.app, server.context.settings.drain_s)
-    HttpServer(config, lambda: print(words, flush=True), server.drain).run(sockets=[listener])
+    HttpServer(config, lambda: print(banner_text, flush=True), server.drain).run(sockets=[listener])
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded, so that a taken port is said at once; nobody is let in yet."""
+    """Bind before the model is loaded: a port in use is reported at once. uvicorn starts to listen later."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By its name, or asyncio does not turn Nagle's algorithm off: every small write would wait 40 ms.
+    # With the protocol 0, asyncio does not set TCP_NODELAY, and every small write would wait 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise InvalidConfig(f"cannot listen on {host}:{port}: {error}") from None
+        raise InvalidConfig(
+            f"cannot listen on {host}:{port}: {error}. Choose another --host or --port."
+        ) from None
     return listener
 
 
@@ -236,7 +243,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def _log_to_terminal(level: str | None, outer_level: str) -> None:
-    """`serve` tells more than other commands; --log-level before the command can make it tell more still."""
+    """`serve` logs at INFO by default. `outrider --log-level debug serve` logs more."""
     from outrider.api.middleware import RequestIdFilter
 
     numbers = logging.getLevelNamesMapping()

@@ -1,6 +1,6 @@
 """The options of `outrider serve`: one table, three sources (flags, then OUTRIDER_*, then a TOML file).
 
-Owns names, groups, help and how text becomes values. Must not know what the values do.
+Owns the names, the help and the parsing of values. Must not know what the values do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.cli.foreign_flags import add_foreign_flags, translated_flags
 from outrider.config import DRAFTERS, DTYPES, InvalidConfig
 from outrider.request import MAX_DEPTH
 
@@ -47,7 +48,7 @@ def size_bytes(text: str) -> int:
 
 
 def depth(text: str) -> int | None:
-    """None is "auto": the engine decides."""
+    """None is "auto": the engine chooses the depth of each step."""
     if text == "auto":
         return None
     number = whole_number(text) if text.isdigit() else -1
@@ -67,7 +68,7 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 @dataclass(frozen=True)
 class Option:
-    """One setting. Switches take no value; lists take several, by commas or by repeating the flag."""
+    """One setting. A switch takes no value. A list takes several: by commas, or by repeated flags."""
 
     name: str
     help: str
@@ -96,112 +97,136 @@ MODEL = Option(
 
 GROUPS: dict[str, tuple[Option, ...]] = {
     "server": (
-        Option("host", "address to bind (127.0.0.1)", default="127.0.0.1", metavar="HOST"),
-        Option("port", "port; 0 picks a free one (8000)", whole_number, 8000, "PORT"),
-        Option("api-key", "key that clients must send; better given as OUTRIDER_API_KEY", metavar="KEY"),
-        Option("allow-public-without-key", "bind a public address without a key", is_switch=True),
+        Option("host", "address to listen on (127.0.0.1)", default="127.0.0.1", metavar="HOST"),
+        Option("port", "port to listen on; 0: any free port (8000)", whole_number, 8000, "PORT"),
         Option(
-            "served-model-name", "name of the model for clients (its folder's)", is_list=True, metavar="NAME"
+            "api-key",
+            "key that clients must send; safer as OUTRIDER_API_KEY, which `ps` does not show",
+            metavar="KEY",
         ),
-        Option("cors-origin", "origin that browsers may call from; * is any", is_list=True, metavar="ORIGIN"),
+        Option(
+            "allow-public-without-key",
+            "allow --host to be a public address without --api-key",
+            is_switch=True,
+        ),
+        Option(
+            "served-model-name",
+            "name or names of the model in the API (the name of its folder)",
+            is_list=True,
+            metavar="NAME",
+        ),
+        Option(
+            "cors-origin", "web origin whose pages may call the API; *: any", is_list=True, metavar="ORIGIN"
+        ),
         Option("log-level", "debug, info, warning or error (info)", one_of(*LEVELS), metavar="LEVEL"),
     ),
     "drafts": (
         Option(
             "mtp",
-            "use the MTP head: if there is one, always, never (auto)",
+            "draft with the MTP head. auto: if the model has one; on: refuse to start without one (auto)",
             one_of(*MTP),
             "auto",
             "|".join(MTP),
         ),
-        Option("draft-depth", f"drafts a step: auto or 0..{MAX_DEPTH} (auto)", depth, metavar="N"),
+        Option("draft-depth", f"draft tokens per step: auto or 0..{MAX_DEPTH} (auto)", depth, metavar="N"),
         Option(
             "drafter",
-            f"where drafts come from: {', '.join(DRAFTERS)} (auto)",
+            f"source of the drafts: {', '.join(DRAFTERS)} (auto)",
             one_of(*DRAFTERS),
             "auto",
             "NAME",
         ),
-        Option("head", "MTP head file (the one beside the model)", metavar="FILE"),
-        Option("draft-vocabulary", "draft from this many most frequent tokens", whole_number, metavar="N"),
+        Option("head", "file of the MTP head (the head in or beside the model)", metavar="FILE"),
+        Option(
+            "draft-vocabulary", "draft only among the N most frequent tokens (all)", whole_number, metavar="N"
+        ),
     ),
     "engine": (
-        Option("max-rows", "requests decoded at once (16)", whole_number, 16, "N"),
-        Option("max-context", "tokens of prompt and answer (the model's)", whole_number, metavar="N"),
+        Option("max-rows", "maximum sequences decoded at once (16)", whole_number, 16, "N"),
         Option(
-            "memory-budget", "for caches, such as 8GB (a share of what is free)", size_bytes, metavar="SIZE"
-        ),
-        Option(
-            "prefill-step-size",
-            "prompt tokens in one step (128 on a CPU, else 512)",
+            "max-context",
+            "maximum tokens of a prompt and its answer (the model's limit)",
             whole_number,
             metavar="N",
         ),
-        Option("dtype", f"of weights: {', '.join(DTYPES)} (auto)", one_of(*DTYPES), "auto", "NAME"),
+        Option(
+            "memory-budget",
+            "memory for the KV caches of running requests, such as 8GB (a share of the free memory)",
+            size_bytes,
+            metavar="SIZE",
+        ),
+        Option(
+            "prefill-step-size",
+            "maximum prompt tokens computed in one step, over all requests (128 on a CPU, else 512)",
+            whole_number,
+            metavar="N",
+        ),
+        Option("dtype", f"type of the weights: {', '.join(DTYPES)} (auto)", one_of(*DTYPES), "auto", "NAME"),
     ),
     "prefix cache": (
         Option(
             "prefix-cache-bytes",
-            "memory for cached prefixes, such as 2GB (a share of what is free)",
+            "memory for cached prefixes, such as 2GB (a quarter of the memory for caches)",
             size_bytes,
             metavar="SIZE",
         ),
-        Option("prefix-cache-dir", "folder in which they outlive the server (none)", metavar="DIR"),
-        Option("prefix-cache-disk-bytes", "most that folder may hold (16GiB)", size_bytes, None, "SIZE"),
-        Option("no-prefix-cache", "compute every prompt from its beginning", is_switch=True),
-    ),
-    "pictures": (
-        Option("max-image-bytes", "largest picture, as sent (20MiB)", size_bytes, 20 << 20, "SIZE"),
-        Option("max-image-pixels", "most pixels of a picture (33554432)", whole_number, 32 << 20, "N"),
         Option(
-            "max-images", "most pictures in a request, frames of videos included (16)", whole_number, 16, "N"
+            "prefix-cache-dir", "folder that stores cached prefixes across restarts (none)", metavar="DIR"
         ),
-        Option("max-frames", "most frames taken from a video (8)", whole_number, 8, "N"),
-        Option("fetch-timeout", "seconds for fetching a request's pictures (30)", seconds, 30.0, "S"),
-        Option("allow-local-media", "folder that file: URLs may read from (none)", metavar="DIR"),
-        Option("allow-private-urls", "fetch pictures from private addresses too", is_switch=True),
-        Option("picture-cache", "for embeddings of pictures seen (256MiB)", size_bytes, 256 << 20, "SIZE"),
+        Option("prefix-cache-disk-bytes", "maximum bytes in that folder (16GiB)", size_bytes, None, "SIZE"),
+        Option(
+            "no-prefix-cache", "cache no prefixes: compute every prompt from its first token", is_switch=True
+        ),
+    ),
+    "images": (
+        Option("max-image-bytes", "largest image file (20MiB)", size_bytes, 20 << 20, "SIZE"),
+        Option("max-image-pixels", "maximum pixels of an image (33554432)", whole_number, 32 << 20, "N"),
+        Option(
+            "max-images", "maximum images in a request, frames of videos included (16)", whole_number, 16, "N"
+        ),
+        Option("max-frames", "maximum frames taken from a video (8)", whole_number, 8, "N"),
+        Option("fetch-timeout", "seconds to fetch all images of a request (30)", seconds, 30.0, "S"),
+        Option("allow-local-media", "folder from which file: URLs may read (none)", metavar="DIR"),
+        Option("allow-private-urls", "also fetch images from private addresses", is_switch=True),
+        Option("image-cache", "memory for embeddings of images (256MiB)", size_bytes, 256 << 20, "SIZE"),
     ),
     "requests": (
         Option(
             "max-tokens",
-            "answer length where a request does not say (the context)",
+            "maximum tokens of an answer whose request sets no limit (up to --max-context)",
             whole_number,
             metavar="N",
         ),
-        Option("max-queue", "requests that may wait for a row (256)", whole_number, 256, "N"),
+        Option(
+            "max-queue",
+            "requests that may wait while --max-rows run; more get a 429 (256)",
+            whole_number,
+            256,
+            "N",
+        ),
         Option("max-body", "largest request body (32MiB)", size_bytes, 32 << 20, "SIZE"),
-        Option("max-stored-responses", "for previous_response_id (1000)", whole_number, 1000, "N"),
-        Option("keep-alive", "seconds of silence before a stream says it lives (5)", seconds, 5.0, "S"),
-        Option("drain", "seconds that a shutdown waits for answers (30)", seconds, 30.0, "S"),
+        Option(
+            "max-stored-responses",
+            "responses stored for previous_response_id (1000)",
+            whole_number,
+            1000,
+            "N",
+        ),
+        Option(
+            "keep-alive",
+            "seconds without a token after which a stream sends a comment or a ping (5)",
+            seconds,
+            5.0,
+            "S",
+        ),
+        Option("drain", "seconds that a shutdown gives to running requests (30)", seconds, 30.0, "S"),
     ),
 }
 OPTIONS = {option.key: option for group in GROUPS.values() for option in group} | {"model": MODEL}
 
-# Flags of other servers that name one of ours: (target, value given -> our value).
-ALIASES: dict[str, tuple[str, Callable[[str], str]]] = {
-    "max-num-seqs": ("max_rows", str),
-    "max-model-len": ("max_context", str),
-    "mtp-num-draft-tokens": ("draft_depth", str),
-    "chunked-prefill-tokens": ("prefill_step_size", str),
-    "cache-memory-mb": ("memory_budget", lambda text: f"{text}MiB"),
-}
-SWITCH_ALIASES = {"enable-mtp": ("mtp", "on"), "no-enable-prefix-caching": ("no_prefix_cache", "on")}
-# ... and those that ask for what is always so: (takes a value, what to say).
-NOTES: dict[str, tuple[bool, str]] = {
-    "continuous-batching": (False, "rows are always batched"),
-    "use-paged-cache": (False, "caches always grow by pages"),
-    "enable-prefix-caching": (False, "prefixes are always cached"),
-    "enable-metrics": (False, "/metrics is always there"),
-    "mllm": (False, "a model's kind is read from its files"),
-    "enable-auto-tool-choice": (False, "tools are always available"),
-    "tool-call-parser": (True, "the tool format is read from the chat template"),
-    "reasoning-parser": (True, "the reasoning format is read from the chat template"),
-}
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Absent flags leave no trace in the namespace, so that the other sources can speak."""
+    """A flag that is not given is missing in the namespace, so that variable, file and default apply."""
     parser.add_argument("given_model", nargs="?", metavar="MODEL", help=MODEL.help)
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these options (OUTRIDER_CONFIG)"
@@ -210,18 +235,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title)
         for option in options:
             _add(group, option)
-    others = parser.add_argument_group("understood from other servers")
-    for name, (target, _) in ALIASES.items():
-        others.add_argument(
-            f"--{name}", metavar="N", dest=f"alias_{name}", help=f"--{target.replace('_', '-')}"
-        )
-    for name, (target, value) in SWITCH_ALIASES.items():
-        others.add_argument(
-            f"--{name}", action="store_true", dest=f"alias_{name}", help=f"--{target} {value}"
-        )
-    for name, (takes_value, note) in NOTES.items():
-        kind: dict[str, Any] = {"metavar": "X"} if takes_value else {"action": "store_true"}
-        others.add_argument(f"--{name}", dest=f"note_{name}", help=f"not needed: {note}", **kind)
+    add_foreign_flags(parser)
 
 
 def _add(group: argparse._ArgumentGroup, option: Option) -> None:
@@ -235,7 +249,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def resolve(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Every option's value by its key. Raises InvalidConfig, naming the source of what is wrong."""
+    """The value of every option, by key. Raises InvalidConfig, which names the source of a bad value."""
     flags = _flags(args)
     file = args.config or environ.get(f"{PREFIX}CONFIG") or None
     from_file = _read_file(Path(file)) if file else {}
@@ -258,34 +272,19 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     return found
 
 
-def notes(args: argparse.Namespace) -> list[str]:
-    """What to say about flags that change nothing here."""
-    return [
-        f"--{name}: not needed, {note}" for name, (_, note) in NOTES.items() if getattr(args, f"note_{name}")
-    ]
-
-
 def _flags(args: argparse.Namespace) -> dict[str, tuple[str, Any]]:
-    """(flag, value) by key; an alias beside the flag it stands for must agree with it."""
+    """(flag, value) by key. A flag of another server may stand beside ours only with the same value."""
     found: dict[str, tuple[str, Any]] = {}
     if args.given_model is not None:
         found["model"] = ("MODEL", args.given_model)
     for key, option in OPTIONS.items():
         if hasattr(args, f"given_{key}") and key != "model":
             found[key] = (option.flag, getattr(args, f"given_{key}"))
-    for name, (target, translate) in ALIASES.items():
-        if (given := getattr(args, f"alias_{name}")) is not None:
-            _agree(found, target, f"--{name}", translate(given))
-    for name, (target, value) in SWITCH_ALIASES.items():
-        if getattr(args, f"alias_{name}"):
-            _agree(found, target, f"--{name}", value)
+    for flag, key, value in translated_flags(args):
+        other_flag, other_value = found.setdefault(key, (flag, value))
+        if other_value != value:
+            raise InvalidConfig(f"{flag} and {other_flag} {other_value} contradict each other: give only one")
     return found
-
-
-def _agree(found: dict[str, tuple[str, Any]], key: str, flag: str, value: str) -> None:
-    other, theirs = found.setdefault(key, (flag, value))
-    if theirs != value:
-        raise InvalidConfig(f"{flag} and {other} {theirs} contradict each other")
 
 
 def _read_file(file: Path) -> dict[str, Any]:
@@ -299,12 +298,12 @@ def _read_file(file: Path) -> dict[str, Any]:
     unknown = sorted(set(found) - set(OPTIONS))
     if unknown:
         known = ", ".join(sorted(OPTIONS))
-        raise InvalidConfig(f"{file}: {unknown[0]!r} is no option. Options: {known}")
+        raise InvalidConfig(f"{file}: {unknown[0]!r} is not an option. Options: {known}")
     return found
 
 
 def _value(option: Option, given: Any) -> Any:
-    """From a flag's text, a variable's or TOML's own types."""
+    """Parse a value: the text of a flag or variable, or a value of a TOML type."""
     if option.is_switch:
         return _switch(given)
     if option.is_list:
