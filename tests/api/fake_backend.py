@@ -1,10 +1,10 @@
-"""A chat service that answers from a script, and an application around it. No model, no thread, no clock."""
+"""A chat service with scripted answers, and an application around it. No model, no thread, no clock."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,17 +53,42 @@ FACTS = ModelFacts(
 )
 
 
+class Gate:
+    """Lets the first `num_events` events of all streams pass, and holds the others until `open`."""
+
+    def __init__(self, num_events: int) -> None:
+        self._num_left = num_events
+        self.holds = asyncio.Event()
+        self._is_open = asyncio.Event()
+
+    async def __call__(self) -> None:
+        if self._num_left > 0:
+            self._num_left -= 1
+        else:
+            self.holds.set()
+            await self._is_open.wait()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+
+async def no_gate() -> None:
+    await asyncio.sleep(0)
+
+
 class FakeStream:
-    def __init__(self, request_id: str, events: Sequence[ChatEvent], pause_s: float) -> None:
+    def __init__(
+        self, request_id: str, events: Sequence[ChatEvent], gate: Callable[[], Awaitable[None]] = no_gate
+    ) -> None:
         self.request_id = request_id
         self.prompt_ids = tuple(range(7))
         self.aborted = False
         self._events = events
-        self._pause_s = pause_s
+        self._gate = gate
 
     async def __aiter__(self) -> AsyncIterator[ChatEvent]:
         for event in self._events:
-            await asyncio.sleep(self._pause_s)
+            await self._gate()
             if self.aborted:
                 yield Finished("cancelled", USAGE)
                 return
@@ -75,11 +100,11 @@ class FakeStream:
 
 @dataclass
 class FakeBackend:
-    """`events`, or `answer(request)`, is what comes; the requests that were made are kept."""
+    """Answers with `events` or `answer(request)`. `gate` is awaited before each event."""
 
     events: Sequence[ChatEvent] = HELLO
     answer: Callable[[Any], Sequence[ChatEvent]] | None = None
-    pause_s: float = 0.0
+    gate: Callable[[], Awaitable[None]] = no_gate
     failure: Exception | None = None
     requests: list[ChatRequest] = field(default_factory=list)
     completions: list[tuple[str | Sequence[int], SamplingParams]] = field(default_factory=list)
@@ -104,7 +129,7 @@ class FakeBackend:
         if self.failure is not None:
             raise self.failure
         events = self.events if self.answer is None else self.answer(request)
-        stream = FakeStream(f"req-{len(self.streams)}", events, self.pause_s)
+        stream = FakeStream(f"req-{len(self.streams)}", events, self.gate)
         self.streams.append(stream)
         return stream
 

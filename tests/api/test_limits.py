@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_backend import HELLO, USER, Client, FakeBackend, FakeStream, server, settings
+from fake_backend import HELLO, USER, Client, FakeBackend, FakeStream, Gate, server, settings
 
 from outrider.api.answers import LiveRequests
 from outrider.api.errors import ApiError
@@ -252,15 +252,22 @@ def test_browsers_may_call_from_allowed_origins_only() -> None:
 
 
 def test_full_server_says_429_and_when_to_come_back() -> None:
-    backend = FakeBackend(HELLO, pause_s=0.05)
-    made = server(backend, max_rows=1, max_queue=1)
+    gate = Gate(num_events=0)
+    made = server(FakeBackend(HELLO, gate=gate), max_rows=1, max_queue=1)
+    responses: list[httpx.Response] = []
 
-    async def run() -> list[httpx.Response]:
+    async def run() -> None:
         transport = httpx.ASGITransport(made.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            return await asyncio.gather(*(http.post(CHAT, json=BODIES[CHAT]) for _ in range(4)))
 
-    responses = asyncio.run(run())
+            async def post() -> None:
+                responses.append(await http.post(CHAT, json=BODIES[CHAT]))
+                if len(responses) == 2:  # both are refusals: the answers are held
+                    gate.open()
+
+            await asyncio.gather(*(post() for _ in range(4)))
+
+    asyncio.run(run())
     assert sorted(response.status_code for response in responses) == [200, 200, 429, 429]
     refused = next(response for response in responses if response.status_code == 429)
     assert refused.headers["retry-after"] == "2"
@@ -306,7 +313,7 @@ def test_places_are_freed_once() -> None:
     live = LiveRequests(max_rows=1, max_queue=1, retry_after_s=2, metrics=Metrics())
 
     async def start() -> FakeStream:
-        return FakeStream("req", HELLO, pause_s=0.0)
+        return FakeStream("req", HELLO)
 
     async def run() -> None:
         answers = await live.start("chat", [start, start])

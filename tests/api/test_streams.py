@@ -1,4 +1,4 @@
-"""Streams under real conditions: silence, clients who leave, clients who read slowly, servers that stop."""
+"""Streams with long pauses, clients that disconnect or read slowly, and servers that shut down."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_backend import HELLO, USAGE, USER, FakeBackend, server
+from fake_backend import HELLO, USAGE, USER, FakeBackend, Gate, server
 
 from outrider.api.app import Server
 from outrider.chat.events import ChatEvent, Finished, TextDelta
 
+GUARD_S = 60  # ends a test that hangs; no test needs so long
 MANY: tuple[ChatEvent, ...] = (*(TextDelta(f"{i} ") for i in range(1000)), Finished("stop", USAGE))
 BODIES = {
     "/v1/chat/completions": {"messages": USER},
@@ -69,17 +70,16 @@ class Caller:
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("path", BODIES)
 def test_client_that_leaves_frees_its_rows(path: str, streams: bool) -> None:
-    backend = FakeBackend(MANY, pause_s=0.001)
+    gate = Gate(num_events=3)
+    backend = FakeBackend(MANY, gate=gate)
     made = server(backend)
 
     async def run() -> None:
         caller = Caller(path, BODIES[path] | {"stream": streams})
         calling = asyncio.create_task(caller.call(made))
-        while not backend.streams:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)
+        await asyncio.wait_for(gate.holds.wait(), GUARD_S)
         caller.gone.set()
-        await asyncio.wait_for(calling, 1)
+        await asyncio.wait_for(calling, GUARD_S)
 
     asyncio.run(run())
     assert all(stream.aborted for stream in backend.streams)
@@ -104,7 +104,7 @@ def test_connection_that_breaks_on_write_frees_the_row() -> None:
             raise OSError("broken pipe")
 
         caller.on_data = fail
-        await asyncio.wait_for(caller.call(made), 1)
+        await asyncio.wait_for(caller.call(made), GUARD_S)
 
     asyncio.run(run())
     assert backend.streams[0].aborted
@@ -119,12 +119,15 @@ def test_slow_reader_is_bounded_and_loses_nothing() -> None:
         caller = Caller("/v1/chat/completions", {"messages": USER, "stream": True})
         caller.on_data = lambda: caller.reads.clear()  # stops reading after the first chunk
         calling = asyncio.create_task(caller.call(made))
-        await asyncio.sleep(0.05)
-        answers = next(iter(made.context.live.answers.values()))
+        while not made.context.live.answers:
+            await asyncio.sleep(0)
+        (answers,) = made.context.live.answers.values()
+        for _ in range(2000):  # turns of the event loop: more than there are events
+            await asyncio.sleep(0)
         num_taken = answers.choices[0].num_events + answers._queue.qsize()
         caller.on_data = lambda: None
         caller.reads.set()
-        await asyncio.wait_for(calling, 5)
+        await asyncio.wait_for(calling, GUARD_S)
         return num_taken, caller.received.decode()
 
     num_taken, text = asyncio.run(run())
@@ -142,22 +145,29 @@ def test_slow_reader_is_bounded_and_loses_nothing() -> None:
         ("/v1/messages", "event: ping"),
     ],
 )
-def test_silence_is_filled_with_signs_of_life(path: str, sign: str) -> None:
-    made = server(FakeBackend(HELLO, pause_s=0.12), keep_alive_s=0.03)
+def test_keep_alives_are_sent_while_no_event_comes(path: str, sign: str) -> None:
+    backend = FakeBackend(HELLO)
+    made = server(backend, keep_alive_s=0.01)
 
     async def run() -> str:
         caller = Caller(path, BODIES[path] | {"stream": True})
-        await caller.call(made)
+
+        async def until_two_more_signs() -> None:
+            num_before = caller.received.decode().count(sign)
+            while caller.received.decode().count(sign) < num_before + 2:
+                await asyncio.sleep(0.001)
+
+        backend.gate = until_two_more_signs
+        await asyncio.wait_for(caller.call(made), GUARD_S)
         return caller.received.decode()
 
     text = asyncio.run(run())
-    before_text = text.partition("Hello")[0]
-    assert before_text.count(sign) >= 2
-    assert text.count(sign) >= 5
+    assert text.partition("Hello")[0].count(sign) >= 2
+    assert text.count(sign) >= 2 * len(HELLO)
 
 
-def test_lively_stream_has_no_signs_of_life() -> None:
-    made = server(FakeBackend(MANY[-50:], pause_s=0.001), keep_alive_s=0.5)
+def test_stream_without_pauses_has_no_keep_alives() -> None:
+    made = server(FakeBackend(MANY[-50:]), keep_alive_s=GUARD_S)
 
     async def run() -> bytes:
         caller = Caller("/v1/chat/completions", {"messages": USER, "stream": True})
@@ -168,28 +178,30 @@ def test_lively_stream_has_no_signs_of_life() -> None:
 
 
 def test_drain_lets_answers_end_and_then_stops_the_engine() -> None:
-    backend = FakeBackend(MANY, pause_s=0.01)
-    stopped: list[float] = []
+    gate = Gate(num_events=3)
+    backend = FakeBackend(MANY, gate=gate)
+    num_stops = 0
 
     async def run() -> str:
         made = server(backend, drain_s=0.1)
-        loop = asyncio.get_running_loop()
 
-        async def stop_engine() -> None:  # as the real one: live requests end as cancelled
-            stopped.append(loop.time())
+        async def stop_engine() -> None:  # like the real one: live requests end as cancelled
+            nonlocal num_stops
+            num_stops += 1
             for stream in backend.streams:
-                stream.aborted = True
+                stream.abort()
+            gate.open()
 
         made.stop_engine = stop_engine
         caller = Caller("/v1/chat/completions", {"messages": USER, "stream": True})
         calling = asyncio.create_task(caller.call(made))
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(gate.holds.wait(), GUARD_S)
         made.drain()
         made.drain()
-        await asyncio.wait_for(calling, 2)
+        await asyncio.wait_for(calling, GUARD_S)
         return caller.received.decode()
 
     text = asyncio.run(run())
-    assert len(stopped) == 1
+    assert num_stops == 1
     assert "shutting down" in text
     assert text.endswith("data: [DONE]\n\n")
