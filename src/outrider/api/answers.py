@@ -45,7 +45,7 @@ StartStream = Callable[[], Awaitable[EventStream]]
 class ChoiceState:
     """Progress of one choice, for /v1/status and the metrics."""
 
-    request_id: str
+    engine_id: str  # the engine's id of this choice
     num_prompt: int
     num_events: int = 0
     first_s: float | None = None  # time of its first event
@@ -115,7 +115,7 @@ class Answers:
 
     def __init__(self, api: str, streams: Sequence[EventStream], live: LiveRequests) -> None:
         self.api = api
-        self.http_id = current_request_id.get()
+        self.request_id = current_request_id.get()
         self.started_s = time.perf_counter()
         self.choices = [ChoiceState(stream.request_id, len(stream.prompt_ids)) for stream in streams]
         self._streams = streams

@@ -86,7 +86,7 @@ def _check_content_type(content_type: str) -> None:
 
 
 def check_extra(body: BaseModel, refusals: Mapping[str, str]) -> None:
-    """Check fields outside the schema: those in `refusals` are refused, unknown ones are logged."""
+    """Refuse the fields outside the schema that `refusals` names, and log the other ones."""
     extra = body.model_extra or {}
     for name, reason in refusals.items():
         if name in extra and extra[name] not in UNSET:

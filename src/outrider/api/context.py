@@ -54,7 +54,7 @@ class ServerContext:
     prefix_cache: PrefixControl | None = None
     started_s: float = field(default_factory=time.time)
 
-    def model_name(self, requested: str | None) -> str:
+    def resolve_model(self, requested: str | None) -> str:
         """The name that the answer carries: the requested one, or the first served name.
 
         Raises a 404 for a name that is neither served nor the model's own.

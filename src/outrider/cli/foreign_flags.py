@@ -69,8 +69,9 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     for name, (takes_value, note) in UNNEEDED.items():
         kind: dict[str, Any] = {"metavar": "X"} if takes_value else {"action": "store_true"}
         group.add_argument(f"--{name}", dest=f"unneeded_{name}", help=f"not needed: {note}", **kind)
-    for name in REFUSED:
-        group.add_argument(f"--{name}", action="store_true", dest=f"refused_{name}", help="refused")
+    for name, reason in REFUSED.items():
+        text = f"refused: {reason.partition('.')[0]}"
+        group.add_argument(f"--{name}", action="store_true", dest=f"refused_{name}", help=text)
 
 
 def translated_flags(args: argparse.Namespace) -> Iterator[tuple[str, str, str | bool]]:

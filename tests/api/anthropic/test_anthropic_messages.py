@@ -249,7 +249,7 @@ def test_blocks_become_messages() -> None:
                     }
                 ]
             },
-            "a document source must be text",
+            "a document source must be of type text",
         ),
         ({"stop_sequences": [""]}, "stop"),
         ({"system": 5}, "system"),

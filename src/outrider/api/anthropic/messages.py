@@ -48,7 +48,7 @@ class Messages:
     async def create(self, body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
         check_extra(body, REFUSED)
-        model = self._context.model_name(body.model)
+        model = self._context.resolve_model(body.model)
         chat = messages_request(body)
         answers = await self._context.live.start("messages", [partial(self._context.backend.start, chat)])
         builder = self._new_builder(body, model, answers)
@@ -63,7 +63,7 @@ class Messages:
     async def count(self, body: CountTokensRequest) -> Response:
         """Count the tokens of a conversation."""
         check_extra(body, REFUSED)
-        self._context.model_name(body.model)
+        self._context.resolve_model(body.model)
         num_tokens = await self._context.backend.count_tokens(messages_request(body))
         return JSONResponse({"input_tokens": num_tokens})
 

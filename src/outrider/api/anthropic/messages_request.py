@@ -318,7 +318,11 @@ def _image(source: BlockSource, where: str) -> MediaPart:
         return MediaPart("image", source.url)
     if source.type == "base64" and source.data is not None and source.media_type is not None:
         return MediaPart("image", f"data:{source.media_type};base64,{source.data}")
-    raise refused(where, f"an image source must be base64 or url, not {source.type!r}")
+    raise refused(
+        where,
+        "an image source must be of type base64, with data and media_type, or of type url, with url; "
+        f"this one is of type {source.type!r}",
+    )
 
 
 def _document(block: DocumentBlock, where: str) -> TextPart:
@@ -330,6 +334,10 @@ def _document(block: DocumentBlock, where: str) -> TextPart:
         content = source.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
     else:
-        raise refused(where, f"a document source must be text or content, not {source.type!r}")
+        raise refused(
+            where,
+            "a document source must be of type text, with data, or of type content, with content; "
+            f"this one is of type {source.type!r}",
+        )
     heading = [line for line in (block.title, block.context) if line]
     return TextPart("\n".join([*heading, text]))

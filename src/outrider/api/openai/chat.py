@@ -48,7 +48,7 @@ class ChatCompletions:
     async def create(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Continue a conversation: one answer or n answers, whole or as a stream of chunks."""
         check_extra(body, REFUSED)
-        model = self._context.model_name(body.model)
+        model = self._context.resolve_model(body.model)
         answers = await self._start(body)
         envelope = self._envelope(body, model)
         if body.stream:

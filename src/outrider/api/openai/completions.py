@@ -77,7 +77,7 @@ class Completions:
         """Continue prompts: a string, a list of token ids, or a list of either."""
         check_extra(body, REFUSED)
         _check_options(body)
-        model = self._context.model_name(body.model)
+        model = self._context.resolve_model(body.model)
         prompts = _prompt_list(body.prompt)
         answers = await self._start(body, prompts)
         rendering = _CompletionRendering(self._context, body, model, prompts, answers)

@@ -40,7 +40,7 @@ def models_router(context: ServerContext) -> APIRouter:
 
     @router.get("/v1/models/{name:path}", summary="The model", response_model=None)
     async def retrieve_model(name: str) -> Response:
-        return JSONResponse(_model(context, context.model_name(name)))
+        return JSONResponse(_model(context, context.resolve_model(name)))
 
     @router.post("/v1/embeddings", summary="Not served: 501", status_code=501, response_model=None)
     async def embed() -> Response:

@@ -78,8 +78,8 @@ class Responses:
     async def list_input(self, response_id: str) -> Response:
         items = self._find(response_id).input_items
         ids = [item.get("id") for item in items]
-        ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-        return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
+        page = {"has_more": False, "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+        return JSONResponse({"object": "list", "data": items, **page})
 
     async def delete(self, response_id: str) -> Response:
         self._find(response_id)
@@ -89,7 +89,7 @@ class Responses:
     def _read(self, body: ResponsesRequest) -> tuple[str, list[Message], ChatRequest]:
         """(model name, conversation without instructions, request to the chat service)."""
         check_extra(body, REFUSED)
-        model = self._context.model_name(body.model)
+        model = self._context.resolve_model(body.model)
         messages = [*self._earlier(body.previous_response_id), *input_messages(body.input)]
         return model, messages, response_request(body, messages, self._context.settings.max_tokens)
 

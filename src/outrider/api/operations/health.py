@@ -82,8 +82,8 @@ def _requests(answers: Answers) -> list[dict[str, Any]]:
     now_s = time.perf_counter()
     return [
         {
-            "request_id": answers.http_id,
-            "engine_id": choice.request_id,
+            "request_id": answers.request_id,
+            "engine_id": choice.engine_id,
             "api": answers.api,
             "state": _state(choice.first_s, choice.finished is not None),
             "age_s": round(now_s - answers.started_s, 3),
