@@ -26,7 +26,7 @@ def test_pictures_over_http_while_text_streams_run(tmp_path: Path) -> None:
     (media / "a.png").write_bytes(encoded(noise(seed=3)))
     flags = ("--allow-local-media", str(media), "--max-images", "2", "--max-rows", "4")
     with serving(tmp_path / "model", *flags) as server:
-        assert "pictures read" in " ".join(server.banner.split())
+        assert "images read" in " ".join(server.banner.split())
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
         def ask(*parts: dict[str, Any], **changes: Any) -> str:
