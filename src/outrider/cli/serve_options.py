@@ -74,7 +74,7 @@ class Option:
     help: str
     parse: Callable[[str], Any] = str
     default: Any = None
-    metavar: str = "TEXT"
+    metavar: str = ""  # "": by the kind of the value, such as N or SIZE
     is_switch: bool = False
     is_list: bool = False
 
@@ -95,29 +95,17 @@ MODEL = Option(
     "model", "model folder, GGUF file, Hugging Face id or outrider-see-135m (default: SmolLM2-135M-Instruct)"
 )
 
+METAVARS: dict[Callable[[str], Any], str] = {whole_number: "N", depth: "N", size_bytes: "SIZE", seconds: "S"}
 GROUPS: dict[str, tuple[Option, ...]] = {
     "server": (
         Option("host", "address to listen on (127.0.0.1)", default="127.0.0.1", metavar="HOST"),
         Option("port", "port to listen on; 0: any free port (8000)", whole_number, 8000, "PORT"),
+        Option("api-key", "key that clients must send; OUTRIDER_API_KEY hides it from `ps`", metavar="KEY"),
+        Option("allow-public-without-key", "allow a public --host without --api-key", is_switch=True),
         Option(
-            "api-key",
-            "key that clients must send; safer as OUTRIDER_API_KEY, which `ps` does not show",
-            metavar="KEY",
+            "served-model-name", "name of the model in the API (its folder's)", metavar="NAME", is_list=True
         ),
-        Option(
-            "allow-public-without-key",
-            "allow --host to be a public address without --api-key",
-            is_switch=True,
-        ),
-        Option(
-            "served-model-name",
-            "name or names of the model in the API (the name of its folder)",
-            is_list=True,
-            metavar="NAME",
-        ),
-        Option(
-            "cors-origin", "web origin whose pages may call the API; *: any", is_list=True, metavar="ORIGIN"
-        ),
+        Option("cors-origin", "web origin that may call the API; *: any", metavar="ORIGIN", is_list=True),
         Option("log-level", "debug, info, warning or error (info)", one_of(*LEVELS), metavar="LEVEL"),
     ),
     "drafts": (
@@ -128,98 +116,45 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "auto",
             "|".join(MTP),
         ),
-        Option("draft-depth", f"draft tokens per step: auto or 0..{MAX_DEPTH} (auto)", depth, metavar="N"),
+        Option("draft-depth", f"draft tokens per step: auto or 0..{MAX_DEPTH} (auto)", depth),
         Option(
-            "drafter",
-            f"source of the drafts: {', '.join(DRAFTERS)} (auto)",
-            one_of(*DRAFTERS),
-            "auto",
-            "NAME",
+            "drafter", f"source of drafts: {', '.join(DRAFTERS)} (auto)", one_of(*DRAFTERS), "auto", "NAME"
         ),
         Option("head", "file of the MTP head (the head in or beside the model)", metavar="FILE"),
-        Option(
-            "draft-vocabulary", "draft only among the N most frequent tokens (all)", whole_number, metavar="N"
-        ),
+        Option("draft-vocabulary", "draft only among the N most frequent tokens (all)", whole_number),
     ),
     "engine": (
-        Option("max-rows", "maximum sequences decoded at once (16)", whole_number, 16, "N"),
+        Option("max-rows", "maximum sequences decoded at once (16)", whole_number, 16),
+        Option("max-context", "maximum tokens of a prompt and its answer (the model's limit)", whole_number),
+        Option("memory-budget", "memory for KV caches, such as 8GB (a share of the free memory)", size_bytes),
         Option(
-            "max-context",
-            "maximum tokens of a prompt and its answer (the model's limit)",
-            whole_number,
-            metavar="N",
-        ),
-        Option(
-            "memory-budget",
-            "memory for the KV caches of running requests, such as 8GB (a share of the free memory)",
-            size_bytes,
-            metavar="SIZE",
-        ),
-        Option(
-            "prefill-step-size",
-            "maximum prompt tokens computed in one step, over all requests (128 on a CPU, else 512)",
-            whole_number,
-            metavar="N",
+            "prefill-step-size", "maximum prompt tokens in one step (128 on a CPU, else 512)", whole_number
         ),
         Option("dtype", f"type of the weights: {', '.join(DTYPES)} (auto)", one_of(*DTYPES), "auto", "NAME"),
     ),
     "prefix cache": (
-        Option(
-            "prefix-cache-bytes",
-            "memory for cached prefixes, such as 2GB (a quarter of the memory for caches)",
-            size_bytes,
-            metavar="SIZE",
-        ),
-        Option(
-            "prefix-cache-dir", "folder that stores cached prefixes across restarts (none)", metavar="DIR"
-        ),
-        Option("prefix-cache-disk-bytes", "maximum bytes in that folder (16GiB)", size_bytes, None, "SIZE"),
-        Option(
-            "no-prefix-cache", "cache no prefixes: compute every prompt from its first token", is_switch=True
-        ),
+        Option("prefix-cache-bytes", "memory for cached prefixes (a quarter of that for caches)", size_bytes),
+        Option("prefix-cache-dir", "folder that stores prefixes across restarts (none)", metavar="DIR"),
+        Option("prefix-cache-disk-bytes", "maximum bytes in that folder (16GiB)", size_bytes),
+        Option("no-prefix-cache", "compute every prompt from its first token", is_switch=True),
     ),
     "images": (
-        Option("max-image-bytes", "largest image file (20MiB)", size_bytes, 20 << 20, "SIZE"),
-        Option("max-image-pixels", "maximum pixels of an image (33554432)", whole_number, 32 << 20, "N"),
-        Option(
-            "max-images", "maximum images in a request, frames of videos included (16)", whole_number, 16, "N"
-        ),
-        Option("max-frames", "maximum frames taken from a video (8)", whole_number, 8, "N"),
-        Option("fetch-timeout", "seconds to fetch all images of a request (30)", seconds, 30.0, "S"),
+        Option("max-image-bytes", "largest image file (20MiB)", size_bytes, 20 << 20),
+        Option("max-image-pixels", "maximum pixels of an image (33554432)", whole_number, 32 << 20),
+        Option("max-images", "maximum images in a request, frames of videos included (16)", whole_number, 16),
+        Option("max-frames", "maximum frames taken from a video (8)", whole_number, 8),
+        Option("fetch-timeout", "seconds to fetch all images of a request (30)", seconds, 30.0),
         Option("allow-local-media", "folder from which file: URLs may read (none)", metavar="DIR"),
         Option("allow-private-urls", "also fetch images from private addresses", is_switch=True),
-        Option("image-cache", "memory for embeddings of images (256MiB)", size_bytes, 256 << 20, "SIZE"),
+        Option("image-cache", "memory for embeddings of images (256MiB)", size_bytes, 256 << 20),
     ),
     "requests": (
-        Option(
-            "max-tokens",
-            "maximum tokens of an answer whose request sets no limit (up to --max-context)",
-            whole_number,
-            metavar="N",
-        ),
-        Option(
-            "max-queue",
-            "requests that may wait while --max-rows run; more get a 429 (256)",
-            whole_number,
-            256,
-            "N",
-        ),
-        Option("max-body", "largest request body (32MiB)", size_bytes, 32 << 20, "SIZE"),
-        Option(
-            "max-stored-responses",
-            "responses stored for previous_response_id (1000)",
-            whole_number,
-            1000,
-            "N",
-        ),
-        Option(
-            "keep-alive",
-            "seconds without a token after which a stream sends a comment or a ping (5)",
-            seconds,
-            5.0,
-            "S",
-        ),
-        Option("drain", "seconds that a shutdown gives to running requests (30)", seconds, 30.0, "S"),
+        Option("max-tokens", "default maximum tokens of an answer (up to --max-context)", whole_number),
+        Option("max-queue", "requests that may wait; more get a 429 (256)", whole_number, 256),
+        Option("max-body", "largest request body (32MiB)", size_bytes, 32 << 20),
+        Option("max-stored-responses", "stored for previous_response_id (1000)", whole_number, 1000),
+        Option("keep-alive", "seconds without a token until a stream sends a ping (5)", seconds, 5.0),
+        Option("drain", "seconds that a shutdown gives to running requests (30)", seconds, 30.0),
     ),
 }
 OPTIONS = {option.key: option for group in GROUPS.values() for option in group} | {"model": MODEL}
@@ -239,7 +174,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(group: argparse._ArgumentGroup, option: Option) -> None:
-    kind: dict[str, Any] = {"metavar": option.metavar}
+    kind: dict[str, Any] = {"metavar": option.metavar or METAVARS.get(option.parse, "TEXT")}
     if option.is_switch:
         kind = {"action": "store_true"}
     elif option.is_list:

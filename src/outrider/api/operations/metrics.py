@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from fastapi import APIRouter, Response
 from prometheus_client import (
@@ -30,47 +31,22 @@ class Metrics:
         self.steps = steps or StepMetrics()
         self.registry = registry = CollectorRegistry(auto_describe=False)
         registry.register(self.steps)
-        self.http = Counter(
-            "outrider_http_requests", "HTTP requests", ["route", "method", "status"], registry=registry
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.http = counter("outrider_http_requests", "HTTP requests", ["route", "method", "status"])
+        text = "From the request to the last byte of its response"
+        self.http_s = histogram("outrider_http_seconds", text, ["route"], buckets=TOTAL_S)
+        self.finished = counter("outrider_requests", "Answers, by API and finish reason", ["api", "finish"])
+        self.tokens = counter("outrider_tokens", "Tokens of finished answers", ["kind"])
+        text = "From the request to its first delta"
+        self.first_token_s = histogram(
+            "outrider_time_to_first_token_seconds", text, ["api"], buckets=LATENCY_S
         )
-        self.http_s = Histogram(
-            "outrider_http_seconds",
-            "From the request to the last byte of its response",
-            ["route"],
-            buckets=TOTAL_S,
-            registry=registry,
-        )
-        self.finished = Counter(
-            "outrider_requests", "Answers, by API and finish reason", ["api", "finish"], registry=registry
-        )
-        self.tokens = Counter("outrider_tokens", "Tokens of finished answers", ["kind"], registry=registry)
-        self.first_token_s = Histogram(
-            "outrider_time_to_first_token_seconds",
-            "From the request to its first delta",
-            ["api"],
-            buckets=LATENCY_S,
-            registry=registry,
-        )
-        self.inter_token_s = Histogram(
-            "outrider_inter_token_seconds",
-            "Between two deltas of an answer; a delta is a stride of tokens",
-            ["api"],
-            buckets=TOKEN_S,
-            registry=registry,
-        )
-        self.queue_s = Histogram(
-            "outrider_queue_seconds",
-            "From the request to its first step",
-            buckets=LATENCY_S,
-            registry=registry,
-        )
-        self.total_s = Histogram(
-            "outrider_answer_seconds",
-            "From the request to the end of its answer",
-            ["api"],
-            buckets=TOTAL_S,
-            registry=registry,
-        )
+        text = "Between two deltas of an answer; a delta is a stride of tokens"
+        self.inter_token_s = histogram("outrider_inter_token_seconds", text, ["api"], buckets=TOKEN_S)
+        text = "From the request to its first step"
+        self.queue_s = histogram("outrider_queue_seconds", text, buckets=LATENCY_S)
+        text = "From the request to the end of its answer"
+        self.total_s = histogram("outrider_answer_seconds", text, ["api"], buckets=TOTAL_S)
 
     def count_answer(self, api: str, finished: Finished | None) -> None:
         """Count one choice that ended. None: its client disconnected before the end."""

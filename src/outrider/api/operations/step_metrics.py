@@ -172,33 +172,25 @@ class StepMetrics:
         drafted, accepted = ({str(position): n for position, n in pairs} for pairs in by_position)
         yield _counter("outrider_drafted_tokens", "Drafts verified, by position", "position", drafted)
         yield _counter("outrider_accepted_tokens", "Drafts accepted, by position", "position", accepted)
-        prefilled = CounterMetricFamily("outrider_prefilled_tokens", "Prompt tokens computed")
-        prefilled.add_metric([], self._num_prefilled)
-        yield prefilled
-        committed = CounterMetricFamily("outrider_committed_tokens", "Tokens committed")
-        committed.add_metric([], self._num_committed)
-        yield committed
+        prefilled, committed = self._num_prefilled, self._num_committed
+        yield CounterMetricFamily("outrider_prefilled_tokens", "Prompt tokens computed", value=prefilled)
+        yield CounterMetricFamily("outrider_committed_tokens", "Tokens committed", value=committed)
         yield self._seconds.family("outrider_step_seconds", "Duration of a step")
         yield self._stride.family("outrider_stride_tokens", "Tokens that a decoding row committed in a step")
         yield self._row_gauge()
-        yield GaugeMetricFamily(
-            "outrider_depth", "Drafts per decoding row in the last step", value=self.depth
-        )
-        yield GaugeMetricFamily(
-            "outrider_waiting_requests", "Requests that wait for a row", value=self.num_waiting
-        )
+        yield GaugeMetricFamily("outrider_depth", "Drafts per decoding row, last step", value=self.depth)
+        yield GaugeMetricFamily("outrider_waiting_requests", "Requests that wait", value=self.num_waiting)
         yield GaugeMetricFamily("outrider_cache_bytes", "Bytes of the KV caches", value=self.cache_bytes)
         yield from self._images()
 
     def _images(self) -> Iterator[Metric]:
         """A piece is the input of one call of the vision encoder: an image, or a few tiles of an image."""
-        encoded = CounterMetricFamily("outrider_picture_pieces_encoded", "Pieces of images encoded")
-        encoded.add_metric([], self._encode_seconds.count)
-        yield encoded
+        num_encoded, num_hits = self._encode_seconds.count, self._embedding_hits
+        yield CounterMetricFamily(
+            "outrider_picture_pieces_encoded", "Image pieces encoded", value=num_encoded
+        )
         yield self._encode_seconds.family("outrider_picture_encode_seconds", "Duration of encoding a piece")
-        hits = CounterMetricFamily("outrider_picture_cache_hits", "Pieces whose embeddings were cached")
-        hits.add_metric([], self._embedding_hits)
-        yield hits
+        yield CounterMetricFamily("outrider_picture_cache_hits", "Pieces already cached", value=num_hits)
         yield GaugeMetricFamily(
             "outrider_picture_cache_bytes", "Bytes of cached image embeddings", value=self._embedding_bytes
         )
