@@ -186,4 +186,4 @@ def ratios(first: Callable[[], Run], second: Callable[[], Run], rounds: int) -> 
 def spread(values: Sequence[float]) -> str:
     found = Spread.of(values)
     assert found is not None
-    return found.told(2)
+    return found.text(2)

@@ -178,7 +178,7 @@ class ModelCells:
         }
         line = (
             f"  loop  rows {rows:3d} accept {percent}% depth {policy!s:>4}  {1e3 * step_s:8.3f} ms/step  "
-            f"{found['tokens_per_s']:8.1f} tok/s  stride {stride:.2f}  ratio {ratio.told(2)}  "
+            f"{found['tokens_per_s']:8.1f} tok/s  stride {stride:.2f}  ratio {ratio.text(2)}  "
             f"busy {found['busy_ms']:.3f} ms of"
         )
         line += "".join(f" {name[:-2]} {ms:.3f}" for name, ms in found["host_ms"].items())
@@ -230,7 +230,7 @@ class ModelCells:
         paces = {name: median(t.tokens_per_s for t in each) for name, each in turns.items()}
         say(
             f"  mlx-lm  rows {rows:3d}  ours {paces['ours']:8.1f} tok/s, mlx-lm {paces['mlx_lm']:8.1f}, "
-            f"ratio {ratio.told(3)}"
+            f"ratio {ratio.text(3)}"
         )
         return {
             "tokens_per_s": paces,

@@ -29,9 +29,9 @@ from tokenizers import Tokenizer
 
 from outrider.models.heads import MTPHead, new_head
 from outrider.models.trunk import Trunk
+from outrider.progress import Progress, ProgressBar
 from outrider.train.chain import chain_outputs
 from outrider.train.optimizer import Muon, rate_factor
-from outrider.train.progress import Progress, TrainingBar
 from text import exchanges, held_out
 
 SEED = 5
@@ -104,7 +104,7 @@ def train(pair: Pair, tokenizer: Tokenizer, args: argparse.Namespace) -> list[fl
     """The last losses, averaged over a few steps."""
     optimizer = new_optimizer()
     source = rows(tokenizer, args.seed, args.width)
-    bar = TrainingBar()
+    bar = ProgressBar()
 
     def total(ids: mx.array) -> tuple[mx.array, list[mx.array]]:
         first, *others = losses = pair.losses(ids)

@@ -5,27 +5,33 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
-from raw_server import chunk, head, raw_server
+from raw_server import Step, chunk, head, raw_server
 
 from outrider.bench.answer import Answer, DraftCounts
 from outrider.bench.errors import BenchFailed
 from outrider.bench.http_target import HttpTarget, connect, parse_metrics, request_body
-from outrider.bench.target import Asking
+from outrider.bench.streamed_answer import read_answer
+from outrider.bench.target import RequestOptions
 from outrider.bench.workloads import Task
+from outrider.chat_client import MAX_EVENT_BYTES, ChatChunk, ChatClient
 from outrider.server_address import ServerAddress
 from scripted_server import Reply, refuses, scripted, stream
 
 TASK = Task("Hi")
-ASKING = Asking(0.5, 9, 3, None)
+OPTIONS = RequestOptions(0.5, 9, 3, None)
 DONE = b"data: [DONE]\n\n"
 
 
 def ask(url: str, timeout_s: float = 5.0, task: Task = TASK) -> Answer:
-    target = HttpTarget("t", ServerAddress.parse(url), "m", None, timeout_s)
-    return asyncio.run(target.ask(task, ASKING))
+    client = ChatClient(ServerAddress.parse(url), "test", timeout_s)
+    target = HttpTarget("t", client, "m", None)
+    return asyncio.run(target.ask(task, OPTIONS))
 
 
 def event(content: str | None = None, finish: str | None = None, **more: Any) -> bytes:
@@ -37,7 +43,7 @@ def event(content: str | None = None, finish: str | None = None, **more: Any) ->
 
 
 def test_every_parameter_with_differing_defaults_is_given_and_no_depth_to_a_stranger() -> None:
-    assert request_body("m", TASK, ASKING) == {
+    assert request_body("m", TASK, OPTIONS) == {
         "model": "m",
         "messages": [{"role": "user", "content": "Hi"}],
         "stream": True,
@@ -50,7 +56,9 @@ def test_every_parameter_with_differing_defaults_is_given_and_no_depth_to_a_stra
 
 
 def test_a_depth_and_a_schema_are_asked_for() -> None:
-    body = request_body("m", Task("Hi", schema={"type": "object"}, kind="constrained"), Asking(0, 9, 3, 0))
+    body = request_body(
+        "m", Task("Hi", schema={"type": "object"}, kind="constrained"), RequestOptions(0, 9, 3, 0)
+    )
     assert body["draft_depth"] == 0
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert "ignore_eos" not in body
@@ -58,7 +66,7 @@ def test_a_depth_and_a_schema_are_asked_for() -> None:
 
 def test_greedy_requests_carry_no_seed() -> None:
     """mlx_lm.server answers requests with a seed one after the other."""
-    assert "seed" not in request_body("m", TASK, Asking(0, 9, 3, None))
+    assert "seed" not in request_body("m", TASK, RequestOptions(0, 9, 3, None))
 
 
 # -- counting --------------------------------------------------------------------------------------------
@@ -111,42 +119,77 @@ def test_an_answer_without_a_word_has_no_first_token() -> None:
 # -- timing ----------------------------------------------------------------------------------------------
 
 
-def test_the_clock_stops_at_the_first_word_not_at_a_role_or_a_sign_of_life() -> None:
-    role = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+def chunks(url: str, on_chunk: Callable[[], None] = lambda: None) -> list[ChatChunk]:
+    async def read() -> list[ChatChunk]:
+        found = []
+        async with aclosing(ChatClient(ServerAddress.parse(url), "test", 30.0).stream_chat({})) as stream:
+            async for one in stream:
+                found.append(one)
+                on_chunk()
+        return found
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize(("headers", "wrap"), [((), bytes), (("Transfer-Encoding: chunked",), chunk)])
+def test_an_event_is_seen_before_the_next_one_is_sent(
+    headers: tuple[str, ...], wrap: Callable[[bytes], bytes]
+) -> None:
+    """The client buffers nothing: the server waits for the client after each event."""
+    seen = threading.Semaphore(0)
+    steps: list[Step] = [head(*headers), wrap(b": keep-alive\n\n")]
+    for _ in range(5):
+        steps += [wrap(event("a")), lambda: seen.acquire(timeout=20)]
+    with raw_server([*steps, wrap(event(None, "stop") + DONE)]) as url:
+        found = chunks(url, seen.release)
+    times = [one.read_at_s for one in found]
+    assert [one.text for one in found] == ["a"] * 5 + [""]
+    assert sorted(set(times)) == times
+
+
+def test_events_of_one_read_have_the_same_time() -> None:
     with raw_server(
-        [head(), role, b": keep-alive\n\n", 0.15, event("a"), 0.1, event("b", "stop"), DONE]
+        [head("Transfer-Encoding: chunked"), chunk(event("a") + event("b", "stop") + DONE)]
     ) as url:
-        found = ask(url)
-    assert found.ttft_s is not None
-    assert found.ttft_s > 0.14
-    assert len(found.arrivals) == 2
-    assert found.arrivals[1].s - found.arrivals[0].s > 0.09
+        first, second = chunks(url)
+    assert first.read_at_s == second.read_at_s
 
 
-def test_what_comes_in_one_read_is_one_arrival() -> None:
-    with raw_server([head(), event("a") + event("b"), 0.1, event("c", "stop") + DONE]) as url:
-        found = ask(url)
-    assert [arrival.num_tokens for arrival in found.arrivals] == [2, 1]
+async def stream_of(*found: ChatChunk) -> AsyncIterator[ChatChunk]:
+    for one in found:
+        yield one
 
 
-def test_strides_are_shared_out_by_characters_when_chunks_are_fewer_than_tokens() -> None:
-    script = [head(), event("a"), 0.05, event("bbbb"), 0.05, event("ccccc", "stop")]
-    usage = b'data: {"choices": [], "usage": {"completion_tokens": 10}}\n\n'
-    with raw_server([*script, usage, DONE]) as url:
-        found = ask(url)
-    assert [arrival.num_tokens for arrival in found.arrivals] == [1, 4, 5]
+def answer_of(*found: ChatChunk) -> Answer:
+    return asyncio.run(read_answer(TASK, 10.0, stream_of(*found)))
 
 
-def test_an_end_token_without_text_does_not_make_chunks_strides() -> None:
-    pieces: list[Any] = []
-    for i in range(39):
-        pieces += [event("word " if i % 2 else "a"), 0.001]
-    usage = b'data: {"choices": [], "usage": {"completion_tokens": 40}}\n\n'
-    with raw_server([head(), *pieces, event(None, "stop"), usage, DONE]) as url:
-        found = ask(url)
-    shares = {round(arrival.num_tokens % (40 / 39), 3) for arrival in found.arrivals}
-    assert shares <= {0.0, round(40 / 39, 3)}
-    assert sum(arrival.num_tokens for arrival in found.arrivals) == pytest.approx(40)
+def pairs(found: Answer) -> list[tuple[float, float]]:
+    return [(arrival.s, arrival.num_tokens) for arrival in found.arrivals]
+
+
+def test_the_first_token_is_the_first_text_not_a_role() -> None:
+    found = answer_of(ChatChunk(11.0), ChatChunk(12.0, "a"), ChatChunk(13.0, "b", finish_reason="stop"))
+    assert (found.ttft_s, found.ended_s) == (2.0, 13.0)
+    assert pairs(found) == [(2.0, 1), (3.0, 1)]
+
+
+def test_chunks_of_one_read_are_one_arrival() -> None:
+    found = answer_of(ChatChunk(11.0, "a"), ChatChunk(11.0, "b"), ChatChunk(12.0, "c"))
+    assert pairs(found) == [(1.0, 2), (2.0, 1)]
+
+
+def test_tokens_are_shared_out_by_characters_if_chunks_are_fewer() -> None:
+    usage = ChatChunk(14.0, usage={"completion_tokens": 10})
+    found = answer_of(ChatChunk(11.0, "a"), ChatChunk(12.0, "bbbb"), ChatChunk(13.0, "ccccc"), usage)
+    assert pairs(found) == [(1.0, 1), (2.0, 4), (3.0, 5)]
+    assert found.ended_s == 14.0
+
+
+def test_an_end_token_without_text_leaves_one_token_per_chunk() -> None:
+    words = [ChatChunk(11.0 + i, "word " if i % 2 else "a") for i in range(39)]
+    found = answer_of(*words, ChatChunk(60.0, finish_reason="stop", usage={"completion_tokens": 40}))
+    assert {tokens for _, tokens in pairs(found)} == {40 / 39}
 
 
 # -- the wire --------------------------------------------------------------------------------------------
@@ -167,6 +210,16 @@ def test_bodies_with_a_length_and_lines_with_carriage_returns() -> None:
         assert ask(url).text == "Hi"
 
 
+def test_an_event_without_an_end_is_refused() -> None:
+    with raw_server([head(), *[b"x" * (MAX_EVENT_BYTES // 8)] * 9]) as url:
+        assert "without the end of an event" in (ask(url).error or "")
+
+
+def test_keep_alive_comments_are_no_chunks() -> None:
+    with raw_server([head(), b": keep-alive\n\n" * 3, event("Hi", "stop"), DONE]) as url:
+        assert [one.text for one in chunks(url)] == ["Hi"]
+
+
 def test_a_stream_may_end_without_done_once_it_has_said_why() -> None:
     with raw_server([head(), event("Hi", "stop")]) as url:
         assert ask(url).error is None
@@ -176,20 +229,23 @@ def test_a_stream_may_end_without_done_once_it_has_said_why() -> None:
     ("script", "message"),
     [
         ([head(), event("Hel")], "hung up in the middle"),
-        ([head("Content-Length: 900"), event("Hel")], "hung up in the middle"),
-        ([head("Transfer-Encoding: chunked"), chunk(event("Hel"))], "hung up in the middle"),
-        ([head("Transfer-Encoding: chunked"), b"zz\r\n"], "chunk without a size"),
+        ([head("Content-Length: 900"), event("Hel")], "hung up .* received 87 bytes"),
+        ([head("Transfer-Encoding: chunked"), chunk(event("Hel"))], "hung up"),
+        ([head("Transfer-Encoding: chunked"), b"zz\r\n"], "does not speak HTTP"),
         ([b"SSH-2.0-OpenSSH\r\n\r\n"], "does not speak HTTP"),
-        ([], "hung up in the middle|broke"),
-        ([head(), b"data: nonsense\n\n"], "no JSON object"),
-        ([head(), b'data: {"choices": [1]}\n\n'], "none of a chat completion"),
-        ([head(), b'data: {"choices": [{"delta": {"content": [1]}}]}\n\n'], "none of a chat completion"),
+        ([], "hung up|broke"),
+        ([head(), b"data: nonsense\n\n"], "not a JSON object"),
+        ([head(), b'data: {"choices": [1]}\n\n'], "not a chunk of a chat completion"),
+        (
+            [head(), b'data: {"choices": [{"delta": {"content": [1]}}]}\n\n'],
+            "not a chunk of a chat completion",
+        ),
         ([head(), b'data: {"error": {"message": "it broke"}}\n\n'], "the server says: it broke"),
         (
             [head("Content-Type: application/json"), b"{}"],
-            "answered with application/json, not with a stream",
+            "answered with application/json, not with a stream of events",
         ),
-        ([head(status="500 Oh"), b"<html>"], "the server says 500: no reason given"),
+        ([head(status="500 Oh"), b"<html>"], "the server says 500: Oh"),
         ([head(status="422 No"), b'{"detail": "bad"}'], "the server says 422: bad"),
         ([head(), event("a"), 1.0], "silent for 0.3 seconds"),
         ([1.0, head()], "silent for 0.3 seconds"),

@@ -1,4 +1,4 @@
-"""A real, tiny model: in this process, and behind a real server. Both tell the same story."""
+"""A tiny model in this process and behind a real server. Both give the same counts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from outrider.bench.http_target import HttpTarget, connect
 from outrider.bench.in_process import EngineTarget
 from outrider.bench.rounds import Benchmark
-from outrider.bench.settings import Settings
+from outrider.bench.settings import BenchSettings
 from outrider.bench.summary import figures, same_texts
-from outrider.bench.target import Asking, Target, arms_of
+from outrider.bench.target import RequestOptions, Target, variants_of
 from outrider.bench.workloads import Task
 from outrider.llm import LLM
 from outrider.server_address import ServerAddress
 from server_process import ServerProcess, serving, write_tiny_model
 
-SETTINGS = Settings(
+SETTINGS = BenchSettings(
     workloads=("chat", "json", "mixed"),
     streams=(3,),
     temperatures=(0.8,),
@@ -44,10 +44,10 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 
 def check(target: Target) -> None:
     """Answers end by themselves or at their limit, drafts show where they were asked for, texts agree."""
-    benchmark = Benchmark(arms_of([target], SETTINGS.depths), SETTINGS)
+    benchmark = Benchmark(variants_of([target], SETTINGS.depths), SETTINGS)
     asyncio.run(benchmark.run())
-    for measured in benchmark.measured:
-        off, on = (figures(measured, name, ["off"]) for name in ("off", "depth 2"))
+    for result in benchmark.results:
+        off, on = (figures(result, name, ["off"]) for name in ("off", "depth 2"))
         assert off is not None
         assert on is not None
         assert (off.num_failed, on.num_failed) == (0, 0), (off.errors, on.errors)
@@ -58,8 +58,8 @@ def check(target: Target) -> None:
         assert on.inter_token.p95_s is not None
         assert on.num_tokens == off.num_tokens > 0
         assert on.peak_bytes
-        assert same_texts(measured, "off", "depth 2") == (12, 12)
-        for one in measured.rounds:
+        assert same_texts(result, "off", "depth 2") == (12, 12)
+        for one in result.rounds:
             for answer in one.answers:
                 assert answer.finish_reason in ("stop", "length")
                 assert answer.num_tokens <= SETTINGS.max_tokens
@@ -83,12 +83,12 @@ def test_our_server(server: ServerProcess) -> None:
 
 
 def test_both_count_tokens_and_steps_alike(folder: Path, server: ServerProcess) -> None:
-    settings = Settings(workloads=("chat",), streams=(2,), rounds=1, max_tokens=16, depths=(3,))
+    settings = BenchSettings(workloads=("chat",), streams=(2,), rounds=1, max_tokens=16, depths=(3,))
 
     def stride_and_tokens(target: Target) -> tuple[float | None, int]:
-        benchmark = Benchmark(arms_of([target], settings.depths), settings)
+        benchmark = Benchmark(variants_of([target], settings.depths), settings)
         asyncio.run(benchmark.run())
-        found = figures(benchmark.measured[0], "depth 3", [])
+        found = figures(benchmark.results[0], "depth 3", [])
         assert found is not None
         return found.stride, found.num_tokens
 
@@ -103,7 +103,7 @@ def test_both_count_tokens_and_steps_alike(folder: Path, server: ServerProcess) 
 
 def test_a_request_that_the_engine_refuses_is_a_failed_answer(folder: Path) -> None:
     with LLM(folder, drafter="none") as llm:
-        answer = asyncio.run(EngineTarget(llm).ask(Task("Hi"), Asking(0.0, 4, 1, 3)))
+        answer = asyncio.run(EngineTarget(llm).ask(Task("Hi"), RequestOptions(0.0, 4, 1, 3)))
     assert "depth" in (answer.error or "")
 
 
@@ -111,7 +111,7 @@ def test_a_wrong_model_is_told_in_the_server_s_words(server: ServerProcess) -> N
     target = asyncio.run(connect(None, ServerAddress.parse(server.url), "gpt-9", 30.0))
     assert isinstance(target, HttpTarget)
     with pytest.raises(Exception, match=r"outrider gave no answer: the server says 404: .*gpt-9"):
-        asyncio.run(Benchmark(arms_of([target], (1,)), SETTINGS).run())
+        asyncio.run(Benchmark(variants_of([target], (1,)), SETTINGS).run())
 
 
 GROWS = """
@@ -142,11 +142,11 @@ def test_memory_of_a_process_is_seen() -> None:
 
 
 def test_prefixes_are_shared_within_a_turn_only(folder: Path) -> None:
-    """A system message is read once in a round, and again by the next arm."""
+    """A system message is computed once in a round, and again by the next variant."""
     task = Task("Hi", system="You know all about the weather. " * 20)
     with LLM(folder) as llm:
         target = EngineTarget(llm)
-        asked = [Asking(0.0, 4, 1, 0, turn) for turn in ("a", "a", "b")]
-        answers = [asyncio.run(target.ask(task, asking)) for asking in asked]
+        asked = [RequestOptions(0.0, 4, 1, 0, turn) for turn in ("a", "a", "b")]
+        answers = [asyncio.run(target.ask(task, options)) for options in asked]
     shares = [(answer.num_cached or 0) / (answer.num_prompt or 1) for answer in answers]
     assert [share > 0.5 for share in shares] == [False, True, False]

@@ -1,32 +1,39 @@
-"""The table, the record and the pictures, from fixed rounds."""
+"""The tables, the record and the plots, from fixed rounds."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from made_up import FakeTarget, a_round, answer, measured
+from made_up import FakeTarget, a_round, answer, result
+from rich.console import Console, RenderableType
 
 from outrider.bench.answer import DraftCounts
-from outrider.bench.chart import nice_step
 from outrider.bench.environment import environment
 from outrider.bench.plot import check_plot_file, draw, write_plot
 from outrider.bench.record import record, write_record
 from outrider.bench.report import report
-from outrider.bench.rounds import Benchmark, Measured
-from outrider.bench.settings import Settings
-from outrider.bench.table import table
-from outrider.bench.target import arms_of
+from outrider.bench.rounds import Benchmark, CaseResult
+from outrider.bench.settings import BenchSettings
+from outrider.bench.table import tables
+from outrider.bench.target import variants_of
 from outrider.config import InvalidConfig
+from outrider.terminal import console_for
 
-SVG = "{http://www.w3.org/2000/svg}"
+
+def plain(*parts: RenderableType) -> str:
+    """The text as a pipe gets it."""
+    stream = io.StringIO()
+    console_for(stream).print(*parts, sep="\n")
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def fixed() -> list[Measured]:
+def fixed() -> list[CaseResult]:
     drafts = DraftCounts(10, 15, (8, 2), (4, 1))
 
     def rounds(factor: float) -> list:
@@ -37,28 +44,34 @@ def fixed() -> list[Measured]:
             a_round("off", 1, 10 * factor),
         ]
 
-    return [measured(*rounds(1)), measured(*rounds(2), streams=4), measured(*rounds(1), temperature=0.8)]
+    return [result(*rounds(1)), result(*rounds(2), streams=4), result(*rounds(1), temperature=0.8)]
 
 
 def test_the_table() -> None:
-    assert table(fixed(), ["off", "auto"], ["off"]).splitlines()[:6] == [
+    assert plain(*tables(fixed(), ["off", "auto"], ["off"])).splitlines()[:6] == [
         "chat (everyday questions), temperature 0",
-        "streams  arm   tokens/s          / off             first token ms  a token ms   stride  "
-        "accepted by place  ended  peak MB",
-        "1        off   10.0 (10.0-10.0)  -                 500 / 500       62.5 / 62.5  -       "
-        "-                  2/2    600",
-        "         auto  17.5 (15.0-20.0)  1.75 (1.50-2.00)  250 / 333       31.2 / 41.7  1.50    "
-        "0.50 0.50          2/2    -",
-        "4        off   20.0 (20.0-20.0)  -                 250 / 250       31.2 / 31.2  -       "
-        "-                  2/2    600",
-        "         auto  35.0 (30.0-40.0)  1.75 (1.50-2.00)  125 / 167       15.6 / 20.8  1.50    "
-        "0.50 0.50          2/2    -",
+        "streams  variant  tokens/s          / off             TTFT ms    ITL ms       tokens/step  "
+        "accepted   stopped  peak MB",
+        "1        off      10.0 (10.0-10.0)  -                 500 / 500  62.5 / 62.5  -            "
+        "-          2/2      600",
+        "         auto     17.5 (15.0-20.0)  1.75 (1.50-2.00)  250 / 333  31.2 / 41.7  1.50         "
+        "0.50 0.50  2/2      -",
+        "4        off      20.0 (20.0-20.0)  -                 250 / 250  31.2 / 31.2  -            "
+        "-          2/2      600",
+        "         auto     35.0 (30.0-40.0)  1.75 (1.50-2.00)  125 / 167  15.6 / 20.8  1.50         "
+        "0.50 0.50  2/2      -",
     ]
 
 
+def test_a_terminal_gets_the_table_in_its_width() -> None:
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(*tables(fixed(), ["off", "auto"], ["off"]))
+    assert max(map(len, stream.getvalue().splitlines())) <= 80
+
+
 def test_each_temperature_has_a_table_of_its_own_and_a_case_without_rounds_has_none() -> None:
-    text = table([*fixed(), measured(workload="code")], ["off", "auto"], ["off"])
-    assert text.count("tokens/s") == 2
+    text = plain(*tables([*fixed(), result(workload="code")], ["off", "auto"], ["off"]))
+    assert text.count("TTFT") == 2
     assert "temperature 0.8" in text
     assert "programs" not in text
 
@@ -68,35 +81,38 @@ def test_what_failed_and_what_is_no_json_is_said_beneath_the_table() -> None:
         answer((1.0, 1), kind="constrained", text="Sure!"),
         answer(error="the server says 500: oh", finish_reason=None),
     )
-    text = table([measured(a_round("off", 0, 10, answers=answers), workload="json")], ["off"], ["off"])
-    assert "1 stream, off: 1 of 1 answers that had to be JSON are none" in text
+    text = plain(*tables([result(a_round("off", 0, 10, answers=answers), workload="json")], ["off"], ["off"]))
+    assert "1 stream, off: 1 of 1 answers with a JSON schema are not valid JSON" in text
     assert "1 stream, off: 1 failed: the server says 500: oh" in text
 
 
 def test_mixed_rows_show_their_pace_by_kind() -> None:
     answers = tuple(answer((1.0, 1), (2.0, 1), kind=kind) for kind in ("plain", "free"))
-    text = table([measured(a_round("off", 0, 10, answers=answers), workload="mixed")], ["off"], ["off"])
-    assert "a token ms by row: free 1000.0 / 1000.0, plain 1000.0 / 1000.0" in text
+    text = plain(
+        *tables([result(a_round("off", 0, 10, answers=answers), workload="mixed")], ["off"], ["off"])
+    )
+    assert "ITL ms by kind of row: free 1000.0 / 1000.0, plain 1000.0 / 1000.0" in text
 
 
 def finished(**settings: object) -> Benchmark:
     chosen = {"workloads": ("chat", "long"), "streams": (1, 2), "rounds": 2, "requests": 1} | settings
-    benchmark = Benchmark(arms_of([FakeTarget()], ("auto",)), Settings(**chosen))  # type: ignore[arg-type]
+    benchmark = Benchmark(variants_of([FakeTarget()], ("auto",)), BenchSettings(**chosen))  # type: ignore[arg-type]
     asyncio.run(benchmark.run())
     return benchmark
 
 
 def test_the_report_says_whether_answers_were_the_same_but_not_where_prompts_differed() -> None:
-    text = report(finished(), ["off"], is_complete=True)
-    assert "off and auto gave the same text 6 times of 6." in text  # chat alone
-    assert "peak: the most memory in a round (fake: that of make-believe)." in text
+    text = plain(report(finished(), ["off"], is_complete=True))
+    assert "off and auto gave the same text in 6 of 6 answers." in text  # chat alone
+    assert "the most memory in use during a round (fake: memory of make-believe)" in text
     assert not text.startswith("Interrupted")
 
 
 def test_an_interrupted_report_says_so_and_an_empty_one_too() -> None:
-    assert report(finished(), ["off"], is_complete=False).startswith("Interrupted: this is what was measured")
-    nothing = Benchmark(arms_of([FakeTarget()], ("auto",)), Settings())
-    assert report(nothing, ["off"], is_complete=False) == "Nothing was measured."
+    text = plain(report(finished(), ["off"], is_complete=False))
+    assert text.startswith("Interrupted. These are the figures so far.")
+    nothing = Benchmark(variants_of([FakeTarget()], ("auto",)), BenchSettings())
+    assert plain(report(nothing, ["off"], is_complete=False)) == "Nothing was measured."
 
 
 def test_the_record_holds_settings_machine_figures_and_every_round(tmp_path: Path) -> None:
@@ -116,46 +132,39 @@ def test_the_record_holds_settings_machine_figures_and_every_round(tmp_path: Pat
     assert case["figures"][1]["ratios"]["off"]["median"] > 0
 
 
-def test_the_picture_has_a_line_an_arm_and_a_ratio_beside_it() -> None:
-    root = ElementTree.fromstring(draw(fixed(), ["off", "auto"], ["off"]))
-    charts = root.findall(f"{SVG}g")
-    assert len(charts) == 4  # two temperatures: tokens/s, ratio
-    assert [len(chart.findall(f"{SVG}polyline")) for chart in charts] == [2, 1, 2, 1]
-    titles = [chart.findall(f"{SVG}text")[0].text for chart in charts]
+def test_the_plot_has_a_line_for_each_variant_and_a_ratio_beside_it() -> None:
+    charts = draw(fixed(), ["off", "auto"], ["off"]).axes
+    titles = [chart.get_title() for chart in charts]
     assert titles[:2] == ["chat, temperature 0: tokens/s", "chat, temperature 0: speed over off"]
+    assert len(charts) == 4  # two temperatures: tokens/s and ratio
+    names = [chart.get_legend_handles_labels()[1] for chart in charts]
+    assert names == [["off", "auto"], ["auto"]] * 2
+    (auto,) = charts[1].containers
+    assert list(auto.lines[0].get_ydata()) == [1.75, 1.75]
+    assert [label.get_text() for label in charts[0].get_xticklabels()] == ["1", "4"]
 
 
-def test_points_are_higher_where_it_is_faster_and_lie_within_the_picture() -> None:
-    root = ElementTree.fromstring(draw(fixed(), ["off", "auto"], ["off"]))
-    slow, fast = (
-        [tuple(map(float, spot.split(","))) for spot in line.attrib["points"].split()]
-        for line in root.findall(f"{SVG}g")[0].findall(f"{SVG}polyline")
-    )
-    assert all(high[1] < low[1] and high[0] == low[0] for high, low in zip(fast, slow, strict=True))
-    assert slow[0][0] < slow[1][0]
-    assert all(0 < y < 260 for _, y in (*slow, *fast))
+@pytest.mark.parametrize(("suffix", "start"), [(".svg", b"<?xml"), (".PNG", b"\x89PNG")])
+def test_the_suffix_of_a_plot_decides_its_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, start: bytes
+) -> None:
+    monkeypatch.delenv("DISPLAY", raising=False)
+    file = tmp_path / f"p{suffix}"
+    check_plot_file(file)
+    write_plot(file, fixed(), ["off", "auto"], ["off"])
+    assert file.read_bytes().startswith(start)
 
 
-def test_names_in_a_picture_are_escaped() -> None:
-    svg = draw([measured(a_round("<a & b>", 0, 10))], ["<a & b>"], ["<a & b>"])
-    assert "&lt;a &amp; b&gt;" in svg
-    ElementTree.fromstring(svg)
+def test_names_in_a_plot_are_text(tmp_path: Path) -> None:
+    name = "<a & $b$>"
+    write_plot(tmp_path / "p.svg", [result(a_round(name, 0, 10))], [name], [name])
+    root = ElementTree.parse(tmp_path / "p.svg").getroot()
+    assert name in {text for element in root.iter() for text in element.itertext()}
 
 
-@pytest.mark.parametrize(("top", "step"), [(1.75, 0.5), (10, 2), (47, 10), (0.09, 0.02), (100, 20), (0, 1)])
-def test_steps_of_an_axis_are_round(top: float, step: float) -> None:
-    assert nice_step(top) == pytest.approx(step)
-
-
-def test_a_plot_is_written_as_svg(tmp_path: Path) -> None:
-    check_plot_file(tmp_path / "p.svg")
-    write_plot(tmp_path / "p.svg", fixed(), ["off", "auto"], ["off"])
-    assert (tmp_path / "p.svg").read_text().startswith("<svg")
-
-
-def test_a_png_without_its_package_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cairosvg", None)
-    with pytest.raises(InvalidConfig, match=r"needs the package cairosvg .* ends with \.svg needs nothing"):
-        check_plot_file(Path("p.png"))
+def test_a_plot_without_matplotlib_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidConfig, match=r"ends with \.svg or \.png"):
         check_plot_file(Path("p.pdf"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InvalidConfig, match=r"matplotlib \(pip install 'outrider\[plot\]'\)"):
+        check_plot_file(Path("p.png"))

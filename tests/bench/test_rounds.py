@@ -1,4 +1,4 @@
-"""How turns are taken: arms alternate, ask the same, and none spoils another's round."""
+"""Rounds: variants alternate and ask the same questions, and a failed one does not disturb the others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from made_up import FakeTarget
 
 from outrider.bench.errors import BenchFailed
-from outrider.bench.rounds import Benchmark, Turn, turns
-from outrider.bench.settings import Settings
-from outrider.bench.target import Arm, arms_of
+from outrider.bench.rounds import Benchmark, order_of_round
+from outrider.bench.settings import BenchSettings
+from outrider.bench.target import Variant, variants_of
+from outrider.progress import Progress
 
 SMALL: dict[str, Any] = {"workloads": ("chat",), "streams": (2,), "rounds": 3, "requests": 2}
 
@@ -21,14 +22,18 @@ def run(benchmark: Benchmark) -> Benchmark:
     return benchmark
 
 
-def test_arms_of_one_target_are_off_and_each_depth() -> None:
-    arms = arms_of([FakeTarget()], ("auto", 3))
-    assert [(arm.name, arm.depth) for arm in arms] == [("off", 0), ("auto", "auto"), ("depth 3", 3)]
+def test_variants_of_one_target_are_off_and_each_depth() -> None:
+    variants = variants_of([FakeTarget()], ("auto", 3))
+    assert [(variant.name, variant.depth) for variant in variants] == [
+        ("off", 0),
+        ("auto", "auto"),
+        ("depth 3", 3),
+    ]
 
 
-def test_arms_of_servers_carry_their_names_and_a_foreign_server_is_one_arm() -> None:
-    arms = arms_of([FakeTarget("ours"), FakeTarget("theirs", can_draft=False)], ("auto",))
-    assert [(arm.name, arm.depth) for arm in arms] == [
+def test_variants_of_servers_have_their_names_and_a_foreign_server_is_one_variant() -> None:
+    variants = variants_of([FakeTarget("ours"), FakeTarget("theirs", can_draft=False)], ("auto",))
+    assert [(variant.name, variant.depth) for variant in variants] == [
         ("ours off", 0),
         ("ours auto", "auto"),
         ("theirs", None),
@@ -36,8 +41,8 @@ def test_arms_of_servers_carry_their_names_and_a_foreign_server_is_one_arm() -> 
 
 
 def test_the_order_of_turns_changes_every_round() -> None:
-    arms = arms_of([FakeTarget()], ("auto",))
-    assert [[arm.name for arm in turns(arms, i)] for i in range(3)] == [
+    variants = variants_of([FakeTarget()], ("auto",))
+    assert [[variant.name for variant in order_of_round(variants, i)] for i in range(3)] == [
         ["off", "auto"],
         ["auto", "off"],
         ["off", "auto"],
@@ -45,8 +50,8 @@ def test_the_order_of_turns_changes_every_round() -> None:
 
 
 def test_rounds_alternate_and_keep_their_place() -> None:
-    benchmark = run(Benchmark(arms_of([FakeTarget()], ("auto",)), Settings(**SMALL)))
-    assert [(one.index, one.place, one.arm) for one in benchmark.measured[0].rounds] == [
+    benchmark = run(Benchmark(variants_of([FakeTarget()], ("auto",)), BenchSettings(**SMALL)))
+    assert [(one.index, one.place, one.variant) for one in benchmark.results[0].rounds] == [
         (0, 0, "off"),
         (0, 1, "auto"),
         (1, 0, "auto"),
@@ -56,48 +61,52 @@ def test_rounds_alternate_and_keep_their_place() -> None:
     ]
 
 
-def test_arms_ask_the_same_with_the_same_seeds_and_rounds_ask_something_else() -> None:
+def test_variants_ask_the_same_with_the_same_seeds_and_rounds_ask_something_else() -> None:
     target = FakeTarget()
-    settings = Settings(**(SMALL | {"temperatures": (0.8,)}))
-    run(Benchmark(arms_of([target], ("auto",)), settings))
-    timed = [(task, asking) for task, asking in target.asked if asking.max_tokens == settings.max_tokens]
-    off = [(task.prompt, asking.seed) for task, asking in timed if asking.depth == 0]
-    auto = [(task.prompt, asking.seed) for task, asking in timed if asking.depth == "auto"]
+    settings = BenchSettings(**(SMALL | {"temperatures": (0.8,)}))
+    run(Benchmark(variants_of([target], ("auto",)), settings))
+    timed = [(task, options) for task, options in target.asked if options.max_tokens == settings.max_tokens]
+    off = [(task.prompt, options.seed) for task, options in timed if options.depth == 0]
+    auto = [(task.prompt, options.seed) for task, options in timed if options.depth == "auto"]
     assert sorted(off) == sorted(auto)
     assert len(set(off)) == len(off) == 12
-    assert {asking.temperature for _, asking in timed} == {0.8}
+    assert {options.temperature for _, options in timed} == {0.8}
 
 
 def test_streams_run_at_once_and_no_more_than_asked_for() -> None:
     target = FakeTarget(pause_s=0.002)
-    run(Benchmark(arms_of([target], ("auto",)), Settings(**(SMALL | {"streams": (3,), "requests": 2}))))
+    run(
+        Benchmark(
+            variants_of([target], ("auto",)), BenchSettings(**(SMALL | {"streams": (3,), "requests": 2}))
+        )
+    )
     assert target.most_live == 3
 
 
 def test_plain_rows_never_draft_and_foreign_servers_are_not_told_a_depth() -> None:
     ours, theirs = FakeTarget("ours"), FakeTarget("theirs", can_draft=False)
-    settings = Settings(**(SMALL | {"workloads": ("mixed",), "rounds": 1, "requests": 3}))
-    run(Benchmark(arms_of([ours, theirs], ("auto",)), settings))
-    assert {asking.depth for task, asking in ours.asked if task.kind == "plain"} == {0}
-    assert {asking.depth for task, asking in ours.asked if task.kind == "constrained"} == {0, "auto"}
-    assert {asking.depth for _, asking in theirs.asked} == {None}
+    settings = BenchSettings(**(SMALL | {"workloads": ("mixed",), "rounds": 1, "requests": 3}))
+    run(Benchmark(variants_of([ours, theirs], ("auto",)), settings))
+    assert {options.depth for task, options in ours.asked if task.kind == "plain"} == {0}
+    assert {options.depth for task, options in ours.asked if task.kind == "constrained"} == {0, "auto"}
+    assert {options.depth for _, options in theirs.asked} == {None}
 
 
-def test_every_arm_is_warmed_up_before_it_is_timed_grammars_too() -> None:
+def test_every_variant_is_warmed_up_before_it_is_timed_grammars_too() -> None:
     target = FakeTarget()
-    settings = Settings(**(SMALL | {"workloads": ("json",), "rounds": 1}))
-    run(Benchmark(arms_of([target], ("auto",)), settings))
+    settings = BenchSettings(**(SMALL | {"workloads": ("json",), "rounds": 1}))
+    run(Benchmark(variants_of([target], ("auto",)), settings))
     first_timed = next(i for i, (_, a) in enumerate(target.asked) if a.max_tokens == settings.max_tokens)
     warm = target.asked[1:first_timed]
-    assert {asking.depth for _, asking in warm} == {0, "auto"}
+    assert {options.depth for _, options in warm} == {0, "auto"}
     timed_schemas = {str(task.schema) for task, _ in target.asked[first_timed:]}
     assert timed_schemas <= {str(task.schema) for task, _ in warm}
     assert not {task.prompt for task, _ in warm} & {task.prompt for task, _ in target.asked[first_timed:]}
 
 
 def test_drafts_and_memory_are_those_of_the_round() -> None:
-    benchmark = run(Benchmark(arms_of([FakeTarget()], ("auto",)), Settings(**SMALL)))
-    for one in benchmark.measured[0].rounds:
+    benchmark = run(Benchmark(variants_of([FakeTarget()], ("auto",)), BenchSettings(**SMALL)))
+    for one in benchmark.results[0].rounds:
         assert one.drafts is not None
         assert (one.drafts.num_steps, one.drafts.num_tokens) == (4, 8)
         assert one.drafts.acceptance == [1.0, 0.0]
@@ -107,61 +116,63 @@ def test_drafts_and_memory_are_those_of_the_round() -> None:
 def test_a_target_that_answers_nothing_is_said_before_anything_is_timed() -> None:
     target = FakeTarget("theirs", fails=lambda task: "the server says 404: no such model")
     with pytest.raises(BenchFailed, match="theirs gave no answer: the server says 404: no such model"):
-        run(Benchmark(arms_of([target], ("auto",)), Settings(**SMALL)))
+        run(Benchmark(variants_of([target], ("auto",)), BenchSettings(**SMALL)))
 
 
 def test_one_failed_answer_costs_only_itself() -> None:
     first = "What causes thunder, and why do we see lightning first?"
     target = FakeTarget(fails=lambda task: "no" if task.prompt == first else None)
-    benchmark = run(Benchmark(arms_of([target], ("auto",)), Settings(**SMALL)))
-    rounds = benchmark.measured[0].rounds
+    benchmark = run(Benchmark(variants_of([target], ("auto",)), BenchSettings(**SMALL)))
+    rounds = benchmark.results[0].rounds
     assert len(rounds) == 6
     assert [answer.error for answer in rounds[0].answers] == ["no", None, None, None]
     assert rounds[0].num_tokens == 3
 
 
-def test_an_arm_without_any_answer_gets_no_further_turn_at_the_case() -> None:
+def test_a_variant_without_any_answer_gets_no_further_turn_at_the_case() -> None:
     good = FakeTarget("good", can_draft=False)
     bad = FakeTarget("bad", can_draft=False, fails=lambda task: "no" if task.schema else None)
-    settings = Settings(**(SMALL | {"workloads": ("json", "chat")}))
-    benchmark = run(Benchmark(arms_of([good, bad], ("auto",)), settings))
-    json_rounds, chat_rounds = (one.rounds for one in benchmark.measured)
-    assert [one.arm for one in json_rounds].count("bad") == 1
-    assert [one.arm for one in json_rounds].count("good") == 3
-    assert [one.arm for one in chat_rounds].count("bad") == 3
+    settings = BenchSettings(**(SMALL | {"workloads": ("json", "chat")}))
+    benchmark = run(Benchmark(variants_of([good, bad], ("auto",)), settings))
+    json_rounds, chat_rounds = (one.rounds for one in benchmark.results)
+    assert [one.variant for one in json_rounds].count("bad") == 1
+    assert [one.variant for one in json_rounds].count("good") == 3
+    assert [one.variant for one in chat_rounds].count("bad") == 3
 
 
 def test_what_a_target_raises_is_one_failed_answer() -> None:
     class Broken(FakeTarget):
-        async def ask(self, task: Any, asking: Any) -> Any:
-            if asking.max_tokens > 4:
+        async def ask(self, task: Any, options: Any) -> Any:
+            if options.max_tokens > 4:
                 raise ZeroDivisionError("oh")
-            return await super().ask(task, asking)
+            return await super().ask(task, options)
 
-    benchmark = run(Benchmark([Arm("a", Broken(), None)], Settings(**SMALL)))
-    assert benchmark.measured[0].rounds[0].answers[0].error == "ZeroDivisionError: oh"
+    benchmark = run(Benchmark([Variant("a", Broken(), None)], BenchSettings(**SMALL)))
+    assert benchmark.results[0].rounds[0].answers[0].error == "ZeroDivisionError: oh"
 
 
-def test_progress_counts_to_its_total_even_past_an_arm_that_is_given_up() -> None:
-    seen: list[Turn] = []
+def test_progress_counts_to_its_total_even_past_a_variant_that_is_given_up() -> None:
+    seen: list[Progress] = []
     bad = FakeTarget("bad", can_draft=False, fails=lambda task: "no" if "Count" not in task.prompt else None)
     bad.fails = lambda task: None if task.prompt.startswith(("Count", "Hello")) else "no"
-    benchmark = run(Benchmark(arms_of([bad, FakeTarget("good")], ("auto",)), Settings(**SMALL), seen.append))
-    assert seen[-1].num_done == seen[-1].num_total == benchmark.num_answers == 36
+    benchmark = run(
+        Benchmark(variants_of([bad, FakeTarget("good")], ("auto",)), BenchSettings(**SMALL), seen.append)
+    )
+    assert seen[-1].done == seen[-1].total == benchmark.num_answers == 36
 
 
 def test_an_interrupted_run_keeps_its_rounds() -> None:
     benchmark = Benchmark(
-        arms_of([FakeTarget(pause_s=0.01)], ("auto",)), Settings(**(SMALL | {"rounds": 50}))
+        variants_of([FakeTarget(pause_s=0.01)], ("auto",)), BenchSettings(**(SMALL | {"rounds": 50}))
     )
 
     async def interrupted() -> None:
         task = asyncio.create_task(benchmark.run())
-        while not benchmark.measured or len(benchmark.measured[0].rounds) < 2:
+        while not benchmark.results or len(benchmark.results[0].rounds) < 2:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(interrupted())
-    assert 2 <= len(benchmark.measured[0].rounds) < 100
+    assert 2 <= len(benchmark.results[0].rounds) < 100

@@ -16,7 +16,7 @@ VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=40)
 def test_spread_is_median_least_and_most() -> None:
     assert Spread.of([3.0, 1.0, 2.0, 10.0]) == Spread(2.5, 1.0, 10.0)
     assert Spread.of([]) is None
-    assert Spread(1.234, 1.0, 2.0).told(2) == "1.23 (1.00-2.00)"
+    assert Spread(1.234, 1.0, 2.0).text(2) == "1.23 (1.00-2.00)"
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 2), (0.51, 3), (0.75, 3), (0.95, 4), (1.0, 4)])

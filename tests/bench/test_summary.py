@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from made_up import a_round, answer, measured
+from made_up import a_round, answer, result
 
 from outrider.bench.answer import DraftCounts
 from outrider.bench.statistics import Spread
@@ -23,7 +23,7 @@ def test_an_answer_of_one_arrival_has_no_gaps() -> None:
 def test_a_long_stride_weighs_as_many_tokens_as_it_brought() -> None:
     """Nine tokens within 0.9 s and one after 1 s: the median token took 0.1 s."""
     found = figures(
-        measured(a_round("off", 0, 1.0, answers=(answer((0.0, 1), (0.9, 9), (1.9, 1)),))), "off", []
+        result(a_round("off", 0, 1.0, answers=(answer((0.0, 1), (0.9, 9), (1.9, 1)),))), "off", []
     )
     assert found is not None
     assert found.inter_token.p50_s == pytest.approx(0.1)
@@ -31,23 +31,23 @@ def test_a_long_stride_weighs_as_many_tokens_as_it_brought() -> None:
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    """A machine that slows down by half hits both arms: the ratio does not move."""
-    found = measured(
+    """A machine that slows down by half hits both variants: the ratio does not move."""
+    found = result(
         a_round("off", 0, 10), a_round("auto", 0, 15), a_round("auto", 1, 7.5), a_round("off", 1, 5)
     )
     assert ratios(found, "auto", "off") == [pytest.approx(1.5), pytest.approx(1.5)]
 
 
-def test_a_round_that_the_other_arm_has_not_had_is_left_out() -> None:
-    found = measured(a_round("off", 0, 10), a_round("auto", 0, 20), a_round("auto", 1, 30))
+def test_a_round_that_the_other_variant_has_not_finished_is_left_out() -> None:
+    found = result(a_round("off", 0, 10), a_round("auto", 0, 20), a_round("auto", 1, 30))
     assert ratios(found, "auto", "off") == [pytest.approx(2.0)]
     assert ratios(found, "auto", "elsewhere") == []
 
 
-def test_figures_of_an_arm() -> None:
+def test_figures_of_a_variant() -> None:
     drafts = DraftCounts(10, 15, (8, 2), (4, 1))
     found = figures(
-        measured(
+        result(
             a_round("off", 0, 10),
             a_round("auto", 0, 20, drafts=drafts, peak_bytes=5),
             a_round("auto", 1, 10, drafts=drafts, peak_bytes=7),
@@ -66,17 +66,15 @@ def test_figures_of_an_arm() -> None:
 
 def test_failed_answers_are_counted_and_not_timed() -> None:
     bad = answer(error="no", finish_reason=None)
-    found = figures(
-        measured(a_round("off", 0, 10, answers=(answer((1.0, 5), (2.0, 5)), bad, bad))), "off", []
-    )
+    found = figures(result(a_round("off", 0, 10, answers=(answer((1.0, 5), (2.0, 5)), bad, bad))), "off", [])
     assert found is not None
     assert (found.num_failed, found.errors, found.num_tokens) == (2, {"no": 2}, 10)
     assert found.ttft.p95_s == 1.0
 
 
-def test_an_arm_without_any_answer_has_no_pace() -> None:
+def test_a_variant_without_any_answer_has_no_speed() -> None:
     bad = answer(error="no", finish_reason=None)
-    found = figures(measured(a_round("off", 0, 10, answers=(bad,))), "off", ["off"])
+    found = figures(result(a_round("off", 0, 10, answers=(bad,))), "off", ["off"])
     assert found is not None
     assert (found.tokens_per_s, found.stride, found.acceptance, found.ratios) == (
         None,
@@ -86,8 +84,8 @@ def test_an_arm_without_any_answer_has_no_pace() -> None:
     )
 
 
-def test_an_arm_without_a_turn_has_no_figures() -> None:
-    assert figures(measured(a_round("off", 0, 10)), "auto", ["off"]) is None
+def test_a_variant_without_a_round_has_no_figures() -> None:
+    assert figures(result(a_round("off", 0, 10)), "auto", ["off"]) is None
 
 
 def test_json_is_checked_where_it_was_asked_for_and_the_model_ended_it() -> None:
@@ -97,7 +95,7 @@ def test_json_is_checked_where_it_was_asked_for_and_the_model_ended_it() -> None
         answer((1.0, 1), kind="constrained", text='{"a', finish_reason="length"),
         answer((1.0, 1), text="hello"),
     )
-    found = figures(measured(a_round("off", 0, 10, answers=answers)), "off", [])
+    found = figures(result(a_round("off", 0, 10, answers=answers)), "off", [])
     assert found is not None
     assert found.json_valid == (1, 2)
     assert set(found.pace_by_kind) == {"constrained", "free"}
@@ -105,14 +103,14 @@ def test_json_is_checked_where_it_was_asked_for_and_the_model_ended_it() -> None
 
 def test_cached_prompts_show() -> None:
     answers = (answer((1.0, 1), num_prompt=30, num_cached=10), answer((1.0, 1), num_prompt=70, num_cached=40))
-    found = figures(measured(a_round("off", 0, 10, answers=answers)), "off", [])
+    found = figures(result(a_round("off", 0, 10, answers=answers)), "off", [])
     assert found is not None
     assert found.cached_share == 0.5
 
 
-def test_texts_of_two_arms_are_held_against_each_other() -> None:
+def test_texts_of_two_variants_are_compared() -> None:
     said = [answer((1.0, 1), text=text) for text in "abc"]
-    found = measured(
+    found = result(
         a_round("off", 0, 10, answers=(said[0], said[1])), a_round("auto", 0, 10, answers=(said[0], said[2]))
     )
     assert same_texts(found, "off", "auto") == (1, 2)

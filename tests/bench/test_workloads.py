@@ -1,4 +1,4 @@
-"""What is asked: enough of it, all of it our own, the same for every arm."""
+"""Workloads: enough questions, all written for this project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.settings import PRESETS, Settings
+from outrider.bench.settings import PRESETS, BenchSettings
 from outrider.bench.workloads import WORKLOADS
 from outrider.config import InvalidConfig
 
@@ -23,7 +23,9 @@ def test_a_workload_has_at_least_sixteen_different_tasks(name: str) -> None:
 
 
 def test_no_prompt_is_among_those_that_the_head_is_tested_on() -> None:
-    data = resources.files("outrider.models") / "data" / "smollm2-135m-instruct" / "held_out_prompts.json"
+    data = (
+        resources.files("outrider.models.files") / "data" / "smollm2-135m-instruct" / "held_out_prompts.json"
+    )
     held_out = data.read_text()
     for make in WORKLOADS.values():
         assert not [task.prompt for task in make().tasks if json.dumps(task.prompt)[1:-1] in held_out]
@@ -31,7 +33,7 @@ def test_no_prompt_is_among_those_that_the_head_is_tested_on() -> None:
 
 def test_no_prompt_is_among_those_that_the_head_is_trained_on() -> None:
     """Whatever a template of the training prompts may be filled with."""
-    file = Path(__file__).parents[2] / "train" / "default_head" / "everyday.py"
+    file = Path(__file__).parents[2] / "recipes" / "default_head" / "everyday.py"
     everyday = runpy.run_path(str(file))
 
     def pattern(template: str) -> str:
@@ -90,24 +92,24 @@ def test_the_shared_prefix_is_long_and_the_same() -> None:
     [
         ({"workloads": ("chat", "poetry")}, "there is no 'poetry'. Workloads: chat, code"),
         ({"workloads": ()}, "--workloads needs at least one"),
-        ({"streams": (1, 1)}, "--streams names one value twice"),
+        ({"streams": (1, 1)}, "--streams has the same value twice"),
         ({"streams": (0,)}, "--streams: 0 is not from 1"),
         ({"temperatures": (-1.0,)}, "--temperatures: -1 is not"),
         ({"temperatures": (float("nan"),)}, "--temperatures: nan is not"),
         ({"rounds": 0}, "--rounds"),
         ({"requests": 0}, "--requests"),
         ({"max_tokens": 1}, "--max-tokens"),
-        ({"depths": (0,)}, "depth 0 is always measured beside"),
+        ({"depths": (0,)}, "depth 0 is always measured"),
         ({"depths": (9,)}, "--depths: 9"),
         ({"timeout_s": 0}, "--timeout"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
-        Settings(**changes)  # type: ignore[arg-type]
+        BenchSettings(**changes)  # type: ignore[arg-type]
 
 
 def test_presets_are_settings() -> None:
-    assert Settings(**PRESETS["full"]).streams == (1, 2, 4, 8, 16)
-    assert set(Settings(**PRESETS["full"]).workloads) == set(WORKLOADS)
-    assert Settings(**PRESETS["quick"]).requests_a_round(4) == 4
+    assert BenchSettings(**PRESETS["full"]).streams == (1, 2, 4, 8, 16)
+    assert set(BenchSettings(**PRESETS["full"]).workloads) == set(WORKLOADS)
+    assert BenchSettings(**PRESETS["quick"]).requests_per_round(4) == 4

@@ -17,8 +17,8 @@ from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta,
 from outrider.cli.chat_backends import ChatFailed, LocalBackend
 from outrider.cli.chat_loop import ChatLoop
 from outrider.cli.chat_screen import ChatScreen, summary
-from outrider.cli.terminal import wants_styles
 from outrider.engine.sequence import Stats
+from outrider.terminal import wants_styles
 from server_process import write_tiny_model
 
 END = Finished("stop", Usage(), Stats(num_generated=10, ttft_s=0.5, total_s=2.0))

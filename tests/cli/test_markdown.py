@@ -7,10 +7,10 @@ import re
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-
 from outrider.cli.inline import MAX_SPAN
+
 from outrider.cli.markdown import Markdown
-from outrider.cli.terminal import printable
+from outrider.terminal import printable
 
 STYLE = re.compile(r"\x1b\[([0-9;]*)m")
 

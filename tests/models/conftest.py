@@ -8,7 +8,7 @@ import pytest
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import default_model
 from outrider.models.files.default_download import SMOLLM2, download
-from outrider.models.files.progress import ignore
+from outrider.progress import ignore
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from outrider.progress import Progress, ignore
 from outrider.train import checkpoint
 from outrider.train.checkpoint import Milestone, TrainState
 from outrider.train.errors import Interrupted, TrainingError
 from outrider.train.evaluate import Acceptance
-from outrider.train.progress import Progress, ignore
 from outrider.train.run import Job, train_head
 from tiny_models import write_checkpoint
 

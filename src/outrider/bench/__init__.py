@@ -1,4 +1,4 @@
-"""The benchmark: the same questions asked of our engine or of any server, with and without drafts, in turns.
+"""The benchmark: the same questions to our engine or any server, with and without drafts, in turns.
 
-Owns what is asked, how it is timed and how the figures are told. Must not know how a step works.
+Owns the questions, the timing and the figures. Must not know how a step works.
 """

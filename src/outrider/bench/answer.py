@@ -1,4 +1,4 @@
-"""What was seen of one answer, and of all answers of one round. Pure data; times are the client's."""
+"""The measurements of one answer, and of all answers of one round. Pure data; the client took the times."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal
 
 from outrider.bench.workloads import TaskKind
 
-TokenSource = Literal["engine", "usage", "chunks"]  # who counted an answer's tokens
+TokenSource = Literal["engine", "usage", "chunks"]  # how the tokens of an answer were counted
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """Tokens that came together, so long after the request."""
+class TokenArrival:
+    """Tokens that arrived together."""
 
-    s: float
-    num_tokens: float  # a share, where only the sum of an answer is known
+    s: float  # seconds since the request was sent
+    num_tokens: float  # an estimate with a fraction if only the answer's total is known
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Answer:
     kind: TaskKind
     started_s: float
     ended_s: float
-    arrivals: tuple[Arrival, ...] = ()
+    arrivals: tuple[TokenArrival, ...] = ()
     num_tokens: int = 0
     token_source: TokenSource = "engine"
     finish_reason: str | None = None
     text: str = ""
     num_prompt: int | None = None
-    num_cached: int | None = None  # prompt tokens that were not computed again
+    num_cached: int | None = None  # prompt tokens that came from a prefix cache
     error: str | None = None
 
     @property
@@ -40,12 +40,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """What a target's decode steps did, since it started or within a round."""
+    """Decode steps of a target and their drafts, since the target started or within a round."""
 
-    num_steps: int = 0  # rows over all decode steps
-    num_tokens: int = 0  # that they committed
-    drafted: tuple[int, ...] = ()  # by place in the draft
-    accepted: tuple[int, ...] = ()
+    num_steps: int = 0  # one for each row of each decode step
+    num_tokens: int = 0  # committed in these steps
+    drafted: tuple[int, ...] = ()  # by position in the draft
+    accepted: tuple[int, ...] = ()  # by position in the draft
 
     @property
     def stride(self) -> float | None:
@@ -53,7 +53,7 @@ class DraftCounts:
 
     @property
     def acceptance(self) -> list[float]:
-        """Share of drafts that stood, by place, as far as there were any."""
+        """Share of accepted drafts, by position, for the positions that were drafted."""
         return [a / d for d, a in zip(self.drafted, self.accepted, strict=True) if d]
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
@@ -72,15 +72,15 @@ class DraftCounts:
 
 
 @dataclass(frozen=True)
-class Round:
-    """One arm's turn at a case: every answer, and how long all of them took together."""
+class RoundResult:
+    """One round of one variant at one case: all answers, and the time that they took together."""
 
-    arm: str
+    variant: str
     index: int
-    place: int  # in the order of turns of this round
-    seconds: float  # from the first request to the last answer's end
+    place: int  # 0 if the variant was the first of its round, 1 if it was the second, ...
+    seconds: float  # from the first request to the end of the last answer
     answers: tuple[Answer, ...]
-    drafts: DraftCounts | None = None  # None: the target does not tell
+    drafts: DraftCounts | None = None  # None if the target does not report them
     peak_bytes: int | None = None
 
     @property
@@ -93,7 +93,7 @@ class Round:
 
     @property
     def has_failed(self) -> bool:
-        """No answer came."""
+        """True if every request failed."""
         return all(answer.error is not None for answer in self.answers)
 
 

@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran, for its record."""
+"""The machine and the package versions of a benchmark, for its record."""
 
 from __future__ import annotations
 

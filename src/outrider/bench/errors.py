@@ -1,7 +1,7 @@
-"""What stops a benchmark."""
+"""The error that ends a benchmark."""
 
 from __future__ import annotations
 
 
 class BenchFailed(RuntimeError):
-    """Nothing can be measured; the message says why and what to do."""
+    """Nothing can be measured. The message says why, and what to do."""

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API as a target; of an Outrider it also reads what the steps did."""
+"""A server with OpenAI's API as a target. An Outrider also reports its steps and drafts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import re
 import time
 import uuid
 from collections import defaultdict
+from contextlib import aclosing
 from typing import Any
 
 from outrider.bench.answer import Answer, DraftCounts
 from outrider.bench.errors import BenchFailed
-from outrider.bench.http_stream import HttpFailed, HttpResponse, Unreachable, request
 from outrider.bench.memory import MemoryWatch
-from outrider.bench.sse_answer import AnswerReader, error_message
-from outrider.bench.target import Asking
+from outrider.bench.streamed_answer import read_answer
+from outrider.bench.target import RequestOptions
 from outrider.bench.workloads import Task
+from outrider.chat_client import ChatClient, ServerError, ServerUnreachable
 from outrider.server_address import ServerAddress
 
 METRIC = re.compile(r'^outrider_(\w+?)(?:\{position="(\d+)"\})? (\S+)$', re.MULTILINE)
@@ -25,53 +26,42 @@ class HttpTarget:
     def __init__(
         self,
         name: str,
-        address: ServerAddress,
+        client: ChatClient,
         model: str,
-        status: dict[str, Any] | None,  # what an Outrider says at /v1/status; None: another server
-        timeout_s: float,
+        status: dict[str, Any] | None,  # an Outrider's /v1/status; None for other servers
         memory: MemoryWatch | None = None,
     ) -> None:
         self.name = name
-        self.address = address
         self.model = model
         self.can_draft = status is not None
         self.memory_source = None if memory is None else "the server's process"
+        self._client = client
         self._status = status
-        self._timeout_s = timeout_s
         self._memory = memory
 
     def facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"kind": "server", "url": str(self.address), "model": self.model}
+        facts: dict[str, Any] = {"kind": "server", "url": str(self._client.address), "model": self.model}
         if self._status is not None:
             facts |= {"server": self._status.get("server")} | dict(self._status.get("model") or {})
         return facts
 
-    async def ask(self, task: Task, asking: Asking) -> Answer:
-        started_s = time.perf_counter()
-        reader = AnswerReader(task, started_s)
-        body = request_body(self.model, task, asking)
-        if self.can_draft:  # an Outrider: every prompt is computed, however often it was asked
+    async def ask(self, task: Task, options: RequestOptions) -> Answer:
+        body = request_body(self.model, task, options)
+        if self.can_draft:  # an Outrider: its prefix cache must not answer for the model
             body["cache_salt"] = uuid.uuid4().hex
+        started_s = time.perf_counter()
         try:
-            asked = request(self.address, "POST", "/v1/chat/completions", body, self._timeout_s)
-            async with asked as response:
-                await _refuse_unless_stream(response)
-                ended_s = started_s
-                async for read in response.reads():
-                    reader.take(read)
-                    ended_s = read.at_s
-                    if reader.is_done:
-                        break
-                return reader.answer(ended_s)
-        except HttpFailed as error:
+            async with aclosing(self._client.stream_chat(body)) as chunks:
+                return await read_answer(task, started_s, chunks)
+        except ServerError as error:
             return Answer(task.kind, started_s, time.perf_counter(), error=str(error))
 
     async def draft_counts(self) -> DraftCounts | None:
         if self._status is None:
             return None
         try:
-            return parse_metrics((await _get(self.address, "/metrics")).decode())
-        except HttpFailed:
+            return parse_metrics((await self._client.get("/metrics")).decode())
+        except ServerError:
             return None
 
     def reset_peak(self) -> None:
@@ -85,98 +75,81 @@ class HttpTarget:
 async def connect(
     name: str | None, address: ServerAddress, model: str | None, timeout_s: float, pid: int | None = None
 ) -> HttpTarget:
-    """Find out who answers there. BenchFailed if nobody does, or nobody with a model."""
+    """Finds out which server answers. Raises BenchFailed if no server does, or if it names no model."""
     memory = None if pid is None else MemoryWatch(pid)
     if memory is not None and not memory.works:
         raise BenchFailed(
             f"--pid {pid}: the memory of this process cannot be read (this works on Linux only)"
         )
-    first = await _first_model(address)
+    client = ChatClient(address, "outrider-bench", timeout_s)
+    first = await _first_model(client)  # also if a model is given: shows whether the server can be reached
     chosen = model or first
     if chosen is None:
-        raise BenchFailed(f"{address} names no model at /v1/models: give its name as MODEL")
-    status = await _status(address)
-    usual = "outrider" if status is not None else address.netloc
-    return HttpTarget(name or usual, address, chosen, status, timeout_s, memory)
+        raise BenchFailed(f"{address} lists no model at /v1/models: give its name as MODEL")
+    status = await _status(client)
+    default_name = "outrider" if status is not None else address.netloc
+    return HttpTarget(name or default_name, client, chosen, status, memory)
 
 
-def request_body(model: str, task: Task, asking: Asking) -> dict[str, Any]:
-    """Every parameter that servers have different defaults for is given."""
+def request_body(model: str, task: Task, options: RequestOptions) -> dict[str, Any]:
+    """Every parameter is given for which servers have different defaults."""
     body: dict[str, Any] = {
         "model": model,
         "messages": task.messages,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "max_tokens": asking.max_tokens,
-        "temperature": asking.temperature,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
         "top_p": 1.0,
     }
-    if asking.temperature > 0:  # greedy answers need none, and mlx_lm.server batches only requests without
-        body["seed"] = asking.seed
+    if (
+        options.temperature > 0
+    ):  # greedy answers need no seed, and mlx_lm.server never batches seeded requests
+        body["seed"] = options.seed
     if task.schema is not None:
         schema = {"name": "answer", "schema": task.schema, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    if asking.depth is not None:
-        body["draft_depth"] = asking.depth
+    if options.depth is not None:
+        body["draft_depth"] = options.depth
     return body
 
 
 def parse_metrics(text: str) -> DraftCounts:
     """From an Outrider's /metrics."""
-    plain: dict[str, float] = {}
-    places: dict[str, dict[int, int]] = defaultdict(dict)
-    for name, place, value in METRIC.findall(text):
-        if place:
-            places[name][int(place)] = int(float(value))
+    totals: dict[str, float] = {}
+    by_position: dict[str, dict[int, int]] = defaultdict(dict)
+    for name, position, value in METRIC.findall(text):
+        if position:
+            by_position[name][int(position)] = int(float(value))
         else:
-            plain[name] = float(value)
+            totals[name] = float(value)
 
-    def by_place(name: str) -> tuple[int, ...]:
-        return tuple(count for _, count in sorted(places[name].items()))
+    def counts(name: str) -> tuple[int, ...]:
+        return tuple(count for _, count in sorted(by_position[name].items()))
 
     return DraftCounts(
-        int(plain.get("stride_tokens_count", 0)),
-        int(plain.get("stride_tokens_sum", 0)),
-        by_place("drafted_tokens_total"),
-        by_place("accepted_tokens_total"),
+        int(totals.get("stride_tokens_count", 0)),
+        int(totals.get("stride_tokens_sum", 0)),
+        counts("drafted_tokens_total"),
+        counts("accepted_tokens_total"),
     )
 
 
-async def _first_model(address: ServerAddress) -> str | None:
-    """None: it does not tell."""
+async def _first_model(client: ChatClient) -> str | None:
     try:
-        models = json.loads(await _get(address, "/v1/models"))
-        return str(models["data"][0]["id"])
-    except Unreachable as error:
+        return await client.first_model()
+    except ServerUnreachable as error:
         raise BenchFailed(
-            f"{error}. Start a server there, or leave --url out to measure in process."
+            f"{error}. Start a server there, or leave out --url to load a model here."
         ) from None
-    except (HttpFailed, ValueError, LookupError, TypeError):
+    except ServerError:
         return None
 
 
-async def _status(address: ServerAddress) -> dict[str, Any] | None:
+async def _status(client: ChatClient) -> dict[str, Any] | None:
     try:
-        status = json.loads(await _get(address, "/v1/status"))
-    except (HttpFailed, ValueError):
+        status = json.loads(await client.get("/v1/status"))
+    except (ServerError, ValueError):
         return None
-    is_ours = isinstance(status, dict) and str(status.get("server", "")).startswith("outrider")
-    return status if is_ours else None
-
-
-async def _get(address: ServerAddress, route: str) -> bytes:
-    async with request(address, "GET", route) as response:
-        if response.status != 200:
-            raise HttpFailed(f"{address}{route} says {response.status}")
-        return await response.body()
-
-
-async def _refuse_unless_stream(response: HttpResponse) -> None:
-    if response.status != 200:
-        try:
-            message = error_message(json.loads(await response.body()))
-        except (HttpFailed, ValueError):
-            message = "no reason given"
-        raise HttpFailed(f"the server says {response.status}: {message}")
-    if response.content_type != "text/event-stream":
-        raise HttpFailed(f"the server answered with {response.content_type or 'no type'}, not with a stream")
+    is_outrider = isinstance(status, dict) and str(status.get("server", "")).startswith("outrider")
+    return status if is_outrider else None

@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from outrider.bench.answer import Answer, Arrival, DraftCounts
+from outrider.bench.answer import Answer, DraftCounts, TokenArrival
 from outrider.bench.errors import BenchFailed
-from outrider.bench.target import Asking
+from outrider.bench.target import RequestOptions
 from outrider.bench.workloads import Task
 from outrider.chat.conversation import ChatRequest
 from outrider.chat.events import TextDelta
@@ -49,11 +49,11 @@ class EngineTarget:
             "max_context": facts.max_context,
         }
 
-    async def ask(self, task: Task, asking: Asking) -> Answer:
+    async def ask(self, task: Task, options: RequestOptions) -> Answer:
         started_s = time.perf_counter()
         try:
             prompt = self._llm.renderer.render(
-                ChatRequest(messages_from_dicts(task.messages), _params(task, asking))
+                ChatRequest(messages_from_dicts(task.messages), _params(task, options))
             )
             validated = self._llm.engine.validate(prompt.ids, prompt.params, continues_prompt=False)
         except InvalidRequest as error:
@@ -64,7 +64,7 @@ class EngineTarget:
         async for last in stream:
             texts.append(last.text)
             if last.token_ids:
-                arrivals.append(Arrival(time.perf_counter() - started_s, len(last.token_ids)))
+                arrivals.append(TokenArrival(time.perf_counter() - started_s, len(last.token_ids)))
         stats = last.stats or Stats()
         self._counts += _counts(stats)
         return Answer(
@@ -90,13 +90,13 @@ class EngineTarget:
         return mx.get_peak_memory()
 
 
-def _params(task: Task, asking: Asking) -> SamplingParams:
+def _params(task: Task, options: RequestOptions) -> SamplingParams:
     return SamplingParams(
-        max_tokens=asking.max_tokens,
-        temperature=asking.temperature,
-        seed=asking.seed,
-        draft_depth="auto" if asking.depth is None else asking.depth,
-        cache_salt=asking.turn,  # no prefix is shared with the requests of other arms and rounds
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        draft_depth="auto" if options.depth is None else options.depth,
+        cache_salt=options.cache_salt,
         grammar=None if task.schema is None else Grammar("json_schema", json.dumps(task.schema)),
     )
 

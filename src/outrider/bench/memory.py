@@ -1,4 +1,4 @@
-"""The memory of a process and its children, watched from outside while a round runs (Linux only)."""
+"""The peak memory of another process and its children during a round (Linux only)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-POLL_S = 0.05
+POLL_S = 0.05  # seconds between two looks; chosen by hand
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryWatch:
-    """Looks at a process twenty times a second, on a thread of its own, and keeps the highest figure."""
+    """Reads the memory of a process again and again, on a thread of its own, and keeps the highest value."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -27,7 +27,7 @@ class MemoryWatch:
     def reset(self) -> None:
         self._peak = resident_bytes(self.pid)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="outrider-bench-memory", daemon=True)
+            self._thread = threading.Thread(target=self._poll, name="outrider-bench-memory", daemon=True)
             self._thread.start()
 
     def peak_bytes(self) -> int | None:
@@ -37,13 +37,13 @@ class MemoryWatch:
     def close(self) -> None:
         self._done.set()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while not self._done.wait(POLL_S):
             self._peak = max(self._peak, resident_bytes(self.pid))
 
 
 def resident_bytes(pid: int) -> int:
-    """Of the process and all that it started; 0 where that cannot be known."""
+    """Of the process and its descendants; 0 if unknown."""
     return sum(_resident_bytes(one) for one in _family(pid))
 
 

@@ -1,4 +1,4 @@
-"""Our own server as a child process, so that the client that measures does not share its interpreter."""
+"""`outrider serve` as a child process, so that server and benchmark do not share a Python interpreter."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 
 from outrider.bench.errors import BenchFailed
 
-READY = "Ready: "
-END_S = 10.0
+READY = "Ready: "  # begins the line with the server's URL
+STOP_TIMEOUT_S = 10.0  # seconds between SIGTERM and SIGKILL; chosen by hand
 
 
 @dataclass(frozen=True)
-class OwnServer:
+class ChildServer:
     url: str
     pid: int
 
 
 @contextlib.contextmanager
-def own_server(model: str | None, flags: Sequence[str]) -> Iterator[OwnServer]:
-    """`outrider serve` on a free port until the block is left. It tells the terminal itself why it fails."""
+def child_server(model: str | None, flags: Sequence[str]) -> Iterator[ChildServer]:
+    """Runs on a free port until the end of the block. The server prints the reason itself if it fails."""
     command = [sys.executable, "-m", "outrider", "serve", *([model] if model else []), "--port", "0"]
-    usual = ("--host", "127.0.0.1", "--log-level", "warning", "--drain", "1")
+    fixed = ("--host", "127.0.0.1", "--log-level", "warning", "--drain", "1")
     process = subprocess.Popen(
-        [*command, *usual, *flags], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [*command, *fixed, *flags], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         assert process.stdout is not None
@@ -35,15 +35,15 @@ def own_server(model: str | None, flags: Sequence[str]) -> Iterator[OwnServer]:
                 break
         else:
             raise BenchFailed(f"the server did not start (exit status {process.wait()})")
-        yield OwnServer(line.removeprefix(READY).strip(), process.pid)
+        yield ChildServer(line.removeprefix(READY).strip(), process.pid)
     finally:
-        _end(process)
+        _stop(process)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _stop(process: subprocess.Popen[str]) -> None:
     process.terminate()
     try:
-        process.wait(END_S)
+        process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -1,4 +1,7 @@
-"""The whole benchmark as JSON: settings, versions, machine, targets, figures, and every round as it was."""
+"""The whole benchmark as JSON: settings, versions, machine, targets, figures, and every round.
+
+The keys of FORMAT 1 say "arm" for a variant.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.answer import Answer, Round
-from outrider.bench.rounds import Benchmark, Measured
-from outrider.bench.summary import figures
+from outrider.bench.answer import Answer, RoundResult
+from outrider.bench.rounds import Benchmark, CaseResult
+from outrider.bench.summary import VariantFigures, figures
 
-FORMAT = 1  # raised when a reader of older records would misread a newer one
-SECONDS_DIGITS = 5
+FORMAT = 1  # goes up when a reader of older records would misread a newer one
+SECONDS_DIGITS = 5  # decimal places of times: ten microseconds
 
 
 def record(
     benchmark: Benchmark, baselines: Sequence[str], environment: dict[str, Any], is_complete: bool
 ) -> dict[str, Any]:
-    targets = {arm.target.name: arm.target for arm in benchmark.arms}
+    targets = {variant.target.name: variant.target for variant in benchmark.variants}
     return {
         "format": FORMAT,
         "is_complete": is_complete,
@@ -28,9 +31,9 @@ def record(
         "targets": {
             name: target.facts() | {"memory": target.memory_source} for name, target in targets.items()
         },
-        "arms": [{"name": a.name, "target": a.target.name, "depth": a.depth} for a in benchmark.arms],
+        "arms": [{"name": v.name, "target": v.target.name, "depth": v.depth} for v in benchmark.variants],
         "baselines": list(baselines),
-        "cases": [_case(one, benchmark, baselines) for one in benchmark.measured if one.rounds],
+        "cases": [_case(one, benchmark, baselines) for one in benchmark.results if one.rounds],
     }
 
 
@@ -38,21 +41,26 @@ def write_record(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n")
 
 
-def _case(measured: Measured, benchmark: Benchmark, baselines: Sequence[str]) -> dict[str, Any]:
-    case = measured.case
-    found = [figures(measured, arm.name, baselines) for arm in benchmark.arms]
+def _case(result: CaseResult, benchmark: Benchmark, baselines: Sequence[str]) -> dict[str, Any]:
+    case = result.case
+    found = [figures(result, variant.name, baselines) for variant in benchmark.variants]
     return {
         "workload": case.workload.name,
         "streams": case.streams,
         "temperature": case.temperature,
-        "figures": [asdict(one) for one in found if one is not None],
-        "rounds": [_round(one) for one in measured.rounds],
+        "figures": [_figures(one) for one in found if one is not None],
+        "rounds": [_round(one) for one in result.rounds],
     }
 
 
-def _round(one: Round) -> dict[str, Any]:
+def _figures(found: VariantFigures) -> dict[str, Any]:
+    values = asdict(found)
+    return {"arm": values.pop("variant"), **values}
+
+
+def _round(one: RoundResult) -> dict[str, Any]:
     return {
-        "arm": one.arm,
+        "arm": one.variant,
         "index": one.index,
         "place": one.place,
         "seconds": round(one.seconds, SECONDS_DIGITS),
@@ -65,9 +73,9 @@ def _round(one: Round) -> dict[str, Any]:
 
 def _answer(answer: Answer, origin_s: float) -> dict[str, Any]:
     """`arrivals` are [seconds since the request, tokens]."""
-    told = asdict(answer)
-    del told["text"], told["ended_s"]
-    return told | {
+    values = asdict(answer)
+    del values["text"], values["ended_s"]
+    return values | {
         "started_s": round(answer.started_s - origin_s, SECONDS_DIGITS),
         "seconds": round(answer.ended_s - answer.started_s, SECONDS_DIGITS),
         "arrivals": [[round(a.s, SECONDS_DIGITS), round(a.num_tokens, 2)] for a in answer.arrivals],

@@ -1,4 +1,4 @@
-"""What a benchmark runs over. Frozen and validated; the presets are here."""
+"""The settings of a benchmark, frozen and validated, and the presets."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from outrider.bench.workloads import WORKLOADS
 from outrider.config import InvalidConfig
 from outrider.request import MAX_DEPTH, DraftDepth
 
-MAX_STREAMS = 1024
+MAX_STREAMS = 1024  # connections at once; chosen by hand
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Every workload with every number of streams at every temperature, `rounds` times with each arm."""
+class BenchSettings:
+    """Each workload runs with each number of streams at each temperature: `rounds` rounds of each variant."""
 
     workloads: tuple[str, ...] = ("chat", "code", "json")
     streams: tuple[int, ...] = (1, 4, 8)
     temperatures: tuple[float, ...] = (0.0,)
     rounds: int = 3
-    requests: int = 2  # answers of each stream in a round: with one, most of a round is its end
-    max_tokens: int = 64  # of an answer; it ends before where the model ends it
-    depths: tuple[DraftDepth, ...] = ("auto",)  # of the arms that draft
+    requests: int = 2  # per stream and round; with only one, streams stand idle for most of a round
+    max_tokens: int = 64  # of an answer, which the model may end earlier
+    depths: tuple[DraftDepth, ...] = ("auto",)  # one variant for each, beside the variant without drafts
     seed: int = 1
-    timeout_s: float = 300.0  # longest silence of a server
+    timeout_s: float = 300.0  # without a byte from a server
 
     def __post_init__(self) -> None:
         _unique("--workloads", self.workloads)
@@ -45,11 +45,11 @@ class Settings:
         for depth in self.depths:
             if depth != "auto" and not 1 <= depth <= MAX_DEPTH:
                 raise InvalidConfig(
-                    f"--depths: {depth} is not auto or 1..{MAX_DEPTH} (depth 0 is always measured beside)"
+                    f"--depths: {depth} is not auto or 1..{MAX_DEPTH} (depth 0 is always measured)"
                 )
         _within("--timeout", self.timeout_s, 0.001, 86_400)
 
-    def requests_a_round(self, streams: int) -> int:
+    def requests_per_round(self, streams: int) -> int:
         return self.requests * streams
 
 
@@ -71,13 +71,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _within(flag: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise InvalidConfig(f"{flag}: {value:g} is not from {least:g} to {most:g}")
+def _within(flag: str, value: float, lowest: float, highest: float) -> None:
+    if not lowest <= value <= highest:
+        raise InvalidConfig(f"{flag}: {value:g} is not from {lowest:g} to {highest:g}")
 
 
 def _unique(flag: str, values: Sequence[object]) -> None:
     if not values:
         raise InvalidConfig(f"{flag} needs at least one value")
     if len(set(values)) < len(values):
-        raise InvalidConfig(f"{flag} names one value twice: {' '.join(map(str, values))}")
+        raise InvalidConfig(f"{flag} has the same value twice: {' '.join(map(str, values))}")

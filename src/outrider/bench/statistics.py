@@ -11,7 +11,7 @@ Weighted = tuple[float, float]  # (value, weight)
 
 @dataclass(frozen=True)
 class Spread:
-    """Several measurements of one thing."""
+    """Several measurements of one quantity."""
 
     median: float
     least: float
@@ -21,23 +21,23 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread | None:
         return cls(statistics.median(values), min(values), max(values)) if values else None
 
-    def told(self, digits: int) -> str:
+    def text(self, digits: int) -> str:
         return f"{self.median:.{digits}f} ({self.least:.{digits}f}-{self.most:.{digits}f})"
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """The least value that `share` of all values do not exceed."""
+    """The smallest value such that at least `share` of all values are not greater."""
     return weighted_percentile(((value, 1.0) for value in values), share)
 
 
 def weighted_percentile(pairs: Iterable[Weighted], share: float) -> float | None:
-    """The same where a value counts as often as its weight says."""
+    """The percentile of a list in which each value occurs as often as its weight says."""
     ordered = sorted(pair for pair in pairs if pair[1] > 0)
     if not ordered:
         return None
     wanted, so_far = share * sum(weight for _, weight in ordered), 0.0
     for value, weight in ordered:
         so_far += weight
-        if so_far >= wanted * (1 - 1e-12):
+        if so_far >= wanted * (1 - 1e-12):  # rounding errors of the sum must not skip a value
             return value
     return ordered[-1][0]

@@ -1,4 +1,4 @@
-"""Who is measured: the contract between the rounds and what answers them."""
+"""Targets: what answers the benchmark's questions; and the variants in which a target is measured."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from outrider.request import DraftDepth
 
 
 @dataclass(frozen=True)
-class Asking:
-    """How a task is asked."""
+class RequestOptions:
+    """Everything in a request but the task."""
 
     temperature: float
     max_tokens: int
     seed: int
-    depth: DraftDepth | None  # None: the target knows nothing of depths
-    turn: str = ""  # an engine shares prefixes within one turn of an arm only
+    depth: DraftDepth | None  # None for a target that does not know depths
+    cache_salt: str = ""  # the engine's requests share cached prefixes only if their salts are equal
 
 
 class Target(Protocol):
@@ -27,24 +27,24 @@ class Target(Protocol):
 
     @property
     def can_draft(self) -> bool:
-        """Whether depths can be asked for, so that drafts can be turned off."""
+        """True if requests can set the draft depth, so that drafts can be turned off."""
         ...
 
     @property
     def memory_source(self) -> str | None:
-        """What `peak_bytes` counts; None: nothing."""
+        """The owner of the memory that `peak_bytes` counts; None if nothing is counted."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What it says of itself, for the record."""
+        """What the target reports about itself, for the record."""
         ...
 
-    async def ask(self, task: Task, asking: Asking) -> Answer:
-        """One answer. What goes wrong with it is in the answer; nothing is raised."""
+    async def ask(self, task: Task, options: RequestOptions) -> Answer:
+        """One answer. Raises nothing: an error is part of the answer."""
         ...
 
     async def draft_counts(self) -> DraftCounts | None:
-        """Since it started; None: it does not tell."""
+        """Since the target started; None if the target does not report them."""
         ...
 
     def reset_peak(self) -> None: ...
@@ -55,28 +55,28 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One side of the comparison: a target, asked for drafts or not."""
+class Variant:
+    """One side of the comparison: a target at a draft depth."""
 
     name: str
     target: Target
     depth: DraftDepth | None
 
     def depth_for(self, task: Task) -> DraftDepth | None:
-        """A plain task never drafts."""
+        """Plain tasks never draft."""
         return 0 if task.kind == "plain" and self.depth is not None else self.depth
 
 
-def arms_of(targets: list[Target], depths: tuple[DraftDepth, ...]) -> list[Arm]:
-    """Of a target that drafts: drafts off, and on at each depth; of any other: as it is."""
+def variants_of(targets: list[Target], depths: tuple[DraftDepth, ...]) -> list[Variant]:
+    """Drafts off, and on at each depth; a target that cannot draft is one variant."""
     found = []
     for target in targets:
         prefix = f"{target.name} " if len(targets) > 1 else ""
         if not target.can_draft:
-            found.append(Arm(target.name, target, None))
+            found.append(Variant(target.name, target, None))
             continue
-        found.append(Arm(f"{prefix}off", target, 0))
-        found += [Arm(prefix + _depth_name(depth), target, depth) for depth in depths]
+        found.append(Variant(f"{prefix}off", target, 0))
+        found += [Variant(prefix + _depth_name(depth), target, depth) for depth in depths]
     return found
 
 

@@ -1,4 +1,4 @@
-"""What is asked: a workload is a list of tasks, a task is one conversation and the form of its answer."""
+"""Workloads: lists of tasks. A task is one conversation and the form of its answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from outrider.bench.prompts import chat, code, handbook, records, reports
 
-TaskKind = Literal["free", "plain", "constrained"]  # may draft; never drafts; has a JSON schema (may draft)
+TaskKind = Literal["free", "plain", "constrained"]  # may draft; never drafts; has a JSON schema and may draft
 JSON_REQUEST = "Put the facts of this text into JSON: "
 
 
@@ -30,7 +30,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Workload:
-    """`is_fresh`: no prompt may have been seen before, so each gets a number of its own at its very start."""
+    """`is_fresh`: every prompt begins with a number of its own, so that no prefix cache has seen it."""
 
     name: str
     about: str
@@ -38,16 +38,18 @@ class Workload:
     is_fresh: bool = False
 
     def take(self, start: int, count: int, run: int = 0) -> list[Task]:
-        """`count` tasks from `start` on, round and round, no two alike; `run` tells fresh ones apart."""
-        places = range(start, start + count)
-        taken = [(i, self.tasks[i % len(self.tasks)]) for i in places]
-        if self.is_fresh:
+        """`count` different tasks from `start` on; the list starts over at its end.
+
+        `run` makes the prompts of a fresh workload differ from run to run.
+        """
+        taken = [(i, self.tasks[i % len(self.tasks)]) for i in range(start, start + count)]
+        if self.is_fresh:  # numbers of four digits, so that all prompts have the same length
             return [_numbered(task, (run * 97 + i) % 9000 + 1000) for i, task in taken]
-        return [_again(task, i // len(self.tasks)) for i, task in taken]
+        return [_repeated(task, i // len(self.tasks)) for i, task in taken]
 
 
-def _again(task: Task, lap: int) -> Task:
-    """What was asked `lap` times already begins in another way, so that no prefix cache knows it."""
+def _repeated(task: Task, lap: int) -> Task:
+    """A task that was used `lap` times begins in another way, so that no prefix cache has seen it."""
     return replace(task, prompt=f"Question {lap + 1}. {task.prompt}") if lap else task
 
 
@@ -70,7 +72,7 @@ def _json_tasks() -> tuple[Task, ...]:
 
 
 def _json() -> Workload:
-    return Workload("json", "facts into JSON, held to a schema", _json_tasks())
+    return Workload("json", "facts into JSON, with a schema", _json_tasks())
 
 
 def _long() -> Workload:
@@ -84,7 +86,7 @@ def _shared() -> Workload:
 
 
 def _mixed() -> Workload:
-    """A third never drafts, a third drafts, a third is held to a schema and drafts."""
+    """One third never drafts, one third drafts, one third has a JSON schema and drafts."""
     plain = (Task(text, kind="plain") for text in chat.PROMPTS)
     free = (Task(text) for text in code.PROMPTS)
     rows = zip(plain, free, _json_tasks(), strict=True)

@@ -1,4 +1,4 @@
-"""`outrider bench`: how fast, with drafts and without. Owns what is printed and written."""
+"""`outrider bench`: measures the speed with drafts and without. Owns the output and the files."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from outrider.cli.bench_options import add_options
 from outrider.config import InvalidConfig
 
 if TYPE_CHECKING:
-    from outrider.bench.rounds import Benchmark, Turn, Watcher
-    from outrider.bench.settings import Settings
+    from outrider.bench.rounds import Benchmark
+    from outrider.bench.settings import BenchSettings
     from outrider.bench.target import Target
-    from outrider.train.progress import Listener
 
 Commands = argparse._SubParsersAction  # of argparse.ArgumentParser
 
-DESCRIPTION = """Measures how fast a model answers, drafts off beside drafts on, in alternating rounds: in
-this process, over HTTP with a server of its own (--http), or with running servers of any make (--url).
-Answers end where the model ends them, at the latest after --max-tokens."""
-INTERRUPTED = 130
+DESCRIPTION = """Measures how fast a model answers without draft tokens and with them, in alternating rounds.
+The model runs in this process, in a server that this command starts (--http), or in running servers of any
+make (--url). An answer ends where the model ends it, or after --max-tokens."""
+LOADING_OPTIONS = ("drafter", "head", "draft_vocabulary", "dtype")  # of a model that this command loads
+INTERRUPTED = 130  # exit status, as shells have it for SIGINT
 
 
 def add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     bench = commands.add_parser(
         "bench",
-        help="measure speed: drafts off beside drafts on, or servers beside each other",
+        help="measure the speed with drafts and without, or compare servers",
         description=DESCRIPTION,
         allow_abbrev=False,
     )
@@ -43,11 +43,10 @@ def run_bench(args: argparse.Namespace) -> int:
     from outrider.bench.errors import BenchFailed
 
     settings = _settings(args)
-    _check_sides(args)
+    _check_options(args)
     _check_files(args)
-    signal.signal(
-        signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)
-    )  # its own server must not stay
+    # SIGTERM ends the benchmark as Ctrl-C does, so that a server that it started does not keep running.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         with _targets(args, settings) as (loop, targets):
             return _measure(args, settings, loop, targets)
@@ -56,8 +55,8 @@ def run_bench(args: argparse.Namespace) -> int:
         return 2
 
 
-def _settings(args: argparse.Namespace) -> Settings:
-    from outrider.bench.settings import PRESETS, Settings
+def _settings(args: argparse.Namespace) -> BenchSettings:
+    from outrider.bench.settings import PRESETS, BenchSettings
 
     preset = "quick" if args.quick else "full" if args.full else ""
     names = ("workloads", "streams", "temperatures", "rounds", "requests", "max_tokens", "depths", "seed")
@@ -65,84 +64,90 @@ def _settings(args: argparse.Namespace) -> Settings:
     if args.timeout is not None:
         given["timeout_s"] = args.timeout
     lists = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return Settings(**(PRESETS.get(preset, {}) | lists))
+    return BenchSettings(**(PRESETS.get(preset, {}) | lists))
 
 
-def _check_sides(args: argparse.Namespace) -> None:
-    """Options of a model loaded here say nothing to a running server, and the other way round."""
-    loading = ("drafter", "head", "draft_vocabulary", "dtype")
-    given = [f"--{name.replace('_', '-')}" for name in loading if getattr(args, name) is not None]
+def _check_options(args: argparse.Namespace) -> None:
+    """Some options are for a model that is loaded here, others for running servers."""
+    given = [_flag(name) for name in LOADING_OPTIONS if getattr(args, name) is not None]
     if args.url and given:
-        raise InvalidConfig(f"{given[0]} is for a model loaded here; a server at --url has its own")
+        raise InvalidConfig(f"{given[0]} is for a model loaded here; a server of --url has its own")
     if args.url and args.http:
         raise InvalidConfig("--http starts a server and --url takes a running one: give one of them")
     if args.api_key and not args.url:
-        raise InvalidConfig("--api-key is for a running server: name it with --url")
+        raise InvalidConfig("--api-key is for a running server: give its address with --url")
     if args.pid and len(args.pid) != len(args.url):
         raise InvalidConfig(
-            f"{len(args.pid)} --pid for {len(args.url)} --url: give one for each, in their order"
+            f"{len(args.pid)} --pid for {len(args.url)} --url: give one for each, in the same order"
         )
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Found out before hours of measuring, not after."""
+    """Raises InvalidConfig before the measurement, which may take hours."""
     from outrider.bench.plot import check_plot_file
 
     if args.plot is not None:
         check_plot_file(args.plot)
     for flag, file in (("--json", args.json), ("--plot", args.plot)):
         if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
-            raise InvalidConfig(f"{flag} {file}: cannot be written there")
+            raise InvalidConfig(f"{flag} {file}: this file cannot be written")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @contextlib.contextmanager
-def _targets(args: argparse.Namespace, settings: Settings) -> Iterator[tuple[asyncio.Runner, list[Target]]]:
+def _targets(
+    args: argparse.Namespace, settings: BenchSettings
+) -> Iterator[tuple[asyncio.Runner, list[Target]]]:
     with asyncio.Runner() as loop:
         if args.url:
             yield loop, loop.run(_servers(args, settings))
         elif args.http:
-            with _own_server(args, settings, loop) as target:
+            with _child_server(args, settings, loop) as target:
                 yield loop, [target]
         else:
             with _engine(args, settings) as target:
                 yield loop, [target]
 
 
-async def _servers(args: argparse.Namespace, settings: Settings) -> list[Target]:
+async def _servers(args: argparse.Namespace, settings: BenchSettings) -> list[Target]:
     from outrider.bench.http_target import connect
     from outrider.server_address import ServerAddress
 
     key = args.api_key or os.environ.get("OUTRIDER_API_KEY")
-    found: list[Target] = []
-    for place, given in enumerate(args.url):
-        name, url = _named(given)
-        pid = args.pid[place] if args.pid else None
+    targets: list[Target] = []
+    for given, pid in zip(args.url, args.pid or [None] * len(args.url), strict=True):
+        name, url = _split_name(given)
         address = ServerAddress.parse(url, key)
-        found.append(await connect(name, address, args.model, settings.timeout_s, pid))
-    names = [target.name for target in found]
+        targets.append(await connect(name, address, args.model, settings.timeout_s, pid))
+    names = [target.name for target in targets]
     if len(set(names)) < len(names):
-        raise InvalidConfig(f"two servers are called {names[0]!r}: name them, --url NAME=URL")
-    return found
+        raise InvalidConfig(f"two servers have the name {names[0]!r}: give them names, --url NAME=URL")
+    return targets
 
 
-def _named(given: str) -> tuple[str | None, str]:
-    """NAME=URL or URL; an equals sign within a URL is none of ours."""
+def _split_name(given: str) -> tuple[str | None, str]:
+    """NAME=URL or URL, which may have an equals sign itself."""
     name, equals, url = given.partition("=")
     return (name, url) if equals and name and "/" not in name and ":" not in name else (None, given)
 
 
 @contextlib.contextmanager
-def _own_server(args: argparse.Namespace, settings: Settings, loop: asyncio.Runner) -> Iterator[Target]:
+def _child_server(
+    args: argparse.Namespace, settings: BenchSettings, loop: asyncio.Runner
+) -> Iterator[Target]:
     from outrider.bench.http_target import connect
     from outrider.bench.memory import resident_bytes
-    from outrider.bench.own_server import own_server
+    from outrider.bench.own_server import child_server
     from outrider.server_address import ServerAddress
 
     flags = ["--max-rows", str(max(settings.streams))]
-    for name in ("drafter", "head", "draft_vocabulary", "dtype"):
+    for name in LOADING_OPTIONS:
         if getattr(args, name) is not None:
-            flags += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    with own_server(args.model, flags) as server:
+            flags += [_flag(name), str(getattr(args, name))]
+    with child_server(args.model, flags) as server:
         key = os.environ.get("OUTRIDER_API_KEY")
         pid = server.pid if resident_bytes(server.pid) else None
         address = ServerAddress.parse(server.url, key)
@@ -150,7 +155,7 @@ def _own_server(args: argparse.Namespace, settings: Settings, loop: asyncio.Runn
 
 
 @contextlib.contextmanager
-def _engine(args: argparse.Namespace, settings: Settings) -> Iterator[Target]:
+def _engine(args: argparse.Namespace, settings: BenchSettings) -> Iterator[Target]:
     from outrider.bench.in_process import EngineTarget
     from outrider.llm import LLM
 
@@ -166,18 +171,19 @@ def _engine(args: argparse.Namespace, settings: Settings) -> Iterator[Target]:
 
 
 def _measure(
-    args: argparse.Namespace, settings: Settings, loop: asyncio.Runner, targets: list[Target]
+    args: argparse.Namespace, settings: BenchSettings, loop: asyncio.Runner, targets: list[Target]
 ) -> int:
     from outrider.bench.report import report
     from outrider.bench.rounds import Benchmark
-    from outrider.bench.target import arms_of
-    from outrider.train.progress import TrainingBar
+    from outrider.bench.target import variants_of
+    from outrider.progress import ProgressBar
+    from outrider.terminal import console_for
 
-    arms = arms_of(targets, settings.depths)
-    baselines = _baselines(args.baseline, [arm.name for arm in arms])
-    print(_opening(targets, [arm.name for arm in arms]), flush=True)
-    bar = TrainingBar()
-    benchmark = Benchmark(arms, settings, _watcher(bar))
+    variants = variants_of(targets, settings.depths)
+    baselines = _baselines(args.baseline, [variant.name for variant in variants])
+    print(_opening(targets, [variant.name for variant in variants]), flush=True)
+    bar = ProgressBar()
+    benchmark = Benchmark(variants, settings, bar)
     is_complete = False
     try:
         loop.run(benchmark.run())
@@ -186,56 +192,49 @@ def _measure(
         pass
     finally:
         bar.close()
-    print("\n" + report(benchmark, baselines, is_complete), flush=True)
-    _write(args, benchmark, baselines, is_complete)
+    print()
+    console_for(sys.stdout).print(report(benchmark, baselines, is_complete))
+    _write_files(args, benchmark, baselines, is_complete)
     return _status(benchmark) if is_complete else INTERRUPTED
 
 
-def _baselines(given: list[str], arms: list[str]) -> list[str]:
+def _baselines(given: list[str], variants: list[str]) -> list[str]:
     for name in given:
-        if name not in arms:
-            raise InvalidConfig(f"--baseline {name!r} is none of the arms: {', '.join(arms)}")
-    return given or arms[:1]
+        if name not in variants:
+            raise InvalidConfig(f"--baseline {name!r} is not one of the variants: {', '.join(variants)}")
+    return given or variants[:1]
 
 
-def _opening(targets: list[Target], arms: list[str]) -> str:
+def _opening(targets: list[Target], variants: list[str]) -> str:
+    from outrider.terminal import printable
+
     lines = []
     for target in targets:
         facts = target.facts()
         where = f" at {facts['url']}" if "url" in facts else ""
         runs = f", {facts['dtype']} on {facts['device']}" if "device" in facts else ""
-        drafts = f", drafts: {facts['drafter']}" if "drafter" in facts else ""
-        lines.append(f"{target.name}: {facts['model']}{where}{runs}{drafts}")
+        drafter = f", drafter: {facts['drafter']}" if "drafter" in facts else ""
+        lines.append(f"{target.name}: {facts['model']}{where}{runs}{drafter}")
         if facts.get("drafter") == "none":
-            lines.append("  no drafter: only what grammars force is drafted")
-    return "\n".join([*lines, f"arms, in turns: {', '.join(arms)}"])
+            lines.append("  There is no drafter: only tokens that a grammar forces are drafted.")
+    return printable("\n".join([*lines, f"variants, in turns: {', '.join(variants)}"]))
 
 
-def _watcher(bar: Listener) -> Watcher:
-    from outrider.train.progress import Progress
-
-    def watch(turn: Turn) -> None:
-        pace = "" if turn.last is None else f": {turn.last.tokens_per_s:.1f} tokens/s"
-        note = f"{turn.case}, {turn.arm.name}, round {turn.index + 1}{pace}"
-        bar(Progress("Measuring", turn.num_done, turn.num_total, "answers", note))
-
-    return watch
-
-
-def _write(args: argparse.Namespace, benchmark: Benchmark, baselines: list[str], is_complete: bool) -> None:
+def _write_files(
+    args: argparse.Namespace, benchmark: Benchmark, baselines: list[str], is_complete: bool
+) -> None:
     from outrider.bench.environment import environment
     from outrider.bench.plot import write_plot
     from outrider.bench.record import record, write_record
 
     if args.json is not None:
         write_record(args.json, record(benchmark, baselines, environment(), is_complete))
-        print(f"Written: {args.json}")
+        print(f"Wrote {args.json}")
     if args.plot is not None:
-        write_plot(args.plot, benchmark.measured, [arm.name for arm in benchmark.arms], baselines)
-        print(f"Drawn: {args.plot}")
+        write_plot(args.plot, benchmark.results, [one.name for one in benchmark.variants], baselines)
+        print(f"Wrote {args.plot}")
 
 
 def _status(benchmark: Benchmark) -> int:
-    """1 where an arm brought not one answer to a case."""
-    rounds = [one for measured in benchmark.measured for one in measured.rounds]
-    return 1 if any(one.has_failed for one in rounds) else 0
+    """1 if all requests of a round failed."""
+    return int(any(one.has_failed for result in benchmark.results for one in result.rounds))

@@ -14,77 +14,97 @@ def add_options(bench: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         help="model folder, GGUF file or Hugging Face id (default: SmolLM2-135M-Instruct); "
-        "with --url the model's name there (default: the server's first)",
+        "with --url, the model's name on the server (default: the first one that the server lists)",
     )
-    _add_where(bench.add_argument_group("where"))
-    _add_loading(bench.add_argument_group("a model loaded here"))
-    _add_what(bench.add_argument_group("what is measured"))
+    _add_servers(bench.add_argument_group("servers"))
+    _add_loading(bench.add_argument_group("a model that this command loads, also with --http"))
+    _add_load(bench.add_argument_group("what is measured"))
     _add_results(bench.add_argument_group("results"))
 
 
-def _add_where(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--http", action="store_true", help="start our server and ask it over HTTP")
+def _add_servers(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--http", action="store_true", help="start `outrider serve` and measure it over HTTP")
     group.add_argument(
         "--url",
         action="append",
         default=[],
         metavar="[NAME=]URL",
-        help="a running server with OpenAI's API; several are measured in turns",
+        help="measure a running server with OpenAI's API; give the option again to compare several servers",
     )
-    group.add_argument("--api-key", metavar="KEY", help="of the servers (default: OUTRIDER_API_KEY)")
+    group.add_argument("--api-key", metavar="KEY", help="key of the servers (default: $OUTRIDER_API_KEY)")
     group.add_argument(
         "--pid",
         action="append",
         default=[],
         type=int,
         metavar="N",
-        help="process of the server, one for each --url in its order: its memory is watched (Linux)",
+        help="process id of a server, to measure its memory (Linux); one for each --url, in the same order",
     )
-    group.add_argument("--timeout", type=float, metavar="S", help="longest silence of a server (300)")
+    group.add_argument(
+        "--timeout", type=float, metavar="S", help="give up after S seconds without a byte from a server (default: 300)"
+    )
 
 
 def _add_loading(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--drafter", choices=DRAFTERS, help="where drafts come from (auto)")
-    group.add_argument("--head", metavar="FILE", help="MTP head file (the one beside the model)")
-    group.add_argument("--draft-vocabulary", type=int, metavar="N", help="draft from so many tokens only")
-    group.add_argument("--dtype", choices=DTYPES, help="of weights (auto)")
+    group.add_argument("--drafter", choices=DRAFTERS, help="source of draft tokens (default: auto)")
+    group.add_argument(
+        "--head", metavar="FILE", help="file of the MTP head (default: the head beside the model)"
+    )
+    group.add_argument(
+        "--draft-vocabulary", type=int, metavar="N", help="draft only from the N most frequent tokens"
+    )
+    group.add_argument("--dtype", choices=DTYPES, help="data type of the weights (default: auto)")
 
 
-def _add_what(group: argparse._ArgumentGroup) -> None:
+def _add_load(group: argparse._ArgumentGroup) -> None:
     preset = group.add_mutually_exclusive_group()
-    preset.add_argument("--quick", action="store_true", help="a look in under a minute: chat and json, short")
-    preset.add_argument("--full", action="store_true", help="everything: hours on a small machine")
+    preset.add_argument(
+        "--quick", action="store_true", help="short answers to chat and json: less than a minute"
+    )
+    preset.add_argument(
+        "--full", action="store_true", help="all workloads, long answers: hours on a small machine"
+    )
     group.add_argument(
         "--workloads",
         nargs="+",
         metavar="NAME",
-        help="chat, code, json, long, shared, mixed (chat code json)",
+        help="chat, code, json, long, shared, mixed (default: chat code json)",
     )
-    group.add_argument("--streams", nargs="+", type=int, metavar="N", help="requests at once (1 4 8)")
-    group.add_argument("--temperatures", nargs="+", type=float, metavar="T", help="(0)")
-    group.add_argument("--rounds", type=int, metavar="N", help="turns of each arm at each case (3)")
-    group.add_argument("--requests", type=int, metavar="N", help="answers of each stream in a round (2)")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (64)")
+    group.add_argument(
+        "--streams", nargs="+", type=int, metavar="N", help="concurrent requests (default: 1 4 8)"
+    )
+    group.add_argument(
+        "--temperatures", nargs="+", type=float, metavar="T", help="sampling temperatures (default: 0)"
+    )
+    group.add_argument("--rounds", type=int, metavar="N", help="rounds of each variant (default: 3)")
+    group.add_argument("--requests", type=int, metavar="N", help="requests per stream and round (default: 2)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: 64)")
     group.add_argument(
         "--depths",
         nargs="+",
         type=_depth,
         metavar="N",
-        help=f"drafts a step, each an arm beside depth 0: auto or 1..{MAX_DEPTH} (auto)",
+        help=f"draft tokens per step, 1 to {MAX_DEPTH}, or auto (default: auto); each value is a variant, "
+        "and one without drafts is always measured",
     )
-    group.add_argument("--seed", type=int, metavar="N", help="of sampled answers (1)")
+    group.add_argument("--seed", type=int, metavar="N", help="seed of sampled answers (default: 1)")
     group.add_argument(
         "--baseline",
         action="append",
         default=[],
-        metavar="ARM",
-        help="ratios are over this arm; repeatable (drafts off, or the first server)",
+        metavar="VARIANT",
+        help="show ratios over this variant; may be given again (default: the first variant: "
+        "without drafts, or the first server)",
     )
 
 
 def _add_results(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--json", type=Path, metavar="FILE", help="write settings, versions and all rounds")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw it: FILE.svg, or FILE.png (cairosvg)")
+    group.add_argument(
+        "--json", type=Path, metavar="FILE", help="write settings, versions, figures and all rounds as JSON"
+    )
+    group.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write a plot as .svg or .png (needs outrider[plot])"
+    )
 
 
 def _depth(text: str) -> int | str:

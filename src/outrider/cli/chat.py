@@ -1,7 +1,4 @@
-"""`outrider chat`: a conversation in the terminal, with a model in this process or with a server.
-
-Owns the options and what stands behind them.
-"""
+"""`outrider chat`: a conversation in the terminal, with a model in this process or with a server."""
 
 from __future__ import annotations
 
@@ -26,45 +23,46 @@ def add_chat(commands: Commands[argparse.ArgumentParser]) -> None:
     chat = commands.add_parser(
         "chat",
         help="talk to a model in the terminal",
-        description="A conversation in the terminal: with a model that is loaded for it, or with a running "
-        "server (--url). On a terminal, unless NO_COLOR is set, the markdown of answers is rendered.",
+        description="A conversation in the terminal, with a model that this command loads or with a "
+        "running server (--url). A terminal shows the markdown of the answers with styles; set NO_COLOR for "
+        "plain text.",
     )
     chat.add_argument(
         "model",
         nargs="?",
-        help="model folder or Hugging Face id (default: SmolLM2-135M-Instruct); "
-        "with --url the model's name there (default: the server's first)",
+        help="model folder, GGUF file or Hugging Face id (default: SmolLM2-135M-Instruct); "
+        "with --url, the model's name on the server (default: the first one that the server lists)",
     )
-    _add_server(chat.add_argument_group("a running server"))
-    _add_loading(chat.add_argument_group("a model loaded here"))
+    server = chat.add_argument_group("with a running server")
+    server.add_argument("--url", help="address of a server with OpenAI's API, such as http://127.0.0.1:8000")
+    server.add_argument("--api-key", metavar="KEY", help="key of the server (default: $OUTRIDER_API_KEY)")
+    loading = chat.add_argument_group("with a model that this command loads")
+    loading.add_argument("--drafter", choices=DRAFTERS, help="source of draft tokens (default: auto)")
+    loading.add_argument(
+        "--head", metavar="FILE", help="file of the MTP head (default: the head beside the model)"
+    )
     _add_answers(chat.add_argument_group("answers"))
     chat.set_defaults(run=run_chat)
 
 
-def _add_server(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--url", help="talk to this server, e.g. http://127.0.0.1:8000")
-    group.add_argument("--api-key", metavar="KEY", help="its key (default: OUTRIDER_API_KEY)")
-
-
-def _add_loading(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--drafter", choices=DRAFTERS, help="where drafts come from (auto)")
-    group.add_argument("--head", metavar="FILE", help="MTP head file (default: the one beside the model)")
-
-
 def _add_answers(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--system", metavar="TEXT", help="system message")
-    group.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: greedy (%(default)s)")
-    group.add_argument("--top-p", type=float, default=0.95, metavar="P", help="(%(default)s)")
+    group.add_argument("--system", metavar="TEXT", help="system message (default: none)")
     group.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N", help="longest answer (%(default)s)"
+        "--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: %(default)s)"
     )
-    group.add_argument("--seed", type=int, metavar="N", help="(default: another one for each answer)")
+    group.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: %(default)s)"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="random seed (default: a new one for each answer)")
     group.add_argument(
         "--draft-depth",
         type=_depth,
         default="auto",
         metavar="N",
-        help=f'drafts a step: "auto" or 0..{MAX_DEPTH} (auto)',
+        help=f"draft tokens per step, 0 to {MAX_DEPTH}, or auto (default: auto)",
     )
 
 
@@ -73,6 +71,10 @@ def _depth(text: str) -> int | str:
 
 
 def run_chat(args: argparse.Namespace) -> int:
+    from outrider.cli.chat_loop import ChatLoop
+    from outrider.cli.chat_screen import ChatScreen
+    from outrider.terminal import wants_styles
+
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -80,27 +82,21 @@ def run_chat(args: argparse.Namespace) -> int:
         seed=args.seed,
         draft_depth=args.draft_depth,
     )
-    _check_sides(args)
+    _check_options(args)
     _prepare_terminal()
     with _server(args, params) if args.url else _local(args, params) as backend:
-        _converse(backend, args.system)
+        ChatLoop(backend, ChatScreen(sys.stdout, wants_styles(sys.stdout)), args.system).run()
     return 0
 
 
-def _converse(backend: Backend, system: str | None) -> None:
-    from outrider.cli.chat_loop import ChatLoop
-    from outrider.cli.chat_screen import ChatScreen
-    from outrider.cli.terminal import wants_styles
-
-    ChatLoop(backend, ChatScreen(sys.stdout, wants_styles(sys.stdout)), system).run()
-
-
-def _check_sides(args: argparse.Namespace) -> None:
-    """Options of a model loaded here say nothing to a server, and the other way round."""
+def _check_options(args: argparse.Namespace) -> None:
+    """Some options are for a model that is loaded here, others for a server."""
     if args.url and (args.drafter or args.head):
-        raise InvalidConfig("--drafter and --head are for a model loaded here; the server has its own")
+        raise InvalidConfig(
+            "--drafter and --head are for a model loaded here; the server of --url has its own"
+        )
     if args.api_key and not args.url:
-        raise InvalidConfig("--api-key is for a server: name it with --url")
+        raise InvalidConfig("--api-key is for a server: give its address with --url")
 
 
 @contextlib.contextmanager
@@ -118,19 +114,20 @@ def _local(args: argparse.Namespace, params: SamplingParams) -> Iterator[Backend
 @contextlib.contextmanager
 def _server(args: argparse.Namespace, params: SamplingParams) -> Iterator[Backend]:
     from outrider.cli.chat_backends import ChatFailed
-    from outrider.cli.chat_server import ServerBackend, first_model
+    from outrider.cli.chat_server import ServerBackend
     from outrider.server_address import ServerAddress
 
     address = ServerAddress.parse(args.url, args.api_key or os.environ.get("OUTRIDER_API_KEY"))
     try:
-        model = args.model or first_model(address)
+        backend = ServerBackend(address, args.model, params)
     except ChatFailed as error:
         raise InvalidConfig(str(error)) from None
-    yield ServerBackend(address, model, params)
+    with contextlib.closing(backend):
+        yield backend
 
 
 def _prepare_terminal() -> None:
-    """Line editing where there is any; characters that the terminal's encoding lacks become marks."""
+    """Line editing, if Python has it; a "?" for each character that the terminal's encoding lacks."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""Who answers in `outrider chat`: a model in this process, here, or a server, in chat_server.py."""
+"""The backends of `outrider chat`: a model in this process, or a server (chat_server.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ChatFailed(RuntimeError):
-    """No answer, or only a part of one; the message says why."""
+    """There is no answer, or a part of one. The message says why."""
 
 
 class Backend(Protocol):
@@ -23,12 +23,12 @@ class Backend(Protocol):
     def greeting(self) -> str: ...
 
     def answer(self, messages: Sequence[Message]) -> Generator[ChatEvent, None, None]:
-        """The events of an answer, the last one Finished. Closing it early stops the answer."""
+        """The events of an answer; the last one is Finished. Closing the generator stops the answer."""
         ...
 
 
 class LocalBackend:
-    """Drives the chat service's event loop step by step, so that Ctrl-C finds it between two events."""
+    """Drives the chat service's event loop from event to event, so that Ctrl-C comes between two of them."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         from outrider.chat.service import ChatService
@@ -42,8 +42,10 @@ class LocalBackend:
     def greeting(self) -> str:
         facts = self._facts
         drafters = {"mtp": f"MTP head {facts.head}", "ngram": "n-gram lookup", "none": "no drafts"}
-        drafts = drafters[facts.drafter]
-        return f"{facts.name}: {facts.dtype} on {facts.device}, {drafts}, context {facts.max_context}."
+        return (
+            f"{facts.name}: {facts.dtype} on {facts.device}, {drafters[facts.drafter]}, "
+            f"context of {facts.max_context} tokens."
+        )
 
     def answer(self, messages: Sequence[Message]) -> Generator[ChatEvent, None, None]:
         try:

@@ -1,4 +1,4 @@
-"""The conversation of `outrider chat`: reads lines, obeys commands, keeps the messages. Knows no model."""
+"""The conversation of `outrider chat`: input lines, commands, and the messages so far. Knows no model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from outrider.chat.conversation import Message, Role, TextPart
 from outrider.chat.events import Finished, TextDelta
 from outrider.cli.chat_backends import Backend, ChatFailed
 from outrider.cli.chat_screen import ChatScreen
-from outrider.cli.terminal import printable
+from outrider.terminal import printable
 
-HINT = "Type a message. /help shows the commands, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+HINT = "Type a message. /help lists the commands. /quit or Ctrl-D ends the chat. Ctrl-C stops an answer."
 HELP = """\
-/reset         start over; the system message stays
-/system TEXT   set the system message; without TEXT there is none
-/help          this
-/quit          leave, as does Ctrl-D
-A \\ at the end of a line goes on with the next one. Ctrl-C stops an answer and keeps the conversation."""
-MAX_ERROR = 500  # characters of one line
+/reset         forget the conversation; the system message stays
+/system TEXT   set the system message; without TEXT, remove it
+/help          show this list
+/quit          end the chat, as Ctrl-D does
+A line that ends with \\ continues on the next line. Ctrl-C stops an answer; the conversation goes on."""
+MAX_ERROR_CHARS = 500  # of an error message, which may come from a server; chosen by hand
 
 
 class ChatLoop:
@@ -30,18 +30,18 @@ class ChatLoop:
         self._turns: list[Message] = []  # user and assistant in turn
 
     def run(self) -> None:
-        """Until /quit or the end of the input."""
-        print(f"{self._backend.greeting}\n{HINT}")
+        """Returns after /quit or the end of the input."""
+        print(f"{printable(self._backend.greeting)}\n{HINT}")
         while (line := read_message()) is not None and line != "/quit":
-            if line and not self._obey(line):
-                self._converse(line)
+            if line and not self._run_command(line):
+                self._ask(line)
 
-    def _obey(self, line: str) -> bool:
-        """Whether it was a command."""
+    def _run_command(self, line: str) -> bool:
+        """False if the line is a message, not a command."""
         command, *rest = line.split(maxsplit=1)
         if command == "/system":
             self._system = rest[0] if rest else None
-            self._screen.note("The system message is set." if rest else "There is no system message now.")
+            self._screen.note("The system message is set." if rest else "The system message is removed.")
         elif line == "/reset":
             self._turns.clear()
         elif line == "/help":
@@ -52,15 +52,13 @@ class ChatLoop:
             return False
         return True
 
-    def _converse(self, line: str) -> None:
-        """A turn is kept once something was answered, be it only a part."""
+    def _ask(self, line: str) -> None:
+        """The question joins the conversation if there is an answer, even a part of one."""
         question = _message("user", line)
-        answer = self._answer([*self._opening(), *self._turns, question])
+        opening = [_message("system", self._system)] if self._system else []
+        answer = self._answer([*opening, *self._turns, question])
         if answer is not None:
             self._turns += [question, _message("assistant", answer)]
-
-    def _opening(self) -> list[Message]:
-        return [_message("system", self._system)] if self._system else []
 
     def _answer(self, messages: list[Message]) -> str | None:
         pieces: list[str] = []
@@ -82,7 +80,7 @@ class ChatLoop:
 
 
 def read_message() -> str | None:
-    """What the user typed, over several lines where they end with a backslash; None: there is no more."""
+    """One message, which may have several lines. None at the end of the input."""
     print()
     lines: list[str] = []
     try:
@@ -96,17 +94,17 @@ def read_message() -> str | None:
         if not lines:
             return None
     except KeyboardInterrupt:
-        print("\n(Ctrl-D or /quit leaves)")
+        print("\n(Ctrl-D or /quit ends the chat)")
         return ""
     except UnicodeDecodeError as error:
-        print(f"outrider: this is not text: {error}", file=sys.stderr)
+        print(f"outrider: the input is not text: {error}", file=sys.stderr)
         return ""
     return "\n".join(lines).encode(errors="replace").decode().strip()
 
 
 def one_line(text: str) -> str:
     line = " ".join(printable(text).split())
-    return line if len(line) <= MAX_ERROR else line[:MAX_ERROR] + "…"
+    return line if len(line) <= MAX_ERROR_CHARS else line[:MAX_ERROR_CHARS] + "…"
 
 
 def _message(role: Role, text: str) -> Message:

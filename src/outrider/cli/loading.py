@@ -1,4 +1,4 @@
-"""A progress bar for weights on their way into memory: what MLX holds by now, of what the files hold."""
+"""A progress bar for weights that are being loaded: memory that MLX holds, of the bytes in the files."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from outrider.models.files.progress import Progress, TerminalBar
+from outrider.progress import Progress, ProgressBar
 
-POLL_S = 0.1
+POLL_S = 0.1  # seconds between two looks at MLX's memory; chosen by hand
 
 
 @contextmanager
 def loading_bar(folder: Path, name: str) -> Iterator[Callable[[str], None]]:
-    """Draws while its body runs; the loading itself is done elsewhere, on the engine's thread.
+    """Draws the bar while the body runs. The engine's thread does the loading itself.
 
-    Gives a function that ends the bar and says what is done after the loading.
+    Gives a function that completes the bar and prints a line: what is done after the loading.
     """
     total_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    bar, done = TerminalBar(), threading.Event()
-    stage, before = f"Loading {name}", mx.get_active_memory()
+    bar, is_done = ProgressBar(), threading.Event()
+    bytes_before = mx.get_active_memory()
 
-    def draw() -> None:
-        while not done.wait(POLL_S):
-            held = max(0, mx.get_active_memory() - before)
-            bar(Progress(stage, min(held, total_bytes), total_bytes))
+    def show(num_bytes: int) -> None:
+        bar(Progress(f"Loading {name}", min(num_bytes, total_bytes), total_bytes))
 
-    def say(line: str) -> None:
-        done.set()
-        bar(Progress(stage, total_bytes, total_bytes))
+    def poll() -> None:
+        while not is_done.wait(POLL_S):
+            show(max(0, mx.get_active_memory() - bytes_before))
+
+    def finish() -> None:
+        is_done.set()
+        thread.join()
         bar.close()
+
+    def complete(line: str) -> None:
+        if not is_done.is_set():
+            show(total_bytes)
+            finish()
         print(line, file=sys.stderr, flush=True)
 
-    bar(Progress(stage, 0, total_bytes))
-    drawing = threading.Thread(target=draw, name="outrider-loading-bar", daemon=True)
-    drawing.start()
+    show(0)
+    thread = threading.Thread(target=poll, name="outrider-loading-bar", daemon=True)
+    thread.start()
     try:
-        yield say
-        if not done.is_set():
-            bar(Progress(stage, total_bytes, total_bytes))
+        yield complete
+        if not is_done.is_set():
+            show(total_bytes)
     finally:
-        done.set()
-        drawing.join()
-        bar.close()
+        finish()

@@ -31,9 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="outrider", description="LLM inference on MLX with drafting rows.")
+    parser = argparse.ArgumentParser(
+        prog="outrider",
+        description="Runs large language models on MLX: a server, a chat and tools.",
+    )
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
-    parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
+    parser.add_argument(
+        "--log-level",
+        default="warning",
+        choices=["debug", "info", "warning", "error"],
+        help="least severe messages to print (default: %(default)s)",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_serve(commands)
     add_chat(commands)

@@ -1,109 +1,163 @@
-"""Markdown on its way to a terminal: headings, lists and code blocks by line, the rest in inline.py.
+"""Markdown in the terminal while it is being generated.
 
-Only ever appends. Without moves of the cursor it need not know how wide the terminal or its characters are.
+Finished blocks (paragraphs, lists, code blocks) are printed once and stay. The last block may still change
+with the next token, so rich draws that block again and again below the finished ones.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Literal
+import time
+from itertools import pairwise
 
-from outrider.cli.inline import read_inline
-from outrider.cli.terminal import BOLD, CYAN, DIM, UNDERLINE, Styles, paint
+from markdown_it import MarkdownIt
+from markdown_it.rules_inline import StateInline
+from markdown_it.token import Token
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.markdown import Heading, Markdown
+from rich.segment import Segment
 
-_HEADING = re.compile(r" {0,3}(#{1,6}) ")
-_BULLET = re.compile(r"(\s*)[-*+] ")
-_NUMBER = re.compile(r"(\s*)(\d{1,9}[.)]) ")
-_FENCE = re.compile(r"\s*(`{3,}|~{3,})(.*)")
-_UNDECIDED = re.compile(r"\s*(#{1,6}|[-*+]|\d{1,9}[.)]?|`{1,2}|~{1,2}|`{3,}[^`]*|~{3,}.*)?")
+from outrider.terminal import printable
 
-Kind = Literal["text", "code", "fence"]
+REDRAW_EVERY_S = 0.08  # seconds; chosen by hand: text seems to flow, and slow terminals keep up
+MAX_DRAWING_SHARE = 0.1  # of the time may be spent on drawing; chosen by hand
+CODE_THEME = "ansi_dark"  # the terminal's own colours and background
 
 
-class Markdown:
-    """Push text as it comes and show what is returned; `finish` returns what still waited."""
+def _asterisks_in_words(state: StateInline, silent: bool) -> bool:
+    """Asterisks between ASCII letters or digits are text: 2*3*4 is arithmetic, not emphasis."""
+    text, end = state.src, state.pos
+    while end < len(text) and text[end] == "*":
+        end += 1
+    around = text[state.pos - 1 : state.pos] + text[end : end + 1]
+    if end == state.pos or len(around) < 2 or not (around.isascii() and around.isalnum()):
+        return False
+    if not silent:
+        state.pending += text[state.pos : end]
+    state.pos = end
+    return True
 
-    def __init__(self) -> None:
-        self._line = ""  # of the current line, what is not shown yet
-        self._kind: Kind | None = None  # of the current line; None: its start does not tell yet
-        self._styles: Styles = ()
-        self._before = ""  # the character before self._line
-        self._fence = ""  # the marks that opened the code block we are in
-        self._hides_newline = False
 
-    def push(self, text: str) -> str:
-        first, *others = text.split("\n")
-        shown = [self._more(first)]
-        for line in others:
-            shown += [self._end_line(), self._more(line)]
-        return "".join(shown)
+# All that a model writes stays visible: HTML, link definitions and character references are text.
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+_PARSER.disable(["reference", "entity", "image"])
+_PARSER.inline.ruler.before("emphasis", "asterisks_in_words", _asterisks_in_words)
 
-    def finish(self) -> str:
-        return self._show(is_last=True)
 
-    def _more(self, text: str) -> str:
-        self._line += text
-        return self._show(is_last=False)
+class MarkdownStream:
+    """Push text as it comes; `finish` prints the rest."""
 
-    def _end_line(self) -> str:
-        shown = self._show(is_last=True)
-        newline = "" if self._hides_newline else "\n"
-        self._line, self._kind, self._styles, self._before = "", None, (), ""
-        self._hides_newline = False
-        return shown + newline
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._text = ""  # of the blocks that are not printed yet
+        self._is_first = True  # no block is printed yet
+        self._live: Live | None = None
+        self._next_draw_s = 0.0
 
-    def _show(self, is_last: bool) -> str:
-        opening = self._begin(is_last) if self._kind is None else ""
-        if self._kind is None:
-            return ""
-        if self._kind == "text":
-            rest, num_read = read_inline(self._line, self._before, is_last, self._styles)
-        else:
-            rest, num_read = paint(self._line, CYAN), len(self._line)
-        self._skip(num_read)
-        return opening + rest
+    def push(self, text: str) -> None:
+        self._text += text
+        started_s = time.monotonic()
+        if started_s >= self._next_draw_s:
+            self._draw()
+            took_s = time.monotonic() - started_s
+            self._next_draw_s = started_s + max(REDRAW_EVERY_S, took_s / MAX_DRAWING_SHARE)
 
-    def _skip(self, num: int) -> None:
-        if num:
-            self._before = self._line[num - 1]
-            self._line = self._line[num:]
+    def finish(self) -> None:
+        if self._live is not None:
+            self._live.update("")
+            self._live.stop()
+        self._print(_parse(self._text))
+        self._text, self._is_first, self._live = "", True, None
 
-    def _begin(self, is_last: bool) -> str:
-        """Decide what kind of line this is, if its start tells; what is shown in place of its marks."""
-        return self._begin_code(is_last) if self._fence else self._begin_text(is_last)
+    def _draw(self) -> None:
+        """A block is finished once the first line of the next block is complete."""
+        tokens, num_lines = _parse(self._text), self._text.count("\n")
+        starts = [i for i in _block_starts(tokens) if _line(tokens[i]) < num_lines]
+        last = starts[-1] if starts else 0
+        if self._live is None:
+            self._live = _new_live(self._console)
+            self._live.start()
+        self._live.update(_Blocks(tokens[last:], not self._is_first or last > 0, is_tail=True))
+        self._print(tokens[:last])
+        self._live.refresh()
+        if last:
+            self._text = "\n".join(self._text.split("\n")[_line(tokens[last]) :])
 
-    def _begin_code(self, is_last: bool) -> str:
-        marks = self._line.strip()
-        could_close = marks == self._fence[0] * len(marks)
-        if could_close and not is_last:
-            return ""
-        if could_close and len(marks) >= len(self._fence):
-            self._fence = ""
-            return self._hide_line("")
-        self._kind = "code"
-        return ""
+    def _print(self, tokens: list[Token]) -> None:
+        starts = [*_block_starts(tokens), len(tokens)]
+        for start, end in pairwise(starts):
+            self._console.print(_Blocks(tokens[start:end], not self._is_first))
+            self._is_first = False
 
-    def _begin_text(self, is_last: bool) -> str:
-        if not is_last and _UNDECIDED.fullmatch(self._line):
-            return ""
-        fence = _FENCE.fullmatch(self._line) if is_last else None
-        if fence and not (fence[1][0] == "`" and "`" in fence[2]):
-            self._fence = fence[1]
-            return self._hide_line(fence[2].strip())
-        self._kind = "text"
-        if heading := _HEADING.match(self._line):
-            self._styles = BOLD + UNDERLINE if len(heading[1]) == 1 else BOLD
-            self._skip(heading.end())
-        elif bullet := _BULLET.match(self._line):
-            self._skip(bullet.end())
-            return bullet[1] + paint("• ", DIM)
-        elif number := _NUMBER.match(self._line):
-            self._skip(number.end())
-            return number[1] + paint(f"{number[2]} ", DIM)
-        return ""
 
-    def _hide_line(self, label: str) -> str:
-        """A fence: at most its language is shown."""
-        self._kind, self._line = "fence", ""
-        self._hides_newline = not label
-        return paint(label, DIM)
+class _LeftHeading(Heading):
+    LEVEL_ALIGN = {}  # noqa: RUF012  (all levels start at the left)
+
+
+class _AnswerMarkdown(Markdown):
+    elements = Markdown.elements | {"heading_open": _LeftHeading}
+
+
+class _Blocks:
+    """Parsed markdown as a rich renderable that lets no control character through."""
+
+    def __init__(self, tokens: list[Token], has_margin: bool, is_tail: bool = False) -> None:
+        self._markdown = _AnswerMarkdown("", code_theme=CODE_THEME, hyperlinks=False)
+        self._markdown.parsed = tokens
+        self._has_margin = has_margin  # a blank line above
+        self._is_tail = is_tail  # only as many of the last lines as the terminal can show
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [_safe(line) for line in console.render_lines(self._markdown, options, pad=False)]
+        while lines and not lines[0]:
+            del lines[0]
+        while lines and not lines[-1]:
+            del lines[-1]
+        if self._has_margin and lines:
+            lines.insert(0, [])
+        if self._is_tail:
+            lines = lines[-max(1, console.height - 2) :]
+        for line in lines:
+            yield from line
+            yield Segment.line()
+
+
+def _safe(line: list[Segment]) -> list[Segment]:
+    """Without control characters, which rich does not remove, and without spaces at the end."""
+    parts = [Segment(printable(part.text), part.style) for part in line if not part.control]
+    while parts and not parts[-1].text.strip():
+        parts.pop()
+    if parts:
+        parts[-1] = Segment(parts[-1].text.rstrip(), parts[-1].style)
+    return parts
+
+
+def _new_live(console: Console) -> Live:
+    return Live(
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        vertical_overflow="visible",
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+def _parse(text: str) -> list[Token]:
+    """Line breaks stay line breaks: models write addresses and verses without markdown's two spaces."""
+    tokens = _PARSER.parse(text)
+    for token in tokens:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+    return tokens
+
+
+def _block_starts(tokens: list[Token]) -> list[int]:
+    return [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
+
+
+def _line(token: Token) -> int:
+    """Number of the line on which a block begins."""
+    assert token.map is not None
+    return token.map[0]

@@ -1,11 +1,10 @@
-"""`outrider models`: what is cached, `pull` and `rm`. Owns the table and the question before a removal."""
+"""`outrider models`: lists the cached models, downloads and removes them."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +17,21 @@ Commands = argparse._SubParsersAction  # of argparse.ArgumentParser
 
 
 def add_models(commands: Commands[argparse.ArgumentParser]) -> None:
-    models = commands.add_parser("models", help="list, fetch and remove cached models")
-    models.add_argument("--json", action="store_true", help="the list as JSON")
+    models = commands.add_parser(
+        "models",
+        help="list, download and remove cached models",
+        description="Without a VERB, lists the models in Outrider's cache and in the Hugging Face cache.",
+    )
+    models.add_argument("--json", action="store_true", help="print the list as JSON")
     models.set_defaults(run=run_list)
     verbs = models.add_subparsers(metavar="VERB")
-    pull = verbs.add_parser("pull", help="fetch a model")
+    pull = verbs.add_parser("pull", help="download a model", description="Downloads a model into the cache.")
     pull.add_argument("name", help="a Hugging Face id, SmolLM2-135M-Instruct or outrider-see-135m")
     pull.set_defaults(run=run_pull)
-    rm = verbs.add_parser("rm", help="remove a cached model")
-    rm.add_argument("name", help="as `outrider models` lists it")
+    rm = verbs.add_parser(
+        "rm", help="remove a cached model", description="Asks, then removes a model from the cache."
+    )
+    rm.add_argument("name", help="the model's name in the list of `outrider models`")
     rm.add_argument("--yes", action="store_true", help="do not ask")
     rm.set_defaults(run=run_rm)
 
@@ -34,15 +39,20 @@ def add_models(commands: Commands[argparse.ArgumentParser]) -> None:
 def run_list(args: argparse.Namespace) -> int:
     from outrider.models.files.cached import cached_models
     from outrider.models.files.folders import models_folder
+    from outrider.terminal import console_for, new_table
 
     models = cached_models()
     if args.json:
         print(json.dumps([_record(one) for one in models], indent=2))
     elif models:
-        print(_table([("NAME", "SIZE", "HEAD", "FROM"), *(_row(one) for one in models)]))
+        table = new_table("NAME", "SIZE", "HEAD", "FROM")
+        for one in models:
+            table.add_row(*_row(one))
+        console_for(sys.stdout).print(table)
     else:
         print(
-            f"No models in {models_folder()} or the Hugging Face cache. Fetch one: outrider models pull NAME"
+            f"There are no models in {models_folder()} or in the Hugging Face cache. "
+            "Download one: outrider models pull NAME"
         )
     return 0
 
@@ -57,7 +67,8 @@ def run_rm(args: argparse.Namespace) -> int:
     from outrider.models.files.cached import find_cached, remove
 
     model = find_cached(args.name)
-    if not args.yes and not _agrees(f"Remove {model.name} ({_size(model.num_bytes)}, {model.path})? [y/N] "):
+    question = f"Remove {model.name} ({_size(model.num_bytes)}, {model.path})? [y/N] "
+    if not args.yes and not _is_confirmed(question):
         print("Nothing was removed.", file=sys.stderr)
         return 1
     remove(model)
@@ -72,11 +83,11 @@ def _pull(name: str) -> Path:
     if (own := named_model(name)) is not None:
         return make_ready(own)
     if Path(name).expanduser().exists():
-        raise ModelUnavailable(f"{name} is on this machine already: there is nothing to fetch.")
+        raise ModelUnavailable(f"{name} is on this machine already: there is nothing to download.")
     return loader.find_folder(name)
 
 
-def _agrees(question: str) -> bool:
+def _is_confirmed(question: str) -> bool:
     try:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:
@@ -99,16 +110,9 @@ def _record(model: CachedModel) -> dict[str, object]:
 
 def _row(model: CachedModel) -> tuple[str, str, str, str]:
     head = "-" if model.head is None else _size(model.head_bytes)
-    note = "" if model.is_intact else " (incomplete or of an older format: made again when needed)"
+    note = "" if model.is_intact else " (incomplete or in an older format: built again at the next use)"
     shared = f" + {_size(model.shared_bytes)} shared" if model.shared_bytes else ""
     return model.name, _size(model.num_bytes) + shared, head, model.source + note
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 def _size(num_bytes: int) -> str:

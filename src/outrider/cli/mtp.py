@@ -1,4 +1,4 @@
-"""`outrider mtp`: inspect, extract and train heads. Owns the options and last words of `train`."""
+"""`outrider mtp`: inspects, extracts and trains MTP heads. The options and the output of `train` are here."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ Commands = argparse._SubParsersAction  # of argparse.ArgumentParser
 
 
 def add_mtp(commands: Commands[argparse.ArgumentParser]) -> None:
-    mtp = commands.add_parser("mtp", help="MTP heads: look at one, take one out of a checkpoint, train one")
+    mtp = commands.add_parser(
+        "mtp",
+        help="inspect, extract or train an MTP head",
+        description="An MTP head drafts tokens for a model. These commands inspect the head of a model, "
+        "extract a head from an original checkpoint, or train one.",
+    )
     verbs = mtp.add_subparsers(required=True, metavar="VERB")
     add_inspect(verbs)
     add_extract(verbs)
     train = verbs.add_parser(
         "train",
-        help="train a head for a model, on its own answers",
-        description="Trains an MTP head for a frozen model by self-distillation: the model makes up "
-        "conversations, the head learns to guess what it says. It is found beside the model afterwards.",
+        help="train a head for a model on the model's own answers",
+        description="Trains an MTP head for a frozen model by self-distillation: the model writes "
+        "conversations, and the head learns to predict them. The head is stored beside the model, where the "
+        "other commands find it.",
     )
     _add_files(train)
     _add_settings(train)
@@ -34,48 +40,53 @@ def add_mtp(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_files(train: argparse.ArgumentParser) -> None:
-    train.add_argument("model", nargs="?", help="model folder, GGUF file or Hugging Face id")
     train.add_argument(
-        "--out", type=Path, metavar="FILE", help="head file (default: mtp/weights.safetensors in the model)"
+        "model", nargs="?", help="model folder, GGUF file or Hugging Face id (default: SmolLM2-135M-Instruct)"
+    )
+    train.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="head file (default: mtp/weights.safetensors in the model's folder)",
     )
     train.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='prompts, one a line or JSONL with "prompt" or "messages"',
+        help='prompts, one per line, or JSON lines with "prompt" or "messages"',
     )
-    train.add_argument("--resume", action="store_true", help="go on with an interrupted run")
+    train.add_argument("--resume", action="store_true", help="continue an interrupted run")
     train.add_argument("--force", action="store_true", help="replace an existing head or unfinished run")
 
 
 def _add_settings(train: argparse.ArgumentParser) -> None:
-    usual = Settings()
+    defaults = Settings()
 
     def option(name: str, kind: type, metavar: str, text: str) -> None:
         train.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
 
-    option("conversations", int, "N", f"conversations to synthesise ({usual.conversations})")
-    option("max-tokens", int, "N", f"longest answer in them ({usual.max_tokens})")
-    option("steps", int, "N", f"training steps ({DEFAULT_STEPS}, unless --seconds is given)")
-    option("seconds", float, "S", "train for this long")
-    option("batch-tokens", int, "N", f"tokens a step learns from ({usual.batch_tokens})")
-    option("depths", int, "N", f"drafts ahead to train for, 1..{MAX_DEPTH} ({usual.depths})")
-    option("learning-rate", float, "R", f"of the matrices ({usual.learning_rate})")
-    option("seed", int, "N", f"({usual.seed})")
+    option("conversations", int, "N", f"conversations to synthesise (default: {defaults.conversations})")
+    option("max-tokens", int, "N", f"longest answer in them (default: {defaults.max_tokens})")
+    option("steps", int, "N", f"training steps (default: {DEFAULT_STEPS}, unless --seconds is given)")
+    option("seconds", float, "S", "train for S seconds instead of a number of steps")
+    option("batch-tokens", int, "N", f"tokens per training step (default: {defaults.batch_tokens})")
+    option("depths", int, "N", f"draft positions to train, 1 to {MAX_DEPTH} (default: {defaults.depths})")
+    option("learning-rate", float, "R", f"learning rate of the matrices (default: {defaults.learning_rate})")
+    option("seed", int, "N", f"random seed (default: {defaults.seed})")
 
 
 def run_train(args: argparse.Namespace) -> int:
     from outrider.llm import default_model
-    from outrider.train.progress import TrainingBar
+    from outrider.progress import ProgressBar
     from outrider.train.report import render
     from outrider.train.run import Job, train_head
 
-    asked = {one.name: getattr(args, one.name) for one in fields(Settings)}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    bar = TrainingBar()
+    given = {one.name: getattr(args, one.name) for one in fields(Settings)}
+    given = {name: value for name, value in given.items() if value is not None}
+    bar = ProgressBar()
     try:
         model = default_model() if args.model is None else args.model
-        job = Job(model, asked, args.out, args.prompts, args.resume, args.force)
+        job = Job(model, given, args.out, args.prompts, args.resume, args.force)
         path, figures = train_head(job, bar)
     except TrainingError as error:
         bar.close()
@@ -83,7 +94,7 @@ def run_train(args: argparse.Namespace) -> int:
         return 2
     except Interrupted as stop:
         bar.close()
-        print(f"Stopped {stop}. Go on with: {_resume_command(args)}", file=sys.stderr)
+        print(f"Stopped {stop}. Continue with: {_resume_command(args)}", file=sys.stderr)
         return 130
     bar.close()
     print(render(figures, path))

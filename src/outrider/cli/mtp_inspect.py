@@ -1,12 +1,12 @@
-"""`outrider mtp inspect`: is there a head, where, of which kind, and what it gains on this machine."""
+"""`outrider mtp inspect`: finds the MTP head of a model and measures its speed-up on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Verbs = argparse._SubParsersAction  # of argparse.ArgumentParser
 
-DEPTH = 3
-TEMPERATURES = (0.0, 0.8)
+DEPTH = 3  # draft tokens per step when acceptance is measured; chosen by hand
+TEMPERATURES = (0.0, 0.8)  # at which acceptance is measured; chosen by hand
 PROMPTS = (
     "Why is the sky blue during the day and red in the evening?",
     "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
@@ -36,25 +36,38 @@ PROMPTS = (
 @dataclass(frozen=True)
 class Speed:
     rows: int
-    ratio: float  # tokens a second with drafts against without, median of the rounds
+    ratio: float  # tokens per second with drafts over without, median of the rounds
     rounds: tuple[float, ...]
 
 
 def add_inspect(verbs: Verbs[argparse.ArgumentParser]) -> None:
     inspect = verbs.add_parser(
         "inspect",
-        help="look for a head and measure it",
-        description="Says whether a model has an MTP head, where and of which kind, then answers a few "
-        "built-in prompts to measure how many drafts stand and what that gains here. Ends with 1 if there is "
-        "no head.",
+        help="find the head of a model and measure its speed-up",
+        description="Shows whether a model has an MTP head, where the head is and its layout. Then answers "
+        "built-in prompts, to measure how many draft tokens are accepted and how much faster the answers "
+        "come. The exit status is 1 if there is no head.",
     )
-    inspect.add_argument("model", nargs="?", help="model folder, GGUF file or Hugging Face id")
-    inspect.add_argument("--head", type=Path, metavar="FILE", help="a head that lies elsewhere")
-    inspect.add_argument("--files-only", action="store_true", help="do not load the model")
-    inspect.add_argument("--tokens", type=int, default=96, metavar="N", help="of each answer (96)")
-    inspect.add_argument("--rows", type=int, nargs="+", default=[1, 4], metavar="N", help="to time (1 4)")
-    inspect.add_argument("--rounds", type=int, default=3, metavar="N", help="of timing (3)")
-    inspect.add_argument("--json", action="store_true", help="the findings as JSON")
+    inspect.add_argument(
+        "model", nargs="?", help="model folder, GGUF file or Hugging Face id (default: SmolLM2-135M-Instruct)"
+    )
+    inspect.add_argument(
+        "--head", type=Path, metavar="FILE", help="file of a head that is not beside the model"
+    )
+    inspect.add_argument(
+        "--files-only", action="store_true", help="only look at the files; do not load the model"
+    )
+    inspect.add_argument("--tokens", type=int, default=96, metavar="N", help="longest answer (default: 96)")
+    inspect.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[1, 4],
+        metavar="N",
+        help="concurrent requests to time (default: 1 4)",
+    )
+    inspect.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of timing (default: 3)")
+    inspect.add_argument("--json", action="store_true", help="print the results as JSON")
     inspect.set_defaults(run=run_inspect)
 
 
@@ -71,7 +84,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     if head is None and (shipped := shipped_head(folder)) is not None:
         head = heads.locate_file(shipped, config)
     if head is None:
-        _say(
+        _print(
             args, {"model": str(folder), "head": None}, f"{folder} has no MTP head. {_remedy(folder, config)}"
         )
         return 1
@@ -81,11 +94,11 @@ def run_inspect(args: argparse.Namespace) -> int:
         figures = _measure(folder, head, args)
         found |= figures
         text += "\n" + _render(figures)
-    _say(args, found, text)
+    _print(args, found, text)
     return 0
 
 
-def _say(args: argparse.Namespace, found: dict[str, Any], text: str) -> None:
+def _print(args: argparse.Namespace, found: dict[str, Any], text: str) -> None:
     print(json.dumps(found, indent=2) if args.json else text)
 
 
@@ -95,7 +108,7 @@ def _remedy(folder: Path, config: dict[str, Any]) -> str:
     train = f"train one: outrider mtp train {folder}"
     if expected(config):
         return (
-            "Its config says that the original has one: take it from there (outrider mtp extract ORIGINAL "
+            "Its config says that the original checkpoint has one: extract it (outrider mtp extract ORIGINAL "
             f"--into {folder}), or {train}"
         )
     return train[0].upper() + train[1:]
@@ -115,7 +128,7 @@ def _facts(head: HeadFiles) -> dict[str, Any]:
 
 def _describe(head: HeadFiles) -> str:
     facts = _facts(head)
-    place = "inside the checkpoint" if head.is_inside else "in a file of its own"
+    place = "inside the checkpoint" if head.is_inside else "in a separate file"
     layers = "one layer" if facts["layers"] == 1 else f"{facts['layers']} layers, one for each depth"
     return "\n".join(
         (
@@ -131,19 +144,25 @@ def _describe(head: HeadFiles) -> str:
 
 def _measure(folder: Path, head: HeadFiles, args: argparse.Namespace) -> dict[str, Any]:
     from outrider.llm import LLM
+    from outrider.progress import Progress, ProgressBar
 
-    _note("loading the model")
-    with LLM(folder, head=None if head.is_inside else head.source, drafter="mtp") as llm:
+    bar, num_parts = ProgressBar(), len(TEMPERATURES) + len(args.rows)
+
+    def show(num_done: int, note: str) -> None:
+        bar(Progress("Measuring the head", num_done, num_parts, "parts", note))
+
+    show(0, "loading the model")
+    with closing(bar), LLM(folder, head=None if head.is_inside else head.source, drafter="mtp") as llm:
         prompts = [_ids(llm, prompt) for prompt in PROMPTS]
         acceptance = {}
-        for temperature in TEMPERATURES:
-            _note(f"answering {len(prompts)} prompts at temperature {temperature:g}")
+        for number, temperature in enumerate(TEMPERATURES):
+            show(number, f"answering {len(prompts)} prompts at temperature {temperature:g}")
             acceptance[temperature] = _acceptance(llm, prompts, args.tokens, temperature)
         speeds = []
-        for rows in args.rows:
-            _note(f"timing {rows} row{'s' if rows > 1 else ''} with and without drafts")
+        for number, rows in enumerate(args.rows, len(TEMPERATURES)):
+            show(number, f"timing {rows} row{'s' if rows > 1 else ''} with and without drafts")
             speeds.append(_speed(llm, prompts, rows, args.tokens, args.rounds))
-    _note("")
+        show(num_parts, "")
     return {
         "acceptance": [
             {
@@ -183,17 +202,17 @@ def _acceptance(
 
 
 def _speed(llm: LLM, prompts: Sequence[tuple[int, ...]], rows: int, num_tokens: int, rounds: int) -> Speed:
-    """Drafts as the engine chooses them, and none, in turns."""
+    """With the depth that the engine chooses and without drafts, in turns."""
     chosen = [prompts[i % len(prompts)] for i in range(rows)]
-    _tokens_a_second(llm, chosen, "auto", num_tokens)  # what is compiled or measured once is so now
+    _tokens_per_second(llm, chosen, "auto", num_tokens)  # warm-up: compiles, and measures the costs of steps
     found = []
     for _ in range(rounds):
-        without, drafting = (_tokens_a_second(llm, chosen, depth, num_tokens) for depth in (0, "auto"))
+        without, drafting = (_tokens_per_second(llm, chosen, depth, num_tokens) for depth in (0, "auto"))
         found.append(drafting / without)
     return Speed(rows, median(found), tuple(round(ratio, 3) for ratio in found))
 
 
-def _tokens_a_second(llm: LLM, prompts: Sequence[tuple[int, ...]], depth: Any, num_tokens: int) -> float:
+def _tokens_per_second(llm: LLM, prompts: Sequence[tuple[int, ...]], depth: Any, num_tokens: int) -> float:
     from outrider.request import SamplingParams
 
     started_s = time.perf_counter()
@@ -203,23 +222,18 @@ def _tokens_a_second(llm: LLM, prompts: Sequence[tuple[int, ...]], depth: Any, n
     return sum(len(answer.token_ids) for answer in answers) / (time.perf_counter() - started_s)
 
 
-def _note(text: str) -> None:
-    """What is being done, on one line of the terminal."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
-
-
 def _render(figures: dict[str, Any]) -> str:
     lines = [
-        f"Drafts that stand at depth {DEPTH}, by position, each given the one before "
-        f"({len(PROMPTS)} built-in prompts):"
+        f"Drafts accepted at depth {DEPTH} by position, as a share of those whose previous draft was "
+        f"accepted ({len(PROMPTS)} built-in prompts):"
     ]
     for one in figures["acceptance"]:
         name = "greedy" if one["temperature"] == 0 else f"temperature {one['temperature']:g}"
         shares = " ".join(f"{share:4.0%}" for share in one["by_position"])
-        lines.append(f"  {name:<16} {shares}, {one['tokens_a_step']:.2f} tokens a step")
-    lines.append("Speed on this machine, drafts against none, greedy, prompts included (spread over rounds):")
+        lines.append(f"  {name:<16} {shares}, {one['tokens_a_step']:.2f} tokens per step")
+    lines.append(
+        "Speed on this machine with drafts over without, greedy, with prefill (lowest-highest of the rounds):"
+    )
     for one in figures["speed"]:
         spread = f"{min(one['rounds']):.2f}-{max(one['rounds']):.2f}"
         lines.append(

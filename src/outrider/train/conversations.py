@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.engine.async_engine import AsyncEngine
+from outrider.progress import Listener, Progress
 from outrider.request import InvalidRequest, SamplingParams
 from outrider.train import openings
 from outrider.train.errors import TrainingError
 from outrider.train.exchanges import Exchange, ExchangeFile, line_of
 from outrider.train.loops import cut_loop
-from outrider.train.progress import Listener, Progress
 from outrider.train.prompts import Message
 from outrider.train.scripts import script_for
 from outrider.train.settings import Settings

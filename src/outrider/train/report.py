@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from outrider.train.evaluate import Acceptance
-from outrider.train.progress import duration
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ def render(figures: Figures, path: Path) -> str:
         vocabulary = f"the {figures.num_draft_ids:,} most frequent ids"
         rows.append(("now, from the whole vocabulary", figures.whole_vocabulary))
     width = max(len(name) for name, _ in rows)
+    trained = timedelta(seconds=round(figures.trained_s))
     lines = [
-        f"Trained: {figures.steps:,} steps, {figures.num_targets:,} targets, {duration(figures.trained_s)}.",
+        f"Trained: {figures.steps:,} steps, {figures.num_targets:,} targets, {trained}.",
         f"Drafts that stand on {figures.num_held_out} held-out answers (greedy, loops cut), by position,",
         f"each given the one before, drafted from {vocabulary}:",
         *(

@@ -20,6 +20,7 @@ import mlx.core as mx
 from outrider.llm import LLM
 from outrider.models import heads, loader, machine
 from outrider.models.trunk import Trunk
+from outrider.progress import Listener, ignore
 from outrider.train import checkpoint
 from outrider.train.batches import batches_from, make_batch
 from outrider.train.checkpoint import TrainState
@@ -35,7 +36,6 @@ from outrider.train.head_file import (
     trunk_fingerprint,
     write_head,
 )
-from outrider.train.progress import Listener, ignore
 from outrider.train.prompts import read_prompts
 from outrider.train.report import Figures
 from outrider.train.settings import LEAST_CONVERSATIONS, Settings

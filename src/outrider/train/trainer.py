@@ -20,6 +20,7 @@ from mlx.utils import tree_map
 
 from outrider.models.heads import MTPHead, new_head
 from outrider.models.trunk import Trunk
+from outrider.progress import Listener, Progress, ignore
 from outrider.train import checkpoint
 from outrider.train.batches import Batch, batches_from, make_batch, split
 from outrider.train.chain import chain_outputs
@@ -29,7 +30,6 @@ from outrider.train.evaluate import Acceptance, evaluate
 from outrider.train.exchanges import Exchange
 from outrider.train.loss import BatchLoss, loss_and_gradients
 from outrider.train.optimizer import new_optimizer, rate_factor, set_rate
-from outrider.train.progress import Listener, Progress, ignore
 from outrider.train.settings import Settings
 
 NUM_MILESTONES = 10

@@ -1,4 +1,4 @@
-"""What the benchmark asks: one file a workload, all of it written for this project.
+"""The benchmark's questions: one file for each workload, all written for this project.
 
-None of it occurs in the training data of the default model's head.
+None of them is in the training data of the default model's head.
 """

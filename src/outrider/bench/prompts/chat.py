@@ -1,4 +1,4 @@
-"""Questions as people ask them."""
+"""Everyday questions."""
 
 PROMPTS = (
     "What causes thunder, and why do we see lightning first?",

@@ -1,4 +1,4 @@
-"""One long system message that all requests share, and what they ask beneath it."""
+"""One long system message that all requests share, and the questions after it."""
 
 HANDBOOK = """You answer questions of the visitors of the Harrow Lane Library. Keep to this handbook, be
 brief and kind.

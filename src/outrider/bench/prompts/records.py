@@ -1,6 +1,6 @@
-"""Short texts, and the JSON that the facts in them have to become.
+"""Short texts, each with the schema of the JSON object that must hold its facts.
 
-Strings are bounded and every field is required, so that an answer ends within a hundred tokens or so.
+Strings are bounded and every field is required, so that an answer ends within about a hundred tokens.
 """
 
 from __future__ import annotations

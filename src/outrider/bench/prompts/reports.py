@@ -1,6 +1,6 @@
-"""Long documents, put together from stock paragraphs, each with a question about it.
+"""Long reports, made of stock paragraphs, each with a question about it.
 
-Report i takes its own selection of paragraphs in its own order, so that no two reports begin alike.
+Each report has its own selection of paragraphs in its own order, so that no two reports begin alike.
 """
 
 from __future__ import annotations

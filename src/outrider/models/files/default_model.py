@@ -11,8 +11,8 @@ from outrider.models.errors import ModelUnavailable
 from outrider.models.files import origin
 from outrider.models.files.default_download import SMOLLM2, Release, download
 from outrider.models.files.folders import build_once, models_folder
-from outrider.models.files.progress import Listener, Progress, ignore
 from outrider.models.gguf import convert as gguf
+from outrider.progress import Listener, Progress, ignore
 
 __all__ = ["LICENSE", "NAME", "ModelUnavailable", "ensure", "folder", "is_cached"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outrider.models.files import default_model, vision_model
-from outrider.models.files.progress import Listener, TerminalBar
+from outrider.progress import Listener, ProgressBar
 
 
 class NamedModel(Protocol):
@@ -22,7 +22,7 @@ def named_model(name: str | Path) -> NamedModel | None:
 
 def make_ready(model: NamedModel) -> Path:
     """The model's folder; the terminal shows what is fetched and converted."""
-    bar = TerminalBar()
+    bar = ProgressBar()
     try:
         return model.ensure(bar)
     finally:

@@ -15,7 +15,7 @@ from typing import Any
 from outrider.models.files import default_model, origin
 from outrider.models.files.default_download import SMOLLM2, Release
 from outrider.models.files.folders import build_once, models_folder
-from outrider.models.files.progress import Listener, ignore
+from outrider.progress import Listener, ignore
 
 NAME = "outrider-see-135m"
 EYE = Path(__file__).parent / "data" / NAME

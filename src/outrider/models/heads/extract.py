@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outrider.models.files.progress import Listener, Progress, ignore
 from outrider.models.heads.errors import HeadError
 from outrider.models.heads.files import HEAD_FILES, HeadFiles, StoredTensor, find_head, read_config, search
 from outrider.models.heads.layouts import QWEN, HeadTensors, expected, recognise
 from outrider.models.heads.originals import Original
 from outrider.models.heads.weights import is_as_published
+from outrider.progress import Listener, Progress, ignore
 
 COPIED_AT_ONCE = 8 << 20
 
