@@ -28,7 +28,7 @@ OPTIONS = RequestOptions(0.5, 9, 3, None)
 DONE = b"data: [DONE]\n\n"
 
 
-def ask(url: str, timeout_s: float = 5.0, task: Task = TASK) -> Answer:
+def ask(url: str, timeout_s: float = 30.0, task: Task = TASK) -> Answer:
     client = ChatClient(ServerAddress.parse(url), "test", timeout_s)
     target = HttpTarget("t", client, "m", None)
     return asyncio.run(target.ask(task, OPTIONS))
@@ -229,7 +229,7 @@ def test_a_stream_may_end_without_done_once_it_has_said_why() -> None:
     ("script", "message"),
     [
         ([head(), event("Hel")], "hung up in the middle"),
-        ([head("Content-Length: 900"), event("Hel")], "hung up .* received 87 bytes"),
+        ([head("Content-Length: 900"), event("Hel")], "hung up .*received 87 bytes"),
         ([head("Transfer-Encoding: chunked"), chunk(event("Hel"))], "hung up"),
         ([head("Transfer-Encoding: chunked"), b"zz\r\n"], "does not speak HTTP"),
         ([b"SSH-2.0-OpenSSH\r\n\r\n"], "does not speak HTTP"),
@@ -253,7 +253,7 @@ def test_a_stream_may_end_without_done_once_it_has_said_why() -> None:
 )
 def test_what_goes_wrong_is_in_the_answer(script: list[Any], message: str) -> None:
     with raw_server(script) as url:
-        found = ask(url, timeout_s=0.3)
+        found = ask(url, timeout_s=0.3 if "silent" in message else 30.0)
     assert re.search(message, found.error or "")
 
 

@@ -1,4 +1,4 @@
-"""The conversation itself: commands, lines that go on, what is kept of stopped and failed answers."""
+"""The conversation: commands, messages of several lines, and what stays of stopped and failed answers."""
 
 from __future__ import annotations
 
@@ -104,8 +104,13 @@ def test_parts_of_answers_are_kept_and_refused_questions_are_not(
 # -- the screen ------------------------------------------------------------------------------------------
 
 
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def shown(has_styles: bool, *events: ChatEvent) -> str:
-    out = io.StringIO()
+    out = Tty() if has_styles else io.StringIO()
     screen = ChatScreen(out, has_styles)
     for event in events:
         screen.show(event)
@@ -113,31 +118,31 @@ def shown(has_styles: bool, *events: ChatEvent) -> str:
 
 
 EVENTS = (ReasoningDelta("Hm\nm"), TextDelta("a **b"), TextDelta("** \x1b[2J`c"), END)
-FIGURES = "10 tokens, 5.0 tokens/s; first after 500 ms"
+FIGURES = "10 tokens, 5.0 tokens/s; first token after 500 ms"
 
 
 def test_without_styles_the_text_is_shown_as_it_is() -> None:
     assert shown(False, *EVENTS) == f"Hm\nm\na **b** [2J`c\n{FIGURES}\n"
 
 
-def test_with_styles_markdown_is_rendered_and_reasoning_dimmed() -> None:
+def test_with_styles_markdown_is_rendered_and_reasoning_dimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     dim = "\x1b[2m{}\x1b[0m".format
-    assert shown(True, *EVENTS) == f"{dim('Hm')}\n{dim('m')}\na \x1b[1mb\x1b[0m [2J`c\n{dim(FIGURES)}\n"
+    found = shown(True, *EVENTS)
+    assert found.startswith(f"{dim('Hm')}\n{dim('m')}\n")
+    assert found.endswith(f"a \x1b[1mb\x1b[0m [2J`c\n{dim(FIGURES)}\n")
 
 
 def test_figures_tell_what_is_known() -> None:
     stats = Stats(num_generated=10, steps=4, drafted=[4, 3], accepted=[4, 2], total_s=1.0)
     figures = summary(Finished("stop", Usage(), stats))
-    assert figures == "10 tokens, 10.0 tokens/s; accepted 4/4, 2/3 by position, 2.50 tokens a step"
+    assert figures == ("10 tokens, 10.0 tokens/s; drafts accepted 4/4, 2/3 by position, 2.50 tokens per step")
     usage = Usage(num_accepted=6, num_rejected=1)
-    assert summary(Finished("length", usage)) == "accepted 6/7 drafts; cut at the token limit"
+    assert summary(Finished("length", usage)) == "drafts accepted 6/7; cut at --max-tokens"
 
 
 def test_styles_are_for_terminals_that_want_them() -> None:
-    class Tty(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     assert wants_styles(Tty(), {"NO_COLOR": ""})
     assert not wants_styles(Tty(), {"NO_COLOR": "1"})
     assert not wants_styles(Tty(), {"TERM": "dumb"})

@@ -17,7 +17,7 @@ import pytest
 from outrider.chat.conversation import Message, TextPart
 from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta, Usage
 from outrider.cli.chat_backends import ChatFailed
-from outrider.cli.chat_server import ServerBackend, first_model
+from outrider.cli.chat_server import ServerBackend
 from outrider.config import InvalidConfig
 from outrider.request import SamplingParams
 from outrider.server_address import ServerAddress
@@ -29,7 +29,8 @@ HI = [Message("system", (TextPart("Be brief."),)), Message("user", (TextPart("Hi
 
 def ask(url: str, params: SamplingParams | None = None) -> list[ChatEvent]:
     backend = ServerBackend(ServerAddress.parse(url, "key"), "m", params or SamplingParams())
-    return list(backend.answer(HI))
+    with contextlib.closing(backend):
+        return list(backend.answer(HI))
 
 
 def outrider(*args: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -84,11 +85,14 @@ def test_the_request_says_what_was_chosen_and_nothing_else() -> None:
     [
         (refuses(400, "the prompt is too long"), "the server says 400: the prompt is too long"),
         (Reply([b"<html>"], 502, "text/html"), "the server says 502: Bad Gateway"),
-        (Reply([b"<html>"], 200, "text/html"), "did not answer with a stream"),
+        (Reply([b"<html>"], 200, "text/html"), "answered with text/html, not with a stream of events"),
         (Reply([b'data: {"error": {"message": "it broke"}}\n\n']), "it broke"),
-        (Reply([b"data: nonsense\n\n"]), "no JSON object"),
-        (Reply([b'data: {"choices": [1]}\n\n']), "none of a chat completion"),
-        (Reply([b'data: {"choices": [{"delta": {"content": [1]}}]}\n\n']), "none of a chat completion"),
+        (Reply([b"data: nonsense\n\n"]), "not a JSON object"),
+        (Reply([b'data: {"choices": [1]}\n\n']), "not a chunk of a chat completion"),
+        (
+            Reply([b'data: {"choices": [{"delta": {"content": [1]}}]}\n\n']),
+            "not a chunk of a chat completion",
+        ),
         (stream({"content": "Hel"}, finish=None), "hung up in the middle"),
     ],
 )
@@ -104,7 +108,9 @@ def test_a_server_that_is_not_there_is_said() -> None:
 
 def test_the_first_model_of_the_server_is_found() -> None:
     with scripted([]) as server:
-        assert first_model(ServerAddress.parse(server.url)) == "first"
+        backend = ServerBackend(ServerAddress.parse(server.url), None, SamplingParams())
+    backend.close()
+    assert backend.greeting == f"first at {server.url}."
 
 
 @pytest.mark.parametrize(
@@ -183,9 +189,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation() -> None:
     with scripted([Reply(_endless()), says("*yes*")]) as server, terminal("--url", server.url) as chat:
         chat.wait_for("> ")
         chat.type("tell me")
-        shown = chat.wait_for("on on")
+        shown = chat.wait_for("\x1b[1mso\x1b[0m it goes on on")
         assert "\x1b[2mHmm\x1b[0m" in shown
-        assert "\x1b[1mso\x1b[0m it goes" in shown
         chat.process.send_signal(signal.SIGINT)
         chat.wait_for("(stopped)")
         chat.type("and?")
@@ -213,8 +218,8 @@ def test_a_conversation_with_a_real_server(live: ServerProcess) -> None:
     result = outrider("chat", "--url", live.url, *flags, stdin=stdin, OUTRIDER_API_KEY="secret")
     assert (result.returncode, result.stderr) == (0, "")
     assert f"tiny at {live.url}." in result.stdout
-    assert result.stdout.count("tokens/s; first after") == 3
-    assert result.stdout.count("drafts") == 3
+    assert result.stdout.count("tokens/s; first token after") == 3
+    assert result.stdout.count("drafts accepted") == 3
     assert "\x1b" not in result.stdout
 
 

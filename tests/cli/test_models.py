@@ -104,7 +104,7 @@ def test_a_damaged_folder_is_marked(caches: Path, capsys: pytest.CaptureFixture[
     folder = _own_model(caches, "tiny")
     (folder / "model.safetensors").write_bytes(b"cut")
     main(["models"])
-    assert "made again when needed" in capsys.readouterr().out
+    assert "built again at the next use" in capsys.readouterr().out
 
 
 def test_a_file_of_two_models_is_told_apart_from_their_own(
