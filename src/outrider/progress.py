@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 from outrider.terminal import console_for
 
@@ -97,8 +98,9 @@ class ProgressBar:
             TaskProgressColumn(),
             TextColumn("{task.fields[count]}", markup=False),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[note]}", markup=False),
+            TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             console=self._console,
+            expand=True,  # the note gets the rest of the line and is cut there
             auto_refresh=False,
             speed_estimate_period=SPEED_WINDOW_S,
             redirect_stdout=False,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 ANY_WIDTH = 100_000  # characters: wider than any line that is written to a file or a pipe
 
@@ -39,5 +39,6 @@ def console_for(stream: TextIO) -> Console:
 
 
 def new_table(*headings: str) -> Table:
-    """Columns two spaces apart, without lines between them."""
-    return Table(*headings, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    """Columns two spaces apart, without lines between them. A cell is folded, not cut, if it is too wide."""
+    columns = [Column(heading, overflow="fold") for heading in headings]
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(headings))

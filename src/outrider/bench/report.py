@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 
 from outrider.bench.rounds import Benchmark
 from outrider.bench.summary import same_texts
 from outrider.bench.table import LEGEND, tables
+from outrider.terminal import new_table
 
 
 def report(benchmark: Benchmark, baselines: Sequence[str], is_complete: bool) -> Group:
@@ -21,7 +23,18 @@ def report(benchmark: Benchmark, baselines: Sequence[str], is_complete: bool) ->
         return Group("Nothing was measured.")
     if not is_complete:
         parts.insert(0, "Interrupted. These are the figures so far.\n")
-    return Group(*parts, LEGEND, *_token_counts(benchmark), *_memory(benchmark), *_equal_answers(benchmark))
+    return Group(*parts, _legend(benchmark), *_token_counts(benchmark), *_equal_answers(benchmark))
+
+
+def _legend(benchmark: Benchmark) -> Table:
+    table = new_table("", "")
+    for name, meaning in LEGEND.items():
+        table.add_row(name, meaning)
+    targets = {variant.target.name: variant.target.memory_source for variant in benchmark.variants}
+    known = [f"{name}: memory of {source}" for name, source in targets.items() if source is not None]
+    if known:
+        table.add_row("peak MB", f"the most memory in use during a round ({'; '.join(known)})")
+    return table
 
 
 def _token_counts(benchmark: Benchmark) -> list[str]:
@@ -34,12 +47,6 @@ def _token_counts(benchmark: Benchmark) -> list[str]:
     if not by_chunks:
         return []
     return [f"{', '.join(by_chunks)}: the server sent no usage, so each chunk was counted as one token."]
-
-
-def _memory(benchmark: Benchmark) -> list[str]:
-    targets = {variant.target.name: variant.target.memory_source for variant in benchmark.variants}
-    known = [f"{name}: memory of {source}" for name, source in targets.items() if source is not None]
-    return [f"peak MB      the most memory in use during a round ({'; '.join(known)})"] if known else []
 
 
 def _equal_answers(benchmark: Benchmark) -> list[str]:

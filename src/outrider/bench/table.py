@@ -13,16 +13,17 @@ from outrider.terminal import new_table, printable
 
 UNKNOWN = "-"
 
-LEGEND = """\
-tokens/s     generated tokens of all streams per second, from the first request to the end of the last answer;
-             median of the rounds (lowest-highest)
-/ X          tokens/s divided by the tokens/s of X in the same round
-TTFT         time to first token: p50 / p95 of all answers
-ITL          inter-token latency: p50 / p95 of all tokens; tokens that arrive together share the time since
-             the last arrival
-tokens/step  tokens that a row commits in one decode step
-accepted     share of draft tokens that were accepted, by position in the draft
-stopped      answers that the model ended itself, before --max-tokens"""
+LEGEND = {
+    "tokens/s": "generated tokens of all streams per second, from the first request to the end of the last "
+    "answer: median of the rounds (lowest-highest)",
+    "/ X": "tokens/s divided by the tokens/s of X in the same round",
+    "TTFT": "time to first token: p50 / p95 of all answers",
+    "ITL": "inter-token latency: p50 / p95 of all tokens; tokens that arrive together share the time since "
+    "the last arrival",
+    "tokens/step": "tokens that a row commits in one decode step",
+    "accepted": "share of draft tokens that were accepted, by position in the draft",
+    "stopped": "answers that the model ended itself, before --max-tokens",
+}
 
 
 def tables(results: Sequence[CaseResult], variants: Sequence[str], baselines: Sequence[str]) -> list[Group]:

@@ -41,7 +41,10 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
         help="process id of a server, to measure its memory (Linux); one for each --url, in the same order",
     )
     group.add_argument(
-        "--timeout", type=float, metavar="S", help="give up after S seconds without a byte from a server (default: 300)"
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="give up after S seconds without a byte from a server (default: 300)",
     )
 
 

@@ -56,7 +56,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: %(default)s)"
     )
-    group.add_argument("--seed", type=int, metavar="N", help="random seed (default: a new one for each answer)")
+    group.add_argument("--seed", type=int, metavar="N", help="random seed (default: a new one per answer)")
     group.add_argument(
         "--draft-depth",
         type=_depth,

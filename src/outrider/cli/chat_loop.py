@@ -12,13 +12,14 @@ from outrider.cli.chat_backends import Backend, ChatFailed
 from outrider.cli.chat_screen import ChatScreen
 from outrider.terminal import printable
 
-HINT = "Type a message. /help lists the commands. /quit or Ctrl-D ends the chat. Ctrl-C stops an answer."
+HINT = "Type a message. Ctrl-C stops an answer, /quit or Ctrl-D ends the chat, /help shows more."
 HELP = """\
 /reset         forget the conversation; the system message stays
 /system TEXT   set the system message; without TEXT, remove it
 /help          show this list
 /quit          end the chat, as Ctrl-D does
-A line that ends with \\ continues on the next line. Ctrl-C stops an answer; the conversation goes on."""
+A line that ends with \\ continues on the next line.
+Ctrl-C stops an answer; the conversation goes on."""
 MAX_ERROR_CHARS = 500  # of an error message, which may come from a server; chosen by hand
 
 
