@@ -50,15 +50,15 @@ def fixed() -> list[CaseResult]:
 def test_the_table() -> None:
     assert plain(*tables(fixed(), ["off", "auto"], ["off"])).splitlines()[:6] == [
         "chat (everyday questions), temperature 0",
-        "streams  variant  tokens/s          / off             TTFT ms    ITL ms       tokens/step  "
+        "streams  variant  tokens/s          / off             TTFT ms    ITL ms       stride  "
         "accepted   stopped  peak MB",
-        "1        off      10.0 (10.0-10.0)  -                 500 / 500  62.5 / 62.5  -            "
+        "1        off      10.0 (10.0-10.0)  -                 500 / 500  62.5 / 62.5  -       "
         "-          2/2      600",
-        "         auto     17.5 (15.0-20.0)  1.75 (1.50-2.00)  250 / 333  31.2 / 41.7  1.50         "
+        "         auto     17.5 (15.0-20.0)  1.75 (1.50-2.00)  250 / 333  31.2 / 41.7  1.50    "
         "0.50 0.50  2/2      -",
-        "4        off      20.0 (20.0-20.0)  -                 250 / 250  31.2 / 31.2  -            "
+        "4        off      20.0 (20.0-20.0)  -                 250 / 250  31.2 / 31.2  -       "
         "-          2/2      600",
-        "         auto     35.0 (30.0-40.0)  1.75 (1.50-2.00)  125 / 167  15.6 / 20.8  1.50         "
+        "         auto     35.0 (30.0-40.0)  1.75 (1.50-2.00)  125 / 167  15.6 / 20.8  1.50    "
         "0.50 0.50  2/2      -",
     ]
 

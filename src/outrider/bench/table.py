@@ -20,7 +20,7 @@ LEGEND = {
     "TTFT": "time to first token: p50 / p95 of all answers",
     "ITL": "inter-token latency: p50 / p95 of all tokens; tokens that arrive together share the time since "
     "the last arrival",
-    "tokens/step": "tokens that a row commits in one decode step",
+    "stride": "tokens that a row commits in one decode step",
     "accepted": "share of draft tokens that were accepted, by position in the draft",
     "stopped": "answers that the model ended itself, before --max-tokens",
 }
@@ -43,7 +43,7 @@ def by_workload(results: Iterable[CaseResult]) -> list[list[CaseResult]]:
 def _block(members: Sequence[CaseResult], variants: Sequence[str], baselines: Sequence[str]) -> Group:
     case = members[0].case
     ratios = [f"/ {name}" for name in baselines]
-    columns = ("tokens/step", "accepted", "stopped", "peak MB")
+    columns = ("stride", "accepted", "stopped", "peak MB")
     table = new_table("streams", "variant", "tokens/s", *ratios, "TTFT ms", "ITL ms", *columns)
     notes: list[str] = []
     for one in members:
