@@ -1,8 +1,8 @@
-"""Decode throughput: plain rows against mlx-lm's batch generator, drafts on against off, and a mixed batch.
+"""Decode throughput: plain rows over mlx-lm's batch generator, drafts on over off, and a mixed batch.
 
     python -m benchmarks.decode [--model M] [--head FILE] [--prompts FILE] [--rows 1 4 8 16] [--tokens 48]
 
-Every figure is a ratio of runs that took turns on the same weights: median (least-most).
+Every figure is a ratio of runs that took turns on the same weights: median (lowest-highest).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import time
 from pathlib import Path
 
-from benchmarks.side_by_side import Bench, ratios, spread
+from benchmarks.side_by_side import StepBench, ratios, spread
 from outrider.llm import default_model
 from outrider.request import DraftDepth
 
@@ -20,14 +20,14 @@ from outrider.request import DraftDepth
 def main() -> None:
     args = _arguments()
     questions = json.loads(args.prompts.read_text()) if args.prompts else None
-    bench = Bench(args.model or default_model(), args.head, args.draft_vocabulary, questions)
-    print(f"{bench.loaded.path.name}, {args.tokens} tokens a row, {args.rounds} rounds\n")
+    bench = StepBench(args.model or default_model(), args.head, args.draft_vocabulary, questions)
+    print(f"{bench.loaded.path.name}, {args.tokens} tokens per row, {args.rounds} rounds\n")
     if "plain" in args.parts:
         _plain(bench, args)
     if args.process_time:
         bench.clock = time.process_time
     if bench.head is None:
-        print("no head: drafting is not measured")
+        print("The model has no head: drafting is not measured.")
         return
     if "depth" in args.parts:
         _depth(bench, args)
@@ -37,8 +37,8 @@ def main() -> None:
         _mixed(bench, args)
 
 
-def _plain(bench: Bench, args: argparse.Namespace) -> None:
-    print("plain rows against mlx_lm's batch generator (same weights)")
+def _plain(bench: StepBench, args: argparse.Namespace) -> None:
+    print("plain rows over mlx-lm's batch generator (same weights)")
     for rows in args.rows:
         found = ratios(
             lambda rows=rows: bench.ours([0] * rows, args.tokens)[0],
@@ -49,8 +49,8 @@ def _plain(bench: Bench, args: argparse.Namespace) -> None:
     print()
 
 
-def _depth(bench: Bench, args: argparse.Namespace) -> None:
-    print("constant depth against depth 0; tokens a step; accepted share by position")
+def _depth(bench: StepBench, args: argparse.Namespace) -> None:
+    print("constant depth over depth 0; tokens per step; accepted share by position")
     for rows in args.rows:
         for depth in args.depths:
             strides, shares = [], []
@@ -75,15 +75,15 @@ def _depth(bench: Bench, args: argparse.Namespace) -> None:
     print()
 
 
-def _auto(bench: Bench, args: argparse.Namespace) -> None:
-    """Auto depth, depth 0 and constant depths take turns; every round is one ratio to depth 0."""
+def _auto(bench: StepBench, args: argparse.Namespace) -> None:
+    """Auto depth, depth 0 and constant depths take turns. Every round gives one ratio to depth 0."""
     bench.measure_costs(max(args.rows))
-    print("auto and constant depths against depth 0, all in turns; tokens a step and mean depth of auto")
+    print("auto and constant depths over depth 0, in turns; tokens per step and mean depth of auto")
     for rows in args.rows:
         policies: list[DraftDepth] = ["auto", 0, *args.depths]
         paces: dict[DraftDepth, list[float]] = {policy: [] for policy in policies}
         strides, drafts = [], []
-        bench.ours(["auto"] * rows, args.tokens, args.temperature, 3)  # lets it learn, and warms up
+        bench.ours(["auto"] * rows, args.tokens, args.temperature, 3)  # warm-up; auto learns
         for number in range(args.rounds):
             for policy in policies[number % len(policies) :] + policies[: number % len(policies)]:
                 run, sequences = bench.ours([policy] * rows, args.tokens, args.temperature, number * rows)
@@ -101,9 +101,9 @@ def _auto(bench: Bench, args: argparse.Namespace) -> None:
     print()
 
 
-def _mixed(bench: Bench, args: argparse.Namespace) -> None:
-    """A plain row's pace in a half-drafting batch, against all-plain, beside the wider forward's cost."""
-    print("plain rows in a half-drafting batch: pace against an all-plain batch; cost of the wider forward")
+def _mixed(bench: StepBench, args: argparse.Namespace) -> None:
+    """Speed of plain rows if the other half of the rows draft, and the cost of the wider forward pass."""
+    print("plain rows if half of the rows draft: speed over an all-plain batch; cost of the wider forward")
     for rows in [n for n in args.rows if n > 1]:
         for depth in args.depths:
             paces = []
@@ -113,7 +113,7 @@ def _mixed(bench: Bench, args: argparse.Namespace) -> None:
                 paces.append((plain.seconds / plain.num_steps) / (mixed.seconds / mixed.num_steps))
             wide, narrow = bench.forward_ms(rows, 1 + depth), bench.forward_ms(rows, 1)
             print(
-                f"  {rows:3d} rows  depth {depth}   pace {spread(paces)}   "
+                f"  {rows:3d} rows  depth {depth}   speed {spread(paces)}   "
                 f"forward [{rows},1] / [{rows},{1 + depth}] {narrow / wide:.2f}",
                 flush=True,
             )
@@ -130,10 +130,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model")
-    parser.add_argument("--head")
-    parser.add_argument("--prompts", type=Path, help="a JSON list of questions to ask instead of our own")
-    parser.add_argument("--draft-vocabulary", type=int, help="draft from so many most frequent ids only")
+    parser.add_argument("--model", help="model folder or Hugging Face id (default: the default model)")
+    parser.add_argument("--head", help="file of the MTP head (default: the head beside the model)")
+    parser.add_argument("--prompts", type=Path, help="a JSON list of questions (default: the chat workload)")
+    parser.add_argument("--draft-vocabulary", type=int, help="draft only from the N most frequent tokens")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--tokens", type=int, default=48)
@@ -142,7 +142,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--process-time",
         action="store_true",
-        help="auto and depth parts: count this process's own time (CPU), not the wall clock's",
+        help="time the parts auto and depth by this process's CPU time, not by the wall clock",
     )
     parser.add_argument("--parts", nargs="+", default=["plain", "depth", "auto", "mixed"])
     return parser.parse_args()

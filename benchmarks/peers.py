@@ -1,10 +1,10 @@
-"""Outrider beside other servers: starts each with the same BLAS and weights, has `outrider bench` ask them in
-turns, and stops them.
+"""Compares Outrider with other servers: starts each with the same BLAS and weights, measures them with
+`outrider bench --url`, and stops them.
 
     python -m benchmarks.peers [MODEL] [--peers mlx-lm vllm-mlx] [--vllm-mlx-python FILE] [-- bench options]
 
-On a CPU all of them get a float32 copy of the model. What follows `--` goes to `outrider bench`.
-docs/BENCHMARKS.md says what the peers need.
+On a CPU all servers get a float32 copy of the model. Options after `--` go to `outrider bench`.
+docs/BENCHMARKS.md says what the other servers need.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from outrider.models.loader import find_folder
 
 HERE = Path(__file__).resolve().parent
 LAUNCHER = HERE / "peer.py"
-START_S = 180.0
-END_S = 15.0
+START_TIMEOUT_S = 180.0  # seconds until a server must be healthy; chosen by hand
+STOP_TIMEOUT_S = 15.0  # seconds between SIGTERM and SIGKILL; chosen by hand
 
 
 @dataclass(frozen=True)
 class Peer:
-    """How a server is started. Its port is put in the place of PORT, the model's folder in that of MODEL."""
+    """How a server is started. The words PORT and MODEL in the command are replaced."""
 
     name: str
     command: list[str]
@@ -45,7 +45,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     peer: Peer
     port: int
     process: subprocess.Popen[bytes]
@@ -53,7 +53,7 @@ class Running:
 
 
 def main() -> int:
-    args, for_bench = _arguments()
+    args, bench_options = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped
     with tempfile.TemporaryDirectory(prefix="outrider-peers-") as scratch, contextlib.ExitStack() as stack:
         model = _model(args.model or default_model(), Path(scratch))
@@ -63,7 +63,7 @@ def main() -> int:
         for one in running:
             _wait_until_healthy(one)
             print(f"{one.peer.name} listens on port {one.port}", flush=True)
-        return _bench(model, running, for_bench)
+        return _bench(model, running, bench_options)
 
 
 def _model(given: str | Path, scratch: Path) -> str:
@@ -74,9 +74,9 @@ def _model(given: str | Path, scratch: Path) -> str:
 
 
 def _peers(args: argparse.Namespace, scratch: Path) -> list[Peer]:
-    """Outrider first. Whoever keeps a cache of prompts on the disk gets an empty home."""
+    """Outrider first. A server that caches prompts on disk gets an empty home folder."""
     rows = str(args.rows)
-    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # the BLAS is there
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # has the built BLAS
     served = ["MODEL", "--port", "PORT"]
     mlx_lm = [args.mlx_lm_python, str(LAUNCHER), "mlx_lm.server", "--model", *served]
     mlx_lm += ["--decode-concurrency", rows, "--prompt-concurrency", rows, "--log-level", "WARNING"]
@@ -91,23 +91,23 @@ def _peers(args: argparse.Namespace, scratch: Path) -> list[Peer]:
 
 
 @contextlib.contextmanager
-def _started(peer: Peer, model: str, scratch: Path) -> Iterator[Running]:
+def _started(peer: Peer, model: str, scratch: Path) -> Iterator[RunningServer]:
     port, log = _free_port(), scratch / f"{peer.name}.log"
     values = {"PORT": str(port), "MODEL": model}
     command = [values.get(word, word) for word in peer.command]
     if shutil.which(command[0]) is None:
-        sys.exit(f"{peer.name}: there is no Python at {command[0]}")
+        sys.exit(f"{peer.name}: no Python at {command[0]}")
     environ = {
         name: text for name, text in os.environ.items() if name != "PYTHONPATH" or peer.name == "outrider"
     }
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environ | peer.environ)
     try:
-        yield Running(peer, port, process, log)
+        yield RunningServer(peer, port, process, log)
     finally:
         process.terminate()
         try:
-            process.wait(END_S)
+            process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -119,8 +119,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_until_healthy(one: Running) -> None:
-    deadline = time.monotonic() + START_S
+def _wait_until_healthy(one: RunningServer) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
     while not _is_healthy(one.port):
         if one.process.poll() is not None or time.monotonic() > deadline:
             tail = one.log.read_text(errors="replace")[-2000:]
@@ -139,7 +139,7 @@ def _is_healthy(port: int) -> bool:
         connection.close()
 
 
-def _bench(model: str, running: Sequence[Running], for_bench: Sequence[str]) -> int:
+def _bench(model: str, running: Sequence[RunningServer], bench_options: Sequence[str]) -> int:
     command = [sys.executable, "-m", "outrider", "bench", model]
     for one in running:
         command += ["--url", f"{one.peer.name}=http://127.0.0.1:{one.port}"]
@@ -148,8 +148,8 @@ def _bench(model: str, running: Sequence[Running], for_bench: Sequence[str]) -> 
     for name in ("outrider off", *(one.peer.name for one in running[1:])):
         command += ["--baseline", name]
     try:
-        return subprocess.run([*command, *for_bench], check=False).returncode
-    except KeyboardInterrupt:  # the benchmark got it too, and has told what it had
+        return subprocess.run([*command, *bench_options], check=False).returncode
+    except KeyboardInterrupt:  # the benchmark got it, too, and has printed its figures
         return 130
 
 
@@ -159,13 +159,22 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", help="model folder (the default model)")
-    parser.add_argument("--peers", nargs="+", default=["mlx-lm"], choices=["mlx-lm", "vllm-mlx"])
-    parser.add_argument("--mlx-lm-python", default=sys.executable, metavar="FILE", help="(this one)")
+    parser.add_argument("model", nargs="?", help="model folder (default: the default model)")
     parser.add_argument(
-        "--vllm-mlx-python", default="python-with-vllm-mlx", metavar="FILE", help="of its environment"
+        "--peers", nargs="+", default=["mlx-lm"], choices=["mlx-lm", "vllm-mlx"], help="(default: mlx-lm)"
     )
-    parser.add_argument("--rows", type=int, default=16, help="requests that each server may batch (16)")
+    parser.add_argument(
+        "--mlx-lm-python",
+        default=sys.executable,
+        metavar="FILE",
+        help="Python with mlx-lm (default: this one)",
+    )
+    parser.add_argument(
+        "--vllm-mlx-python", default="python-with-vllm-mlx", metavar="FILE", help="Python with vllm-mlx"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=16, help="requests that each server may batch (default: 16)"
+    )
     return parser.parse_args(words[:split]), words[split + 1 :]
 
 

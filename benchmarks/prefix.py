@@ -1,7 +1,8 @@
-"""What the prefix cache saves: `python -m benchmarks.prefix [MODEL]`. Ratios within one run.
+"""The savings of the prefix cache: `python -m benchmarks.prefix [MODEL]`. Ratios within one run.
 
-1. A conversation of about 2,000 tokens, then its second turn: time to first token against the first turn's.
-2. Eight requests at once that share a system prompt of 1,000 tokens: prompt tokens computed, against once.
+1. A conversation of about 2,000 tokens, then its second turn: time to first token over the first turn's.
+2. Eight concurrent requests that share a system prompt of 1,000 tokens: prompt tokens computed, over their
+   number if the system prompt is computed once.
 3. Decoding with the cache on and off.
 4. The second turn after a restart, from disk.
 """
@@ -42,7 +43,7 @@ def text_of(num_tokens: int, seed: int, vocab_size: int) -> list[int]:
 
 
 def first_token_s(llm: LLM, prompt: list[int]) -> tuple[float, float]:
-    """Seconds to the first token by the clock, and of work: busy neighbours do not change those."""
+    """Seconds to the first token by the clock, and CPU seconds, which other busy processes do not change."""
     worked_s = time.process_time()
     completion = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))[0]
     assert completion.stats.ttft_s is not None

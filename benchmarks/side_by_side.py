@@ -1,4 +1,4 @@
-"""What the benchmarks share: one loaded model, our step driven directly, mlx-lm's generator beside it."""
+"""Shared by the benchmarks: one loaded model, our step driven directly, and mlx-lm's generator."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from outrider.speculate.costs import CostTable
 from outrider.speculate.ngram import NgramDrafter
 from outrider.step.runner import Runner
 
-BUDGET_BYTES = 8 << 30
+BUDGET_BYTES = 8 << 30  # for caches: more than any of these runs needs
 
 
-class NoText:
-    """The benchmarks time the step, not the detokenizer."""
+class NullDetokenizer:
+    """Makes no text: the benchmarks time the step, not the detokenizer."""
 
     def push(self, token_id: int) -> tuple[str, str | None]:
         return "", None
@@ -42,8 +42,8 @@ class NoText:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One timed run: decode only, from the moment when every row decodes."""
+class DecodeRun:
+    """One timed run of decoding, which begins when the last prompt is prefilled."""
 
     seconds: float
     num_tokens: int
@@ -54,7 +54,7 @@ class Run:
         return self.num_tokens / self.seconds
 
 
-class Bench:
+class StepBench:
     def __init__(
         self,
         model: str | Path,
@@ -75,13 +75,13 @@ class Bench:
             joined_products.join(self.loaded.trunk, self.head)
         self.runner = Runner(self.loaded.trunk, self.head)
         self.controller = DepthController()
-        self.clock: Callable[[], float] = time.perf_counter  # of `ours`
+        self.clock: Callable[[], float] = time.perf_counter  # for `ours`
 
     def _parts(self) -> list[nn.Module]:
         return [self.loaded.trunk.model, *(self.head.layers if self.head is not None else ())]
 
     def measure_costs(self, max_rows: int) -> None:
-        """What auto depth needs to know; it learns on from run to run."""
+        """Measures the costs that auto depth needs. The controller goes on learning from run to run."""
         clock = machine.step_clock()
         vocab_size = self.loaded.trunk.vocab_size
         found = calibration.measure(self.runner, vocab_size, max_rows, 4096, BUDGET_BYTES, clock=clock)
@@ -97,8 +97,8 @@ class Bench:
 
     def ours(
         self, depths: Sequence[DraftDepth], num_tokens: int, temperature: float = 0.0, first_prompt: int = 0
-    ) -> tuple[Run, list[Row]]:
-        """One row a depth (0: a plain row), each decoding `num_tokens`."""
+    ) -> tuple[DecodeRun, list[Row]]:
+        """One row for each depth (0 is a plain row). Each row decodes `num_tokens` tokens."""
         config = EngineConfig(max_rows=len(depths))
         scheduler = Scheduler(config, self.runner.geometry(256), BUDGET_BYTES, self.controller)
         params = [
@@ -109,7 +109,7 @@ class Bench:
             Row(
                 i,
                 Request(str(i), tuple(prompt), params[i]),
-                NoText(),
+                NullDetokenizer(),
                 frozenset(),
                 num_tokens,
                 DraftState(
@@ -138,9 +138,9 @@ class Bench:
             steps += bool(started)
         seconds = self.clock() - started
         self.runner.reset()
-        return Run(seconds, sum(row.num_generated for row in rows) - tokens_before, steps), rows
+        return DecodeRun(seconds, sum(row.num_generated for row in rows) - tokens_before, steps), rows
 
-    def mlx_lm(self, num_rows: int, num_tokens: int) -> Run:
+    def mlx_lm(self, num_rows: int, num_tokens: int) -> DecodeRun:
         model = self.loaded.trunk.model
         with layers.off(model), joined_products.apart(model):
             generator = BatchGenerator(model, stop_tokens=[], max_tokens=num_tokens)
@@ -149,7 +149,7 @@ class Bench:
                 while generator.next_generated():
                     pass
             generator.close()
-        return Run(stats.generation_time, stats.generation_tokens, num_tokens)
+        return DecodeRun(stats.generation_time, stats.generation_tokens, num_tokens)
 
     def forward_ms(self, num_rows: int, width: int, length: int = 128, rounds: int = 7) -> float:
         """The best time of a forward pass with logits, [num_rows, width] over rows of `length` cells."""
@@ -171,8 +171,8 @@ class Bench:
         return best * 1000
 
 
-def ratios(first: Callable[[], Run], second: Callable[[], Run], rounds: int) -> list[float]:
-    """tokens/s of `first` over that of `second`, measured in turns; the order changes every round."""
+def ratios(first: Callable[[], DecodeRun], second: Callable[[], DecodeRun], rounds: int) -> list[float]:
+    """tokens/s of `first` over tokens/s of `second`. They take turns, and the order changes every round."""
     found = []
     for i in range(rounds):
         if i % 2:

@@ -1,12 +1,12 @@
-"""The step at real sizes on a GPU: models of published shapes with random weights, acceptance by a script.
+"""The step at real sizes on a GPU: models of published shapes with random weights and scripted acceptance.
 
-shapes      what the models look like
-weights     builds them in memory, in their dtype, on the device
-scripted    which drafts count as right
+shapes      the configs of the models
+weights     builds the models in the device's memory, in their dtype
+scripted    decides which drafts are accepted
 driver      the engine's loop
-loop        what it brings, timed
-bare        the device's own time for a step, its bandwidth, the floor
+loop        times the engine's loop
+bare        the device's own time for a step, its memory bandwidth, and the lower bound of a step's time
 mlx_lm_loop mlx-lm's generators on the same model
-checks      what must hold on this device before any time means anything
-*_cells     what can be measured, by name
+checks      kernels and tokens must be right on this device, or times mean nothing
+*_cells     the measurements by name: a cell is one measurement
 """

@@ -1,12 +1,12 @@
-"""The step at real sizes: random weights in published shapes, scripted acceptance, on the device MLX has.
+"""The step at real sizes: random weights in published shapes and scripted acceptance, on MLX's device.
 
     python -m benchmarks.gpu --list
     python -m benchmarks.gpu --models 4b --dtypes bf16 --rows 1 8 32 --accept 70 --out gpu.json
     python -m benchmarks.gpu --models default --model FOLDER --only '*/loop/*'
     python -m benchmarks.gpu --tiny --steps 8 --seconds 2          # a machine without a GPU
 
---out is written after every cell. A cell that fails is told and the rest goes on; after --deadline seconds no
-further cell starts.
+--out is written after every cell. If a cell fails, its error is printed and the other cells go on. After
+--deadline seconds no further cell starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from benchmarks.gpu.machine_cells import Machine
 from benchmarks.gpu.model_cells import ModelCells, names_of
-from benchmarks.gpu.settings import Found, Settings, say
+from benchmarks.gpu.settings import CellResult, CellSettings, say
 from benchmarks.gpu.weights import DTYPES, random_subject, subject_from
 from outrider.models import machine
 
@@ -33,12 +33,12 @@ MODELS = ("4b", "27b", "dense-4b", "default-shape", "default")
 
 
 class Report:
-    """Runs cells and keeps what they found, on disk too."""
+    """Runs cells and stores their results, also on disk."""
 
     def __init__(self, out: Path | None, deadline_s: float) -> None:
         self._out = out
         self._ends = time.perf_counter() + deadline_s
-        self.found: Found = {"device": machine.device_name(), "mlx": mx.__version__, "cells": {}}
+        self.found: CellResult = {"device": machine.device_name(), "mlx": mx.__version__, "cells": {}}
         self.failed: list[str] = []
         self.skipped: list[str] = []
 
@@ -46,14 +46,14 @@ class Report:
     def is_late(self) -> bool:
         return time.perf_counter() > self._ends
 
-    def run(self, name: str, cell: Callable[[], Found]) -> None:
+    def run(self, name: str, cell: Callable[[], CellResult]) -> None:
         if self.is_late:
             self.skipped.append(name)
             return
         began = time.perf_counter()
         try:
             found = cell()
-        except Exception as error:  # the other cells are as good as before
+        except Exception as error:  # the other cells can still be measured
             traceback.print_exc(file=sys.stdout)
             self.failed.append(name)
             found = {"error": f"{type(error).__name__}: {error}"}
@@ -66,7 +66,7 @@ class Report:
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    settings = Settings(
+    settings = CellSettings(
         rows=args.rows,
         depths=args.depths,
         accept=args.accept,
@@ -101,11 +101,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_model(
-    key: tuple[str, str], names: list[str], settings: Settings, here: Machine, report: Report, folder: str
+    key: tuple[str, str], names: list[str], settings: CellSettings, here: Machine, report: Report, folder: str
 ) -> None:
     cells: ModelCells | None = None
 
-    def load() -> Found:
+    def load() -> CellResult:
         nonlocal cells
         subject = subject_from(Path(folder)) if key[0] == "default" else random_subject(*key)
         cells = ModelCells(subject, settings, here)
@@ -141,29 +141,41 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["4b"])
-    parser.add_argument("--model", help="the folder of --models default")
+    parser.add_argument("--model", help="model folder for --models default")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
-    parser.add_argument("--tiny", action="store_true", help="tiny models of the same families")
+    parser.add_argument("--tiny", action="store_true", help="use tiny models of the same families")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument(
-        "--accept", type=int, nargs="+", default=[70], help="percent of drafts that are right"
+        "--accept",
+        type=int,
+        nargs="+",
+        default=[70],
+        help="percent of drafts that are accepted (default: 70)",
     )
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--context", type=int, default=256, help="prompt tokens of every row")
-    parser.add_argument("--steps", type=int, default=64, help="of a turn, at most")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of decoding in a cell, at most")
+    parser.add_argument("--context", type=int, default=256, help="prompt tokens of every row (default: 256)")
+    parser.add_argument("--steps", type=int, default=64, help="most steps of a run (default: 64)")
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="most seconds of decoding in a cell (default: 12)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--bandwidth-bytes", type=int, help="array over which bandwidth is measured")
-    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cells by name, as --list has them")
-    parser.add_argument("--list", action="store_true", help="name the cells and stop")
-    parser.add_argument("--deadline", type=float, default=520.0, help="seconds after which no cell starts")
-    parser.add_argument("--out", type=Path, help="JSON, written after every cell")
+    parser.add_argument(
+        "--bandwidth-bytes", type=int, help="size of the array that bandwidth is measured with"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="PATTERN", help="run only these cells; --list prints the names"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the cells and stop")
+    parser.add_argument(
+        "--deadline", type=float, default=520.0, help="seconds after which no cell starts (default: 520)"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file, written after every cell")
     args = parser.parse_args(argv)
     if "default" in args.models and not args.model:
-        parser.error("--models default needs its folder: --model FOLDER")
+        parser.error("--models default needs a folder: --model FOLDER")
     if args.tiny and not {"4b", "27b", "dense-4b"}.issuperset(args.models):
-        parser.error("--tiny goes with 4b, 27b and dense-4b")
+        parser.error("--tiny is for 4b, 27b and dense-4b only")
     if 0 in args.depths:
         parser.error("depth 0 is always measured: leave it out of --depths")
     if args.bandwidth_bytes is None:

@@ -1,8 +1,8 @@
-"""What the device itself needs: a step's passes with fixed shapes, the memory's bandwidth, the floor.
+"""The time that the device alone needs: a step's passes with fixed shapes, and the memory's bandwidth.
 
-A bare step is the trunk over [rows, 1 + depth], its logits and their argmax, the states' commit, and the
-head's passes for `depth` drafts; the next one is fed its tokens. Traced once, as the engine's are; nothing is
-scheduled, read back or accepted.
+A bare step is the trunk over [rows, 1 + depth], the logits and their argmax, the commit of recurrent states,
+and the head's passes for `depth` drafts. The next bare step is fed the tokens of the last one. Passes are
+traced once, as the engine's passes are. Nothing is scheduled, read back or accepted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.sampling.sampler import Sampler
 from outrider.step.mtp import HeadRows, MTPDrafter
 
-IN_A_ROW = 8  # steps timed together
-ROUNDS = 5
+IN_A_ROW = 8  # steps that are timed together; chosen by hand
+ROUNDS = 5  # at most; chosen by hand
 
 
 @dataclass(frozen=True)
 class BareTime:
-    built_s: float  # a step of a graph that was built before the clock started: the device and its launches
-    launched_s: float  # steps replayed and launched one after the other, nothing read: what the host allows
+    built_s: float  # per step, of a graph that was built before the clock started: device time and launches
+    launched_s: float  # per step, built and launched one after the other, nothing read: the host's limit
 
 
 class BareStep:
@@ -54,7 +54,7 @@ class BareStep:
         return [self.tokens, *(array for buffers in self._buffers() for array in buffers.arrays())]
 
     def add(self) -> None:
-        """One more step onto the graph."""
+        """Adds one step to the graph."""
         self.tokens, *caches = self._traced(self.tokens, *self.arrays()[1:])
         self._put(caches)
 
@@ -92,7 +92,7 @@ class BareStep:
 
 
 def measure_bare(subject: Subject, rows: int, depth: int, num_cells: int, seconds: float) -> BareTime:
-    """Medians over rounds, as many as the seconds allow."""
+    """Medians over as many rounds as the seconds allow."""
     step = BareStep(subject, rows, depth, num_cells)
 
     def built() -> float:
@@ -122,7 +122,7 @@ def _median_of(run: Callable[[], float], seconds: float) -> float:
 
 
 def measure_bandwidth(num_bytes: int) -> dict[str, float]:
-    """Bytes a second: a copy (read and written) and a sum (read), the best of several."""
+    """Bytes per second of a copy (read and written) and of a sum (read): the best of several."""
     array = mx.ones((max(1, num_bytes // 8192), 4096), mx.bfloat16)
     mx.eval(array)
     tries = {
@@ -144,7 +144,7 @@ def _best_s(run: Callable[[], mx.array], rounds: int = 6) -> float:
 
 
 def bytes_a_step(subject: Subject, rows: int, depth: int, num_cells: int) -> int:
-    """What a step cannot help moving: weights and keys once, states in and out, drafts their projections."""
+    """Bytes that a step must move: weights and keys once, states in and out, and the head for each draft."""
     moved = subject.weight_bytes
     for buffers in TrunkCache(subject.trunk.layout).buffers():
         if isinstance(buffers, RaggedKV):

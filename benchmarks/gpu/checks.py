@@ -1,4 +1,4 @@
-"""What must hold on this device before any time means anything."""
+"""Checks that must pass on this device before its times mean anything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def window_kernels() -> dict[str, Any]:
 
 
 def fused_layers() -> dict[str, Any]:
-    """A delta-rule layer in its few kernels against the portable form in float32, at a real shape."""
+    """The fused delta-rule layer against the portable form in float32, at a real shape."""
     if mx.default_device() == mx.Device(mx.cpu):
         return {"used": False, "why": "no GPU"}
     found: dict[str, Any] = {}

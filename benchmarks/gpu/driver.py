@@ -1,4 +1,4 @@
-"""Drives a scheduler and a runner as the engine does, and says where the host's time goes."""
+"""Drives a scheduler and a runner as the engine does, and measures where the host spends its time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Spent:
     """Seconds on the host, over all steps so far."""
 
     plan_s: float = 0.0
-    launch_s: float = 0.0  # handing steps over to the device
-    read_s: float = 0.0  # waiting for it, and reading
+    launch_s: float = 0.0  # launching steps on the device
+    read_s: float = 0.0  # waiting for results, and reading them
     commit_s: float = 0.0
 
 
 class Driver:
-    """`ahead`: launch the step that follows before the one under way is read, wherever that can be."""
+    """`ahead`: steps overlap: where possible, the next step is launched before the last one is read."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, ahead: bool) -> None:
         self._scheduler = scheduler
@@ -33,7 +33,7 @@ class Driver:
         self.spent = Spent()
 
     def step(self) -> None:
-        """One step is read and committed."""
+        """Reads and commits one step."""
         in_flight = self._scheduler.in_flight
         if not in_flight:
             planned = self._timed(self._scheduler.plan)
@@ -50,13 +50,13 @@ class Driver:
         self.spent.commit_s += time.perf_counter() - read_s
 
     def run_out(self) -> None:
-        """Steps until no row is left."""
+        """Runs steps until no row is left."""
         while not self._scheduler.is_idle:
             self.step()
         self.leave()
 
     def leave(self) -> None:
-        """Wait for what is under way, and drop all rows and cells."""
+        """Waits for the steps in flight, and frees all rows and cache cells."""
         while self._scheduler.in_flight:
             self._executor.finish(self._scheduler.in_flight.popleft())
         self._runner.reset()

@@ -1,8 +1,8 @@
-"""Whether drafts leave every token as it is on this device: tiny float32 models, several rows, prints JSON.
+"""Checks that drafts do not change any token on this device: tiny float32 models, several rows. Prints JSON.
 
     python -m benchmarks.gpu.exactness
 
-A process of its own, since float32 products must not be rounded to TF32, which has to be said at the start.
+It runs in a process of its own: float32 products must not be rounded to TF32, which MLX decides at its start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 from benchmarks.gpu.driver import Driver
 from benchmarks.gpu.loop import prompts
 from benchmarks.gpu.weights import Subject, random_subject
-from benchmarks.side_by_side import NoText
+from benchmarks.side_by_side import NullDetokenizer
 from outrider.config import EngineConfig
 from outrider.engine.draft_state import DraftState
 from outrider.engine.scheduler import Scheduler
@@ -27,15 +27,16 @@ from outrider.speculate.prediction import PredictionDrafter
 from outrider.step.runner import Runner
 
 ROWS, NUM_TOKENS, DEPTH = 5, 96, 3
-ENDS_EARLIER = 12  # each row than the one before it: passes made for more rows than there are left
-WRONG_EVERY = 7  # tokens of a predicted answer
+ENDS_EARLIER = 12  # tokens: each row ends so much before the previous one, so that passes have padding rows
+WRONG_EVERY = 7  # one token in so many of a predicted answer is wrong
 
 
 def check(subject: Subject, temperature: float = 0.0) -> dict[str, object]:
-    """Decode one step at a time without drafts; then with drafts, and as engines do on fast devices.
+    """Compares decoding one step at a time without drafts with three other ways to decode.
 
-    predicted   mostly right drafts, taken from the first answers
-    ahead       compiled, each step launched before the last is read: without drafts, and with the head's
+    predicted    drafts that are mostly right, taken from the first answers
+    ahead        compiled and overlapped, without drafts
+    ahead, head  compiled and overlapped, with the head's drafts
     """
     plain, _, _ = _decode(subject, temperature, outruns=False)
     runs = {
@@ -61,7 +62,7 @@ def _decode(
     depth: int = 0,
     answers: list[list[int]] | None = None,
 ) -> tuple[list[list[int]], list[Row], int]:
-    """Tokens, rows, steps launched ahead. Drafts come from `answers` if there are any, else from the head."""
+    """Tokens, rows, and overlapped steps. Drafts come from `answers` if given, else from the head."""
     runner = Runner(subject.trunk, subject.head, compiles=outruns)
     config = EngineConfig(max_rows=ROWS, prefill_step_size=64)
     controller = DepthController(few_shapes=outruns)
@@ -71,7 +72,7 @@ def _decode(
         num_tokens = NUM_TOKENS - ENDS_EARLIER * i
         params = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=i, ignore_eos=True)
         request = Request(str(i), tuple(prompt[: 24 + i]), params)
-        row = Row(i, request, NoText(), frozenset(), num_tokens, DraftState(depth, depth))
+        row = Row(i, request, NullDetokenizer(), frozenset(), num_tokens, DraftState(depth, depth))
         if answers is not None:
             own = answers[i][row.num_prompt :]
             wrong = [(t + (j % WRONG_EVERY == i)) % subject.trunk.vocab_size for j, t in enumerate(own)]

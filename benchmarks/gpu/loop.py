@@ -1,7 +1,7 @@
-"""The engine's loop, driven in this process and timed: plan, run, commit, as Engine does it.
+"""The engine's loop in this process, timed: plan, run, commit, as Engine does it.
 
-Without its inbox, outboxes, text and prefix cache. Rows start from a prompt of random tokens; the clock
-starts once all of them decode and a few steps are done.
+There is no inbox, no outbox, no text and no prefix cache. Rows start from a prompt of random tokens. The
+clock starts when all rows decode and a few steps are done.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.driver import Driver, Spent
 from benchmarks.gpu.weights import Subject
-from benchmarks.side_by_side import NoText
+from benchmarks.side_by_side import NullDetokenizer
 from outrider.config import EngineConfig
 from outrider.engine.draft_state import DraftState
 from outrider.engine.scheduler import Scheduler
@@ -23,13 +23,13 @@ from outrider.request import MAX_DEPTH, DraftDepth, Request, SamplingParams
 from outrider.speculate.controller import DepthController
 from outrider.step.runner import Runner
 
-WARM_STEPS = 4
-LEAST_STEPS = 8
-PAGE = 256
+WARM_STEPS = 4  # steps before the clock starts; chosen by hand
+MIN_STEPS = 8  # timed steps, even if the time is up; chosen by hand
+CAPACITY_STEP = 256  # cells by which cache buffers grow, as in the engine
 
 
 @dataclass(frozen=True)
-class Turn:
+class TimedRun:
     """One timed run of one policy."""
 
     rows: int
@@ -37,8 +37,10 @@ class Turn:
     steps: int
     tokens: int
     drafted: int
-    spent: Spent  # by the host, all steps
-    busy_s: float  # processor time of this thread, all steps; waiting for the device may count as busy
+    spent: Spent  # by the host, over all steps
+    busy_s: (
+        float  # CPU time of this thread, over all steps; includes waiting for the device if the driver polls
+    )
 
     @property
     def tokens_per_s(self) -> float:
@@ -62,17 +64,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class Load:
-    """What the rows are and how long they are watched."""
+    """The rows of a run, and its length."""
 
     rows: int
     num_prompt: int
     steps: int
-    seconds: float  # at most, but for a few steps
+    seconds: float  # the run ends after this time, but not before MIN_STEPS
     temperature: float = 0.0
 
 
 class Loop:
-    """As an engine on this machine would run it: compiled and ahead where the device outruns the host."""
+    """Runs as an engine on this machine: compiled and overlapped if the device is faster than the host."""
 
     def __init__(self, subject: Subject, outruns: bool | None = None) -> None:
         self._trunk = subject.trunk
@@ -80,9 +82,9 @@ class Loop:
         self.runner = Runner(subject.trunk, subject.head, compiles=self._outruns)
         self.budget_bytes = machine.cache_budget_bytes()
 
-    def turn(self, policy: DraftDepth, load: Load, controller: DepthController) -> Turn:
+    def turn(self, policy: DraftDepth, load: Load, controller: DepthController) -> TimedRun:
         config = EngineConfig(max_rows=load.rows, prefill_step_size=machine.prefill_step_size())
-        scheduler = Scheduler(config, self.runner.geometry(PAGE), self.budget_bytes, controller)
+        scheduler = Scheduler(config, self.runner.geometry(CAPACITY_STEP), self.budget_bytes, controller)
         rows = self._new_rows(policy, load)
         for row in rows:
             scheduler.add(row)
@@ -96,7 +98,7 @@ class Loop:
         finally:
             driver.leave()
 
-    def _timed(self, driver: Driver, rows: list[Row], load: Load) -> Turn:
+    def _timed(self, driver: Driver, rows: list[Row], load: Load) -> TimedRun:
         def counts() -> tuple[int, int]:
             return sum(row.num_generated for row in rows), sum(sum(row.counters.drafted) for row in rows)
 
@@ -104,12 +106,12 @@ class Loop:
         began, busy = time.perf_counter(), time.thread_time()
         driver.spent = Spent()
         steps = 0
-        while steps < load.steps and (steps < LEAST_STEPS or time.perf_counter() - began < load.seconds):
+        while steps < load.steps and (steps < MIN_STEPS or time.perf_counter() - began < load.seconds):
             driver.step()
             steps += 1
         seconds, busy = time.perf_counter() - began, time.thread_time() - busy
         tokens_after, drafted_after = counts()
-        return Turn(
+        return TimedRun(
             rows=len(rows),
             seconds=seconds,
             steps=steps,
@@ -132,7 +134,7 @@ class Loop:
                 Row(
                     i,
                     request,
-                    NoText(),
+                    NullDetokenizer(),
                     frozenset(),
                     most_tokens,
                     DraftState(most, most, can_pause_head=not self._outruns, is_auto=policy == "auto"),

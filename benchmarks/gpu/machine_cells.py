@@ -1,4 +1,4 @@
-"""Cells that need no model: the memory's bandwidth, and what must hold on this device."""
+"""Cells that need no model: the memory's bandwidth, and checks of this device."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 from benchmarks.gpu import checks
 from benchmarks.gpu.bare import measure_bandwidth
-from benchmarks.gpu.settings import Found, Settings, say
+from benchmarks.gpu.settings import CellResult, CellSettings, say
 
 
 class Machine:
-    """The bandwidth is measured once, when first asked for."""
+    """The bandwidth is measured once, at its first use."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CellSettings) -> None:
         self._settings = settings
         self._bandwidth: dict[str, float] | None = None
 
-    def cells(self) -> dict[str, Callable[[], Found]]:
+    def cells(self) -> dict[str, Callable[[], CellResult]]:
         return {
             "bandwidth": self.bandwidth,
             "checks/window": self.window,
@@ -24,7 +24,7 @@ class Machine:
             "checks/exact": self.exact,
         }
 
-    def bandwidth(self) -> Found:
+    def bandwidth(self) -> CellResult:
         if self._bandwidth is None:
             self._bandwidth = measure_bandwidth(self._settings.bandwidth_bytes)
             told = ", ".join(f"{name} {rate / 1e12:.3f} TB/s" for name, rate in self._bandwidth.items())
@@ -35,18 +35,18 @@ class Machine:
     def bytes_per_s(self) -> float:
         return max(self.bandwidth().values())
 
-    def window(self) -> Found:
+    def window(self) -> CellResult:
         found = checks.window_kernels()
         say(f"delta-rule kernels  {found}")
         return found
 
-    def layer(self) -> Found:
+    def layer(self) -> CellResult:
         found = checks.fused_layers()
         say(f"delta-rule layers  {found}")
         return found
 
-    def exact(self) -> Found:
+    def exact(self) -> CellResult:
         found = checks.exactness()
         for name, result in found["results"].items():
-            say(f"drafts leave tokens as they are  {name}: {result}")
+            say(f"tokens with drafts equal to those without  {name}: {result}")
         return found

@@ -1,4 +1,4 @@
-"""Cells of a model: its costs, the device's own time, the engine's loop, mlx-lm beside it."""
+"""Cells of a model: its costs, the device's own time, the engine's loop, and mlx-lm for comparison."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from benchmarks.gpu.bare import BareTime, bytes_a_step, measure_bare
-from benchmarks.gpu.loop import Load, Loop, Turn
+from benchmarks.gpu.loop import Load, Loop, TimedRun
 from benchmarks.gpu.machine_cells import Machine
 from benchmarks.gpu.mlx_lm_loop import mlx_lm_turn
-from benchmarks.gpu.scripted import Script, scripted
-from benchmarks.gpu.settings import Found, Settings, median, say
+from benchmarks.gpu.scripted import AcceptanceScript, scripted
+from benchmarks.gpu.settings import CellResult, CellSettings, median, say
 from benchmarks.gpu.weights import Subject
 from outrider.bench.statistics import Spread
 from outrider.models.machine import outruns_host
@@ -23,8 +23,8 @@ from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable, Measured
 
 
-def names_of(model: str, dtype: str, settings: Settings) -> list[str]:
-    """The cells of a model, without loading it."""
+def names_of(model: str, dtype: str, settings: CellSettings) -> list[str]:
+    """The names of a model's cells. Does not load the model."""
     names = ["about", "costs"]
     for rows in settings.rows:
         names.append(f"bare/rows={rows}")
@@ -37,15 +37,15 @@ def names_of(model: str, dtype: str, settings: Settings) -> list[str]:
 class ModelCells:
     """Cells of one loaded model."""
 
-    def __init__(self, subject: Subject, settings: Settings, machine: Machine) -> None:
+    def __init__(self, subject: Subject, settings: CellSettings, machine: Machine) -> None:
         self._subject = subject
         self._settings = settings
         self._machine = machine
         self._bare: dict[tuple[int, int], BareTime] = {}
         self._measured: Measured | None = None
 
-    def run(self, name: str) -> Found:
-        """`name` as in names_of."""
+    def run(self, name: str) -> CellResult:
+        """`name` is one of names_of()."""
         kind, *rest = name.split("/")[2:]
         values = dict(part.split("=") for part in rest)
         rows = int(values.get("rows", 0))
@@ -55,7 +55,7 @@ class ModelCells:
             return self._bare_cell(rows) if kind == "bare" else self._mlx_lm_cell(rows)
         return self._about() if kind == "about" else self._costs().as_json()
 
-    def _about(self) -> Found:
+    def _about(self) -> CellResult:
         subject = self._subject
         found = {
             "parameters": subject.num_parameters,
@@ -87,13 +87,13 @@ class ModelCells:
                 clock=clock,
             )
             if found is None:
-                raise RuntimeError("not even one row fits the memory for caches")
+                raise RuntimeError("not even one row fits into the memory for caches")
             self._measured = found
             _tell_costs(found)
         return self._measured
 
     def _controller(self) -> DepthController:
-        """As an engine on this machine would have it."""
+        """Built as an engine on this machine builds it."""
         return DepthController(CostTable(self._costs()), few_shapes=outruns_host())
 
     # -- the device's own time ---------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class ModelCells:
         if (rows, depth) not in self._bare:
             share = self._settings.seconds / (1 + len(self._settings.depths))
             self._bare[rows, depth] = measure_bare(self._subject, rows, depth, self._num_cells, share)
-            gc.collect()  # a traced step holds itself
+            gc.collect()  # a traced step is part of a reference cycle
             mx.clear_cache()
         return self._bare[rows, depth]
 
@@ -113,8 +113,8 @@ class ModelCells:
     def _floor_s(self, rows: int, depth: int) -> float:
         return bytes_a_step(self._subject, rows, depth, self._num_cells) / self._machine.bytes_per_s
 
-    def _bare_cell(self, rows: int) -> Found:
-        found: Found = {}
+    def _bare_cell(self, rows: int) -> CellResult:
+        found: CellResult = {}
         for depth in (0, *self._settings.depths):
             time_, floor = self._bare_time(rows, depth), self._floor_s(rows, depth)
             plain = self._bare_time(rows, 0)
@@ -133,20 +133,22 @@ class ModelCells:
 
     # -- the engine's loop -------------------------------------------------------------------------------
 
-    def _loop_cell(self, rows: int, percent: int) -> Found:
-        """All policies in turns, on the same script; each round gives one ratio to depth 0."""
+    def _loop_cell(self, rows: int, percent: int) -> CellResult:
+        """All depths take turns with the same script. Each round gives one ratio to depth 0."""
         controller = self._controller()
         policies: list[DraftDepth] = [0, *self._settings.depths, "auto"]
-        turns: dict[DraftDepth, list[Turn]] = {policy: [] for policy in policies}
-        with scripted(Script(percent / 100)):
-            loop = Loop(self._subject)  # a new one: what a runner has compiled knows its script
-            for number in range(-1, self._settings.rounds):  # the first compiles, and lets auto learn
+        turns: dict[DraftDepth, list[TimedRun]] = {policy: [] for policy in policies}
+        with scripted(AcceptanceScript(percent / 100)):
+            loop = Loop(self._subject)  # a new one: compiled passes have the old script built in
+            for number in range(
+                -1, self._settings.rounds
+            ):  # the first round compiles and trains auto; it is not counted
                 shift = number % len(policies)
                 for policy in policies[shift:] + policies[:shift]:
                     turn = loop.turn(policy, self._load(rows, len(policies)), controller)
                     if number >= 0:
                         turns[policy].append(turn)
-        found: Found = {}
+        found: CellResult = {}
         for policy in policies:
             found[str(policy)] = self._told(rows, percent, policy, turns)
         return found
@@ -157,14 +159,14 @@ class ModelCells:
         return Load(rows, own.num_prompt, own.steps, seconds, own.temperature)
 
     def _told(
-        self, rows: int, percent: int, policy: DraftDepth, turns: dict[DraftDepth, list[Turn]]
-    ) -> Found:
+        self, rows: int, percent: int, policy: DraftDepth, turns: dict[DraftDepth, list[TimedRun]]
+    ) -> CellResult:
         own = turns[policy]
         pairs = zip(own, turns[0], strict=True)
         ratio = Spread.of([a.tokens_per_s / b.tokens_per_s for a, b in pairs])
         assert ratio is not None
         step_s, stride = median(t.step_s for t in own), median(t.stride for t in own)
-        found: Found = {
+        found: CellResult = {
             "step_ms": 1e3 * step_s,
             "tokens_per_s": median(t.tokens_per_s for t in own),
             "stride": stride,
@@ -196,29 +198,31 @@ class ModelCells:
         say(line)
         return found
 
-    def _against_bare(self, rows: int, depth: int, step_s: float, speedup: float, stride: float) -> Found:
-        """efficiency: the speed-up as a share of what stride and the device's cost of the drafts allow."""
+    def _against_bare(
+        self, rows: int, depth: int, step_s: float, speedup: float, stride: float
+    ) -> CellResult:
+        """efficiency: the speed-up over its upper bound, which is stride / cost ratio of the drafts."""
         own, plain = self._bare_time(rows, depth).built_s, self._bare_time(rows, 0).built_s
         return {
             "bare_ms": 1e3 * own,
             "floor_ms": 1e3 * self._floor_s(rows, depth),
-            "waits_share": (step_s - own) / step_s,  # of the step, the device has nothing to do
+            "waits_share": (step_s - own) / step_s,  # share of the step in which the device is idle
             "cost_ratio": own / plain,
             "efficiency": speedup / (stride / (own / plain)),
         }
 
-    # -- beside mlx-lm -----------------------------------------------------------------------------------
+    # -- mlx-lm ------------------------------------------------------------------------------------------
 
-    def _mlx_lm_cell(self, rows: int) -> Found:
-        """Depth 0 and mlx-lm's generator in turns."""
+    def _mlx_lm_cell(self, rows: int) -> CellResult:
+        """Depth 0 and mlx-lm's generator take turns."""
         controller = self._controller()
         load, loop = self._load(rows, 2), Loop(self._subject)
-        arms: dict[str, Callable[[], Turn]] = {
+        arms: dict[str, Callable[[], TimedRun]] = {
             "ours": lambda: loop.turn(0, load, controller),
             "mlx_lm": lambda: mlx_lm_turn(self._subject, load),
         }
-        turns: dict[str, list[Turn]] = {"ours": [], "mlx_lm": []}
-        for number in range(-1, self._settings.rounds):  # the first is not counted
+        turns: dict[str, list[TimedRun]] = {"ours": [], "mlx_lm": []}
+        for number in range(-1, self._settings.rounds):  # the first round is not counted
             for name in list(arms) if number % 2 else list(reversed(arms)):
                 turn = arms[name]()
                 mx.clear_cache()

@@ -1,8 +1,8 @@
-"""Acceptance by a script: a draft is right or wrong by its row and position, whatever the model says.
+"""Scripted acceptance: a draft is right or wrong by its row and position, whatever the model computes.
 
-Random weights draft nothing that stands, and in bfloat16 a token depends on the shape of its pass. So the
-number of accepted drafts comes from a hash, computed on the device, and on the host where the controller
-learns. The tokens themselves stay the model's own.
+A model with random weights accepts no drafts, and in bfloat16 a token depends on the shape of its pass. So
+the number of accepted drafts comes from a hash. The device computes it in the step, and the host computes it for
+the depth controller. The tokens are the model's own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MIXES = ((16, 0x7FEB352D), (15, 0x846CA68B))
 MASK = 0xFFFFFFFF
 
 
-class Script:
-    """Right with probability `share`, independently for each (row, position)."""
+class AcceptanceScript:
+    """A draft is right with probability `share`, independently for each (row, position)."""
 
     def __init__(self, share: float, seed: int = 0) -> None:
         self._limit = min(MASK, int(share * 2**32))
@@ -37,7 +37,7 @@ class Script:
     def count_accepted(
         self, targets: mx.array, drafts: mx.array, num_drafts: mx.array, positions: mx.array
     ) -> mx.array:
-        """In the place of step.verify's; rows are numbered as they stand in the batch."""
+        """Replaces the function in step.verify. The row is the index in the batch."""
         if drafts.shape[1] == 0:
             return mx.zeros(num_drafts.shape, mx.int32)
         rows = mx.arange(positions.shape[0]).astype(mx.uint32)[:, None]
@@ -63,8 +63,8 @@ class Script:
 
 
 @contextmanager
-def scripted(script: Script) -> Iterator[None]:
-    """The step takes the script's word for what is accepted, and so does the controller."""
+def scripted(script: AcceptanceScript) -> Iterator[None]:
+    """Within the block, the script decides for the step and for the controller which drafts are accepted."""
     counted, observe = verify.count_accepted, DraftPlanner.observe
     verify.count_accepted = script.count_accepted
     DraftPlanner.observe = lambda *args: script.observe(*args)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""How much is measured, and how it is told."""
+"""How much is measured, and how results are printed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Found = dict[str, Any]  # what a cell found, for JSON
+CellResult = dict[str, Any]  # of one measurement, for JSON
 
 
 @dataclass(frozen=True)
-class Settings:
+class CellSettings:
     rows: Sequence[int]
     depths: Sequence[int]
-    accept: Sequence[int]  # percent
+    accept: Sequence[int]  # percent of drafts that are accepted
     num_prompt: int
     steps: int
-    seconds: float  # for one cell
+    seconds: float  # of decoding in one cell, at most
     rounds: int
     temperature: float
     bandwidth_bytes: int

@@ -1,4 +1,4 @@
-"""The shapes: configs as published, and tiny ones of the same families for machines without a GPU."""
+"""Published model configs, and tiny configs of the same families for machines without a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models with random weights, made where they are used: each tensor in its dtype, one at a time.
+"""Models with random weights, built in the device's memory: each tensor in its dtype, one at a time.
 
-mlx-lm's modules start with lazy float32 arrays; those are replaced before anything is computed, so that no
-more than one tensor is ever held twice. A quantised model is quantised block by block.
+mlx-lm's modules start with lazy float32 arrays. These are replaced before anything is computed, so that at
+most one tensor is in memory twice. A quantised model is quantised block by block.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ DTYPES = ("bf16", "4bit", "f32")  # of random models; one from a folder has its 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model under test: mlx-lm's object, the same one as a trunk, and its head."""
+    """A model under test: mlx-lm's object, a trunk around the same object, and a head."""
 
     name: str
     dtype: str
-    model: nn.Module  # what mlx-lm's generators take
+    model: nn.Module  # for mlx-lm's generators
     trunk: Trunk
     head: LoadedHead
 
@@ -45,13 +45,13 @@ class Subject:
 
     @property
     def weight_bytes(self) -> int:
-        """Read for one token: all of it, but of embeddings that are not the output projection as well."""
+        """Bytes read for one token: all weights, without embeddings that are not the output projection."""
         total = _bytes(self.trunk.model)
         return total - (_bytes(self.trunk.embedding) if self._is_untied else 0)
 
     @property
     def projection_bytes(self) -> int:
-        """The output projection's share, which every further draft reads again."""
+        """Bytes of the output projection, which every draft reads again."""
         return _bytes(self.trunk.model.lm_head if self._is_untied else self.trunk.embedding)
 
     @property
@@ -64,7 +64,7 @@ class Subject:
 
 
 def random_subject(name: str, dtype: str, seed: int = 0) -> Subject:
-    """A model of a known shape; `dtype` is one of DTYPES."""
+    """A model of one of SHAPES; `dtype` is one of DTYPES."""
     mx.random.seed(seed)
     family, config = SHAPES[name]
     model = new_model(family, config)
@@ -83,7 +83,7 @@ def random_subject(name: str, dtype: str, seed: int = 0) -> Subject:
 
 
 def subject_from(folder: Path) -> Subject:
-    """The model of a folder, with the head that lies beside it or is shipped for it, else a random one."""
+    """The model of a folder, with the head beside it or the head shipped for it, else a random head."""
     loaded = loader.load(folder)
     file = heads.locate(loaded.path) or shipped_head(loaded.path)
     trunk = loaded.trunk
@@ -116,7 +116,7 @@ def _random_head(trunk: Trunk) -> LoadedHead:
 
 
 def _fill(module: nn.Module, dtype: mx.Dtype, done: list[nn.Module] | None = None) -> None:
-    """Random values for all parameters but those of modules that are `done`."""
+    """Gives random values to all parameters, except those of the modules in `done`."""
     ready = {id(array) for part in done or () for _, array in tree_flatten(part.parameters())}
     for name, array in tree_flatten(module.parameters()):
         if id(array) in ready or not mx.issubdtype(array.dtype, mx.floating):
@@ -127,9 +127,9 @@ def _fill(module: nn.Module, dtype: mx.Dtype, done: list[nn.Module] | None = Non
 
 
 def _random(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Such that hidden states stay of about the same size."""
+    """Scaled so that hidden states keep about the same size from layer to layer."""
     if name.endswith("A_log"):
-        return mx.log(mx.random.uniform(0.5, 16.0, array.shape))  # float32, as the family keeps it
+        return mx.log(mx.random.uniform(0.5, 16.0, array.shape))  # float32, as in the family's checkpoints
     if array.ndim < 2:
         return mx.ones(array.shape, dtype)
     num_inputs = math.prod(array.shape[1:])
@@ -151,7 +151,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def _num_weights(module: nn.Module) -> int:
-    """The module's own, not its parts'."""
+    """Weights of the module itself, without its submodules."""
     own = {name: array for name, array in module.items() if isinstance(array, mx.array)}
     bits = getattr(module, "bits", None)
     if bits is None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import bare, exactness, mlx_lm_loop, model_cells
 from benchmarks.gpu.loop import Load, Loop
-from benchmarks.gpu.scripted import Script, scripted
+from benchmarks.gpu.scripted import AcceptanceScript, scripted
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.weights import Subject, count_parameters, new_model, random_subject
 
@@ -49,7 +49,7 @@ def run(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.7, 0.85, 1.0])
 def test_the_device_and_the_host_read_the_same_script(share: float) -> None:
-    script, rows, most = Script(share, seed=3), 5, 4
+    script, rows, most = AcceptanceScript(share, seed=3), 5, 4
     starts = [0, 7, 100, 4000, 262144]
     positions = [[start + j for j in range(most)] for start in starts]
     num_drafts = [4, 4, 0, 2, 4]
@@ -62,7 +62,7 @@ def test_the_device_and_the_host_read_the_same_script(share: float) -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.85])
 def test_so_many_drafts_are_right_in_every_row(share: float) -> None:
-    script = Script(share)
+    script = AcceptanceScript(share)
     for row in range(32):
         right = sum(script.is_right(row, position) for position in range(2000))
         assert abs(right / 2000 - share) < 0.05
@@ -71,7 +71,7 @@ def test_so_many_drafts_are_right_in_every_row(share: float) -> None:
 def turn_at(
     subject: Subject, share: float, policy: DraftDepth, controller: DepthController, outruns: bool = False
 ) -> Any:
-    with scripted(Script(share)):
+    with scripted(AcceptanceScript(share)):
         return Loop(subject, outruns).turn(policy, LOAD, controller)
 
 
@@ -95,7 +95,7 @@ def test_the_controller_learns_from_the_script(hybrid: Subject) -> None:
 
 def test_the_script_goes_as_it_came() -> None:
     before = verify.count_accepted, DraftPlanner.observe
-    script = Script(0.5)
+    script = AcceptanceScript(0.5)
     with scripted(script):
         assert verify.count_accepted == script.count_accepted
         assert DraftPlanner.observe is not before[1]
@@ -226,5 +226,5 @@ def test_drafts_leave_tokens_as_they_are_and_a_wrong_step_is_noticed(
     assert found["equal"]
     assert found["predicted"]["drafts_accepted"] > 50  # type: ignore[index]
     assert found["ahead"]["steps_ahead"] > 50  # type: ignore[index]
-    with scripted(Script(0.9)):
+    with scripted(AcceptanceScript(0.9)):
         assert not exactness.check(hybrid, temperature)["equal"]
