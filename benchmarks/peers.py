@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import os
 import shutil
 import signal
@@ -23,6 +22,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import httpx
 
 from benchmarks.float32_copy import write_float32_copy
 from outrider.llm import default_model
@@ -129,14 +130,10 @@ def _wait_until_healthy(one: RunningServer) -> None:
 
 
 def _is_healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5, trust_env=False).status_code == 200
+    except httpx.TransportError:
         return False
-    finally:
-        connection.close()
 
 
 def _bench(model: str, running: Sequence[RunningServer], bench_options: Sequence[str]) -> int:

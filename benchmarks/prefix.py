@@ -19,10 +19,10 @@ from typing import Any
 from outrider import LLM, SamplingParams
 from outrider.plan import StepPlan, StepResult
 
-TURN_TOKENS = 2000
-SHARED_TOKENS = 1000
-OWN_TOKENS = 50
-NUM_SHARING = 8
+TURN_TOKENS = 2000  # of the first turn of a conversation
+SHARED_TOKENS = 1000  # of the shared system prompt
+OWN_TOKENS = 50  # of each question after it, and of a second turn
+NUM_SHARING = 8  # concurrent requests
 ROUNDS = 2
 
 
@@ -58,9 +58,9 @@ def second_turn(llm: LLM) -> None:
         first, second, again = (first_token_s(llm, ids) for ids in (prompt, follow_up, prompt))
         ratios.append((second[0] / first[0], second[1] / first[1]))
         for name, (clock_s, worked_s) in {"first": first, "second turn": second, "again": again}.items():
-            print(f"  {name}: {clock_s:.3f} s, {worked_s:.3f} s of work")
+            print(f"  {name}: {clock_s:.3f} s, {worked_s:.3f} CPU seconds")
     clock, work = (statistics.median(column) for column in zip(*ratios, strict=True))
-    print(f"second turn: {clock:.1%} of the first turn's time to first token, {work:.1%} of its work")
+    print(f"second turn: {clock:.1%} of the first turn's time to first token, {work:.1%} of its CPU time")
 
 
 def after_restart(model: str | None, folder: str) -> None:
@@ -69,7 +69,7 @@ def after_restart(model: str | None, folder: str) -> None:
         with LLM(model, prefix_cache_dir=folder) as llm:
             prompt = prompt or text_of(TURN_TOKENS, 7, llm.engine.facts.vocab_size)
             seconds, worked_s = first_token_s(llm, prompt)
-            print(f"  {life} life: first token after {seconds:.2f} s, {worked_s:.2f} s of work")
+            print(f"  {life} life: first token after {seconds:.2f} s, {worked_s:.2f} CPU seconds")
 
 
 def sharing(llm: LLM, count: PrefillCount) -> None:
@@ -80,7 +80,9 @@ def sharing(llm: LLM, count: PrefillCount) -> None:
     llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
     once = SHARED_TOKENS + NUM_SHARING * OWN_TOKENS
     computed = count.num_tokens
-    print(f"{NUM_SHARING} at once: {computed} prompt tokens computed, {computed / once:.3f} of once")
+    print(
+        f"{NUM_SHARING} at once: {computed} prompt tokens computed, {computed / once:.3f} of the least number"
+    )
 
 
 def decoding(with_cache: LLM, without: LLM) -> None:
@@ -95,7 +97,7 @@ def decoding(with_cache: LLM, without: LLM) -> None:
             done = llm.generate(prompts, params)
             speeds[name] = sum(len(one.token_ids) for one in done) / (time.process_time() - started_s)
         ratios.append(speeds["on"] / speeds["off"])
-        print(f"  {speeds['on']:.2f} tokens a second of work with the cache, {speeds['off']:.2f} without")
+        print(f"  {speeds['on']:.2f} tokens per CPU second with the cache, {speeds['off']:.2f} without")
     print(f"decoding with the cache on: {statistics.median(ratios):.3f} of off")
 
 

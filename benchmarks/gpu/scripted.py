@@ -1,8 +1,8 @@
 """Scripted acceptance: a draft is right or wrong by its row and position, whatever the model computes.
 
 A model with random weights accepts no drafts, and in bfloat16 a token depends on the shape of its pass. So
-the number of accepted drafts comes from a hash. The device computes it in the step, and the host computes it for
-the depth controller. The tokens are the model's own.
+the number of accepted drafts comes from a hash. The device computes it in the step, and the host computes it
+for the depth controller. The tokens are the model's own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from outrider.engine.draft_planner import DraftPlanner
 from outrider.engine.sequence import Sequence as Row
 from outrider.step import verify
 
-ROW_STEP, POSITION_STEP = 0x85EBCA77, 0x9E3779B1
-MIXES = ((16, 0x7FEB352D), (15, 0x846CA68B))
+ROW_STEP, POSITION_STEP = 0x85EBCA77, 0x9E3779B1  # odd constants of xxHash
+MIXES = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of the hash function lowbias32
 MASK = 0xFFFFFFFF
 
 
