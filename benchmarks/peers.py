@@ -26,6 +26,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.float32_copy import write_float32_copy
+from outrider.files.cache_folder import cache_folder
 from outrider.llm import default_model
 from outrider.models import machine
 from outrider.models.loader import find_folder
@@ -77,7 +78,6 @@ def _model(given: str | Path, scratch: Path) -> str:
 def _peers(args: argparse.Namespace, scratch: Path) -> list[Peer]:
     """Outrider first. A server that caches prompts on disk gets an empty home folder."""
     rows = str(args.rows)
-    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # has the built BLAS
     served = ["MODEL", "--port", "PORT"]
     mlx_lm = [args.mlx_lm_python, str(LAUNCHER), "mlx_lm.server", "--model", *served]
     mlx_lm += ["--decode-concurrency", rows, "--prompt-concurrency", rows, "--log-level", "WARNING"]
@@ -85,7 +85,7 @@ def _peers(args: argparse.Namespace, scratch: Path) -> list[Peer]:
     vllm_mlx += ["--host", "127.0.0.1", "--continuous-batching", "--max-num-seqs", rows]
     known = {
         "mlx-lm": Peer("mlx-lm", mlx_lm),
-        "vllm-mlx": Peer("vllm-mlx", vllm_mlx, {"HOME": str(scratch), "XDG_CACHE_HOME": cache}),
+        "vllm-mlx": Peer("vllm-mlx", vllm_mlx, {"HOME": str(scratch), "OUTRIDER_CACHE": str(cache_folder())}),
     }
     ours = [sys.executable, "-m", "outrider", "serve", *served, "--max-rows", rows, "--log-level", "warning"]
     return [Peer("outrider", ours), *(known[name] for name in args.peers)]

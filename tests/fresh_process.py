@@ -10,7 +10,7 @@ from typing import Any
 from outrider.cpu import threads
 
 OUR_VARIABLES = (
-    *("OUTRIDER_BLAS", "OUTRIDER_KERNEL", "LD_PRELOAD", "XDG_CACHE_HOME"),
+    *("OUTRIDER_BLAS", "OUTRIDER_KERNEL", "OUTRIDER_CACHE", "LD_PRELOAD", "XDG_CACHE_HOME"),
     *threads.THREAD_VARIABLES,
 )
 

@@ -19,6 +19,7 @@ from outrider.cache import block_file, block_folder, disk_tier
 from outrider.cache.block_file import Arrays
 from outrider.cache.block_folder import HEADER_BYTES, BlockFolder
 from outrider.cache.disk_tier import DiskTier
+from outrider.files import atomic
 
 PLENTY = 100 << 20
 MODEL = "0123abcd"
@@ -174,7 +175,7 @@ def test_a_full_disk_stops_writing_for_a_while_and_says_so(
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(block_file.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert tier.write("aa", block(1))
     assert tier.flush()
     assert not tier.write("bb", block(2)), "not tried again at once"
@@ -314,7 +315,7 @@ def test_a_server_killed_in_mid_write_leaves_nothing_that_is_served(tmp_path: Pa
 
 
 def _half_written(tmp_path: Path) -> list[Path]:
-    return [path for path in tmp_path.iterdir() if path.name.startswith(block_file.TEMPORARY)]
+    return [path for path in tmp_path.iterdir() if path.name.startswith(atomic.TEMPORARY)]
 
 
 def _wait_for_a_half_written_file(tmp_path: Path) -> None:
@@ -328,7 +329,7 @@ def _wait_for_a_half_written_file(tmp_path: Path) -> None:
 def test_a_file_that_is_being_written_is_not_cleaned_up(tmp_path: Path) -> None:
     import fcntl
 
-    path = tmp_path / f"{block_file.TEMPORARY}abc"
+    path = tmp_path / f"{atomic.TEMPORARY}abc"
     with open(path, "xb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         BlockFolder(tmp_path, MODEL, PLENTY)

@@ -1,9 +1,9 @@
 """Libraries that are made once: when they are made, when they are opened, and which folder is trusted."""
 
 import errno
+import fcntl
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +15,7 @@ import pytest
 
 from outrider.cpu import library_cache
 from outrider.cpu.library_cache import Recipe, Unusable, failure_of, load_kept
+from outrider.files.atomic import TEMPORARY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
 
@@ -43,6 +44,7 @@ class Library:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("OUTRIDER_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "outrider" / "blas"
     folder.mkdir(mode=0o700, parents=True)
@@ -119,20 +121,17 @@ def mounted_noexec(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy(source: Path, target: Path) -> None:
+    def fsync(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for kept in folder.iterdir():
         kept.unlink()
-    monkeypatch.setattr(shutil, "copyfile", copy)
+    monkeypatch.setattr(os, "fsync", fsync)
 
 
 def no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
 
 
 @pytest.mark.parametrize(
@@ -162,18 +161,17 @@ def test_without_a_folder_to_trust_it_is_made_once_for_this_process(
     assert folder not in library.read_from[-1].parents
     assert not library.read_from[-1].exists()
     assert [complaint in record.getMessage() for record in caplog.records] == [True]
-    assert list(folder.glob("making-*")) == []
+    assert list(folder.glob(f"{TEMPORARY}*")) == []
 
 
-def test_what_killed_processes_left_is_removed_after_an_hour(folder: Path, library: Library) -> None:
-    old, young = folder / "making-old", folder / "making-young"
-    for left in (old, young):
-        left.mkdir()
-        (left / "copy.so").touch()
-    os.utime(old, (time.time() - 4000,) * 2)
-    library.load()
-    assert not old.exists()
-    assert young.exists()
+def test_files_that_killed_processes_left_are_removed(folder: Path, library: Library) -> None:
+    abandoned, in_use = folder / f"{TEMPORARY}abandoned", folder / f"{TEMPORARY}in-use"
+    abandoned.touch()
+    with open(in_use, "xb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        library.load()
+    assert not abandoned.exists()
+    assert in_use.exists()
 
 
 def test_a_program_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

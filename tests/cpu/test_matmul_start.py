@@ -131,9 +131,8 @@ def test_processes_that_start_together_all_get_it(cache: Path, tmp_path: Path) -
 
 
 NO_HOME = """
-import pathlib
-def home(): raise RuntimeError("there is no home")
-pathlib.Path.home = home
+import os.path
+os.path.expanduser = lambda path: path
 """
 
 
@@ -141,7 +140,7 @@ def test_without_a_home_it_serves_one_process(tmp_path: Path) -> None:
     found = in_fresh_process(NO_HOME + REPORT + PRODUCT, XDG_CACHE_HOME="", TMPDIR=tmp_path)
     assert found["active"]
     assert found["kernel"]
-    assert "there is no home" in found["stderr"]
+    assert "home" in found["stderr"]
     assert found["error"] < 1e-5
     assert list(tmp_path.glob("outrider-blas-*")) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,11 +11,9 @@ import mlx.core as mx
 import pytest
 
 from outrider.cli.main import main
-from outrider.train import tensor_file
 from outrider.train.errors import TrainingError
-from outrider.train.files import locked
+from outrider.train.files import write_tensors
 from outrider.train.prompts import read_prompts
-from outrider.train.tensor_file import write_tensors
 from outrider.train.workplace import Workplace
 from tiny_models import tiny_config, write_checkpoint
 
@@ -102,7 +101,7 @@ def test_one_process_trains_at_a_time(
     capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "head.safetensors"
-    with locked(Workplace(out).folder):
+    with Workplace(out).locked():
         assert "Another process" in _refused(capsys, folder, "--out", out)
 
 
@@ -177,9 +176,11 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "head.safetensors"
     write_tensors(path, {"a": mx.ones(4)}, {})
     before = path.read_bytes()
-    monkeypatch.setattr(
-        tensor_file.mx, "save_safetensors", lambda name, *_, **__: Path(name).write_bytes(b"cut")
-    )
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(TrainingError, match="No space left"):
         write_tensors(path, {"a": mx.zeros(4)}, {})
     assert path.read_bytes() == before

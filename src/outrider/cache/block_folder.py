@@ -19,13 +19,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from outrider.cache.block_file import (
-    TEMPORARY,
-    Arrays,
-    read_block_file,
-    remove_if_abandoned,
-    write_block_file,
-)
+from outrider.cache.block_file import Arrays, read_block_file, write_block_file
+from outrider.files.atomic import TEMPORARY, remove_if_abandoned
 
 log = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from outrider.files.atomic import TEMPORARY, atomic_file, remove_if_abandoned
+from outrider.files.cache_folder import cache_folder
+
 log = logging.getLogger("outrider.cpu.blas")
 
 PATIENCE_S = 30  # with a program that makes a library: an import waits for it
-WORKSHOP = "making-"
-ABANDONED_AFTER_S = 3600
 
 Loaded = TypeVar("Loaded")
 
@@ -91,14 +91,9 @@ def failure_of(command: Sequence[str]) -> str:
 # The folder -------------------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "outrider" / "blas"
-
-
 def _trusted_folder() -> Path:
-    """The cache folder, made if need be; OSError where nothing in it could be opened, or should be."""
-    folder = cache_folder()
+    """The folder of libraries, made if it is missing. OSError: its libraries cannot or must not be opened."""
+    folder = cache_folder() / "blas"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid not in (0, os.getuid()):
@@ -121,16 +116,13 @@ def _kept(stem: str) -> Iterator[Path]:
 
 
 def _keep(draft: Path, stem: str) -> Path:
-    """Copy the library into the folder, whole or not at all, whoever else does so meanwhile."""
+    """Copy the library into the folder. Other processes may do the same at the same time."""
     folder = _trusted_folder()
-    _clear_abandoned(folder)
-    with tempfile.TemporaryDirectory(prefix=WORKSHOP, dir=folder) as workshop:
-        copy = Path(workshop, "copy.so")
-        shutil.copyfile(draft, copy)
-        with copy.open("rb") as file:
-            os.fsync(file.fileno())
-        library = folder / f"{stem}-{_fingerprint(copy)}.so"
-        os.replace(copy, library)
+    for temporary in folder.glob(f"{TEMPORARY}*"):
+        remove_if_abandoned(temporary)
+    library = folder / f"{stem}-{_fingerprint(draft)}.so"
+    with open(draft, "rb") as source, atomic_file(library) as file:
+        shutil.copyfileobj(source, file)
     return library
 
 
@@ -139,11 +131,3 @@ def _fingerprint(library: Path) -> str:
     with library.open("rb") as file:
         digest = hashlib.sha256(file.read(1 << 20)).hexdigest()
         return f"{digest[:12]}-{os.fstat(file.fileno()).st_size}"
-
-
-def _clear_abandoned(folder: Path) -> None:
-    """Remove what processes that were killed have left."""
-    for workshop in folder.glob(f"{WORKSHOP}*"):
-        with suppress(OSError):
-            if time.time() - workshop.stat().st_mtime > ABANDONED_AFTER_S:
-                shutil.rmtree(workshop)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.models.files.folders import cache_folder
+from outrider.files.atomic import write_text
+from outrider.files.cache_folder import cache_folder
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.costs import MOST_CORRECTION, CostTable, Measured
 
@@ -65,9 +64,6 @@ def save(name: str, costs: CostTable, acceptance: ModelAcceptance) -> None:
     }
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f".{name}.", dir=folder())
-        with os.fdopen(handle, "w") as file:
-            json.dump(data, file)
-        os.replace(part, folder() / f"{name}.json")
+        write_text(folder() / f"{name}.json", json.dumps(data))
     except OSError as error:
         log.warning("what was measured of this model cannot be kept: %s", error)

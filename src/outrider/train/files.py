@@ -1,39 +1,35 @@
-"""Small files that are there whole or not at all, and a folder that one process has for itself. No MLX."""
+"""The files of a training run: each is written whole or not at all, and a failure is a TrainingError."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
+import mlx.core as mx
+
+from outrider.files.atomic import atomic_file
 from outrider.train.errors import TrainingError
-
-LOCK_NAME = "lock"
 
 
 def write_text(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text)
-        os.replace(part, path)
-    except OSError as error:
-        raise TrainingError(f"{path} cannot be written: {error.strerror}.") from error
+    with _writing(path) as file:
+        file.write(text.encode())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
+    with _writing(path) as file:
+        mx.save_safetensors(file, dict(tensors), metadata=dict(metadata))
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """TrainingError if another process holds this folder. The kernel frees it when its holder ends."""
+def _writing(path: Path) -> Iterator[BinaryIO]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / LOCK_NAME, "a")  # noqa: SIM115
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            yield file
     except OSError as error:
-        raise TrainingError(f"{folder} cannot be written: {error.strerror}.") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TrainingError(f"Another process is training in {folder}.") from None
-        yield
+        raise TrainingError(f"{path} cannot be written: {error.strerror}.") from error
+    except RuntimeError as error:  # from MLX, which does not always give the reason
+        raise TrainingError(f"{path} cannot be written: {error}.") from error

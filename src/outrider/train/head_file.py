@@ -21,7 +21,7 @@ from outrider.models.trunk import Trunk
 from outrider.step.mtp import MTPDrafter
 from outrider.train.checkpoint import Tree
 from outrider.train.exchanges import Exchange
-from outrider.train.tensor_file import write_tensors
+from outrider.train.files import write_tensors
 
 MOST_DRAFT_IDS = 16_384
 LARGEST_FLOAT16 = 65_504.0

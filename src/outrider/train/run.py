@@ -28,7 +28,6 @@ from outrider.train.conversations import Synthesis, synthesise
 from outrider.train.errors import Interrupted, TrainingError
 from outrider.train.evaluate import Acceptance, evaluate
 from outrider.train.exchanges import Exchange, ExchangeFile
-from outrider.train.files import locked
 from outrider.train.head_file import (
     draft_vocabulary,
     served_head,
@@ -76,7 +75,7 @@ def train_head(
     workplace = Workplace(_out(job, folder))
     _check_place(job, workplace, folder)
     trunk = _check_model(folder)
-    with locked(workplace.folder):
+    with workplace.locked():
         record = _record(job, workplace, trunk, prompts)
         try:
             figures = _stages(folder, record, workplace, listener, on_step)

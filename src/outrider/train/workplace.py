@@ -12,9 +12,11 @@ Must not know how any of it is made.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from outrider.train.prompts import Message
 from outrider.train.settings import Settings
 
 RECORD_NAME = "run.json"
+LOCK_NAME = "lock"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,21 @@ class Workplace:
     @property
     def conversations(self) -> Path:
         return self.folder / "conversations.jsonl"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """TrainingError if another process trains here. The kernel frees the lock when a process ends."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open(self.folder / LOCK_NAME, "a")  # noqa: SIM115
+        except OSError as error:
+            raise TrainingError(f"{self.folder} cannot be written: {error.strerror}.") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TrainingError(f"Another process is training in {self.folder}.") from None
+            yield
 
     @property
     def is_begun(self) -> bool:
@@ -64,7 +82,7 @@ class Workplace:
     def clear(self) -> None:
         """Remove everything but the lock, which is held."""
         for path in self.folder.glob("*"):
-            if path.name != "lock":
+            if path.name != LOCK_NAME:
                 path.unlink()
 
     def remove(self) -> None:

@@ -14,20 +14,6 @@ def entries(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.suffix != ".lock")
 
 
-def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.delenv("OUTRIDER_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert folders.cache_folder() == tmp_path / ".cache" / "outrider"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert folders.cache_folder() == tmp_path / "xdg" / "outrider"
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert folders.cache_folder() == tmp_path / "Library" / "Caches" / "outrider"
-    monkeypatch.setenv("OUTRIDER_CACHE", "~/mine")
-    assert folders.models_folder() == tmp_path / "mine" / "models"
-
-
 def test_a_folder_is_built_once(tmp_path):
     calls = []
 

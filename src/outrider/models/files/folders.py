@@ -1,41 +1,18 @@
-"""Where Outrider keeps models on this machine, and how a folder gets there whole or not at all.
+"""The folder of models in the cache, and how a model folder gets there whole or not at all.
 
-Owns the cache's places, its lock and the atomic step from "being built" to "there".
 Must not know what a model folder contains.
-
-    models/
-      .NAME.lock          held while somebody builds NAME; released by the kernel when that process ends
-      .NAME.part-XXXX/    being built; what a killed process left behind is removed by the next builder
-      NAME/               complete: it appears by one rename
 """
 
 import errno
-import fcntl
-import logging
-import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
+from outrider.files.atomic import build_folder
+from outrider.files.cache_folder import cache_folder
 from outrider.models.errors import ModelUnavailable
-
-log = logging.getLogger(__name__)
 
 READ_ONLY_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def cache_folder() -> Path:
-    """`$OUTRIDER_CACHE`, else the platform's place for caches."""
-    if own := os.environ.get("OUTRIDER_CACHE"):
-        return Path(own).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "outrider"
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "outrider"
 
 
 def models_folder() -> Path:
@@ -47,68 +24,15 @@ def build_once(
 ) -> Path:
     """Return `target`, made by `build(work folder)` if there is no usable one yet.
 
-    Of several processes that ask at once, one builds and the others wait for it.
+    When several processes ask at once, one builds and the others wait.
     """
-    if is_usable(target):
+    if is_usable(target):  # before any lock: a cache on a read-only disk can be used
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_name(f".{target.name}.lock")):
-            if not is_usable(target):
-                _remove_leftovers(target)
-                _build(target, build)
+        build_folder(target, build, is_usable)
     except OSError as error:
         raise ModelUnavailable(_storage_message(error, target.parent)) from error
     return target
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.warning(
-                "another process is preparing %s; waiting for it", path.name[1:].removesuffix(".lock")
-            )
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Under the lock, nobody is building: every part folder belongs to a process that was killed."""
-    for leftover in target.parent.glob(f".{target.name}.part-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _build(target: Path, build: Callable[[Path], None]) -> None:
-    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.part-", dir=target.parent))
-    try:
-        work = part / "folder"
-        work.mkdir()
-        build(work)
-        _flush(work)
-        if target.exists():  # an unusable one: damaged, or of an older format
-            os.rename(target, part / "replaced")
-        os.rename(work, target)
-        _flush_entry(target.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """Bring the folder's files to the disk, so that a power cut after the rename cannot empty them."""
-    for path in folder.rglob("*"):
-        _flush_entry(path)
-    _flush_entry(folder)
-
-
-def _flush_entry(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _storage_message(error: OSError, folder: Path) -> str:

@@ -6,14 +6,13 @@ file appears whole or not at all.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from outrider.files.atomic import atomic_file
+from outrider.files.safetensors import Header, lay_out
 from outrider.models.heads.errors import HeadError
 from outrider.models.heads.files import HEAD_FILES, HeadFiles, StoredTensor, find_head, read_config, search
 from outrider.models.heads.layouts import QWEN, HeadTensors, expected, recognise
@@ -96,49 +95,29 @@ def _format(head: HeadFiles) -> str:
 def _write(
     target: Path, stored: Mapping[str, StoredTensor], metadata: Mapping[str, str], progress: Listener
 ) -> None:
+    header = Header(lay_out((name, t.dtype, t.shape, t.num_bytes) for name, t in stored.items()), metadata)
+    total = sum(tensor.num_bytes for tensor in stored.values())
+    done = 0
     try:
         target.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as part:
-            try:
-                _write_tensors(part, stored, metadata, progress)
-                part.flush()
-                os.fsync(part.fileno())
-                os.chmod(part.name, 0o644)
-                os.replace(part.name, target)
-            except BaseException:
-                os.unlink(part.name)
-                raise
+        with atomic_file(target) as file:
+            file.write(header.encode())
+            for tensor in stored.values():
+                for chunk in _chunks(tensor):
+                    file.write(chunk)
+                    done += len(chunk)
+                    progress(Progress("Copying the head", done, total))
     except OSError as error:
         raise HeadError(f"{target} cannot be written: {error.strerror or error}.") from error
 
 
-def _write_tensors(
-    part: Any, stored: Mapping[str, StoredTensor], metadata: Mapping[str, str], progress: Listener
-) -> None:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    total = 0
-    for name, tensor in stored.items():
-        offsets = [total, total + tensor.num_bytes]
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
-        total += tensor.num_bytes
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    part.write(len(encoded).to_bytes(8, "little") + encoded)
-    done = 0
-    for tensor in stored.values():
-        with open(tensor.file, "rb") as shard:
-            shard.seek(tensor.begin)
-            for chunk in _chunks(shard, tensor):
-                part.write(chunk)
-                done += len(chunk)
-                progress(Progress("Copying the head", done, total))
-
-
-def _chunks(shard: BinaryIO, tensor: StoredTensor) -> Any:
+def _chunks(tensor: StoredTensor) -> Iterator[bytes]:
     left = tensor.num_bytes
-    while left:
-        chunk = shard.read(min(left, COPIED_AT_ONCE))
-        if not chunk:
-            raise HeadError(f"{tensor.file} is cut short.")
-        left -= len(chunk)
-        yield chunk
+    with open(tensor.file, "rb") as shard:
+        shard.seek(tensor.begin)
+        while left:
+            chunk = shard.read(min(left, COPIED_AT_ONCE))
+            if not chunk:
+                raise HeadError(f"{tensor.file} is cut short.")
+            left -= len(chunk)
+            yield chunk

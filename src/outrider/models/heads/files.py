@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.files import safetensors
 from outrider.models.heads.errors import HeadError
 from outrider.models.heads.layouts import HeadTensors, recognise
 
 HEAD_FILES = ("mtp/weights.safetensors", "mtp.safetensors")
-LONGEST_HEADER = 100_000_000  # what the format allows
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def search(files: list[Path], source: Path, config: Mapping[str, Any], is_inside: bool) -> HeadFiles | None:
     """The head among the tensors of these files."""
     stored: dict[str, StoredTensor] = {}
-    metadata: dict[Path, dict[str, str]] = {}
+    metadata: dict[Path, Mapping[str, str]] = {}
     for file in files:
         found, metadata[file] = read_header(file)
         stored.update(found)
@@ -109,24 +109,15 @@ def _conv_is_raw(stored: Mapping[str, StoredTensor]) -> bool | None:
     return any(shape[-1] != 1 for shape in shapes) if shapes else None
 
 
-def read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """What a safetensors file says of its tensors, and its metadata."""
+def read_header(file: Path) -> tuple[dict[str, StoredTensor], Mapping[str, str]]:
+    """The tensors of a safetensors file, and its metadata."""
     try:
         with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= LONGEST_HEADER:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(stream.read(length))
-        metadata = header.pop("__metadata__", None) or {}
-        stored = {name: _stored(file, entry, 8 + length) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HeadError(f"{file} cannot be read as safetensors: {error}") from error
-    last = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if file.stat().st_size < last:
-        raise HeadError(f"{file} cannot be read as safetensors: it is cut short.")
-    return stored, metadata
-
-
-def _stored(file: Path, entry: Mapping[str, Any], data_begins: int) -> StoredTensor:
-    begin, end = (int(offset) for offset in entry["data_offsets"])
-    return StoredTensor(file, str(entry["dtype"]), tuple(entry["shape"]), end - begin, data_begins + begin)
+            header = safetensors.read_header(stream)
+    except (OSError, safetensors.InvalidSafetensors) as error:
+        raise HeadError(f"{file} cannot be read as safetensors: {error}.") from error
+    stored = {
+        name: StoredTensor(file, info.dtype, info.shape, info.num_bytes, header.data_begin + info.begin)
+        for name, info in header.tensors.items()
+    }
+    return stored, header.metadata

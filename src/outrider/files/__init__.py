@@ -1,0 +1,1 @@
+"""Files on disk: the cache folder, atomic writes, the safetensors format. No MLX."""
