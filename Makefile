@@ -3,20 +3,39 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODEL  ?=
 EXTRAS ?= dev
 SECONDS_TO_SOAK ?= 600
 
-.PHONY: setup serve chat test check soak bench clean
+# Exact versions with hashes, for every supported Python on Linux and macOS. `make setup LOCK=` installs the newest
+# versions within the bounds of pyproject.toml instead.
+LOCK   ?= requirements.lock
+UV      = uv>=0.13,<0.14
+UPGRADE ?=
+BEYOND  ?=
+
+.PHONY: setup serve chat test check soak bench lock newest clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Outrider needs Python 3.11 or newer; this is `$(PYTHON) --version`. Try: make setup PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing Outrider and its dependencies into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+ifeq ($(LOCK),)
+	@echo "Installing Outrider and the newest dependencies within its bounds into $(VENV), without a lock ..."
+	@$(PIP) --editable '.[$(EXTRAS)]'
+else
+	@echo "Installing Outrider and the dependencies in $(LOCK) into $(VENV) ..."
+	@$(PIP) --require-hashes --requirement $(LOCK) || \
+	  { echo "$(LOCK) cannot be installed here. To install without exact versions and hashes: make setup LOCK="; exit 1; }
+	@$(PIP) --no-deps --no-build-isolation --editable .
+ifneq ($(EXTRAS),dev)
+	@echo "The lock covers EXTRAS=dev. Other packages of $(EXTRAS) are installed within the bounds of pyproject.toml."
+	@$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
+endif
+endif
 	@touch $@
 
 serve: $(STAMP)
@@ -28,6 +47,7 @@ chat: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 test: $(STAMP) check
@@ -40,5 +60,16 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/outrider bench $(MODEL)
 
+# After a change of the dependencies in pyproject.toml. `make lock UPGRADE=--upgrade` takes all newer versions.
+lock: $(STAMP)
+	$(PIP) '$(UV)'
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes $(UPGRADE) \
+	  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
+	  --output-file requirements.lock pyproject.toml
+
+# The tests with the newest versions within the bounds, in an environment of their own. BEYOND=1: without upper bounds.
+newest:
+	.ci/newest $(if $(BEYOND),--beyond)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
