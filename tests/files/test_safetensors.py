@@ -7,12 +7,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from outrider.files.safetensors import Header, InvalidSafetensors, TensorInfo, lay_out, read_header
+from outrider.files.safetensors import (
+    InvalidSafetensors,
+    SafetensorsHeader,
+    TensorEntry,
+    lay_out,
+    read_header,
+)
 
 ARRAYS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(3, dtype=np.float16)}
 
 
-def read(path: Path, **options: int) -> Header:
+def read(path: Path, **options: int) -> SafetensorsHeader:
     with open(path, "rb") as file:
         header = read_header(file, **options)
         assert file.tell() == header.data_begin
@@ -33,7 +39,7 @@ def test_a_file_of_the_safetensors_package_is_read(tmp_path: Path) -> None:
 def test_a_written_file_is_read_by_the_safetensors_package(tmp_path: Path) -> None:
     dtypes = {"a": "F32", "b": "F16"}
     tensors = lay_out((name, dtypes[name], array.shape, array.nbytes) for name, array in ARRAYS.items())
-    header = Header(tensors, {"k": "v"})
+    header = SafetensorsHeader(tensors, {"k": "v"})
     (tmp_path / "x").write_bytes(header.encode() + b"".join(array.tobytes() for array in ARRAYS.values()))
     loaded = load_file(tmp_path / "x")
     assert all(np.array_equal(loaded[name], array) for name, array in ARRAYS.items())
@@ -78,6 +84,6 @@ def test_a_header_that_is_nonsense_is_refused(tmp_path: Path, text: str) -> None
 
 
 def test_an_entry_survives_as_json() -> None:
-    header = Header({"a": TensorInfo("BF16", (2, 3), 8, 20)}, {"k": "v"})
+    header = SafetensorsHeader({"a": TensorEntry("BF16", (2, 3), 8, 20)}, {"k": "v"})
     assert json.loads(header.encode()[8:]) == header.as_json()
     assert header.as_json()["a"] == {"dtype": "BF16", "shape": [2, 3], "data_offsets": [8, 20]}

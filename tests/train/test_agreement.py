@@ -1,6 +1,6 @@
 """Held-out acceptance as training measures it is what the engine then does, to the token.
 
-An error by one in a position, in the recursion or in the walk over the steps would show here.
+An error by one in a position, in the recursion or in the simulated steps would show here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.llm import Completion
 from outrider.models import heads, loader
 from outrider.models.loader import LoadedModel
-from outrider.train.evaluate import Acceptance, evaluate, walk
+from outrider.train.evaluate import Acceptance, evaluate, simulate_steps
 from outrider.train.exchanges import Exchange
 
 QUESTIONS = ["abc", "hello", "what is new", "z", "tell me something about bread", "q q q", "why", "and then"]
@@ -97,4 +97,4 @@ def test_the_draft_vocabulary_is_honoured(loaded: LoadedModel, trained: Trained,
 )
 def test_the_walk_over_an_answer(hits: list[list[int]], is_finished: bool, want: Acceptance) -> None:
     exchange = Exchange((1,), tuple(range(len(hits) + 1)), is_finished, True)
-    assert walk(exchange, np.array(hits, bool)) == want
+    assert simulate_steps(exchange, np.array(hits, bool)) == want

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.train import batches as batches_module
-from outrider.train.batches import MOST_TOKENS_PER_TARGET, batches_from, epoch_batches, make_batch, split
+from outrider.train.batches import MAX_TOKENS_PER_TARGET, batches_from, epoch_batches, make_batch, split
 from outrider.train.exchanges import Exchange
 
 
@@ -62,11 +62,11 @@ def _length(exchange: Exchange) -> int:
 
 def test_long_prompts_make_smaller_batches() -> None:
     batches = epoch_batches([_exchange(200, 3) for _ in range(40)], 64, random.Random(0))
-    assert max(sum(map(_length, batch)) for batch in batches) <= MOST_TOKENS_PER_TARGET * 64
+    assert max(sum(map(_length, batch)) for batch in batches) <= MAX_TOKENS_PER_TARGET * 64
 
 
 def test_a_batch_is_split_into_parts_that_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches_module, "TOKENS_AT_ONCE", 300)
+    monkeypatch.setattr(batches_module, "MAX_TOKENS_PER_PASS", 300)
     exchanges = _some(50)
     parts = split(exchanges)
     assert sorted(itertools.chain(*parts), key=exchanges.index) == exchanges

@@ -52,7 +52,7 @@ def test_loss_and_gradients_equal_automatic_differentiation(
     trunk: Trunk, monkeypatch: pytest.MonkeyPatch, logits_at_once: int
 ) -> None:
     """In one part, and in parts of two rows."""
-    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", logits_at_once)
     states, guesses = _some(trunk, 1), [_some(trunk, seed) for seed in (2, 3, 4)]
     want, want_gradients = mx.value_and_grad(_plain)(guesses, trunk, states)
     loss, gradients = loss_and_gradients(trunk, guesses, states, _batch())

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.train.loops import LEAST_REPEATED, cut_loop
+from outrider.train.loops import MIN_REPEATED, cut_loop
 
 TEXT = tuple(range(100, 140))
 
@@ -24,5 +24,5 @@ def test_ordinary_text_stays(token_ids: tuple[int, ...]) -> None:
 
 
 def test_a_repetition_counts_from_its_least_length_on() -> None:
-    assert len(cut_loop((9,) * LEAST_REPEATED)) == LEAST_REPEATED
-    assert len(cut_loop((9,) * (LEAST_REPEATED + 1))) == 2
+    assert len(cut_loop((9,) * MIN_REPEATED)) == MIN_REPEATED
+    assert len(cut_loop((9,) * (MIN_REPEATED + 1))) == 2

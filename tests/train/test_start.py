@@ -16,7 +16,7 @@ from outrider.train.batches import Batch, make_batch
 from outrider.train.checkpoint import TrainState
 from outrider.train.exchanges import Exchange
 from outrider.train.loss import BatchLoss
-from outrider.train.settings import Settings
+from outrider.train.settings import TrainingSettings
 from outrider.train.start import SCALES, _loss, _scaled, final_gain, starting_head
 from outrider.train.trainer import Trainer
 from tiny_models import tiny_model
@@ -77,7 +77,7 @@ def test_the_scale_is_the_best_of_those_tried() -> None:
 def _losses(trunk: Trunk, folder: Path, num_steps: int = 6) -> list[BatchLoss]:
     exchanges = _exchanges(12)
     losses: list[BatchLoss] = []
-    settings = Settings(steps=num_steps, batch_tokens=120, depths=2)
+    settings = TrainingSettings(steps=num_steps, batch_tokens=120, depths=2)
     head = starting_head(trunk, make_batch(exchanges, depths=1), seed=0)
     trainer = Trainer(
         trunk, exchanges, exchanges[:2], settings, folder, on_step=lambda _, loss: losses.append(loss)
@@ -99,7 +99,7 @@ def test_training_helps_in_every_dtype(tmp_path: Path, family: str, dtype: mx.Dt
 
 def test_parts_of_a_batch_add_up_to_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _losses(Trunk(tiny_model("llama"), 64), tmp_path, num_steps=3)
-    monkeypatch.setattr(batches_module, "TOKENS_AT_ONCE", 60)
+    monkeypatch.setattr(batches_module, "MAX_TOKENS_PER_PASS", 60)
     parts = _losses(Trunk(tiny_model("llama"), 64), tmp_path, num_steps=3)
     for one, other in zip(whole, parts, strict=True):
         assert other.total == pytest.approx(one.total, rel=1e-3)

@@ -18,10 +18,10 @@ from outrider.train.conversations import Synthesis
 from outrider.train.errors import TrainingError
 from outrider.train.exchanges import Exchange
 from outrider.train.scripts import ChatScript, PlainScript, script_for
-from outrider.train.settings import Settings
+from outrider.train.settings import TrainingSettings
 from tiny_models import END_ID, write_checkpoint
 
-SETTINGS = Settings(max_tokens=24, seed=3)
+SETTINGS = TrainingSettings(max_tokens=24, seed=3)
 
 
 @pytest.fixture(scope="module")

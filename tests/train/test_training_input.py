@@ -14,7 +14,7 @@ from outrider.cli.main import main
 from outrider.train.errors import TrainingError
 from outrider.train.files import write_tensors
 from outrider.train.prompts import read_prompts
-from outrider.train.workplace import Workplace
+from outrider.train.run_folder import RunFolder
 from tiny_models import tiny_config, write_checkpoint
 
 
@@ -101,7 +101,7 @@ def test_one_process_trains_at_a_time(
     capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "head.safetensors"
-    with Workplace(out).locked():
+    with RunFolder(out).locked():
         assert "Another process" in _refused(capsys, folder, "--out", out)
 
 

@@ -1,4 +1,4 @@
-"""`outrider mtp train` as a user runs it: a head that is found, drafts that stand, a folder left tidy."""
+"""`outrider mtp train` as a user runs it: a head that is found, accepted drafts, a folder left tidy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_held_out_drafts_stand_far_more_often_than_at_the_start(trained: Trained
     figures = json.loads(_metadata(trained)["figures"])
     start = next(line for line in trained.stdout.splitlines() if "at the start" in line)
     assert int(start.split("%")[0].split()[-1]) < 25
-    assert min(figures["drafts_that_stand"]) > 0.5
+    assert min(figures["acceptance_rates"]) > 0.5
     assert figures["tokens_per_step"] > 1.9
     assert figures["training_steps"] == TRAIN_OPTIONS["steps"]
 
@@ -62,7 +62,7 @@ def test_nothing_else_is_left_behind(trained: Trained) -> None:
 def test_progress_without_a_terminal_is_a_line_a_milestone(trained: Trained) -> None:
     lines = trained.stderr.splitlines()
     assert lines[0].startswith("Synthesising: 0/60 conversations")
-    milestones = [line for line in lines if "drafts that stand" in line]
+    milestones = [line for line in lines if "accepted drafts" in line]
     assert len(milestones) == 10
     assert f"{TRAIN_OPTIONS['steps']}/{TRAIN_OPTIONS['steps']} steps, loss" in milestones[-1]
     assert "Written:" in trained.stdout

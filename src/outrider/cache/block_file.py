@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from outrider.files.atomic import atomic_file
-from outrider.files.safetensors import Header, TensorInfo, lay_out, read_header
+from outrider.files.safetensors import SafetensorsHeader, TensorEntry, lay_out, read_header
 from outrider.host_array import HostArray
 
 FORMAT = "outrider prefix block"
@@ -48,7 +48,7 @@ def write_block_file(path: Path, labels: Mapping[str, str], arrays: Arrays) -> i
     """Write the file whole or not at all. Returns its size in bytes."""
     body = [np.ascontiguousarray(array.data).reshape(-1).view(np.uint8).data for array in arrays.values()]
     metadata = {"format": FORMAT, "version": str(VERSION), **labels}
-    header = Header(_laid_out(arrays), metadata)
+    header = SafetensorsHeader(_laid_out(arrays), metadata)
     encoded = replace(header, metadata=metadata | {"checksum": _checksum(header.as_json(), body)}).encode()
     with atomic_file(path) as file:
         file.write(encoded)
@@ -70,7 +70,7 @@ def read_block_file(path: Path, labels: Mapping[str, str]) -> dict[str, HostArra
         raise BadFile(f"it cannot be read as safetensors: {error}") from error
 
 
-def _check_is_ours(header: Header, body: memoryview, labels: Mapping[str, str]) -> None:
+def _check_is_ours(header: SafetensorsHeader, body: memoryview, labels: Mapping[str, str]) -> None:
     metadata = dict(header.metadata)
     if metadata.get("format") != FORMAT:
         raise BadFile("it was not written by this program")
@@ -84,12 +84,12 @@ def _check_is_ours(header: Header, body: memoryview, labels: Mapping[str, str]) 
         raise BadFile("its checksum is wrong")
 
 
-def _array(info: TensorInfo, body: memoryview) -> HostArray:
+def _array(info: TensorEntry, body: memoryview) -> HostArray:
     data = np.frombuffer(body[info.begin : info.end], _DTYPES[info.dtype]).reshape(info.shape)
     return HostArray(info.dtype, data)
 
 
-def _laid_out(arrays: Arrays) -> dict[str, TensorInfo]:
+def _laid_out(arrays: Arrays) -> dict[str, TensorEntry]:
     for name, array in arrays.items():
         if array.data.dtype != _DTYPES[array.dtype]:
             raise BadFile(f"array {name} is {array.data.dtype} and said to be {array.dtype}")

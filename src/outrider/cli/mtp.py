@@ -12,7 +12,7 @@ from outrider.cli.mtp_extract import add_extract
 from outrider.cli.mtp_inspect import add_inspect
 from outrider.request import MAX_DEPTH
 from outrider.train.errors import Interrupted, TrainingError
-from outrider.train.settings import DEFAULT_STEPS, Settings
+from outrider.train.settings import DEFAULT_STEPS, TrainingSettings
 
 Commands = argparse._SubParsersAction  # of argparse.ArgumentParser
 
@@ -60,7 +60,7 @@ def _add_files(train: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(train: argparse.ArgumentParser) -> None:
-    defaults = Settings()
+    defaults = TrainingSettings()
 
     def option(name: str, kind: type, metavar: str, text: str) -> None:
         train.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
@@ -81,7 +81,7 @@ def run_train(args: argparse.Namespace) -> int:
     from outrider.train.report import render
     from outrider.train.run import Job, train_head
 
-    given = {one.name: getattr(args, one.name) for one in fields(Settings)}
+    given = {one.name: getattr(args, one.name) for one in fields(TrainingSettings)}
     given = {name: value for name, value in given.items() if value is not None}
     bar = ProgressBar()
     try:

@@ -167,7 +167,7 @@ def _measure(folder: Path, head: HeadFiles, args: argparse.Namespace) -> dict[st
         "acceptance": [
             {
                 "temperature": temperature,
-                "by_position": [round(share, 4) for share in one.given_the_one_before],
+                "by_position": [round(share, 4) for share in one.acceptance_rates],
                 "tokens_a_step": round(one.tokens_per_step, 3),
             }
             for temperature, one in acceptance.items()

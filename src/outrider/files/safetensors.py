@@ -26,7 +26,7 @@ class InvalidSafetensors(ValueError):
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class TensorEntry:
     dtype: str  # by the format's names: F32, BF16, F8_E4M3, U32, ...
     shape: tuple[int, ...]
     begin: int  # bytes from the start of the data
@@ -38,8 +38,8 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Header:
-    tensors: Mapping[str, TensorInfo]
+class SafetensorsHeader:
+    tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     data_begin: int = 0  # where the data starts in the file; 0: the header was not read from a file
 
@@ -57,17 +57,17 @@ class Header:
         return len(text).to_bytes(8, "little") + text
 
 
-def lay_out(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> dict[str, TensorInfo]:
+def lay_out(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> dict[str, TensorEntry]:
     """Places one after the other, for tensors given as (name, dtype, shape, bytes)."""
-    infos: dict[str, TensorInfo] = {}
+    entries: dict[str, TensorEntry] = {}
     begin = 0
     for name, dtype, shape, num_bytes in tensors:
-        infos[name] = TensorInfo(dtype, tuple(shape), begin, begin + num_bytes)
+        entries[name] = TensorEntry(dtype, tuple(shape), begin, begin + num_bytes)
         begin += num_bytes
-    return infos
+    return entries
 
 
-def read_header(file: BinaryIO, max_bytes: int = MAX_HEADER_BYTES) -> Header:
+def read_header(file: BinaryIO, max_bytes: int = MAX_HEADER_BYTES) -> SafetensorsHeader:
     """Read the header of an open file and leave the file at the start of the data.
 
     Raises InvalidSafetensors, also when the file is too short for the tensors that the header names.
@@ -81,7 +81,7 @@ def read_header(file: BinaryIO, max_bytes: int = MAX_HEADER_BYTES) -> Header:
     try:
         entries = json.loads(file.read(length))
         metadata = dict(entries.pop(METADATA, None) or {})
-        tensors = {name: _tensor_info(entry) for name, entry in entries.items()}
+        tensors = {name: _tensor_entry(entry) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InvalidSafetensors(f"the header cannot be read ({type(error).__name__}: {error})") from error
     num_bytes = file_bytes - 8 - length
@@ -90,9 +90,9 @@ def read_header(file: BinaryIO, max_bytes: int = MAX_HEADER_BYTES) -> Header:
             raise InvalidSafetensors(f"the place of tensor {name} is invalid")
         if info.end > num_bytes:
             raise InvalidSafetensors("the file is cut short")
-    return Header(tensors, metadata, 8 + length)
+    return SafetensorsHeader(tensors, metadata, 8 + length)
 
 
-def _tensor_info(entry: Mapping[str, Any]) -> TensorInfo:
+def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     begin, end = (int(offset) for offset in entry["data_offsets"])
-    return TensorInfo(str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), begin, end)
+    return TensorEntry(str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), begin, end)

@@ -1,12 +1,12 @@
-"""Training MTP heads for models that have none: a frozen trunk teaches its own head, on any device.
+"""Training of MTP heads for models that have none. The frozen trunk teaches its own head, on any device.
 
     conversations   the model talks to itself, through the engine
-    batches         which exchanges a step sees: a pure function of the data, the seed and the step
-    chain           the head over whole sequences, recursing as it will when it drafts
-    loss            how far its guesses are from the trunk's own distribution
+    batches         the exchanges of each step: a pure function of the data, the seed and the step
+    chain           the head over whole sequences, with the recursion that it does when it drafts
+    loss            the distance between the head's guesses and the trunk's distribution
     trainer         steps, milestones, checkpoints
-    evaluate        how many drafts would stand, on exchanges that were held out
-    run             all of it, from a model folder to a head file
+    evaluate        how many drafts would be accepted, on held-out exchanges
+    run             all stages, from a model folder to a head file
 
-Stands beside `llm` and `build`: it uses the engine, and nothing below knows of it.
+`train` uses the engine through `llm`. No package below imports `train`.
 """

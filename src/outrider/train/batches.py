@@ -1,14 +1,14 @@
-"""Which exchanges a training step sees, in what parts, and the arrays that it sees of them.
+"""The exchanges of each training step, their split into parts that fit in memory, and their arrays.
 
 The order is a pure function of the exchanges, the seed and the step: a resumed run goes on where it stopped.
 Must not know the model.
 
-For an exchange with tokens x0..x(n-1), whose answer begins at P, the target at cell s is the trunk's
+An exchange has tokens x0..x(n-1); its answer begins at x_P. The target at position s is the trunk's
 distribution after x_s, that is for x_(s+1):
 
-    s            P                    ...   n-2
-    guessed by   the chains at t = s - d, one for each depth d, that start no earlier than P-1:
-                 the first pair after which the engine drafts
+    targets      s = P ... n-2
+    guesses      of the chains that start at t = s - d, one for each depth d, if t >= P-1
+                 (the engine drafts for the first time after the pair P-1)
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import numpy as np
 
 from outrider.train.exchanges import Exchange
 
-WIDTH_STEP = 16  # widths are rounded up, so that shapes repeat
-LENGTH_JITTER = 24  # tokens by which exchanges of a batch may differ by chance
-TOKENS_AT_ONCE = 4096  # more than that is done in parts
-MOST_TOKENS_PER_TARGET = 4  # where prompts are long and answers short, a batch holds fewer targets
+# Chosen by hand.
+WIDTH_STEP = 16  # tokens; widths are rounded up to a multiple, so that shapes repeat
+LENGTH_JITTER = 24  # tokens; random addend to lengths before sorting: each epoch has other batches
+MAX_TOKENS_PER_PASS = 4096  # padding included; larger batches are computed in parts
+MAX_TOKENS_PER_TARGET = 4  # limits a batch's tokens when prompts are long and answers are short
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,21 @@ class Batch:
     token_ids: mx.array  # [rows, width], padded on the right
     target_cells: mx.array  # [targets] row * width + s
     num_chains: mx.array  # [targets] depths 1..num_chains have a chain that guesses this target
-    next_ids: mx.array  # [targets] the text's own token, x_(s+1)
+    next_ids: mx.array  # [targets] the text's token x_(s+1)
 
     @property
     def num_targets(self) -> int:
         return self.target_cells.size
 
     def guesses(self, outputs: Sequence[mx.array]) -> list[mx.array]:
-        """Of each depth's outputs [rows, width, H] those that guess the targets.  [targets, H]"""
+        """For each depth: the outputs that guess the targets.  [rows, width, H] -> [targets, H]"""
         return [
             out.reshape(-1, out.shape[-1])[mx.maximum(self.target_cells - depth, 0)]
             for depth, out in enumerate(outputs, 1)
         ]
 
     def at_targets(self, hidden: mx.array) -> mx.array:
-        """The states after which the targets come.  [rows, width, H] -> [targets, H]"""
+        """The hidden states from which the trunk predicts the targets.  [rows, width, H] -> [targets, H]"""
         return hidden.reshape(-1, hidden.shape[-1])[self.target_cells]
 
 
@@ -74,11 +75,11 @@ def make_batch(exchanges: Sequence[Exchange], depths: int) -> Batch:
 
 
 def split(exchanges: Sequence[Exchange]) -> list[list[Exchange]]:
-    """Parts that fit into memory at once: those of similar length together, padding counted."""
+    """Parts of at most MAX_TOKENS_PER_PASS tokens; exchanges of similar length are in one part."""
     parts: list[list[Exchange]] = []
     for one in sorted(exchanges, key=lambda one: len(one.token_ids)):
-        width = len(one.token_ids)  # the longest so far
-        if not parts or (len(parts[-1]) + 1) * width > TOKENS_AT_ONCE:
+        width = len(one.token_ids)  # sorted by length: the longest of its part so far
+        if not parts or (len(parts[-1]) + 1) * width > MAX_TOKENS_PER_PASS:
             parts.append([])
         parts[-1].append(one)
     return parts
@@ -99,14 +100,14 @@ def batches_from(
 def epoch_batches(
     exchanges: Sequence[Exchange], batch_tokens: int, rng: random.Random
 ) -> list[list[Exchange]]:
-    """All exchanges once: those of similar length together, about `batch_tokens` targets each, shuffled."""
+    """All exchanges once, in shuffled batches of similar lengths with about `batch_tokens` targets each."""
     by_length = sorted(exchanges, key=lambda one: len(one.token_ids) + rng.uniform(0, LENGTH_JITTER))
     batches: list[list[Exchange]] = []
     room_targets = room_tokens = 0
     for one in by_length:
         if room_targets < one.num_targets or room_tokens < len(one.token_ids):
             batches.append([])
-            room_targets, room_tokens = batch_tokens, MOST_TOKENS_PER_TARGET * batch_tokens
+            room_targets, room_tokens = batch_tokens, MAX_TOKENS_PER_TARGET * batch_tokens
         batches[-1].append(one)
         room_targets -= one.num_targets
         room_tokens -= len(one.token_ids)

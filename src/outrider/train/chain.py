@@ -1,18 +1,18 @@
 """The head's forward pass over whole sequences, with the recursion that it does when it drafts.
 
-A chain starts at every pair t and guesses x_(t+2), x_(t+3), ... with the text's own tokens fed back (teacher
-forcing: a guess counts only where those before it stood). Its pairs are
+A chain starts at every pair t and guesses x_(t+2), x_(t+3), ... The text's own tokens are fed back (teacher
+forcing), because the engine uses a guess only if all guesses before it were right. The pairs of a chain are
 
     depth 1   (h_t, x_(t+1))            a committed pair, at position t
     depth d   (fed back, x_(t+d))       tentative, at position t + d - 1
 
-and a pair sees the committed pairs 0..t and its own chain, never another's:
+A pair attends to the committed pairs 0..t and to its own chain, never to another chain:
 
                    keys of depth 1     of depth 2     of depth 3
-    query t        causal: 0..t        its own: t     its own: t
+    query t        causal: 0..t        only t         only t
 
-All chains of a depth run at once, through the decoder layer as it is: a cache-like view hands it the keys of
-every depth so far, and the mask above.
+All chains of a depth run at once, through the unchanged decoder layer. ChainView looks like a cache to the
+layer and gives it the keys of all depths so far, and the mask above.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from outrider.models.heads import MTPHead
 
 
 class ChainCells:
-    """The keys and values of all depths so far, side by side."""
+    """The keys and values of all depths so far."""
 
     def __init__(self) -> None:
-        self.keys: list[mx.array] = []  # one a depth: [rows, heads, width, dim]
+        self.keys: list[mx.array] = []  # for each depth: [rows, heads, width, dim]
         self.values: list[mx.array] = []
 
 
 class ChainView(LayerView):
-    """What the head's layer sees while the chains of one depth run (mlx-lm's cache interface)."""
+    """The cache of the head's layer while the chains of one depth run (mlx-lm's cache interface)."""
 
     def __init__(self, cells: ChainCells, depth: int) -> None:
         self._cells = cells
@@ -56,10 +56,10 @@ class ChainView(LayerView):
 
 
 def chain_outputs(head: MTPHead, hidden: mx.array, embedded: mx.array, depths: int) -> list[mx.array]:
-    """For each depth d the outputs [rows, width, H]: at t the guess of x_(t+d+1).
+    """For each depth d the outputs [rows, width, H]: column t is the guess of x_(t+d+1).
 
-    hidden and embedded [rows, width, H]: of each token. The last d columns of depth d have no token to feed
-    and mean nothing.
+    hidden, embedded: hidden states and embeddings of all tokens [rows, width, H]. The last d columns of depth
+    d have no token to feed; their outputs must not be used.
     """
     cells = ChainCells()
     outputs = []
@@ -71,6 +71,6 @@ def chain_outputs(head: MTPHead, hidden: mx.array, embedded: mx.array, depths: i
 
 
 def _shifted(embedded: mx.array, by: int) -> mx.array:
-    """Column t becomes column t + by; zeros where there is none."""
+    """Column t of the result is column t + by of `embedded`, or zeros past the end."""
     by = min(by, embedded.shape[1])
     return mx.concatenate([embedded[:, by:], mx.zeros_like(embedded[:, :by])], axis=1)

@@ -1,4 +1,4 @@
-"""A training run on disk: everything that the next step depends on, in one file, whole or not at all.
+"""The checkpoint of a training run: one file with everything that the next step depends on.
 
 Must not know how a step is done.
 """
@@ -23,7 +23,7 @@ Tree = Any  # nested dicts and lists of arrays
 
 @dataclass(frozen=True)
 class Milestone:
-    """How the head stood after some steps."""
+    """The acceptance of the head after `step` steps."""
 
     step: int
     held_out: Acceptance
@@ -31,12 +31,12 @@ class Milestone:
 
 @dataclass(frozen=True)
 class TrainState:
-    """After `step` steps. Never changed: the next step makes another."""
+    """The run after `step` steps. Immutable: the next step makes a new state."""
 
     step: int
     head: Tree
     optimizer: Tree
-    num_targets: int = 0  # seen so far, repetitions counted
+    num_targets: int = 0  # trained on so far; a target of a second epoch counts again
     trained_s: float = 0.0
     milestones: tuple[Milestone, ...] = ()
 
@@ -53,7 +53,7 @@ def save(folder: Path, state: TrainState) -> None:
 
 
 def load(folder: Path) -> TrainState | None:
-    """The run's last checkpoint; None if it made none yet."""
+    """The last checkpoint of the run; None: there is none yet."""
     path = folder / FILE_NAME
     if not path.exists():
         return None
@@ -65,7 +65,7 @@ def load(folder: Path) -> TrainState | None:
         return TrainState(
             facts["step"],
             trees["head"],
-            trees.get("optimizer", {}),  # nothing yet before the first step
+            trees.get("optimizer", {}),  # empty before the first step
             facts["num_targets"],
             facts["trained_s"],
             tuple(_milestone(one) for one in facts["milestones"]),

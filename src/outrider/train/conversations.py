@@ -1,8 +1,8 @@
 """Synthesised data: the model talks to itself, through the engine.
 
-A user turn is sampled from the model after an opening; half of the answers are greedy, half sampled; the
-held-out ones are greedy. Conversation `number` of a run is a function of the model, the settings and that
-number, so that an interrupted run can make the missing ones. Must not know what the exchanges are for.
+The model continues an opening to a user turn, then answers. Half of the answers are greedy, half are sampled;
+held-out answers are greedy. A conversation is a function of the model, the settings and its number, so a
+resumed run makes exactly the missing ones. Must not know what the exchanges are for.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from outrider.train.exchanges import Exchange, ExchangeFile, line_of
 from outrider.train.loops import cut_loop
 from outrider.train.prompts import Message
 from outrider.train.scripts import script_for
-from outrider.train.settings import Settings
+from outrider.train.settings import TrainingSettings
 
-LONGEST_USER_TURN = 64
-LONGEST_PROMPT = 1024  # longer ones would make batches of a few rows
-ONE_HELD_OUT_OF = 10
-ONE_GOES_ON_OF = 4  # conversations that get a second exchange
+# Chosen by hand.
+MAX_USER_TURN = 64  # tokens
+MAX_PROMPT = 1024  # tokens; longer prompts would leave only a few rows in a training batch
+HELD_OUT_EVERY = 10  # one conversation in ten is held out
+FOLLOW_UP_EVERY = 4  # one conversation in four gets a second exchange
 STAGE = "Synthesising"
 
 
@@ -36,7 +37,11 @@ class Synthesis:
     """The conversations of one run."""
 
     def __init__(
-        self, engine: AsyncEngine, tokenizer: Any, settings: Settings, prompts: Sequence[list[Message]] = ()
+        self,
+        engine: AsyncEngine,
+        tokenizer: Any,
+        settings: TrainingSettings,
+        prompts: Sequence[list[Message]] = (),
     ) -> None:
         self._engine = engine
         self._script = script_for(tokenizer)
@@ -44,50 +49,50 @@ class Synthesis:
         self._prompts = prompts
 
     def check_prompts(self) -> None:
-        """Raise TrainingError for a given prompt that the model cannot take."""
+        """TrainingError: the model cannot take one of the user's prompts."""
         for number, messages in enumerate(self._prompts, 1):
             try:
                 prompt_ids = self._script.to_answer(messages)
                 self._engine.engine.validate(prompt_ids, SamplingParams(max_tokens=1))
-            except Exception as error:  # templates raise whatever they like
+            except Exception as error:  # chat templates raise any kind of error
                 raise TrainingError(f"Prompt {number} cannot be used: {error}.") from error
-            if len(prompt_ids) > LONGEST_PROMPT:
+            if len(prompt_ids) > MAX_PROMPT:
                 raise TrainingError(
-                    f"Prompt {number} has {len(prompt_ids):,} tokens; {LONGEST_PROMPT:,} is the most."
+                    f"Prompt {number} has {len(prompt_ids):,} tokens; the limit is {MAX_PROMPT:,}."
                 )
 
     async def conversation(self, number: int) -> list[Exchange]:
         rng = random.Random(f"{self._settings.seed}/{number}")
         if self._prompts:
             return await self._given(number, rng)
-        is_held_out = number % ONE_HELD_OUT_OF == ONE_HELD_OUT_OF - 1
+        is_held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         is_greedy = is_held_out or number % 2 == 0
         try:
-            return await self._invented(number % ONE_GOES_ON_OF == 0, is_held_out, is_greedy, rng)
+            return await self._invented(number % FOLLOW_UP_EVERY == 0, is_held_out, is_greedy, rng)
         except InvalidRequest:
-            return []  # grown out of the context
+            return []  # the conversation is too long for the context
 
     async def _given(self, number: int, rng: random.Random) -> list[Exchange]:
         round_number, which = divmod(number, len(self._prompts))
-        one_of = min(ONE_HELD_OUT_OF, len(self._prompts) // 2)
+        one_of = min(HELD_OUT_EVERY, len(self._prompts) // 2)
         is_held_out = which % one_of == one_of - 1
         if is_held_out and round_number > 0:
-            return []  # the same greedy answer again
+            return []  # a second round would give the same greedy answer
         is_greedy = is_held_out or (round_number < 2 and (which + round_number) % 2 == 0)
         exchange, _ = await self._answer(self._prompts[which], is_held_out, is_greedy, rng)
         return _useful([exchange])
 
     async def _invented(
-        self, goes_on: bool, is_held_out: bool, is_greedy: bool, rng: random.Random
+        self, has_follow_up: bool, is_held_out: bool, is_greedy: bool, rng: random.Random
     ) -> list[Exchange]:
         chat = self._script.has_roles
-        system = openings.draw_system(rng) if chat else None
-        opening = openings.draw_user(rng) if chat else openings.draw_text(rng)
+        system = openings.sample_system_message(rng) if chat else None
+        opening = openings.sample_user_opening(rng) if chat else openings.sample_text_opening(rng)
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         messages = await self._user_turn(messages, opening, rng)
         exchange, text = await self._answer(messages, is_held_out, is_greedy, rng)
         exchanges = [exchange]
-        if goes_on and chat and exchange.is_finished:
+        if has_follow_up and chat and exchange.is_finished:
             messages = [*messages, {"role": "assistant", "content": text}]
             messages = await self._user_turn(messages, rng.choice(openings.FOLLOW_UPS), rng)
             exchange, _ = await self._answer(messages, is_held_out, is_greedy, rng)
@@ -98,7 +103,7 @@ class Synthesis:
         self, messages: Sequence[Message], opening: str, rng: random.Random
     ) -> list[Message]:
         params = SamplingParams(
-            max_tokens=LONGEST_USER_TURN,
+            max_tokens=MAX_USER_TURN,
             temperature=rng.uniform(0.7, 1.0),
             top_p=0.95,
             seed=rng.getrandbits(63),
@@ -125,7 +130,7 @@ class Synthesis:
     async def _complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, continues_prompt: bool
     ) -> tuple[tuple[int, ...], str, str]:
-        if len(prompt_ids) > LONGEST_PROMPT:
+        if len(prompt_ids) > MAX_PROMPT:
             raise InvalidRequest("the conversation has grown too long")
         token_ids: tuple[int, ...] = ()
         text, reason = "", ""
@@ -144,7 +149,7 @@ class Synthesis:
 def synthesise(
     synthesis: Synthesis, file: ExchangeFile, total: int, num_rows: int, listener: Listener
 ) -> None:
-    """Make the conversations 0..total-1 that the file does not hold yet, `num_rows` at a time."""
+    """Make the conversations 0..total-1 that are not in the file yet, `num_rows` at a time."""
     there = file.read()
     missing = iter([number for number in range(total) if number not in there])
     done, num_tokens, began_s = len(there), 0, time.monotonic()
@@ -170,7 +175,7 @@ async def _work(
     num_workers: int,
 ) -> None:
     async def worker() -> None:
-        for number in numbers:  # shared: each number goes to one worker
+        for number in numbers:  # the workers share one iterator: each number goes to one worker
             exchanges = await synthesis.conversation(number)
             write(line_of(number, exchanges))
             report(exchanges)
@@ -183,6 +188,6 @@ def _useful(exchanges: Sequence[Exchange]) -> list[Exchange]:
 
 
 def _whole_sentences(text: str) -> str:
-    """Up to the last end of a sentence, if there is one."""
+    """The text up to the end of its last whole sentence; all of it if there is no such end."""
     ends = [match.end() for match in re.finditer(r"[.?!](?=\s)|\n", text)]
     return text[: ends[-1]] if ends else text

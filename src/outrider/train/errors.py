@@ -1,9 +1,9 @@
-"""What stops a training run, in words for the person who started it."""
+"""The two ways in which a training run stops early."""
 
 
 class TrainingError(Exception):
-    """The run cannot be done as asked; the message says why and what would do."""
+    """The run cannot be done as asked. The message gives the reason and what to do."""
 
 
 class Interrupted(Exception):
-    """The run was stopped by hand; the message says how far it came. It can be resumed."""
+    """The user stopped the run. The message says how far it came; the run can be resumed."""

@@ -1,8 +1,8 @@
-"""How many drafts would stand: a head measured on held-out exchanges, without running the engine.
+"""How many drafts of a head would be accepted, measured on held-out exchanges without running the engine.
 
-The answers are the trunk's own greedy ones, so a draft stands where it equals the text. Whether each chain's
-guesses do is found for the whole text at once; then the engine's steps are walked over it. The counts are the
-engine's to the token (tests/train/test_agreement.py).
+The answers are the trunk's own greedy answers, so a draft is accepted if it equals the text. One pass
+compares the guesses of all chains with the text; then the engine's steps over the text are simulated. The
+counts equal the engine's counts exactly (tests/train/test_agreement.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from outrider.models.trunk import Trunk
 from outrider.train.batches import Batch, make_batch, split
 from outrider.train.chain import chain_outputs
 from outrider.train.exchanges import Exchange
-from outrider.train.loss import LOGITS_AT_ONCE
+from outrider.train.loss import MAX_LOGITS
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What the steps over some texts drafted, and what stood. By draft position."""
+    """Drafted and accepted tokens of some steps, by draft position."""
 
     steps: int
     drafted: tuple[int, ...]
@@ -34,11 +34,11 @@ class Acceptance:
         return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
 
     @property
-    def given_the_one_before(self) -> tuple[float, ...]:
-        """How often a draft stands where those before it did."""
+    def acceptance_rates(self) -> tuple[float, ...]:
+        """By position: how often a draft is accepted when all drafts before it were accepted."""
         reached = (self.drafted[0], *self.accepted)
         return tuple(
-            stood / before if before else 0.0 for before, stood in zip(reached, self.accepted, strict=False)
+            taken / before if before else 0.0 for before, taken in zip(reached, self.accepted, strict=False)
         )
 
     def plus(self, other: Acceptance) -> Acceptance:
@@ -59,46 +59,48 @@ def evaluate(
     depths: int,
     draft_ids: mx.array | None = None,
 ) -> Acceptance:
-    """Over greedy answers; `draft_ids` limits what may be drafted."""
+    """The exchanges must have greedy answers. `draft_ids`: the token ids that may be drafted; None: all."""
     total = Acceptance(0, (0,) * depths, (0,) * depths)
     for some in split(exchanges):
         hits = _hits(head, trunk, make_batch(some, depths), depths, draft_ids)
         for one in some:
-            total = total.plus(walk(one, hits[: one.num_targets]))
+            total = total.plus(simulate_steps(one, hits[: one.num_targets]))
             hits = hits[one.num_targets :]
     return total
 
 
-def walk(exchange: Exchange, hits: np.ndarray) -> Acceptance:
-    """The engine's steps over one answer.
+def simulate_steps(exchange: Exchange, hits: np.ndarray) -> Acceptance:
+    """The counts of the engine's steps over one answer.
 
-    hits [targets, depths]: whether the guess of the answer's token 1 + i at that depth is right.
+    hits [targets, depths]: hits[i, d] is True if depth d + 1 guesses the answer's token 1 + i.
     """
     depths = hits.shape[1]
     drafted, accepted = [0] * depths, [0] * depths
-    # An answer that was cut has no room for a draft of its last token: the step itself brings that one.
+    # At the token limit the engine does not draft the last token: the step itself gives the last token.
     last = exchange.num_targets - (0 if exchange.is_finished else 1)
-    steps = pending = 0  # the answer's token that the step feeds; its drafts are for pending + 1, ...
+    steps = pending = 0  # a step feeds the answer's token `pending` and drafts for pending + 1, ...
     while pending < exchange.num_targets:
         steps += 1
         room = depths if exchange.is_finished else min(depths, last - pending)
-        stood = 0
-        while stood < room and pending + stood < last and hits[pending + stood, stood]:
-            stood += 1
+        num_accepted = 0
+        for depth in range(min(room, last - pending)):
+            if not hits[pending + depth, depth]:
+                break
+            num_accepted += 1
         for depth in range(room):
             drafted[depth] += 1
-            accepted[depth] += depth < stood
-        pending += stood + 1
+            accepted[depth] += depth < num_accepted
+        pending += num_accepted + 1
     return Acceptance(steps, tuple(drafted), tuple(accepted))
 
 
 def _hits(head: MTPHead, trunk: Trunk, batch: Batch, depths: int, draft_ids: mx.array | None) -> np.ndarray:
-    """Whether each target's token is what each depth would draft.  [targets, depths]"""
+    """True where the draft of a depth equals the target's token.  [targets, depths]"""
     dtype = head.fc.weight.dtype
     hidden = trunk.inner(batch.token_ids).astype(dtype)
     guesses = batch.guesses(chain_outputs(head, hidden, trunk.embed(batch.token_ids).astype(dtype), depths))
     mx.eval(guesses)
-    size = max(1, LOGITS_AT_ONCE // trunk.vocab_size)
+    size = max(1, MAX_LOGITS // trunk.vocab_size)
     found = []
     for start in range(0, batch.num_targets, size):
         rows = slice(start, start + size)

@@ -1,7 +1,7 @@
-"""An exchange: what the model was asked and what it answered, as token ids; and the file that keeps them.
+"""An exchange: a prompt and the model's answer as token ids. And the file that stores exchanges.
 
-The file grows by a line a conversation, so that a run that stops loses only what was under way. Must not know
-how exchanges are made, nor how they are used.
+The file grows by one line for each conversation: a run that stops loses only unfinished conversations. Must
+not know how exchanges are made, nor how they are used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.train.files import write_text
 class Exchange:
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
-    is_finished: bool  # the answer ends with an end-of-text token; otherwise it was cut
+    is_finished: bool  # the answer ends with an end-of-text token; False: the answer was cut
     is_held_out: bool  # for evaluation only; always answered greedily
 
     @property
@@ -29,12 +29,12 @@ class Exchange:
 
     @property
     def num_targets(self) -> int:
-        """Tokens of the answer that a draft can be made for: all but the first."""
+        """Tokens of the answer that can be drafted: all but the first."""
         return max(0, len(self.answer_ids) - 1)
 
 
 class ExchangeFile:
-    """The conversations of one run by their number, each a list of exchanges."""
+    """The conversations of one run by number. A conversation is a list of exchanges."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -47,7 +47,7 @@ class ExchangeFile:
         return dict(self._parsed(lines))
 
     def open_to_append(self) -> TextIO:
-        """Drops what an interrupted run left of its last line."""
+        """Open the file for more conversations. Drops a last line that an interrupted run left incomplete."""
         whole = self.read()
         write_text(self._path, "".join(line_of(number, exchanges) for number, exchanges in whole.items()))
         return open(self._path, "a", buffering=1)
@@ -59,7 +59,7 @@ class ExchangeFile:
                 yield int(record["number"]), [_exchange(one) for one in record["exchanges"]]
             except (KeyError, TypeError, ValueError) as error:
                 if i == len(lines) - 1:
-                    return  # cut short when the run stopped
+                    return  # the run stopped while it wrote this line
                 raise TrainingError(
                     f"{self._path}, line {i + 1}, is damaged ({error!r}). Start afresh with --force."
                 ) from error

@@ -1,7 +1,7 @@
-"""The result of a run: a head file in the `mtp.*` layout that `LLM` and `serve` pick up beside a model.
+"""The result of a run: a head file in the `mtp.*` layout that `LLM` and `serve` find beside a model.
 
-Owns what is in it: 16-bit weights, the draft vocabulary, and metadata that says which model it belongs to and
-how well it does. Must not know how it was trained.
+The file holds 16-bit weights, the draft vocabulary, and metadata: the model of the head and the measured
+acceptance. Must not know how the head was trained.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from outrider.train.checkpoint import Tree
 from outrider.train.exchanges import Exchange
 from outrider.train.files import write_tensors
 
-MOST_DRAFT_IDS = 16_384
-LARGEST_FLOAT16 = 65_504.0
+MAX_DRAFT_IDS = 16_384  # as in recipes/default_head, whose README compares sizes
+MAX_FLOAT16 = 65_504.0
 
 
 def stored_weights(weights: Tree) -> Tree:
-    """As they are written: float16, which has the digits that matter, or float32 where that overflows."""
-    fits = all((mx.abs(array).max() < LARGEST_FLOAT16).item() for array in _flat(weights).values())
+    """The weights in the dtype of the file: float16, or float32 if a weight is too large for float16."""
+    fits = all((mx.abs(array).max() < MAX_FLOAT16).item() for array in _flat(weights).values())
     dtype = mx.float16 if fits else mx.float32
     return tree_map(lambda array: array.astype(dtype), weights)
 
 
 def served_head(weights: Tree, trunk: Trunk) -> MTPHead:
-    """The head as it will be after it was loaded."""
+    """The head in the form that a server loads from the file."""
     head = new_head(trunk)
     head.update(tree_map(lambda array: array.astype(trunk.dtype), weights))
     mx.eval(head.parameters())
@@ -43,15 +43,15 @@ def served_head(weights: Tree, trunk: Trunk) -> MTPHead:
 
 
 def draft_vocabulary(exchanges: Iterable[Exchange], head: MTPHead, trunk: Trunk) -> mx.array | None:
-    """The ids most used in the answers, most frequent first; None where a trunk cannot draft from a part."""
+    """The ids of the answers, most frequent first. None: the trunk's projection cannot be reduced."""
     counts = Counter(token_id for one in exchanges for token_id in one.answer_ids)
-    most = min(MOST_DRAFT_IDS, trunk.vocab_size // 2)
+    most = min(MAX_DRAFT_IDS, trunk.vocab_size // 2)
     ranked = sorted(counts, key=lambda token_id: (-counts[token_id], token_id))
     draft_ids = mx.array(ranked[:most], mx.int32)
     try:
         MTPDrafter(LoadedHead((head,), "", draft_ids), trunk)
     except (AttributeError, TypeError, ValueError):
-        return None  # a family whose projection is not where a reduced one is read from
+        return None  # the drafter cannot take rows out of this family's projection
     return draft_ids
 
 
@@ -63,7 +63,7 @@ def write_head(path: Path, weights: Tree, draft_ids: mx.array | None, metadata: 
 
 
 def trunk_fingerprint(name: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Which model a head belongs to, in words and by its config."""
+    """The model of a head, by name and by the hash of its config."""
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
     return {"trunk": name, "trunk_config_sha256": hashlib.sha256(canonical.encode()).hexdigest()}
 

@@ -1,29 +1,29 @@
-"""Endless loops: small models fall into them, and a head that trains on them learns little else.
+"""Endless loops at the end of an answer. Small models produce loops, and a head must not learn them.
 
 Pure functions of token ids.
 """
 
 from collections.abc import Sequence
 
-LONGEST_PERIOD = 64
-LEAST_REPEATED = 24  # tokens: shorter repetitions are ordinary text
-NUM_KEPT = 2  # periods of a loop that stay
+MAX_PERIOD = 64  # tokens; chosen by hand
+MIN_REPEATED = 24  # tokens; shorter repetitions occur in ordinary text; chosen by hand
+PERIODS_LEFT = 2  # periods of a loop that are not cut
 
 
 def cut_loop(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """The tokens without the rest of a loop in which they end; the same tokens if they end in none.
+    """The tokens without the loop at their end, except its first two periods.
 
-    x x x x [a b c] [a b c] a b c a b c a b        a tail of period 3
-             kept    kept   cut
+    x x x x [a b c] [a b c] a b c a b c a b        a loop of period 3
+             stays   stays  cut
     """
-    return tuple(token_ids[: _kept_length(token_ids)])
+    return tuple(token_ids[: _length_without_loop(token_ids)])
 
 
-def _kept_length(token_ids: Sequence[int]) -> int:
-    for period in range(1, min(LONGEST_PERIOD, len(token_ids) // 3) + 1):
-        repeated = _num_repeated(token_ids, period)  # tokens that equal the one a period before
-        if repeated >= max(NUM_KEPT * period, LEAST_REPEATED):
-            return len(token_ids) - repeated + (NUM_KEPT - 1) * period
+def _length_without_loop(token_ids: Sequence[int]) -> int:
+    for period in range(1, min(MAX_PERIOD, len(token_ids) // 3) + 1):
+        repeated = _num_repeated(token_ids, period)  # tokens that equal the token one period before
+        if repeated >= max(PERIODS_LEFT * period, MIN_REPEATED):
+            return len(token_ids) - repeated + (PERIODS_LEFT - 1) * period
     return len(token_ids)
 
 

@@ -1,12 +1,12 @@
-"""The loss: how far the head's guesses are from the trunk's own distribution, at every depth.
+"""The loss: the distance between the head's guesses and the trunk's distribution, at every depth.
 
-    target       m = (1 - hard) * the trunk's distribution + hard * its favourite
-    per guess    cross-entropy with m, less what the trunk's own entropy adds
+    target       m = (1 - HARD_SHARE) * the trunk's distribution + HARD_SHARE * its most likely token
+    per guess    cross-entropy with m, minus (1 - HARD_SHARE) * the entropy of the trunk's distribution
     per depth    weight 1, 0.8, 0.64, ...
 
-A guess and its target are as wide as the vocabulary, so they are made and dropped a few rows at a time; what
-is kept is the gradient of each guess before the projection. That gradient is written out (softmax less
-target) rather than traced: fewer passes over the vocabulary. Must not know how guesses are made.
+Logits and targets are as wide as the vocabulary, so only a few rows of them exist at a time. The result for
+each guess is its gradient before the projection. The gradient at the logits is written out (softmax minus
+target) instead of traced, which needs fewer passes over the vocabulary. Must not know how guesses are made.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import mlx.core as mx
 from outrider.models.trunk import Trunk
 from outrider.train.batches import Batch
 
-HARD_SHARE = 0.15
-DEPTH_DECAY = 0.8
-LOGITS_AT_ONCE = 1 << 25  # numbers: 128 MiB in float32
+HARD_SHARE = 0.15  # weight of the most likely token in the target; as in recipes/default_head
+DEPTH_DECAY = 0.8  # weight of a depth's loss relative to the depth before; as in recipes/default_head
+MAX_LOGITS = 1 << 25  # logits in memory at once: 128 MiB in float32; chosen by hand
 
 
 @dataclass(frozen=True)
 class BatchLoss:
-    total: float  # what is minimised
-    divergence: tuple[float, ...]  # KL by depth, in nats a target
+    total: float  # the minimised value
+    divergence: tuple[float, ...]  # KL divergence by depth, in nats per target
 
     def times(self, share: float) -> BatchLoss:
         return BatchLoss(share * self.total, tuple(share * one for one in self.divergence))
@@ -38,18 +38,21 @@ class BatchLoss:
 
 
 @dataclass(frozen=True)
-class _Target:
-    """What some rows' guesses are compared with."""
+class _SoftTarget:
+    """The target distributions of n guesses."""
 
     mixed: mx.array  # [n, vocab]
-    favourite: mx.array  # [n, 1]
+    best_ids: mx.array  # [n, 1] most likely token
     entropy: mx.array  # [n] of the trunk's distribution
 
 
 def loss_and_gradients(
     trunk: Trunk, guesses: list[mx.array], states: mx.array, batch: Batch
 ) -> tuple[BatchLoss, list[mx.array]]:
-    """The loss, and its gradient at the guesses.  guesses: one [targets, H] a depth; states [targets, H]"""
+    """The loss, and its gradient at the guesses.
+
+    guesses: [targets, H] for each depth; states: [targets, H].
+    """
     depths = len(guesses)
     has_chain = (batch.num_chains[:, None] >= mx.arange(1, depths + 1)).astype(mx.float32)
     weights = has_chain * mx.array([DEPTH_DECAY**depth for depth in range(depths)]) / batch.num_targets
@@ -74,22 +77,22 @@ def loss_and_gradients(
 
 
 def _parts(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    size = max(1, LOGITS_AT_ONCE // vocab_size)
+    size = max(1, MAX_LOGITS // vocab_size)
     return (slice(start, start + size) for start in range(0, num_rows, size))
 
 
-def _target(trunk: Trunk, states: mx.array) -> _Target:
+def _target(trunk: Trunk, states: mx.array) -> _SoftTarget:
     logits = trunk.logits(states[None])[0]
     p = mx.softmax(logits, axis=-1)
     entropy = _normaliser(logits, p) - (p * logits).sum(axis=-1)
-    favourite = mx.argmax(logits, axis=-1, keepdims=True)
+    best_ids = mx.argmax(logits, axis=-1, keepdims=True)
     mixed = (1 - HARD_SHARE) * p
-    share = mx.take_along_axis(mixed, favourite, axis=-1) + HARD_SHARE
-    return _Target(mx.put_along_axis(mixed, favourite, share, axis=-1), favourite, entropy)
+    share = mx.take_along_axis(mixed, best_ids, axis=-1) + HARD_SHARE
+    return _SoftTarget(mx.put_along_axis(mixed, best_ids, share, axis=-1), best_ids, entropy)
 
 
 def _compare(
-    trunk: Trunk, guess: mx.array, target: _Target, weights: mx.array
+    trunk: Trunk, guess: mx.array, target: _SoftTarget, weights: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Loss [n], KL [n], and the gradient of the weighted loss [n, H]."""
 
@@ -100,13 +103,13 @@ def _compare(
     q = mx.softmax(logits, axis=-1)
     normaliser = _normaliser(logits, q)
     mixed = (target.mixed * logits).sum(axis=-1)
-    hard = mx.take_along_axis(logits, target.favourite, axis=-1)[:, 0]
-    soft = (mixed - HARD_SHARE * hard) / (1 - HARD_SHARE)  # the trunk's mean of the guess's logits
+    hard = mx.take_along_axis(logits, target.best_ids, axis=-1)[:, 0]
+    soft = (mixed - HARD_SHARE * hard) / (1 - HARD_SHARE)  # mean of the logits under the trunk's distribution
     loss = normaliser - mixed - (1 - HARD_SHARE) * target.entropy
     _, (gradient,) = mx.vjp(project, [guess], [weights[:, None] * (q - target.mixed)])
     return loss, normaliser - soft - target.entropy, gradient
 
 
 def _normaliser(logits: mx.array, probabilities: mx.array) -> mx.array:
-    """log(sum(exp(logits))), from a softmax that is there already.  [n, vocab] -> [n]"""
+    """log(sum(exp(logits))), computed from the softmax of the logits.  [n, vocab] -> [n]"""
     return logits.max(axis=-1) - mx.log(probabilities.max(axis=-1))

@@ -1,7 +1,7 @@
-"""How synthesised conversations begin: first words that the model itself goes on from. Data, and one draw.
+"""The first words of synthesised conversations, as data, and functions that sample them.
 
-A user turn is an opening that the model continues; what it asks is then its own. Plain text begins like a
-page of a book, an article or a file.
+The model continues an opening to a whole user turn, so most of the question is the model's own. Plain text
+begins like a page of a book, an article or a file.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ FOLLOW_UPS = (
 )
 
 
-def draw_user(rng: random.Random) -> str:
-    """The first words of a user turn; sometimes a whole request, sometimes none at all."""
+def sample_user_opening(rng: random.Random) -> str:
+    """The first words of a user turn: 15 % empty, 45 % a few words, 40 % a whole request."""
     kind = rng.random()
     if kind < 0.15:
         return ""
@@ -100,12 +100,12 @@ def draw_user(rng: random.Random) -> str:
     return rng.choice(REQUESTS).format(rng.choice(TOPICS))
 
 
-def draw_text(rng: random.Random) -> str:
-    """The first words of a plain text."""
+def sample_text_opening(rng: random.Random) -> str:
+    """The first words of a plain text, for models without a chat template."""
     if rng.random() < 0.6:
         return rng.choice(TEXT_OPENINGS)
     return f"{rng.choice(TEXT_OPENINGS).strip()} {rng.choice(TOPICS)}"
 
 
-def draw_system(rng: random.Random) -> str | None:
+def sample_system_message(rng: random.Random) -> str | None:
     return rng.choice(SYSTEM_MESSAGES) if rng.random() < 0.25 else None

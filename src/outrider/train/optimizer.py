@@ -1,6 +1,6 @@
-"""The optimiser: Muon for the matrices, AdamW for norms and biases, and the learning rate over time.
+"""The optimiser: Muon for matrices, AdamW for norms and biases, and the learning rate over time.
 
-Must not know what is trained.
+Must not know the model.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optimizers
 
-MUON_RMS = 0.2  # of a matrix's update, a learning rate of 1 given
+# Chosen by hand, unless the comment says otherwise. recipes/default_head/README.md compares rates and decays.
+MUON_RMS = 0.2  # root mean square of a matrix's update at a learning rate of 1, as in Moonshot AI's Muon
 MUON_DECAY = 0.1
-VECTOR_RATE = 0.2  # of the matrices' learning rate
-LEAST_FACTOR = 0.02  # of the learning rate, at the end
+VECTOR_RATE = 0.2  # learning rate of norms and biases, as a share of the matrices' rate
+MIN_RATE_FACTOR = 0.02  # learning rate at the end of the run, as a share of the highest rate
 WARM_UP_STEPS = 60
-WARM_UP_SHARE = 0.1  # of a short run
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+WARM_UP_SHARE = 0.1  # a short run warms up for this share of its steps instead
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of Keller Jordan's Muon
 
 
 class Muon(optimizers.Muon):
-    """mlx's Muon with updates of the same size for every shape, experts one by one, and decoupled decay."""
+    """mlx's Muon with updates of one size for every shape, one matrix per expert, and decoupled decay."""
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict) -> mx.array:
         momentum = self.momentum * state["v"] + (1 - self.momentum) * gradient
@@ -33,7 +34,7 @@ class Muon(optimizers.Muon):
 
 
 def orthogonal(matrix: mx.array, num_steps: int) -> mx.array:
-    """About the nearest orthogonal matrix, by Newton-Schulz; of each matrix where there are several."""
+    """Approximately the nearest orthogonal matrix, by Newton-Schulz. Leading axes are a batch of matrices."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.swapaxes(-1, -2) if is_tall else matrix
@@ -57,10 +58,10 @@ def set_rate(optimizer: optimizers.MultiOptimizer, rate: float) -> None:
 
 
 def rate_factor(step: int, share_done: float, num_steps: int | None) -> float:
-    """Warm-up, then a cosine; `share_done` of the run lies behind."""
+    """Linear warm-up, then a cosine. `share_done`: how much of the run is done, 0..1."""
     warm_up = WARM_UP_STEPS if num_steps is None else min(WARM_UP_STEPS, 1 + int(WARM_UP_SHARE * num_steps))
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share_done)))
-    return min(1.0, (step + 1) / warm_up) * (LEAST_FACTOR + (1 - LEAST_FACTOR) * cosine)
+    return min(1.0, (step + 1) / warm_up) * (MIN_RATE_FACTOR + (1 - MIN_RATE_FACTOR) * cosine)
 
 
 def _is_matrix(_: str, parameter: Any) -> bool:

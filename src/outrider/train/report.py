@@ -1,4 +1,4 @@
-"""What a run achieved, for people and for the head file's metadata."""
+"""The results of a run: for the terminal, and for the metadata of the head file."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from outrider.train.evaluate import Acceptance
 
 @dataclass(frozen=True)
 class Figures:
-    """Measured on held-out exchanges: greedy answers, endless loops cut."""
+    """Measured on held-out exchanges: greedy answers without endless loops."""
 
     steps: int
-    num_targets: int  # seen in training, repetitions counted
+    num_targets: int  # trained on; a target of a second epoch counts again
     trained_s: float
     num_held_out: int
     at_start: Acceptance
     whole_vocabulary: Acceptance
-    draft_vocabulary: Acceptance  # what the engine drafts from
+    draft_vocabulary: Acceptance  # the engine drafts from this vocabulary
     num_draft_ids: int | None  # None: all
 
     def metadata(self) -> dict[str, str]:
-        """For safetensors, whose metadata are strings."""
+        """As strings: safetensors stores no other metadata."""
         figures = {
             "training_steps": self.steps,
             "training_targets": self.num_targets,
             "held_out_exchanges": self.num_held_out,
             "held_out_steps": self.draft_vocabulary.steps,
             "tokens_per_step": round(self.draft_vocabulary.tokens_per_step, 3),
-            "drafts_that_stand": _rounded(self.draft_vocabulary),
-            "drafts_that_stand_whole_vocabulary": _rounded(self.whole_vocabulary),
+            "acceptance_rates": _rounded(self.draft_vocabulary),
+            "acceptance_rates_whole_vocabulary": _rounded(self.whole_vocabulary),
         }
         return {"figures": json.dumps(figures)}
 
@@ -47,8 +47,8 @@ def render(figures: Figures, path: Path) -> str:
     trained = timedelta(seconds=round(figures.trained_s))
     lines = [
         f"Trained: {figures.steps:,} steps, {figures.num_targets:,} targets, {trained}.",
-        f"Drafts that stand on {figures.num_held_out} held-out answers (greedy, loops cut), by position,",
-        f"each given the one before, drafted from {vocabulary}:",
+        f"Accepted drafts on {figures.num_held_out} held-out answers (greedy, loops cut), by position,",
+        f"each given that the drafts before were accepted, drafted from {vocabulary}:",
         *(
             f"  {name:<{width}}  {_shares(one)}, {one.tokens_per_step:.2f} tokens a step"
             for name, one in rows
@@ -59,8 +59,8 @@ def render(figures: Figures, path: Path) -> str:
 
 
 def _shares(acceptance: Acceptance) -> str:
-    return " ".join(f"{share:4.0%}" for share in acceptance.given_the_one_before)
+    return " ".join(f"{share:4.0%}" for share in acceptance.acceptance_rates)
 
 
 def _rounded(acceptance: Acceptance) -> list[float]:
-    return [round(share, 4) for share in acceptance.given_the_one_before]
+    return [round(share, 4) for share in acceptance.acceptance_rates]

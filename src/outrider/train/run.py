@@ -1,8 +1,6 @@
-"""A whole training run: from a model to a head file, in stages that can each be taken up again.
+"""A whole training run, from a model to a head file. An interrupted run can be resumed in every stage.
 
-    check -> synthesise -> train -> measure, write
-
-The one module here that knows all the others.
+check -> synthesise -> train -> measure and write
 """
 
 from __future__ import annotations
@@ -37,23 +35,24 @@ from outrider.train.head_file import (
 )
 from outrider.train.prompts import read_prompts
 from outrider.train.report import Figures
-from outrider.train.settings import LEAST_CONVERSATIONS, Settings
+from outrider.train.run_folder import RunFolder, RunRecord, check_same
+from outrider.train.settings import MIN_CONVERSATIONS, TrainingSettings
 from outrider.train.start import starting_head
 from outrider.train.trainer import OnStep, Trainer
-from outrider.train.workplace import RunRecord, Workplace, check_same
 
-LEAST_TARGETS = 512
-LEAST_HELD_OUT = 2
-START_TARGETS = 512  # enough to choose a start by
-ROWS_ON_CPU, ROWS_ON_GPU = 16, 64
+# Chosen by hand.
+MIN_TARGETS = 512  # fewer targets than one small batch teach a head nothing
+MIN_HELD_OUT = 2
+START_TARGETS = 512  # targets for choosing the scale of the starting head
+ROWS_ON_CPU, ROWS_ON_GPU = 16, 64  # conversations that are synthesised at once
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the user asked for; options that were not named are not in `asked`."""
+    """The user's options. `asked` holds only options that the user gave."""
 
     model: str | Path
-    asked: Mapping[str, Any] = field(default_factory=dict)  # by the names of Settings
+    asked: Mapping[str, Any] = field(default_factory=dict)  # field of TrainingSettings -> value
     out: Path | None = None
     prompts: Path | None = None
     resume: bool = False
@@ -69,29 +68,29 @@ class Data:
 def train_head(
     job: Job, listener: Listener = ignore, on_step: OnStep = lambda step, loss: None
 ) -> tuple[Path, Figures]:
-    """Train and write a head. Raises TrainingError or ModelUnavailable with the reason, or Interrupted."""
+    """Train a head and write its file. Raises TrainingError, ModelUnavailable or Interrupted."""
     prompts = read_prompts(job.prompts) if job.prompts else []
     folder = loader.find_folder(job.model)
-    workplace = Workplace(_out(job, folder))
-    _check_place(job, workplace, folder)
+    run_folder = RunFolder(_out(job, folder))
+    _check_place(job, run_folder, folder)
     trunk = _check_model(folder)
-    with workplace.locked():
-        record = _record(job, workplace, trunk, prompts)
+    with run_folder.locked():
+        record = _record(job, run_folder, trunk, prompts)
         try:
-            figures = _stages(folder, record, workplace, listener, on_step)
+            figures = _stages(folder, record, run_folder, listener, on_step)
         except KeyboardInterrupt:
             raise Interrupted("between two stages") from None
-        workplace.remove()
-    return workplace.out, figures
+        run_folder.remove()
+    return run_folder.out, figures
 
 
 def _stages(
-    folder: Path, record: RunRecord, workplace: Workplace, listener: Listener, on_step: OnStep
+    folder: Path, record: RunRecord, run_folder: RunFolder, listener: Listener, on_step: OnStep
 ) -> Figures:
-    data = _synthesise(folder, record, workplace, listener)
+    data = _synthesise(folder, record, run_folder, listener)
     trunk = loader.load(folder).trunk
-    state = _train(trunk, data, record.settings, workplace.folder, listener, on_step)
-    return _finish(trunk, data, record, state, workplace.out)
+    state = _train(trunk, data, record.settings, run_folder.folder, listener, on_step)
+    return _finish(trunk, data, record, state, run_folder.out)
 
 
 # -- check -----------------------------------------------------------------------------------------------
@@ -105,56 +104,56 @@ def _out(job: Job, folder: Path) -> Path:
     return job.out.expanduser()
 
 
-def _check_place(job: Job, workplace: Workplace, folder: Path) -> None:
-    """Refuse before any work is done."""
+def _check_place(job: Job, run_folder: RunFolder, folder: Path) -> None:
+    """Check the output file and the run folder before any work is done."""
     if job.resume:
-        if not workplace.is_begun:
-            raise TrainingError(f"There is nothing to resume: {workplace.folder} holds no unfinished run.")
+        if not run_folder.is_begun:
+            raise TrainingError(f"There is nothing to resume: {run_folder.folder} holds no unfinished run.")
         return
-    present = workplace.out if workplace.out.exists() else None
+    present = run_folder.out if run_folder.out.exists() else None
     if job.out is None:
         present = heads.find_head(folder)
         if not os.access(folder, os.W_OK):
             raise TrainingError(f"{folder} cannot be written to: name a file for the head with --out.")
     if present is not None and not job.force:
         raise TrainingError(f"{present} exists already: replace it with --force, or name another with --out.")
-    if workplace.is_begun and not job.force:
+    if run_folder.is_begun and not job.force:
         raise TrainingError(
-            f"An unfinished run lies in {workplace.folder}: go on with --resume, or start over with --force."
+            f"{run_folder.folder} holds an unfinished run: go on with --resume, or start afresh with --force."
         )
 
 
 def _check_model(folder: Path) -> dict[str, str]:
-    """The model's fingerprint; refuses a model that is not served or whose layer cannot be a head's."""
+    """The model's fingerprint. Raises if the model is not supported or its layer cannot be a head's layer."""
     loaded = loader.load(folder)
     heads.head_kv_spec(heads.new_head(loaded.trunk), loaded.trunk)
     return trunk_fingerprint(folder.resolve().name, loaded.config)
 
 
-def _record(job: Job, workplace: Workplace, trunk: dict[str, str], prompts: list) -> RunRecord:
+def _record(job: Job, run_folder: RunFolder, trunk: dict[str, str], prompts: list) -> RunRecord:
     if job.resume:
-        record = workplace.record()
+        record = run_folder.record()
         check_same(record, trunk, job.asked, prompts)
         return record
     asked = dict(job.asked)
     if prompts:
-        asked.setdefault("conversations", max(LEAST_CONVERSATIONS, len(prompts)))
-    record = RunRecord(trunk, Settings(**asked), prompts)
-    workplace.begin(record)
+        asked.setdefault("conversations", max(MIN_CONVERSATIONS, len(prompts)))
+    record = RunRecord(trunk, TrainingSettings(**asked), prompts)
+    run_folder.begin(record)
     return record
 
 
 # -- synthesise ------------------------------------------------------------------------------------------
 
 
-def _synthesise(folder: Path, record: RunRecord, workplace: Workplace, listener: Listener) -> Data:
-    file = ExchangeFile(workplace.conversations)
+def _synthesise(folder: Path, record: RunRecord, run_folder: RunFolder, listener: Listener) -> Data:
+    file = ExchangeFile(run_folder.conversations)
     if len(file.read()) < record.settings.conversations:
         try:
             _run_engine(folder, record, file, listener)
         except KeyboardInterrupt:
             raise Interrupted(f"with {len(file.read()):,} conversations") from None
-        gc.collect()  # the engine's copy of the weights goes before the trainer's comes
+        gc.collect()  # free the engine's weights before the trainer loads its own
         mx.clear_cache()
     conversations = file.read()
     exchanges = [one for number in sorted(conversations) for one in conversations[number]]
@@ -175,10 +174,10 @@ def _run_engine(folder: Path, record: RunRecord, file: ExchangeFile, listener: L
 
 def _check_enough(data: Data) -> None:
     num_targets = sum(one.num_targets for one in data.exchanges)
-    if num_targets < LEAST_TARGETS or len(data.held_out) < LEAST_HELD_OUT:
+    if num_targets < MIN_TARGETS or len(data.held_out) < MIN_HELD_OUT:
         raise TrainingError(
-            f"Too little data: {num_targets} targets and {len(data.held_out)} held-out answers, where "
-            f"{LEAST_TARGETS} and {LEAST_HELD_OUT} are the least. Start afresh with more --conversations."
+            f"Too little data: {num_targets} targets and {len(data.held_out)} held-out answers, at least "
+            f"{MIN_TARGETS} and {MIN_HELD_OUT} are needed. Start afresh with more --conversations."
         )
 
 
@@ -186,7 +185,7 @@ def _check_enough(data: Data) -> None:
 
 
 def _train(
-    trunk: Trunk, data: Data, settings: Settings, folder: Path, listener: Listener, on_step: OnStep
+    trunk: Trunk, data: Data, settings: TrainingSettings, folder: Path, listener: Listener, on_step: OnStep
 ) -> TrainState:
     state = checkpoint.load(folder)
     if state is None:

@@ -1,4 +1,4 @@
-"""What a training run is asked to do. Frozen and validated; a resumed run has the same ones. No MLX."""
+"""The settings of a training run: validated, frozen, and the same after a resume. No MLX."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from outrider.request import MAX_DEPTH
 from outrider.train.errors import TrainingError
 
-DEFAULT_STEPS = 2000
-LEAST_CONVERSATIONS = 20
+DEFAULT_STEPS = 2000  # chosen by hand
+MIN_CONVERSATIONS = 20  # two of them are held out: see HELD_OUT_EVERY in conversations.py
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     conversations: int = 4000
-    steps: int | None = None  # both may be given: whichever ends first
-    seconds: float | None = None  # of training, not of synthesis
-    batch_tokens: int = 4096  # targets a step
+    steps: int | None = None  # with `seconds` too: the run ends at the limit that comes first
+    seconds: float | None = None  # of training, without the synthesis
+    batch_tokens: int = 4096  # targets in a step
     depths: int = 3
-    learning_rate: float = 0.015
-    max_tokens: int = 256  # of an answer
+    learning_rate: float = 0.015  # of the matrices; the rate of recipes/default_head
+    max_tokens: int = 256  # in an answer
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _at_least("--conversations", self.conversations, LEAST_CONVERSATIONS)
+        _at_least("--conversations", self.conversations, MIN_CONVERSATIONS)
         _at_least("--batch-tokens", self.batch_tokens, 16)
         _at_least("--max-tokens", self.max_tokens, 4)
         if self.steps is not None:
@@ -38,7 +38,7 @@ class Settings:
 
     @property
     def num_steps(self) -> int | None:
-        """None: time alone ends the run."""
+        """None: only `seconds` ends the run."""
         return DEFAULT_STEPS if self.steps is None and self.seconds is None else self.steps
 
 

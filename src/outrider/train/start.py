@@ -1,11 +1,12 @@
-"""The head before its first step: near a copy of what the trunk already does.
+"""The head before its first step. It starts close to the trunk's last layer.
 
-    layer   the trunk's last one
+    layer   the trunk's last layer
     fc      [I/2 | I/2]: the mean of the two normed inputs
-    norms   the hidden state's undoes the trunk's final norm, so that the layer gets what it is used to;
-            the output norm is the trunk's
+    norms   the norm of the hidden state undoes the trunk's final norm, so the layer gets familiar inputs;
+            the output norm is the trunk's final norm
 
-How large the layer's input should be differs from model to model, and is found by trying.
+The best scale of the layer's input differs between models. The start tries SCALES and takes the scale with
+the smallest loss.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from outrider.train.batches import Batch
 from outrider.train.chain import chain_outputs
 from outrider.train.loss import loss_and_gradients
 
-SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
-LEAST_GAIN = 0.1  # of the median: no channel is blown up further
+SCALES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)  # factors on the layer's input; chosen by hand
+MIN_GAIN = 0.1  # share of the median gain; bounds the division for channels with a tiny gain; chosen by hand
 FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "ln_f")
 
 
 def starting_head(trunk: Trunk, batch: Batch, seed: int) -> MTPHead:
-    """A float32 head for this trunk; HeadError where the trunk's layer cannot be one."""
-    mx.random.seed(seed)  # for what has no model in the trunk
+    """A float32 head for this trunk. HeadError: the trunk's layer cannot be a head's layer."""
+    mx.random.seed(seed)  # for parameters that the trunk's layer does not have
     head = new_head(trunk)
     head_kv_spec(head, trunk)
     head.update(tree_map(lambda array: array.astype(mx.float32), head.parameters()))
-    _copy_layer(_likest(trunk.model.layers, head.layers[0]), head.layers[0])
+    _copy_layer(_most_similar(trunk.model.layers, head.layers[0]), head.layers[0])
     half = 0.5 * mx.eye(trunk.hidden_size)
     head.fc.weight = mx.concatenate([half, half], axis=1)
     gain = final_gain(trunk)
@@ -47,18 +48,18 @@ def starting_head(trunk: Trunk, batch: Batch, seed: int) -> MTPHead:
 
 
 def final_gain(trunk: Trunk) -> mx.array:
-    """What the trunk's final norm multiplies each channel by; ones where that is not known.  [H]"""
+    """The factor of the trunk's final norm for each channel; ones if the norm is not found.  [H]"""
     ones = mx.ones(trunk.hidden_size)
     norm = next((found for name in FINAL_NORMS if (found := getattr(trunk.inner, name, None))), None)
     if norm is None:
         return ones
-    gain = norm(ones.astype(trunk.dtype)).astype(mx.float32)  # RMS norms leave ones as they are
+    gain = norm(ones.astype(trunk.dtype)).astype(mx.float32)  # an RMS norm of ones is its gain
     is_gain = gain.shape == ones.shape and bool(mx.median(mx.abs(gain)) > 0)
     return gain if is_gain else ones
 
 
-def _likest(layers: Sequence[nn.Module], target: nn.Module) -> nn.Module:
-    """The last of the layers that have most parameters in common with the target, by name."""
+def _most_similar(layers: Sequence[nn.Module], target: nn.Module) -> nn.Module:
+    """The layer that shares the most parameter names with the target; of several, the last."""
     wanted = _names(target)
     return max(reversed(layers), key=lambda layer: len(wanted & _names(layer)))
 
@@ -69,7 +70,7 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def _copy_layer(source: nn.Module, target: nn.Module) -> None:
-    """Take over every parameter of the same name and shape, dequantised."""
+    """Copy every parameter of the same name and shape, dequantised."""
     from mlx_lm.utils import dequantize_model
 
     plain = dequantize_model(copy.deepcopy(source))
@@ -84,7 +85,7 @@ def _copy_layer(source: nn.Module, target: nn.Module) -> None:
 
 
 def _scaled(head: MTPHead, gain: mx.array, scale: float) -> MTPHead:
-    size = mx.maximum(mx.abs(gain), LEAST_GAIN * mx.median(mx.abs(gain)))
+    size = mx.maximum(mx.abs(gain), MIN_GAIN * mx.median(mx.abs(gain)))
     head.pre_fc_norm_embedding.weight = mx.full(gain.shape, scale)
     head.pre_fc_norm_hidden.weight = 2 * scale * mx.where(gain < 0, -1.0, 1.0) / size
     return head

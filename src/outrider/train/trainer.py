@@ -1,8 +1,8 @@
 """The trainer: steps, milestones and checkpoints of one run.
 
-The trunk is frozen, and its hidden states are computed batch by batch: nothing of them is kept. The run is a
-sequence of TrainStates, each a function of the one before, so that it can stop after any of them and go on
-later as if it had not. Must not know where exchanges come from.
+The trunk is frozen. Its hidden states are computed anew for each batch and are not stored. A run is a
+sequence of TrainStates; each is a function of the state before. A run can therefore stop after any state and
+go on later with the same result. Must not know where exchanges come from.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from outrider.train.evaluate import Acceptance, evaluate
 from outrider.train.exchanges import Exchange
 from outrider.train.loss import BatchLoss, loss_and_gradients
 from outrider.train.optimizer import new_optimizer, rate_factor, set_rate
-from outrider.train.settings import Settings
+from outrider.train.settings import TrainingSettings
 
-NUM_MILESTONES = 10
-MILESTONE_EXCHANGES = 32
-CHECKPOINT_EVERY_S = 60.0
+NUM_MILESTONES = 10  # measurements of the head during a run; chosen by hand
+MILESTONE_EXCHANGES = 32  # held-out exchanges that a measurement uses; chosen by hand
+CHECKPOINT_EVERY_S = 60.0  # a killed run loses at most this much; chosen by hand
 STAGE = "Training"
 
 OnStep = Callable[[int, BatchLoss], None]
@@ -46,7 +46,7 @@ class Trainer:
         trunk: Trunk,
         exchanges: Sequence[Exchange],
         held_out: Sequence[Exchange],
-        settings: Settings,
+        settings: TrainingSettings,
         folder: Path,
         listener: Listener = ignore,
         on_step: OnStep = lambda step, loss: None,
@@ -62,7 +62,7 @@ class Trainer:
         self._optimizer = new_optimizer()
 
     def run(self, state: TrainState) -> TrainState:
-        """The state at the end. Stopped by hand, it raises Interrupted and leaves a checkpoint."""
+        """Train to the end. When the user stops the run, save a checkpoint and raise Interrupted."""
         self._head.update(state.head)
         if state.optimizer:
             self._optimizer.state = _copied(state.optimizer)
@@ -109,7 +109,7 @@ class Trainer:
         return after
 
     def _gradients(self, batches: Sequence[Batch]) -> tuple[BatchLoss, Tree]:
-        """Of one step's batches together, each target counting alike."""
+        """Loss and gradients over all batches of a step. Each target has the same weight."""
         num_targets = sum(batch.num_targets for batch in batches)
         losses, total = [], None
         for batch in batches:
@@ -122,7 +122,7 @@ class Trainer:
         return reduce(BatchLoss.plus, losses), total
 
     def _part_gradients(self, batch: Batch) -> tuple[BatchLoss, Tree]:
-        """The loss is taken at the guesses; then its gradient there is carried through the head."""
+        """Compute the loss at the guesses, then carry its gradient from the guesses through the head."""
         trunk, depths = self._trunk, self._settings.depths
         hidden = trunk.inner(batch.token_ids)
         states = batch.at_targets(hidden)
@@ -139,7 +139,7 @@ class Trainer:
         _, gradients = nn.value_and_grad(self._head, pulled)(self._head)
         return loss, gradients
 
-    # -- how far, and how well ---------------------------------------------------------------------------
+    # -- progress and milestones -------------------------------------------------------------------------
 
     def _share_done(self, state: TrainState) -> float:
         steps, seconds = self._settings.num_steps, self._settings.seconds
@@ -160,8 +160,8 @@ class Trainer:
 
     def _report(self, state: TrainState, note: str, is_news: bool) -> None:
         if state.milestones:
-            shares = state.milestones[-1].held_out.given_the_one_before
-            note += f", drafts that stand {' '.join(f'{share:.0%}' for share in shares)}"
+            shares = state.milestones[-1].held_out.acceptance_rates
+            note += f", accepted drafts {' '.join(f'{share:.0%}' for share in shares)}"
         steps, seconds = self._settings.num_steps, self._settings.seconds
         if steps is None or (seconds and state.trained_s / seconds > state.step / steps):
             progress = Progress(STAGE, state.trained_s, seconds or 0.0, "s", note, is_news)
@@ -171,5 +171,5 @@ class Trainer:
 
 
 def _copied(tree: Tree) -> Tree:
-    """The same arrays in containers of their own: what is trained on leaves the copy as it is."""
+    """The same arrays in new containers: updates of the head or the optimiser do not change the copy."""
     return tree_map(lambda array: array, tree)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.files.atomic import atomic_file
-from outrider.files.safetensors import Header, lay_out
+from outrider.files.safetensors import SafetensorsHeader, lay_out
 from outrider.models.heads.errors import HeadError
 from outrider.models.heads.files import HEAD_FILES, HeadFiles, StoredTensor, find_head, read_config, search
 from outrider.models.heads.layouts import QWEN, HeadTensors, expected, recognise
@@ -95,7 +95,8 @@ def _format(head: HeadFiles) -> str:
 def _write(
     target: Path, stored: Mapping[str, StoredTensor], metadata: Mapping[str, str], progress: Listener
 ) -> None:
-    header = Header(lay_out((name, t.dtype, t.shape, t.num_bytes) for name, t in stored.items()), metadata)
+    tensors = lay_out((name, one.dtype, one.shape, one.num_bytes) for name, one in stored.items())
+    header = SafetensorsHeader(tensors, metadata)
     total = sum(tensor.num_bytes for tensor in stored.values())
     done = 0
     try:

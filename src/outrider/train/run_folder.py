@@ -1,13 +1,13 @@
-"""The folder of an unfinished run, beside the file that it will write: what was asked, what is done.
+"""The folder of an unfinished run, beside the head file that the run will write.
 
     weights.safetensors         the result; appears at the end
     weights.training/
-      run.json                  the model, the settings and the prompts, as they were at the start
-      conversations.jsonl       what has been synthesised
+      run.json                  the model, the settings and the prompts of the run
+      conversations.jsonl       the synthesised conversations so far
       checkpoint.safetensors    the last checkpoint
       lock                      held by the process that trains
 
-Must not know how any of it is made.
+Must not know how conversations and checkpoints are made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from outrider.train.errors import TrainingError
 from outrider.train.files import write_text
 from outrider.train.prompts import Message
-from outrider.train.settings import Settings
+from outrider.train.settings import TrainingSettings
 
 RECORD_NAME = "run.json"
 LOCK_NAME = "lock"
@@ -33,11 +33,11 @@ LOCK_NAME = "lock"
 @dataclass(frozen=True)
 class RunRecord:
     trunk: dict[str, str]  # the model's fingerprint
-    settings: Settings
-    prompts: list[list[Message]]  # empty: the model invents them
+    settings: TrainingSettings
+    prompts: list[list[Message]]  # empty: the model makes up its own
 
 
-class Workplace:
+class RunFolder:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.folder = out.with_suffix(".training")
@@ -66,7 +66,7 @@ class Workplace:
         return (self.folder / RECORD_NAME).exists()
 
     def begin(self, record: RunRecord) -> None:
-        """Drop what an older run left, and write down what this one is."""
+        """Remove the files of an older run and write the record of this one."""
         self.clear()
         write_text(self.folder / RECORD_NAME, json.dumps(asdict(record), indent=1) + "\n")
 
@@ -74,13 +74,13 @@ class Workplace:
         path = self.folder / RECORD_NAME
         try:
             record = json.loads(path.read_text())
-            settings = {one.name: record["settings"][one.name] for one in fields(Settings)}
-            return RunRecord(record["trunk"], Settings(**settings), record["prompts"])
+            settings = {one.name: record["settings"][one.name] for one in fields(TrainingSettings)}
+            return RunRecord(record["trunk"], TrainingSettings(**settings), record["prompts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(f"{path} is damaged ({error!r}). Start afresh with --force.") from error
 
     def clear(self) -> None:
-        """Remove everything but the lock, which is held."""
+        """Remove all files but the lock, which this process holds."""
         for path in self.folder.glob("*"):
             if path.name != LOCK_NAME:
                 path.unlink()
@@ -90,7 +90,7 @@ class Workplace:
 
 
 def check_same(record: RunRecord, trunk: Mapping[str, str], asked: Mapping[str, Any], prompts: Any) -> None:
-    """A resumed run goes on as it began: TrainingError names what was asked and is not so."""
+    """TrainingError: the user asked to resume with another model, other settings or other prompts."""
     if record.trunk["trunk_config_sha256"] != trunk["trunk_config_sha256"]:
         raise TrainingError(f"The run was begun for another model, {record.trunk['trunk']}.")
     for name, value in asked.items():
