@@ -45,8 +45,8 @@ chat: $(STAMP)
 	$(BIN)/outrider chat $(MODEL)
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks recipes
+	$(BIN)/ruff format --check src tests benchmarks recipes
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 

@@ -1,7 +1,8 @@
-"""Training data on the device: conversations with the trunk's hidden states, handed out in batches.
+"""Training data on the device: conversations with the trunk's hidden states, in batches.
 
-Owns which positions are trained and how conversations are put together. Must not know about losses. There
-are a few widths, and every batch of one width has the same shapes, so that a step can be a CUDA graph.
+This module decides which positions are trained and which conversations form a batch. Must not know about
+losses. There are a few widths. All batches of one width have the same shapes, so that a step can be a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 from trunk import Trunk
 
 WIDTHS = (*range(128, 769, 64), 1024, 1280, 1536, 1792, 2048)
-TOKENS_AT_ONCE = 131_072  # of one pass of the trunk
+MAX_TOKENS_PER_PASS = 131_072  # in one pass of the trunk; chosen by hand
 
 
 @dataclass(frozen=True)
 class Group:
-    """Which conversations make up a batch, decided on the host."""
+    """The conversations of a batch. The host decides them."""
 
     width: int
     rows: Tensor  # [rows] conversations
@@ -29,20 +30,20 @@ class Group:
 @dataclass(frozen=True)
 class Batch:
     token_ids: Tensor  # [rows, width], the last token repeated as padding
-    hidden: Tensor  # [rows, width, H] the trunk's, after its final norm
+    hidden: Tensor  # [rows, width, H] of the trunk, after its final norm
     targets: Tensor  # [N] places of drafted tokens in the flattened [rows * width]
-    is_valid: Tensor  # [N] float; 0 where there were fewer targets than N
+    is_valid: Tensor  # [N] float; 0 for padding when there are fewer than N targets
 
     def follows(self) -> Tensor:
-        """1 where the target before is the token before, 0 at the first target of an answer.  [N] float"""
-        return (self.targets - self.targets.roll(1) == 1).float()  # targets ascend: never so for the first
+        """1 if the previous target is the previous token, 0 at the first target of an answer.  [N] float"""
+        return (self.targets - self.targets.roll(1) == 1).float()  # 0 for the first, since targets ascend
 
     def teacher(self) -> Tensor:
-        """The hidden states from which the trunk itself picks the targets.  [N, H]"""
+        """The hidden states from which the trunk predicts the targets.  [N, H]"""
         return self.hidden.flatten(0, 1)[self.targets - 1]
 
     def drafts(self, outs: list[Tensor]) -> list[Tensor]:
-        """What each depth makes of the same targets: depth d starts d + 1 tokens before.  [N, H] each"""
+        """For each depth d, the outputs [N, H] that draft the targets: they start d + 1 tokens before."""
         return [
             out.flatten(0, 1).index_select(0, self.targets - depth - 1)
             for depth, out in enumerate(outs, start=1)
@@ -57,7 +58,7 @@ class TrainingData:
         self._starts = conversations.starts
         self._lengths = conversations.lengths
         self._hidden = hidden_states(conversations, trunk)
-        # A request's first token comes from its prefill: drafts begin with the token after it.
+        # The first token of an answer comes from the prefill. Drafts begin with the second token.
         drafted = conversations.is_target.clone()
         drafted[1:] &= conversations.is_target[:-1]
         self._targets = drafted.nonzero()[:, 0]
@@ -70,7 +71,7 @@ class TrainingData:
         return len(self._targets)
 
     def _by_width(self) -> dict[int, tuple[Tensor, int]]:
-        """For every width its conversations, and how many make a batch with about the wanted targets."""
+        """By width: the conversations, and how many of them make a batch with about the wanted targets."""
         lengths, targets = self._lengths.cpu(), self._num_targets.cpu()
         which = torch.bucketize(lengths, torch.tensor(WIDTHS))
         members = {}
@@ -82,7 +83,7 @@ class TrainingData:
         return members
 
     def epoch(self, seed: int) -> Iterator[Group]:
-        """Conversations in random order, each at most once: a remainder that fills no batch is left out."""
+        """Batches in random order. Conversations that do not fill a whole batch are left out."""
         generator = torch.Generator().manual_seed(seed)
         groups = []
         for width, (inside, rows) in self._members.items():
@@ -92,7 +93,7 @@ class TrainingData:
             yield groups[index]
 
     def batch(self, width: int, rows: Tensor) -> Batch:
-        """The batch of these conversations [rows] (on the device); its shapes depend on no data."""
+        """The batch of the conversations `rows` (on the device). Its shapes do not depend on the data."""
         columns = torch.arange(width, device=rows.device)
         at = self._starts[rows][:, None] + torch.minimum(columns, self._lengths[rows][:, None] - 1)
         counts = self._num_targets[rows]
@@ -114,7 +115,7 @@ def endless(data: TrainingData, seed: int) -> Iterator[Group]:
 
 
 def hidden_states(conversations: Conversations, trunk: Trunk) -> Tensor:
-    """The trunk over every conversation.  [N, H]"""
+    """The trunk's hidden states of all conversations.  [N, H]"""
     size = trunk.shape.hidden_size
     hidden = torch.empty(len(conversations.token_ids), size, dtype=trunk.dtype, device=trunk.device)
     order = conversations.lengths.argsort(descending=True)
@@ -122,7 +123,7 @@ def hidden_states(conversations: Conversations, trunk: Trunk) -> Tensor:
     first = 0
     while first < len(order):
         width = int(lengths[first])
-        last = min(len(order), first + max(1, TOKENS_AT_ONCE // width))
+        last = min(len(order), first + max(1, MAX_TOKENS_PER_PASS // width))
         columns = torch.arange(width, device=trunk.device)
         inside = columns < lengths[first:last, None].to(trunk.device)
         at = (starts[first:last, None] + columns).where(inside, starts[first:last, None])

@@ -1,7 +1,7 @@
-"""Conversations as data: one flat stream of tokens, cut into conversations, some tokens marked as targets.
+"""Conversations as data: one flat stream of tokens, split into conversations. Some tokens are targets.
 
-Owns the file format, the cutting of endless loops and the search for held-out prompts. Must not know how the
-tokens came about.
+This module owns the file format, the cutting of endless loops and the search for held-out prompts. Must not
+know how the tokens were made.
 
     token_ids   c0 c0 c0 c0 c0 c1 c1 c1 ...        starts: 0 5 8 ...      [conversations + 1]
     is_target    .  .  x  x  x  .  x  x            written by the assistant
@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-LONGEST_PERIOD = 96  # tokens
-SHORTEST_RUN = 24  # tokens that must repeat before it is called a loop
-KEPT_OF_LOOP = 96  # tokens kept after a loop was recognised: a head should learn to draft loops, too
+# Chosen by hand.
+MAX_PERIOD = 96  # tokens
+MIN_REPEATED = 24  # tokens; shorter repetitions are not called a loop
+TOKENS_LEFT_OF_LOOP = 96  # tokens that stay after a loop is recognised: a head should learn to draft loops
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Conversations:
     token_ids: Tensor  # [N] int32
     is_target: Tensor  # [N] bool
     starts: Tensor  # [C + 1] int64
-    is_greedy: Tensor  # [C] bool: the assistant's tokens were picked greedily
+    is_greedy: Tensor  # [C] bool: the assistant's tokens are greedy
 
     def __len__(self) -> int:
         return len(self.is_greedy)
@@ -47,11 +48,11 @@ class Conversations:
         return stream - self.starts[:-1].repeat_interleave(self.lengths)
 
     def select(self, chosen: Tensor) -> Conversations:
-        """The chosen [C] conversations."""
+        """The conversations with a True in chosen [C]."""
         return self._keep(chosen.repeat_interleave(self.lengths), chosen)
 
     def shortened(self, lengths: Tensor) -> Conversations:
-        """Every conversation cut to at most so many [C] tokens."""
+        """Every conversation, cut to at most lengths [C] tokens."""
         kept = self.places() < lengths.repeat_interleave(self.lengths)
         return self._keep(kept, torch.ones_like(self.is_greedy))
 
@@ -85,11 +86,13 @@ def joined(parts: Sequence[Conversations]) -> Conversations:
 
 
 def loop_starts(token_ids: Tensor, places: Tensor) -> Tensor:
-    """Where a token completes the third round of something: the 2p (at least 24) tokens up to it repeat the
-    tokens p earlier, within one conversation.  [N] -> [N] bool"""
+    """True where a token completes a loop.  [N] -> [N] bool
+
+    The last 2p tokens (at least MIN_REPEATED) equal the tokens p places before, for some period p.
+    """
     found = torch.zeros_like(token_ids, dtype=torch.bool)
-    for period in range(1, min(LONGEST_PERIOD, len(token_ids) - 1) + 1):
-        run = max(2 * period, SHORTEST_RUN)
+    for period in range(1, min(MAX_PERIOD, len(token_ids) - 1) + 1):
+        run = max(2 * period, MIN_REPEATED)
         repeats = torch.zeros_like(token_ids)
         repeats[period:] = token_ids[period:] == token_ids[:-period]
         running = repeats.cumsum(0, dtype=torch.int32)
@@ -99,8 +102,10 @@ def loop_starts(token_ids: Tensor, places: Tensor) -> Tensor:
     return found
 
 
-def without_loops(conversations: Conversations, kept: int = KEPT_OF_LOOP) -> tuple[Conversations, Tensor]:
-    """Cut conversations that loop; also says which [C] did."""
+def without_loops(
+    conversations: Conversations, kept: int = TOKENS_LEFT_OF_LOOP
+) -> tuple[Conversations, Tensor]:
+    """The conversations, cut after a loop begins; and a mask [C] of those that loop."""
     places = conversations.places()
     looping = loop_starts(conversations.token_ids, places).nonzero()[:, 0]
     never = torch.full_like(looping[:1], len(places)) if len(looping) else looping.new_full((1,), len(places))
@@ -112,7 +117,7 @@ def without_loops(conversations: Conversations, kept: int = KEPT_OF_LOOP) -> tup
 
 
 def containing(conversations: Conversations, phrases: Sequence[Sequence[int]]) -> Tensor:
-    """Which [C] conversations contain one of these sequences of tokens."""
+    """True for each conversation that contains one of these token sequences.  [C]"""
     stream = conversations.token_ids.cpu().numpy().astype("<i4")
     raw = stream.tobytes()
     found = torch.zeros(len(conversations), dtype=torch.bool)

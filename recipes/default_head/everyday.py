@@ -1,7 +1,7 @@
-"""Short questions as people type them: tasks of daily life, work, school and code, filled in at random.
+"""Short everyday questions about life, work, school and code: templates whose slots are filled at random.
 
-They widen the words and the tasks of the conversations, and with them the draft vocabulary. None of the
-held-out or tuning prompts is among them.
+The questions add words and tasks to the conversations, and therefore to the draft vocabulary. No held-out
+prompt and no tuning prompt is among them.
 """
 
 from __future__ import annotations
@@ -400,7 +400,7 @@ TEMPLATES = (
 
 
 def everyday_questions(seed: int = 0) -> list[str]:
-    """Every template filled in, up to FILLED_PER_TEMPLATE times; the same for the same seed."""
+    """Every template with filled slots, up to FILLED_PER_TEMPLATE times; a function of the seed."""
     rng = random.Random(seed)
     questions: dict[str, None] = {}
     for template in TEMPLATES:

@@ -1,4 +1,4 @@
-"""The MTP head in PyTorch: where it starts from, its recursion over whole conversations, its file.
+"""The MTP head in PyTorch: its start, its recursion over whole conversations, its file.
 
 Parameters carry the names of the `mtp.*` layout that the engine reads, so a state dict is a head file.
 Must not know about losses or optimisers.
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from trunk import Shape, rope_angles, rotate, spread_heads
+from trunk import Shape, repeat_kv_heads, rope_angles, rotate
 
 PREFIX = "mtp."
 
@@ -34,7 +34,7 @@ def linear(num_in: int, num_out: int) -> nn.Linear:
 
 
 def decoder_layer(shape: Shape) -> nn.Module:
-    """The parameters of a llama layer, by their usual names; `Head.forward` does the arithmetic."""
+    """The parameters of a llama layer by their usual names. `Head.forward` does the arithmetic."""
     size, eps = shape.hidden_size, shape.rms_norm_eps
     width, kv_width = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
     attention = {
@@ -59,7 +59,7 @@ def decoder_layer(shape: Shape) -> nn.Module:
 
 @dataclass(frozen=True)
 class Fused:
-    """The head's matrices in the dtype of a pass; those that read the same input are one."""
+    """The head's matrices in the dtype of a pass. Matrices with the same input are joined."""
 
     from_embedding: Tensor
     from_hidden: Tensor
@@ -100,9 +100,9 @@ class Head(nn.Module):
     ) -> list[Tensor]:
         """outs[d - 1][:, t] guesses token t + d + 1 from h_t and the tokens up to t + d.
 
-        embedded, hidden [rows, T, H] are of tokens 0..T-1. The pair at t, depth 1, sits at position t. Depth
-        d continues the chain that starts at t: it sits at t + d - 1, and sees the pairs 0..t of depth 1 and
-        the cells of its own chain, nothing of other chains.
+        embedded, hidden [rows, T, H]: embeddings and hidden states of tokens 0..T-1. The pair at t, depth 1,
+        has position t. Depth d continues the chain that starts at t: its position is t + d - 1. It attends to
+        the pairs 0..t of depth 1 and to the cells of its own chain, not to other chains.
 
             keys:     depth 1: 0 1 2 ... t t+1 ...   depth 2: 0 ... t ...   depth 3: 0 ... t ...
             chain t:           x x x ... x                          x                      x
@@ -134,25 +134,26 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def start_from(self, weights: dict[str, Tensor], residual_rms: float) -> None:
-        """Begin near a copy of the trunk's last layer, fed with the mean of embedding and hidden state.
+        """Start with the trunk's last layer, whose input is the mean of embedding and hidden state.
 
-        `residual_rms` is the size of the trunk's residual stream before that layer. What the layer adds is
-        divided by it, so that the head's own stream is about 1: half precision then has room to spare.
+        `residual_rms`: root mean square of the trunk's residual stream before that layer. The outputs that
+        the layer adds are divided by it. The head's own stream then has a root mean square of about 1, which
+        is safe in half precision.
         """
         last = f"model.layers.{self.shape.num_hidden_layers - 1}."
         layer = {name.removeprefix(last): w for name, w in weights.items() if name.startswith(last)}
         self.layers[0].load_state_dict(layer)
-        for adds in (self.layers[0].self_attn.o_proj, self.layers[0].mlp.down_proj):
-            adds.weight /= residual_rms
-        eye = torch.eye(self.shape.hidden_size)
-        self.fc.weight.copy_(torch.cat([eye / 2, eye / 2], dim=1))
+        for output in (self.layers[0].self_attn.o_proj, self.layers[0].mlp.down_proj):
+            output.weight /= residual_rms
+        identity = torch.eye(self.shape.hidden_size)
+        self.fc.weight.copy_(torch.cat([identity / 2, identity / 2], dim=1))
         final = weights["model.norm.weight"]
         typical = final.abs().median()
         self.pre_fc_norm_hidden.weight.copy_(typical / final.abs().clamp(min=typical / 8) * final.sign())
         self.norm.weight.copy_(final)
 
     def save(self, file: Path, draft_ids: Tensor, metadata: dict[str, str]) -> None:
-        """The head file: float16, with the draft vocabulary, most frequent ids first."""
+        """Write the head file: float16 weights, and the draft vocabulary with the most frequent ids first."""
         arrays = {PREFIX + name: p.detach().half().cpu().contiguous() for name, p in self.named_parameters()}
         if not all(bool(array.isfinite().all()) for array in arrays.values()):
             raise ValueError("the head does not fit into float16")
@@ -161,7 +162,7 @@ class Head(nn.Module):
 
 
 def load_head(file: Path, shape: Shape, device: torch.device | str) -> tuple[Head, Tensor | None]:
-    """A head file as float32, and its draft vocabulary."""
+    """The head of a file in float32, and its draft vocabulary."""
     arrays = {name.removeprefix(PREFIX): array for name, array in load_file(file).items()}
     draft_ids = arrays.pop("draft_ids", None)
     head = Head(shape)
@@ -175,7 +176,7 @@ def heads_of(qkv: Tensor, cos: Tensor, sin: Tensor, shape: Shape) -> tuple[Tenso
     qk, v = qkv.split([(num_q + num_kv) * shape.head_dim, num_kv * shape.head_dim], dim=-1)
     qk, v = (x.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for x in (rotate(qk, cos, sin), v))
     q, k = qk.split([num_q, num_kv], dim=1)
-    return q, spread_heads(k, shape), spread_heads(v, shape)
+    return q, repeat_kv_heads(k, shape), repeat_kv_heads(v, shape)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, depth: int) -> Tensor:
@@ -187,7 +188,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, depth: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def chain_mask(width: int, depth: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a chain at `depth` does not see, as a bias: the causal block, then diagonals.  [T, depth * T]"""
+    """The attention bias of a chain at `depth`: a causal block, then diagonals.  [T, depth * T]"""
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     own = torch.eye(width, dtype=torch.bool, device=device)
     seen = torch.cat([causal] + [own] * (depth - 1), dim=1)

@@ -1,10 +1,10 @@
-"""Three GPU kernels that plain PyTorch would make slow, each with its plain reference beside it.
+"""Three GPU kernels for operations that are slow in plain PyTorch, each with a reference in PyTorch.
 
-- `decode_attention`: one query token a row against that row's own length of a static cache.
-- `pick`: greedy or Gumbel sampling with noise that is a pure function of (stream, token id).
-- `distil`: the loss of a draft distribution against the trunk's, its gradient written over the logits.
+- `decode_attention`: one query token per row over the row's own length of a static cache.
+- `sample_tokens`: greedy or Gumbel sampling. The noise is a pure function of (stream, token id).
+- `distil`: the loss of a draft distribution against the trunk's. The gradient replaces the logits.
 
-On a CPU the references run. TRITON_INTERPRET=1 runs the kernels there instead, to compare them.
+On a CPU the references run. TRITON_INTERPRET=1 runs the kernels on a CPU too, to compare them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # no GPU, no Triton: the references are enough
+except ImportError:  # without Triton the references are used
     triton = None
 
 NEG_INF = float("-inf")
@@ -32,7 +32,7 @@ def uses_triton(x: Tensor) -> bool:
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """q [R, heads, D] over keys, values [R, kv heads, capacity, D], of which lengths [R] cells count."""
+    """q [R, heads, D] over the first lengths [R] cells of keys, values [R, kv heads, capacity, D]."""
     if not uses_triton(q):
         return decode_attention_reference(q, keys, values, lengths)
     rows, heads, dim = q.shape
@@ -50,46 +50,46 @@ def decode_attention_reference(q: Tensor, keys: Tensor, values: Tensor, lengths:
     kv_heads, capacity = keys.shape[1:3]
     grouped = q.view(rows, kv_heads, heads // kv_heads, dim).float()
     scores = grouped @ keys.float().transpose(-1, -2) * dim**-0.5
-    unseen = torch.arange(capacity, device=q.device) >= lengths[:, None]
-    weights = scores.masked_fill(unseen[:, None, None], NEG_INF).softmax(-1)
+    masked = torch.arange(capacity, device=q.device) >= lengths[:, None]
+    weights = scores.masked_fill(masked[:, None, None], NEG_INF).softmax(-1)
     return (weights @ values.float()).view(rows, heads, dim).to(q.dtype)
 
 
-# ---- picking the next token
+# ---- sampling the next token
 
 
-def pick(logits: Tensor, temperature: Tensor, min_p: Tensor, streams: Tensor) -> Tensor:
+def sample_tokens(logits: Tensor, temperature: Tensor, min_p: Tensor, streams: Tensor) -> Tensor:
     """argmax(logits / T + noise) over tokens of at least min_p times the best probability.
 
-    logits [R, V]; temperature, min_p, streams [R]. Temperature 0 is greedy. Rows with the same stream get
-    the same noise, so two distributions picked from with one stream are coupled.
+    logits [R, V]; temperature, min_p, streams [R]. Temperature 0 is greedy. Rows with the same stream get the
+    same noise. The trunk's and the head's samples with one stream are therefore coupled.
     """
     if len(logits) == 0:
         return streams.new_empty(0)
     if not uses_triton(logits):
-        return pick_reference(logits, temperature, min_p, streams)
-    picks = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    _pick[(len(logits),)](
-        logits, temperature, min_p, streams, picks, logits.shape[1], logits.stride(0), 4096, num_warps=8
+        return sample_tokens_reference(logits, temperature, min_p, streams)
+    sampled = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    _sample_tokens[(len(logits),)](
+        logits, temperature, min_p, streams, sampled, logits.shape[1], logits.stride(0), 4096, num_warps=8
     )
-    return picks
+    return sampled
 
 
-def pick_reference(logits: Tensor, temperature: Tensor, min_p: Tensor, streams: Tensor) -> Tensor:
-    """The same rule with another source of noise."""
-    picks = []
+def sample_tokens_reference(logits: Tensor, temperature: Tensor, min_p: Tensor, streams: Tensor) -> Tensor:
+    """The same rule; the noise comes from another generator."""
+    sampled = []
     for row, heat, floor, stream in zip(
         logits.float(), temperature.tolist(), min_p.tolist(), streams.tolist(), strict=True
     ):
         if heat == 0:
-            picks.append(row.argmax())
+            sampled.append(row.argmax())
             continue
         scaled = row / heat
         scaled = scaled.masked_fill(scaled < scaled.max() + torch.tensor(floor + 1e-30).log(), NEG_INF)
         generator = torch.Generator(row.device).manual_seed(stream)
         exponential = torch.empty_like(scaled).exponential_(generator=generator)
-        picks.append((scaled - exponential.log()).argmax())
-    return torch.stack(picks)
+        sampled.append((scaled - exponential.log()).argmax())
+    return torch.stack(sampled)
 
 
 # ---- the loss of a draft
@@ -97,7 +97,7 @@ def pick_reference(logits: Tensor, temperature: Tensor, min_p: Tensor, streams: 
 
 @dataclass(frozen=True)
 class Distilled:
-    """What `distil` found, a number for each row."""
+    """The measurements of `distil` for each row."""
 
     divergence: Tensor  # [R] KL(trunk || draft)
     hit: Tensor  # [R] 1 where both have the same best token
@@ -108,9 +108,9 @@ def distil(
 ) -> Distilled:
     """Compare logits drafts [R, V] with targets [R, V]; overwrite drafts with the gradient times scale [R].
 
-    What is wanted is (1 - hard) * the trunk's distribution + hard * its best token. The loss is the cross
-    entropy against it, minus `overlap` times the mass that the draft's distribution shares with it.
-    offsets [V] is added to both: the logarithm of how many tokens a column stands for.
+    The wanted distribution is (1 - hard) * the trunk's distribution + hard * its best token. The loss is the
+    cross entropy against the wanted distribution, minus `overlap` * sum(min(draft, wanted)). offsets [V] are
+    added to both: the logarithm of the number of tokens that a column represents.
     """
     if not uses_triton(drafts):
         return distil_reference(drafts, targets, offsets, hard, overlap, scale)
@@ -131,7 +131,7 @@ def distil_reference(
     wanted = log_p.exp() * (1 - hard)
     wanted[torch.arange(len(best)), best] += hard
     q = log_q.exp()
-    short = (q < wanted).float()  # where the draft gives too little
+    short = (q < wanted).float()  # where the draft's probability is below the wanted one
     gradient = q - wanted + overlap * q * ((q * short).sum(-1, keepdim=True) - short)
     drafts.copy_(gradient * scale[:, None])
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -151,7 +151,7 @@ if triton is not None:
         scale,
         GROUP: tl.constexpr,  # query heads of one key head
         DIM: tl.constexpr,
-        PADDED: tl.constexpr,  # GROUP, padded to what a matrix unit takes
+        PADDED: tl.constexpr,  # GROUP, padded to the size that matrix units need
         BLOCK: tl.constexpr,
     ):
         """Online softmax over blocks of cells; one program for a row and a key head."""
@@ -188,7 +188,7 @@ if triton is not None:
 
     @triton.jit
     def _better(value, index, best, best_index):
-        """Keep, lane by lane, the larger value and where it was."""
+        """For each lane: the larger value and its index."""
         return tl.maximum(value, best), tl.where(value > best, index, best_index)
 
     @triton.jit
@@ -196,8 +196,8 @@ if triton is not None:
         return tl.min(tl.where(best == tl.max(best, 0), best_index, 1 << 30), 0)
 
     @triton.jit
-    def _pick(
-        logit_ptr, temperature_ptr, min_p_ptr, stream_ptr, pick_ptr, vocab, stride, BLOCK: tl.constexpr
+    def _sample_tokens(
+        logit_ptr, temperature_ptr, min_p_ptr, stream_ptr, sampled_ptr, vocab, stride, BLOCK: tl.constexpr
     ):
         row = tl.program_id(0)
         logit_ptr += row.to(tl.int64) * stride
@@ -219,7 +219,7 @@ if triton is not None:
                 noise = -tl.log(-tl.log(tl.rand(stream, index)))
                 x = tl.where(x >= floor, x / temperature + noise, -1e30)
                 best, best_index = _better(x, index, best, best_index)
-        tl.store(pick_ptr + row, _lowest_index_of(best, best_index).to(tl.int64))
+        tl.store(sampled_ptr + row, _lowest_index_of(best, best_index).to(tl.int64))
 
     @triton.jit
     def _distil(
@@ -235,7 +235,7 @@ if triton is not None:
         OVERLAPS: tl.constexpr,  # overlap > 0
         BLOCK: tl.constexpr,
     ):
-        """Passes over a row: the sums of both softmaxes, the draft's mass where it is short, the gradient."""
+        """Passes over a row: sums of both softmaxes; the draft's mass where it is too small; the gradient."""
         row = tl.program_id(0).to(tl.int64)
         draft_ptr += row * columns
         target_ptr += row * columns

@@ -1,14 +1,15 @@
-"""What a head is trained for: drafts that the trunk would pick itself.
+"""The loss: drafts should be the tokens that the trunk would sample itself.
 
-At every depth the draft's distribution is pulled towards the trunk's, with some weight on its best token. A
-draft at depth 2 is only ever looked at where its chain's draft at depth 1 stood, so deeper losses count
-mostly there.
+At every depth the loss pulls the draft's distribution towards the trunk's, with extra weight on the best
+token. The engine uses a draft at depth 2 only if the draft at depth 1 of the same chain was accepted. Deeper
+losses therefore have full weight only there.
 
     targets:            t-2   t-1    t          depth d drafts them all, each from a chain of its own;
-    chain from t-4:      1     2     3          depth 3 at t is reached where depth 1 hit t-2 and 2 hit t-1
+    chain from t-4:      1     2     3          depth 3 at t is reached if depth 1 hit t-2 and depth 2 hit t-1
 
-The softmax runs over the draft vocabulary and a fresh random sample of the other ids, each of which stands
-for many: a third of the work of the whole vocabulary, and the head still learns to leave the others alone.
+The softmax runs over the draft vocabulary and a fresh random sample of the other ids. Each sampled id
+represents many ids. This costs a third of the whole vocabulary, and the head still learns not to draft other
+ids.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from torch import Tensor
 @dataclass(frozen=True)
 class LossRecipe:
     depth_weights: tuple[float, ...] = (1.0, 0.8, 0.64)
-    hard: float = 0.15  # weight of the trunk's best token; the rest is its distribution
-    overlap: float = 0.0  # weight of the mass that both distributions share
-    unreached: float = 0.2  # weight of a deeper draft where an earlier one of its chain fell
-    num_sampled: int = 2048  # ids outside the draft vocabulary
+    hard: float = 0.15  # weight of the trunk's best token; the trunk's distribution has the rest
+    overlap: float = 0.0  # weight of the mass that both distributions have in common
+    unreached: float = 0.2  # weight of a deeper draft if an earlier draft of its chain was rejected
+    num_sampled: int = 2048  # ids outside the draft vocabulary in each step's softmax
 
 
 class DraftLoss:
-    """Losses and their gradients, computed in buffers that are kept between steps."""
+    """Losses and their gradients, computed in buffers that all steps share."""
 
     def __init__(
         self, embedding: Tensor, draft_ids: Tensor, recipe: LossRecipe, num_targets: int, seed: int
@@ -53,7 +54,7 @@ class DraftLoss:
         self._seed = seed << 32
 
     def sample_others(self, step: int) -> None:
-        """The sample of the ids outside the draft vocabulary that belongs to a step."""
+        """Choose the ids outside the draft vocabulary for this step."""
         num = len(self._columns) - self._num_draft
         if num:
             self._generator.manual_seed(self._seed + step)
@@ -67,8 +68,8 @@ class DraftLoss:
     ) -> tuple[list[Tensor], Tensor]:
         """drafts [N, H] of each depth, teacher [N, H], is_valid and follows [N] (see Batch).
 
-        Returns the gradients of the drafts, and sums over the valid targets [depths, 4]: KL, hits, drafts
-        that stand and drafts that were reached.
+        Returns the gradients of the drafts, and sums over the valid targets [depths, 4]: KL, hits, accepted
+        drafts and reached drafts.
         """
         columns, recipe = self._columns, self._recipe
         targets = torch.mm(teacher, columns.T, out=self._target_logits)
@@ -79,8 +80,8 @@ class DraftLoss:
             weights = torch.where(reached > 0, 1.0, recipe.unreached) * is_valid
             found = distil(logits, targets, self._offsets, recipe.hard, recipe.overlap, weights)
             gradients.append(torch.mm(logits, columns).float() * (weight / len(teacher)))
-            stood = found.hit * reached
-            counted = [found.divergence @ is_valid, found.hit @ is_valid, stood.sum(), reached.sum()]
+            accepted = found.hit * reached
+            counted = [found.divergence @ is_valid, found.hit @ is_valid, accepted.sum(), reached.sum()]
             sums.append(torch.stack(counted))
-            reached = stood.roll(1) * follows * is_valid
+            reached = accepted.roll(1) * follows * is_valid
         return gradients, torch.stack(sums)

@@ -1,9 +1,9 @@
-"""Gives a head the draft vocabulary of two: its own and that of the head it was trained on from.
+"""Merges the draft vocabulary of a head with that of the earlier head from which its training started.
 
     python recipes/default_head/merge_ids.py head.safetensors EARLIER_HEAD out.safetensors
 
-Each was counted on the conversations of one stage. An id gets the better of its two ranks; all ids of both
-lists are kept, since a word that cannot be drafted costs most where an answer repeats it.
+Each vocabulary was counted on the conversations of one training stage. An id gets the better of its two
+ranks. All ids of both lists stay: an id that cannot be drafted costs most where an answer repeats it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "mtp.draft_ids"
 
 
 def merged(own: Tensor, earlier: Tensor) -> Tensor:
-    """Lists of ids, most frequent first -> one of all of them; at equal ranks the lower id comes first."""
+    """One list of all ids, most frequent first. At equal ranks the lower id comes first."""
     both = torch.cat([own, earlier]).long()
     never = len(both)
     ranks = torch.full((2, int(both.max()) + 1), never)

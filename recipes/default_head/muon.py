@@ -1,7 +1,7 @@
-"""Muon: momentum whose steps are made orthogonal, with decoupled weight decay.
+"""Muon: momentum with orthogonalised steps and decoupled weight decay.
 
-Follows https://kellerjordan.github.io/posts/muon/, scaled so that a step has the size of AdamW's. Matrices of
-one shape are treated together, and the rate is a tensor, so that a step can be part of a CUDA graph.
+Follows https://kellerjordan.github.io/posts/muon/. Steps are scaled to the size of AdamW's steps. Matrices of
+one shape are computed together, and the rate is a tensor, so that a step can be part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration
 ITERATIONS = 5
-STEP_RMS = 0.2  # of AdamW's steps, roughly
+STEP_RMS = 0.2  # root mean square of a step at rate 1, about that of AdamW's steps
 
 
 class Muon:
@@ -32,7 +32,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: Tensor) -> None:
-        """One step at `rate` (a tensor of one number) from the matrices' gradients, which it clears."""
+        """Take one step at `rate` (a tensor of one number) and clear the gradients."""
         for shape, group in self._groups.items():
             gradients = torch.stack([wide(matrix.grad, shape) for matrix in group])
             average = self._averages[shape].lerp_(gradients, 1 - self._momentum)
@@ -57,7 +57,7 @@ def wide(matrix: Tensor | None, shape: tuple[int, ...]) -> Tensor:
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Roughly the nearest matrices with orthonormal rows.  [k, short, long] -> float32"""
+    """Approximately the nearest matrices with orthonormal rows.  [k, short, long] -> float32"""
     a, b, c = COEFFICIENTS
     x = x.bfloat16()
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)

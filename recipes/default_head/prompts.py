@@ -1,7 +1,7 @@
-"""What the synthesised conversations begin with: system prompts, openings of user turns, whole questions.
+"""Beginnings of synthesised conversations: system prompts, openings of user turns, whole questions.
 
-The model writes the rest itself. None of the held-out prompts occurs here; `synthesise` also drops every
-conversation in which the model happened to write one of them.
+The model writes the rest. No held-out prompt is among the beginnings; synthesise.py also drops every
+conversation in which the model itself wrote a held-out prompt.
 """
 
 from __future__ import annotations
@@ -550,15 +550,15 @@ TOPICS = (
 
 @dataclass(frozen=True)
 class Beginning:
-    """Token ids a conversation starts with, and who writes on."""
+    """The first token ids of a conversation, and who writes next."""
 
     token_ids: list[int]
     kind: str  # free, system, opening, question or everyday
-    asks: bool  # the user's turn is complete: the assistant is next
+    asks: bool  # True: the user turn is complete and the assistant is next
 
 
 def user_turn(text: str, system: str = DEFAULT_SYSTEM) -> str:
-    """The model's chat template up to and including the (perhaps unfinished) text of the first user turn."""
+    """The chat template up to the end of `text`, the first user turn or the beginning of it."""
     return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{text}"
 
 
@@ -566,7 +566,7 @@ def question(text: str, system: str = DEFAULT_SYSTEM) -> str:
     return user_turn(text, system) + "<|im_end|>\n<|im_start|>assistant\n"
 
 
-TO_ASSISTANT = "\n<|im_start|>assistant\n"  # what follows the end of a user's turn
+TO_ASSISTANT = "\n<|im_start|>assistant\n"  # the text after the end of a user turn
 TO_USER = "\n<|im_start|>user\n"
 
 

@@ -1,7 +1,7 @@
-"""Conversations that the trunk has with itself: the data a head is trained on.
+"""Synthesises conversations in which the trunk writes both sides: the training data of a head.
 
-A fixed number of rows decode side by side; a row whose conversation ends starts the next one of the queue.
-All of it is array arithmetic on the device, so that one CUDA graph is the whole step.
+A fixed number of rows decode side by side. When the conversation of a row ends, the row starts the next one
+of the queue. All of this is array arithmetic on the device, so that a whole step is one CUDA graph.
 
     python recipes/default_head/synthesise.py MODEL_FOLDER conversations.safetensors
 """
@@ -17,39 +17,42 @@ from pathlib import Path
 
 import torch
 from conversations import Conversations, containing, joined, without_loops
-from kernels import pick
+from kernels import sample_tokens
 from prompts import TO_ASSISTANT, TO_USER, Beginning, beginnings
 from tokenizers import Tokenizer
 from torch import Tensor
 from trunk import Decoder, Trunk, load_trunk
 
-HELD_OUT = Path(__file__).parents[2] / "src/outrider/models/data/smollm2-135m-instruct/held_out_prompts.json"
+HELD_OUT = (
+    Path(__file__).parents[2] / "src/outrider/models/files/data/smollm2-135m-instruct/held_out_prompts.json"
+)
 
 TURN_ENDS = (2, 0)  # <|im_end|>, <|endoftext|>
 USER, ASSISTANT = 0, 1
-USER_MIN_P = 0.04  # users are sampled at temperature 1, without the unlikely tail
-LONGEST_USER_TURN = 160
-LEAST_TARGETS = 8  # conversations with fewer are dropped
-ROOM_FOR_ANOTHER_TURN = 96
+# Chosen by hand.
+USER_MIN_P = 0.04  # user turns are sampled at temperature 1, without unlikely tokens
+MAX_USER_TURN = 160  # tokens
+MIN_TARGETS = 8  # conversations with fewer targets are dropped
+ROOM_FOR_ANOTHER_TURN = 96  # tokens that must be free before another user turn starts
 
 KIND_SHARES = {"free": 0.35, "system": 0.08, "opening": 0.32, "question": 0.25, "everyday": 0.0}  # see Mix
-TEMPERATURES = (0.6, 1.0)
+TEMPERATURES = (0.6, 1.0)  # sampled answers: uniform between these
 
 
 @dataclass(frozen=True)
 class Run:
-    """A batch of rows that decode together."""
+    """A number of rows that decode together."""
 
     rows: int
     capacity: int  # tokens a row can hold
     steps: int
-    limits: tuple[int, ...]  # lengths at which conversations are cut, drawn at random
-    most_turns: int  # answers in one conversation, drawn from 1 to this
+    limits: tuple[int, ...]  # conversations are cut at one of these lengths, at random
+    max_turns: int  # a conversation has 1 to max_turns answers, at random
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Which conversations are had."""
+    """The shares of the kinds of conversations."""
 
     greedy: float  # share of conversations whose answers are greedy
     everyday: float  # share that begins with an everyday question; the other kinds share the rest
@@ -59,14 +62,14 @@ class Mix:
 
 
 RUNS = (
-    Run(rows=2560, capacity=768, steps=8_500, limits=(384, 576, 768), most_turns=2),
-    Run(rows=1024, capacity=2048, steps=4_000, limits=(1536, 2048), most_turns=12),
+    Run(rows=2560, capacity=768, steps=8_500, limits=(384, 576, 768), max_turns=2),
+    Run(rows=1024, capacity=2048, steps=4_000, limits=(1536, 2048), max_turns=12),
 )
 
 
 @dataclass(frozen=True)
 class Scripts:
-    """Sequences that rows are made to say: the beginnings, then the two changes of turn."""
+    """Token sequences that are forced on rows: the beginnings, then the two changes of turn."""
 
     token_ids: Tensor  # [scripts, longest]
     lengths: Tensor  # [scripts]
@@ -84,13 +87,13 @@ class Scripts:
         )
 
     def turn_to(self, speaker: Tensor) -> Tensor:
-        """The script that hands over to USER or ASSISTANT."""
+        """The script after which USER or ASSISTANT speaks."""
         return len(self.lengths) - 2 + speaker
 
 
 @dataclass(frozen=True)
 class Queue:
-    """The conversations to have, in order: everything about them that is decided beforehand."""
+    """The conversations in order, with everything that is decided before they start."""
 
     script: Tensor  # [C]
     temperature: Tensor  # [C] of the assistant; 0 is greedy
@@ -98,7 +101,7 @@ class Queue:
     turns: Tensor  # [C] answers
 
     @classmethod
-    def draw(
+    def sample(
         cls, starts: list[Beginning], mix: Mix, run: Run, size: int, seed: int, device: torch.device
     ) -> Queue:
         generator = torch.Generator().manual_seed(seed)
@@ -115,13 +118,13 @@ class Queue:
             torch.multinomial(weight, size, replacement=True, generator=generator),
             torch.where(greedy, 0.0, heat),
             limits[torch.randint(len(limits), (size,), generator=generator)],
-            torch.randint(1, run.most_turns + 1, (size,), generator=generator),
+            torch.randint(1, run.max_turns + 1, (size,), generator=generator),
         )
         return cls(*(field.to(device) for field in fields))
 
 
 class Synthesiser:
-    """The rows of one run and the record of what they said."""
+    """The rows of one run, and the record of their tokens."""
 
     def __init__(self, trunk: Trunk, scripts: Scripts, queue: Queue, run: Run, first_stream: int) -> None:
         device = trunk.device
@@ -136,10 +139,10 @@ class Synthesiser:
         self._conversation = torch.arange(run.rows, device=device)
         self._num_started = torch.tensor([run.rows], device=device)
         self._position, self._token = column(), column()
-        self._speaker, self._wrote = column(), column()  # who is next, and who wrote the token
-        self._script, self._cursor = column(), column()  # what the row is made to say, and how far it is
+        self._speaker, self._wrote = column(), column()  # writers of the next and the current token
+        self._script, self._cursor = column(), column()  # the row's script, and the next place in it
         self._turns_left, self._turn_start = column(), column()
-        self._was_picked, self._is_last = column(torch.bool), column(torch.bool)
+        self._was_sampled, self._is_last = column(torch.bool), column(torch.bool)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         record = (run.steps, run.rows)
         self._tokens = torch.zeros(record, dtype=torch.int32, device=device)
@@ -155,7 +158,7 @@ class Synthesiser:
         return self._conversations()
 
     def _captured(self) -> Callable[[], None]:
-        """A step as a CUDA graph, after the warm-up that a capture needs (real steps, too)."""
+        """A step as a CUDA graph. The warm-up before the capture takes three steps of the run."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -169,35 +172,35 @@ class Synthesiser:
         return replay
 
     def _advance(self) -> None:
-        """Feed every row's token, pick its next one."""
+        """Feed the token of every row and sample the next one."""
         self._record()
         queue = self._queue
         hidden = self._decoder.step(self._token, self._position)
         answering = self._speaker == ASSISTANT
         temperature = torch.where(answering, queue.temperature[self._conversation], 1.0)
         stream = self._first_stream + self._conversation * self._run.capacity + self._position
-        picks = pick(self._trunk.logits(hidden), temperature, self._min_p[self._speaker], stream)
+        sampled = sample_tokens(self._trunk.logits(hidden), temperature, self._min_p[self._speaker], stream)
         ends = self._is_last | (self._position + 1 >= queue.limit[self._conversation])
-        self._move(picks)
+        self._move(sampled)
         self._begin_next(ends)
 
     def _record(self) -> None:
-        is_target = self._was_picked & (self._wrote == ASSISTANT)
+        is_target = self._was_sampled & (self._wrote == ASSISTANT)
         self._tokens.index_copy_(0, self._step, self._token.int()[None])
         self._targets.index_copy_(0, self._step, is_target[None])
         started = torch.where(self._position == 0, self._conversation + 1, 0)
         self._starts.index_copy_(0, self._step, started.int()[None])
         self._step += 1
 
-    def _move(self, picks: Tensor) -> None:
-        """Every row to its next token: the script's while there is one, else the picked one."""
+    def _move(self, sampled: Tensor) -> None:
+        """Move every row to its next token: the script's token, or the sampled one after the script's end."""
         scripts = self._scripts
         scripted = self._cursor < scripts.lengths[self._script]
         place = self._cursor.clamp(max=scripts.token_ids.shape[1] - 1)
-        token = torch.where(scripted, scripts.token_ids[self._script, place], picks)
+        token = torch.where(scripted, scripts.token_ids[self._script, place], sampled)
         position = self._position + 1
-        rambling = (self._speaker == USER) & (position - self._turn_start >= LONGEST_USER_TURN)
-        token = torch.where(~scripted & rambling, TURN_ENDS[0], token)
+        is_too_long = (self._speaker == USER) & (position - self._turn_start >= MAX_USER_TURN)
+        token = torch.where(~scripted & is_too_long, TURN_ENDS[0], token)
         turn_ends = ~scripted & ((token == TURN_ENDS[0]) | (token == TURN_ENDS[1]))
         answered = turn_ends & (self._speaker == ASSISTANT)
         other = 1 - self._speaker
@@ -205,7 +208,7 @@ class Synthesiser:
         self._turns_left -= answered.long()
         self._is_last.copy_(answered & ((self._turns_left <= 0) | (room < ROOM_FOR_ANOTHER_TURN)))
         self._wrote.copy_(self._speaker)
-        self._was_picked.copy_(~scripted)
+        self._was_sampled.copy_(~scripted)
         self._script.copy_(torch.where(turn_ends, scripts.turn_to(other), self._script))
         self._cursor.copy_(torch.where(turn_ends, 0, self._cursor + scripted))
         self._speaker.copy_(torch.where(turn_ends, other, self._speaker))
@@ -214,7 +217,7 @@ class Synthesiser:
         self._position.copy_(position)
 
     def _begin_next(self, ends: Tensor) -> None:
-        """Give rows whose conversation ends the next ones of the queue."""
+        """Give the next conversations of the queue to rows whose conversation ends."""
         order = ends.long().cumsum(0)
         upcoming = (self._num_started + order - 1) % len(self._queue.script)
         self._conversation.copy_(torch.where(ends, upcoming, self._conversation))
@@ -222,7 +225,7 @@ class Synthesiser:
         self._restart(ends)
 
     def _restart(self, chosen: Tensor) -> None:
-        """Put the chosen rows at the beginning of their conversation."""
+        """Set the chosen rows to the beginning of their conversations."""
         queue, scripts = self._queue, self._scripts
         script = queue.script[self._conversation]
 
@@ -236,7 +239,7 @@ class Synthesiser:
         restart(self._cursor, 1)
         for state in (self._position, self._turn_start):
             restart(state, 0)
-        for flag in (self._was_picked, self._is_last):
+        for flag in (self._was_sampled, self._is_last):
             restart(flag, False)
 
     def _conversations(self) -> Conversations:
@@ -255,14 +258,14 @@ class Synthesiser:
 def synthesise(
     trunk: Trunk, tokenizer: Tokenizer, mix: Mix, runs: tuple[Run, ...], seed: int
 ) -> Conversations:
-    """All runs, one after the other, as they came."""
+    """The conversations of all runs, before cleaning."""
     starts = beginnings(lambda text: tokenizer.encode(text).ids)
     scripts = Scripts.of(starts, tokenizer, trunk.device)
     parts = []
     for index, run in enumerate(runs):
         began = time.monotonic()
-        size = run.rows * (2 + run.steps // 64)  # more than can be had
-        queue = Queue.draw(starts, mix, run, size, seed + index, trunk.device)
+        size = run.rows * (2 + run.steps // 64)  # more than the run can start
+        queue = Queue.sample(starts, mix, run, size, seed + index, trunk.device)
         first_stream = (seed * len(runs) + index) << 40
         parts.append(Synthesiser(trunk, scripts, queue, run, first_stream).run())
         seconds = time.monotonic() - began
@@ -272,18 +275,18 @@ def synthesise(
 
 
 def cleaned(raw: Conversations, held_out: list[list[int]]) -> Conversations:
-    """Without endless loops, held-out prompts and conversations of hardly any answer."""
+    """Cut endless loops. Drop conversations with a held-out prompt or with fewer than MIN_TARGETS targets."""
     cut, loops = without_loops(raw)
     leaks = containing(cut, held_out)
-    short = cut.num_targets() < LEAST_TARGETS
+    short = cut.num_targets() < MIN_TARGETS
     kept = cut.select(~leaks & ~short)
     for what, mask in (("cut at a loop", loops), ("with a held-out prompt", leaks), ("too short", short)):
         print(f"{int(mask.sum()):,} of {len(raw):,} conversations {what}")
     if len(kept) == 0:
-        raise SystemExit("No conversation is long enough to be kept; take more steps.")
+        raise SystemExit("No conversation is long enough. Take more steps.")
     greedy = kept.num_targets()[kept.is_greedy].sum() / kept.is_target.sum()
     print(
-        f"{len(kept):,} conversations kept, {len(kept.token_ids):,} tokens, "
+        f"{len(kept):,} conversations left, {len(kept.token_ids):,} tokens, "
         f"{int(kept.is_target.sum()):,} of the assistant, {float(greedy):.0%} of them greedy; "
         f"longest {int(kept.lengths.max())}, mean {float(kept.lengths.float().mean()):.0f}"
     )
@@ -295,7 +298,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a converted model folder")
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=float, default=1.0, help="share of the usual rows, for a trial")
+    parser.add_argument("--rows", type=float, default=1.0, help="share of the usual rows, for a test")
     parser.add_argument(
         "--steps", type=float, nargs="+", default=[1.0], help="share of the usual steps, or one for each run"
     )

@@ -1,9 +1,9 @@
-"""Trains the head of the default model on conversations that `synthesise` wrote. The trunk stays frozen.
+"""Trains the head of the default model on conversations of synthesise.py. The trunk stays frozen.
 
     python recipes/default_head/train.py MODEL_FOLDER conversations.safetensors head.safetensors
 
-Given the same conversations, seed and device, two runs take the same batches in the same order. A run that
-was stopped goes on from its last checkpoint with --resume.
+Two runs with the same conversations, seed and device take the same batches in the same order. A stopped run
+goes on from its last checkpoint with --resume.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trunk import Trunk, dequantised, load_trunk
 
-RESIDUAL_RMS = 27.0  # of the trunk's stream before its last layer, measured
-NUM_DRAFT_IDS = 16_384
+RESIDUAL_RMS = 27.0  # of the trunk's residual stream before its last layer, as measured
+NUM_DRAFT_IDS = 16_384  # README.md compares sizes
 VALIDATION_CONVERSATIONS = 512
-REPORT_EVERY = 500
-CHECKPOINT_EVERY = 5_000
-EAGER_STEPS = 2  # of every width, before it is captured
+REPORT_EVERY = 500  # steps
+CHECKPOINT_EVERY = 5_000  # steps
+EAGER_STEPS = 2  # steps of each width before its CUDA graph is captured
 
 
 @dataclass(frozen=True)
 class Recipe:
     steps: int = 62_000
     targets_per_step: int = 8_192
-    matrix_rate: float = 0.015  # Muon's
+    matrix_rate: float = 0.015  # of Muon
     matrix_decay: float = 0.05
-    norm_rate: float = 0.003  # AdamW's
+    norm_rate: float = 0.003  # of AdamW
     warm_up: int = 100
-    final_rate: float = 0.01  # of the peak
+    final_rate: float = 0.01  # as a share of the highest rate
     seed: int = 1
     loss: LossRecipe = field(default_factory=LossRecipe)
 
@@ -64,7 +64,7 @@ class Optimiser:
         )
 
     def schedule(self, step: int) -> None:
-        """Set the rates of a step: a short rise, then a straight line down."""
+        """Set the rates of a step: a short warm-up, then a linear decay."""
         recipe = self._recipe
         share = min(1.0, (step + 1) / recipe.warm_up) * (1 - (1 - recipe.final_rate) * step / recipe.steps)
         self._matrix_rate.fill_(recipe.matrix_rate * share)
@@ -86,11 +86,11 @@ class Optimiser:
 
 
 class Steps:
-    """Takes training steps; on a GPU as CUDA graphs, one for each width of batch."""
+    """Takes training steps. On a GPU each width of batch has its own CUDA graph."""
 
     def __init__(self, step: Callable[[int, Tensor], None], device: torch.device) -> None:
         self._step, self._device = step, device
-        self._rows: dict[int, Tensor] = {}  # what the graph of a width reads
+        self._rows: dict[int, Tensor] = {}  # input buffer of the graph of a width
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._num_taken: Counter[int] = Counter()
         self._side = torch.cuda.Stream() if device.type == "cuda" else None
@@ -111,7 +111,7 @@ class Steps:
         self._graphs[width].replay()
 
     def _take_eagerly(self, width: int) -> None:
-        """On a side stream, as the warm-up of a capture must be."""
+        """On a side stream: the warm-up before a capture requires one."""
         assert self._side is not None
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
@@ -134,11 +134,11 @@ class Trainer:
         self._depths = len(recipe.loss.depth_weights)
         self._loss = DraftLoss(trunk.embedding, draft_ids, recipe.loss, recipe.targets_per_step, recipe.seed)
         self._optimiser = Optimiser(head, recipe)
-        self._sums = torch.zeros(self._depths, 4, device=trunk.device)  # what the loss counts
-        self._num = torch.zeros((), device=trunk.device)  # targets in the sums
+        self._sums = torch.zeros(self._depths, 4, device=trunk.device)  # of the measurements of DraftLoss
+        self._num = torch.zeros((), device=trunk.device)  # of targets in the sums
 
     def run(self, data: TrainingData, checkpoint: Path | None = None) -> None:
-        """From where it stands to the last step."""
+        """Train from the current step to the last."""
         recipe, first, began = self.recipe, self.step_index, time.monotonic()
         steps = Steps(lambda width, rows: self._step(data.batch(width, rows)), self._embedding.device)
         for index, group in enumerate(endless(data, recipe.seed)):
@@ -169,7 +169,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, data: TrainingData, name: str) -> None:
-        """Report on conversations that were not trained on."""
+        """Report on conversations that are not in the training data."""
         self._sums.zero_(), self._num.zero_()
         self._loss.sample_others(self.step_index)
         for group in data.epoch(seed=0):
@@ -180,11 +180,11 @@ class Trainer:
         self._report(name)
 
     def _report(self, name: str, seconds: float | None = None) -> None:
-        """Print the means since the last report: KL, hits, and how drafts stand given those before them."""
-        divergence, hits, stood, reached = self._sums.T
-        columns = (divergence / self._num, hits / self._num, stood / reached.clamp(min=1))
+        """Print means since the last report: KL, hits, and acceptance given the drafts before."""
+        divergence, hits, accepted, reached = self._sums.T
+        columns = (divergence / self._num, hits / self._num, accepted / reached.clamp(min=1))
         shown = (" ".join(f"{x:.4f}" for x in column.tolist()) for column in columns)
-        text = "KL {}  hits {}  stand {}".format(*shown)
+        text = "KL {}  hits {}  accepted {}".format(*shown)
         pace = "" if seconds is None else f"  {1000 * seconds:.1f} ms a step"
         print(f"{name:>16} {self.step_index:6}  {text}{pace}", flush=True)
         is_finite = math.isfinite(float(divergence.sum()))
@@ -209,7 +209,7 @@ class Trainer:
 
 
 def first_head(args: argparse.Namespace, trunk: Trunk, conversations: Conversations) -> tuple[Head, Tensor]:
-    """The head to begin with and its draft vocabulary."""
+    """The head before training, and its draft vocabulary."""
     draft_ids = most_used(conversations, trunk.shape.vocab_size)
     if args.start is None:
         return new_head(args.model, trunk), draft_ids
@@ -226,10 +226,10 @@ def new_head(folder: Path, trunk: Trunk) -> Head:
 
 
 def most_used(conversations: Conversations, vocab_size: int) -> Tensor:
-    """The draft vocabulary: the ids that most conversations use in an answer, the most used first.
+    """The draft vocabulary: the ids whose answers occur in the most conversations, most used first.
 
-    Counting conversations instead of tokens keeps a word that one answer repeats from taking the place of
-    one that many answers need.
+    The count is of conversations, not of tokens: a word that one answer repeats must not displace a word that
+    many answers need.
     """
     spoken = conversations.is_target
     ids = conversations.token_ids[spoken].long()
@@ -243,7 +243,7 @@ def most_used(conversations: Conversations, vocab_size: int) -> Tensor:
 
 
 def split_off(conversations: Conversations, num: int, seed: int) -> tuple[Conversations, Conversations]:
-    """(the rest, `num` conversations drawn at random)"""
+    """(the other conversations, `num` random conversations)"""
     order = torch.randperm(len(conversations), generator=torch.Generator().manual_seed(seed))
     held = torch.zeros(len(conversations), dtype=torch.bool)
     held[order[: min(num, len(order) // 4)]] = True
@@ -252,7 +252,7 @@ def split_off(conversations: Conversations, num: int, seed: int) -> tuple[Conver
 
 
 def provenance(folder: Path, recipe: Recipe, start: Path | None) -> dict[str, str]:
-    """The head file's metadata; the recipes of the heads it started from come first in `earlier_recipes`."""
+    """Metadata of the head file. `earlier_recipes`: the recipes of the heads from which training started."""
     origin = json.loads((folder / "origin.json").read_text())
     found = {"trunk": origin["name"], "trunk_sha256": origin["sha256"], "recipe": json.dumps(asdict(recipe))}
     if start is not None:
@@ -266,7 +266,7 @@ def provenance(folder: Path, recipe: Recipe, start: Path | None) -> dict[str, st
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("model", type=Path, help="a converted model folder")
-    parser.add_argument("conversations", type=Path, help="what synthesise.py wrote")
+    parser.add_argument("conversations", type=Path, help="a file of synthesise.py")
     parser.add_argument("out", type=Path, help="the head file to write")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--matrix-rate", type=float, default=Recipe.matrix_rate)
@@ -281,7 +281,9 @@ def parse_arguments() -> argparse.Namespace:
         "--start", type=Path, help="a head file to start from instead of the trunk's last layer"
     )
     parser.add_argument(
-        "--keep-draft-ids", action="store_true", help="those of --start instead of the conversations' own"
+        "--keep-draft-ids",
+        action="store_true",
+        help="use the draft ids of --start, not those of the conversations",
     )
     parser.add_argument("--resume", action="store_true", help="go on from OUT.checkpoint")
     return parser.parse_args()

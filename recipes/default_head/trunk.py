@@ -1,7 +1,7 @@
 """The frozen trunk in PyTorch: a llama model read from a converted model folder, weights dequantised.
 
-Owns the arithmetic of the trunk, over whole conversations (`Trunk.hidden`) and one token a row (`Decoder`).
-Must not know about conversations or heads.
+Computes whole conversations (`Trunk.hidden`) or one token per row (`Decoder`). Must not know about
+conversations or heads.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GROUP_SIZE = 32  # weights that share a scale and a bias in the folder's quantised matrices
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> what the heads read
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What config.json says about the trunk's sizes."""
+    """The sizes of the trunk, from config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -99,7 +99,7 @@ class Trunk:
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.view(rows, width, -1, shape.head_dim).transpose(1, 2) for x in (q, k, v))
-            k, v = (spread_heads(x, shape) for x in (k, v))
+            k, v = (repeat_kv_heads(x, shape) for x in (k, v))
             with sdpa_kernel(ANY_SHAPE):
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return out.transpose(1, 2).reshape(rows * width, -1)
@@ -108,7 +108,7 @@ class Trunk:
         return self.run(token_ids.flatten(), positions, attend).view(rows, width, -1)
 
     def run(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Every layer over [N] tokens at [N] positions; `attend` owns which token sees which."""
+        """All layers over [N] tokens at [N] positions. `attend` decides which token attends to which."""
         shape = self.shape
         kv_width = shape.num_key_value_heads * shape.head_dim
         widths = [shape.num_attention_heads * shape.head_dim, kv_width, kv_width]
@@ -127,7 +127,7 @@ class Trunk:
 
 
 class Decoder:
-    """One token a row, every row at its own position, in buffers that never move (as a CUDA graph needs)."""
+    """Decodes one token per row, each at its own position. The buffers never move: CUDA graphs need that."""
 
     def __init__(self, trunk: Trunk, rows: int, capacity: int) -> None:
         shape = trunk.shape
@@ -139,7 +139,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Feed [rows] tokens at [rows] positions; their hidden states after the final norm [rows, H]."""
+        """Feed [rows] tokens at [rows] positions. Returns hidden states after the final norm [rows, H]."""
         head_dim = self.trunk.shape.head_dim
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,14 +153,14 @@ class Decoder:
 
 
 def load_trunk(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Trunk:
-    """The trunk of a model folder as `outrider models pull` leaves it."""
+    """The trunk of a model folder that `outrider models pull` made."""
     stored = load_file(folder / "model.safetensors", device=str(device))
     quantisation = json.loads((folder / "config.json").read_text()).get("quantization", {})
     return Trunk(Shape.read(folder), dequantised(stored, quantisation), dtype)
 
 
 def dequantised(stored: dict[str, Tensor], quantisation: dict[str, Any]) -> dict[str, Tensor]:
-    """NAME.weight of every module as float32; quantised ones from their codes, scales and biases."""
+    """NAME.weight of every module in float32. Quantised weights are dequantised."""
     weights = {}
     for name in (name for name in stored if name.endswith(".weight")):
         module = name.removesuffix(".weight")
@@ -175,7 +175,7 @@ def dequantised(stored: dict[str, Tensor], quantisation: dict[str, Any]) -> dict
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Codes of `bits` bits (4 or 8), the first in the lowest bits of each 32-bit word."""
+    """Codes of `bits` bits (4 or 8). The first code is in the lowest bits of a 32-bit word."""
     shifts = torch.arange(0, 32, bits, device=packed.device, dtype=torch.int32)
     words = packed.view(torch.int32)[..., None]
     return ((words >> shifts) & ((1 << bits) - 1)).flatten(-2)
@@ -191,12 +191,12 @@ def rope_angles(positions: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rope on [N, heads * head_dim], halves rotated against each other."""
+    """Rope on [N, heads * head_dim]. The two halves of a head are rotated against each other."""
     first, second = x.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
 
 
-def spread_heads(x: Tensor, shape: Shape) -> Tensor:
-    """[rows, kv heads, T, D] -> [rows, heads, T, D]: a key head once for every query head that reads it."""
+def repeat_kv_heads(x: Tensor, shape: Shape) -> Tensor:
+    """[rows, kv heads, T, D] -> [rows, heads, T, D]: each key head once per query head of its group."""
     return x.repeat_interleave(shape.num_attention_heads // shape.num_key_value_heads, dim=1)
