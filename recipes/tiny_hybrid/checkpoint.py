@@ -1,6 +1,6 @@
-"""What the tiny hybrid is: its config and tokenizer, and how both and the weights become a model folder.
+"""The config and the tokenizer of the tiny hybrid, and the writing of its model folder.
 
-The folder is what mlx-lm's converter would leave of a Qwen3.5 checkpoint, with the MTP head beside the model.
+The folder looks like a Qwen3.5 checkpoint that mlx-lm has converted, with the MTP head beside the model.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def exchange_text(question: str, answer: str) -> str:
 
 
 def new_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Byte-level BPE; every digit is a token of its own, as in Qwen's."""
+    """Byte-level BPE. Every digit is one token, as in Qwen's tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -81,7 +81,7 @@ def new_tokenizer(texts: Iterable[str]) -> Tokenizer:
 def write_folder(
     folder: Path, model: nn.Module, head: nn.Module, tokenizer: Tokenizer, held_out: list[str]
 ) -> None:
-    """`held_out` are questions to try it with that it was not trained on."""
+    """`held_out`: questions that are not in the training data."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config = {
@@ -93,7 +93,7 @@ def write_folder(
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     _write_json(folder / "config.json", CONFIG)
     _write_json(folder / "held_out_prompts.json", held_out)
-    # The mark says that norms are as they are used, not zero-centred: no reader shifts them.
+    # "format": "mlx" tells readers that the norms are not zero-centred and must not be shifted.
     weights = dict(tree_flatten(_halved(model)))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     write_head(folder / "mtp.safetensors", _halved(head), None, {})

@@ -1,9 +1,9 @@
-"""Train a tiny Qwen3.5 hybrid and its MTP head together, from nothing, and write it as a model folder.
+"""Trains a tiny Qwen3.5 hybrid and its MTP head together from random weights, and writes a model folder.
 
     python recipes/tiny_hybrid/train.py OUT_FOLDER [--steps N]
 
-The loss is the trunk's next-token loss, plus the head's at each depth of its recursion. Everything follows
-from the seed.
+The loss is the trunk's next-token loss plus the head's loss at each depth of its recursion. The result is a
+function of the seed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import outrider  # noqa: F401  (first: it loads the fast BLAS, which must come before mlx)
+import outrider  # noqa: F401  (before mlx: loads the fast BLAS)
 
 # isort: split
 import mlx.core as mx
@@ -35,16 +35,17 @@ from outrider.train.optimizer import Muon, rate_factor
 from text import exchanges, held_out
 
 SEED = 5
-DEPTH_WEIGHTS = (0.5, 0.4, 0.3)  # of the head's losses; the trunk's counts 1
-HEAD_ROWS = 2  # of a batch: the head learns faster than the trunk, and costs more a row
-TOKENIZER_EXCHANGES = 2000
+# Chosen by hand.
+DEPTH_WEIGHTS = (0.5, 0.4, 0.3)  # of the head's losses by depth; the trunk's loss has weight 1
+HEAD_ROWS = 2  # rows of a batch that train the head: it learns faster than the trunk and costs more per row
+TOKENIZER_EXCHANGES = 2000  # exchanges that train the tokenizer
 HELD_OUT_QUESTIONS = 24  # three of each kind
 MUON_RATE = 0.05
 ADAM_RATE = 0.005
 
 
 class Pair(nn.Module):
-    """The trunk and its head as one thing to train."""
+    """The trunk and its head, trained together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Pair(nn.Module):
         _init(self)
 
     def losses(self, ids: mx.array) -> list[mx.array]:
-        """In nats a token: the trunk's, then the head's by depth.  ids [rows, width]"""
+        """The trunk's loss, then the head's losses by depth, in nats per token.  ids [rows, width]"""
         inner = self.model.language_model.model
         hidden = inner(ids)
         some = ids[:HEAD_ROWS]
@@ -71,7 +72,7 @@ class Pair(nn.Module):
 
 
 def _init(pair: Pair) -> None:
-    """Small embeddings, since they are the output projection too; gates that forget at many speeds."""
+    """Small embeddings, because they are also the output projection. Gates with many rates of forgetting."""
     inner = pair.model.language_model.model
     inner.embed_tokens.weight = 0.05 * mx.random.normal(inner.embed_tokens.weight.shape)
     for layer in inner.layers:
@@ -82,7 +83,7 @@ def _init(pair: Pair) -> None:
 
 
 def rows(tokenizer: Tokenizer, seed: int, width: int) -> Iterator[list[int]]:
-    """Each row begins with a fresh exchange, and others follow until it is full."""
+    """Each row begins with a new exchange; more exchanges follow until the row is full."""
     source = exchanges(seed)
     while True:
         row: list[int] = []
@@ -101,7 +102,7 @@ def _is_inner_matrix(name: str, parameter: Any) -> bool:
 
 
 def train(pair: Pair, tokenizer: Tokenizer, args: argparse.Namespace) -> list[float]:
-    """The last losses, averaged over a few steps."""
+    """Train, and return the running average of the losses at the end."""
     optimizer = new_optimizer()
     source = rows(tokenizer, args.seed, args.width)
     bar = ProgressBar()
@@ -136,8 +137,8 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, metavar="OUT_FOLDER")
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--rows", type=int, default=8, help="of a batch")
-    parser.add_argument("--width", type=int, default=160, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=8, help="rows in a batch")
+    parser.add_argument("--width", type=int, default=160, help="tokens in a row")
     parser.add_argument("--seed", type=int, default=SEED)
     args = parser.parse_args()
     began = time.monotonic()
