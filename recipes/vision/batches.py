@@ -1,6 +1,6 @@
-"""Batches of conversations about pictures.
+"""Batches of conversations about images, and the worker processes that make them.
 
-Owns what a batch holds and the stream of batches that worker processes draw. Must not know about weights.
+Must not know about weights.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ IGNORED = -100
 
 @dataclass
 class Batch:
-    """Rows of conversations side by side. Its parts have the same sizes in every batch of a stream."""
+    """Rows of conversations. The tensors have the same sizes in every batch of a stream."""
 
     pixels: Tensor  # uint8 [pictures, SIZE, SIZE, 3]
     labels: Tensor  # int64 [pictures, 3, patches]
-    token_ids: Tensor  # int64 [rows, T]; the pictures fill its IMAGE_IDs in order
+    token_ids: Tensor  # int64 [rows, T]; the images take the places of IMAGE_ID in order
     positions: Tensor  # int64 [rows, T]
     parts: Tensor  # int64 [rows, T]: conversation * MOST_BRANCHES + branch
-    picture_at: Tensor  # int64 [pictures * TOKENS_PER_PICTURE]: where in the flat token_ids the IMAGE_IDs are
-    answer_at: Tensor  # int64 [n]: where in the flat token_ids the next token belongs to an answer
-    answers: Tensor  # int64 [n]: that next token, or IGNORED where there are fewer than n
-    answer_of: Tensor  # int64 [n]: to which answer it belongs
-    kinds: Tensor  # int64 [n]: of that answer's question, as an index into KINDS
+    picture_at: Tensor  # int64 [pictures * TOKENS_PER_PICTURE]: indices of IMAGE_ID in the flat token_ids
+    answer_at: Tensor  # int64 [n]: indices in the flat token_ids whose next token belongs to an answer
+    answers: Tensor  # int64 [n]: the next tokens; IGNORED is padding
+    answer_of: Tensor  # int64 [n]: the number of the answer
+    kinds: Tensor  # int64 [n]: the kind of the question, an index into KINDS
 
     def to(self, device: str) -> Batch:
         return Batch(*(part.to(device, non_blocking=True) for part in vars(self).values()))
@@ -61,7 +61,7 @@ class Batch:
 def collate(
     scenes: Sequence[Scene], rows: Sequence[Sequence[Written]], width: int, most_answers: int | None = None
 ) -> Batch:
-    """A row may hold several conversations. Of answers, the first `most_answers` tokens count."""
+    """A row may hold several conversations. Only the first `most_answers` tokens of answers are used."""
     token_ids = np.full((len(rows), width), END_OF_TURN_ID, dtype=np.int64)
     positions, parts = np.zeros_like(token_ids), np.zeros_like(token_ids)
     found: list[tuple[int, int, int, int]] = []  # at, token, answer, kind
@@ -80,7 +80,7 @@ def collate(
     labels = np.stack([patch_labels(scene) for scene in scenes]).reshape(len(scenes), 3, -1)
     pixels = np.stack([draw(scene) for scene in scenes])
     picture_at = np.flatnonzero(token_ids == IMAGE_ID)
-    assert len(picture_at) == len(scenes) * TOKENS_PER_PICTURE, "a picture has no place in its row"
+    assert len(picture_at) == len(scenes) * TOKENS_PER_PICTURE, "the rows have no place for one of the images"
     if most_answers is not None:
         found = found[:most_answers]
         found += [(0, IGNORED, most_answers - 1, 0)] * (most_answers - len(found))
@@ -91,13 +91,13 @@ def collate(
 
 @dataclass(frozen=True)
 class Plan:
-    """What a batch holds: how many rows of each sort, each `width` tokens wide."""
+    """The number of rows of each kind in a batch. A row has `width` tokens."""
 
-    several: int  # one picture of several shapes and many questions
-    few: int  # two pictures of one shape or a text, with questions
-    talks: int  # a conversation with two pictures, and one of several turns
+    several: int  # one image of several shapes, many questions
+    few: int  # two images of one shape or a text, with questions
+    talks: int  # a conversation about two images, and one of several turns
     width: int = 256
-    tokens_per_row: int = 48  # of answers, at most, over all rows
+    tokens_per_row: int = 48  # most answer tokens per row, as an average over all rows
 
     @classmethod
     def of(cls, rows: int, share_of_several: float) -> Plan:
@@ -111,7 +111,7 @@ class Plan:
 
 
 class Lessons(IterableDataset[Batch]):
-    """Endless batches for training; each worker has a stream of its own."""
+    """Endless batches for training. Each worker has its own stream."""
 
     def __init__(self, tokenizer_file: Path, plan: Plan, seed: str) -> None:
         self._tokenizer_file, self._plan, self._seed = tokenizer_file, plan, seed
@@ -147,11 +147,11 @@ class Lessons(IterableDataset[Batch]):
     def _talk(self, shown: list[Scene], random: Random, writer: Writer) -> Written:
         while True:
             written = self._conversation(shown, random, writer)
-            if written.token_ids.count(IMAGE_ID) == len(shown) * TOKENS_PER_PICTURE:  # else one did not fit
+            if written.token_ids.count(IMAGE_ID) == len(shown) * TOKENS_PER_PICTURE:  # all images fit
                 return written
 
     def _conversation(self, shown: list[Scene], random: Random, writer: Writer) -> Written:
-        """About two pictures in two turns, or about one in up to four."""
+        """A conversation about two images in two turns, or about one image in up to four turns."""
         turns = []
         for scene in shown:
             asked = questions(scene, random)[: 4 if len(shown) == 1 else 1]

@@ -1,4 +1,4 @@
-"""Conversations about pictures as token ids, written as the chat template writes them.
+"""Conversations about images as token ids, in the form of the chat template.
 
 Must not know how scenes are made, nor about batches.
 """
@@ -13,14 +13,14 @@ from pathlib import Path
 from questions import Question
 from tokenizers import Tokenizer
 
-# Ids of the vocabulary that the default model never met (their embeddings are all alike) get a new meaning.
+# Ids that the default model was never trained on (their embeddings are all equal) get a new meaning.
 FAKE_ID, GLOBAL_ID, IMAGE_ID = 14, 15, 16
 END_OF_TURN_ID = 2
 TOKENS_PER_PICTURE = 16
 PICTURE_IDS = [FAKE_ID, GLOBAL_ID, *[IMAGE_ID] * TOKENS_PER_PICTURE, FAKE_ID]
 DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 OTHER_SYSTEMS = ("You are a helpful assistant.", "You answer questions about pictures.", "Answer briefly.")
-MOST_BRANCHES = 64  # of a conversation, its beginning counted in
+MOST_BRANCHES = 64  # in a conversation, including its beginning
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,22 @@ class Turn:
 
 @dataclass(frozen=True)
 class Answer:
-    kind: str  # of its question
-    at: int  # its first token comes after the token here
+    kind: str  # of the question
+    at: int  # index of the token before the answer's first token
     token_ids: list[int]
 
 
 @dataclass
 class Written:
-    """A conversation; or several that begin alike, of which the beginning is written once."""
+    """A conversation, or several conversations with one shared beginning."""
 
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    branches: list[int] = field(default_factory=list)  # 0 is the beginning, which every branch sees
+    branches: list[int] = field(default_factory=list)  # 0: the beginning; every branch attends to it
     answers: list[Answer] = field(default_factory=list)
 
     def add(self, token_ids: Sequence[int], position: int, branch: int) -> int:
-        """Returns the next position."""
+        """Append the tokens. Returns the next position."""
         self.token_ids += token_ids
         self.positions += range(position, position + len(token_ids))
         self.branches += [branch] * len(token_ids)
@@ -55,14 +55,14 @@ class Written:
 
 
 class Writer:
-    """Conversations to token ids."""
+    """Turns conversations into token ids."""
 
     def __init__(self, tokenizer_file: Path) -> None:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
         self.ids = lru_cache(maxsize=200_000)(lambda text: tokenizer.encode(text).ids)
 
     def conversation(self, turns: Sequence[Turn], system: str, width: int) -> Written:
-        """Turns that would reach beyond `width` are left out."""
+        """Stops before the first turn that does not fit into `width` tokens."""
         written = Written()
         position = written.add(self._system(system), 0, 0)
         for turn in turns:
@@ -81,7 +81,7 @@ class Writer:
         return written
 
     def fan(self, asked: Sequence[Question], system: str, width: int) -> Written:
-        """One picture and many questions, each as if it were the first. What does not fit is left out."""
+        """One image and many questions, each in its own branch. Questions that do not fit are left out."""
         written = Written()
         begin = written.add(
             [*self._system(system), *self.ids("<|im_start|>user\n"), *PICTURE_IDS], position=0, branch=0

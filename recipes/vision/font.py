@@ -50,7 +50,7 @@ ADVANCE = 6  # dots from one character to the next
 
 
 def width_of(text: str) -> int:
-    """In dots."""
+    """The width of the text in dots."""
     return ADVANCE * len(text) - 1
 
 

@@ -1,6 +1,6 @@
-"""The default model's trunk, frozen, over sequences in which pictures stand for some tokens.
+"""The frozen trunk of the default model, over sequences in which image embeddings replace some tokens.
 
-Owns gradients through the trunk to the pictures' embeddings; the arithmetic is ../default_head/trunk.py's.
+Computes gradients through the trunk to the image embeddings. The weights come from ../default_head/trunk.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["FrozenTrunk", "random_trunk"]
 class FrozenTrunk:
     def __init__(self, trunk: Trunk, compiled: bool) -> None:
         self._trunk = trunk
-        self._output = trunk.embedding.float()  # logits in bfloat16 would be too coarse for a loss
+        self._output = trunk.embedding.float()  # bfloat16 logits are too coarse for a loss
         shape = trunk.shape
         self._block: Callable[..., Tensor] = _block
         self._numbers = (
@@ -46,7 +46,8 @@ class FrozenTrunk:
     def hidden(self, x: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
         """Embeddings to hidden states after the final norm.  float32 [rows, T, H] -> [rows, T, H]
 
-        positions [rows, T]; sees bool [rows, T, T]: which token sees which.
+        positions [rows, T]; sees bool [rows, T, T]: True if the token of the row attends to the token of the
+        column.
         """
         trunk = self._trunk
         angles = rope_angles(positions.flatten(), trunk.shape)
@@ -98,10 +99,10 @@ def _block(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
-    """What each token reads. q [rows, heads, T, D], k and v [rows, kv heads, T, D]; two plain products."""
+    """Attention by two plain products. q [rows, heads, T, D], k and v [rows, kv heads, T, D]."""
     rows, heads, width, head_dim = q.shape
     kv_heads = k.shape[1]
-    grouped = q.reshape(rows, kv_heads, -1, head_dim)  # heads that read the same keys, one below another
+    grouped = q.reshape(rows, kv_heads, -1, head_dim)  # heads with the same keys, one after the other
     scores = grouped @ k.transpose(-1, -2)
     scores = scores.view(rows, kv_heads, heads // kv_heads, width, width).float() * head_dim**-0.5
     shares = scores.masked_fill(~sees[:, None, None], -torch.inf).softmax(-1).to(v.dtype)
@@ -109,13 +110,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rope on [rows, heads, T, D], halves against each other; cos and sin are [rows, 1, T, D / 2]"""
+    """Rope on [rows, heads, T, D]; the halves rotate against each other. cos, sin: [rows, 1, T, D / 2]"""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def random_trunk(device: str, compiled: bool) -> FrozenTrunk:
-    """A trunk of the default model's size with random weights, for timing without its file."""
+    """A trunk of the default model's size with random weights, for timing without the model's file."""
     shape = Shape(576, 1536, 30, 9, 3, 64, 49152, 1e-5, 100000.0)
     size, kv = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
     sizes = {

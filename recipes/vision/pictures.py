@@ -1,7 +1,7 @@
-"""Scenes and how they are drawn: coloured shapes and printed text on a plain, shaded or noisy ground.
+"""Scenes and their images: coloured shapes and printed text on a plain, shaded or noisy background.
 
-Owns what a scene is and every pixel of its picture. A scene says everything about its picture, so the same
-scene gives the same bytes anywhere NumPy runs. Must not know about questions, tokens or training.
+A scene determines every pixel of its image: the same scene gives the same bytes on every machine with NumPy.
+Must not know about questions, tokens or training.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import font
 import numpy as np
 
-SIZE = 128  # pixels a side
-GRID = 16  # patches a side, for `patch_labels`
+SIZE = 128  # width and height in pixels
+GRID = 16  # patches in a row and in a column, for `patch_labels`
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross", "diamond", "heart", "arrow", "crescent")
 COLOURS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "red": ((255, 0, 0), (225, 25, 35), (200, 20, 20)),
@@ -29,7 +29,7 @@ COLOURS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "white": ((255, 255, 255), (248, 248, 248), (240, 240, 238)),
     "gray": ((128, 128, 128), (150, 150, 150), (110, 110, 112)),
 }
-BACKGROUNDS = {  # names of plain grounds; the pale ones have none of the names above and are never asked for
+BACKGROUNDS = {  # no question asks for "pale" and "dark", which are no names of colours
     **COLOURS,
     "pale": ((225, 235, 250), (250, 240, 225), (230, 245, 230), (245, 230, 240), (215, 215, 220)),
     "dark": ((20, 25, 50), (45, 20, 25), (20, 45, 30), (50, 50, 55)),
@@ -45,20 +45,20 @@ class Thing:
     text: str
     colour: str
     rgb: Colour
-    x: float  # of the centre, in pixels
+    x: float  # centre, in pixels
     y: float
-    radius: float  # of a shape: to its farthest point; of a text: half the height of a letter
-    turn: float  # in degrees, clockwise
+    radius: float  # shape: distance to its farthest point; text: half the height of a letter; in pixels
+    turn: float  # rotation in degrees, clockwise
 
 
 @dataclass(frozen=True)
 class Scene:
-    ground: str  # the name of the ground's colour, or "" if it has none
+    ground: str  # name of the background's colour; "": it has no single colour
     from_rgb: Colour
-    to_rgb: Colour  # the ground runs from one to the other
-    direction: float  # in degrees
-    noise: float  # how far pixels stray from their colour, in steps of 255
-    noise_at: int
+    to_rgb: Colour  # the background changes gradually from from_rgb to to_rgb
+    direction: float  # of the gradient, in degrees
+    noise: float  # largest deviation of a pixel from its colour, in steps of 255
+    noise_at: int  # offset into the table of noise
     things: tuple[Thing, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def draw(scene: Scene) -> np.ndarray:
 
 
 def patch_labels(scene: Scene) -> np.ndarray:
-    """What lies on each patch: shape, colour and character, 0 for none.  int64 [3, GRID, GRID]"""
+    """Shape, colour and character on each patch; 0: none.  int64 [3, GRID, GRID]"""
     labels = np.zeros((3, GRID, GRID), dtype=np.int64)
     step = SIZE / GRID
     v, u = np.meshgrid(*[np.arange(GRID, dtype=np.float32) * step + step / 2] * 2, indexing="ij")
@@ -104,7 +104,7 @@ def patch_labels(scene: Scene) -> np.ndarray:
 
 
 def half_size(thing: Thing) -> tuple[float, float]:
-    """Half the width and height of what a thing may cover, turned or not."""
+    """Half the width and half the height of a box around the thing, rotation included."""
     if not thing.text:
         return thing.radius, thing.radius
     wide = thing.radius * font.width_of(thing.text) / font.HEIGHT
@@ -125,7 +125,7 @@ def _ground(scene: Scene) -> np.ndarray:
 
 
 def _cover(thing: Thing) -> tuple[tuple[slice, slice], np.ndarray]:
-    """The box of pixels that a thing touches and how much of each it covers, 0 to 1."""
+    """The box of pixels that a thing touches, and the covered share of each pixel, 0 to 1."""
     half_width, half_height = half_size(thing)
     left, right = _span(thing.x, half_width)
     top, bottom = _span(thing.y, half_height)
@@ -144,7 +144,7 @@ def _span(centre: float, half: float) -> tuple[int, int]:
 
 
 def _turned(thing: Thing, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels relative to a thing's centre, right and down as the thing sees it."""
+    """Pixels relative to the thing's centre, rotated back by the thing's rotation."""
     angle = np.radians(thing.turn)
     cos, sin = np.float32(np.cos(angle)), np.float32(np.sin(angle))
     right, down = x - np.float32(thing.x), y - np.float32(thing.y)
@@ -165,7 +165,7 @@ def _text_cover(thing: Thing, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _noise_tile() -> np.ndarray:
-    """Noise from integers alone, so that it is the same everywhere.  float32 [2 SIZE * SIZE * 3]"""
+    """Noise from integer arithmetic, which is the same on every machine.  float32 [2 SIZE * SIZE * 3]"""
     mixed = np.arange(2 * SIZE * SIZE * 3, dtype=np.uint32)
     for _ in range(3):
         mixed = (mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x45D9F3B)
@@ -182,7 +182,7 @@ def _noise(at: int) -> np.ndarray:
     return NOISE[at % count : at % count + count].reshape(SIZE, SIZE, 3)
 
 
-# Outlines: how far a point is from the edge of a shape of radius 1, below 0 inside. u is right, v is down.
+# Outlines: signed distance from the edge of a shape of radius 1; negative inside. u: right, v: down.
 def _circle(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     return np.hypot(u, v) - 1
 

@@ -1,7 +1,7 @@
-"""Questions about a scene, with the one answer that each expects.
+"""Questions about a scene, each with its one correct answer.
 
-Owns what is asked. The form of an answer follows from its question's (wording.py), so answers can be compared
-as strings. Must not know how scenes are made or drawn.
+The wording of a question determines the wording of its answer (wording.py), so answers can be compared as
+strings. Must not know how scenes are made or drawn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from wording import (
     WORD,
 )
 
-FAR = 24  # pixels between two things of which one is said to be left of, or above, the other
+MIN_DISTANCE = 24  # pixels between two things before a question asks which is left, or above
 PLACES = (
     ("top left", "top", "top right"),
     ("left", "center", "right"),
@@ -55,7 +55,7 @@ KINDS = (
     "relation",
     "direction",
 )
-PICKS_FIRST = 6  # of every_question: questions that pick a shape, before others have their turn
+NUM_SELECTING_FIRST = 6  # questions that select one shape of several; further ones come last
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,26 @@ class Question:
 
 
 def questions(scene: Scene, random: Random) -> list[Question]:
-    """One question of each kind that the scene allows, in no order."""
+    """One question of each kind that the scene allows, in random order."""
     asked = list(_about(scene, random))
     random.shuffle(asked)
     return asked
 
 
 def every_question(scene: Scene, random: Random) -> list[Question]:
-    """One question of each kind, and of several shapes for each one's shape and colour; best first."""
+    """One question of each kind, and questions that select one of several shapes. The best come first."""
     asked = questions(scene, random)
     shapes = [thing for thing in scene.things if not thing.text]
     if len(shapes) < 2:
         return asked
-    picks = [*_picks(shapes, random)]
-    random.shuffle(picks)
+    selecting = [*_selecting(shapes, random)]
+    random.shuffle(selecting)
     others = [question for question in asked if question.kind not in ("shape", "colour")]
-    return [*picks[:PICKS_FIRST], *others, *picks[PICKS_FIRST:]]
+    return [*selecting[:NUM_SELECTING_FIRST], *others, *selecting[NUM_SELECTING_FIRST:]]
 
 
-def _picks(shapes: list[Thing], random: Random) -> Iterator[Question]:
-    """Of every shape that its colour names, the shape; of every one that its shape names, the colour."""
+def _selecting(shapes: list[Thing], random: Random) -> Iterator[Question]:
+    """For each unique colour: what shape has it? For each unique shape: what colour has it?"""
     by_shape = Counter(thing.shape for thing in shapes)
     by_colour = Counter(thing.colour for thing in shapes)
     for thing in shapes:
@@ -159,9 +159,9 @@ def _place(thing: Thing, random: Random) -> Question:
 
 def _relation(one: Thing, other: Thing, random: Random) -> Iterator[Question]:
     names = {"the": f"the {one.shape}", "other": f"the {other.shape}"}
-    if abs(one.x - other.x) > FAR:
+    if abs(one.x - other.x) > MIN_DISTANCE:
         yield _fill("relation", SIDE, random, side="left" if one.x < other.x else "right", **names)
-    elif abs(one.y - other.y) > FAR:
+    elif abs(one.y - other.y) > MIN_DISTANCE:
         yield _fill("relation", HEIGHT, random, side="above" if one.y < other.y else "below", **names)
 
 
@@ -183,7 +183,7 @@ def _count(shapes: list[Thing], random: Random) -> Question:
 def _presence(shapes: list[Thing], random: Random) -> Question:
     there = {(thing.shape, thing.colour) for thing in shapes}
     shape, colour = random.choice(sorted(there))
-    if random.random() < 0.5:  # something that is not there, but nearly
+    if random.random() < 0.5:  # often a shape that is not there, but similar to one that is
         if random.random() < 0.5:
             shape = random.choice(SHAPES)
         else:
@@ -193,7 +193,7 @@ def _presence(shapes: list[Thing], random: Random) -> Question:
 
 
 def description(scene: Scene) -> str:
-    """Everything, in reading order."""
+    """All things, in reading order."""
     things = sorted(scene.things, key=cell_of)
     counted = Counter(
         f'the text "{thing.text}" in {thing.colour}' if thing.text else f"{thing.colour} {thing.shape}"

@@ -1,7 +1,7 @@
-"""Random scenes, and which of them are kept out of training.
+"""Random scenes, and the contents that are held out of training.
 
-Owns what is in a scene and where. Must not know about questions. Held out are ten pairs of a shape and a
-colour, the words of words.HELD_OUT, and the numbers for which `is_held_out_number` holds.
+Held out: ten pairs of a shape and a colour, the words of words.HELD_OUT, and the numbers for which
+`is_held_out_number` is True. Must not know about questions.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ HELD_OUT_PAIRS = frozenset(
         ("crescent", "gray"),
     }
 )
-# How far a shape may be turned, in degrees to either side.
+# Largest rotation of a shape in either direction, in degrees. Other shapes: any rotation.
 TURNS = {"square": 14, "triangle": 20, "cross": 14, "diamond": 14, "heart": 20, "arrow": 10}
-CELL = SIZE / 3  # scenes of several things put them into a grid of three by three
-LEAST_CONTRAST = 120  # between a thing and the ground, as the sum over red, green and blue
+CELL = SIZE / 3  # pixels; several things are placed on a grid of three by three cells
+MIN_CONTRAST = 120  # between a thing and the background: sum of the differences of red, green and blue
 
 
 def is_held_out_number(digits: str) -> bool:
@@ -38,25 +38,25 @@ def is_held_out_number(digits: str) -> bool:
 
 
 class SceneMaker:
-    """Scenes from one stream of random numbers: all of training's, or only such as training never shows."""
+    """Scenes from one stream of random numbers: scenes for training, or scenes with held-out contents."""
 
     def __init__(self, seed: int | str, *, held_out: bool = False) -> None:
         self.random = random.Random(seed)
         self._held_out = held_out
 
     def one_shape(self) -> Scene:
-        """One shape, anywhere, of any size."""
+        """One shape of any size, at any place."""
         radius = self.random.uniform(12, 56) if self.random.random() < 0.7 else self.random.uniform(10, 20)
         x, y = (self.random.uniform(min(radius, 60), SIZE - min(radius, 60)) for _ in range(2))
         return self._with_ground(lambda ground: [self._shape(*self._pair(ground), x, y, radius)])
 
     def shapes(self) -> Scene:
-        """One to five shapes in cells of their own, each with its own shape and colour."""
+        """One to five shapes in different cells. Each has its own random shape and colour."""
         count = self.random.choice((1, 2, 2, 3, 3, 4, 5))
         return self._with_ground(lambda ground: self._in_cells([self._pair(ground) for _ in range(count)]))
 
     def crowd(self) -> Scene:
-        """One to six shapes of which many are alike."""
+        """One to six shapes of one or two kinds."""
         count = self.random.randint(1, 6)
 
         def things(ground: Sequence[Colour]) -> list[Thing]:
@@ -74,7 +74,7 @@ class SceneMaker:
         return self._with_ground(lambda ground: [self._text(digits, ground)])
 
     def word(self) -> Scene:
-        """A word; in training half of the time a string of letters that need not be one."""
+        """A word. In training, half of the texts are random letters."""
         if self._held_out:
             word = self.random.choice(sorted(words.HELD_OUT))
         elif self.random.random() < 0.5:
@@ -103,7 +103,7 @@ class SceneMaker:
                 return word
 
     def _pair(self, ground: Sequence[Colour]) -> tuple[str, str, Colour]:
-        """A shape, the name of its colour and the colour, which stands out from the ground."""
+        """A shape, the name of its colour, and the colour, which has enough contrast to the background."""
         while True:
             shape, colour = self.random.choice(SHAPES), self.random.choice(list(COLOURS))
             if self._held_out:
@@ -182,15 +182,15 @@ class SceneMaker:
 
 
 def stands_out(rgb: Colour, ground: Sequence[Colour]) -> bool:
-    return all(sum(abs(a - b) for a, b in zip(rgb, other, strict=True)) >= LEAST_CONTRAST for other in ground)
+    return all(sum(abs(a - b) for a, b in zip(rgb, other, strict=True)) >= MIN_CONTRAST for other in ground)
 
 
 def cell_of(thing: Thing) -> tuple[int, int]:
-    """The row and column of the grid that a thing's centre lies in."""
+    """Row and column of the cell with the thing's centre."""
     return min(2, int(thing.y / CELL)), min(2, int(thing.x / CELL))
 
 
-KINDS: dict[str, tuple[Callable[[SceneMaker], Scene], int]] = {  # and how often each is drawn
+KINDS: dict[str, tuple[Callable[[SceneMaker], Scene], int]] = {  # and the relative frequency of each
     "one_shape": (SceneMaker.one_shape, 20),
     "shapes": (SceneMaker.shapes, 30),
     "crowd": (SceneMaker.crowd, 14),
@@ -201,8 +201,8 @@ KINDS: dict[str, tuple[Callable[[SceneMaker], Scene], int]] = {  # and how often
 
 
 def any_scene(maker: SceneMaker) -> Scene:
-    makers, often = zip(*KINDS.values(), strict=True)
-    make: Callable[[SceneMaker], Scene] = maker.random.choices(makers, often)[0]
+    makers, frequencies = zip(*KINDS.values(), strict=True)
+    make: Callable[[SceneMaker], Scene] = maker.random.choices(makers, frequencies)[0]
     return make(maker)
 
 

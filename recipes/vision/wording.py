@@ -1,8 +1,8 @@
-"""The words of questions and answers."""
+"""The wording of questions and answers. The strings are training data: a change needs a new training."""
 
 from __future__ import annotations
 
-# {the} stands for a thing that is the only one of its kind; {Shape} is {shape} with a capital.
+# {the}: a thing that is the only one of its kind. {Shape}: {shape} with a capital letter.
 SHAPE_OF_ONE = (
     ("What shape is in the picture?", "A {shape}."),
     ("What shape is this?", "It is a {shape}."),

@@ -1,4 +1,4 @@
-"""Words that are printed in pictures; those of HELD_OUT are never printed in training."""
+"""Words that are printed in images. The words of HELD_OUT never occur in training."""
 
 from __future__ import annotations
 
