@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
@@ -21,6 +22,10 @@ mx.set_default_device(mx.cpu)
 _measurements = tempfile.TemporaryDirectory(prefix="outrider-depth-")
 cost_store.folder = lambda: Path(_measurements.name)
 calibration.BUDGET_S = 0.05
+
+# A slow example on a busy machine is no failure.
+settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("outrider")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cpu import threads
+from patience import PATIENCE_S
 
 OUR_VARIABLES = (
     *("OUTRIDER_BLAS", "OUTRIDER_KERNEL", "OUTRIDER_CACHE", "LD_PRELOAD", "XDG_CACHE_HOME"),
@@ -70,7 +71,7 @@ def in_fresh_process(code: str, **variables: str | Path) -> dict[str, Any]:
         env=clean_environment(**variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1]) | {"stderr": run.stderr}

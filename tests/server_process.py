@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,10 @@ from mlx.utils import tree_flatten
 
 from outrider.models.heads import new_head
 from outrider.models.trunk import Trunk
+from patience import PATIENCE_S, wait_until
 from tiny_models import write_checkpoint
 
 CONTEXT = 8192
-START_S = 60
 PROGRAM = ("-m", "outrider")
 ON_CPU = (  # the same program, which computes on the CPU where there is a GPU too
     "-c",
@@ -50,23 +49,20 @@ class ServerProcess:
     model: str
 
     def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=30).json()
+        return httpx.get(self.url + path, timeout=PATIENCE_S).json()
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **kwargs)
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S, **kwargs)
 
     def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
         match = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(match.group(1)) if match else 0.0
 
-    def wait_until_idle(self, seconds: float = 5.0) -> Any:
+    def wait_until_idle(self) -> Any:
         """The status once no request lives; fails if one stays."""
-        deadline = time.monotonic() + seconds
-        while (status := self.get("/v1/status"))["live_requests"]:
-            assert time.monotonic() < deadline, status
-            time.sleep(0.01)
-        return status
+        wait_until(lambda: not self.get("/v1/status")["live_requests"])
+        return self.get("/v1/status")
 
 
 @contextlib.contextmanager
@@ -96,4 +92,4 @@ def serving(
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(PATIENCE_S)

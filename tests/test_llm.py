@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from outrider.llm import GenerationFailed
 from outrider.models.errors import ModelUnavailable
 from outrider.models.heads import new_head
 from outrider.models.trunk import Trunk
+from patience import PATIENCE_S, held_steps, wait_until
 from tiny_models import write_checkpoint
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -88,13 +88,11 @@ def test_leaving_a_stream_early_frees_its_row(llm: LLM, how: str) -> None:
     if how == "closed":
         stream.close()
         assert list(stream) == []
-    steps = llm.engine.num_steps
-    del stream
+    with held_steps(llm.engine):
+        steps = llm.engine.num_steps
+        del stream
     llm.generate("x", SamplingParams(max_tokens=1, temperature=0))
-    deadline = time.monotonic() + 5
-    while llm.engine._loop.live and time.monotonic() < deadline:  # the cancel is on its way
-        time.sleep(0.01)
-    assert not llm.engine._loop.live
+    wait_until(lambda: not llm.engine._loop.live)  # the cancel is on its way
     assert llm.engine.num_steps < steps + 20
 
 
@@ -240,7 +238,7 @@ def test_closing_ends_what_is_running(folder: Path) -> None:
     reader = threading.Thread(target=lambda: ends.append(list(stream)[-1].finish_reason))
     reader.start()
     llm.close()
-    reader.join(timeout=10)
+    reader.join(PATIENCE_S)
     assert ends == ["cancelled"]
     with pytest.raises(EngineStopped):
         llm.generate("x", GREEDY)
@@ -259,7 +257,7 @@ def test_requests_from_many_threads_at_once(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(PATIENCE_S)
     assert found == expected
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,6 +14,7 @@ from mlx.utils import tree_map
 
 from outrider import LLM, InvalidConfig, SamplingParams
 from outrider.models.files.fingerprint import fingerprint
+from patience import wait_until
 from server_process import write_tiny_model
 from tiny_models import tiny_model, write_checkpoint
 
@@ -159,9 +159,7 @@ def test_a_server_that_is_killed_leaves_only_good_blocks(
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
-    deadline_s = time.monotonic() + 60
-    while len(list(tmp_path.iterdir())) < 12 and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(tmp_path.iterdir())) >= 12)
     process.send_signal(signal.SIGKILL)
     process.wait()
     with LLM(folder, prefix_cache_dir=tmp_path) as llm:

@@ -13,6 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from patience import PATIENCE_S, measures_time, wait_until
 from server_process import ServerProcess
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story."}]
@@ -28,12 +29,12 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def client(live: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
 def claude(live: ServerProcess) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 # -- OpenAI: chat ----------------------------------------------------------------------------------------
@@ -417,33 +418,47 @@ def test_token_ids_outside_the_vocabulary_are_refused(live: ServerProcess) -> No
 
 # -- under load ------------------------------------------------------------------------------------------
 
+ABANDONED = 'outrider_requests_total{{api="{}",finish="abandoned"}}'
 LONG = {"max_tokens": 4000, "temperature": 0, "ignore_eos": True, "messages": MESSAGES, "stream": True}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_client_that_leaves_frees_its_row(live: ServerProcess, path: str) -> None:
-    with httpx.stream("POST", live.url + path, json=LONG, timeout=30) as response:
+    abandoned = (
+        f'outrider_requests_total{{api="{path.removeprefix("/v1/").split("/")[0]}",finish="abandoned"}}'
+    )
+    before = live.metric(abandoned)
+    with httpx.stream("POST", live.url + path, json=LONG, timeout=PATIENCE_S) as response:
         lines = (line for line in response.iter_lines() if line)
         for _ in range(8):
             next(lines)
         assert live.get("/v1/status")["live_requests"] == 1
         assert live.get("/v1/status")["rows"]
-    status = live.wait_until_idle(2.0)
+    status = live.wait_until_idle()
+    assert live.metric(abandoned) == before + 1, "the answer was given to the end"
     assert status["rows"] == []
     assert status["cache_bytes"] == 0
 
 
 def test_whole_answer_is_given_up_when_its_client_leaves(live: ServerProcess) -> None:
+    abandoned = ABANDONED.format("chat")
+    before = live.metric(abandoned)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{live.url}/v1/chat/completions", json=LONG | {"stream": False}, timeout=0.3)
-    live.wait_until_idle(2.0)
+        httpx.post(
+            f"{live.url}/v1/chat/completions",
+            json=LONG | {"stream": False},
+            timeout=httpx.Timeout(PATIENCE_S, read=0.3),
+        )
+    wait_until(lambda: live.metric(abandoned) == before + 1)
+    live.wait_until_idle()
 
 
-def test_health_answers_at_once_during_a_long_prefill(live: ServerProcess) -> None:
+def _waits_for_health_during_a_long_prefill(live: ServerProcess) -> tuple[list[float], float]:
+    """How long each answer took, and how long the prefill took."""
     body = {"prompt": "word " * 600, "max_tokens": 1, "temperature": 0}
 
     async def run() -> tuple[list[float], float]:
-        async with httpx.AsyncClient(base_url=live.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE_S) as http:
             await http.get("/health")  # the connection is there
             started = time.perf_counter()
             asking = asyncio.create_task(http.post("/v1/completions", json=body))
@@ -456,9 +471,18 @@ def test_health_answers_at_once_during_a_long_prefill(live: ServerProcess) -> No
             assert asking.result().status_code == 200
             return waits, time.perf_counter() - started
 
-    waits, took_s = asyncio.run(run())
-    assert took_s > 0.2, "the prompt is too short to show anything"
+    return asyncio.run(run())
+
+
+def test_health_answers_during_a_long_prefill(live: ServerProcess) -> None:
+    waits, _ = _waits_for_health_during_a_long_prefill(live)
     assert len(waits) >= 5
+
+
+@measures_time
+def test_health_answers_at_once_during_a_long_prefill(live: ServerProcess) -> None:
+    waits, took_s = _waits_for_health_during_a_long_prefill(live)
+    assert took_s > 0.2, "the prompt is too short to show anything"
     assert sorted(waits)[len(waits) * 9 // 10] < 0.05
     assert max(waits) < 0.25  # one slip of a busy machine, but no forward pass
 
@@ -497,7 +521,7 @@ def test_mixed_load_gives_everyone_their_solo_answer(live: ServerProcess) -> Non
                 break
 
     async def run() -> list[str]:
-        async with httpx.AsyncClient(base_url=live.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE_S) as http:
             leavers = [asyncio.create_task(leave(http)) for _ in range(4)]
             texts = await asyncio.gather(*(read(http, body) for body in _bodies()))
             await asyncio.gather(*leavers)

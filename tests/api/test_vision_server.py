@@ -19,6 +19,7 @@ import pytest
 from drawn_pictures import SHAPE_AND_COLOUR, Question, questions_about_shapes
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import vision_model
+from patience import PATIENCE_S
 from server_process import ServerProcess, serving
 
 QUESTIONS = questions_about_shapes()
@@ -40,7 +41,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 def ask(client: openai.OpenAI, question: Question, **extra: Any) -> openai.types.chat.ChatCompletion:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli.bench import _split_name
+from patience import PATIENCE_S
 from scripted_server import refuses, scripted, stream
 from server_process import write_tiny_model
 
@@ -28,7 +32,7 @@ def outrider(*args: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "outrider", "bench", *args],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         env=environ,
     )
 
@@ -129,6 +133,16 @@ def test_names_before_urls(given: str, name: str | None, url: str) -> None:
     assert _split_name(given) == (name, url)
 
 
+def _read_until(terminal: int, text: str) -> str:
+    """What came up to the text and with it."""
+    seen, give_up_s = "", time.monotonic() + PATIENCE_S
+    while text not in seen:
+        assert time.monotonic() < give_up_s, seen
+        assert select.select([terminal], [], [], PATIENCE_S)[0], seen
+        seen += os.read(terminal, 65536).decode(errors="replace")
+    return seen
+
+
 @pytest.mark.parametrize(
     ("http", "number"), [(False, signal.SIGINT), (True, signal.SIGINT), (True, signal.SIGTERM)]
 )
@@ -137,19 +151,22 @@ def test_ctrl_c_prints_the_figures_so_far_and_leaves_no_server(
 ) -> None:
     file = tmp_path / "b.json"
     many = [*SHORT, "--rounds", "5000", "--json", str(file)]
+    terminal, its_end = pty.openpty()  # where the bar shows which round is under way
     process = subprocess.Popen(
         [sys.executable, "-m", "outrider", "bench", str(folder), *many, *(["--http"] if http else [])],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=its_end,
         text=True,
+        env=os.environ | {"COLUMNS": "200"},
     )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("Measuring: "):  # the server, too, may say that it is measuring
-            break
-    time.sleep(3)
+    os.close(its_end)
+    err = _read_until(terminal, "round 3")
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    with contextlib.suppress(OSError):  # Linux's sign for the end of a terminal
+        while more := os.read(terminal, 65536):
+            err += more.decode(errors="replace")
+    os.close(terminal)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, err
     assert "Interrupted. These are the figures so far." in out
     assert "tokens/s" in out
@@ -159,4 +176,4 @@ def test_ctrl_c_prints_the_figures_so_far_and_leaves_no_server(
     assert 0 < len(found["cases"][0]["rounds"]) < 10_000
     if http:
         with pytest.raises(OSError, match="refused"):
-            urllib.request.urlopen(found["targets"]["outrider"]["url"] + "/health", timeout=5)
+            urllib.request.urlopen(found["targets"]["outrider"]["url"] + "/health", timeout=PATIENCE_S)

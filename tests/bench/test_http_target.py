@@ -21,6 +21,7 @@ from outrider.bench.target import RequestOptions
 from outrider.bench.workloads import Task
 from outrider.chat_client import MAX_EVENT_BYTES, ChatChunk, ChatClient
 from outrider.server_address import ServerAddress
+from patience import PATIENCE_S
 from scripted_server import Reply, refuses, scripted, stream
 
 TASK = Task("Hi")
@@ -28,7 +29,7 @@ OPTIONS = RequestOptions(0.5, 9, 3, None)
 DONE = b"data: [DONE]\n\n"
 
 
-def ask(url: str, timeout_s: float = 30.0, task: Task = TASK) -> Answer:
+def ask(url: str, timeout_s: float = PATIENCE_S, task: Task = TASK) -> Answer:
     client = ChatClient(ServerAddress.parse(url), "test", timeout_s)
     target = HttpTarget("t", client, "m", None)
     return asyncio.run(target.ask(task, OPTIONS))
@@ -247,13 +248,13 @@ def test_a_stream_may_end_without_done_once_it_has_said_why() -> None:
         ),
         ([head(status="500 Oh"), b"<html>"], "the server says 500: Oh"),
         ([head(status="422 No"), b'{"detail": "bad"}'], "the server says 422: bad"),
-        ([head(), event("a"), 1.0], "silent for 0.3 seconds"),
-        ([1.0, head()], "silent for 0.3 seconds"),
+        ([head(), event("a"), 30.0], "silent for 0.3 seconds"),
+        ([30.0, head()], "silent for 0.3 seconds"),
     ],
 )
 def test_what_goes_wrong_is_in_the_answer(script: list[Any], message: str) -> None:
     with raw_server(script) as url:
-        found = ask(url, timeout_s=0.3 if "silent" in message else 30.0)
+        found = ask(url, timeout_s=0.3 if "silent" in message else PATIENCE_S)
     assert re.search(message, found.error or "")
 
 

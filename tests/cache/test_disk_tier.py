@@ -20,6 +20,7 @@ from outrider.cache.block_file import Arrays
 from outrider.cache.block_folder import HEADER_BYTES, BlockFolder
 from outrider.cache.disk_tier import DiskTier
 from outrider.files import atomic
+from patience import PATIENCE_S
 
 PLENTY = 100 << 20
 MODEL = "0123abcd"
@@ -34,8 +35,8 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 def _fetch(tier: DiskTier, name: str) -> Arrays | None:
     tier.fetch(name)
-    deadline_s = time.monotonic() + 30
-    while time.monotonic() < deadline_s:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up_s:
         tier.wait_for_fetched(1)
         for fetched in tier.take_fetched():
             assert fetched.name == name
@@ -295,7 +296,7 @@ def test_a_server_killed_in_mid_write_leaves_nothing_that_is_served(tmp_path: Pa
         )
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        _wait_for_a_half_written_file(tmp_path)
+        _stop_in_mid_write(process, tmp_path)
         process.send_signal(signal.SIGKILL)
         process.wait()
         caught += len(_half_written(tmp_path))
@@ -318,11 +319,17 @@ def _half_written(tmp_path: Path) -> list[Path]:
     return [path for path in tmp_path.iterdir() if path.name.startswith(atomic.TEMPORARY)]
 
 
-def _wait_for_a_half_written_file(tmp_path: Path) -> None:
-    deadline_s = time.monotonic() + 30
-    while time.monotonic() < deadline_s:
-        if any(len(path.name) > 40 for path in _half_written(tmp_path)):
+def _stop_in_mid_write(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """The process stands still while a file is half written. A write that ended too soon is let go."""
+    give_up_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up_s:
+        if not any(len(path.name) > 40 for path in _half_written(tmp_path)):
+            continue
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        if _half_written(tmp_path):
             return
+        process.send_signal(signal.SIGCONT)
     raise AssertionError("nothing was written")
 
 

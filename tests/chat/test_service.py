@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta,
 from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
 from outrider.request import Grammar, InvalidRequest, SamplingParams
+from patience import Hurdle, goes_on_while_held
 
 TOOLS = (WEATHER, CLOCK)
 HARMONY = (
@@ -255,25 +255,21 @@ def test_each_request_is_validated_once_and_not_on_the_event_loop() -> None:
 
 def test_a_long_prompt_does_not_hold_up_the_event_loop() -> None:
     service = new_service(FakeEngine())
-    vocabulary, delay_s = service._renderer._vocabulary, 0.2
+    vocabulary, hurdle = service._renderer._vocabulary, Hurdle()
     encode = vocabulary.encode
 
     def slow_encode(text: str) -> list[int]:
-        time.sleep(delay_s)
+        hurdle.stop()
         return encode(text)
 
     vocabulary.encode = slow_encode  # type: ignore[method-assign]
 
-    async def longest_gap() -> float:
+    async def run() -> None:
         task = asyncio.create_task(service.start(request_for()))
-        gap, last = 0.0, time.perf_counter()
-        while not task.done():
-            await asyncio.sleep(0.005)
-            now = time.perf_counter()
-            gap, last = max(gap, now - last), now
-        return gap
+        await goes_on_while_held(hurdle)
+        await task
 
-    assert asyncio.run(longest_gap()) < delay_s / 2
+    asyncio.run(run())
 
 
 def test_leaving_the_stream_aborts_the_request() -> None:

@@ -22,6 +22,7 @@ from outrider.chat.events import (
 )
 from outrider.chat.service import ChatService
 from outrider.request import Grammar, InvalidRequest
+from patience import until
 from tiny_models import write_checkpoint
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -129,17 +130,13 @@ def test_an_answer_keeps_to_its_form(service: ChatService) -> None:
 def test_leaving_early_frees_the_row(llm: LLM, service: ChatService) -> None:
     async def leave() -> None:
         stream = await service.start(
-            request_for("a long story", SamplingParams(max_tokens=300, ignore_eos=True))
+            request_for("a long story", SamplingParams(max_tokens=1500, ignore_eos=True))
         )
         async for event in stream:
             assert isinstance(event, TextDelta)
             break
         del stream
-        for _ in range(200):
-            if not llm.engine._loop.live:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("the request is still alive")
+        await until(lambda: not llm.engine._loop.live)
 
     asyncio.run(leave())
 

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE_S
 from tiny_models import write_checkpoint
 
 
 def outrider(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "outrider", *args], input=stdin, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "outrider", *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 
@@ -57,5 +62,7 @@ def test_a_script_that_never_closes_its_llm_exits_cleanly(folder: Path) -> None:
         "print(len(llm.generate('hi', SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids))\n"
     )
     for _ in range(3):
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+        result = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S
+        )
         assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr

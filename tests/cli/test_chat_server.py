@@ -21,6 +21,7 @@ from outrider.cli.chat_server import ServerBackend
 from outrider.config import InvalidConfig
 from outrider.request import SamplingParams
 from outrider.server_address import ServerAddress
+from patience import PATIENCE_S
 from scripted_server import Reply, refuses, says, scripted, stream
 from server_process import ServerProcess, serving, write_tiny_model
 
@@ -39,7 +40,7 @@ def outrider(*args: str, stdin: str = "", **variables: str) -> subprocess.Comple
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         env=os.environ | variables,
     )
 
@@ -146,7 +147,7 @@ class Terminal:
     def type(self, line: str) -> None:
         os.write(self._master, f"{line}\n".encode())
 
-    def wait_for(self, text: str, seconds: float = 30.0) -> str:
+    def wait_for(self, text: str, seconds: float = PATIENCE_S) -> str:
         """What came up to the text and with it."""
         deadline = time.monotonic() + seconds
         while text not in self._seen:
@@ -173,14 +174,14 @@ def terminal(*args: str) -> Iterator[Terminal]:
         yield Terminal(process, master)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE_S)
         os.close(master)
 
 
 def _endless() -> Iterator[bytes]:
     yield b'data: {"choices": [{"delta": {"reasoning_content": "Hmm"}}]}\n\n'
     yield b'data: {"choices": [{"delta": {"content": "**so** it goes"}}]}\n\n'
-    for _ in range(3000):
+    for _ in range(30_000):
         yield b'data: {"choices": [{"delta": {"content": " on"}}]}\n\n'
         time.sleep(0.01)
 
@@ -196,7 +197,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation() -> None:
         chat.type("and?")
         chat.wait_for("\x1b[3myes\x1b[0m")
         chat.type("/quit")
-        assert chat.process.wait(10) == 0
+        assert chat.process.wait(PATIENCE_S) == 0
         roles = [message["role"] for message in server.bodies[1]["messages"]]
         assert roles == ["user", "assistant", "user"]
         assert server.bodies[1]["messages"][1]["content"].startswith("**so** it goes on")

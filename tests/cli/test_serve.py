@@ -19,6 +19,7 @@ from outrider.cli.foreign_flags import notes
 from outrider.cli.serve import engine_config, model_name
 from outrider.cli.serve_options import GROUPS, OPTIONS, add_options, resolve
 from outrider.config import EngineConfig, InvalidConfig
+from patience import PATIENCE_S
 from server_process import serving, write_tiny_model
 
 AUTO = EngineConfig().auto_depth
@@ -241,7 +242,7 @@ def taken_port() -> Iterator[int]:
 
 def refusal(*args: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-m", "outrider", "serve", *args], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "outrider", "serve", *args], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
@@ -261,7 +262,10 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(headless: Path, take
 
 def test_help_lists_every_option() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "outrider", "serve", "--help"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "outrider", "serve", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert result.returncode == 0
     missing = [
@@ -281,6 +285,8 @@ def test_banner_key_and_graceful_end(headless: Path) -> None:
         "--served-model-name",
         "one,two",
         "--continuous-batching",
+        "--drain",
+        "240",
     )
     with serving(headless, *flags, OUTRIDER_API_KEY="secret", OUTRIDER_MAX_ROWS="2") as server:
         assert "float32 on cpu" in server.banner
@@ -292,7 +298,7 @@ def test_banner_key_and_graceful_end(headless: Path) -> None:
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert _finishes_its_stream_after(server.process, server.url, signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(PATIENCE_S) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
 
@@ -301,7 +307,9 @@ def _finishes_its_stream_after(process: subprocess.Popen[str], url: str, number:
     body = {"prompt": "a", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
     headers = {"x-api-key": "secret"}
     ends: list[str] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S
+    ) as response:
         for line in response.iter_lines():
             if not ends:
                 process.send_signal(number)
@@ -314,11 +322,11 @@ def test_answers_that_take_too_long_end_with_an_error(headless: Path) -> None:
         lines: list[str] = []
 
         body = {"prompt": "a", "max_tokens": 8000, "temperature": 0, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
             for line in response.iter_lines():
                 if not lines:
                     server.process.send_signal(signal.SIGINT)
                 lines.append(line)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(PATIENCE_S) == 0
     assert any("shutting down" in line for line in lines)
     assert "data: [DONE]" in lines[-3:]

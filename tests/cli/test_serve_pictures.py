@@ -10,6 +10,7 @@ import anthropic
 import openai
 import pytest
 
+from patience import PATIENCE_S
 from picture_files import data_url, encoded, noise
 from server_process import serving
 from tiny_vision import write_vision_checkpoint
@@ -27,7 +28,7 @@ def test_pictures_over_http_while_text_streams_run(tmp_path: Path) -> None:
     flags = ("--allow-local-media", str(media), "--max-images", "2", "--max-rows", "4")
     with serving(tmp_path / "model", *flags) as server:
         assert "images read" in " ".join(server.banner.split())
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
         def ask(*parts: dict[str, Any], **changes: Any) -> str:
             content: Any = [*parts, {"type": "text", "text": "what is it?"}]
@@ -50,7 +51,7 @@ def test_pictures_over_http_while_text_streams_run(tmp_path: Path) -> None:
         thread.start()
         pictures = [data_url(encoded(noise(40, 24, seed))) for seed in (1, 2)]
         busy = [ask(image(url)) for url in pictures]
-        thread.join(60)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         num_encoded = server.metric("outrider_picture_pieces_encoded_total")
         assert num_encoded >= 2
@@ -69,7 +70,7 @@ def test_pictures_over_http_while_text_streams_run(tmp_path: Path) -> None:
 
         with pytest.raises(openai.BadRequestError, match="3 pictures"):
             ask(*[image(pictures[0])] * 3)
-        claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+        claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
         source: Any = {"type": "base64", "media_type": "image/png", "data": pictures[0].partition(",")[2]}
         message = claude.messages.create(
             model="model",

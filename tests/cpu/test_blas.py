@@ -11,6 +11,7 @@ import pytest
 import fresh_process
 from fresh_process import PRINT, PRODUCT, PROVIDER, REPORT, files_in
 from outrider.cpu import blas, threads
+from patience import PATIENCE_S, measures_time
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
 
@@ -57,11 +58,17 @@ def test_the_process_takes_sgemm_from_the_cached_copy(cache: Path) -> None:
     assert found["stderr"] == ""
 
 
-def test_mlx_multiplies_right_and_at_least_five_times_faster(cache: Path) -> None:
+def test_mlx_multiplies_right(cache: Path) -> None:
     optimised = in_fresh_process(REPORT + PRODUCT, XDG_CACHE_HOME=cache)
     reference = in_fresh_process(REPORT + PRODUCT, XDG_CACHE_HOME=cache, OUTRIDER_BLAS="off")
     assert optimised["error"] < 1e-4
     assert reference["error"] < 1e-4
+
+
+@measures_time
+def test_mlx_multiplies_at_least_five_times_faster(cache: Path) -> None:
+    optimised = in_fresh_process(REPORT + PRODUCT, XDG_CACHE_HOME=cache)
+    reference = in_fresh_process(REPORT + PRODUCT, XDG_CACHE_HOME=cache, OUTRIDER_BLAS="off")
     assert reference["best_s"] > 5 * optimised["best_s"]
 
 
@@ -155,7 +162,7 @@ def test_processes_that_start_together_on_an_empty_cache_all_get_it(tmp_path: Pa
     command = [sys.executable, "-c", REPORT + PROVIDER + PRINT]
     environment = clean_environment(XDG_CACHE_HOME=tmp_path)
     together = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(3)]
-    found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in together]
+    found = [json.loads(process.communicate(timeout=PATIENCE_S)[0].splitlines()[-1]) for process in together]
     (copy,) = files_in(tmp_path)
     assert [each["path"] for each in found] == [str(copy)] * 3
     assert [each["provider"].removesuffix(" (deleted)") for each in found] == [str(copy)] * 3

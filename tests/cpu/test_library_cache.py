@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import pytest
 from outrider.cpu import library_cache
 from outrider.cpu.library_cache import Recipe, Unusable, failure_of, load_kept
 from outrider.files.atomic import TEMPORARY
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
 
@@ -176,10 +176,8 @@ def test_files_that_killed_processes_left_are_removed(folder: Path, library: Lib
 
 def test_a_program_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_cache, "PATIENCE_S", 0.3)
-    start = time.monotonic()
     with pytest.raises(Unusable, match=r"sh took longer than 0\.3 s"):
-        failure_of(["sh", "-c", "sleep 60 & sleep 60"])  # either would keep our end of the pipe waiting
-    assert time.monotonic() - start < 20
+        failure_of(["sh", "-c", "sleep 900 & sleep 900"])  # either would keep our end of the pipe waiting
 
 
 def test_a_programs_failure_is_told(tmp_path: Path) -> None:
@@ -198,4 +196,4 @@ import sys
 from outrider.cpu.library_cache import failure_of
 sys.exit(failure_of(["sh", "-c", "read answer && exit 1; exit 0"]) != "")
 """
-    subprocess.run([sys.executable, "-c", code], input=b"yes\n", check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], input=b"yes\n", check=True, timeout=PATIENCE_S)

@@ -11,6 +11,7 @@ import pytest
 
 from outrider.cpu import matmul, threads
 from own_products import INSTRUCTIONS, WHERE_THEY_ARE, Products, exit_code_of_a_child, loaded, numbers
+from patience import measures_time, wait_until
 
 pytestmark = WHERE_THEY_ARE
 
@@ -49,6 +50,7 @@ needs_two_cpus = pytest.mark.skipif(threads.usable_cpus() < 2, reason="nobody co
 
 
 @needs_two_cpus
+@measures_time
 def test_a_helper_takes_work_off_the_caller(products: Products) -> None:
     x, w = numbers(0, 64, 576), numbers(1, 4000, 576)
 
@@ -68,14 +70,18 @@ def test_a_helper_works_while_there_are_products_and_sleeps_while_there_are_none
     helper = helper_of(products)
     x, w = numbers(0, 4, 576), numbers(1, 4000, 576)
     start = cpu_s(helper)
-    give_up = time.monotonic() + 30  # others may want the cores
-    while cpu_s(helper) < start + 0.1 and time.monotonic() < give_up:
+
+    def has_worked() -> bool:
         products(x, w, num_threads=2)
-    assert cpu_s(helper) >= start + 0.1
-    time.sleep(0.05)
-    dozing = cpu_s(helper)
-    time.sleep(0.5)
-    assert cpu_s(helper) == dozing
+        return cpu_s(helper) >= start + 0.1
+
+    def is_asleep() -> bool:
+        dozing = cpu_s(helper)
+        time.sleep(0.5)
+        return cpu_s(helper) == dozing
+
+    wait_until(has_worked)
+    wait_until(is_asleep)
 
 
 @pytest.mark.parametrize("shape", [(1, 1536, 576), (7, 577, 1537), (64, 963, 576), (384, 144, 64)])

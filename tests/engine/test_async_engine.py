@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from outrider import LLM, InvalidRequest, SamplingParams
 from outrider.engine.async_engine import AsyncEngine
+from patience import goes_on_while_held, held_steps, until
 from tiny_models import write_checkpoint
 
 LONG = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
@@ -46,9 +46,11 @@ def test_abort_ends_the_stream_and_frees_the_row(llm: LLM) -> None:
             seen += len(delta.token_ids)
             if seen >= 3:
                 stream.abort()
+                hurdle.open()
         return seen
 
-    assert 3 <= asyncio.run(run()) < 300
+    with held_steps(llm.engine, num_free=10) as hurdle:
+        assert 3 <= asyncio.run(run()) < 300
     llm.generate([[5]], SHORT)
     assert not llm.engine._loop.live
 
@@ -56,12 +58,13 @@ def test_abort_ends_the_stream_and_frees_the_row(llm: LLM) -> None:
 def test_cancelling_the_reading_task_aborts_the_request(llm: LLM) -> None:
     async def run() -> None:
         task = asyncio.create_task(_tokens(llm.async_engine, [5, 6, 7], LONG))
-        await asyncio.sleep(0.02)
+        await until(hurdle.reached.is_set)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(run())
+    with held_steps(llm.engine, num_free=3) as hurdle:
+        asyncio.run(run())
     llm.generate([[5]], SHORT)
     assert not llm.engine._loop.live
 
@@ -93,25 +96,10 @@ def test_slow_reader_loses_nothing_and_stalls_no_one(llm: LLM) -> None:
 
 
 def test_event_loop_is_never_blocked_by_a_forward_pass(llm: LLM) -> None:
-    launch, delay_s = llm.engine._loop.parts.runner.launch, 0.25
+    async def run() -> list[int]:
+        task = asyncio.create_task(_tokens(llm.async_engine, [4, 5], SHORT))
+        await goes_on_while_held(hurdle)
+        return await task
 
-    def slow_launch(*step: object) -> object:
-        time.sleep(delay_s)  # a long forward pass
-        return launch(*step)  # type: ignore[arg-type]
-
-    async def longest_gap() -> float:
-        task = asyncio.create_task(
-            _tokens(llm.async_engine, [4, 5], SamplingParams(max_tokens=3, temperature=0))
-        )
-        gap, last = 0.0, time.perf_counter()
-        while not task.done():
-            await asyncio.sleep(0.005)
-            now = time.perf_counter()
-            gap, last = max(gap, now - last), now
-        return gap
-
-    llm.engine._loop.parts.runner.launch = slow_launch  # type: ignore[method-assign, assignment]
-    try:
-        assert asyncio.run(longest_gap()) < delay_s / 2
-    finally:
-        llm.engine._loop.parts.runner.launch = launch  # type: ignore[method-assign]
+    with held_steps(llm.engine) as hurdle:  # a long forward pass
+        assert len(asyncio.run(run())) == 10

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,9 @@ from outrider.engine.validation import ModelFacts
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.plan import StepPlan, StepResult
 from outrider.request import Grammar, InvalidRequest, SamplingParams
+from patience import PATIENCE_S, wait_until
 
-WAIT_S = 20
+WAIT_S = PATIENCE_S
 GEOMETRY = CacheGeometry(bytes_per_cell=1, capacity_step=16)
 SHORT = SamplingParams(max_tokens=4, temperature=0)
 ENDLESS = SamplingParams(max_tokens=None, temperature=0)
@@ -108,13 +109,6 @@ def end_of(outbox: Outbox) -> Delta:
     return whole
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not happened():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
-
-
 # -- shutting down ---------------------------------------------------------------------------------------
 
 
@@ -174,7 +168,7 @@ def test_submits_during_a_close_are_refused_or_get_their_end(engine: Engine) -> 
     threads = [threading.Thread(target=submit_until_refused) for _ in range(3)]
     for thread in threads:
         thread.start()
-    time.sleep(0.02)
+    wait_until(lambda: accepted)
     engine.close()
     for thread in threads:
         thread.join(WAIT_S)

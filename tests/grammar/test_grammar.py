@@ -16,6 +16,7 @@ from outrider import LLM, InvalidRequest, SamplingParams
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
 from outrider.grammar.matcher import GrammarStuck
 from outrider.request import Grammar
+from patience import PATIENCE_S
 from tiny_models import write_checkpoint
 
 PERSON = {
@@ -188,7 +189,7 @@ def test_slow_grammar_of_one_client_does_not_hold_up_the_rows_of_others(llm: LLM
         def _new_matcher(self, grammar: Grammar) -> Any:
             if grammar.text == "slow":
                 compiling.set()
-                assert may_go_on.wait(20)
+                assert may_go_on.wait(PATIENCE_S)
             return super()._new_matcher(grammar)
 
     compiler = SlowCompiler(
@@ -197,13 +198,13 @@ def test_slow_grammar_of_one_client_does_not_hold_up_the_rows_of_others(llm: LLM
     compiler.new_row(SCHEMA)
     slow = threading.Thread(target=compiler.new_row, args=(Grammar("regex", "slow"),))
     slow.start()
-    assert compiling.wait(20)
+    assert compiling.wait(PATIENCE_S)
     others = threading.Thread(target=compiler.new_row, args=(SCHEMA,), daemon=True)
     others.start()
-    others.join(10)
+    others.join(PATIENCE_S)
     hung = others.is_alive()
     may_go_on.set()
-    slow.join(20)
+    slow.join(PATIENCE_S)
     assert not hung
 
 

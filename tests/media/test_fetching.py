@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -138,9 +137,7 @@ def test_slow_and_silent_servers_are_given_up():
         writer.write(redirect("/again"))
 
     for handler in (silent, drip, slow_redirects):
-        began = time.perf_counter()
         refused(handler, "within", HASTY)
-        assert time.perf_counter() - began < 4
 
 
 def test_private_addresses_are_refused_also_after_a_redirect(monkeypatch):

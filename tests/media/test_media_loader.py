@@ -1,6 +1,5 @@
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -8,6 +7,7 @@ from outrider.media import loader as loader_module
 from outrider.media.images import picture_of
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.loader import MediaLoader, Wanted
+from patience import Hurdle, goes_on_while_held, until, wait_until
 from picture_files import animation, data_url, encoded, noise
 
 
@@ -50,31 +50,28 @@ def test_one_bad_picture_refuses_them_all_and_leaves_nothing_running():
         loader.close()
 
     asyncio.run(go())
-    time.sleep(0.1)
-    assert threading.active_count() <= before + 1  # asyncio's own
+    wait_until(lambda: threading.active_count() <= before + 1)  # asyncio's own
 
 
 def test_decoding_runs_off_the_event_loop_two_at_a_time():
-    running, most = [], []
+    running, most, hurdle = [], [], Hurdle()
 
     def use(picture):
         running.append(threading.current_thread())
         most.append(len(running))
-        time.sleep(0.05)
+        hurdle.stop()
         running.pop()
 
     async def go():
         loader = MediaLoader(MediaLimits(), use)
-        ticks = 0
         work = asyncio.create_task(loader.load([image(seed) for seed in range(6)]))
-        while not work.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
+        await until(lambda: len(running) == 2)
+        await goes_on_while_held(hurdle)
+        await work
         loader.close()
-        return ticks
 
-    assert asyncio.run(go()) >= 8
-    assert max(most) <= 2
+    asyncio.run(go())
+    assert max(most) == 2
 
 
 @pytest.mark.parametrize("work", ["read_inline", "decode_picture", "decode_frames"])

@@ -48,8 +48,8 @@ def test_lost_row_does_not_search_a_long_prediction_at_every_step() -> None:
     drafter = PredictionDrafter(list(range(60_000)), 1)
     tokens = [0, *([70_000] * 200)]
     drafter.propose(tokens, 8)
-    started_s = time.perf_counter()
+    started_s = time.thread_time()
     for _ in range(200):
         tokens.append(70_000)
         assert drafter.propose(tokens, 8) == []
-    assert time.perf_counter() - started_s < 1  # the search took 5 s
+    assert time.thread_time() - started_s < 1  # the search took 5 s

@@ -18,6 +18,7 @@ from outrider.config import EngineConfig
 from outrider.engine.cache_budget import SLACK
 from outrider.models.heads import HeadSpec, LoadedHead, new_head
 from outrider.models.vision.mrope import share_sections
+from patience import measures_time
 from picture_files import noise
 
 
@@ -146,6 +147,7 @@ def test_decoding_goes_on_between_the_pieces_and_the_media_row_gets_its_turn(
     assert whole(text).finish_reason == "length"
 
 
+@measures_time
 def test_under_steady_text_a_media_row_starts_within_its_turn(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,7 @@ def test_empty_stop_string_is_refused() -> None:
 
 def test_long_stop_string_that_never_completes_costs_little() -> None:
     search = StopStrings(["a" * 5_000 + "b"])
-    started = time.perf_counter()
+    started = time.thread_time()
     shown = "".join(search.push("a" * 4).text for _ in range(5_000))
     assert shown + search.flush() == "a" * 20_000
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE_S
+
 TESTS = Path(__file__).parents[1]
 TRAIN_OPTIONS = {"conversations": 60, "steps": 90, "batch-tokens": 256, "max-tokens": 48, "seed": 1}
 # `import outrider` first: a process of its own has the fast BLAS, which must be there before MLX is.
@@ -32,7 +34,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     places = [str(TESTS), str(TESTS / "train"), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-c", WRITE_MODEL, str(folder)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
-    subprocess.run(command, env=environment, check=True, timeout=200)
+    subprocess.run(command, env=environment, check=True, timeout=4 * PATIENCE_S)
     return folder
 
 
@@ -43,6 +45,6 @@ def trained(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     shutil.copytree(talker, folder)
     command = [sys.executable, "-m", "outrider", "mtp", "train", str(folder)]
     command += [word for name, value in TRAIN_OPTIONS.items() for word in (f"--{name}", str(value))]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE_S)
     assert result.returncode == 0, result.stderr
     return Trained(folder, folder / "mtp" / "weights.safetensors", result.stdout, result.stderr)

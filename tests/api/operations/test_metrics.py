@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.api.operations.step_metrics import StepMetrics, row_kind
 from outrider.plan import RowPlan, RowResult, StepPlan, StepResult
 from outrider.request import SamplingParams
+from patience import measures_time
 
 PARAMS = SamplingParams()
 
@@ -134,6 +135,7 @@ def test_pictures_are_counted_by_piece_and_stay_when_idle() -> None:
     assert found["outrider_picture_cache_bytes{}"] == 640
 
 
+@measures_time
 def test_observer_is_cheap() -> None:
     metrics = StepMetrics()
     rows = [(row(i, 4, 3), 2) for i in range(16)]

@@ -10,6 +10,7 @@ from fake_backend import FACTS, USER, Client, FakeBackend, FakeTokenizer, server
 
 from outrider.api.app import create_server
 from outrider.chat.events import Finished, TextDelta, Usage
+from patience import PATIENCE_S
 from server_process import ServerProcess
 
 END = Finished("stop", Usage(num_prompt=100, num_cached=60, num_generated=5, num_stored=30))
@@ -116,7 +117,7 @@ def test_a_real_servers_second_answer_is_cached_until_it_is_told_to_forget(live:
     assert live.get("/v1/status")["prefix_cache"]["bytes"] > 0
     assert live.metric("outrider_prefix_cache_hit_tokens_total") >= prompt - 1
     live.wait_until_idle()
-    freed = httpx.delete(f"{live.url}/v1/cache", timeout=30).json()
+    freed = httpx.delete(f"{live.url}/v1/cache", timeout=PATIENCE_S).json()
     assert freed["deleted"] is True
     assert freed["freed_bytes"] > 0
     assert live.get("/v1/status")["prefix_cache"]["bytes"] == 0

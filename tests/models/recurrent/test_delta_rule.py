@@ -11,6 +11,7 @@ import pytest
 
 from outrider.models.recurrent.delta_rule import delta_rule
 from outrider.models.recurrent.state_space import state_space
+from patience import measures_time
 
 
 class Case:
@@ -135,6 +136,7 @@ def test_a_state_space_in_chunks_equals_it_token_by_token(tokens: int) -> None:
     np.testing.assert_allclose(np.array(after), state, atol=1e-4)
 
 
+@measures_time
 def test_a_prompt_of_512_tokens_is_five_times_as_fast_as_token_by_token() -> None:
     from mlx_lm.models.gated_delta import gated_delta_ops
 
