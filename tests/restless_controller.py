@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, guessed_costs
-from outrider.speculate.depth import Choice
-from outrider.speculate.shapes import Shapes
+from outrider.speculate.depth import DepthChoice
+from outrider.speculate.shapes import ShapePolicy
 
 
-class RestlessShapes(Shapes):
+class RestlessShapes(ShapePolicy):
     """Pads now and then, for no reason."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(CostTable(guessed_costs()), few=False)
         self._rng = rng
 
-    def decoding(self, num_rows: int, width: int, num_cells: int, num_slots: int) -> tuple[int, int]:
+    def decode_shape(self, num_rows: int, width: int, num_cells: int, num_slots: int) -> tuple[int, int]:
         wider = self._rng.randint(width, MAX_DEPTH + 1) if self._rng.random() < 0.2 else width
         more = self._rng.randint(num_rows, num_slots) if self._rng.random() < 0.4 else num_rows
         return more, wider
 
-    def prompt_width(self, width: int) -> int:
+    def prefill_width(self, width: int) -> int:
         return width + (self._rng.randint(0, 16) if self._rng.random() < 0.2 else 0)
 
 
@@ -35,7 +35,7 @@ class RestlessController(DepthController):
         self.shapes = RestlessShapes(self._rng)
         self._draws = 0.5  # how often the head is wanted, in this stretch
 
-    def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> Choice:
+    def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
         if self._rng.random() < 0.2:
             self._draws = self._rng.choice((0.0, 0.1, 0.5, 1.0))
         feed, wanted = [], []
@@ -43,8 +43,15 @@ class RestlessController(DepthController):
             which = self._rng.randrange(len(request.offers)) if request.offers else 0
             most = request.offers[which][1] if request.offers else 0
             feed.append(
-                (which, min(most, request.fixed) if request.fixed is not None else self._rng.randint(0, most))
+                (
+                    which,
+                    min(most, request.fixed_depth)
+                    if request.fixed_depth is not None
+                    else self._rng.randint(0, most),
+                )
             )
-            free = self._rng.randint(0, request.most_next) if self._rng.random() < self._draws else 0
-            wanted.append(min(request.fixed, request.most_next) if request.fixed is not None else free)
-        return Choice(tuple(feed), tuple(wanted))
+            free = self._rng.randint(0, request.max_drafts_next) if self._rng.random() < self._draws else 0
+            wanted.append(
+                min(request.fixed_depth, request.max_drafts_next) if request.fixed_depth is not None else free
+            )
+        return DepthChoice(tuple(feed), tuple(wanted))

@@ -20,7 +20,7 @@ from outrider.models.machine import outruns_host
 from outrider.request import DraftDepth
 from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
-from outrider.speculate.costs import CostTable, Measured
+from outrider.speculate.costs import CostTable, MeasuredCosts
 
 
 def names_of(model: str, dtype: str, settings: CellSettings) -> list[str]:
@@ -42,7 +42,7 @@ class ModelCells:
         self._settings = settings
         self._machine = machine
         self._bare: dict[tuple[int, int], BareTime] = {}
-        self._measured: Measured | None = None
+        self._measured: MeasuredCosts | None = None
 
     def run(self, name: str) -> CellResult:
         """`name` is one of names_of()."""
@@ -74,7 +74,7 @@ class ModelCells:
         )
         return found
 
-    def _costs(self) -> Measured:
+    def _costs(self) -> MeasuredCosts:
         if self._measured is None:
             trunk, loop = self._subject.trunk, Loop(self._subject)
             clock = time.process_time if mx.default_device() == mx.Device(mx.cpu) else time.perf_counter
@@ -243,7 +243,7 @@ class ModelCells:
         }
 
 
-def _tell_costs(found: Measured) -> None:
+def _tell_costs(found: MeasuredCosts) -> None:
     for rows in sorted({rows for rows, _ in found.trunk_s}):
         widths = sorted(width for r, width in found.trunk_s if r == rows)
         line = "  ".join(f"{width}: {1e3 * found.trunk_s[rows, width]:.2f}" for width in widths)

@@ -146,8 +146,10 @@ def _controller(
     few = runner.compiles
     found = cost_store.load(name)
     clock = machine.step_clock()
-    if found is not None and calibration.still_holds(runner, facts.vocab_size, found.measured, clock=clock):
-        return DepthController(CostTable(found.measured, found.seen), found.acceptance, few)
+    if found is not None and calibration.is_still_valid(
+        runner, facts.vocab_size, found.measured, clock=clock
+    ):
+        return DepthController(CostTable(found.measured, found.corrections), found.acceptance, few)
     say("Measuring what drafts cost on this machine, once for this model")
     acceptance = found.acceptance if found is not None else ModelAcceptance()
     measured = calibration.measure(
@@ -180,7 +182,7 @@ def _fingerprint(
             "device": facts.device,
             "dtype": facts.dtype,
             "drafter": facts.drafter,
-            "rows": calibration.reach(max_rows),
+            "rows": calibration.max_measured_rows(max_rows),
             "machine": (platform.machine(), os.cpu_count(), multiplies.name, multiplies.threads),
             "kernel": multiplies.kernel,
         }

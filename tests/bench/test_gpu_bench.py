@@ -20,7 +20,7 @@ from outrider.models import machine
 from outrider.models.joined_products import JoinedLinear, JoinedQuantizedLinear
 from outrider.request import DraftDepth
 from outrider.speculate.controller import DepthController
-from outrider.speculate.costs import Measured
+from outrider.speculate.costs import MeasuredCosts
 from outrider.step import verify
 
 LOAD = Load(rows=3, num_prompt=12, steps=12, seconds=60)
@@ -159,7 +159,7 @@ def test_all_cells_of_a_model(model: str, dtype: str, tmp_path: Path) -> None:
     names = ["about", "costs", "bare/rows=2", "loop/rows=2/accept=70", "mlx-lm/rows=2"]
     assert code == 0
     assert list(found["cells"]) == [f"{own}/{name}" for name in names]
-    Measured.from_json(found["cells"][f"{own}/costs"])
+    MeasuredCosts.from_json(found["cells"][f"{own}/costs"])
     loop, times = found["cells"][f"{own}/loop/rows=2/accept=70"], found["cells"][f"{own}/bare/rows=2"]
     assert loop["0"]["stride"] == 1.0
     assert 1.0 <= loop["1"]["stride"] <= 2.0

@@ -13,12 +13,14 @@ from outrider.engine import draft_planner
 from outrider.plan import RowPlan, StepPlan
 from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.controller import DepthController, DraftRequest
-from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
-from outrider.speculate.depth import Choice
+from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
+from outrider.speculate.depth import DepthChoice
 from run_steps import run_step
 
-CHEAP = Measured({(1, 1): 1.0, (1, 9): 1.01, (64, 1): 1.0, (64, 9): 1.01}, {1: HeadCost(0.001, 0.001, 0.001)})
-DEAR = Measured({(1, 1): 1.0, (1, 9): 9.0, (64, 1): 64.0, (64, 9): 576.0}, {1: HeadCost(0.1, 0.1, 0.1)})
+CHEAP = MeasuredCosts(
+    {(1, 1): 1.0, (1, 9): 1.01, (64, 1): 1.0, (64, 9): 1.01}, {1: HeadCost(0.001, 0.001, 0.001)}
+)
+DEAR = MeasuredCosts({(1, 1): 1.0, (1, 9): 9.0, (64, 1): 64.0, (64, 9): 576.0}, {1: HeadCost(0.1, 0.1, 0.1)})
 
 
 class ScriptedController(DepthController):
@@ -28,10 +30,10 @@ class ScriptedController(DepthController):
         super().__init__()
         self._wants = wants
 
-    def choose(self, wishes: list[DraftRequest], num_cells: int, num_slots: int = 0) -> Choice:  # type: ignore[override]
+    def choose(self, wishes: list[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:  # type: ignore[override]
         wanted = self._wants.pop(0) if self._wants else 0
         feed = tuple((0, wish.offers[0][1] if wish.offers else 0) for wish in wishes)
-        return Choice(feed, tuple(min(wanted, wish.most_next) for wish in wishes))
+        return DepthChoice(feed, tuple(min(wanted, wish.max_drafts_next) for wish in wishes))
 
 
 def decode_rows(plan: StepPlan | None) -> list[RowPlan]:

@@ -1,7 +1,7 @@
-"""Replays recorded acceptance on a table of costs: what a policy of depths would have brought.
+"""Replays recorded acceptance on a table of costs: the speed that a policy of depths would have had.
 
-A trace tells, for every token of a real answer, how many of the head's 8 drafts after it were right, and how
-many that an n-gram lookup proposed (none: it proposed nothing). So any depths can be replayed exactly.
+A trace holds, for every token of a real answer, how many of the head's 8 drafts after it were right, and how
+many of an n-gram lookup's (None: the lookup proposed nothing). So every depth can be replayed exactly.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import RowAcceptance, Source
-from outrider.speculate.controller import DepthController, DraftRequest
-from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
-from outrider.speculate.depth import Choice
+from outrider.speculate.controller import DepthController, DraftRequest, Offer
+from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
+from outrider.speculate.depth import DepthChoice
 
 WIDTHS = range(1, MAX_DEPTH + 2)
 NUM_CELLS = 128
@@ -39,7 +39,7 @@ class Trace:
 
 @functools.cache
 def traces(kind: str | None = None, hot: bool | None = None) -> tuple[Trace, ...]:
-    """The recorded ones: chat, code, json (greedy and at temperature 0.8), words (greedy and at 1.2)."""
+    """The recorded traces: chat, code, json (greedy and at temperature 0.8), words (greedy and at 1.2)."""
     data = json.loads((Path(__file__).parent / "traces.json").read_text())
     made = [
         Trace(
@@ -56,7 +56,7 @@ def traces(kind: str | None = None, hot: bool | None = None) -> tuple[Trace, ...
 
 
 def constant(num_right: int, length: int = 4000) -> Trace:
-    """Text in which so many drafts are always right."""
+    """Text in which the first `num_right` drafts are always right."""
     return Trace("constant", 0.0, (num_right,) * length, (None,) * length)
 
 
@@ -76,25 +76,25 @@ class SimulatedRow:
     def __init__(self, trace: Trace, record: RowAcceptance, start: int = 0, drafts: bool = True) -> None:
         self.trace = trace
         self.record = record
-        self.drafts = drafts  # or it asked for none
+        self.drafts = drafts  # False: the request asked for no drafts
         self.place = start
         self.made = 0  # drafts that the head made for this step
         self.behind = 0  # tokens that the head has not been fed
 
-    def offers(self, with_ngram: bool) -> list[tuple[Source, int, int]]:
-        found: list[tuple[Source, int, int]] = []
+    def offers(self, with_ngram: bool) -> list[Offer]:
+        found: list[Offer] = []
         if self.made:
-            found.append(("head", self.made, 0))
+            found.append(Offer("head", self.made))
         if with_ngram and self._right("ngram") is not None:
-            found.append(("ngram", MAX_DEPTH, 0))
+            found.append(Offer("ngram", MAX_DEPTH))
         return found
 
     def _right(self, source: Source) -> int | None:
         rights = self.trace.head if source == "head" else self.trace.ngram
         return rights[self.place % len(rights)]
 
-    def advance(self, offers: Sequence[tuple[Source, int, int]], fed: tuple[int, int]) -> int:
-        """Commit what stands of what was fed, and learn from everything that was proposed."""
+    def advance(self, offers: Sequence[Offer], fed: tuple[int, int]) -> int:
+        """Commit the accepted drafts and a bonus token. Record every proposal, fed or not."""
         source, num = (offers[fed[0]][0], fed[1]) if offers else ("head", 0)
         committed = 1 + min(num, self._right(source) or 0)
         for offered, num_proposed, _ in offers:
@@ -106,7 +106,7 @@ class SimulatedRow:
 
 @dataclass
 class Outcome:
-    """A run: its pace, and for every step its depths, tokens and seconds."""
+    """A run: for every step its depths, tokens and seconds."""
 
     steps: list[tuple[tuple[int, ...], int, float]]
 
@@ -123,15 +123,15 @@ class Outcome:
         return sum(depths) / len(depths)
 
 
-Policy = Callable[[Sequence[DraftRequest]], Choice]
+Policy = Callable[[Sequence[DraftRequest]], DepthChoice]
 
 
 def fixed(depth: int) -> Policy:
     """Every row drafts so deep with the head, always."""
 
-    def choose(requests: Sequence[DraftRequest]) -> Choice:
+    def choose(requests: Sequence[DraftRequest]) -> DepthChoice:
         feed = tuple((0, min(depth, request.offers[0][1]) if request.offers else 0) for request in requests)
-        return Choice(feed, (depth,) * len(requests))
+        return DepthChoice(feed, (depth,) * len(requests))
 
     return choose
 
@@ -140,10 +140,10 @@ class Simulation:
     """Rows on a machine; they may come and go between steps."""
 
     def __init__(
-        self, table: Measured, controller: DepthController | None = None, heads_rest: bool = True
+        self, table: MeasuredCosts, controller: DepthController | None = None, pauses_heads: bool = True
     ) -> None:
-        """`heads_rest`: those that make no drafts are not fed; where passes are traced they are."""
-        self.heads_rest = heads_rest
+        """`pauses_heads`: a head that makes no drafts is not fed. Where passes are traced it is fed."""
+        self.pauses_heads = pauses_heads
         self.truth = CostTable(table)
         self.controller = controller or DepthController(CostTable(table))
         self.rows: list[SimulatedRow] = []
@@ -172,23 +172,25 @@ class Simulation:
             width = self.controller.costs.best_width(len(self.rows), width)
         tokens = 0
         caught_up_s = self._catch_up_s(choice)
-        for row, offer, fed, wanted in zip(self.rows, offers, choice.feed, choice.next, strict=True):
+        for row, offer, fed, wanted in zip(
+            self.rows, offers, choice.feed, choice.num_drafts_next, strict=True
+        ):
             committed = row.advance(offer, fed)
-            row.behind = 0 if wanted or not self.heads_rest else row.behind + committed
+            row.behind = 0 if wanted or not self.pauses_heads else row.behind + committed
             row.made = wanted
             tokens += committed
-        drafting = sum(wanted > 0 for wanted in choice.next)
-        if policy is None and not self.heads_rest:
+        drafting = sum(wanted > 0 for wanted in choice.num_drafts_next)
+        if policy is None and not self.pauses_heads:
             drafting = sum(row.drafts for row in self.rows)
-        shape = StepShape(len(self.rows), width, drafting, max(choice.next), NUM_CELLS)
+        shape = StepShape(len(self.rows), width, drafting, max(choice.num_drafts_next), NUM_CELLS)
         seconds = self.truth.step_s(shape)
-        if policy is None and not caught_up_s:  # as in the engine: drafting.step_shape
+        if policy is None and not caught_up_s:  # as in engine/draft_planner.py: step_shape
             self.controller.costs.observe(shape, seconds)
         return depths, tokens, seconds + caught_up_s
 
-    def _catch_up_s(self, choice: Choice) -> float:
+    def _catch_up_s(self, choice: DepthChoice) -> float:
         """Feeding the head what it missed, in one pass as wide as the longest gap."""
-        behind = [row.behind for row, wanted in zip(self.rows, choice.next, strict=True) if wanted]
+        behind = [row.behind for row, wanted in zip(self.rows, choice.num_drafts_next, strict=True) if wanted]
         if not behind or not max(behind):
             return 0.0
         few, many = 1, 16
@@ -225,7 +227,7 @@ def answer_all(
 
 
 def pace(
-    table: Measured,
+    table: MeasuredCosts,
     rows: Sequence[Trace],
     num_steps: int,
     policy: Policy | None = None,
@@ -245,20 +247,20 @@ def machine(
     first: float,
     each: float,
     counts: Sequence[int] = (1, 2, 4, 8, 16),
-) -> Measured:
+) -> MeasuredCosts:
     """A table from a formula; the head's parts are shares of a plain step."""
     head = {r: HeadCost(feed * trunk(r, 1), first * trunk(r, 1), each * trunk(r, 1)) for r in counts}
-    return Measured({(r, w): trunk(r, w) for r in counts for w in WIDTHS}, head)
+    return MeasuredCosts({(r, w): trunk(r, w) for r in counts for w in WIDTHS}, head)
 
 
 def _by_width(
     widths: Sequence[int], rows: Mapping[int, Sequence[float]], head: Mapping[int, HeadCost]
-) -> Measured:
+) -> MeasuredCosts:
     trunk = {(r, w): float(ms) for r, each in rows.items() for w, ms in zip(widths, each, strict=True)}
-    return Measured(trunk, head)
+    return MeasuredCosts(trunk, head)
 
 
-def _cpu() -> Measured:
+def _cpu() -> MeasuredCosts:
     """This project's reference CPU: SmolLM2-135M in float32, one thread, milliseconds."""
     rows = {
         1: (65.8, 69.2, 82.2, 80.8, 91.2, 94.3, 106.1, 116.2),
@@ -271,7 +273,7 @@ def _cpu() -> Measured:
     return _by_width((1, 2, 3, 4, 5, 6, 8, 9), rows, head)
 
 
-def _own_products() -> Measured:
+def _own_products() -> MeasuredCosts:
     """The same CPU with both cores and products of our own."""
     rows = {
         1: (26.0, 25.4, 26.7, 28.4, 28.6, 28.5, 31.8, 34.8),
@@ -289,7 +291,7 @@ def _own_products() -> Measured:
     return _by_width((1, 2, 3, 4, 5, 6, 8, 9), rows, head)
 
 
-def _two_threads() -> Measured:
+def _two_threads() -> MeasuredCosts:
     """The same CPU with both cores, and OpenBLAS's products."""
     rows = {
         1: (46, 49, 61, 58),
@@ -302,10 +304,10 @@ def _two_threads() -> Measured:
     return _by_width((1, 2, 3, 4), rows, head)
 
 
-def _h200() -> Measured:
+def _h200() -> MeasuredCosts:
     """An NVIDIA H200 with MLX 0.32.4, the shape of Qwen3.5-4B in bfloat16, milliseconds: bound by the host.
 
-    Measured by `benchmarks.gpu`, steps one at a time; one token of one row takes a path of its own.
+    MeasuredCosts by `benchmarks.gpu`, steps one at a time; one token of one row takes a path of its own.
     """
     rows = {
         1: {1: 8.97, 2: 19.34, 3: 15.03, 4: 18.78},
@@ -323,10 +325,10 @@ def _h200() -> Measured:
         16: HeadCost(0.08, 0.73, 0.81),
         32: HeadCost(0.09, 0.83, 0.93),
     }
-    return Measured({(r, w): ms for r, each in rows.items() for w, ms in each.items()}, head)
+    return MeasuredCosts({(r, w): ms for r, each in rows.items() for w, ms in each.items()}, head)
 
 
-def _h200_small() -> Measured:
+def _h200_small() -> MeasuredCosts:
     """The same device and SmolLM2-135M in float16: the host's noise is as large as the differences."""
     rows = {
         1: (6.59, 5.67, 5.96, 5.42, 5.25, 5.13),
@@ -347,7 +349,7 @@ def _h200_small() -> Measured:
     return _by_width((1, 2, 3, 5, 8, 9), rows, head)
 
 
-def _h200_quantised() -> Measured:
+def _h200_quantised() -> MeasuredCosts:
     """The same device, the shape of Qwen3.5-27B in 4 bits, up to 8 rows: drafts of a single one are dear."""
     rows = {1: (17.2, 29.7, 48.8), 4: (43.1, 53.0, 75.5), 8: (106.8, 110.7, 110.8)}
     head = {1: HeadCost(0.7, 0.5, 1.2), 4: HeadCost(3.5, 2.9, 6.4), 8: HeadCost(1.0, 8.7, 9.7)}

@@ -1,8 +1,9 @@
-"""The table of costs: what lies between measured shapes, what steps teach it, how it is measured and kept."""
+"""The cost table: interpolation, corrections from real steps, calibration, storage."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from outrider.config import CacheGeometry
 from outrider.plan import StepPlan, StepResult
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
-from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape, guessed_costs
+from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape, guessed_costs
 from outrider.speculate.shapes import FEW_WIDTHS
 
 CPU = MACHINES["cpu"]
@@ -32,28 +33,28 @@ def test_measured_shapes_are_given_back_and_others_lie_between() -> None:
 
 
 def test_longer_rows_cost_more_and_a_width_relatively_less() -> None:
-    table = CostTable(Measured({(1, 1): 1.0, (1, 2): 1.5}, {}, 128, 0.001))
+    table = CostTable(MeasuredCosts({(1, 1): 1.0, (1, 2): 1.5}, {}, 128, 0.001))
     long = [table.step_s(StepShape(1, width, num_cells=1128)) for width in (1, 2)]
     assert long == pytest.approx([2.0, 2.5])
 
 
 def test_head_costs_what_it_is_fed_and_makes() -> None:
-    table = CostTable(Measured({(1, 1): 1.0, (1, 2): 1.5}, {1: HeadCost(0.1, 0.2, 0.3)}))
+    table = CostTable(MeasuredCosts({(1, 1): 1.0, (1, 2): 1.5}, {1: HeadCost(0.1, 0.2, 0.3)}))
     assert table.head_s(StepShape(1, 1)) == 0
     assert table.head_s(StepShape(1, 1, 1, 0)) == pytest.approx(0.1)
     assert table.head_s(StepShape(1, 2, 1, 3)) == pytest.approx(0.15 + 0.2 + 0.6)
 
 
 def test_real_steps_correct_a_shape_that_was_measured_wrongly() -> None:
-    wrong = CostTable(Measured({(1, 1): 1.0, (1, 2): 2.0}, {}))
+    wrong = CostTable(MeasuredCosts({(1, 1): 1.0, (1, 2): 2.0}, {}))
     for step in range(600):
         wrong.observe(StepShape(1, 1 + step % 2), (1.0, 1.3)[step % 2])
     assert 1.2 < ratio(wrong) < 1.5
 
 
 def test_a_width_that_was_measured_wrongly_is_known_after_a_few_steps() -> None:
-    """While rows rest and are tried now and then, it is not seen often."""
-    table, truth = CostTable(Measured({(1, 1): 17.0, (1, 2): 30.0}, {})), 41.0
+    """While heads are paused and probed now and then, the width is not seen often."""
+    table, truth = CostTable(MeasuredCosts({(1, 1): 17.0, (1, 2): 30.0}, {})), 41.0
     for step in range(64):
         width = 2 if step % 8 == 7 else 1
         table.observe(StepShape(1, width), truth if width == 2 else 17.0)
@@ -94,13 +95,19 @@ def test_first_step_of_a_shape_is_not_counted() -> None:
 # -- measuring -------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _no_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the runner's own clock counts, however busy this machine is."""
+    monkeypatch.setattr(calibration, "MAX_WALL_FACTOR", math.inf)
+
+
 class TimedRunner:
     """Takes the time that a table says, on a clock of its own, and more for what is done once.
 
     A shape's first step takes ten times as long, and caches of another shape have to be made first.
     """
 
-    def __init__(self, truth: Measured, has_head: bool = True, compiles: bool = False) -> None:
+    def __init__(self, truth: MeasuredCosts, has_head: bool = True, compiles: bool = False) -> None:
         self.now_s = 0.0
         self.compiles = compiles
         self.has_head = has_head
@@ -129,8 +136,8 @@ class TimedRunner:
         (batch,) = plan.batches
         row = batch[0]
         drafting = len(batch) if row.feeds_head else 0
-        drawn = 0 if row.params.is_greedy else len(batch)
-        shape = StepShape(len(batch), row.num_fed, drafting, row.num_drafts_next, row.start, drawn)
+        sampled = 0 if row.params.is_greedy else len(batch)
+        shape = StepShape(len(batch), row.num_fed, drafting, row.num_drafts_next, row.start, sampled)
         self.now_s += self._truth.step_s(shape) * (1 if shape in self._seen else 10)
         self._seen.add(shape)
         if self._caches != (plan.num_slots, plan.capacity):
@@ -145,10 +152,10 @@ class TimedRunner:
         return self.now_s
 
 
-def scaled(table: Measured, by: float) -> Measured:
+def scaled(table: MeasuredCosts, by: float) -> MeasuredCosts:
     head = {r: HeadCost(c.feed_s * by, c.first_s * by, c.each_s * by) for r, c in table.head.items()}
     trunk = {k: s * by for k, s in table.trunk_s.items()}
-    return Measured(trunk, head, table.num_cells, 1e-6, 0.7 * by, 0.2 * by)
+    return MeasuredCosts(trunk, head, table.num_cells, 1e-6, 0.7 * by, 0.2 * by)
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu", "cliffs"])
@@ -161,8 +168,8 @@ def test_measuring_finds_the_costs(machine: str, monkeypatch: pytest.MonkeyPatch
     assert runner.num_resets == 1
     assert all(found.trunk_s[key] == pytest.approx(truth.trunk_s[key]) for key in truth.trunk_s)
     assert found.cell_s == pytest.approx(1e-6)
-    assert found.draw_s == pytest.approx(truth.draw_s)
-    assert found.draft_draw_s == pytest.approx(truth.draft_draw_s)
+    assert found.sample_s == pytest.approx(truth.sample_s)
+    assert found.draft_sample_s == pytest.approx(truth.draft_sample_s)
     for depth in (1, 4, 8):
         shape = StepShape(4, 1, 4, depth)
         assert CostTable(found).head_s(shape) == pytest.approx(CostTable(truth).head_s(shape), rel=0.25)
@@ -178,7 +185,7 @@ def test_measuring_stops_when_its_time_is_up_with_what_matters_most(monkeypatch:
 
 
 def test_compiling_is_not_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "BUDGET_S", 0.0)  # no shape is tried twice
+    monkeypatch.setattr(calibration, "BUDGET_S", 0.0)  # no shape is timed twice
     truth = scaled(CPU, 1e-3)
     runner = TimedRunner(truth, compiles=True)
     found = calibration.measure(runner, 1000, 16, 4096, 1 << 30, clock=runner.clock)
@@ -187,18 +194,18 @@ def test_compiling_is_not_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(seconds == pytest.approx(truth.trunk_s[shape]) for shape, seconds in found.trunk_s.items())
 
 
-def test_tokens_that_are_drawn_cost_more_in_every_place() -> None:
-    table = CostTable(Measured(CPU.trunk_s, CPU.head, draw_s=0.5))
+def test_sampled_tokens_cost_more_at_every_position() -> None:
+    table = CostTable(MeasuredCosts(CPU.trunk_s, CPU.head, sample_s=0.5))
     for width in (1, 3):
-        taken, drawn = (table.step_s(StepShape(4, width, num_sampled=num)) for num in (0, 3))
-        assert drawn - taken == pytest.approx(3 * width * 0.5)
+        greedy, sampled = (table.step_s(StepShape(4, width, num_sampled=num)) for num in (0, 3))
+        assert sampled - greedy == pytest.approx(3 * width * 0.5)
 
 
-def test_drafts_that_are_drawn_cost_more_for_the_rows_that_the_head_follows() -> None:
-    table = CostTable(Measured(CPU.trunk_s, CPU.head, draft_draw_s=0.2))
-    taken, drawn, some = (table.step_s(StepShape(4, 1, 3, 2, num_sampled=num)) for num in (0, 4, 1))
-    assert drawn - taken == pytest.approx(3 * 2 * 0.2)
-    assert some - taken == pytest.approx(1 * 2 * 0.2)
+def test_sampled_drafts_cost_more_for_the_rows_that_the_head_drafts_for() -> None:
+    table = CostTable(MeasuredCosts(CPU.trunk_s, CPU.head, draft_sample_s=0.2))
+    greedy, sampled, some = (table.step_s(StepShape(4, 1, 3, 2, num_sampled=num)) for num in (0, 4, 1))
+    assert sampled - greedy == pytest.approx(3 * 2 * 0.2)
+    assert some - greedy == pytest.approx(1 * 2 * 0.2)
 
 
 def test_how_long_the_device_waits_for_the_host_is_learnt() -> None:
@@ -240,11 +247,11 @@ def test_measuring_keeps_within_rows_context_and_memory() -> None:
     assert calibration.measure(runner, 1000, 3, 100, 1 << 30, clock=runner.clock) is None
 
 
-def test_a_kept_table_is_checked_against_the_machine() -> None:
+def test_stored_costs_are_checked_against_the_machine() -> None:
     runner = TimedRunner(scaled(CPU, 1e-3))
     for _ in range(2):
-        assert calibration.still_holds(runner, 1000, scaled(CPU, 2e-3), clock=runner.clock)
-    assert not calibration.still_holds(runner, 1000, MACHINES["linear"], clock=runner.clock)
+        assert calibration.is_still_valid(runner, 1000, scaled(CPU, 2e-3), clock=runner.clock)
+    assert not calibration.is_still_valid(runner, 1000, MACHINES["linear"], clock=runner.clock)
 
 
 # -- keeping ---------------------------------------------------------------------------------------------
@@ -257,12 +264,12 @@ def test_the_reach_of_a_table_is_known_before_it_is_measured() -> None:
         found = calibration.measure(runner, 1000, max_rows, 4096, 1 << 30, clock=runner.clock)
         assert found is not None
         measured = {rows for rows, _ in found.trunk_s}
-        reach = calibration.reach(max_rows)
+        reach = calibration.max_measured_rows(max_rows)
         assert reach in measured
         assert not any(reach < count <= max_rows for count in calibration.ROW_COUNTS)
 
 
-def test_what_was_learnt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_corrections_and_acceptance_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_store, "folder", lambda: tmp_path / "depth")
     table, acceptance = CostTable(CPU), ModelAcceptance()
     for step in range(300):
@@ -273,7 +280,7 @@ def test_what_was_learnt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found is not None
     assert found.measured == CPU
     assert found.acceptance.as_json() == acceptance.as_json()
-    assert ratio(CostTable(found.measured, found.seen)) == pytest.approx(ratio(table), rel=0.01)
+    assert ratio(CostTable(found.measured, found.corrections)) == pytest.approx(ratio(table), rel=0.01)
     assert [file.name for file in (tmp_path / "depth").iterdir()] == ["a.json"]
     assert cost_store.load("b") is None
 
@@ -284,7 +291,7 @@ def test_what_was_learnt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         lambda text: text[: len(text) // 2],
         lambda text: "",
         lambda text: "[]",
-        lambda text: json.dumps({**json.loads(text), "seen": [[1, 1, 3.0]]}),
+        lambda text: json.dumps({**json.loads(text), "corrections": [[1, 1, 3.0]]}),
         lambda text: json.dumps({**json.loads(text), "acceptance": [["head", 0, [1], [2]]]}),
         lambda text: text.replace("65.8", "NaN"),
         lambda text: text.replace("65.8", "-1"),
@@ -304,7 +311,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_a_warning(
     (tmp_path / "file").touch()
     monkeypatch.setattr(cost_store, "folder", lambda: tmp_path / "file" / "depth")
     cost_store.save("a", CostTable(guessed_costs()), ModelAcceptance())
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
     assert cost_store.load("a") is None
 
 

@@ -10,7 +10,7 @@ from depth_simulator import (
     MACHINES,
     NUM_CELLS,
     TRACED_MACHINES,
-    NextInputs,
+    Outcome,
     Policy,
     Simulation,
     Trace,
@@ -23,9 +23,9 @@ from depth_simulator import (
 )
 
 from outrider.request import MAX_DEPTH
-from outrider.speculate.controller import MOST_PAUSE, DepthController, DraftRequest
+from outrider.speculate.controller import MAX_PROBE_INTERVAL, DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, StepShape
-from outrider.speculate.depth import Choice
+from outrider.speculate.depth import DepthChoice
 from outrider.speculate.shapes import FEW_DEPTHS
 
 KINDS: dict[str, tuple[Trace, ...]] = {
@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[Trace, ...]] = {
     "anything": traces()[::3],
 }
 NUM_STEPS = 160
-DEAR_TO_FEED = ("h200", "h200 quantised")  # heads, where they do not rest: 3.5 and 4 % of a step
+DEAR_TO_FEED = ("h200", "h200 quantised")  # feeding heads that are never paused takes 3.5 and 4 % of a step
 
 
 def batches(kind: str, num_rows: int) -> list[list[Trace]]:
@@ -79,7 +79,7 @@ def test_auto_is_near_the_best_constant_depth_and_never_below_depth_0(
 def test_auto_hardly_costs_where_drafts_are_right_by_chance(
     machine: str, percent: int, num_rows: int
 ) -> None:
-    """A better stretch of such a text is none; where drafts just break even they are tried all the same."""
+    """The past says nothing about such a text. Where drafts just break even, they are tried all the same."""
     tokens, seconds = [0, 0], [0.0, 0.0]
     for seed in range(max(1, 6 // num_rows)):
         rows = [by_chance(percent / 100, 100 * seed + i) for i in range(num_rows)]
@@ -98,12 +98,12 @@ def test_auto_hardly_costs_where_drafts_are_right_by_chance(
     + [("h200 quantised", 1), ("h200 quantised", 8)],
 )
 def test_few_depths_are_nearly_as_good_as_all(machine: str, kind: str, num_rows: int) -> None:
-    """Where shapes have to be traced, and heads are fed whether they draft or not."""
+    """Where passes are traced, and heads are fed whether they draft or not."""
     paces = constant_paces(machine, kind, num_rows)
     table = TRACED_MACHINES[machine]
     few, steps = DepthController(CostTable(table), few_shapes=True), []
     for rows in batches(kind, num_rows):
-        simulation = Simulation(table, few, heads_rest=False)
+        simulation = Simulation(table, few, pauses_heads=False)
         simulation.add(*rows)
         steps += simulation.run(NUM_STEPS).steps
     assert {depth for depths, _, _ in steps for depth in depths} <= set(FEW_DEPTHS)
@@ -139,7 +139,7 @@ def running(machine: str, *rows: Trace, num_steps: int = 64) -> Simulation:
     return simulation
 
 
-def after_change(simulation: Simulation, text: Trace) -> NextInputs:
+def after_change(simulation: Simulation, text: Trace) -> Outcome:
     for row in simulation.rows:
         row.trace = text
     return simulation.run(96)
@@ -221,7 +221,7 @@ def test_a_plain_row_may_wait_a_little_where_the_others_gain_much() -> None:
     assert crowd.run(64).mean_depth(0, 64) == 0
 
 
-def test_while_all_rest_the_head_is_hardly_ever_run() -> None:
+def test_while_no_row_drafts_the_head_hardly_ever_runs() -> None:
     simulation = running("cpu", *[constant(0)] * 16, num_steps=128)
     plain = simulation.truth.step_s
     outcome = simulation.run(64)
@@ -229,7 +229,7 @@ def test_while_all_rest_the_head_is_hardly_ever_run() -> None:
     assert 64 / outcome.pace_of(0, 64) * 16 / 64 <= 1.02 * plain(StepShape(16, 1))
 
 
-def test_a_head_whose_best_would_not_pay_is_not_tried() -> None:
+def test_a_head_whose_best_would_not_pay_is_not_probed() -> None:
     """Always right as it is: three plain rows would wait for longer than five others gain."""
     simulation = Simulation(MACHINES["own products"])
     simulation.add(*[constant(0)] * 3, drafts=False)
@@ -242,45 +242,45 @@ def test_a_head_whose_best_would_not_pay_is_not_tried() -> None:
 
 
 def rows_drafted_for(simulation: Simulation) -> list[int]:
-    """Fills up: for how many rows the head drafts, step by step."""
+    """A list that grows by one number a step: the rows for which the head drafts."""
     counts: list[int] = []
     whole = simulation.controller.choose
 
-    def choose(requests: Sequence[DraftRequest], num_cells: int) -> Choice:
+    def choose(requests: Sequence[DraftRequest], num_cells: int) -> DepthChoice:
         found = whole(requests, num_cells)
-        counts.append(sum(depth > 0 for depth in found.next))
+        counts.append(sum(depth > 0 for depth in found.num_drafts_next))
         return found
 
     simulation.controller.choose = choose  # type: ignore[method-assign]
     return counts
 
 
-def test_while_all_rest_rows_are_tried_at_once_whenever_they_came() -> None:
-    """A step with a trial is dearer than others, however few rows are tried."""
+def test_while_no_row_drafts_rows_are_probed_in_the_same_step_whenever_they_came() -> None:
+    """A step with a probe takes longer, however few rows are probed."""
     simulation = Simulation(MACHINES["two threads"])
-    tried = rows_drafted_for(simulation)
+    probed = rows_drafted_for(simulation)
     for _ in range(8):
         simulation.add(constant(0))
         simulation.run(5)
     simulation.run(24)
-    del tried[:]
+    del probed[:]
     simulation.run(96)
-    assert set(tried) == {0, 3}
-    assert tried.count(3) <= 96 / simulation.controller.pause(8) + 1
+    assert set(probed) == {0, 3}
+    assert probed.count(3) <= 96 / simulation.controller.probe_interval(8) + 1
 
 
-def test_the_further_drafts_are_from_paying_the_less_heads_are_tried() -> None:
+def test_the_further_drafts_are_from_paying_the_fewer_probes_there_are() -> None:
     """Where half of the drafts are right, sixteen rows of this machine are far from it; not at 70 %."""
-    num_trials = {}
+    num_probes = {}
     for share in (0.5, 0.7):
         simulation = Simulation(MACHINES["own products"])
         simulation.add(*[by_chance(share, seed) for seed in range(16)])
         simulation.run(64)
-        tried = rows_drafted_for(simulation)
+        probed = rows_drafted_for(simulation)
         simulation.run(320)
-        num_trials[share] = sum(num > 0 for num in tried)
-    assert num_trials[0.5] <= 1.25 * 320 / MOST_PAUSE
-    assert num_trials[0.7] >= 1.5 * num_trials[0.5]
+        num_probes[share] = sum(num > 0 for num in probed)
+    assert num_probes[0.5] <= 1.25 * 320 / MAX_PROBE_INTERVAL
+    assert num_probes[0.7] >= 1.5 * num_probes[0.5]
 
 
 def test_padding_is_used_where_it_is_cheaper() -> None:

@@ -1,4 +1,4 @@
-"""Shapes: few where new ones are slow to begin with, and never dear."""
+"""ShapePolicy: few where new ones are slow to begin with, and never dear."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.speculate.costs import CostTable, HeadCost, Measured
+from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts
 from outrider.speculate.shapes import (
     CELL_PARTS,
     CELL_STEP,
     FEW_DEPTHS,
+    FEW_ROW_COUNTS,
     FEW_WIDTHS,
-    MUCH,
-    NEXT_TO_NOTHING,
-    ROW_COUNTS,
-    Shapes,
+    FREE_PADDING,
+    MAX_PADDING,
+    ShapePolicy,
+    num_slots_for,
     rounded_up,
-    row_count,
 )
 
 WIDTHS = range(1, 10)
@@ -26,12 +26,12 @@ LINEAR = {(rows, width): 1.0 * rows * width for rows in (1, 32) for width in WID
 SLOPED = {(rows, width): 1.0 + 0.1 * rows for rows in (1, 32) for width in WIDTHS}
 
 
-def shapes(trunk: dict[tuple[int, int], float], few: bool = True, cell_s: float = 0.0) -> Shapes:
-    return Shapes(CostTable(Measured(trunk, {1: HeadCost(0.1, 0.1, 0.1)}, 128, cell_s)), few)
+def shapes(trunk: dict[tuple[int, int], float], few: bool = True, cell_s: float = 0.0) -> ShapePolicy:
+    return ShapePolicy(CostTable(MeasuredCosts(trunk, {1: HeadCost(0.1, 0.1, 0.1)}, 128, cell_s)), few)
 
 
 def test_where_rows_cost_nothing_all_numbers_of_them_have_one_shape() -> None:
-    found = {shapes(FLAT).decoding(rows, 1, 100, 32) for rows in range(1, 33)}
+    found = {shapes(FLAT).decode_shape(rows, 1, 100, 32) for rows in range(1, 33)}
     assert found == {(32, 1)}
 
 
@@ -39,34 +39,34 @@ def test_where_every_token_costs_nothing_is_padded_by_much() -> None:
     dear = shapes(LINEAR)
     for rows in range(1, 33):
         for width in WIDTHS:
-            wide, wider = dear.decoding(rows, width, 100, 32)
+            wide, wider = dear.decode_shape(rows, width, 100, 32)
             assert wide * wider <= 1.35 * rows * width
-    assert dear.decoding(1, 4, 100, 32) == (1, 5)
-    assert dear.decoding(5, 1, 100, 32) == (6, 1)
-    assert dear.decoding(5, 4, 100, 32) == (5, 4)
+    assert dear.decode_shape(1, 4, 100, 32) == (1, 5)
+    assert dear.decode_shape(5, 1, 100, 32) == (6, 1)
+    assert dear.decode_shape(5, 4, 100, 32) == (5, 4)
 
 
 def test_a_pass_that_comes_often_has_a_shape_of_its_own_where_that_costs_less() -> None:
     found = shapes(SLOPED)
-    assert found.decoding(17, 1, 100, 32) == (24, 1)
+    assert found.decode_shape(17, 1, 100, 32) == (24, 1)
     for _ in range(40):
-        found.note(17, 1)
-    assert found.decoding(17, 1, 100, 32) == (17, 1)
-    assert found.decoding(18, 1, 100, 32) == (24, 1)
+        found.count_step(17, 1)
+    assert found.decode_shape(17, 1, 100, 32) == (17, 1)
+    assert found.decode_shape(18, 1, 100, 32) == (24, 1)
     for _ in range(120):
-        found.note(3, 1)
-    assert found.decoding(17, 1, 100, 32) == (24, 1)
+        found.count_step(3, 1)
+    assert found.decode_shape(17, 1, 100, 32) == (24, 1)
 
 
 def test_a_shape_that_is_one_of_few_is_padded_for_nothing_only() -> None:
-    assert shapes(SLOPED).decoding(16, 1, 100, 32) == (16, 1)
-    assert shapes(SLOPED).decoding(12, 2, 100, 32) == (12, 2)
+    assert shapes(SLOPED).decode_shape(16, 1, 100, 32) == (16, 1)
+    assert shapes(SLOPED).decode_shape(12, 2, 100, 32) == (12, 2)
 
 
 def test_long_rows_are_not_padded_with_rows_that_read_as_much() -> None:
     dear = shapes(FLAT, cell_s=1e-5)
-    assert dear.decoding(1, 1, 100, 32) == (32, 1)
-    assert dear.decoding(1, 1, 10_000, 32) == (1, 1)
+    assert dear.decode_shape(1, 1, 100, 32) == (32, 1)
+    assert dear.decode_shape(1, 1, 10_000, 32) == (1, 1)
 
 
 def test_caches_grow_in_few_steps() -> None:
@@ -77,14 +77,14 @@ def test_caches_grow_in_few_steps() -> None:
 
 
 def test_a_width_is_one_of_few() -> None:
-    found = {shapes(FLAT).decoding(1, width, 100, 1)[1] for width in WIDTHS}
+    found = {shapes(FLAT).decode_shape(1, width, 100, 1)[1] for width in WIDTHS}
     assert found == set(FEW_WIDTHS) >= {1 + depth for depth in FEW_DEPTHS}
 
 
 def test_without_need_a_pass_is_as_large_as_its_rows() -> None:
     exact = shapes(FLAT, few=False)
-    assert exact.decoding(5, 4, 100, 32) == (5, 4)
-    assert exact.prompt_width(37) == 37
+    assert exact.decode_shape(5, 4, 100, 32) == (5, 4)
+    assert exact.prefill_width(37) == 37
     assert list(exact.depths) == list(range(9))
 
 
@@ -99,17 +99,17 @@ def test_padding_fits_and_costs_next_to_nothing(
     made = shapes(trunk, cell_s=cell_s)
     costs, num_slots = made._costs, rows + spare
     long = rounded_up(cells, CELL_STEP, CELL_PARTS)
-    for limit, num_noted in ((MUCH, 1), (NEXT_TO_NOTHING, 40)):
+    for limit, num_noted in ((MAX_PADDING, 1), (FREE_PADDING, 40)):
         for _ in range(num_noted):
-            made.note(rows, width)
-        wide, wider = made.decoding(rows, width, cells, num_slots)
+            made.count_step(rows, width)
+        wide, wider = made.decode_shape(rows, width, cells, num_slots)
         assert rows <= wide <= num_slots
         assert width <= wider <= 9
-        assert costs.measured_s(wide, wider, long) <= limit * costs.measured_s(rows, width, long)
+        assert costs.uncorrected_s(wide, wider, long) <= limit * costs.uncorrected_s(rows, width, long)
 
 
 def test_prompts_have_few_widths_and_grow_little() -> None:
-    widths = {size: shapes(FLAT).prompt_width(size) for size in range(1, 4097)}
+    widths = {size: shapes(FLAT).prefill_width(size) for size in range(1, 4097)}
     assert all(size <= width for size, width in widths.items())
     assert all(width - size < max(16, size / 8 + 1) for size, width in widths.items())
     assert len(set(widths.values())) <= 64
@@ -117,5 +117,5 @@ def test_prompts_have_few_widths_and_grow_little() -> None:
 
 @pytest.mark.parametrize(("rows", "slots"), [(1, 1), (5, 6), (9, 12), (33, 48), (200, 200)])
 def test_slots_are_made_for_some_more_rows(rows: int, slots: int) -> None:
-    assert row_count(rows) == slots
-    assert rows > max(ROW_COUNTS) or slots in ROW_COUNTS
+    assert num_slots_for(rows) == slots
+    assert rows > max(FEW_ROW_COUNTS) or slots in FEW_ROW_COUNTS

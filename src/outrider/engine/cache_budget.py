@@ -7,13 +7,13 @@ from collections.abc import Sequence as Rows
 from outrider.config import CacheGeometry
 from outrider.engine.sequence import Sequence
 from outrider.request import MAX_DEPTH
-from outrider.speculate.shapes import Shapes, row_count
+from outrider.speculate.shapes import ShapePolicy, num_slots_for
 
 SLACK = 2 * MAX_DEPTH  # cells past a row's tokens that a step may write: its drafts and the head's recursion
 
 
 class CacheBudget:
-    def __init__(self, geometry: CacheGeometry, budget_bytes: int, shapes: Shapes) -> None:
+    def __init__(self, geometry: CacheGeometry, budget_bytes: int, shapes: ShapePolicy) -> None:
         self._geometry = geometry
         self._shapes = shapes
         self.budget_bytes = budget_bytes
@@ -53,7 +53,7 @@ class CacheBudget:
             self.clear()
             return True
         capacity = self._geometry.capacity_for(max(_next_cells(row) for row in rows))
-        num_slots = max(self.num_slots, row_count(num_slots_used))
+        num_slots = max(self.num_slots, num_slots_for(num_slots_used))
         grown = self._geometry.capacity_for(self._shapes.capacity(capacity, self._geometry.capacity_step))
         roomy = [(num_slots, max(self.capacity, cells)) for cells in (grown, capacity)]
         tight = len(rows), capacity

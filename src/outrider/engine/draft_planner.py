@@ -11,14 +11,11 @@ from collections.abc import Sequence as Rows
 
 from outrider.engine.sequence import Sequence
 from outrider.plan import UNREAD, PassShape, RowPlan
-from outrider.speculate.acceptance import Source
-from outrider.speculate.controller import DepthController, DraftRequest
+from outrider.speculate.controller import DepthController, DraftRequest, Offer
 from outrider.speculate.costs import StepShape
 
 MAX_HEAD_LAG = 2048  # cells; a head that was paused for longer does not come back to a row; chosen by hand
 MAX_CATCH_UP = 1024  # cells that paused heads are fed in one step, so that no row waits long; chosen by hand
-
-Offer = tuple[Source, int, int]  # source of drafts, how many, how many of them are certain
 
 
 class DraftPlanner:
@@ -37,13 +34,13 @@ class DraftPlanner:
             return
         requests = [self._request(row, joins=i >= len(decoding)) for i, row in enumerate(rows)]
         choice = self._controller.choose(requests, max(len(row.tokens) for row in rows), num_slots)
-        for row, (which, num), num_next in zip(rows, choice.feed, choice.next, strict=True):
+        for row, (which, num), num_next in zip(rows, choice.feed, choice.num_drafts_next, strict=True):
             row.drafting.num_drafts_next = num_next
             row.drafting.use(which, num)
         self._limit_catch_up(decoding)
 
     def _request(self, row: Sequence, joins: bool) -> DraftRequest:
-        offers = [(p.source, len(p.token_ids), p.num_sure) for p in row.drafting.proposals]
+        offers = [Offer(p.source, len(p.token_ids), p.num_sure) for p in row.drafting.proposals]
         head_lag = 0 if joins else row.head_lag
         return self._draft_request(row, offers, head_lag, row.num_left, joins)
 
@@ -94,16 +91,16 @@ class DraftPlanner:
             return [overlapped_row(sequence, row, 0, 0) for sequence, row in rows]
         requests = [self._overlapped_request(*each) for each in rows]
         has_lookup = any(sequence.drafting.lookup is not None for sequence, _ in rows)
-        if has_lookup and self._controller.would_wait(requests):
+        if has_lookup and self._controller.should_wait_for_lookup(requests):
             return None
         paused = [request for request, (_, row) in zip(requests, rows, strict=True) if row.defers_head]
-        if self._controller.is_probe_near(paused, len(rows)):
+        if self._controller.may_probe_next(paused, len(rows)):
             return None
         num_cells = max(len(sequence.tokens) + row.num_fed for sequence, row in rows)
         choice = self._controller.choose(requests, num_cells, num_slots)
         planned = []
         for (sequence, row), (_, num), num_next, limit in zip(
-            rows, choice.feed, choice.next, max_drafts, strict=True
+            rows, choice.feed, choice.num_drafts_next, max_drafts, strict=True
         ):
             num_left = sequence.num_left - 1  # the unread step commits at least one token
             num_next = min(num_next, max_drafts_next(sequence, num_left))
@@ -114,9 +111,9 @@ class DraftPlanner:
         return planned
 
     def _overlapped_request(self, sequence: Sequence, row: RowPlan) -> DraftRequest:
-        offers: list[Offer] = [("head", row.num_drafts_next, 0)] if row.num_drafts_next else []
+        offers = [Offer("head", row.num_drafts_next)] if row.num_drafts_next else []
         proposals = sequence.drafting.proposals
-        others = [(p.source, len(p.token_ids), p.num_sure) for p in proposals if p.source != "head"]
+        others = [Offer(p.source, len(p.token_ids), p.num_sure) for p in proposals if p.source != "head"]
         head_lag = sequence.head_lag + row.num_fed if row.defers_head else 0
         return self._draft_request(sequence, offers, head_lag, sequence.num_left - 1, others=others)
 
@@ -129,8 +126,8 @@ class DraftPlanner:
         width = max(row.num_fed for row in batch)
         num_cells = max(row.start for row in batch)
         shapes = self._controller.shapes
-        shapes.note(len(batch), width)
-        return PassShape(*shapes.decoding(len(batch), width, num_cells, num_slots))
+        shapes.count_step(len(batch), width)
+        return PassShape(*shapes.decode_shape(len(batch), width, num_cells, num_slots))
 
 
 def max_drafts_next(row: Sequence, num_left: int, head_lag: int = 0) -> int:

@@ -135,7 +135,7 @@ class Scheduler:
             if not (prefill or copies or is_rearranged):
                 cost_shape = step_shape(decode, shape)
         if prefill:
-            width = self._controller.shapes.prompt_width(max(row.num_fed for row in prefill))
+            width = self._controller.shapes.prefill_width(max(row.num_fed for row in prefill))
             batches.append(tuple(prefill))
             shapes.append(PassShape(width=width))
         plan = StepPlan(*self._budget.shape, tuple(moves), tuple(batches), tuple(shapes), copies)

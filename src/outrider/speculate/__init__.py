@@ -1,1 +1,1 @@
-"""Where drafts come from. A drafter proposes; it never decides what is committed."""
+"""Drafting decisions: who proposes drafts, how often they are accepted, what they cost, how many are fed."""

@@ -1,7 +1,15 @@
-"""How often drafts stand, by source and place: one record a row, and one a model from which new rows start.
+"""How often drafts are accepted: one record for each row, and one for the model, from which new rows start.
 
-Pure Python, a few numbers each. A record holds, for every place j, how often draft j stood when all before it
-had stood; old trials fade, so that a record follows the text.
+For every source of drafts and every position j a record estimates the chance that draft j equals the token
+that the model commits there, given that drafts 1..j-1 did:
+
+    chance(j) = (num_accepted(j) + weight * prior(j)) / (num_compared(j) + weight)
+
+The counts decay, so a record follows the text. The prior of one record is the estimate of the next:
+
+    row's own comparisons -> all rows' recent comparisons -> all rows' comparisons ever -> FIRST_GUESS
+
+Every draft that is compared with a committed token counts, whether the trunk was fed the draft or not.
 """
 
 from __future__ import annotations
@@ -12,184 +20,181 @@ from typing import Literal
 from outrider.request import MAX_DEPTH, SamplingParams
 
 Source = Literal["head", "ngram", "prediction", "forced"]
-Key = tuple[Source, int]  # source and temperature class
-SOURCES: tuple[Source, ...] = ("head", "ngram", "prediction")  # those that can be wrong
+SourceClass = tuple[Source, int]  # a source and a temperature class
+FALLIBLE_SOURCES: tuple[Source, ...] = ("head", "ngram", "prediction")  # forced drafts are always right
 
-ROW_FADE = 0.92  # a trial's weight after the next one at its place
-IDLE_FADE = 0.97  # and after a step in which all rows rest: what a few show by then counts for more
-LATELY_FADE = 0.91
-MODEL_FADE = 0.999
-PRIOR_TRIALS = 2.0  # what the model's record weighs against a row's own trials
-LATELY_TRIALS = 6.0  # what it weighs against all rows' latest ones
-FIRST_GUESS: dict[Source, float] = {"head": 0.6, "ngram": 0.4, "prediction": 0.8}  # before anything is known
-GUESS_TRIALS = 20.0  # what that guess weighs in a model's record
-TEMPERATURE_CLASSES = (0.0, 0.5, 1.0)  # drafts stand less often in hotter text; a class ends at its number
+# Decays: the factor by which a position's counts shrink with every new comparison at that position. A decay d
+# remembers about 1 / (1 - d) comparisons. The decays and the weights below were chosen with the simulator
+# (tests/speculate), so that drafting stops soon after a text becomes harder, and comes back soon after.
+ROW_DECAY = 0.92  # one row: 12 comparisons
+RECENT_DECAY = 0.91  # all rows, recently: 11 comparisons
+MODEL_DECAY = 0.999  # all rows, ever: 1000 comparisons
+IDLE_DECAY = 0.97  # of a row's counts, for every step in which no row drafts: probes then count for more
+ROW_PRIOR_WEIGHT = 2.0  # comparisons that the model's estimate is worth in a row's record
+RECENT_PRIOR_WEIGHT = 6.0  # comparisons that the long record is worth in the recent one
+GUESS_WEIGHT = 20.0  # comparisons that the first guess is worth in the long record
+FIRST_GUESS: dict[Source, float] = {"head": 0.6, "ngram": 0.4, "prediction": 0.8}  # chosen by hand
+TEMPERATURE_LIMITS = (0.0, 0.5, 1.0)  # upper ends of temperature classes: hotter text accepts fewer drafts
 
 
-class Places:
-    """Decayed trials and successes by place."""
+class PositionCounts:
+    """Decayed counts of compared and of accepted drafts, by position."""
 
-    def __init__(self, fade: float) -> None:
-        self._fade = fade
-        self.tried = [0.0] * MAX_DEPTH
-        self.stood = [0.0] * MAX_DEPTH
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self.compared = [0.0] * MAX_DEPTH
+        self.accepted = [0.0] * MAX_DEPTH
 
-    def add(self, num_tried: int, num_stood: int) -> None:
-        """Drafts 1..num_tried were looked at: num_stood stood, and if that is fewer, the next one fell.
+    def add(self, num_compared: int, num_accepted: int) -> None:
+        """Drafts 1..num_compared were compared. The first `num_accepted` were right, the next one was wrong.
 
-        What is known of the places after a fallen draft fades too: the text is not what it was.
+        After a wrong draft the counts of all later positions decay too: the text has changed.
         """
-        for place in range(num_tried if num_stood == num_tried else MAX_DEPTH):
-            self.tried[place] = self.tried[place] * self._fade + (place < num_tried)
-            self.stood[place] = self.stood[place] * self._fade + (place < num_stood)
+        for i in range(num_compared if num_accepted == num_compared else MAX_DEPTH):
+            self.compared[i] = self.compared[i] * self._decay + (i < num_compared)
+            self.accepted[i] = self.accepted[i] * self._decay + (i < num_accepted)
 
-    def age(self, by: float) -> None:
-        self.tried = [count * by for count in self.tried]
-        self.stood = [count * by for count in self.stood]
+    def decay_all(self, factor: float) -> None:
+        self.compared = [count * factor for count in self.compared]
+        self.accepted = [count * factor for count in self.accepted]
 
-    def chance(self, place: int, lean: float, lean_trials: float) -> float:
-        """That a draft at this place stands, `lean` being worth so many trials."""
-        return (self.stood[place] + lean_trials * lean) / (self.tried[place] + lean_trials)
-
-
-def num_tried(num_proposed: int, num_right: int, num_committed: int) -> int:
-    """How many of the proposed drafts the committed tokens tell about, whether they were fed or not."""
-    return min(num_proposed, num_committed, num_right + 1)
+    def chance(self, position: int, prior: float, weight: float) -> float:
+        return (self.accepted[position] + weight * prior) / (self.compared[position] + weight)
 
 
 class ModelAcceptance:
-    """What a model's drafts are worth before a row has a record of its own, by temperature.
+    """The acceptance that a new row of this model can expect, by source and temperature class.
 
-    Two records of all rows' trials: a long one, which is kept between runs, and on top of it the latest ones.
+    Two records of all rows' comparisons: a long one, which is stored between runs, and a recent one.
     """
 
     def __init__(self) -> None:
-        self._records: dict[Key, Places] = {}
-        self._lately: dict[Key, Places] = {}
-        self._chances: dict[Key, list[float]] = {}  # until the next trial
-        self.num_trials = 0  # of the head, that any row has added
-        self.num_missed = 0  # in which its first draft fell
+        self._long: dict[SourceClass, PositionCounts] = {}
+        self._recent: dict[SourceClass, PositionCounts] = {}
+        self._chances: dict[SourceClass, list[float]] = {}  # until the next comparison
+        self.num_head_comparisons = 0  # proposals of the head that were compared, since the start
+        self.num_head_misses = 0  # of these, the proposals whose first draft was wrong
 
     def chances(self, source: Source, temperature_class: int) -> list[float]:
-        """For every place, that a draft there stands if all before it did."""
+        """For every position: the chance that a draft is right if all drafts before it are."""
         key = (source, temperature_class)
-        chances = self._chances.get(key)
-        if chances is None:
-            chances = self._chances[key] = self._worked_out(key)
-        return chances
+        if key not in self._chances:
+            long, recent = self._long.get(key), self._recent.get(key)
+            estimate = FIRST_GUESS[source]
+            chances = []
+            for position in range(MAX_DEPTH):
+                if long is not None:  # the prior of a position is the estimate of the position before it
+                    estimate = long.chance(position, estimate, GUESS_WEIGHT)
+                chances.append(
+                    estimate if recent is None else recent.chance(position, estimate, RECENT_PRIOR_WEIGHT)
+                )
+            self._chances[key] = chances
+        return self._chances[key]
 
-    def _worked_out(self, key: Key) -> list[float]:
-        record, lately = self._records.get(key), self._lately.get(key)
-        guess = FIRST_GUESS[key[0]]
-        chances = []
-        for place in range(MAX_DEPTH):
-            if record is not None:  # a place without trials is like the one before it
-                guess = record.chance(place, guess, GUESS_TRIALS)
-            chances.append(guess if lately is None else lately.chance(place, guess, LATELY_TRIALS))
-        return chances
-
-    def add(self, source: Source, temperature_class: int, num_tried: int, num_stood: int) -> None:
+    def add(self, source: Source, temperature_class: int, num_compared: int, num_accepted: int) -> None:
         key = (source, temperature_class)
-        if key not in self._records:
-            self._records[key] = Places(MODEL_FADE)
-        if key not in self._lately:
-            self._lately[key] = Places(LATELY_FADE)
-        self.num_trials += source == "head"
-        self.num_missed += source == "head" and num_stood == 0
-        self._records[key].add(num_tried, num_stood)
-        self._lately[key].add(num_tried, num_stood)
+        if key not in self._long:
+            self._long[key] = PositionCounts(MODEL_DECAY)
+        if key not in self._recent:
+            self._recent[key] = PositionCounts(RECENT_DECAY)
+        self.num_head_comparisons += source == "head"
+        self.num_head_misses += source == "head" and num_accepted == 0
+        self._long[key].add(num_compared, num_accepted)
+        self._recent[key].add(num_compared, num_accepted)
         self._chances.pop(key, None)
 
     def as_json(self) -> list[list[object]]:
         return [
-            [source, hot, [round(x, 2) for x in places.tried], [round(x, 2) for x in places.stood]]
-            for (source, hot), places in sorted(self._records.items())
+            [source, hot, [round(x, 2) for x in counts.compared], [round(x, 2) for x in counts.accepted]]
+            for (source, hot), counts in sorted(self._long.items())
         ]
 
     @classmethod
     def from_json(cls, data: object) -> ModelAcceptance:
-        """Raises ValueError or TypeError for anything that `as_json` cannot have made."""
+        """Raise ValueError or TypeError for data that `as_json` cannot have made."""
         made = cls()
-        for source, hot, tried, stood in data:  # type: ignore[attr-defined]
-            places = Places(MODEL_FADE)
-            places.tried, places.stood = _counts(tried), _counts(stood)
-            if source not in SOURCES or not 0 <= hot <= len(TEMPERATURE_CLASSES):
-                raise ValueError(f"no such record: {source}, {hot}")
-            if any(good > all_ for good, all_ in zip(places.stood, places.tried, strict=True)):
-                raise ValueError("more drafts stood than were tried")
-            made._records[source, hot] = places
+        for source, hot, compared, accepted in data:  # type: ignore[attr-defined]
+            counts = PositionCounts(MODEL_DECAY)
+            counts.compared, counts.accepted = _checked_counts(compared), _checked_counts(accepted)
+            if source not in FALLIBLE_SOURCES or not 0 <= hot <= len(TEMPERATURE_LIMITS):
+                raise ValueError(f"unknown acceptance record: source {source!r}, temperature class {hot!r}")
+            if any(right > total for right, total in zip(counts.accepted, counts.compared, strict=True)):
+                raise ValueError("an acceptance record has more accepted drafts than compared ones")
+            made._long[source, hot] = counts
         return made
 
 
 class RowAcceptance:
-    """One row's record, leaning on the model's where it has few trials of its own."""
+    """The acceptance record of one row, and when the row's head last drafted."""
 
     def __init__(self, model: ModelAcceptance, params: SamplingParams) -> None:
         self._model = model
-        self._class = temperature_class(params.temperature)
-        self.since_head = 0  # steps since the head last made a draft for the row
-        self.on_trial = False  # that was to see what it is worth, not to draft with it
-        self.other: Source | None = None  # the drafter beside the head that last offered more than it
-        self.other_share = 0.0  # of the steps, lately, in which one did
-        self._own: dict[Source, Places] = {}
+        self._temperature_class = temperature_class(params.temperature)
+        self._own: dict[Source, PositionCounts] = {}
+        self.steps_since_head = 0  # steps since the head last drafted for this row
+        self.is_probe = False  # the head's last draft is a probe: it is compared and never fed
+        self.other_source: Source | None = None  # the drafter that last offered more than the head
+        self.other_share = 0.0  # share of recent steps in which another drafter offered more than the head
 
     @property
-    def draws(self) -> bool:
-        """Whether the row draws its tokens, instead of taking the best."""
-        return self._class > 0
+    def is_sampled(self) -> bool:
+        """True if the row samples its tokens, False if it takes the most likely ones."""
+        return self._temperature_class > 0
 
     def add(self, source: Source, num_proposed: int, num_right: int, num_committed: int) -> None:
-        """A source proposed drafts for a step that brought `num_committed` tokens; `num_right` were right."""
-        tried = num_tried(num_proposed, num_right, num_committed)
-        if tried == 0 or source == "forced":
+        """Count a proposal. Its first `num_right` drafts equal the first of `num_committed` tokens."""
+        # The first wrong draft is the last one that the committed tokens tell about.
+        num_compared = min(num_proposed, num_committed, num_right + 1)
+        if num_compared == 0 or source == "forced":
             return
+        num_accepted = min(num_right, num_compared)
         if source not in self._own:
-            self._own[source] = Places(ROW_FADE)
-        self._own[source].add(tried, min(num_right, tried))
-        self._model.add(source, self._class, tried, min(num_right, tried))
-
-    def note_head(self, drafts: bool, all_rest: bool) -> None:
-        """A step in which the head drafts for this row, or does not, or does for none of the batch."""
-        self.since_head = 0 if drafts else self.since_head + 1
-        if all_rest and "head" in self._own:
-            self._own["head"].age(IDLE_FADE)
+            self._own[source] = PositionCounts(ROW_DECAY)
+        self._own[source].add(num_compared, num_accepted)
+        self._model.add(source, self._temperature_class, num_compared, num_accepted)
 
     def compare(
-        self, source: Source, drafts: Sequence[int], committed: Sequence[int], num_sure: int = 0
+        self, source: Source, drafts: Sequence[int], committed: Sequence[int], num_certain: int = 0
     ) -> None:
-        """Hold a proposal against the tokens that came; drafts that were certain say nothing."""
-        if source != "forced" and num_sure == 0:
-            self.add(source, len(drafts), num_right(drafts, committed), len(committed))
+        """Compare a proposal with the committed tokens. A proposal with certain drafts teaches nothing."""
+        if source != "forced" and num_certain == 0:
+            self.add(source, len(drafts), num_matching(drafts, committed), len(committed))
+
+    def count_step(self, head_drafts: bool, is_head_idle: bool) -> None:
+        """Count a step. `head_drafts`: for this row. `is_head_idle`: the head drafts for no row."""
+        self.steps_since_head = 0 if head_drafts else self.steps_since_head + 1
+        if is_head_idle and "head" in self._own:
+            self._own["head"].decay_all(IDLE_DECAY)
 
     def chances(self, source: Source, num: int) -> list[float]:
-        """That drafts 1..j all stand, for j = 1..num."""
+        """For j = 1..num: the chance that drafts 1..j are all right."""
         if source == "forced":
             return [1.0] * num
-        prior = self._model.chances(source, self._class)
+        model_chances = self._model.chances(source, self._temperature_class)
         own = self._own.get(source)
-        all_stand, before, chances = 1.0, prior[0], []
-        for place in range(num):
-            # Where this row does better or worse than usual at one place, so will it at the next.
-            lean = (prior[place] + before) / 2
-            before = lean if own is None else own.chance(place, lean, PRIOR_TRIALS)
-            all_stand *= before
-            chances.append(all_stand)
+        all_right, estimate, chances = 1.0, model_chances[0], []
+        for position in range(num):
+            # A row that does better than the model at one position is likely to do better at the next.
+            prior = (model_chances[position] + estimate) / 2
+            estimate = prior if own is None else own.chance(position, prior, ROW_PRIOR_WEIGHT)
+            all_right *= estimate
+            chances.append(all_right)
         return chances
 
 
 def temperature_class(temperature: float) -> int:
-    hotter = (i for i, limit in enumerate(TEMPERATURE_CLASSES) if temperature <= limit)
-    return next(hotter, len(TEMPERATURE_CLASSES))
+    limits = (i for i, limit in enumerate(TEMPERATURE_LIMITS) if temperature <= limit)
+    return next(limits, len(TEMPERATURE_LIMITS))
 
 
-def num_right(proposed: Sequence[int], committed: Sequence[int]) -> int:
-    """How many leading drafts equal the tokens that came."""
-    pairs = enumerate(zip(proposed, committed, strict=False))
-    return next((i for i, (draft, token) in pairs if draft != token), min(len(proposed), len(committed)))
+def num_matching(drafts: Sequence[int], committed: Sequence[int]) -> int:
+    """The number of leading drafts that equal the committed tokens."""
+    pairs = enumerate(zip(drafts, committed, strict=False))
+    return next((i for i, (draft, token) in pairs if draft != token), min(len(drafts), len(committed)))
 
 
-def _counts(values: object) -> list[float]:
+def _checked_counts(values: object) -> list[float]:
     counts = [float(value) for value in values]  # type: ignore[attr-defined]
     if len(counts) != MAX_DEPTH or not all(0 <= count < 1e6 for count in counts):
-        raise ValueError("not a record of trials")
+        raise ValueError(f"an acceptance record must have {MAX_DEPTH} counts, each from 0 to a million")
     return counts

@@ -1,10 +1,10 @@
-"""Measures what steps cost, by running made-up ones through the runner: real forwards, picks, head passes.
+"""Measures what steps cost: runs synthetic steps of many shapes through the runner.
 
-Up to ten seconds at start-up. The shapes that matter most come first; where time runs out the rest is
-interpolated and corrected by the steps that really run. All shapes are tried once, then each until its two
-shortest times agree, and the shortest is taken: compiling, growing memory and others' work on the machine
-only ever add, and a busy second is over when a shape's turn comes again. All rows have one modest length;
-longer rows are modelled by one number, seconds a further cell.
+This takes up to ten seconds at start-up. The shapes that matter most come first. Shapes for which no time is
+left are interpolated (costs.py) and corrected by the steps that really run. Every shape is timed once, then
+again until its two shortest times agree, and the shortest time counts: compiling, growing memory and other
+processes only ever add time. All rows have one modest length. Longer rows are modelled by one number,
+seconds for every further cell.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from typing import Any, Protocol
 from outrider.config import CacheGeometry
 from outrider.plan import RowPlan, StepPlan, StepResult
 from outrider.request import MAX_DEPTH, SamplingParams
-from outrider.speculate.costs import CostTable, HeadCost, Measured, StepShape
+from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
 
-BUDGET_S = 10.0  # of the device's time
-AGREEING = 1.08  # a trial's two shortest times, one over the other, once they can be believed
-MOST_RUNS = 5  # of a trial
-AHEAD_STEPS = 3  # timed together where a step is launched before the one in front of it is read
-PATIENCE = 3.0  # how much longer that may take on a busy machine
-TOLERANCE = 1.3  # by which a kept table's cost of a width may be off
-NUM_CELLS, MANY_CELLS = 128, 1024
-ROW_COUNTS = (1, 4, 16, 8, 2, 32, 64)  # those that say most come first
-FIRST_COUNTS = 3  # that many of them, and of the widths, are measured before the others
+BUDGET_S = 10.0  # seconds of device time; more would delay the start too much
+MAX_WALL_FACTOR = 3.0  # on a busy machine calibration may take so many times BUDGET_S by the wall clock
+AGREEMENT = 1.08  # ratio of a shape's two shortest times from which they are trusted; chosen by hand
+MAX_RUNS = 5  # times that one shape is timed; chosen by hand
+OVERLAPPED_STEPS = 3  # steps that are timed together where steps overlap
+STORED_TOLERANCE = 1.3  # factor by which a stored relative cost may differ from a new measurement
+NUM_CELLS, MANY_CELLS = 128, 1024  # lengths of rows; one step with long rows shows the cost of a cell
+# The order is the order of importance: the first NUM_FIRST row counts and widths are measured in any case.
+ROW_COUNTS = (1, 4, 16, 8, 2, 32, 64)
 WIDTHS = (1, 2, 4, 3, 9, 6, 5, 8, 7)
-TRACED_WIDTHS = (1, 2, 5, 3, 9, 8)  # there are no others where passes are traced: shapes.FEW_WIDTHS
-HEAD_DEPTHS = (0, MAX_DEPTH)
+TRACED_WIDTHS = (1, 2, 5, 3, 9, 8)  # where passes are traced there are no others: shapes.FEW_WIDTHS
+NUM_FIRST = 3
+HEAD_DEPTHS = (0, MAX_DEPTH)  # fed only, and all drafts: the cost of drafts in between is linear
 
 Clock = Callable[[], float]
 
 
-class Runs(Protocol):
-    """What of a runner is needed."""
+class CalibrationRunner(Protocol):
+    """What calibration needs of a runner."""
 
     @property
     def has_head(self) -> bool: ...
@@ -57,197 +58,205 @@ class Runs(Protocol):
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A made-up step: all its rows are alike."""
+class SyntheticStep:
+    """A decode step whose rows are all alike."""
 
     rows: int
     width: int
-    depth: int | None = None  # drafts that the head makes; None: it is not fed
+    num_drafts_next: int | None = None  # drafts that the head makes; None: the head is not fed
     num_cells: int = NUM_CELLS
-    draws: bool = False  # tokens, instead of taking the best
+    is_sampled: bool = False  # tokens are sampled, not the most likely ones
 
 
-class Stopwatch:
-    """The shortest time of each trial."""
+class StepTimer:
+    """Runs synthetic steps and keeps their times."""
 
-    def __init__(self, runner: Runs, vocab_size: int, clock: Clock) -> None:
+    def __init__(self, runner: CalibrationRunner, vocab_size: int, clock: Clock) -> None:
+        """`clock` measures device time: on a CPU the process's own time, else the wall clock."""
         self._runner = runner
         self._vocab_size = vocab_size
         self._clock = clock
         self._geometry = runner.geometry(256)
-        self._started_s, self._began_s = clock(), time.perf_counter()
-        self._times: dict[Trial, list[float]] = {}  # shortest first
-        self._shape = (0, 0)  # slots and cells of the caches
+        self._device_start_s, self._wall_start_s = clock(), time.perf_counter()
+        self._times: dict[SyntheticStep, list[float]] = {}  # shortest first
+        self._cache_shape = (0, 0)  # slots and cells of the runner's caches
 
     @property
-    def best(self) -> dict[Trial, float]:
-        return {trial: times[0] for trial, times in self._times.items()}
+    def shortest(self) -> dict[SyntheticStep, float]:
+        return {step: times[0] for step, times in self._times.items()}
 
-    def is_late(self, budget_s: float) -> bool:
-        busy, waited = self._clock() - self._started_s, time.perf_counter() - self._began_s
-        return busy > budget_s or waited > PATIENCE * budget_s
+    def is_out_of_time(self) -> bool:
+        device_s, wall_s = self._clock() - self._device_start_s, time.perf_counter() - self._wall_start_s
+        return device_s > BUDGET_S or wall_s > MAX_WALL_FACTOR * BUDGET_S
 
-    def run(self, trial: Trial) -> float:
-        plan = _plan(trial, self._geometry, self._vocab_size)
-        shape = (plan.num_slots, plan.capacity)
-        is_new = trial not in self._times and self._runner.compiles
-        if shape != self._shape or is_new:  # it also makes the caches, or compiles: it says nothing
-            self._runner.run(plan)
-            self._shape = shape
-        seconds = self._ahead_s(plan) if self._runner.compiles else self._alone_s(plan)
-        self._times[trial] = sorted([*self._times.get(trial, ()), seconds])
-        return seconds
+    def time_once(self, step: SyntheticStep) -> None:
+        plan = _plan(step, self._geometry, self._vocab_size)
+        cache_shape = (plan.num_slots, plan.capacity)
+        is_compiled_now = step not in self._times and self._runner.compiles
+        if cache_shape != self._cache_shape or is_compiled_now:
+            self._runner.run(plan)  # not timed: this run makes the caches or compiles the pass
+            self._cache_shape = cache_shape
+        seconds = self._overlapped_s(plan) if self._runner.compiles else self._alone_s(plan)
+        self._times[step] = sorted([*self._times.get(step, ()), seconds])
 
-    def _alone_s(self, plan: StepPlan) -> float:
-        before = self._clock()
-        self._runner.run(plan)
-        return self._clock() - before
-
-    def _ahead_s(self, plan: StepPlan) -> float:
-        """As the engine runs them where steps are traced: one is launched before another is read."""
-        under_way = self._runner.launch(plan)
-        following = self._runner.launch(plan)
-        self._runner.finish(under_way)
-        before = self._clock()
-        for _ in range(AHEAD_STEPS):
-            under_way, following = following, self._runner.launch(plan)
-            self._runner.finish(under_way)
-        seconds = self._clock() - before
-        self._runner.finish(following)
-        return seconds / AHEAD_STEPS
-
-    def settle(self, trial: Trial) -> None:
-        """Run it until its time can be believed, or there is no time left."""
-        for _ in range(len(self._times[trial]), MOST_RUNS):
-            self.run(trial)
-            shortest, second, *_ = self._times[trial]
-            if self.is_late(BUDGET_S) or second <= AGREEING * shortest:
+    def time_until_agreement(self, step: SyntheticStep) -> None:
+        """Time the step again until its two shortest times agree, or the time is up."""
+        for _ in range(len(self._times[step]), MAX_RUNS):
+            self.time_once(step)
+            shortest, second, *_ = self._times[step]
+            if self.is_out_of_time() or second <= AGREEMENT * shortest:
                 return
 
-    def fits(self, trial: Trial, max_cells: int, budget_bytes: int) -> bool:
-        cells = trial.num_cells + 2 * MAX_DEPTH
-        num_bytes = self._geometry.num_bytes(trial.rows, self._geometry.capacity_for(cells))
+    def fits(self, step: SyntheticStep, max_cells: int, budget_bytes: int) -> bool:
+        cells = step.num_cells + 2 * MAX_DEPTH
+        num_bytes = self._geometry.num_bytes(step.rows, self._geometry.capacity_for(cells))
         return cells <= max_cells and num_bytes <= budget_bytes
+
+    def _alone_s(self, plan: StepPlan) -> float:
+        start_s = self._clock()
+        self._runner.run(plan)
+        return self._clock() - start_s
+
+    def _overlapped_s(self, plan: StepPlan) -> float:
+        """Seconds per step where every step is launched before the previous one is read, as in the engine."""
+        in_flight, next_in_flight = self._runner.launch(plan), self._runner.launch(plan)
+        self._runner.finish(in_flight)
+        start_s = self._clock()
+        for _ in range(OVERLAPPED_STEPS):
+            in_flight, next_in_flight = next_in_flight, self._runner.launch(plan)
+            self._runner.finish(in_flight)
+        seconds = self._clock() - start_s
+        self._runner.finish(next_in_flight)
+        return seconds / OVERLAPPED_STEPS
 
 
 def measure(
-    runner: Runs,
+    runner: CalibrationRunner,
     vocab_size: int,
     max_rows: int,
     max_cells: int,
     budget_bytes: int,
     *,
     clock: Clock = time.perf_counter,
-) -> Measured | None:
-    """The costs of steps with up to `max_rows` rows; None where not even one row of a modest length fits."""
-    watch = Stopwatch(runner, vocab_size, clock)
-    first, second = (
-        [trial for trial in trials if watch.fits(trial, max_cells, budget_bytes)]
-        for trials in _trials(max_rows, runner.has_head, TRACED_WIDTHS if runner.compiles else WIDTHS)
+) -> MeasuredCosts | None:
+    """The costs of steps with up to `max_rows` rows. None if not even one row of a modest length fits."""
+    timer = StepTimer(runner, vocab_size, clock)
+    first, others = (
+        [step for step in steps if timer.fits(step, max_cells, budget_bytes)]
+        for steps in _steps_to_time(max_rows, runner.has_head, TRACED_WIDTHS if runner.compiles else WIDTHS)
     )
-    if Trial(1, 1) not in first:
+    if SyntheticStep(1, 1) not in first:
         return None
     try:
-        for trials, measure in product((first, second), (watch.run, watch.settle)):
-            for trial in trials:
-                if trials is second and watch.is_late(BUDGET_S):
+        for steps, time_step in product((first, others), (timer.time_once, timer.time_until_agreement)):
+            for step in steps:
+                if steps is others and timer.is_out_of_time():
                     break
-                measure(trial)
+                time_step(step)
     finally:
         runner.reset()
-    return _measured(watch.best)
+    return _measured_costs(timer.shortest)
 
 
-def reach(max_rows: int) -> int:
-    """How many rows `measure` gets to, time and memory permitting: a small engine's table says less."""
+def max_measured_rows(max_rows: int) -> int:
+    """The most rows that `measure` reaches for an engine of `max_rows`, if time and memory allow."""
     return max(count for count in ROW_COUNTS if count <= max_rows)
 
 
-def still_holds(runner: Runs, vocab_size: int, kept: Measured, *, clock: Clock = time.perf_counter) -> bool:
-    """Whether a width still costs, beside a plain step, about what it did: a table may be of a busy hour."""
-    watch = Stopwatch(runner, vocab_size, clock)
-    wide = 5 if runner.compiles else 4  # one of those that were measured
+def is_still_valid(
+    runner: CalibrationRunner, vocab_size: int, stored: MeasuredCosts, *, clock: Clock = time.perf_counter
+) -> bool:
+    """True if a wide step costs about as many plain steps as stored costs say.
+
+    Stored costs may come from a time when the machine was busy.
+    """
+    timer = StepTimer(runner, vocab_size, clock)
+    plain, wide = SyntheticStep(1, 1), SyntheticStep(1, 5 if runner.compiles else 4)
     try:
-        for trial in (Trial(1, 1), Trial(1, wide)) * 3:
-            watch.run(trial)
+        for step in (plain, wide) * 3:
+            timer.time_once(step)
     finally:
         runner.reset()
-    now = watch.best[Trial(1, wide)] / watch.best[Trial(1, 1)]
-    table = CostTable(kept)
-    then = table.step_s(StepShape(1, wide)) / table.step_s(StepShape(1, 1))
-    return 1 / TOLERANCE < now / then < TOLERANCE
+    now = timer.shortest[wide] / timer.shortest[plain]
+    table = CostTable(stored)
+    then = table.step_s(StepShape(1, wide.width)) / table.step_s(StepShape(1, 1))
+    return 1 / STORED_TOLERANCE < now / then < STORED_TOLERANCE
 
 
-def _trials(max_rows: int, has_head: bool, widths: Sequence[int]) -> tuple[list[Trial], list[Trial]]:
-    """What is measured before anything else, and what where time is left."""
-    counts = _row_counts(max_rows)
-    first, second = counts[:FIRST_COUNTS], counts[FIRST_COUNTS:]
-    few, others = widths[:FIRST_COUNTS], widths[FIRST_COUNTS:]
+def _steps_to_time(
+    max_rows: int, has_head: bool, widths: Sequence[int]
+) -> tuple[list[SyntheticStep], list[SyntheticStep]]:
+    """The steps that are timed in any case, and those that are timed if time is left."""
+    counts = list(dict.fromkeys(count for count in (*ROW_COUNTS, max_rows) if count <= max_rows))
+    first_counts, other_counts = counts[:NUM_FIRST], counts[NUM_FIRST:]
+    first_widths, other_widths = widths[:NUM_FIRST], widths[NUM_FIRST:]
     depths = HEAD_DEPTHS if has_head else ()
 
-    def some(counts: list[int], widths: Sequence[int], depths: Sequence[int]) -> list[Trial]:
-        return [
-            trial
-            for rows in counts
-            for trial in (*(Trial(rows, w) for w in widths), *(Trial(rows, 1, depth) for depth in depths))
-        ]
+    def steps(counts: list[int], widths: Sequence[int], depths: Sequence[int]) -> list[SyntheticStep]:
+        found = []
+        for rows in counts:
+            found += [SyntheticStep(rows, width) for width in widths]
+            found += [SyntheticStep(rows, 1, depth) for depth in depths]
+        return found
 
-    long = [Trial(1, 1, None, MANY_CELLS)]
-    some_rows = first[min(1, len(first) - 1)]
-    drawn = [Trial(some_rows, 1, depth, draws=True) for depth in (None, *depths[-1:])]
-    return some(first, few, depths) + drawn, long + some(second, few, depths) + some(counts, others, ())
-
-
-def _row_counts(max_rows: int) -> list[int]:
-    return list(dict.fromkeys(count for count in (*ROW_COUNTS, max_rows) if count <= max_rows))
+    long = SyntheticStep(1, 1, None, MANY_CELLS)
+    some_rows = first_counts[min(1, len(first_counts) - 1)]
+    sampled = [SyntheticStep(some_rows, 1, depth, is_sampled=True) for depth in (None, *depths[-1:])]
+    first = [*steps(first_counts, first_widths, depths), *sampled]
+    return first, [long, *steps(other_counts, first_widths, depths), *steps(counts, other_widths, ())]
 
 
-def _plan(trial: Trial, geometry: CacheGeometry, vocab_size: int) -> StepPlan:
-    histories = [  # each its own: rows that are alike would have the same experts
-        [(7 * i + 13 * slot + 11) % vocab_size for i in range(trial.num_cells + trial.width)]
-        for slot in range(trial.rows)
-    ]
-    params = SamplingParams(temperature=1.0 if trial.draws else 0, seed=0)
-    rows = tuple(
-        RowPlan(
+def _plan(step: SyntheticStep, geometry: CacheGeometry, vocab_size: int) -> StepPlan:
+    rows = []
+    for slot in range(step.rows):
+        # Every row has its own tokens: equal rows would use the same experts.
+        tokens = [(7 * i + 13 * slot + 11) % vocab_size for i in range(step.num_cells + step.width)]
+        row = RowPlan(
             sequence_id=slot,
             slot=slot,
-            start=trial.num_cells,
-            token_ids=history[trial.num_cells :],
-            num_drafts=trial.width - 1,
+            start=step.num_cells,
+            token_ids=tokens[step.num_cells :],
+            num_drafts=step.width - 1,
             next_id=None,
-            feeds_head=trial.depth is not None,
-            num_drafts_next=trial.depth or 0,
-            params=params,
-            history=history[: trial.num_cells + 1],
+            feeds_head=step.num_drafts_next is not None,
+            num_drafts_next=step.num_drafts_next or 0,
+            params=SamplingParams(temperature=1.0 if step.is_sampled else 0, seed=0),
+            history=tokens[: step.num_cells + 1],
             num_prompt=1,
         )
-        for slot, history in enumerate(histories)
-    )
-    capacity = geometry.capacity_for(trial.num_cells + 2 * MAX_DEPTH)
-    return StepPlan(trial.rows, capacity, (), (rows,))
+        rows.append(row)
+    capacity = geometry.capacity_for(step.num_cells + 2 * MAX_DEPTH)
+    return StepPlan(step.rows, capacity, (), (tuple(rows),))
 
 
-def _measured(best: Mapping[Trial, float]) -> Measured:
-    trunk = {(t.rows, t.width): s for t, s in best.items() if t == Trial(t.rows, t.width)}
+def _measured_costs(shortest: Mapping[SyntheticStep, float]) -> MeasuredCosts:
+    """Differences of the shortest times."""
+    trunk = {(t.rows, t.width): s for t, s in shortest.items() if t == SyntheticStep(t.rows, t.width)}
     head = {}
-    for rows in sorted({t.rows for t in best if t.depth is not None}):
-        fed, deepest = (best.get(Trial(rows, 1, depth)) for depth in HEAD_DEPTHS)
-        if fed is not None and deepest is not None and (rows, 1) in trunk:
-            head[rows] = _head_cost(trunk[rows, 1], fed, deepest)
-    long = best.get(Trial(1, 1, None, MANY_CELLS))
-    cell_s = 0.0 if long is None else max(0.0, long - trunk[1, 1]) / (MANY_CELLS - NUM_CELLS)
-    drawn = {t: s - best[replace(t, draws=False)] for t, s in best.items() if t.draws}
-    draw_s = max((max(0.0, s) / t.rows for t, s in drawn.items() if t.depth is None), default=0.0)
-    by_heads = (s / t.rows - draw_s for t, s in drawn.items() if t.depth is not None)
-    return Measured(trunk, head, NUM_CELLS, cell_s, draw_s, max([0.0, *by_heads]) / MAX_DEPTH)
+    for rows in sorted({step.rows for step in shortest if step.num_drafts_next is not None}):
+        fed_s, deepest_s = (shortest.get(SyntheticStep(rows, 1, depth)) for depth in HEAD_DEPTHS)
+        if fed_s is not None and deepest_s is not None and (rows, 1) in trunk:
+            head[rows] = _head_cost(trunk[rows, 1], fed_s, deepest_s)
+    long_s = shortest.get(SyntheticStep(1, 1, None, MANY_CELLS))
+    cell_s = 0.0 if long_s is None else max(0.0, long_s - trunk[1, 1]) / (MANY_CELLS - NUM_CELLS)
+
+    def sampling_s(has_drafts: bool) -> list[float]:
+        """Seconds per row that sampling adds to the steps with, or without, drafts of the head."""
+        steps = [t for t in shortest if t.is_sampled and (t.num_drafts_next is not None) == has_drafts]
+        return [(shortest[t] - shortest[replace(t, is_sampled=False)]) / t.rows for t in steps]
+
+    sample_s = max([0.0, *sampling_s(has_drafts=False)])
+    draft_sample_s = max([0.0, *(s - sample_s for s in sampling_s(has_drafts=True))]) / MAX_DEPTH
+    return MeasuredCosts(trunk, head, NUM_CELLS, cell_s, sample_s, draft_sample_s)
 
 
 def _head_cost(plain_s: float, fed_s: float, deepest_s: float) -> HeadCost:
-    """Feeding is a small difference of long times, so it is kept within what it can be: a part of a draft.
+    """Split the time of MAX_DEPTH drafts into feeding the head and drafting.
 
-    A draft is a pass and a projection onto the vocabulary; the first one's pass is the feeding.
+    A draft is a pass of the head and a projection onto the vocabulary. The first draft's pass is the feeding.
+    Feeding is a small difference of two long times, so it is limited to a possible value: 10 to 60 % of a
+    draft.
     """
-    each = max(0.0, deepest_s - min(fed_s, plain_s)) / MAX_DEPTH
-    feed = min(0.6 * each, max(0.1 * each, fed_s - plain_s))
-    return HeadCost(feed, each - feed, each)
+    each_s = max(0.0, deepest_s - min(fed_s, plain_s)) / MAX_DEPTH
+    feed_s = min(0.6 * each_s, max(0.1 * each_s, fed_s - plain_s))
+    return HeadCost(feed_s, each_s - feed_s, each_s)

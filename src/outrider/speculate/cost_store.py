@@ -1,8 +1,8 @@
-"""What was measured and learnt about a model on this machine, kept in the user's cache folder between runs.
+"""Stores a model's measured costs and acceptance record in the user's cache folder between runs.
 
-    depth/FINGERPRINT.json    costs as measured, corrections that many steps confirmed, the model's record
+    depth/FINGERPRINT.json    measured costs, confirmed corrections, the model's acceptance record
 
-The fingerprint names everything on which the figures depend. A file that cannot be read is as good as none.
+The fingerprint names everything that the figures depend on. A file that cannot be read counts as missing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 from outrider.files.atomic import write_text
 from outrider.files.cache_folder import cache_folder
 from outrider.speculate.acceptance import ModelAcceptance
-from outrider.speculate.costs import MOST_CORRECTION, CostTable, Measured
+from outrider.speculate.costs import MAX_CORRECTION, CostTable, MeasuredCosts
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6  # of the file; part of the fingerprint, so files of another format are not found
 
 
 @dataclass(frozen=True)
-class Kept:
-    measured: Measured
-    seen: dict[tuple[int, int], float]
+class StoredCosts:
+    measured: MeasuredCosts
+    corrections: dict[tuple[int, int], float]  # by (rows, width), as in CostTable
     acceptance: ModelAcceptance
 
 
@@ -40,30 +40,34 @@ def fingerprint(parts: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def load(name: str) -> Kept | None:
-    """What was kept under a fingerprint, if it is there and whole."""
+def load(name: str) -> StoredCosts | None:
+    """The figures stored under a fingerprint. None if there are none or the file is damaged."""
     try:
         data = json.loads((folder() / f"{name}.json").read_text())
-        seen = {(int(rows), int(width)): float(by) for rows, width, by in data["seen"]}
-        if any(not abs(by) <= MOST_CORRECTION for by in seen.values()):
-            raise ValueError("a correction is too large")
-        return Kept(Measured.from_json(data["measured"]), seen, ModelAcceptance.from_json(data["acceptance"]))
+        corrections = {(int(rows), int(width)): float(by) for rows, width, by in data["corrections"]}
+        if any(not abs(by) <= MAX_CORRECTION for by in corrections.values()):
+            raise ValueError(f"a correction is larger than {MAX_CORRECTION}")
+        return StoredCosts(
+            MeasuredCosts.from_json(data["measured"]),
+            corrections,
+            ModelAcceptance.from_json(data["acceptance"]),
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("what was measured of this model cannot be read and is measured again: %r", error)
+        log.warning("the stored costs of this model cannot be read and are measured again: %r", error)
         return None
 
 
 def save(name: str, costs: CostTable, acceptance: ModelAcceptance) -> None:
-    """Whole or not at all; without a folder to write to, the next start measures again, no more."""
+    """Write the file completely or not at all. If it cannot be written, the next start measures again."""
     data = {
         "measured": costs.measured.as_json(),
-        "seen": [[*key, by] for key, by in sorted(costs.seen().items())],
+        "corrections": [[*key, by] for key, by in sorted(costs.confirmed_corrections().items())],
         "acceptance": acceptance.as_json(),
     }
     try:
         folder().mkdir(parents=True, exist_ok=True)
         write_text(folder() / f"{name}.json", json.dumps(data))
     except OSError as error:
-        log.warning("what was measured of this model cannot be kept: %s", error)
+        log.warning("the measured costs of this model cannot be stored: %s", error)

@@ -1,171 +1,192 @@
 """How deep each row drafts: a pure function of costs, chances and requests. No model, no clock, no state.
 
-A forward pass is as wide as its widest row, so a width is paid once, by all rows, and every row may use it.
-What counts is the mean time that a row waits for a token. Rows whose depth is free are taken together: what
-one pays for the others now, they pay for it when its text is the easier one. A row that asked for its depth
-gets nothing back, so its wait counts by itself.
+A pass is as wide as its widest row. So all rows pay for a width, and every row may use it. Two numbers are
+chosen for every row of a step:
 
-Two questions are answered for a step:
+    feed              how many of its drafts go into this step's pass, and from which drafter
+    num_drafts_next   how many drafts the head makes in this step for the row's next step
 
-    feed   how many of the drafts at hand go into this step's forward pass, and whose
-    next   how many drafts the head makes now, for the step after this one
+`num_drafts_next` comes from the depth that is best if all further steps use it (`best_depth`). The best
+depth has the shortest wait for a token, summed over all rows:
 
-`next` is the depth of the best steady pace. `feed` takes the drafts at hand whose expected tokens are worth
-more than the seconds that their width costs at that pace.
+    wait = step_s * (auto rows / tokens per auto row and step  +  sum over fixed rows of 1 / tokens per step)
+
+Rows on auto are counted together, by their mean: one row's record is noisy, and each of them has harder and
+easier texts. A row with a fixed depth pays for the others' width and gains nothing, so its wait counts by
+itself.
+
+`feed` has the width w at which expected tokens(w) - tokens_per_s * step_s(w) is largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from outrider.request import MAX_DEPTH
 from outrider.speculate.shapes import ALL_DEPTHS
 
-MARGIN = 1.05  # what drafting has to promise before it is begun, and while rows that never draft pay for it
+# Expected speed-up from which drafting starts, and which it needs while rows of fixed depth pay for it. Rows
+# that draft already go on down to a speed-up of 1: with a margin at every step, drafting went on and off
+# (docs/LOG.md, "A margin only at the beginning").
+MIN_SPEEDUP = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class RowOutlook:
-    """One decoding row: what it could feed now, and what it expects of its next step."""
+class RowForecast:
+    """What one decoding row could feed now, and what its next step can expect.
 
-    offers: Sequence[Sequence[float]] = ()  # a drafter each: the chances that its drafts 1..j all stand
-    fixed: int | None = None  # it asked for this depth; None: the choice is free
-    from_head: Sequence[float] = ()  # chances of the drafts that the head may make for its next step
-    otherwise: Sequence[float] = ()  # chances of what others are likely to offer then; they cost no pass
-    drafts: int = 0  # those that the head has made for it just now
+    Chances are cumulative: entry j is the chance that drafts 1..j+1 are all accepted.
+    """
+
+    offers: Sequence[Sequence[float]] = ()  # for each drafter that has drafts now: their chances
+    fixed_depth: int | None = None  # the depth that the request asked for; None: auto
+    head_chances: Sequence[float] = ()  # of the drafts that the head can make for the next step
+    other_chances: Sequence[float] = ()  # of drafts that other drafters are likely to offer then
+    last_depth: int = 0  # drafts that the head made for this step
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What the rows do, in their order."""
+class DepthChoice:
+    """What the rows do in a step, in the order of the rows."""
 
     feed: tuple[tuple[int, int], ...]  # (which offer, how many of its drafts)
-    next: tuple[int, ...]  # drafts wanted from the head; 0: it may rest
-    promise: float = 1.0  # rows' wait without drafts over that with the best number of them, as it seems
+    num_drafts_next: tuple[int, ...]  # drafts that the head makes for the row's next step
+    expected_speedup: float = 1.0  # wait without drafts / wait with the best number of drafts of the head
 
 
 StepCost = Callable[[int, int], float]  # (width, drafts that the head makes) -> seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
-    """Steps that are all alike, and what rows have of them."""
+class DepthForecast:
+    """What rows can expect if all further steps have one depth."""
 
-    depth: int  # drafts that the head makes
-    seconds: float
-    free_tokens: float  # a step brings a row whose depth is free, in the mean
-    steps_waited: float  # for a token, summed over all rows
-    promise: float = 1.0  # see Choice
-
-    @property
-    def waits(self) -> float:
-        return self.seconds * self.steps_waited
+    depth: int  # drafts that the head makes in every step
+    step_s: float
+    auto_tokens: float  # tokens that a step brings to a row on auto, on average
+    steps_per_token: float  # steps that a row waits for a token, summed over all rows
+    expected_speedup: float = 1.0  # see DepthChoice
 
     @property
-    def pace(self) -> float:
-        """What a second of all rows' time is worth, in tokens of free rows; theirs a second if all are."""
-        return self.free_tokens**2 * self.steps_waited / self.seconds
+    def wait_s(self) -> float:
+        """Seconds that a row waits for a token, summed over all rows."""
+        return self.step_s * self.steps_per_token
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that the rows on auto together have to gain to make up for one more second of step time.
+
+        Follows from wait_s = step_s * (n / auto_tokens + fixed), by n * d(auto_tokens) / d(step_s) at which
+        wait_s stays the same. Without rows of fixed depth it is n * auto_tokens / step_s.
+        """
+        return self.auto_tokens**2 * self.steps_per_token / self.step_s
 
 
 def choose(
-    rows: Sequence[RowOutlook],
+    rows: Sequence[RowForecast],
     cost_now: StepCost,
     cost_next: StepCost,
     head_row_s: Callable[[int], float],
     depths: Sequence[int] = ALL_DEPTHS,
-    another: float = 1.0,
-) -> Choice:
-    """The depths at which rows wait least for a token, of those that may be chosen.
+    min_gain: float = 1.0,
+) -> DepthChoice:
+    """The drafts that rows feed and make.
 
-    `cost_next` is that of the next batch, `head_row_s` what one row adds to the head's passes at a depth.
-    `another`: what another depth than the last has to promise, over that one.
+    `cost_now`: of this step. `cost_next`: of the next step, whose batch may differ. `head_row_s(depth)`: what
+    one row adds to the head's passes. `depths`: those that may be chosen. `min_gain`: see `best_depth`.
     """
-    steady = best_steady(rows, cost_next, depths, another)
-    least = steady.pace * head_row_s(steady.depth)  # tokens that a row's part in its passes has to bring
-    wanted = tuple(_wanted(row, steady.depth, least) for row in rows)
-    made = max(wanted, default=0)
-    width = _best_width(rows, lambda width: cost_now(width, made), steady.pace, depths)
-    return Choice(tuple(_best_offer(row, width) for row in rows), wanted, steady.promise)
+    best = best_depth(rows, cost_next, depths, min_gain)
+    # A row on auto drafts only if it expects more tokens than its part in the head's passes costs.
+    min_tokens = best.tokens_per_s * head_row_s(best.depth)
+    num_drafts_next = []
+    for row in rows:
+        num = min(best.depth if row.fixed_depth is None else row.fixed_depth, len(row.head_chances))
+        is_worth_it = row.fixed_depth is not None or sum(row.head_chances[: best.depth]) >= min_tokens
+        num_drafts_next.append(num if is_worth_it else 0)
+    most = max(num_drafts_next, default=0)
+    width = _best_width(rows, lambda width: cost_now(width, most), best.tokens_per_s, depths)
+    feed = tuple(_best_offer(row, width) for row in rows)
+    return DepthChoice(feed, tuple(num_drafts_next), best.expected_speedup)
 
 
-def best_steady(
-    rows: Sequence[RowOutlook], cost: StepCost, depths: Sequence[int] = ALL_DEPTHS, another: float = 1.0
-) -> Steady:
-    """The head's depth at which rows wait least, at least what is made anyway."""
-    free = [row for row in rows if row.fixed is None]
-    wide = max((row.fixed for row in rows if row.fixed is not None), default=0)  # a width that is paid anyway
-    made = max((min(row.fixed, len(row.from_head)) for row in rows if row.fixed is not None), default=0)
-    most = max((len(row.from_head) for row in free), default=0)
-    by_head, by_others = _expected(row.from_head for row in free), _expected(row.otherwise for row in free)
-    others_wait = sum(1 / (1 + sum(row.from_head[: row.fixed])) for row in rows if row.fixed is not None)
+def best_depth(
+    rows: Sequence[RowForecast], cost: StepCost, depths: Sequence[int] = ALL_DEPTHS, min_gain: float = 1.0
+) -> DepthForecast:
+    """The depth with the shortest wait. At least the drafts that the head makes for rows of fixed depth.
 
-    def at(depth: int, width: int) -> Steady:
-        depth = max(depth, made)
-        tokens = 1 + (by_head[depth] + by_others[width]) / max(1, len(free))
-        return Steady(depth, cost(1 + width, depth), tokens, len(free) / tokens + others_wait)
+    `min_gain`: a depth other than the last one has to be faster by this factor.
+    """
+    auto = [row for row in rows if row.fixed_depth is None]
+    fixed = [(row, row.fixed_depth) for row in rows if row.fixed_depth is not None]
+    fixed_width = max((depth for _, depth in fixed), default=0)
+    fixed_head_depth = max((min(depth, len(row.head_chances)) for row, depth in fixed), default=0)
+    fixed_wait = sum(1 / (1 + sum(row.head_chances[:depth])) for row, depth in fixed)
+    max_depth = max((len(row.head_chances) for row in auto), default=0)
+    last_depth = max((row.last_depth for row in auto), default=0)
+    head_tokens = _expected_tokens(row.head_chances for row in auto)
+    other_tokens = _expected_tokens(row.other_chances for row in auto)
 
-    def best_at(depth: int) -> Steady:
-        least = max(wide, depth)
-        wider = [width for width in depths if width > least] if by_others[-1] else []
-        return min((at(depth, width) for width in (least, *wider)), key=lambda steady: steady.waits)
+    def forecast(depth: int, width: int) -> DepthForecast:
+        depth = max(depth, fixed_head_depth)
+        tokens = 1 + (head_tokens[depth] + other_tokens[width]) / max(1, len(auto))
+        return DepthForecast(depth, cost(1 + width, depth), tokens, len(auto) / tokens + fixed_wait)
 
-    plain = best = best_at(0)
-    last = max((row.drafts for row in free), default=0)
-    hurdle = best.waits if last and not others_wait else best.waits / MARGIN
-    drafting = [best_at(depth) for depth in depths if 0 < depth <= most]
-    for found in sorted(drafting, key=lambda found: found.depth != last):  # the last one has the first say
-        if found.waits < hurdle:
-            best, hurdle = found, found.waits / (another if found.depth == last else 1.0)
+    def forecast_at(depth: int) -> DepthForecast:
+        """At the best width: a wider pass may pay where other drafters offer more than the head."""
+        narrowest = max(fixed_width, depth)
+        wider = [width for width in depths if width > narrowest] if other_tokens[-1] else []
+        return min((forecast(depth, width) for width in (narrowest, *wider)), key=lambda each: each.wait_s)
+
+    plain = best = forecast_at(0)
+    max_wait_s = plain.wait_s if last_depth and not fixed_wait else plain.wait_s / MIN_SPEEDUP
+    drafting = [forecast_at(depth) for depth in depths if 0 < depth <= max_depth]
+    for each in sorted(drafting, key=lambda each: each.depth != last_depth):  # the last depth comes first
+        if each.wait_s < max_wait_s:
+            best, max_wait_s = each, each.wait_s / (min_gain if each.depth == last_depth else 1.0)
     if not drafting:
         return best
-    return replace(best, promise=plain.waits / min(found.waits for found in drafting))
+    return replace(best, expected_speedup=plain.wait_s / min(each.wait_s for each in drafting))
 
 
-def _expected(chances: Iterator[Sequence[float]]) -> list[float]:
-    """Tokens that all rows together expect of 0, 1, .. MAX_DEPTH drafts each."""
-    by_place = [0.0] * MAX_DEPTH
+def _expected_tokens(chances: Iterable[Sequence[float]]) -> list[float]:
+    """Tokens that all rows together expect from 0, 1, .. MAX_DEPTH drafts each."""
+    by_position = [0.0] * MAX_DEPTH
     for each in chances:
-        for place, chance in enumerate(each):
-            by_place[place] += chance
-    return [0.0, *accumulate(by_place)]
-
-
-def _wanted(row: RowOutlook, depth: int, least: float) -> int:
-    if row.fixed is not None:
-        return min(row.fixed, len(row.from_head))
-    return min(depth, len(row.from_head)) if sum(row.from_head[:depth]) >= least else 0
+        for position, chance in enumerate(each):
+            by_position[position] += chance
+    return [0.0, *accumulate(by_position)]
 
 
 def _best_width(
-    rows: Sequence[RowOutlook], cost: Callable[[int], float], pace: float, depths: Sequence[int]
+    rows: Sequence[RowForecast], cost: Callable[[int], float], tokens_per_s: float, depths: Sequence[int]
 ) -> int:
-    """The most drafts that any row feeds: where tokens gained less seconds times pace are at their best."""
-    gained = [0.0] * (MAX_DEPTH + 1)
-    floor = most = 0
+    """The most drafts that a row feeds now: expected tokens less the tokens that the step's time is worth."""
+    gained = [0.0] * (MAX_DEPTH + 1)  # tokens that rows on auto expect, by number of drafts
+    fixed_width = longest = 0
     for row in rows:
         if not row.offers:
             continue
-        longest = max(len(offer) for offer in row.offers)
-        most = max(most, longest)
-        if row.fixed is not None:
-            floor = max(floor, min(row.fixed, longest))
+        num_offered = max(len(offer) for offer in row.offers)
+        longest = max(longest, num_offered)
+        if row.fixed_depth is not None:
+            fixed_width = max(fixed_width, min(row.fixed_depth, num_offered))
             continue
         sums = [[0.0, *accumulate(offer)] for offer in row.offers]
         for width in range(1, MAX_DEPTH + 1):
             gained[width] += max(each[min(width, len(each) - 1)] for each in sums)
-    if most == floor:
-        return floor
-    widths = [floor, *(width for width in depths if floor < width <= most)]
-    worth = {width: gained[width] - pace * cost(1 + width) for width in widths}
+    if longest == fixed_width:
+        return fixed_width
+    widths = [fixed_width, *(width for width in depths if fixed_width < width <= longest)]
+    worth = {width: gained[width] - tokens_per_s * cost(1 + width) for width in widths}
     return max(widths, key=lambda width: (worth[width], -width))
 
 
-def _best_offer(row: RowOutlook, width: int) -> tuple[int, int]:
-    """Which of its offers a row feeds at this width, and how much of it."""
+def _best_offer(row: RowForecast, width: int) -> tuple[int, int]:
+    """The offer that the row feeds at this width, and how many of its drafts."""
     if not row.offers:
         return 0, 0
-    num = width if row.fixed is None else row.fixed
+    num = width if row.fixed_depth is None else row.fixed_depth
     best = max(range(len(row.offers)), key=lambda i: (sum(row.offers[i][:num]), -i))
     return best, min(num, len(row.offers[best]))

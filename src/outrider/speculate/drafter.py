@@ -1,4 +1,4 @@
-"""What proposes drafts from the host side: anything with a `propose`. (The MTP head drafts on the device.)"""
+"""The interface of drafters that run on the host. (The MTP head drafts on the device: step/mtp.py.)"""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from outrider.speculate.acceptance import Source
 
 
 class Drafter(Protocol):
-    """One per sequence. Wrong drafts cost time, never correctness."""
+    """One drafter per sequence. A wrong draft costs time, never correctness."""
 
-    source: Source  # under which its drafts' fate is recorded
+    source: Source  # the acceptance record that counts its drafts
 
     def propose(self, token_ids: Sequence[int], num: int) -> Sequence[int]:
-        """Up to `num` guesses for what follows the committed `token_ids`, which only ever grow."""
+        """Up to `num` guesses for the tokens after `token_ids`: all committed tokens, more at every call."""
         ...

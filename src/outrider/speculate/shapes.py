@@ -1,13 +1,14 @@
-"""How large a pass is made: rows, width, cells. Pure Python.
+"""The shapes of passes: how many rows, columns and cells a forward pass has. Pure Python.
 
-Where a new shape is slow to begin with (its pass is traced, its kernels are looked up and loaded) a few
-shapes do for all, and a pass is padded to the next of them:
+Where passes are traced, the first pass of a new shape is slow: the pass is traced, and its kernels are
+looked up and loaded. So a few shapes serve all passes, and a pass is padded to the next of them:
 
-    where that costs next to nothing       always
-    where it costs something               unless the pass's own shape comes often
-    where it costs much                    never
+    the padded pass costs at most 1.08 times as much     always padded
+    it costs at most 1.35 times as much                  padded, unless the pass's own shape is frequent
+    it costs more                                        never padded
 
-Elsewhere a pass is as large as its rows, but for a width that is known to cost less than a narrower one.
+Where passes are not traced, a pass is as large as its rows need. Only its width is padded, and only if a
+wider pass is known to cost less.
 """
 
 from __future__ import annotations
@@ -18,101 +19,117 @@ from outrider.request import MAX_DEPTH
 from outrider.speculate.costs import CostTable
 
 ALL_DEPTHS = tuple(range(MAX_DEPTH + 1))
-FEW_DEPTHS = (0, 1, 2, 4, 8)
-FEW_WIDTHS = (1, 2, 3, 5, 8, 9)  # of those drafts, and 8, from which on quantised products cost less
-ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-NEXT_TO_NOTHING, MUCH = 1.08, 1.35  # of a step's time, over that of the smaller shape
-WORTH_WIDENING = 0.75  # of the narrower pass: a cliff, not what one measurement differs from the next by
-MOST_MORE_CELLS = 8192  # that rows which only fill a pass may read, whatever was measured
-OFTEN = 0.25  # of the last steps, of which
-STEP_SHARE = 0.01  # is the newest
-CELL_STEP, CELL_PARTS = 256, 8  # how finely long rows are told apart
-PROMPT_STEP, PROMPT_PARTS = 16, 8  # tokens of a prompt that are read at once are rounded up by so much
-CAPACITY_PARTS = 2
-ANOTHER = 1.05
+FEW_DEPTHS = (0, 1, 2, 4, 8)  # depths of rows on auto where passes are traced
+FEW_WIDTHS = (1, 2, 3, 5, 8, 9)  # 1 + FEW_DEPTHS, and 8: quantised products of 8 tokens or more cost less
+FEW_ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-Extent = tuple[int, int]  # rows, width
+# Limits on the cost of a padded pass, as a multiple of the cost of the pass itself. Chosen by hand on an
+# H200. There few shapes took tracing from 17.6 of 38 seconds to 3.7 of 18 (docs/LOG.md, "A trace a shape").
+FREE_PADDING = 1.08
+MAX_PADDING = 1.35
+# A wider pass is chosen if it costs less than this share of the pass. The costs of small models on a GPU are
+# noise: one row of width 9 was measured at 0.77 of width 1 (docs/LOG.md, "A trace a shape").
+WIDEN_BELOW = 0.75
+MAX_PADDING_CELLS = 8192  # cells that all padding rows of a pass may read; chosen by hand
+FREQUENT_SHARE = 0.25  # share of recent steps from which a shape is frequent; chosen by hand
+NEWEST_STEP_SHARE = 0.01  # weight of the newest step in a shape's share: about 100 steps count
+MIN_DEPTH_GAIN = 1.05  # expected speed-up from which a depth is changed; chosen by hand
+
+# Sizes are rounded up to multiples of STEP. Large sizes are rounded up more: see `rounded_up`.
+CELL_STEP, CELL_PARTS = 256, 8  # cells that attention reads
+PREFILL_STEP, PREFILL_PARTS = 16, 8  # tokens of a prompt that a pass feeds
+CAPACITY_PARTS = 2  # cells that the caches have: every shape changes when they grow
+
+RowsAndWidth = tuple[int, int]
 
 
-class Shapes:
+class ShapePolicy:
+    """Chooses the shape of every pass, and the depths that rows on auto may have."""
+
     def __init__(self, costs: CostTable, few: bool) -> None:
+        """`few`: passes are traced, so few shapes shall serve all."""
         self._costs = costs
         self._few = few
         self._num_steps = 0
-        self._shares: dict[Extent, tuple[float, int]] = {}  # of the steps up to that one
-        self._found: dict[tuple[Extent, bool, int, int], Extent] = {}
+        self._shares: dict[RowsAndWidth, tuple[float, int]] = {}  # share of the steps, at which step
+        self._padded_cache: dict[tuple[RowsAndWidth, bool, int, int], RowsAndWidth] = {}
 
     @property
     def depths(self) -> Sequence[int]:
-        """Those that rows on auto may have."""
+        """The depths that rows on auto may have."""
         return FEW_DEPTHS if self._few else ALL_DEPTHS
 
     @property
-    def another(self) -> float:
-        """What another depth than the last has to promise: it brings shapes of its own."""
-        return ANOTHER if self._few else 1.0
+    def min_depth_gain(self) -> float:
+        """Expected speed-up for which a depth is changed: where passes are traced, new shapes cost time."""
+        return MIN_DEPTH_GAIN if self._few else 1.0
 
-    def decoding(self, num_rows: int, width: int, num_cells: int, num_slots: int) -> Extent:
-        """Rows and width of a pass that needs so many, over rows of up to `num_cells` in `num_slots`."""
+    def decode_shape(self, num_rows: int, width: int, num_cells: int, num_slots: int) -> RowsAndWidth:
+        """The shape of a pass that needs `num_rows` and `width`. Its longest row has `num_cells`.
+
+        `num_slots`: slots of the caches, the most rows that the pass may have.
+        """
         if not self._few:
             return num_rows, self._costs.best_width(num_rows, width)
-        own, num_cells = (num_rows, width), rounded_up(num_cells, CELL_STEP, CELL_PARTS)
-        key = own, self._share(own) >= OFTEN, num_cells, num_slots
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = self._padded(*key)
-        return found
+        own = (num_rows, width)
+        is_frequent = self._share(own) >= FREQUENT_SHARE
+        key = own, is_frequent, rounded_up(num_cells, CELL_STEP, CELL_PARTS), num_slots
+        if key not in self._padded_cache:
+            self._padded_cache[key] = self._padded(*key)
+        return self._padded_cache[key]
 
-    def note(self, num_rows: int, width: int) -> None:
-        """A step needs a pass of so many."""
+    def count_step(self, num_rows: int, width: int) -> None:
+        """Count a step whose decode pass needs this shape: frequent shapes are padded less."""
         if self._few:
-            own = num_rows, width
-            share = self._share(own)
+            share = self._share((num_rows, width))
             self._num_steps += 1
-            self._shares[own] = share + STEP_SHARE, self._num_steps
+            self._shares[num_rows, width] = share + NEWEST_STEP_SHARE, self._num_steps
 
-    def prompt_width(self, width: int) -> int:
-        return rounded_up(width, PROMPT_STEP, PROMPT_PARTS) if self._few and width > 1 else width
+    def prefill_width(self, width: int) -> int:
+        return rounded_up(width, PREFILL_STEP, PREFILL_PARTS) if self._few and width > 1 else width
 
-    def capacity(self, num_cells: int, page: int) -> int:
-        """Cells that the caches are given where rows need so many: all shapes change when they grow."""
-        return rounded_up(num_cells, page, CAPACITY_PARTS) if self._few else num_cells
+    def capacity(self, num_cells: int, capacity_step: int) -> int:
+        """Cells that the caches should have for rows that need `num_cells`."""
+        return rounded_up(num_cells, capacity_step, CAPACITY_PARTS) if self._few else num_cells
 
-    def _share(self, own: Extent) -> float:
-        share, then = self._shares.get(own, (0.0, 0))
-        return share * (1 - STEP_SHARE) ** (self._num_steps - then)
+    def _share(self, own: RowsAndWidth) -> float:
+        share, step = self._shares.get(own, (0.0, 0))
+        return share * (1 - NEWEST_STEP_SHARE) ** (self._num_steps - step)
 
-    def _padded(self, own: Extent, comes_often: bool, num_cells: int, num_slots: int) -> Extent:
-        """By what was measured alone, so that a shape stays what it is while costs are corrected."""
+    def _padded(self, own: RowsAndWidth, is_frequent: bool, num_cells: int, num_slots: int) -> RowsAndWidth:
+        """Uses uncorrected costs, so that a shape does not change while corrections do."""
         num_rows, width = own
-        wide = next(few for few in FEW_WIDTHS if few >= width)
-        most = min(num_slots, num_rows + MOST_MORE_CELLS // max(1, num_cells))
-        counts = [count for count in ROW_COUNTS if num_rows <= count <= most] or [num_rows]
-        found, least_s = self._at_best_width(num_rows, width, num_cells)
-        limit = NEXT_TO_NOTHING if comes_often else MUCH
+        few_width = next(few for few in FEW_WIDTHS if few >= width)
+        max_rows = min(num_slots, num_rows + MAX_PADDING_CELLS // max(1, num_cells))
+        counts = [count for count in FEW_ROW_COUNTS if num_rows <= count <= max_rows] or [num_rows]
+        found, own_s = self._at_best_width(num_rows, width, num_cells)
+        limit = FREE_PADDING if is_frequent else MAX_PADDING
         for count in counts:
-            shape, seconds = self._at_best_width(count, wide, num_cells)
-            if seconds <= limit * least_s:
+            shape, seconds = self._at_best_width(count, few_width, num_cells)
+            if seconds <= limit * own_s:
                 found = shape
-            limit = NEXT_TO_NOTHING  # for more than the next number of rows
+            limit = FREE_PADDING  # padding beyond the next number of rows has to be free
         return found
 
-    def _at_best_width(self, num_rows: int, width: int, num_cells: int) -> tuple[Extent, float]:
-        """A wider pass where that costs less, and what it costs."""
+    def _at_best_width(self, num_rows: int, width: int, num_cells: int) -> tuple[RowsAndWidth, float]:
+        """The shape, with a greater width where that costs much less, and its cost."""
         widths = [width, *(few for few in FEW_WIDTHS if few > width)]
-        cost = {w: self._costs.measured_s(num_rows, w, num_cells) for w in widths}
-        best = min(widths, key=lambda w: (cost[w], w))
-        if cost[best] >= WORTH_WIDENING * cost[width]:
+        cost_s = {w: self._costs.uncorrected_s(num_rows, w, num_cells) for w in widths}
+        best = min(widths, key=lambda w: (cost_s[w], w))
+        if cost_s[best] >= WIDEN_BELOW * cost_s[width]:
             best = width
-        return (num_rows, best), cost[best]
+        return (num_rows, best), cost_s[best]
 
 
-def row_count(num_rows: int) -> int:
-    """The slots that are made for so many rows, so that joining rarely moves the others."""
-    return next((count for count in ROW_COUNTS if count >= num_rows), num_rows)
+def num_slots_for(num_rows: int) -> int:
+    """Slots that are made for `num_rows` rows: a few more, so that a joining row rarely moves the others."""
+    return next((count for count in FEW_ROW_COUNTS if count >= num_rows), num_rows)
 
 
 def rounded_up(num: int, step: int, parts: int) -> int:
-    """To a multiple of `step`; beyond `parts` of them by less than one of that many parts."""
+    """`num` rounded up to a multiple of `step`, or, if that is more, of 2**bits / (2 * parts).
+
+    2**bits is the next power of two above `num`. So a large number grows by less than one part in `parts`.
+    """
     step = max(step, (1 << num.bit_length()) // (2 * parts))
     return -(-num // step) * step
