@@ -77,7 +77,7 @@ def test_a_renamed_file_is_removed_and_not_served(tmp_path: Path, tier: DiskTier
     tier.folder.path("aa").rename(tier.folder.path("bb"))
     assert _fetch(tier, "bb") is None
     assert list(tmp_path.iterdir()) == []
-    assert "is removed: it belongs to another name" in caplog.text
+    assert "is removed: the file belongs to another name" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.prefix_index import Node, PrefixIndex, media_keys, path_up
+from outrider.cache.prefix_index import Node, PrefixIndex, PrefixMatch, pair_key, path_up
+from outrider.plan import BlockPiece
 
 BLOCK = 4
 
@@ -137,11 +138,28 @@ def test_an_empty_tree_takes_no_room() -> None:
     assert len(index._roots) == 1
 
 
-def test_pictures_have_keys_of_their_own() -> None:
-    one, other = media_keys(b"one", 5), media_keys(b"other", 5)
-    assert len({*one, *other}) == 10
-    assert all(key < 0 for key in (*one, *other)), "never a token id"
-    assert media_keys(b"one", 5) == one
+def test_keys_of_pairs_differ_from_each_other_and_from_token_ids() -> None:
+    keys = [pair_key(one, other) for one in (-5, -1, 1, 2) for other in (-5, -1, 0, 7)]
+    assert len(set(keys)) == 16
+    assert all(key < 0 or key >= 1 << 32 for key in keys)
+
+
+def test_a_match_ends_where_a_paused_head_could_not_catch_up() -> None:
+    """The head was fed two blocks, a part of the third, nothing of the fourth, and the fifth."""
+    root = Node(None, (), b"", 0)
+    num_fed = (BLOCK, BLOCK, 1, 0, BLOCK)
+    nodes = tuple(Node(root, (0,) * BLOCK, b"", 10 + i, num) for i, num in enumerate(num_fed))
+    nodes[0].state_id = nodes[3].state_id = 99
+    match = PrefixMatch(nodes, 5 * BLOCK, BLOCK)
+    assert match.num_loadable == 4 * BLOCK
+    assert match.first_deferred == 2
+    assert match.num_head_cached(4 * BLOCK) == 2 * BLOCK + 1
+    assert match.num_head_cached(BLOCK + 1) == BLOCK + 1
+    assert [match.last_state(num) for num in (BLOCK - 1, 4 * BLOCK - 1, 4 * BLOCK)] == [0, BLOCK, 4 * BLOCK]
+    assert match.pieces(BLOCK - 1, 2 * BLOCK + 1) == (
+        BlockPiece(10, BLOCK - 1, BLOCK), BlockPiece(11, 0, BLOCK), BlockPiece(12, 0, 1),
+    )  # fmt: skip
+    assert PrefixMatch(nodes[:2], 2 * BLOCK - 1, BLOCK).num_loadable == 2 * BLOCK - 1
 
 
 def test_many_siblings_are_searched_by_their_order() -> None:
@@ -221,5 +239,5 @@ def _save(index: PrefixIndex, store: dict, name: str, text: list[int], rng: rand
 def test_nothing_is_inserted_behind_a_tail() -> None:
     index = _index()
     tail = _insert_all(index, [1, 2])
-    with pytest.raises(AssertionError, match="nothing comes after a tail"):
+    with pytest.raises(AssertionError, match="a tail has no children"):
         index.insert(tail, (3,))

@@ -15,7 +15,7 @@ from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import CacheGeometry, EngineConfig
 from outrider.engine.draft_state import DraftState
 from outrider.engine.in_flight import StepExecutor
-from outrider.engine.prefix.cache import LEAST_LOADED, PrefixCache
+from outrider.engine.prefix.cache import MIN_LOADED_CELLS, PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.plan import RowPlan, StepPlan
@@ -75,7 +75,7 @@ class Harness:
         controller: DepthController | None = None,
         prefix_bytes: int | None = None,
         block_size: int = 4,
-        least_loaded: int = LEAST_LOADED,
+        min_loaded_cells: int = MIN_LOADED_CELLS,
         image_embeddings: Any = None,
         ahead: float = 0.0,
     ) -> None:
@@ -86,7 +86,7 @@ class Harness:
         self.prefill_step_size = prefill_step_size
         config = EngineConfig(max_rows=max_rows, prefill_step_size=prefill_step_size)
         self.prefix = (
-            None if prefix_bytes is None else self._prefix_cache(prefix_bytes, block_size, least_loaded)
+            None if prefix_bytes is None else self._prefix_cache(prefix_bytes, block_size, min_loaded_cells)
         )
         self.scheduler = Scheduler(
             config, self.geometry, self.budget_bytes, controller, self.prefix, image_embeddings
@@ -101,10 +101,10 @@ class Harness:
         self._stop_tokens: dict[int, int | None] = {}
         self._ids = itertools.count()
 
-    def _prefix_cache(self, num_bytes: int, block_size: int, least_loaded: int) -> PrefixCache:
+    def _prefix_cache(self, num_bytes: int, block_size: int, min_loaded_cells: int) -> PrefixCache:
         per_cell, per_slot = self.geometry.bytes_per_cell, self.geometry.bytes_per_slot
         index = PrefixIndex(num_bytes, per_cell, per_slot, block_size)
-        return PrefixCache(index, per_cell, has_states=per_slot > 0, least_loaded=least_loaded)
+        return PrefixCache(index, per_cell, has_states=per_slot > 0, min_loaded_cells=min_loaded_cells)
 
     # -- what clients do ---------------------------------------------------------------------------------
 

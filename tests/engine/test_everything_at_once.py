@@ -36,7 +36,7 @@ class History:
             controller=RestlessController(seed) if rng.random() < 0.8 else None,
             prefix_bytes=rng.choice((0, 50, 1000, 10**6, 10**6)),
             block_size=rng.choice((2, 4, 8, 32)),
-            least_loaded=rng.choice((1, 1, 5)),
+            min_loaded_cells=rng.choice((1, 1, 5)),
             image_embeddings=self.image_embeddings,
             ahead=seed % 3 / 2,
         )
@@ -126,7 +126,7 @@ class History:
 
 @pytest.mark.parametrize("most_copied", [8, 32, 256 << 20])
 def test_every_request_gets_its_true_tokens(most_copied: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.prefix.cache.MOST_COPIED_BYTES", most_copied)
+    monkeypatch.setattr("outrider.engine.prefix.cache.MAX_COPIED_BYTES", most_copied)
     num_loaded = num_caught_up = preemptions = 0
     for seed in range(NUM_HISTORIES):
         history = History(seed)

@@ -79,7 +79,7 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
         "budget_bytes": int(alone * draw(st.sampled_from([1, 1.5, 1.5, 2, 2, 3, 10]))),
         "seed": draw(st.integers(0, 2**16)),
         "block_size": draw(st.sampled_from([2, 4, 8, 32])),
-        "least_loaded": draw(st.sampled_from([1, 1, 5])),
+        "min_loaded_cells": draw(st.sampled_from([1, 1, 5])),
         "prefix_bytes": draw(st.sampled_from([None, 50, 1000, 10**6, 10**6])),
         "ahead": draw(st.sampled_from([0.0, 0.5, 1.0, 1.0])),
     }

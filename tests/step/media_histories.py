@@ -174,7 +174,9 @@ class MediaHistory:
         index = PrefixIndex(
             int((block_size * per_cell + per_state) * num_blocks), per_cell, per_state, block_size
         )
-        self._cache = PrefixCache(index, per_cell, has_states=per_state > 0, least_loaded=rng.choice((1, 5)))
+        self._cache = PrefixCache(
+            index, per_cell, has_states=per_state > 0, min_loaded_cells=rng.choice((1, 5))
+        )
         alone = geometry.num_bytes(1, geometry.capacity_for(LONGEST + MOST_TOKENS + SLACK))
         budget = int(alone * (1.2, 9, 1.5, 1)[seed % 4])
         config = EngineConfig(max_rows=rng.choice((1, 4, 6)), prefill_step_size=rng.choice((3, 16, 40)))

@@ -15,7 +15,7 @@ from outrider.cache.block_folder import BlockFolder
 from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.engine.prefix.cache import PrefixCache
-from outrider.engine.prefix.disk import BlockDisk
+from outrider.engine.prefix.disk import DiskLoader
 from step.histories import Ask, HeadSize, History, Tally, World, play, random_history
 
 LONGEST = 90  # prompt tokens: all texts stay within the tiny models' contexts
@@ -91,14 +91,14 @@ class Session:
         if self._has_disk:
             disk_bytes = self._rng.choice((1 << 19, 1 << 28))
             self._tier = DiskTier(BlockFolder(self._folder, "abcd", disk_bytes))
-            disk = BlockDisk(self._tier, index)
+            disk = DiskLoader(self._tier, index)
             self._runner._write_block = self._tier.write
         self._cache = PrefixCache(
             index,
             per_cell,
             has_states=per_state > 0,
             disk=disk,
-            least_loaded=self._rng.choice((1, 3)),
+            min_loaded_cells=self._rng.choice((1, 3)),
         )
         self._runner.clear_prefixes()
 

@@ -38,7 +38,7 @@ class _Driver:
         self.cache = None
         if has_cache:
             per_cell = geometry.bytes_per_cell
-            self.cache = PrefixCache(PrefixIndex(10**9, per_cell, 0, BLOCK), per_cell, least_loaded=1)
+            self.cache = PrefixCache(PrefixIndex(10**9, per_cell, 0, BLOCK), per_cell, min_loaded_cells=1)
         config = EngineConfig(max_rows=1, prefill_step_size=16)
         self._scheduler = Scheduler(config, geometry, 10**9, prefix_cache=self.cache)
         self._num = 0

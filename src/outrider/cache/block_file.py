@@ -67,21 +67,21 @@ def read_block_file(path: Path, labels: Mapping[str, str]) -> dict[str, HostArra
     except BadFile:
         raise
     except (ValueError, KeyError) as error:
-        raise BadFile(f"it cannot be read as safetensors: {error}") from error
+        raise BadFile(f"the file cannot be read as safetensors: {error}") from error
 
 
 def _check_is_ours(header: SafetensorsHeader, body: memoryview, labels: Mapping[str, str]) -> None:
     metadata = dict(header.metadata)
     if metadata.get("format") != FORMAT:
-        raise BadFile("it was not written by this program")
+        raise BadFile("the file was not written by Outrider")
     if metadata.get("version") != str(VERSION):
-        raise BadFile(f"it has format version {metadata.get('version')}, this is {VERSION}")
+        raise BadFile(f"the file has format version {metadata.get('version')}, this is {VERSION}")
     for label, value in labels.items():
         if metadata.get(label) != value:
-            raise BadFile(f"it belongs to another {label}")
+            raise BadFile(f"the file belongs to another {label}")
     checksum = metadata.pop("checksum")
     if _checksum(replace(header, metadata=metadata).as_json(), [body]) != checksum:
-        raise BadFile("its checksum is wrong")
+        raise BadFile("the checksum is wrong")
 
 
 def _array(info: TensorEntry, body: memoryview) -> HostArray:

@@ -1,10 +1,11 @@
-"""A folder of block files, bounded in bytes: the least recently used go first. No MLX, no threads of its own.
+"""A folder of block files with a limit in bytes. The least recently used files are removed first. No MLX.
 
     FOLDER/<model>-<name>.block.safetensors
 
-`model` stands for the weights of the model and its head, `name` for all tokens up to the block's end and for
-who may find it. Any number of servers, of any models, may share a folder: a file may come and go at any time,
-and the bound is for all of them together. Nothing but files named like this is ever touched.
+`model` is a fingerprint of the weights of the model and its head. `name` is a digest of the tree's name and
+of all tokens up to the block's end. Several servers, of any models, may share a folder: a file may appear
+and disappear at any time, and the limit holds for all servers together. Files with other names are never
+touched.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from outrider.files.atomic import TEMPORARY, remove_if_abandoned
 log = logging.getLogger(__name__)
 
 SUFFIX = ".block.safetensors"
-HEADER_BYTES = 64 << 10  # more than a header takes
-RESCAN_EVERY = 16  # writes after which the folder is looked at again: others may have written too
-READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-OURS = re.compile(r"[0-9a-f]+-[0-9a-z-]+" + re.escape(SUFFIX))
+HEADER_BYTES = 64 << 10  # upper limit for a block's header, which is not made yet when room is made
+RESCAN_EVERY = 16  # writes between two scans of the folder, for files of other servers; chosen by hand
+READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
+BLOCK_FILE_NAME = re.compile(r"[0-9a-f]+-[0-9a-z-]+" + re.escape(SUFFIX))
 
 
 class BlockFolder:
-    """Knows which files there are. `has` and `num_bytes` may be asked on any thread."""
+    """Knows the files of the folder. `has` and `num_bytes` may be called from any thread."""
 
     def __init__(
         self, folder: Path, fingerprint: str, budget_bytes: int, clock: Callable[[], float] = time.time
     ) -> None:
-        """Raises OSError when there can be no such folder."""
+        """Raise OSError if the folder cannot be made or read."""
         self.folder = folder
         self.num_evicted = 0
         self._fingerprint = fingerprint
         self._budget_bytes = budget_bytes
         self._clock = clock
-        self._newest_s = 0.0  # no file's last use is after this
+        self._newest_s = 0.0  # the latest use of any file
         self._num_written = 0
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}  # by file name, least recently used first
@@ -54,7 +55,7 @@ class BlockFolder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all models' files, as far as this process knows."""
+        """Bytes of all models' files, as of this process's last scan and its own writes since."""
         with self._lock:
             return self._num_bytes
 
@@ -62,13 +63,13 @@ class BlockFolder:
         with self._lock:
             if self._file_name(name) in self._sizes:
                 return True
-        return self.path(name).exists()  # another server's
+        return self.path(name).exists()  # another server may have written it
 
     def path(self, name: str) -> Path:
         return self.folder / self._file_name(name)
 
     def write(self, name: str, arrays: Arrays) -> bool:
-        """False when it would never fit. Raises OSError."""
+        """Write a block. False if it is larger than the limit. Raise OSError if the disk refuses it."""
         num_bytes = sum(array.data.nbytes for array in arrays.values())
         if not self._make_room(num_bytes + HEADER_BYTES):
             return False
@@ -81,7 +82,7 @@ class BlockFolder:
         return True
 
     def read(self, name: str) -> Arrays:
-        """Raises OSError, or BadFile for a file that must not be served."""
+        """Read a block. Raise OSError, or BadFile for a damaged or foreign file."""
         try:
             arrays = read_block_file(self.path(name), self._labels(name))
         except OSError:
@@ -94,7 +95,7 @@ class BlockFolder:
         self._remove_file(self._file_name(name))
 
     def remove_all(self) -> None:
-        """All files of this model."""
+        """Remove all files of this model."""
         self._rescan()
         with self._lock:
             own = [file_name for file_name in self._sizes if file_name.startswith(f"{self._fingerprint}-")]
@@ -108,32 +109,32 @@ class BlockFolder:
         return {"fingerprint": self._fingerprint, "name": name}
 
     def _prepare(self) -> bool:
-        """Whether files can be written there."""
+        """Make the folder. False if files cannot be written there."""
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are nobody else's business
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are private
             probe = self.folder / f"{TEMPORARY}{uuid.uuid4().hex}"
             probe.touch()
             probe.unlink(missing_ok=True)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                return True  # for now; each write will say so
-            if error.errno not in READ_ONLY:
+                return True  # the disk is full now; later writes may succeed
+            if error.errno not in READ_ONLY_ERRORS:
                 raise
             log.warning(
-                "prefix cache: %s is read-only (%s): its blocks are used, none is added",
+                "prefix cache: %s is read-only (%s): blocks are read from it, but none is added",
                 self.folder, error.strerror,
             )  # fmt: skip
             return False
         return True
 
     def _rescan(self) -> None:
-        """Learn what is there, oldest first, and clean up after processes that were killed."""
+        """List the folder, oldest files first, and remove temporary files of processes that were killed."""
         found: list[tuple[float, str, int]] = []
         try:
             for entry in os.scandir(self.folder):
                 if entry.name.startswith(TEMPORARY):
                     remove_if_abandoned(Path(entry.path))
-                elif OURS.fullmatch(entry.name):
+                elif BLOCK_FILE_NAME.fullmatch(entry.name):
                     found += _stat(entry)
         except OSError as error:
             log.warning("prefix cache: cannot list %s (%s)", self.folder, error.strerror)
@@ -155,7 +156,7 @@ class BlockFolder:
         return True
 
     def _used(self, file_name: str, size: int) -> None:
-        """Last in line. The time only orders files: it goes forward even where the clock goes back."""
+        """Mark a file as used last. Times only order the files: they grow even if the clock goes back."""
         with self._lock:
             self._num_bytes += size - self._sizes.pop(file_name, 0)
             self._sizes[file_name] = size
@@ -163,7 +164,7 @@ class BlockFolder:
         try:
             os.utime(self.folder / file_name, (self._newest_s, self._newest_s))
         except OSError:
-            return  # gone, or read-only: then the order is this process's own
+            return  # gone, or read-only: then only this process knows the order
 
     def _forget(self, file_name: str) -> None:
         with self._lock:
@@ -180,6 +181,6 @@ class BlockFolder:
 def _stat(entry: os.DirEntry[str]) -> list[tuple[float, str, int]]:
     try:
         stat = entry.stat()
-    except FileNotFoundError:  # another server has just removed it
+    except FileNotFoundError:  # another server has removed it
         return []
     return [(stat.st_mtime, entry.name, stat.st_size)]

@@ -1,7 +1,7 @@
 """The prefix cache's second tier: a thread that writes blocks to a folder and reads them back. No MLX.
 
-The engine thread hands over plain host arrays and never waits for the disk. Whatever goes wrong here costs a
-recomputation, never an answer: it is logged, and the engine goes on.
+The engine thread hands over plain host arrays and never waits for the disk. A failure is logged and costs a
+recomputation, never an answer.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from outrider.cache.block_folder import BlockFolder
 
 log = logging.getLogger(__name__)
 
-MOST_QUEUED_BYTES = 256 << 20  # handed over and not written yet; what comes on top is not written
-PAUSE_S = 30.0  # after a write that failed
+MAX_QUEUED_BYTES = 256 << 20  # of blocks that wait to be written; more are skipped; chosen by hand
+RETRY_AFTER_S = 30.0  # seconds without writes after a write that failed; chosen by hand
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """What a file held; None when it could not be used."""
+class FetchedFile:
+    """A file that was read."""
 
     name: str
-    arrays: Arrays | None
+    arrays: Arrays | None  # None: the file is missing or damaged
 
 
 @dataclass
 class DiskCounts:
-    """What happened, ever."""
+    """Blocks, since the start."""
 
     written: int = 0
     read: int = 0
-    refused: int = 0  # files that were not right and were removed
-    failed: int = 0  # writes that went wrong
-    skipped: int = 0  # not written: too much queued, writing paused, a read-only folder
+    refused: int = 0  # damaged or foreign files, which were removed
+    failed: int = 0  # failed writes
+    skipped: int = 0  # not written: queue full, after a failed write, or folder read-only
 
 
 class DiskTier:
-    def __init__(self, folder: BlockFolder, queue_bytes: int = MOST_QUEUED_BYTES) -> None:
+    def __init__(self, folder: BlockFolder, queue_bytes: int = MAX_QUEUED_BYTES) -> None:
         self.folder = folder
         self.counts = DiskCounts()
         self._queue_bytes = queue_bytes
-        self._paused_until_s = 0.0
+        self._no_writes_until_s = 0.0
         self._lock = threading.Condition()
         self._to_read: deque[str] = deque()
         self._to_write: deque[tuple[str, Arrays]] = deque()
-        self._queued: dict[str, int] = {}  # names to be written, with their bytes
-        self._fetched: list[Fetched] = []
+        self._queued: dict[str, int] = {}  # bytes of the blocks in `_to_write`, by name
+        self._fetched: list[FetchedFile] = []
         self._is_clearing = self._is_busy = self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="outrider-prefix-disk", daemon=True)
         self._thread.start()
@@ -61,10 +61,10 @@ class DiskTier:
         return self.folder.has(name)
 
     def write(self, name: str, arrays: Arrays) -> bool:
-        """Hand a block over; False when it will not be written."""
+        """Queue a block for writing. False if the block is skipped."""
         num_bytes = sum(array.data.nbytes for array in arrays.values())
         with self._lock:
-            is_off = self.folder.is_read_only or self._is_closed or time.monotonic() < self._paused_until_s
+            is_off = self.folder.is_read_only or self._is_closed or time.monotonic() < self._no_writes_until_s
             if is_off or sum(self._queued.values()) + num_bytes > self._queue_bytes:
                 self.counts.skipped += 1
                 return False
@@ -75,23 +75,23 @@ class DiskTier:
         return True
 
     def fetch(self, name: str) -> None:
-        """Ask for a file; `take_fetched` will name it, usable or not. Reads go before writes."""
+        """Request a file. `take_fetched` will return it, usable or not. Reads come before writes."""
         with self._lock:
             self._to_read.append(name)
             self._lock.notify_all()
 
-    def take_fetched(self) -> list[Fetched]:
+    def take_fetched(self) -> list[FetchedFile]:
         with self._lock:
             fetched, self._fetched = self._fetched, []
         return fetched
 
     def wait_for_fetched(self, timeout_s: float) -> None:
-        """Until something was fetched, or this long."""
+        """Wait until a file was read, or for `timeout_s`."""
         with self._lock:
             self._lock.wait_for(lambda: bool(self._fetched), timeout_s)
 
     def clear(self) -> None:
-        """Remove this model's files; what is queued is not written any more."""
+        """Remove this model's files and forget the queued blocks."""
         with self._lock:
             self._to_write.clear()
             self._queued.clear()
@@ -99,12 +99,12 @@ class DiskTier:
             self._lock.notify_all()
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all that was asked for is done; False if it takes longer."""
+        """Wait until all reads and writes are done. False if that takes longer than `timeout_s`."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._has_work and not self._is_busy, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Finish what is queued, if that does not take too long."""
+        """Write the queued blocks, for `timeout_s` at most, and end the thread."""
         if not self.flush(timeout_s):
             log.warning("prefix cache: %d blocks were not written in time", len(self._queued))
         with self._lock:
@@ -127,8 +127,8 @@ class DiskTier:
                 self._is_busy = True
             try:
                 self._do_next()
-            except Exception:  # this thread is all there is
-                log.exception("prefix cache: the disk's thread failed and goes on")
+            except Exception:  # no other thread would do its work
+                log.exception("prefix cache: an error in the disk thread, which goes on")
             with self._lock:
                 self._is_busy = False
                 self._lock.notify_all()
@@ -158,10 +158,10 @@ class DiskTier:
         except OSError as error:
             log.warning(
                 "prefix cache: cannot write to %s (%s); trying again in %.0f s",
-                self.folder.folder, error.strerror or error, PAUSE_S,
+                self.folder.folder, error.strerror or error, RETRY_AFTER_S,
             )  # fmt: skip
             self.counts.failed += 1
-            self._paused_until_s = time.monotonic() + PAUSE_S
+            self._no_writes_until_s = time.monotonic() + RETRY_AFTER_S
         finally:
             with self._lock:
                 self._queued.pop(name, None)
@@ -172,7 +172,7 @@ class DiskTier:
             arrays = self.folder.read(name)
             self.counts.read += 1
         except FileNotFoundError:
-            pass  # another server has removed it
+            pass  # another server has removed the file
         except BadFile as error:
             log.warning("prefix cache: %s is removed: %s", self.folder.path(name), error)
             self.counts.refused += 1
@@ -180,5 +180,5 @@ class DiskTier:
         except OSError as error:
             log.warning("prefix cache: cannot read %s (%s)", self.folder.path(name), error.strerror or error)
         with self._lock:
-            self._fetched.append(Fetched(name, arrays))
+            self._fetched.append(FetchedFile(name, arrays))
             self._lock.notify_all()

@@ -1,7 +1,7 @@
-"""Embeddings of pictures, by content: the second turn about a picture, and a second request, encode nothing.
+"""Caches the embeddings of images by content, so that a later turn about an image does not encode it again.
 
-Bounded in bytes; what was used longest ago goes first. Pieces that a live row still has to read are held:
-they stay, whatever the bound says, since the row could never go on without them.
+The cache has a limit in bytes and evicts the least recently used entries. An entry that a row still has to
+read is held and not evicted, even beyond the limit: the row could not continue without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import mlx.core as mx
 class EmbeddingCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, mx.array] = OrderedDict()  # used longest ago first
+        self._entries: OrderedDict[str, mx.array] = OrderedDict()  # least recently used first
         self._held: Counter[str] = Counter()
         self.num_bytes = 0
         self.num_hits = 0
@@ -36,33 +36,33 @@ class EmbeddingCache:
         if key not in self._entries:
             self._entries[key] = embeddings
             self.num_bytes += embeddings.nbytes
-            self._shrink()
+            self._evict()
 
     def hold(self, keys: Iterable[str]) -> None:
-        """A row will need these; those that are there already are hits."""
-        wanted = tuple(keys)
-        self._held.update(wanted)
-        self.num_hits += sum(key in self._entries for key in wanted)
+        """A row needs these entries until `release`. Entries that are cached already count as hits."""
+        needed = tuple(keys)
+        self._held.update(needed)
+        self.num_hits += sum(key in self._entries for key in needed)
 
     def release(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._held[key] -= 1
             if self._held[key] < 0:
-                raise AssertionError(f"{key} is released more often than it was held")
+                raise AssertionError(f"image embedding {key} is released more often than it was held")
             if not self._held[key]:
                 del self._held[key]
-        self._shrink()
+        self._evict()
 
     def forget_holds(self) -> None:
-        """Nobody needs anything any more: all rows are gone."""
+        """Release every entry: all rows are gone."""
         self._held.clear()
-        self._shrink()
+        self._evict()
 
     @property
     def num_held(self) -> int:
         return len(self._held)
 
-    def _shrink(self) -> None:
+    def _evict(self) -> None:
         for key in list(self._entries):
             if self.num_bytes <= self._max_bytes:
                 return
@@ -72,14 +72,14 @@ class EmbeddingCache:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Where pieces stand in a pass, and their embeddings."""
+    """The image embeddings of a pass, and the rows and columns of their tokens."""
 
     rows: mx.array  # [tokens]
     columns: mx.array  # [tokens]
     embeddings: mx.array  # [tokens, (1 + levels) x hidden]
 
     def moved(self, by: mx.array) -> ImageInputs:
-        """The same pieces so many columns further on.  by [rows]"""
+        """The same embeddings, `by` columns further on.  by [rows]"""
         return ImageInputs(self.rows, self.columns + by[self.rows], self.embeddings)
 
     def put_into(self, embedded: mx.array) -> mx.array:
@@ -88,7 +88,7 @@ class ImageInputs:
         return embedded
 
     def levels(self, embedded: mx.array) -> list[mx.array]:
-        """What is to be added after the first layers, in the shape of the embedded tokens."""
+        """What is added to the hidden states after each of the first layers.  Each [rows, width, hidden]"""
         hidden_size = embedded.shape[-1]
         found = []
         for first in range(hidden_size, self.embeddings.shape[-1], hidden_size):

@@ -1,15 +1,22 @@
-"""Which prefixes are cached: a radix tree of blocks, its bytes and who goes first. Pure Python, no MLX.
+"""Which prefixes are cached: radix trees of blocks, their bytes, the order of eviction. Pure Python, no MLX.
 
-A tree's edges are blocks of `block_size` cells, aligned, so that one text has one chain of blocks:
+A cell holds the keys and values of one token in every layer. A block holds up to `block_size` consecutive
+cells. Blocks start at multiples of `block_size`, so one text always has the same chain of blocks:
 
     cells   0 ........ 63 | 64 ........ 127 | 128 ... 150
-    nodes   full block    | full block      | tail            (a shorter block; always a leaf)
-    state        after 64 |                 |                 (recurrent layers: at ends of full blocks only)
+    nodes   full block    | full block      | tail            a tail is a shorter block and always a leaf
+    states       after 64 |       after 128 |                 recurrent layers: at the end of some full blocks
 
-The index knows keys and sizes, never the data: a node has a `block_id`, and whoever holds the data is told by
-`take_dropped` which ids to let go. A key stands for what went into a cell: a token id, or a number made from
-a picture (`media_keys`), or from a token and the next one (`pair_key`: an MTP head's cells). Every tree has a
-name, so that who does not know the name finds nothing in it.
+Every cell has an integer key that names what the cell was computed from. Two cells with equal keys, behind
+equal prefixes, are equal:
+
+    a token id              0 <= id < 2**32      | 0 ...... 0 | id ....... |
+    a token and the next    id << 32 | next_id   | id ....... | next_id .. |   an MTP head's cell (`pair_key`)
+    a token of an image     -1 - (128-bit hash)  the image's own number (`PromptMedia.distinct_ids`)
+
+The index knows keys and sizes, never the data. A node has a `block_id`; `take_dropped` returns the ids whose
+data can be freed. Every tree has a name: a client that does not know the name (its cache salt) finds
+nothing.
 """
 
 from __future__ import annotations
@@ -20,28 +27,22 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-BLOCK_SIZE = 64  # cells: a copy every 64 decoded tokens, files of a few MB; hits are not rounded to it
+from outrider.plan import BlockPiece
+
+BLOCK_SIZE = 64  # cells: files of a few MB, and one copy for 64 decoded tokens; a hit may end inside a block
 
 Keys = tuple[int, ...]
 
 
-def media_keys(digest: bytes, num_cells: int) -> list[int]:
-    """Keys of the cells that one picture fills: never a token id, and never those of another picture."""
-    return [
-        -1 - int.from_bytes(hashlib.sha256(b"%d/" % cell + digest).digest()[:16], "big")
-        for cell in range(num_cells)
-    ]
-
-
 def pair_key(key: int, next_key: int) -> int:
-    """The key of a cell that was made from two tokens."""
+    """The key of a cell that was computed from two tokens."""
     if key >= 0 and next_key >= 0:
         return key << 32 | next_key
     return -1 - int.from_bytes(hashlib.sha256(b"%d/%d" % (key, next_key)).digest()[:16], "big")
 
 
 class Node:
-    """A cached block. It is alive as long as the index holds it; its parents live at least as long."""
+    """A cached block, alive while the index holds it. A parent lives at least as long as its children."""
 
     __slots__ = (
         "block_id", "children", "digest", "is_alive", "keys", "num_head_cached", "order", "parent", "refs",
@@ -53,23 +54,23 @@ class Node:
     ) -> None:
         self.parent = parent
         self.keys = keys
-        self.digest = digest  # of all keys from the root: the block's name outside this process
+        self.digest = digest  # of all keys from the root on: names the block on disk
         self.block_id = block_id
-        self.num_head_cached = (
-            num_head_cached  # of its cells, those that the head was fed; it may have rested then
-        )
+        self.num_head_cached = num_head_cached  # leading cells that the head was fed; it may catch up later
         self.state_id: int | None = None  # the recurrent layers' state after the block's last cell
         self.children: dict[Keys, Node] = {}
-        self.order: list[Keys] = []  # the children's keys, sorted: the nearest are neighbours
-        self.refs = 0
+        self.order: list[
+            Keys
+        ] = []  # the children's keys, sorted: keys with a long common start are neighbours
+        self.refs = 0  # a block with references is not evicted
         self.is_alive = True
 
     @property
-    def is_headed(self) -> bool:
+    def is_head_complete(self) -> bool:
         return self.num_head_cached == len(self.keys)
 
     def child_like(self, keys: Keys) -> tuple[Node | None, int]:
-        """The child that shares most with `keys`, and how many keys those are."""
+        """The child that begins with most of `keys`, and the number of those keys."""
         child = self.children.get(keys)
         if child is not None:
             return child, len(keys)
@@ -81,15 +82,61 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Match:
-    """The longest cached prefix of some keys: full blocks from the root on, and a part of one more."""
+class PrefixMatch:
+    """The longest cached prefix of some keys: blocks from the root on. The last one may match in part.
+
+    A head that was paused has been fed only some of the blocks. The row's head can catch up later, but with
+    one stretch of cells only. So a match is usable up to a block that the head was fed after a gap:
+
+        head was fed       yes | yes | in part | no | yes
+        num_loadable       ------------------------>|
+        num_head_cached    -------------->|
+        first_deferred                 ^ 2
+    """
 
     nodes: tuple[Node, ...] = ()
     num_keys: int = 0
+    block_size: int = BLOCK_SIZE
+
+    @property
+    def num_loadable(self) -> int:
+        """Cells up to the first block that the head was fed after a gap."""
+        first = self.first_deferred
+        for number, node in enumerate(self.nodes[first + 1 :], first + 1):
+            if node.num_head_cached:
+                return number * self.block_size
+        return self.num_keys
+
+    @property
+    def first_deferred(self) -> int:
+        """The number of the first block that the head was not fed completely; else the number of blocks."""
+        return next((i for i, node in enumerate(self.nodes) if not node.is_head_complete), len(self.nodes))
+
+    def num_head_cached(self, num_cells: int) -> int:
+        """Of the first `num_cells` cells, those that the head was fed."""
+        first = self.first_deferred
+        if first == len(self.nodes):
+            return num_cells
+        return min(num_cells, first * self.block_size + self.nodes[first].num_head_cached)
+
+    def last_state(self, num_cells: int) -> int:
+        """The last number of cells, up to `num_cells`, after which a recurrent state is cached; else 0."""
+        ends = (i * self.block_size for i, node in enumerate(self.nodes, 1) if node.state_id is not None)
+        return max((end for end in ends if end <= num_cells), default=0)
+
+    def pieces(self, start: int, end: int) -> tuple[BlockPiece, ...]:
+        """The parts of blocks that hold cells start..end-1."""
+        found = []
+        for number, node in enumerate(self.nodes):
+            offset = number * self.block_size
+            first, last = max(start - offset, 0), min(end - offset, self.block_size)
+            if first < last:
+                found.append(BlockPiece(node.block_id, first, last))
+        return tuple(found)
 
 
 class PrefixIndex:
-    """Owns the trees and the books: `num_bytes` never exceeds the budget."""
+    """Owns the trees and counts their bytes: `num_bytes` never exceeds the budget."""
 
     def __init__(
         self,
@@ -101,13 +148,12 @@ class PrefixIndex:
         self.budget_bytes = budget_bytes
         self.block_size = block_size
         self.num_bytes = 0
-        self.num_evicted = 0  # blocks that gave way to others, ever
+        self.num_evicted = 0  # blocks evicted for others, since the start
         self._bytes_per_cell = bytes_per_cell
         self._bytes_per_state = bytes_per_state
         self._roots: dict[str, Node] = {}
-        self._by_age: OrderedDict[int, Node] = (
-            OrderedDict()
-        )  # oldest first, and children before their parents
+        # Blocks by id, least recently used first. A child always comes before its parent.
+        self._by_age: OrderedDict[int, Node] = OrderedDict()
         self._dropped: list[int] = []
         self._last_id = 0
 
@@ -116,19 +162,19 @@ class PrefixIndex:
         return len(self._by_age)
 
     def root(self, name: str) -> Node:
-        """The tree of this name, which has no cells of its own."""
+        """The root of the tree with this name. A root holds no cells."""
         if name not in self._roots:
             self._roots[name] = Node(None, (), hashlib.sha256(name.encode()).digest(), 0)
         return self._roots[name]
 
     def forget_if_empty(self, name: str) -> None:
-        """Nobody grows this tree now: a name alone is not worth keeping, since clients make them up."""
+        """Forget a tree without blocks. Clients choose the names, so names must not accumulate."""
         root = self._roots.get(name)
         if root is not None and not root.children and not root.refs:
             self._forget_root(root)
 
-    def match(self, name: str, keys: Sequence[int]) -> Match:
-        """The longest cached prefix; using it is a reason to keep it."""
+    def match(self, name: str, keys: Sequence[int]) -> PrefixMatch:
+        """The longest cached prefix of `keys`. Its blocks count as used now."""
         nodes: list[Node] = []
         node, num = self._roots.get(name), 0
         while node is not None and num < len(keys):
@@ -140,20 +186,21 @@ class PrefixIndex:
                     break
         if nodes:
             self.touch(nodes[-1])
-        return Match(tuple(nodes), num)
+        return PrefixMatch(tuple(nodes), num, self.block_size)
 
     def child(self, parent: Node, keys: Keys) -> Node | None:
-        """The block that holds all these keys behind `parent`, if there is one."""
+        """The block behind `parent` that begins with all these keys."""
         node, num = parent.child_like(keys)
         return node if num == len(keys) else None
 
     def insert(self, parent: Node, keys: Keys, num_head_cached: int | None = None) -> Node | None:
-        """A new block behind `parent`; older ones give way. None when there is no room.
+        """Add a block behind `parent` and evict older ones for it. None if there is no room.
 
-        `num_head_cached`: where the head was not fed all of it. A tail that it begins with has had its day.
+        `num_head_cached`: the leading cells that the head was fed; by default all. A tail whose keys the new
+        block begins with is dropped.
         """
         assert parent.is_alive and 0 < len(keys) <= self.block_size and keys not in parent.children
-        assert len(parent.keys) in (0, self.block_size), "nothing comes after a tail"
+        assert len(parent.keys) in (0, self.block_size), "a tail has no children"
         self.hold(parent)
         self._drop_tails(parent, keys)
         has_room = self._make_room(len(keys) * self._bytes_per_cell)
@@ -170,7 +217,7 @@ class PrefixIndex:
         return node
 
     def renew(self, node: Node, num_head_cached: int) -> None:
-        """The block's data will be replaced by those of a row whose head was fed more of it."""
+        """Give a block a new id: its data is replaced by cells of which the head was fed more."""
         del self._by_age[node.block_id]
         self._dropped.append(node.block_id)
         node.block_id, node.num_head_cached = self._new_id(), num_head_cached
@@ -178,7 +225,7 @@ class PrefixIndex:
         self.touch(node)
 
     def add_state(self, node: Node) -> int | None:
-        """Room for the state after a full block: its id; None when there is no room, or one there already."""
+        """Reserve room for the state after a full block. None if there is no room, or a state already."""
         assert node.is_alive and len(node.keys) == self.block_size
         if node.state_id is not None:
             return None
@@ -198,7 +245,7 @@ class PrefixIndex:
             node.state_id = None
 
     def hold(self, node: Node) -> None:
-        """Keep a block, and so its parents, until it is released as often."""
+        """Protect a block and its parents from eviction until `release` was called as often as `hold`."""
         node.refs += 1
 
     def release(self, node: Node) -> None:
@@ -206,12 +253,12 @@ class PrefixIndex:
         node.refs -= 1
 
     def touch(self, node: Node) -> None:
-        """This block and its parents were used now. (Parents last: they are never older than a child.)"""
+        """Mark a block and its parents as used now. Parents come last: none is older than its child."""
         for used in path_up(node):
             self._by_age.move_to_end(used.block_id)
 
     def clear(self) -> None:
-        """Forget everything, held or not."""
+        """Drop all blocks, with or without references."""
         for node in list(self._by_age.values()):
             self._remove(node)
         for root in self._roots.values():
@@ -223,12 +270,12 @@ class PrefixIndex:
         return bool(self._dropped)
 
     def take_dropped(self) -> list[int]:
-        """Ids of blocks and states that are gone since the last call."""
+        """Ids of the blocks and states that were dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def check_integrity(self) -> None:
-        """Raise if the books do not balance."""
+        """Raise if the trees, the list of blocks and the counted bytes do not agree."""
         nodes = [node for root in self._roots.values() for node in _below(root)]
         num_bytes = sum(self._size(node) for node in nodes)
         if num_bytes != self.num_bytes or self.num_bytes > max(0, self.budget_bytes):
@@ -255,7 +302,7 @@ class PrefixIndex:
         return self._last_id
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Let the least recently used leaves go, but for those that are held, until so many bytes fit."""
+        """Evict the least recently used leaves that nobody holds until `num_bytes` more fit."""
         if num_bytes > self.budget_bytes:
             return False
         while self.num_bytes + num_bytes > self.budget_bytes:
@@ -295,7 +342,7 @@ def chain_digest(parent: bytes, keys: Keys) -> bytes:
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many keys the two begin with in common."""
+    """The number of keys that both begin with."""
     shorter = min(len(one), len(other))
     if tuple(one[:shorter]) == tuple(other[:shorter]):
         return shorter

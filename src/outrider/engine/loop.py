@@ -17,7 +17,8 @@ from outrider.engine.image_encoding import EncodingTurns
 from outrider.engine.in_flight import InFlightStep, StepExecutor
 from outrider.engine.outbox import Outbox
 from outrider.engine.parts import EngineObserver, EngineParts
-from outrider.engine.prefix.status import PrefixStatus, new_prefix_cache
+from outrider.engine.prefix.cache import PrefixCache, new_prefix_cache
+from outrider.engine.prefix.status import PrefixStatus
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.plan import StepResult
@@ -39,10 +40,9 @@ class EngineLoop:
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
-        parts, prefix_cache = self.parts, None
-        if parts.prefix_bytes:
-            prefix_cache = new_prefix_cache(self.geometry, parts.prefix_bytes, parts.disk)
-        self.prefix_status = None if prefix_cache is None else PrefixStatus(prefix_cache, parts.disk)
+        parts = self.parts
+        prefix_cache = new_prefix_cache(self.geometry, parts.prefix_bytes, parts.disk)
+        self.prefix_status = PrefixStatus(prefix_cache) if isinstance(prefix_cache, PrefixCache) else None
         image_embeddings = parts.runner.image_embeddings
         if image_embeddings is not None:
             image_embeddings.forget_holds()

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Rows
 
 from outrider.engine.draft_planner import prefill_row
 from outrider.engine.prefix.cache import PrefixCache
+from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.sequence import Sequence
 from outrider.plan import ImageEmbeddings, RowPlan
 from outrider.prompt_media import MediaPiece
@@ -19,7 +20,7 @@ class PrefillQueue:
     """Rows in the order of their turns: a row that has fed a chunk goes to the end."""
 
     def __init__(
-        self, chunk: int, prefix: PrefixCache | None, image_embeddings: ImageEmbeddings | None
+        self, chunk: int, prefix: PrefixCache | NoPrefixCache, image_embeddings: ImageEmbeddings | None
     ) -> None:
         """`chunk`: prompt tokens that a step feeds, padding counted."""
         self._chunk = chunk
@@ -75,15 +76,7 @@ class PrefillQueue:
         The prefix cache fills in the cells that it has. A row whose next cells come from elsewhere (an older
         row that computes them, or the disk) is left out.
         """
-        queued = [row for row in self._rows if row in rows]
-        if self._prefix is None:
-            return queued
-        self._prefix.receive()
-        return [
-            row
-            for row in queued
-            if self._prefix.prepare(row, [other for other in queued if other.id < row.id])
-        ]
+        return self._prefix.ready_rows([row for row in self._rows if row in rows])
 
     def about_to_sample(self, rows: Rows[Sequence]) -> list[Sequence]:
         """The rows that may feed the rest of their prompt in this step."""
@@ -101,9 +94,7 @@ class PrefillQueue:
         for sequence in ready:
             start = sequence.num_cached
             end = start + min(self._chunk, self._num_readable(sequence))
-            if self._prefix is not None and end > start:
-                end = self._prefix.stop_before(sequence, end)
-            size = end - start
+            size = self._prefix.chunk_end(sequence, end) - start
             if size <= 0 or (batch and (len(batch) + 1) * max(widest, size) > self._chunk):
                 continue
             widest = max(widest, size)

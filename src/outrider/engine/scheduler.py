@@ -23,11 +23,11 @@ from outrider.engine.draft_planner import DraftPlanner, decode_row, needs_host, 
 from outrider.engine.in_flight import InFlightStep
 from outrider.engine.prefill_queue import DEFAULT_CHUNK, PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
+from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.engine.slots import SlotTable
-from outrider.plan import ImageEmbeddings, PassShape, PrefixCopies, RowPlan, RowResult, StepPlan
+from outrider.plan import ImageEmbeddings, PassShape, RowPlan, RowResult, StepPlan
 from outrider.prompt_media import MediaPiece
-from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController
 
 log = logging.getLogger(__name__)
@@ -43,17 +43,17 @@ class Scheduler:
         geometry: CacheGeometry,
         budget_bytes: int,
         controller: DepthController | None = None,
-        prefix_cache: PrefixCache | None = None,
+        prefix_cache: PrefixCache | NoPrefixCache | None = None,
         image_embeddings: ImageEmbeddings | None = None,
     ) -> None:
         """`image_embeddings`: the encoded pieces of images, for models that read images."""
         self._controller = controller or DepthController()
         self._config = config
-        self._prefix = prefix_cache
+        self._prefix = prefix_cache or NoPrefixCache()
         self._budget = CacheBudget(geometry, budget_bytes, self._controller.shapes)
         self._waiting: deque[Sequence] = deque()
         self._prefill_queue = PrefillQueue(
-            config.prefill_step_size or DEFAULT_CHUNK, prefix_cache, image_embeddings
+            config.prefill_step_size or DEFAULT_CHUNK, self._prefix, image_embeddings
         )
         self._drafts = DraftPlanner(self._controller)
         self._slots = SlotTable()
@@ -83,16 +83,14 @@ class Scheduler:
     @property
     def prefix_bytes(self) -> int:
         """Bytes of cached prefixes, by the last plan."""
-        return 0 if self._prefix is None else self._prefix.index.num_bytes
+        return self._prefix.num_bytes
 
     def clear_prefix_cache(self) -> None:
-        if self._prefix is not None:
-            self._prefix.clear()
+        self._prefix.clear()
 
     def wait_for_disk(self) -> None:
         """Sleep a moment, after `plan` gave nothing because all rows wait for blocks on disk."""
-        if self._prefix is not None and self._prefix.disk is not None:
-            self._prefix.disk.wait(DISK_WAIT_S)
+        self._prefix.wait_for_disk(DISK_WAIT_S)
 
     def longest_context(self) -> int:
         """Tokens that one row alone can hold within the budget."""
@@ -102,8 +100,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> Delta:
-        if self._prefix is not None:
-            self._prefix.keep(sequence, to_the_end=True)
+        self._prefix.save_before_leaving(sequence)
         return self._finish(sequence, "cancelled")
 
     # -- a step: plan, then commit (or fail) -------------------------------------------------------------
@@ -121,9 +118,9 @@ class Scheduler:
         decoding = [row for row in rows if row.is_decoding]
         joining = self._prefill_queue.about_to_sample(rows)
         self._drafts.choose_drafts(decoding, joining, self._budget.num_slots)
-        decode = [decode_row(row, self._max_drafts(row)) for row in decoding]
+        decode = [decode_row(row, self._prefix.max_drafts(row)) for row in decoding]
         prefill = self._prefill_queue.batch(ready)
-        copies = self._prefix.take_copies() if self._prefix is not None else PrefixCopies()
+        copies = self._prefix.take_copies()
         is_rearranged = bool(moves) or shape_before != self._budget.shape
         if not (decode or prefill or copies or (is_rearranged and rows)):
             return None
@@ -153,7 +150,7 @@ class Scheduler:
         rows = list(self.in_flight[0].rows.values())
         if not self._budget.may_overlap(max(sequence.num_cached + row.num_fed for sequence, row in rows)):
             return None
-        max_drafts = [self._max_drafts(*row) for row in rows]
+        max_drafts = [self._prefix.max_drafts(*row) for row in rows]
         batch = self._drafts.plan_overlapped(rows, max_drafts, self._budget.num_slots)
         if batch is None:
             return None
@@ -165,20 +162,16 @@ class Scheduler:
         """Whether the same rows will go on, as far as can be told before the step is read."""
         if not step.is_decode_only or self._prefill_queue or self._can_start_next():
             return False
-        if len(step.rows) < len(self._slots) or (self._prefix is not None and self._prefix.has_copies):
+        if len(step.rows) < len(self._slots) or self._prefix.has_copies:
             return False
         return not any(
             sequence.slot is None  # cancelled
             or sequence.failures
             or sequence.num_left <= 1  # the step in flight will finish it
             or needs_host(sequence)
-            or (self._prefix is not None and self._prefix.may_end_block(sequence, row.num_fed))
+            or self._prefix.may_end_block(sequence, row.num_fed)
             for sequence, row in step.rows.values()
         )
-
-    def _max_drafts(self, sequence: Sequence, in_flight: RowPlan | None = None) -> int:
-        """Drafts that the row may feed: recurrent states are saved at the ends of blocks only."""
-        return MAX_DEPTH if self._prefix is None else self._prefix.most_drafts(sequence, in_flight)
 
     def _in_flight(self, plan: StepPlan, **facts: Any) -> InFlightStep:
         sequences = {sequence.id: sequence for sequence in self._slots.sequences()}
@@ -219,7 +212,7 @@ class Scheduler:
             sequence.num_head_cached = sequence.num_cached
         if not planned.is_sampling:
             self._prefill_queue.pass_turn(sequence)
-            self._save_prefix(sequence)
+            self._prefix.save(sequence)
             return None
         has_just_prefilled = sequence in self._prefill_queue
         self._prefill_queue.remove(sequence)
@@ -232,21 +225,15 @@ class Scheduler:
         self._drafts.observe(sequence, result.token_ids)
         counters.add_drafts(planned.num_drafts, min(result.num_accepted, num_taken))
         delta = replace(delta, logprobs=result.logprobs[:num_taken])
-        self._save_prefix(sequence, to_the_end=has_just_prefilled or delta.finish_reason is not None)
+        self._prefix.save(sequence, to_end=has_just_prefilled or delta.finish_reason is not None)
         if delta.finish_reason is not None:
             return delta.merged(self._finish(sequence, delta.finish_reason))
         sequence.drafting.propose(sequence.tokens, result.drafts, sequence.num_left)
         return delta
 
-    def _save_prefix(self, sequence: Sequence, to_the_end: bool = False) -> None:
-        if self._prefix is not None:
-            self._prefix.keep(sequence, to_the_end=to_the_end)
-            self._prefix.keep_state(sequence)
-
     def fail(self, error: str) -> list[Delta]:
         """A step raised and the caches are lost. No sequence loses a token; one that keeps failing ends."""
-        if self._prefix is not None:
-            self._prefix.clear()  # it may hold copies of the cells that made the step fail
+        self._prefix.clear()  # it may hold copies of the cells that made the step fail
         failed = {sequence.id: sequence for step in self.in_flight for sequence, _ in step.rows.values()}
         for sequence in failed.values():
             sequence.failures += 1
@@ -287,8 +274,7 @@ class Scheduler:
         while not self._budget.resize(rows := list(self._slots.sequences()), self._slots.num_spanned):
             last = max(rows, key=lambda row: row.id)
             last.counters.preemptions += 1
-            if self._prefix is not None:
-                self._prefix.keep(last, to_the_end=True)
+            self._prefix.save_before_leaving(last)
             self._send_back(last)
 
     def _send_back(self, sequence: Sequence) -> None:
@@ -299,8 +285,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self._slots.leave(sequence)
-        if self._prefix is not None:
-            self._prefix.leave(sequence)
+        self._prefix.leave(sequence)
         self._prefill_queue.remove(sequence)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
@@ -324,8 +309,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise if the books do not balance. Cheap enough for every step of a test and every idle moment."""
         rows = list(self._slots.sequences())
-        if self._prefix is not None:
-            self._prefix.index.check_integrity()
+        self._prefix.check_integrity()
         for row in rows:
             if row.is_decoding and row.num_cached != len(row.tokens) - 1:
                 raise AssertionError(f"row {row.id} has {row.num_cached} cells for {len(row.tokens)} tokens")

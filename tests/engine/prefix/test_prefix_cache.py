@@ -1,18 +1,21 @@
-"""What the prefix cache saves, whom it makes wait, and what it may never do; on the fake runner."""
+"""What the prefix cache loads and saves, which rows wait, and what it must never do; on the fake runner."""
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import pytest
 from fake_runner import VOCAB_SIZE
 from scheduler_harness import Harness, planned_ids, rows_of
 
-from outrider.cache.prefix_index import media_keys
 from outrider.config import CacheGeometry
-from outrider.engine.prefix.checkpoints import STATE_EVERY, next_stop, prompt_stops
+from outrider.engine.prefix.cache import PrefixCache, new_prefix_cache
+from outrider.engine.prefix.checkpoints import CHECKPOINT_DISTANCE, prompt_checkpoints
+from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.sequence import Sequence
 from outrider.plan import StepPlan
+from outrider.request import MAX_DEPTH
 
 PLENTY = 10**9
 BLOCK = 8
@@ -89,7 +92,7 @@ def test_rows_with_and_without_a_head_do_not_share() -> None:
     harness.run_to_idle()
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_a_row_with_another_salt_finds_nothing() -> None:
     harness = _harness()
     _finish(harness, harness.add(_text(100), salt="one"))
     other = harness.add(_text(100), salt="other")
@@ -188,25 +191,23 @@ def test_an_answers_blocks_are_saved_several_at_a_time() -> None:
     harness.run_to_idle()
 
 
-def test_another_picture_in_the_same_words_does_not_hit() -> None:
-    """Image tokens are alike; the cells are known by the picture."""
+def test_another_image_in_the_same_words_does_not_hit() -> None:
+    """Image tokens are alike; the keys of the cells are the image's own."""
     harness = _harness()
     text = _text(100)
-    for picture, num_fed in ((b"one", 100), (b"other", 80), (b"one", 1)):
-        keys = (*text[:20], *media_keys(picture, 40), *text[60:])
+    for image_key, num_fed in ((-1, 100), (-2, 80), (-1, 1)):
+        keys = (*text[:20], *[image_key] * 40, *text[60:])
         assert _num_prefilled(_finish(harness, harness.add(text, keys=keys))) == num_fed
     harness.run_to_idle()
 
 
-def test_an_answer_that_the_head_did_not_follow_is_used_and_caught_up_with() -> None:
-    """A head that rests leaves what it was to be fed; the next turn's row feeds it that."""
+def test_an_answer_with_a_paused_head_is_loaded_and_the_head_catches_up() -> None:
+    """A paused head's inputs are stored with the cells; the next turn's row feeds them to the head."""
     harness = _harness()
     first = harness.add(_text(40), max_tokens=60, depth=3, is_auto=True)
     first.drafting.head_depth = 3
     plans = _finish(harness, first)
-    assert any(row.defers_head for plan in plans for row in rows_of(plan)), (
-        "this engine does not draft of itself"
-    )
+    assert any(row.defers_head for plan in plans for row in rows_of(plan)), "this engine pauses its head"
     for number in range(2):
         turn = harness.add([*first.tokens, 1, 2, 3 + number], depth=3)
         plans = _finish(harness, turn)
@@ -216,7 +217,7 @@ def test_an_answer_that_the_head_did_not_follow_is_used_and_caught_up_with() -> 
     harness.run_to_idle()
 
 
-def test_rows_that_share_what_a_head_rested_over_all_have_it_fed() -> None:
+def test_rows_that_share_cells_of_a_paused_head_all_have_them_fed() -> None:
     """The second waits for the first, whose head catches up: what it then loads begins where its own ends."""
     harness = _harness(prefill_step_size=16)
     first = harness.add(_text(40), max_tokens=60, depth=3, is_auto=True)
@@ -227,12 +228,12 @@ def test_rows_that_share_what_a_head_rested_over_all_have_it_fed() -> None:
     harness.run_to_idle()
 
 
-def test_a_row_that_meets_cells_a_head_rested_over_keeps_its_own() -> None:
-    """Its head was fed what it computed itself; of that nothing was kept for later."""
-    harness = _harness(prefill_step_size=2, least_loaded=1)
-    rested = harness.add(_text(8), max_tokens=60, depth=3, is_auto=True)
-    harness.run_until(lambda: rested.num_cached >= 30)
-    text = [*_text(8), *harness.truth(rested)[0]]
+def test_a_row_that_meets_cells_of_a_paused_head_keeps_its_own() -> None:
+    """The row's own head was fed what the row computed: no inputs of these cells are stored."""
+    harness = _harness(prefill_step_size=2, min_loaded_cells=1)
+    paused = harness.add(_text(8), max_tokens=60, depth=3, is_auto=True)
+    harness.run_until(lambda: paused.num_cached >= 30)
+    text = [*_text(8), *harness.truth(paused)[0]]
     row = harness.add([*text, 1, 2, 3], depth=3)
     plans = _finish(harness, row)
     behind = [planned for plan in plans for planned in rows_of(plan) if planned.head_lag]
@@ -240,7 +241,7 @@ def test_a_row_that_meets_cells_a_head_rested_over_keeps_its_own() -> None:
     harness.run_to_idle()
 
 
-def test_a_head_that_rested_for_very_long_is_not_fed_all_of_it_at_once(
+def test_a_head_that_was_paused_for_very_long_is_not_fed_everything_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("outrider.engine.prefix.cache.MAX_HEAD_LAG", 20)
@@ -256,7 +257,7 @@ def test_a_head_that_rested_for_very_long_is_not_fed_all_of_it_at_once(
 
 
 def test_large_loads_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.prefix.cache.MOST_COPIED_BYTES", 32)
+    monkeypatch.setattr("outrider.engine.prefix.cache.MAX_COPIED_BYTES", 32)
     harness = _harness(prefill_step_size=16)
     first = harness.add(_text(200))
     _finish(harness, first)
@@ -346,16 +347,66 @@ def test_only_the_latest_state_of_an_answer_is_kept() -> None:
     harness.run_to_idle()
 
 
-def test_stops_are_ends_of_blocks_behind_messages_and_now_and_then() -> None:
+def test_checkpoints_are_ends_of_blocks_at_messages_and_at_regular_distances() -> None:
     end = 99
     prompt = [*[1] * 69, end, *[2] * 100, end, *[3] * 100, end, *[4] * 100, end, 5, 6]
-    stops = prompt_stops(prompt, {end}, 64)
-    assert stops == {64, 256, 320}, "the first message's end, the last two's, the prompt's"
-    assert prompt_stops([1] * 64, {end}, 64) == set(), "something must be left to feed"
-    assert prompt_stops([1] * (2 * STATE_EVERY + 5), {end}, 64) == {
-        STATE_EVERY - 64,
-        2 * STATE_EVERY - 64,
-        2 * STATE_EVERY,
+    assert prompt_checkpoints(prompt, {end}, 64) == {64, 256, 320}, (
+        "the first message's end, the last two's, the prompt's"
+    )
+    assert prompt_checkpoints([1] * 64, {end}, 64) == set(), "something must be left to feed"
+    assert prompt_checkpoints([1] * (2 * CHECKPOINT_DISTANCE + 5), {end}, 64) == {
+        CHECKPOINT_DISTANCE - 64,
+        2 * CHECKPOINT_DISTANCE - 64,
+        2 * CHECKPOINT_DISTANCE,
     }
-    assert next_stop({64, 128}, 64) == 128
-    assert next_stop({64}, 64) is None
+
+
+def test_a_chunk_ends_at_the_next_checkpoint() -> None:
+    harness = _harness(geometry=WITH_STATES, prefill_step_size=200)
+    row = harness.add(_text(75))
+    harness.step()
+    assert row.num_cached == 72
+    assert harness.prefix is not None
+    assert harness.prefix.chunk_end(row, 75) == 75
+    harness.run_to_idle()
+
+
+# -- an engine without a prefix cache ----------------------------------------------------------------------
+
+
+def test_no_prefix_cache_has_the_interface_of_the_prefix_cache() -> None:
+    methods = {name: method for name, method in vars(NoPrefixCache).items() if inspect.isfunction(method)}
+    assert methods
+    for name, method in methods.items():
+        assert inspect.signature(method) == inspect.signature(getattr(PrefixCache, name)), name
+    names = {name for name in (*vars(NoPrefixCache), *vars(PrefixCache)) if not name.startswith("_")}
+    assert names == {name for name in vars(NoPrefixCache) if not name.startswith("_")}
+
+
+def test_no_prefix_cache_lets_every_row_compute_and_copies_nothing() -> None:
+    cache = new_prefix_cache(WITH_STATES, 0, None)
+    assert isinstance(cache, NoPrefixCache)
+    assert not cache.is_enabled
+    harness = Harness(prefill_step_size=64)
+    row, plan = harness.add(_text(20)), None
+    plan = harness.step()
+    assert plan is not None
+    assert cache.ready_rows([row]) == [row]
+    assert cache.chunk_end(row, 20) == 20
+    assert cache.max_drafts(row) == cache.max_drafts(row, rows_of(plan)[0]) == MAX_DEPTH
+    assert not cache.may_end_block(row, 64)
+    cache.save(row, to_end=True)
+    cache.save_before_leaving(row)
+    cache.leave(row)
+    cache.clear()
+    cache.wait_for_disk(1.0)
+    cache.check_integrity()
+    assert not cache.has_copies
+    assert not cache.take_copies()
+    assert cache.num_bytes == 0
+
+
+def test_a_budget_makes_a_prefix_cache() -> None:
+    cache = new_prefix_cache(WITH_STATES, 1000, None)
+    assert isinstance(cache, PrefixCache)
+    assert cache.is_enabled

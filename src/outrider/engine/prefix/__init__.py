@@ -1,1 +1,1 @@
-"""The prefix cache as the scheduler sees it: what is kept, matched, loaded and fetched."""
+"""The prefix cache as the scheduler sees it: which cells are matched, loaded, saved and fetched from disk."""

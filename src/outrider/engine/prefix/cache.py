@@ -1,318 +1,374 @@
-"""The prefix cache as the scheduler sees it: what a row need not compute, and what of it is worth keeping.
+"""The prefix cache as the scheduler sees it: the cells that a row loads instead of computing, or saves.
 
-Decides, in pure Python, what the runner copies between rows' slots and cached blocks:
+Pure Python. The cache decides what the runner copies between a row's slot and cached blocks:
 
-    a row prefills   ->  `prepare`  the longest usable prefix is loaded into its slot; it waits for an older
-                                    row that computes what both need, and for the disk
-    a step is done   ->  `keep`     blocks that are complete now are saved, prompt and answer alike
+    a row prefills     `ready_rows`   loads the longest cached prefix into the row's slot. The row waits while
+                                      an older row computes cells that both need, or while the disk reads.
+    a step is done     `save`         saves the blocks that the row has completed, of prompt and answer alike.
+    a plan is built    `take_copies`  hands the collected loads and saves to the plan.
 
-A cell is known by what went into it (`Sequence.keys`): where the head follows, by a token and the next one.
-So a prefix ends one cell before the first difference there, and its last pair is right. Rows that the head
-does not follow leave nothing in its cells: their tree is another.
+A cell is found by its key. The key names every token that the cell's content depends on, except those
+before:
+
+    tokens             a       b       c       d
+    key, no head       a       b       c       d      a trunk's cell depends on its own token
+    key, with head     (a,b)   (b,c)   (c,d)          a head's cell depends on the next token too
+
+So the shared prefix of two rows with a head ends one cell before their first different token. A row without
+a head leaves the head's cells empty. Such rows therefore have a tree of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-from outrider.cache.prefix_index import Match, Node, PrefixIndex, num_common
+from outrider.cache.disk_tier import DiskTier
+from outrider.cache.prefix_index import Node, PrefixIndex, PrefixMatch, num_common
+from outrider.config import CacheGeometry
 from outrider.engine.draft_planner import MAX_HEAD_LAG
-from outrider.engine.prefix.checkpoints import next_stop, prompt_stops
-from outrider.engine.prefix.disk import BlockDisk, Fetches, file_name
-from outrider.engine.prefix.match import first_deferred, last_state, num_followed, num_head_cached, pieces
+from outrider.engine.prefix.checkpoints import prompt_checkpoints
+from outrider.engine.prefix.disk import DiskLoader, PrefixFetch, file_name
+from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.sequence import Sequence
 from outrider.plan import LoadCells, PrefixCopies, RowPlan, SaveCells, SaveState
+from outrider.request import MAX_DEPTH
 
-LEAST_LOADED = 16  # cells; fewer are computed as quickly
-ANSWER_BLOCKS = 4  # of an answer are saved together, which is cheaper
-MOST_COPIED_BYTES = 256 << 20  # loads, and saves, of one step: rows that decode do not wait for more
+MIN_LOADED_CELLS = 16  # a shorter prefix is computed, not loaded; chosen by hand
+ANSWER_BLOCKS = 4  # complete blocks of an answer that are saved together: one copy costs less than four
+# Bytes that one step loads, or saves, at most: the decoding rows wait for these copies. Chosen by hand.
+MAX_COPIED_BYTES = 256 << 20
+
+
+def new_prefix_cache(
+    geometry: CacheGeometry, budget_bytes: int, tier: DiskTier | None
+) -> PrefixCache | NoPrefixCache:
+    """A cache of `budget_bytes` of memory. A budget of 0 disables the cache."""
+    if budget_bytes <= 0:
+        return NoPrefixCache()
+    per_cell, per_state = geometry.bytes_per_cell, geometry.bytes_per_slot
+    index = PrefixIndex(budget_bytes, per_cell, per_state)
+    disk = None if tier is None else DiskLoader(tier, index)
+    return PrefixCache(index, per_cell, has_states=per_state > 0, disk=disk)
 
 
 @dataclass
-class _Place:
-    """How far a row has come in its tree."""
+class _RowProgress:
+    """Where a row stands in its tree."""
 
     tree: str
-    node: Node
-    depth: int = 0  # blocks down to `node`
-    stops: set[int] = field(default_factory=set)  # where its state is to be kept
-    moving: Node | None = None  # where the answer's latest state is
-    common: dict[int, int] = field(default_factory=dict)  # by another row's id: how much both share
-    fetches: Fetches | None = None
+    node: Node  # the row's last block that is saved
+    num_blocks: int = 0  # blocks from the root down to `node`
+    checkpoints: set[int] = field(default_factory=set)  # numbers of cells after which the state is saved
+    answer_state: Node | None = None  # the block that holds the latest state of the row's answer
+    num_shared: dict[int, int] = field(default_factory=dict)  # by another row's id: keys that both begin with
+    fetch: PrefixFetch | None = None  # blocks that the row asked the disk for
 
 
 class PrefixCache:
+    """The cached prefixes of one scheduler. `NoPrefixCache` has the same methods and does nothing."""
+
+    is_enabled = True
+
     def __init__(
         self,
         index: PrefixIndex,
         bytes_per_cell: int,
         *,
         has_states: bool = False,
-        disk: BlockDisk | None = None,
-        least_loaded: int = LEAST_LOADED,
+        disk: DiskLoader | None = None,
+        min_loaded_cells: int = MIN_LOADED_CELLS,
     ) -> None:
+        """`has_states`: the model has recurrent layers, whose state can be saved and loaded but not cut."""
         self.index = index
         self.disk = disk
-        self.num_hit_cells = 0  # loaded instead of computed, ever
+        self.num_hit_cells = 0  # cells loaded instead of computed, since the start
         self._has_states = has_states
-        self._least_loaded = least_loaded
-        self._most_cells = max(index.block_size, MOST_COPIED_BYTES // max(1, bytes_per_cell))
-        self._places: dict[int, _Place] = {}
+        self._min_loaded_cells = min_loaded_cells
+        self._max_copied_cells = max(index.block_size, MAX_COPIED_BYTES // max(1, bytes_per_cell))
+        self._progress_by_row: dict[int, _RowProgress] = {}
         self._saves: list[SaveCells] = []
         self._states: list[SaveState] = []
         self._loads: list[LoadCells] = []
-        self._held: list[Node] = []  # blocks that this plan's loads read: no arrival may push them out
+        self._held: list[Node] = []  # blocks that the next plan's loads read: they must not be evicted
 
-    # -- rows that prefill -------------------------------------------------------------------------------
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of cached blocks and states, once the next plan has run."""
+        return self.index.num_bytes
 
-    def prepare(self, row: Sequence, older: Iterable[Sequence]) -> bool:
-        """Give a prefilling row what is there. Whether it is to compute what comes next itself, and now."""
+    # -- prefilling rows ---------------------------------------------------------------------------------
+
+    def ready_rows(self, prefilling: Rows[Sequence]) -> list[Sequence]:
+        """Load what is cached for these rows. Return the rows that compute their next chunk in this step.
+
+        The other rows wait: for the rest of a large load, for an older row that computes cells that they
+        need, or for the disk.
+        """
+        if self.disk is not None:
+            self.disk.receive()
+        return [row for row in prefilling if self._is_ready(row, prefilling)]
+
+    def _is_ready(self, row: Sequence, prefilling: Rows[Sequence]) -> bool:
         if row.failures:
             return True
-        place = self._place(row)
-        if self.disk is not None and place.fetches is not None:
-            self.disk.advance(place.fetches)
-        gets_more = self._fill(row, place)
-        if gets_more or any(self._is_ahead(other, row, place) for other in older):
+        progress = self._progress(row)
+        if self.disk is not None and progress.fetch is not None:
+            self.disk.advance(progress.fetch)
+        has_more = self._load(row, progress)
+        if has_more or any(self._waits_for(other, row, progress) for other in prefilling):
             return False
         if self.disk is None:
             return True
-        if place.fetches is None:
-            place.fetches = self._fetch(self.disk, row, place)
-        return not place.fetches.are_under_way
+        if progress.fetch is None:
+            progress.fetch = self._start_fetch(self.disk, row, progress)
+        return progress.fetch.is_done
 
-    def stop_before(self, row: Sequence, end: int) -> int:
-        """Where a prefill chunk that may go up to `end` has to end, for the sake of a state."""
+    def chunk_end(self, row: Sequence, end: int) -> int:
+        """Where a prefill chunk that may reach `end` has to end: at the next cell whose state is saved."""
         if not self._has_states or row.failures:
             return end
-        stop = next_stop(self._place(row).stops, row.num_cached)
-        return end if stop is None else min(end, stop)
-
-    def most_drafts(self, row: Sequence, under_way: RowPlan | None = None) -> int:
-        """Drafts that a decoding row may feed without running over the end of a block.
-
-        In the step after one that is under way: wherever that leaves it, short of the block's end.
-        """
-        block_size = self.index.block_size
-        start = row.num_cached + (0 if under_way is None else under_way.num_fed)
-        return block_size - 1 - start % block_size if self._has_states else block_size
-
-    def may_end_block(self, row: Sequence, num_fed: int) -> bool:
-        """Whether a step that feeds so many tokens may leave the row where its state is to be kept."""
-        block_size = self.index.block_size
-        return self._has_states and row.num_cached % block_size + num_fed >= block_size
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether the next plan has something to copy, or memory to give back."""
-        return bool(self._saves or self._states or self._loads or self.index.has_dropped)
-
-    # -- what is kept ------------------------------------------------------------------------------------
-
-    def keep(self, row: Sequence, *, to_the_end: bool = False) -> None:
-        """Save the blocks that a row has complete; `to_the_end` the begun one too."""
-        if row.failures or row.slot is None:
-            return
-        place = self._place(row)
-        num_cells = row.num_final
-        block_size = self.index.block_size
-        num_new = num_cells - place.depth * block_size
-        if row.is_decoding and not (to_the_end or self._has_states) and num_new < ANSWER_BLOCKS * block_size:
-            return
-        while True:
-            start = place.depth * block_size
-            end = min(start + block_size, num_cells)
-            is_begun = end - start < block_size
-            if end <= start or (is_begun and (not to_the_end or self._has_states)):
-                break  # where a state is needed, half a block is no use
-            node = self._kept(row, place.node, start, end)
-            if node is None or end - start < block_size:
-                break
-            place.node, place.depth = node, place.depth + 1
-
-    def keep_state(self, row: Sequence) -> None:
-        """Save the state of a row that stands at the end of a block that is kept, where that is worth it."""
-        if not self._has_states or row.failures or row.slot is None or row.id not in self._places:
-            return
-        place = self._place(row)
-        if place.depth == 0 or row.num_cached != place.depth * self.index.block_size:
-            return
-        is_answer = row.num_cached > row.num_prompt
-        if not is_answer and row.num_cached not in place.stops:
-            return
-        state_id = self.index.add_state(place.node)
-        if state_id is None:
-            return
-        name = None if is_answer else self._file_name(place.node, is_state=True)  # too many for a disk
-        self._states.append(SaveState(state_id, row.slot, name))
-        if is_answer:
-            if place.moving is not None and place.moving.is_alive:
-                self.index.drop_state(place.moving)
-            place.moving = place.node
-
-    def leave(self, row: Sequence) -> None:
-        """The row gives its slot up."""
-        place = self._places.pop(row.id, None)
-        if place is not None and all(other.tree != place.tree for other in self._places.values()):
-            self.index.forget_if_empty(place.tree)
-
-    def clear(self) -> None:
-        """Forget everything: asked to, or because a step failed and its cells cannot be trusted."""
-        self.index.clear()
-        self._saves.clear()
-        self._states.clear()
-        self._loads.clear()
-        self._release()
-
-    # -- for the plan ------------------------------------------------------------------------------------
-
-    def receive(self) -> None:
-        """Take what the disk has brought since the last plan."""
-        if self.disk is not None:
-            self.disk.receive()
-
-    def take_copies(self) -> PrefixCopies:
-        arrivals = self.disk.take_arrivals() if self.disk is not None else ()
-        drops = self.index.take_dropped()
-        gone = set(drops)
-        copies = PrefixCopies(
-            tuple(drops),
-            tuple(save for save in self._saves if save.block_id not in gone),
-            tuple(save for save in self._states if save.state_id not in gone),
-            tuple(arrival for arrival in arrivals if arrival.id not in gone),
-            tuple(self._loads),
+        return min(
+            (stop for stop in self._progress(row).checkpoints if row.num_cached < stop < end), default=end
         )
-        self._saves, self._states, self._loads = [], [], []
-        self._release()
-        return copies
 
-    # -- inside ------------------------------------------------------------------------------------------
-
-    def _place(self, row: Sequence) -> _Place:
-        """Where the row stands; at the root again if its block is gone."""
-        place = self._places.get(row.id)
-        if place is None:
-            tree = f"{'with head' if row.feeds_head else 'without head'}/{row.params.cache_salt}"
-            place = self._places[row.id] = _Place(tree, self.index.root(tree))
-            if self._has_states:
-                prompt = row.tokens[: row.num_prefill]
-                place.stops = prompt_stops(prompt, row.stop_ids, self.index.block_size)
-        if not place.node.is_alive:
-            place.node, place.depth = self.index.root(place.tree), 0
-        return place
-
-    def _fill(self, row: Sequence, place: _Place) -> bool:
-        """Load what is cached beyond the row's own cells. Whether more than a step's share is there."""
-        match = self.index.match(place.tree, _prompt(row))
-        usable = self._usable(row, match, place)
-        room = self._most_cells - sum(load.num_cells for load in self._loads)
-        is_too_much = usable - row.num_cached > room
-        if is_too_much and not self._has_states:
-            usable = row.num_cached + room
-        elif is_too_much and self._loads:  # a state is loaded with all cells before it, next time
-            return True
-        if usable - row.num_cached >= self._least(row):
+    def _load(self, row: Sequence, progress: _RowProgress) -> bool:
+        """Load cached cells behind the row's own. True if this step cannot load all of them."""
+        size = self.index.block_size
+        match = self.index.match(progress.tree, _prompt_keys(row))
+        end = self._num_usable(row, match, progress)
+        space = self._max_copied_cells - sum(load.num_cells for load in self._loads)
+        exceeds_space = end - row.num_cached > space
+        if exceeds_space and self._has_states and self._loads:
+            return True  # a state needs all cells before it: both are loaded in a later step
+        if exceeds_space and not self._has_states:
+            end = row.num_cached + space
+        if end - row.num_cached >= self._min_cells(row):
             assert row.slot is not None
-            # What its head has missed is loaded again: the match may have it with the head by now.
+            # Cells that the row's head was not fed are loaded again: the match may have the head's part now.
             start = min(row.num_cached, row.num_head_cached) if row.feeds_head else row.num_cached
-            self._loads.append(self._load(row.slot, start, usable, match))
-            self._hold(match.nodes[(usable - 1) // self.index.block_size])
-            self.num_hit_cells += usable - row.num_cached
-            row.count_loaded(usable - row.num_cached)
-            row.num_cached = usable
-            row.num_head_cached = max(
-                row.num_head_cached, num_head_cached(match, usable, self.index.block_size)
-            )
-            self._settle(place, match, usable)
-        return is_too_much and not self._has_states
+            last = match.nodes[(end - 1) // size]
+            state_id = last.state_id if self._has_states else None
+            self._loads.append(LoadCells(row.slot, start, match.pieces(start, end), state_id))
+            self.index.hold(last)
+            self._held.append(last)
+            self.num_hit_cells += end - row.num_cached
+            row.count_loaded(end - row.num_cached)
+            row.num_cached = end
+            row.num_head_cached = max(row.num_head_cached, match.num_head_cached(end))
+            # Loaded blocks need not be saved. Those that the head was not fed are saved again once it was.
+            progress.num_blocks = min(end // size, match.first_deferred)
+            root = self.index.root(progress.tree)
+            progress.node = match.nodes[progress.num_blocks - 1] if progress.num_blocks else root
+        return exceeds_space and not self._has_states
 
-    def _usable(self, row: Sequence, match: Match, place: _Place) -> int:
+    def _num_usable(self, row: Sequence, match: PrefixMatch, progress: _RowProgress) -> int:
         """Cells of a match that the row can start with."""
-        usable = num_followed(match, self.index.block_size)
-        headed = max(row.num_head_cached, num_head_cached(match, usable, self.index.block_size))
-        usable = min(usable, headed + MAX_HEAD_LAG)
+        usable = match.num_loadable
+        num_head_cached = max(row.num_head_cached, match.num_head_cached(usable))
+        usable = min(usable, num_head_cached + MAX_HEAD_LAG)
         if not self._has_states:
             return usable
-        if row.num_cached == 0:  # this is where texts branch: the next one shall find a state here
-            place.stops |= {usable // self.index.block_size * self.index.block_size} - {0}
-        return last_state(match, usable)
+        if row.num_cached == 0:  # texts branch off here: the next such text shall find a state
+            progress.checkpoints |= {usable // self.index.block_size * self.index.block_size} - {0}
+        return match.last_state(usable)
 
-    def _fetch(self, disk: BlockDisk, row: Sequence, place: _Place) -> Fetches:
-        """Ask for what comes behind the cached blocks of the row's text."""
-        keys = _prompt(row)
-        match = self.index.match(place.tree, keys)
-        num_whole = match.num_keys // self.index.block_size
-        node = match.nodes[num_whole - 1] if num_whole else self.index.root(place.tree)
-        return disk.start(node, keys[num_whole * self.index.block_size :], self._has_states)
+    def _min_cells(self, row: Sequence) -> int:
+        """A row that has loaded cells loads every further one: its prefix is long enough already."""
+        return 1 if row.counters.num_loaded else self._min_loaded_cells
 
-    def _hold(self, node: Node) -> None:
-        self.index.hold(node)
-        self._held.append(node)
-
-    def _release(self) -> None:
-        for node in self._held:
-            self.index.release(node)
-        self._held.clear()
-
-    def _least(self, row: Sequence) -> int:
-        """Cells for which a load is worth while; a row that has loaded some takes the rest too."""
-        return 1 if row.counters.num_loaded else self._least_loaded
-
-    def _load(self, slot: int, start: int, end: int, match: Match) -> LoadCells:
-        found = pieces(match, start, end, self.index.block_size)
-        state_id = match.nodes[(end - 1) // self.index.block_size].state_id if self._has_states else None
-        return LoadCells(slot, start, found, state_id)
-
-    def _settle(self, place: _Place, match: Match, num_cells: int) -> None:
-        """The row holds these cells of the match: its whole blocks need not be saved, but those that the head
-        was not fed are saved again once it has caught up."""
-        place.depth = min(num_cells // self.index.block_size, first_deferred(match))
-        place.node = match.nodes[place.depth - 1] if place.depth else self.index.root(place.tree)
-
-    def _is_ahead(self, other: Sequence, row: Sequence, place: _Place) -> bool:
-        """Whether an older row is computing cells that this one needs next."""
-        if other.failures or other is row or self._place(other).tree != place.tree:
+    def _waits_for(self, older: Sequence, row: Sequence, progress: _RowProgress) -> bool:
+        """True if an older row is computing cells that this row needs next."""
+        if older.id >= row.id or older.failures:
             return False
-        if other.id not in place.common:
-            place.common[other.id] = num_common(_prompt(other), _prompt(row))
-        end = place.common[other.id]
+        older_progress = self._progress(older)
+        if older_progress.tree != progress.tree:
+            return False
+        if older.id not in progress.num_shared:
+            progress.num_shared[older.id] = num_common(_prompt_keys(older), _prompt_keys(row))
+        end = progress.num_shared[older.id]
         if self._has_states:
             end = end // self.index.block_size * self.index.block_size
-        if end - row.num_cached < self._least(row) or not row.num_cached <= other.num_cached < end:
+        if end - row.num_cached < self._min_cells(row) or not row.num_cached <= older.num_cached < end:
             return False
         if self._has_states:
-            self._place(other).stops.add(end)
+            older_progress.checkpoints.add(end)
         return True
 
-    def _kept(self, row: Sequence, parent: Node, start: int, end: int) -> Node | None:
-        """The node for these cells, saved now if it was not there; None when there is no room."""
+    def _start_fetch(self, disk: DiskLoader, row: Sequence, progress: _RowProgress) -> PrefixFetch:
+        """Ask the disk for the blocks that follow the cached ones."""
+        keys = _prompt_keys(row)
+        match = self.index.match(progress.tree, keys)
+        num_whole = match.num_keys // self.index.block_size
+        node = match.nodes[num_whole - 1] if num_whole else self.index.root(progress.tree)
+        return disk.start(node, keys[num_whole * self.index.block_size :], self._has_states)
+
+    # -- decoding rows -----------------------------------------------------------------------------------
+
+    def max_drafts(self, row: Sequence, in_flight: RowPlan | None = None) -> int:
+        """Drafts that a decoding row may feed without crossing the end of a block, where its state is saved.
+
+        `in_flight`: the row's part in a step that is not read yet. The limit then holds for the step after
+        it, for every number of accepted drafts that does not reach the end of the block.
+        """
+        if not self._has_states:
+            return MAX_DEPTH
+        start = row.num_cached + (0 if in_flight is None else in_flight.num_fed)
+        return self.index.block_size - 1 - start % self.index.block_size
+
+    def may_end_block(self, row: Sequence, num_fed: int) -> bool:
+        """True if a step that feeds `num_fed` tokens may leave the row where its state has to be saved."""
+        return self._has_states and row.num_cached % self.index.block_size + num_fed >= self.index.block_size
+
+    # -- saving ------------------------------------------------------------------------------------------
+
+    def save(self, row: Sequence, *, to_end: bool = False) -> None:
+        """After a step: save the blocks that the row has completed, and its state at the end of a block.
+
+        `to_end`: save the cells of the block that is not complete, too.
+        """
+        self._save_cells(row, to_end)
+        self._save_state(row)
+
+    def save_before_leaving(self, row: Sequence) -> None:
+        """Save all cells of a row that gives up its slot between steps, but not its state.
+
+        A step in flight does not change these cells. It may change the state.
+        """
+        self._save_cells(row, to_end=True)
+
+    def _save_cells(self, row: Sequence, to_end: bool) -> None:
+        if row.failures or row.slot is None:
+            return
+        progress = self._progress(row)
+        size, num_cells = self.index.block_size, row.num_final
+        waits_for_more = row.is_decoding and not (to_end or self._has_states)
+        if waits_for_more and num_cells - progress.num_blocks * size < ANSWER_BLOCKS * size:
+            return
+        saves_tail = to_end and not self._has_states  # a state, without which no row can start, ends a block
+        while (start := progress.num_blocks * size) < num_cells:
+            end = min(start + size, num_cells)
+            is_tail = end - start < size
+            if is_tail and not saves_tail:
+                return
+            node = self._save_block(row, progress.node, start, end)
+            if node is None or is_tail:
+                return
+            progress.node, progress.num_blocks = node, progress.num_blocks + 1
+
+    def _save_block(self, row: Sequence, parent: Node, start: int, end: int) -> Node | None:
+        """The block of these cells, saved now if it is new. None if the index or this step has no room."""
         assert row.slot is not None
-        keys, num_fed = row.keys(start, end), row.num_head_cached_of(start, end)
+        keys, num_head_cached = row.keys(start, end), row.num_head_cached_of(start, end)
         node = self.index.child(parent, keys)
-        is_old = node is not None and len(node.keys) == len(keys) and node.num_head_cached < num_fed
-        if node is not None and not is_old:
+        if node is not None and (len(node.keys) > len(keys) or node.num_head_cached >= num_head_cached):
             self.index.touch(node)
             return node
-        if sum(save.end - save.start for save in self._saves) + len(keys) > self._most_cells:
+        if sum(save.end - save.start for save in self._saves) + len(keys) > self._max_copied_cells:
             return None
-        if node is not None:
-            self.index.renew(node, num_fed)
+        if node is not None:  # the head was fed more of it now
+            self.index.renew(node, num_head_cached)
         else:
-            node = self.index.insert(parent, keys, num_fed)
+            node = self.index.insert(parent, keys, num_head_cached)
         if node is not None:
             self._saves.append(SaveCells(node.block_id, row.slot, start, end, self._file_name(node)))
             row.count_saved(start, end)
         return node
 
+    def _save_state(self, row: Sequence) -> None:
+        """Save the state of a row that stands at the end of a saved block, at checkpoints and in answers."""
+        if not self._has_states or row.failures or row.slot is None or row.id not in self._progress_by_row:
+            return
+        progress = self._progress(row)
+        if progress.num_blocks == 0 or row.num_cached != progress.num_blocks * self.index.block_size:
+            return
+        is_answer = row.num_cached > row.num_prompt
+        if not is_answer and row.num_cached not in progress.checkpoints:
+            return
+        state_id = self.index.add_state(progress.node)
+        if state_id is None:
+            return
+        # Answers have too many states for a disk.
+        name = None if is_answer else self._file_name(progress.node, is_state=True)
+        self._states.append(SaveState(state_id, row.slot, name))
+        if is_answer:  # only the latest state of an answer is kept
+            if progress.answer_state is not None and progress.answer_state.is_alive:
+                self.index.drop_state(progress.answer_state)
+            progress.answer_state = progress.node
+
     def _file_name(self, node: Node, is_state: bool = False) -> str | None:
-        """What to call it on disk; None when it is there already, or not wanted there."""
-        if self.disk is None or len(node.keys) < self.index.block_size or not node.is_headed:
+        """The name on disk. None for a file that exists, a tail, or a block that the head was not fed."""
+        if self.disk is None or len(node.keys) < self.index.block_size or not node.is_head_complete:
             return None
         name = file_name(node.digest, is_state)
-        return None if self.disk.has(name) else name
+        return None if self.disk.tier.has(name) else name
+
+    # -- rows and plans ----------------------------------------------------------------------------------
+
+    def leave(self, row: Sequence) -> None:
+        """Forget a row that gives up its slot."""
+        progress = self._progress_by_row.pop(row.id, None)
+        others = self._progress_by_row.values()
+        if progress is not None and all(other.tree != progress.tree for other in others):
+            self.index.forget_if_empty(progress.tree)
+
+    def clear(self) -> None:
+        """Forget every block: a client asked for it, or a step failed and its cells cannot be trusted."""
+        self.index.clear()
+        self._saves.clear()
+        self._states.clear()
+        self._loads.clear()
+        self._release_held()
+
+    @property
+    def has_copies(self) -> bool:
+        """True if the next plan has cells to copy or memory to free."""
+        return bool(self._saves or self._states or self._loads or self.index.has_dropped)
+
+    def take_copies(self) -> PrefixCopies:
+        """What the next step copies and frees. Every copy is handed out once."""
+        fetched = self.disk.take_arrivals() if self.disk is not None else ()
+        dropped = self.index.take_dropped()
+        gone = set(dropped)
+        copies = PrefixCopies(
+            tuple(dropped),
+            tuple(save for save in self._saves if save.block_id not in gone),
+            tuple(save for save in self._states if save.state_id not in gone),
+            tuple(arrival for arrival in fetched if arrival.id not in gone),
+            tuple(self._loads),
+        )
+        self._saves, self._states, self._loads = [], [], []
+        self._release_held()
+        return copies
+
+    def wait_for_disk(self, timeout_s: float) -> None:
+        """Wait until the disk has read a file, or for `timeout_s`."""
+        if self.disk is not None:
+            self.disk.tier.wait_for_fetched(timeout_s)
+
+    def check_integrity(self) -> None:
+        """Raise if the index is inconsistent."""
+        self.index.check_integrity()
+
+    def _progress(self, row: Sequence) -> _RowProgress:
+        """The row's progress. A row whose block was evicted stands at the root again."""
+        progress = self._progress_by_row.get(row.id)
+        if progress is None:
+            tree = f"{'with head' if row.feeds_head else 'without head'}/{row.params.cache_salt}"
+            progress = self._progress_by_row[row.id] = _RowProgress(tree, self.index.root(tree))
+            if self._has_states:
+                prompt = row.tokens[: row.num_prefill]
+                progress.checkpoints = prompt_checkpoints(prompt, row.stop_ids, self.index.block_size)
+        if not progress.node.is_alive:
+            progress.node, progress.num_blocks = self.index.root(progress.tree), 0
+        return progress
+
+    def _release_held(self) -> None:
+        for node in self._held:
+            self.index.release(node)
+        self._held.clear()
 
 
-def _prompt(row: Sequence) -> tuple[int, ...]:
-    """The cells that a prefilling row may find elsewhere: at least one token is left to feed."""
+def _prompt_keys(row: Sequence) -> tuple[int, ...]:
+    """Keys of the cells that a prefilling row may load. At least one token is left for the row to feed."""
     return row.keys(0, max(0, row.num_prefill - max(1, row.num_ahead)))

@@ -1,6 +1,7 @@
-"""Blocks on their way from disk into the prefix index. Pure Python; the reading itself is done elsewhere.
+"""Loads blocks from disk into the prefix index for rows that prefill. The disk's own thread reads the files.
 
-A row that finds the next blocks of its prompt on disk waits for them, a few at a time, while others go on.
+A row that finds the next blocks of its prompt on disk waits for them while other rows go on. A file that is
+missing, damaged or late ends the fetch, and the row computes the rest.
 """
 
 from __future__ import annotations
@@ -9,27 +10,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from outrider.cache.block_file import Arrays
-from outrider.cache.disk_tier import Fetched
+from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import Node, PrefixIndex, chain_digest
 from outrider.plan import Arrival
 
-MOST_ASKED = 16  # files that are read ahead for one row
-GIVE_UP_S = 10.0  # a disk that takes longer is not waited for: the row computes
-
-
-class Tier(Protocol):
-    """What is needed of cache/disk_tier.py."""
-
-    def has(self, name: str) -> bool: ...
-
-    def fetch(self, name: str) -> None: ...
-
-    def take_fetched(self) -> list[Fetched]: ...
-
-    def wait_for_fetched(self, timeout_s: float) -> None: ...
+FILES_AHEAD = 16  # files that one row requests at once, so that the disk is never idle. Chosen by hand.
+FILE_TIMEOUT_S = 10.0  # seconds that a row waits for one file before it computes instead; chosen by hand
 
 
 def file_name(digest: bytes, is_state: bool = False) -> str:
@@ -37,104 +25,100 @@ def file_name(digest: bytes, is_state: bool = False) -> str:
 
 
 @dataclass
-class _Wanted:
-    """A file that a row waits for: the block behind those before it, or that block's state."""
+class _PendingFile:
+    """A file that a row waits for: a block, or the state after the block before it."""
 
     name: str
-    keys: tuple[int, ...] = ()  # none: a state
-    asked_s: float | None = None
+    keys: tuple[int, ...] = ()  # the block's keys; empty for a state
+    requested_s: float | None = None
+
+    @property
+    def is_late(self) -> bool:
+        return self.requested_s is not None and time.monotonic() > self.requested_s + FILE_TIMEOUT_S
 
 
 @dataclass
-class Fetches:
-    """What one row waits for, in order, behind a block that is in memory."""
+class PrefixFetch:
+    """The files that one row waits for, in the order of its text."""
 
-    node: Node
-    wanted: deque[_Wanted] = field(default_factory=deque)
-    here: dict[str, Arrays | None] = field(default_factory=dict)
+    node: Node  # the last block that is in memory
+    pending: deque[_PendingFile] = field(default_factory=deque)
+    received: dict[str, Arrays | None] = field(default_factory=dict)  # None: the file could not be used
 
     @property
-    def are_under_way(self) -> bool:
-        return bool(self.wanted)
+    def is_done(self) -> bool:
+        return not self.pending
 
 
-class BlockDisk:
-    """Asks the disk for blocks and puts those that come into the index."""
+class DiskLoader:
+    """Requests blocks from the disk and inserts those that arrive into the index."""
 
-    def __init__(self, tier: Tier, index: PrefixIndex) -> None:
-        self._tier = tier
+    def __init__(self, tier: DiskTier, index: PrefixIndex) -> None:
+        self.tier = tier
         self._index = index
-        self._waiting: dict[str, list[Fetches]] = {}
+        self._waiting: dict[str, list[PrefixFetch]] = {}  # by file name
         self._arrivals: list[Arrival] = []
 
-    def has(self, name: str) -> bool:
-        return self._tier.has(name)
-
-    def wait(self, timeout_s: float) -> None:
-        self._tier.wait_for_fetched(timeout_s)
-
-    def start(self, node: Node, keys: Sequence[int], needs_state: bool) -> Fetches:
-        """Ask for the blocks that hold `keys` behind `node`; with `needs_state` up to the last state only."""
+    def start(self, node: Node, keys: Sequence[int], needs_state: bool) -> PrefixFetch:
+        """Request the blocks of `keys` behind `node`. `needs_state`: only up to the last state on disk."""
         size = self._index.block_size
-        digest, wanted, last_state = node.digest, [], 0
-        for place in range(0, len(keys) - size + 1, size):
-            block_keys = tuple(keys[place : place + size])
+        digest = node.digest
+        files: list[_PendingFile] = []
+        num_with_state = 0  # files up to the last state
+        for start in range(0, len(keys) - size + 1, size):
+            block_keys = tuple(keys[start : start + size])
             digest = chain_digest(digest, block_keys)
-            if not self._tier.has(file_name(digest)):
+            if not self.tier.has(file_name(digest)):
                 break
-            wanted.append(_Wanted(file_name(digest), block_keys))
-            if needs_state and self._tier.has(file_name(digest, is_state=True)):
-                wanted.append(_Wanted(file_name(digest, is_state=True)))
-                last_state = len(wanted)
-        fetches = Fetches(node, deque(wanted[:last_state] if needs_state else wanted))
-        self._ask(fetches)
-        return fetches
+            files.append(_PendingFile(file_name(digest), block_keys))
+            if needs_state and self.tier.has(file_name(digest, is_state=True)):
+                files.append(_PendingFile(file_name(digest, is_state=True)))
+                num_with_state = len(files)
+        fetch = PrefixFetch(node, deque(files[:num_with_state] if needs_state else files))
+        self._request(fetch)
+        return fetch
 
     def receive(self) -> None:
-        """Give what the disk has brought to whom it was for."""
-        for fetched in self._tier.take_fetched():
-            for fetches in self._waiting.pop(fetched.name, ()):
-                fetches.here[fetched.name] = fetched.arrays
+        """Give the files that the disk has read to the fetches that wait for them."""
+        for fetched in self.tier.take_fetched():
+            for fetch in self._waiting.pop(fetched.name, ()):
+                fetch.received[fetched.name] = fetched.arrays
 
-    def advance(self, fetches: Fetches) -> None:
-        """Put what has come into the index and ask for more. A failure ends it: the row computes the rest."""
-        while fetches.wanted and fetches.wanted[0].name in fetches.here:
-            wanted = fetches.wanted.popleft()
-            arrays = fetches.here.pop(wanted.name)
-            if arrays is None or not fetches.node.is_alive or not self._take_in(fetches, wanted, arrays):
-                fetches.wanted.clear()
-        if fetches.wanted and _is_late(fetches.wanted[0]):
-            fetches.wanted.clear()
-        self._ask(fetches)
+    def advance(self, fetch: PrefixFetch) -> None:
+        """Insert the received blocks into the index and request more. A failure ends the fetch."""
+        while fetch.pending and fetch.pending[0].name in fetch.received:
+            file = fetch.pending.popleft()
+            arrays = fetch.received.pop(file.name)
+            if arrays is None or not fetch.node.is_alive or not self._insert(fetch, file, arrays):
+                fetch.pending.clear()
+        if fetch.pending and fetch.pending[0].is_late:
+            fetch.pending.clear()
+        self._request(fetch)
 
     def take_arrivals(self) -> list[Arrival]:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
-    def _take_in(self, fetches: Fetches, wanted: _Wanted, arrays: Arrays) -> bool:
-        """Whether there was room."""
-        if not wanted.keys:
-            state_id = self._index.add_state(fetches.node)
+    def _insert(self, fetch: PrefixFetch, file: _PendingFile, arrays: Arrays) -> bool:
+        """False if the index has no room for the block."""
+        if not file.keys:
+            state_id = self._index.add_state(fetch.node)
             if state_id is not None:
                 self._arrivals.append(Arrival(state_id, arrays))
             return True
-        node = self._index.child(fetches.node, wanted.keys)
+        node = self._index.child(fetch.node, file.keys)
         if node is None:
-            node = self._index.insert(fetches.node, wanted.keys)
+            node = self._index.insert(fetch.node, file.keys)
             if node is None:
                 return False
             self._arrivals.append(Arrival(node.block_id, arrays))
-        fetches.node = node
+        fetch.node = node
         return True
 
-    def _ask(self, fetches: Fetches) -> None:
-        for wanted in list(fetches.wanted)[:MOST_ASKED]:
-            if wanted.asked_s is None:
-                wanted.asked_s = time.monotonic()
-                if wanted.name not in self._waiting:
-                    self._tier.fetch(wanted.name)
-                self._waiting.setdefault(wanted.name, []).append(fetches)
-
-
-def _is_late(wanted: _Wanted) -> bool:
-    return wanted.asked_s is not None and time.monotonic() > wanted.asked_s + GIVE_UP_S
+    def _request(self, fetch: PrefixFetch) -> None:
+        for file in list(fetch.pending)[:FILES_AHEAD]:
+            if file.requested_s is None:
+                file.requested_s = time.monotonic()
+                if file.name not in self._waiting:
+                    self.tier.fetch(file.name)
+                self._waiting.setdefault(file.name, []).append(fetch)
