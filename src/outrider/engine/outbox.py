@@ -1,6 +1,6 @@
-"""What one request has gained and its client has not read yet. Bounded: unread deltas are merged into one.
+"""The outbox of one request: its unread deltas, merged into one, so that a slow client costs no memory.
 
-The engine thread puts, any other thread or an event loop takes. A slow reader costs no one else anything.
+The engine thread puts. Any other thread, or an event loop, takes. A slow client delays nobody else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Outbox:
             wake()
 
     def take(self, timeout_s: float | None = None) -> Delta | None:
-        """Everything unread as one delta; waits for it. None: nothing came in time."""
+        """Wait for a delta and take everything unread as one delta. None: nothing came in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._unread is not None, timeout_s)
             delta, self._unread = self._unread, None
@@ -36,7 +36,7 @@ class Outbox:
         return self.take(timeout_s=0)
 
     def call_on_put(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called from the engine thread whenever something is put (now, if something waits)."""
+        """Call `wake` from the engine thread after each put, and at once if a delta is unread already."""
         with self._changed:
             self._wake = wake
             waiting = self._unread is not None

@@ -1,9 +1,10 @@
-"""Which sequence stands in which slot, and how few moves keep the decoding rows side by side.
+"""The slot of each sequence: its row in the cache buffers. Pure Python.
 
     slots   0 ........ D-1 | D ......... D+P-1 | D+P ....
             decoding       | prefilling        | free
 
-Decoding rows first and without gaps, so that their forward pass reads the buffers in place.
+Decoding rows come first and without gaps, so that their forward pass reads the buffers in place. A row that
+leaves is replaced by one other row; the rest stay where they are.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class SlotTable:
         sequence.slot = None
 
     def settle(self) -> list[Move]:
-        """Bring decoding rows to the front and close the gaps; the moves that their cells make, in order."""
+        """Bring decoding rows to the front and close the gaps. Returns the moves of their cells, in order."""
         rows = list(self.sequences())
         num_decoding = sum(row.is_decoding for row in rows)
         moves = self._fill(0, num_decoding, [row for row in rows if row.is_decoding])
@@ -51,7 +52,7 @@ class SlotTable:
         return moves
 
     def _fill(self, low: int, high: int, members: list[Sequence]) -> list[Move]:
-        """Make slots low..high-1 hold exactly the members, moving only those that stand elsewhere."""
+        """Make slots low..high-1 hold exactly the members. Members that are there already do not move."""
         inside = {id(row) for row in members}
         strays = [row for row in members if not low <= _slot(row) < high]
         moves = []
@@ -70,7 +71,7 @@ class SlotTable:
         if held is not None:
             held.slot = source
         if mover.num_cached == 0 and (held is None or held.num_cached == 0):
-            return []  # nothing in the cells worth moving
+            return []  # neither row has cached cells
         return [Move(source, target, one_way=held is None or held.num_cached == 0)]
 
 
