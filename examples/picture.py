@@ -1,6 +1,6 @@
 """Draws a red circle and asks a server about it, through OpenAI's client.
 
-    outrider serve outrider-see-135m
+    outrider serve outrider-vision-135m
     python examples/picture.py               # or: python examples/picture.py photo.jpg "What is it?"
 
 Needs `pip install openai pillow`. OPENAI_BASE_URL names another server.

@@ -11,14 +11,14 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from image_files import noise
 from outrider import LLM, SamplingParams
 from outrider.engine.outbox import Outbox
 from outrider.engine.sequence import Delta
-from outrider.media.images import picture_of
+from outrider.media.images import image_from_pixels
 from outrider.models.heads import new_head
 from outrider.models.loader import load
 from outrider.prompt_media import PromptMedia
-from picture_files import noise
 from tiny_vision import TILED, reference_inputs, write_vision_checkpoint
 
 NUM_TOKENS = 14
@@ -57,7 +57,7 @@ class World:
         reader = llm.engine.reader
         assert reader is not None
         ids = tuple(self.inputs(words, pictures)["input_ids"][0].tolist())
-        return Prompt(ids, reader.place(ids, [reader.read(picture_of(pixels)) for pixels in pictures]))
+        return Prompt(ids, reader.place(ids, [reader.read(image_from_pixels(pixels)) for pixels in pictures]))
 
 
 CASES: tuple[tuple[tuple[str, ...], tuple[np.ndarray, ...]], ...] = (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from image_files import data_url, encoded, noise
 from outrider import LLM, InvalidRequest, SamplingParams
-from picture_files import data_url, encoded, noise
 from tiny_models import write_checkpoint
 from tiny_vision import write_vision_checkpoint
 

@@ -27,7 +27,7 @@ from outrider.llm import CompletionStream
 from outrider.media.limits import MediaLimits
 from outrider.media.loader import MediaLoader
 from outrider.request import Grammar, Request
-from picture_files import data_url, encoded, noise
+from image_files import data_url, encoded, noise
 from tiny_models import write_checkpoint, write_tokenizer
 from tiny_vision import write_vision_checkpoint
 

@@ -1,6 +1,6 @@
 """Asks an assembled model about the held-out pictures, with mlx-vlm's own model code and greedy decoding.
 
-    python recipes/vision/answer.py ASSEMBLED_FOLDER held_out_pictures.json [--every 4]
+    python recipes/vision/answer.py ASSEMBLED_FOLDER held_out_images.json [--every 4]
 
 Needs mlx-vlm and a folder made with `assemble.py --untied`. Slow on a CPU; a trial, not a test.
 """

@@ -1,10 +1,10 @@
-"""Makes a smolvlm checkpoint, as other programs read it, of the default model's folder and an eye.
+"""Makes a smolvlm checkpoint for other programs from the default model's folder and a vision encoder.
 
-    python recipes/vision/assemble.py MODEL_FOLDER EYE_FOLDER OUTPUT_FOLDER [--untied]
+    python recipes/vision/assemble.py MODEL_FOLDER ENCODER_FOLDER OUTPUT_FOLDER [--untied]
 
 Owns the names of the weights: the text weights are the default model's, byte for byte, under the names that
-smolvlm checkpoints give them. How the rest is joined, `outrider.models.files.vision_model` knows. `--untied` adds the
-output matrix as a file of its own, for programs that do not tie it to the embedding (mlx-vlm).
+smolvlm checkpoints give them. `outrider.models.files.vision_model` writes the other files. `--untied` adds
+the output matrix as a file of its own, for programs that do not tie the matrix to the embedding (mlx-vlm).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from outrider.models.files.vision_model import (
     EMBEDDING,
-    EYE_FILE,
-    EYE_WEIGHTS,
+    ENCODER_WEIGHTS,
     TEXT_FILE,
+    VISION_FILE,
     seal,
     source_of,
     write_settings,
@@ -31,19 +31,19 @@ OUTPUT_FILE = "lm_head.safetensors"
 COPY_BYTES = 1 << 22
 
 
-def assemble(model: Path, eye: Path, folder: Path, *, untied: bool = False) -> None:
-    """`model`: the default model as `outrider models pull` leaves it. `eye`: what ships for this one."""
+def assemble(model: Path, encoder: Path, folder: Path, *, untied: bool = False) -> None:
+    """`model`: the default model as `outrider models pull` leaves it. `encoder`: the folder that ships."""
     folder.mkdir(parents=True)
     weights = model / "model.safetensors"
     places = dict.fromkeys(rewrite(weights, folder / TEXT_FILE, text_name), TEXT_FILE)
-    shutil.copyfile(eye / EYE_WEIGHTS, folder / EYE_FILE)
-    places |= dict.fromkeys(tensors(read_header(folder / EYE_FILE)[0]), EYE_FILE)
+    shutil.copyfile(encoder / ENCODER_WEIGHTS, folder / VISION_FILE)
+    places |= dict.fromkeys(tensors(read_header(folder / VISION_FILE)[0]), VISION_FILE)
     if untied:
         places |= dict.fromkeys(rewrite(weights, folder / OUTPUT_FILE, output_name), OUTPUT_FILE)
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    write_settings(model, eye, folder)
-    seal(model, folder, source_of(eye))
+    write_settings(model, encoder, folder)
+    seal(model, folder, source_of(encoder))
 
 
 def text_name(name: str) -> str:
@@ -93,11 +93,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    parser.add_argument("eye", type=Path)
+    parser.add_argument("encoder", type=Path)
     parser.add_argument("output", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--untied", action="store_true")
     options = parser.parse_args()
-    assemble(options.model, options.eye, options.output, untied=options.untied)
+    assemble(options.model, options.encoder, options.output, untied=options.untied)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from batches import collate
 from conversations import DEFAULT_SYSTEM, Turn, Writer
+from encoder_and_trunk import answer_logits, load_encoder
 from frozen import FrozenTrunk
 from pictures import Scene
 from questions import Question, questions
 from scenes import SceneMaker, any_scene
-from seeing import answer_logits, load_eye
-from vit import Eye
+from vit import VisionEncoder
 
 Results = dict[str, dict[str, tuple[int, int]]]  # by set and kind of question: right answers of how many
 ROWS = 64
@@ -47,7 +47,12 @@ def kind_of(scene: Scene, question: Question) -> str:
 
 @torch.no_grad()
 def evaluate(
-    eye: Eye, trunk: FrozenTrunk, writer: Writer, device: str, pictures: int, kinds: Sequence[str] = ()
+    encoder: VisionEncoder,
+    trunk: FrozenTrunk,
+    writer: Writer,
+    device: str,
+    pictures: int,
+    kinds: Sequence[str] = (),
 ) -> Results:
     """`kinds`: ask only questions of these kinds."""
     results: Results = {}
@@ -61,7 +66,7 @@ def evaluate(
             scenes = [asked[row][0] for row in part]
             width = len(rows[part[-1]].token_ids)
             batch = collate(scenes, [[rows[row]] for row in part], width).to(device)
-            logits, _ = answer_logits(eye, trunk, batch)
+            logits, _ = answer_logits(encoder, trunk, batch)
             wrong = torch.zeros(len(part), device=device)
             wrong.index_add_(0, batch.answer_of, (logits.argmax(-1) != batch.answers).float())
             for row, errors in zip(part, wrong.tolist(), strict=True):
@@ -86,7 +91,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="the default model's folder")
-    parser.add_argument("eye", type=Path)
+    parser.add_argument("encoder", type=Path)
     parser.add_argument("--pictures", type=int, default=1500, help="in each set")
     parser.add_argument("--kinds", nargs="*", default=(), help="such as: shape colour")
     parser.add_argument("--json", type=Path, help="write the counts here, too")
@@ -94,7 +99,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trunk = FrozenTrunk.load(options.model, device, compiled=False)
     writer = Writer(options.model / "tokenizer.json")
-    results = evaluate(load_eye(options.eye, device), trunk, writer, device, options.pictures, options.kinds)
+    results = evaluate(
+        load_encoder(options.encoder, device), trunk, writer, device, options.pictures, options.kinds
+    )
     print(table(results))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

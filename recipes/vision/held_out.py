@@ -1,6 +1,6 @@
 """Writes the held-out pictures that tests ask about: sixty scenes with their questions and answers.
 
-    python recipes/vision/held_out.py held_out_pictures.json
+    python recipes/vision/held_out.py held_out_images.json
 
 A scene is stored whole, so `pictures.draw(Scene.from_json(...))` gives the same picture everywhere. None of
 its seeds is used in training or evaluation.
@@ -27,7 +27,7 @@ PLAN = (  # scene, whether of what training never shows, how many, which questio
 )
 
 
-def held_out_pictures() -> list[dict[str, Any]]:
+def held_out_images() -> list[dict[str, Any]]:
     found = []
     for kind, (make, held_out, count, wanted) in enumerate(PLAN):
         maker = SceneMaker(f"held-out pictures {kind}", held_out=held_out)
@@ -46,7 +46,7 @@ def _as_json(scene: Scene, asked: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    lines = ",\n".join(json.dumps(picture) for picture in held_out_pictures())
+    lines = ",\n".join(json.dumps(picture) for picture in held_out_images())
     Path(sys.argv[1]).write_text(f"[\n{lines}\n]\n")
 
 

@@ -1,10 +1,10 @@
-"""Trains the eye: first to read patches, then to make the frozen trunk answer.
+"""Trains the vision encoder: first to read patches, then to make the frozen trunk answer.
 
     python recipes/vision/train.py patches MODEL_FOLDER start.safetensors --seconds 60
-    python recipes/vision/train.py answers MODEL_FOLDER eye.safetensors --start start.safetensors --seconds 400
+    python recipes/vision/train.py answers MODEL_FOLDER encoder.safetensors --start start.safetensors
 
 The first lesson needs only the model's tokenizer. The rate follows the clock, so a run ends when it should. A
-finished eye learns on with `answers --start vision.safetensors --patches-until 0 --rate 8e-4`.
+finished encoder learns on with `answers --start vision.safetensors --patches-until 0 --rate 8e-4`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from batches import IGNORED, Batch, Lessons, Plan, lessons
+from encoder_and_trunk import answer_logits, load_encoder, save_encoder
 from font import CHARACTERS
 from frozen import FrozenTrunk, random_trunk
 from pictures import COLOURS, SHAPES
 from questions import KINDS
-from seeing import answer_logits, load_eye, save_eye
 from torch import Tensor
-from vit import Eye, PatchReader, normalised
+from vit import PatchReader, VisionEncoder, normalised
 
 LABEL_CLASSES = (1 + len(SHAPES), 1 + len(COLOURS), 1 + len(CHARACTERS))
 CONNECTOR_RATE = 2e-4  # it has 2,560 inputs, so small steps go far
@@ -42,14 +42,14 @@ class Trainer:
     ) -> None:
         self.options, self.device, self.trunk = options, device, trunk
         torch.manual_seed(1)
-        self.eye = load_eye(options.start, device) if options.start else Eye().to(device)
-        self.reader = PatchReader(self.eye.shape.hidden_size, LABEL_CLASSES).to(device)
+        self.encoder = load_encoder(options.start, device) if options.start else VisionEncoder().to(device)
+        self.reader = PatchReader(self.encoder.shape.hidden_size, LABEL_CLASSES).to(device)
         if options.start and _reader_file(options.start).is_file():
             self.reader.load_state_dict(torch.load(_reader_file(options.start), map_location=device))
         if options.compiled:
-            for layer in self.eye.vision_model.encoder.layers:
+            for layer in self.encoder.vision_model.encoder.layers:
                 layer.compile(dynamic=False)
-        self.optimizer = _optimizer(self.eye, self.reader, options.rate, device)
+        self.optimizer = _optimizer(self.encoder, self.reader, options.rate, device)
         self.reads_patches = trunk is None or options.patches_until > 0
         self.weight_of_patches = torch.ones((), device=device)
         self.batch = first.to(device)  # what a step learns from
@@ -137,18 +137,18 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._loss()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.eye.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.encoder.parameters(), 1.0)
         self.optimizer.step()
 
     def _loss(self) -> Tensor:
         batch = self.batch
         if self.trunk is None:
             with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-                patches = self.eye.vision_model(normalised(batch.pixels))
+                patches = self.encoder.vision_model(normalised(batch.pixels))
             loss = self.reader.loss(patches.float(), batch.labels)
             self.losses = {"patches": loss.detach()}
             return loss
-        logits, patches = answer_logits(self.eye, self.trunk, batch)
+        logits, patches = answer_logits(self.encoder, self.trunk, batch)
         loss = F.cross_entropy(logits, batch.answers, ignore_index=IGNORED)
         self.losses = {"answers": loss.detach()}
         self.right = logits.detach().argmax(-1) == batch.answers
@@ -159,24 +159,24 @@ class Trainer:
         return loss
 
     def save(self) -> None:
-        save_eye(self.eye, self.options.eye, torch.float32)
-        torch.save(self.reader.state_dict(), _reader_file(self.options.eye))
+        save_encoder(self.encoder, self.options.encoder, torch.float32)
+        torch.save(self.reader.state_dict(), _reader_file(self.options.encoder))
 
 
-def _reader_file(eye_file: Path) -> Path:
-    return eye_file.with_suffix(".reader.pt")
+def _reader_file(encoder_file: Path) -> Path:
+    return encoder_file.with_suffix(".reader.pt")
 
 
-def _optimizer(eye: Eye, reader: PatchReader, rate: float, device: str) -> torch.optim.AdamW:
+def _optimizer(encoder: VisionEncoder, reader: PatchReader, rate: float, device: str) -> torch.optim.AdamW:
     matrices, others = [], []
-    for module in (eye.vision_model, reader):
+    for module in (encoder.vision_model, reader):
         for name, weight in module.named_parameters():
             decays = weight.ndim > 1 and "position" not in name
             (matrices if decays else others).append(weight)
     groups = [
         {"params": matrices, "peak": rate, "weight_decay": DECAY},
         {"params": others, "peak": rate, "weight_decay": 0.0},
-        {"params": list(eye.connector.parameters()), "peak": CONNECTOR_RATE, "weight_decay": DECAY},
+        {"params": list(encoder.connector.parameters()), "peak": CONNECTOR_RATE, "weight_decay": DECAY},
     ]
     for group in groups:
         group["lr"] = torch.tensor(0.0, device=device)  # a tensor, so that a recorded step sees it change
@@ -190,7 +190,7 @@ def main() -> None:
     )
     parser.add_argument("lesson", choices=("patches", "answers"))
     parser.add_argument("model", type=Path, help="the default model's folder")
-    parser.add_argument("eye", type=Path, help="the file to write")
+    parser.add_argument("encoder", type=Path, help="the file to write")
     parser.add_argument("--start", type=Path, help="the file to begin with")
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--rate", type=float, default=1e-3, help="at its highest; the connector has its own")
@@ -214,7 +214,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 64  # the eye's layers are compiled one by one
+    torch._dynamo.config.recompile_limit = 64  # the encoder's layers are compiled one by one
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     plan = Plan.of(options.rows, options.several)

@@ -1,4 +1,4 @@
-"""The eye: a small ViT and the connector that turns a picture into embeddings for the trunk.
+"""The vision encoder: a small ViT and the connector that turns a picture into embeddings for the trunk.
 
 Owns their arithmetic and the names of their weights, both as idefics3 and smolvlm have them. Must not know
 what the pictures show.
@@ -134,7 +134,7 @@ class Connector(nn.Module):
         return self.modality_projection.proj(x.flatten(3).flatten(1, 2))
 
 
-class Eye(nn.Module):
+class VisionEncoder(nn.Module):
     def __init__(self, shape: EyeShape | None = None) -> None:
         super().__init__()
         self.shape = shape or EyeShape()

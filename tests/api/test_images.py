@@ -19,7 +19,7 @@ from outrider.chat.service import ChatService
 from outrider.media.limits import MediaLimits
 from outrider.media.loader import MediaLoader
 from patience import Hurdle, goes_on_while_held
-from picture_files import animation, data_url, encoded, noise
+from image_files import animation, data_url, encoded, noise
 from tiny_models import write_checkpoint
 from tiny_vision import write_vision_checkpoint
 

@@ -1,4 +1,4 @@
-"""`outrider serve outrider-see-135m`: held-out pictures through OpenAI's client, while text is streamed."""
+"""`outrider serve outrider-vision-135m`: held-out images through OpenAI's client, while text streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from drawn_pictures import SHAPE_AND_COLOUR, Question, questions_about_shapes
+from drawn_images import SHAPE_AND_COLOUR, Question, questions_about_shapes
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import vision_model
 from patience import PATIENCE_S

@@ -17,13 +17,13 @@ from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
 from outrider.chat.special_tokens import Vocabulary
 from outrider.chat.template import ChatTemplate, RenderedMessages
-from outrider.media.image_reader import ReadPicture
-from outrider.media.images import Picture
+from outrider.media.image_reader import ProcessedImage
+from outrider.media.images import DecodedImage
 from outrider.media.limits import MediaLimits
 from outrider.media.loader import MediaLoader
 from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.request import InvalidRequest, SamplingParams
-from picture_files import data_url, encoded, noise
+from image_files import data_url, encoded, noise
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<image>", "<row>")
 TURN = "<|im_start|>{{ m.role }}\n%s<|im_end|>\n"
@@ -40,7 +40,7 @@ STRING_RESULTS = EITHER.replace("m.content is string", "m.content is string or m
 
 
 def shown(text: str) -> ImagePart:
-    return ImagePart((ReadPicture(text, text, ()),))
+    return ImagePart((ProcessedImage(text, text, ()),))
 
 
 def says(role: Role, *parts: Any) -> Message:
@@ -74,7 +74,7 @@ def test_a_template_that_takes_lists_only_gets_lists_for_text_too() -> None:
 
 
 def test_the_frames_of_a_video_are_shown_one_after_the_other() -> None:
-    frames = ImagePart(tuple(ReadPicture(str(i), f"[{i}]", ()) for i in range(3)))
+    frames = ImagePart(tuple(ProcessedImage(str(i), f"[{i}]", ()) for i in range(3)))
     assert "[0][1][2]what" in render(EITHER, says("user", frames, "what")).text
 
 
@@ -126,11 +126,11 @@ class Reader:
     def __init__(self) -> None:
         self.num_read = 0
 
-    def read(self, picture: Picture) -> ReadPicture:
+    def read(self, picture: DecodedImage) -> ProcessedImage:
         self.num_read += 1
-        return ReadPicture(picture.digest, "<row>", ((1, {}),))
+        return ProcessedImage(picture.digest, "<row>", ((1, {}),))
 
-    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> PromptMedia:
+    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ProcessedImage]) -> PromptMedia:
         return PromptMedia(tuple(MediaPiece(p.digest, {}, np.array([i])) for i, p in enumerate(pictures)))
 
 

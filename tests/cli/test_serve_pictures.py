@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from patience import PATIENCE_S
-from picture_files import data_url, encoded, noise
+from image_files import data_url, encoded, noise
 from server_process import serving
 from tiny_vision import write_vision_checkpoint
 

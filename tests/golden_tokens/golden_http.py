@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from golden_requests import CITY_SCHEMA, Vocabulary, disc
 
-from picture_files import data_url, encoded
+from image_files import data_url, encoded
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

@@ -19,7 +19,7 @@ from tiny_vision import write_vision_checkpoint
 
 TINY_HYBRID = Path(__file__).parents[1] / "data" / "tiny-hybrid"
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-VISION_MODEL = "outrider-see-135m"
+VISION_MODEL = "outrider-vision-135m"
 
 CONTEXT = 4096
 HIDDEN_SIZE = 64

@@ -48,7 +48,7 @@ from golden_requests import (
 )
 
 from outrider import LLM, SamplingParams
-from picture_files import noise
+from image_files import noise
 from server_process import ON_CPU, serving
 
 RECORDED = Path(__file__).parent / "recorded"

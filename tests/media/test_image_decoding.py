@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from outrider.media.images import decode_frames, decode_picture, picture_of
+from image_files import animation, encoded, noise
+from outrider.media.images import decode_frames, decode_image, image_from_pixels
 from outrider.media.limits import InvalidMedia, MediaLimits
-from picture_files import animation, encoded, noise
 
 LIMITS = MediaLimits(max_image_pixels=10_000, max_images=4, max_frames=3)
 
@@ -19,51 +19,51 @@ LIMITS = MediaLimits(max_image_pixels=10_000, max_images=4, max_frames=3)
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "BMP"])
 def test_lossless_formats_give_the_same_pixels_and_digest(format):
     options = {"lossless": True} if format == "WEBP" else {}
-    found = decode_picture(encoded(noise(), format, **options), "", LIMITS)
+    found = decode_image(encoded(noise(), format, **options), "", LIMITS)
     assert (found.pixels == noise()).all()
-    assert found.digest == picture_of(noise()).digest
+    assert found.digest == image_from_pixels(noise()).digest
 
 
 def test_digest_depends_on_pixels_and_shape():
     flat = np.zeros((4, 6, 3), np.uint8)
-    assert picture_of(flat).digest != picture_of(flat.reshape(6, 4, 3)).digest
-    assert picture_of(noise(seed=1)).digest != picture_of(noise(seed=2)).digest
+    assert image_from_pixels(flat).digest != image_from_pixels(flat.reshape(6, 4, 3)).digest
+    assert image_from_pixels(noise(seed=1)).digest != image_from_pixels(noise(seed=2)).digest
 
 
 def test_transparent_grey_and_palette_pictures_become_rgb():
     for mode in ("RGBA", "LA", "L", "P", "1"):
         out = io.BytesIO()
         Image.fromarray(noise()).convert(mode).save(out, "PNG")
-        assert decode_picture(out.getvalue(), "image/png", LIMITS).pixels.shape == (8, 12, 3)
+        assert decode_image(out.getvalue(), "image/png", LIMITS).pixels.shape == (8, 12, 3)
 
 
 def test_a_picture_is_turned_upright():
     turned = Image.Exif()
     turned[0x0112] = 6  # a quarter turn
-    found = decode_picture(encoded(noise(), "PNG", exif=turned), "", LIMITS)
+    found = decode_image(encoded(noise(), "PNG", exif=turned), "", LIMITS)
     assert (found.pixels == np.rot90(noise(), -1)).all()
 
 
 def test_the_content_decides_and_a_wrong_declaration_is_refused():
     jpeg = encoded(noise(), "JPEG")
     for declared in ("image/jpeg", "image/jpg", "", "application/octet-stream"):
-        assert decode_picture(jpeg, declared, LIMITS).size == (12, 8)
+        assert decode_image(jpeg, declared, LIMITS).size == (12, 8)
     for declared in ("image/png", "text/html", "image/svg+xml"):
         with pytest.raises(InvalidMedia, match="declared"):
-            decode_picture(jpeg, declared, LIMITS)
+            decode_image(jpeg, declared, LIMITS)
 
 
 @pytest.mark.parametrize("data", [b"x", b"<svg></svg>", b"%PDF-1.4", b"<html>", b"GIF89a", bytes(1000)])
 def test_what_is_no_picture_is_refused(data):
     with pytest.raises(InvalidMedia):
-        decode_picture(data, "image/png", LIMITS)
+        decode_image(data, "image/png", LIMITS)
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_a_truncated_picture_is_refused(format):
     data = encoded(noise(64, 64), format)
     with pytest.raises(InvalidMedia):
-        decode_picture(data[: len(data) // 2], "", LIMITS)
+        decode_image(data[: len(data) // 2], "", LIMITS)
 
 
 def test_a_decompression_bomb_is_refused_by_its_header():
@@ -76,9 +76,9 @@ def test_a_decompression_bomb_is_refused_by_its_header():
         header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
         data = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000)))
         with pytest.raises(InvalidMedia, match=match):
-            decode_picture(data, "image/png", LIMITS)
+            decode_image(data, "image/png", LIMITS)
     with pytest.raises(InvalidMedia, match="101 x 100"):
-        decode_picture(encoded(noise(101, 100)), "", LIMITS)
+        decode_image(encoded(noise(101, 100)), "", LIMITS)
 
 
 @settings(max_examples=150, deadline=None)
@@ -88,7 +88,7 @@ def test_damage_anywhere_is_either_read_or_refused(data, format):
     for _ in range(data.draw(st.integers(1, 8))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(InvalidMedia):
-        assert decode_picture(bytes(good), "", LIMITS).pixels.shape[2] == 3
+        assert decode_image(bytes(good), "", LIMITS).pixels.shape[2] == 3
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
@@ -100,7 +100,7 @@ def test_a_video_is_sampled_from_its_first_to_its_last_frame(format):
     found = decode_frames(out.getvalue(), "video/mp4" if format == "GIF" else "", LIMITS)
     assert len(found) == 3
     if format != "GIF":
-        assert [f.digest for f in found] == [picture_of(noise(seed=seed)).digest for seed in (0, 2, 4)]
+        assert [f.digest for f in found] == [image_from_pixels(noise(seed=seed)).digest for seed in (0, 2, 4)]
 
 
 def test_a_short_video_gives_all_its_frames_and_a_long_one_is_refused():

@@ -3,16 +3,16 @@ import threading
 
 import pytest
 
+from image_files import animation, data_url, encoded, noise
 from outrider.media import loader as loader_module
-from outrider.media.images import picture_of
+from outrider.media.images import image_from_pixels
 from outrider.media.limits import InvalidMedia, MediaLimits
-from outrider.media.loader import MediaLoader, Wanted
+from outrider.media.loader import MediaItem, MediaLoader
 from patience import Hurdle, goes_on_while_held, until, wait_until
-from picture_files import animation, data_url, encoded, noise
 
 
-def image(seed: int = 0) -> Wanted:
-    return Wanted("image", data_url(encoded(noise(seed=seed))))
+def image(seed: int = 0) -> MediaItem:
+    return MediaItem("image", data_url(encoded(noise(seed=seed))))
 
 
 def load(wanted, limits=None, use=lambda picture: picture.digest):
@@ -24,13 +24,13 @@ def load(wanted, limits=None, use=lambda picture: picture.digest):
 
 
 def test_pictures_come_in_order_and_equal_ones_have_equal_digests():
-    digests = [picture_of(noise(seed=seed)).digest for seed in (0, 1)]
-    found = load([image(0), image(1), Wanted("image", data_url(encoded(noise(), "BMP"), "image/bmp"))])
+    digests = [image_from_pixels(noise(seed=seed)).digest for seed in (0, 1)]
+    found = load([image(0), image(1), MediaItem("image", data_url(encoded(noise(), "BMP"), "image/bmp"))])
     assert found == [[digests[0]], [digests[1]], [digests[0]]]
 
 
 def test_a_videos_frames_count_as_pictures():
-    video = Wanted("video", data_url(animation(4), "image/gif"))
+    video = MediaItem("video", data_url(animation(4), "image/gif"))
     limits = MediaLimits(max_frames=3, max_images=3)
     assert [len(frames) for frames in load([video], limits)] == [3]
     with pytest.raises(InvalidMedia, match="4 pictures"):
@@ -45,7 +45,7 @@ def test_one_bad_picture_refuses_them_all_and_leaves_nothing_running():
     async def go():
         loader = MediaLoader(MediaLimits(), lambda picture: picture)
         with pytest.raises(InvalidMedia):
-            await loader.load([image(), Wanted("image", "data:image/png;base64,AAAA"), image()])
+            await loader.load([image(), MediaItem("image", "data:image/png;base64,AAAA"), image()])
         assert len(asyncio.all_tasks()) == 1
         loader.close()
 
@@ -74,7 +74,7 @@ def test_decoding_runs_off_the_event_loop_two_at_a_time():
     assert max(most) == 2
 
 
-@pytest.mark.parametrize("work", ["read_inline", "decode_picture", "decode_frames"])
+@pytest.mark.parametrize("work", ["read_inline", "decode_image", "decode_frames"])
 def test_the_event_loops_thread_never_decodes(monkeypatch, work):
     real, threads = getattr(loader_module, work), []
 
@@ -83,8 +83,8 @@ def test_the_event_loops_thread_never_decodes(monkeypatch, work):
         return real(*args)
 
     monkeypatch.setattr(loader_module, work, watched)
-    jpeg = Wanted("image", data_url(encoded(noise(), "JPEG"), "image/jpeg"))
-    load([jpeg, Wanted("video", data_url(animation(2), "image/gif"))])
+    jpeg = MediaItem("image", data_url(encoded(noise(), "JPEG"), "image/jpeg"))
+    load([jpeg, MediaItem("video", data_url(animation(2), "image/gif"))])
     assert threads
     assert all(thread.name.startswith("outrider-media") for thread in threads)
 
@@ -95,4 +95,4 @@ def test_all_fetches_together_have_a_time_limit(monkeypatch):
 
     monkeypatch.setattr(loader_module, "fetch", never)
     with pytest.raises(InvalidMedia, match=r"within 0\.2 s"):
-        load([Wanted("image", "http://host/a.png")] * 3, MediaLimits(fetch_total_s=0.2))
+        load([MediaItem("image", "http://host/a.png")] * 3, MediaLimits(fetch_total_s=0.2))

@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 import pytest
 
-from outrider.media.images import decode_frames, decode_picture
+from outrider.media.images import decode_frames, decode_image
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.video import video_kind
 
@@ -57,7 +57,7 @@ def test_damaged_and_mislabelled_videos_are_refused(tmp_path, empty_temp):
     with pytest.raises(InvalidMedia, match="64 x 48"):
         decode_frames(data, "", MediaLimits(max_image_pixels=1000))
     with pytest.raises(InvalidMedia, match="known format"):
-        decode_picture(data, "", LIMITS)  # a video is no picture
+        decode_image(data, "", LIMITS)  # a video is no picture
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from image_files import noise
 from media_world import new_world
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
@@ -24,8 +25,8 @@ from outrider.engine.in_flight import InFlightStep
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta
-from outrider.media.image_reader import ReadPicture
-from outrider.media.images import picture_of
+from outrider.media.image_reader import ProcessedImage
+from outrider.media.images import image_from_pixels
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.models.loader import load
 from outrider.models.vision.mrope import share_sections
@@ -33,7 +34,6 @@ from outrider.plan import StepPlan
 from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams
 from outrider.step.runner import Runner
-from picture_files import noise
 from restless_controller import RestlessController
 from run_steps import run_step
 from step.histories import _NoText, random_head
@@ -86,13 +86,13 @@ class MediaWorld:
         assert loaded.vision is not None
         self.trunk, self.vocab_size = loaded.trunk, loaded.trunk.vocab_size
         self._reader, self._tower = loaded.vision.reader, loaded.vision.tower
-        self._read: list[ReadPicture] = []
+        self._read: list[ProcessedImage] = []
         self.shown: list[tuple[int, ...]] = []  # the ids that stand for each picture
         for number, size in enumerate(SIZES):
             pixels = noise(*size, number)
             ids = world.inputs(("", ""), [pixels])["input_ids"][0].tolist()
             self.shown.append(tuple(ids[1:-2]))  # without the roles
-            self._read.append(self._reader.read(picture_of(pixels)))
+            self._read.append(self._reader.read(image_from_pixels(pixels)))
         self._alone = self.runner(0)
         self._answers: dict[tuple[Talk, str], list[int]] = {}
 

@@ -19,7 +19,7 @@ from outrider.engine.cache_budget import SLACK
 from outrider.models.heads import HeadSpec, LoadedHead, new_head
 from outrider.models.vision.mrope import share_sections
 from patience import measures_time
-from picture_files import noise
+from image_files import noise
 
 
 @pytest.fixture(scope="module", params=["smolvlm", "qwen2_5_vl", "qwen3_5"])

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from image_files import noise
 from media_world import CASES, GREEDY, HOT, NUM_TOKENS, TEXTS, World, answers, new_world, tokens
 from outrider import LLM, InvalidRequest, SamplingParams
 from outrider.engine.sequence import Delta
 from outrider.models.loader import load
 from outrider.prompt_media import MediaPiece, PromptMedia
-from picture_files import noise
 from tiny_models import write_checkpoint
 from tiny_vision import FAMILIES, TILED, reference_logits, reference_tokens
 

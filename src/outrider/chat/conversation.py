@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from outrider.media.image_reader import ReadPicture
+from outrider.media.image_reader import ProcessedImage
 from outrider.request import Grammar, SamplingParams
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -29,7 +29,7 @@ class MediaPart:
 class ImagePart:
     """A loaded MediaPart: one image, or the frames of a video."""
 
-    images: tuple[ReadPicture, ...]
+    images: tuple[ProcessedImage, ...]
 
 
 Part = TextPart | MediaPart | ImagePart  # a content part

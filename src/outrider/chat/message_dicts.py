@@ -25,8 +25,8 @@ from outrider.chat.conversation import (
 )
 from outrider.chat.json_text import dumps
 from outrider.chat.messages import role_named
-from outrider.media.image_reader import PictureReader
-from outrider.media.images import Picture, decode_picture, picture_of
+from outrider.media.image_reader import ImageReader
+from outrider.media.images import DecodedImage, decode_image, image_from_pixels
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.sources import DataUrl, parse_source, read_inline
 from outrider.request import InvalidRequest
@@ -36,7 +36,7 @@ IMAGE_TYPES = ("image", "image_url", "input_image")
 
 
 def messages_from_dicts(
-    messages: Iterable[Mapping[str, Any]], image_reader: PictureReader | None = None
+    messages: Iterable[Mapping[str, Any]], image_reader: ImageReader | None = None
 ) -> list[Message]:
     """Canonical messages. `image_reader`: None for a model that reads text only."""
     converted = []
@@ -77,7 +77,7 @@ def tool_choice_from(choice: str | Mapping[str, Any]) -> ToolChoice:
     return NamedTool(function["name"])
 
 
-def _message(message: Mapping[str, Any], image_reader: PictureReader | None) -> Message:
+def _message(message: Mapping[str, Any], image_reader: ImageReader | None) -> Message:
     role = role_named(message["role"])
     content = _content(message.get("content"), image_reader)
     name = message.get("name")
@@ -99,7 +99,7 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     return ToolCall(str(call.get("id", "")), function["name"], text)
 
 
-def _content(content: Any, image_reader: PictureReader | None) -> tuple[Part, ...]:
+def _content(content: Any, image_reader: ImageReader | None) -> tuple[Part, ...]:
     if content is None or isinstance(content, str):
         return (TextPart(content),) if content else ()
     if not isinstance(content, Sequence):
@@ -107,7 +107,7 @@ def _content(content: Any, image_reader: PictureReader | None) -> tuple[Part, ..
     return tuple(_part(part, image_reader) for part in content)
 
 
-def _part(part: Mapping[str, Any], image_reader: PictureReader | None) -> Part:
+def _part(part: Mapping[str, Any], image_reader: ImageReader | None) -> Part:
     kind = part.get("type")
     if kind in ("text", "refusal"):
         return TextPart(part[kind])
@@ -118,25 +118,25 @@ def _part(part: Mapping[str, Any], image_reader: PictureReader | None) -> Part:
     return ImagePart((image_reader.read(_image(part)),))
 
 
-def _image(part: Mapping[str, Any]) -> Picture:
+def _image(part: Mapping[str, Any]) -> DecodedImage:
     given = part.get("image", part.get("image_url"))
     if isinstance(given, Mapping):
         given = given.get("url")
     if isinstance(given, np.ndarray):
-        return picture_of(given)
+        return image_from_pixels(given)
     if isinstance(given, bytes):
-        return decode_picture(given, "", LIMITS)
+        return decode_image(given, "", LIMITS)
     if isinstance(given, Path) or (isinstance(given, str) and ":" not in given[:8]):
         try:
             data = Path(given).read_bytes()
         except OSError as error:
             raise InvalidMedia(f"{given} cannot be read: {error.strerror}") from None
-        return decode_picture(data, "", LIMITS)
+        return decode_image(data, "", LIMITS)
     if isinstance(given, str):
         source = parse_source(given)
         if isinstance(source, DataUrl):
-            return decode_picture(read_inline(source, LIMITS), source.media_type, LIMITS)
+            return decode_image(read_inline(source, LIMITS), source.media_type, LIMITS)
         raise InvalidMedia("the Python API fetches nothing: give an image's bytes, file, array or data: URL")
     if hasattr(given, "convert"):  # a Pillow image
-        return picture_of(np.asarray(given.convert("RGB")))
+        return image_from_pixels(np.asarray(given.convert("RGB")))
     raise InvalidMedia(f"an image is an array, bytes, a file or a data: URL, not {type(given).__name__}")

@@ -22,7 +22,7 @@ from outrider.chat.output_parser import OutputParser, new_splitter
 from outrider.chat.special_tokens import Vocabulary
 from outrider.chat.splitters import PlainSplitter
 from outrider.chat.template import ChatTemplate, RenderedMessages, template_source
-from outrider.media.image_reader import PictureReader
+from outrider.media.image_reader import ImageReader
 from outrider.prompt_media import PromptMedia
 from outrider.request import InvalidRequest, SamplingParams
 
@@ -44,7 +44,7 @@ class ChatRenderer:
     """Renders the requests of one model. Not thread-safe: a tokenizer must not encode two texts at once."""
 
     def __init__(
-        self, tokenizer: Any, image_reader: PictureReader | None = None, no_images_reason: str | None = None
+        self, tokenizer: Any, image_reader: ImageReader | None = None, no_images_reason: str | None = None
     ) -> None:
         """`image_reader`: None for a model that reads text only, with the reason if it is a vision model."""
         self.image_reader = image_reader

@@ -18,8 +18,8 @@ from outrider.chat.output_parser import finished_event
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
 from outrider.engine.async_engine import AsyncEngine, AsyncStream
 from outrider.engine.validation import ValidatedRequest
-from outrider.media.image_reader import ReadPicture
-from outrider.media.loader import MediaLoader, Wanted
+from outrider.media.image_reader import ProcessedImage
+from outrider.media.loader import MediaLoader, MediaItem
 from outrider.request import InvalidRequest, SamplingParams
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class ChatService:
         self,
         engine: AsyncEngine,
         renderer: ChatRenderer,
-        media_loader: MediaLoader[ReadPicture] | None = None,
+        media_loader: MediaLoader[ProcessedImage] | None = None,
     ) -> None:
         """`media_loader`: None for a model that reads text only."""
         self._engine = engine
@@ -155,7 +155,7 @@ async def _read(
         deltas.abort()
 
 
-def _wanted(part: MediaPart) -> Wanted:
+def _wanted(part: MediaPart) -> MediaItem:
     if part.kind == "audio":
         raise InvalidRequest("this model reads text and images, and a message has audio")
-    return Wanted(part.kind, part.source)
+    return MediaItem(part.kind, part.source)

@@ -19,7 +19,7 @@ from outrider.chat.conversation import ImagePart, MediaPart, Message, TextPart, 
 from outrider.chat.json_text import loads
 from outrider.chat.messages import names_of_calls, variants
 from outrider.chat.special_tokens import SpecialTokenEscape, Vocabulary
-from outrider.media.image_reader import ReadPicture
+from outrider.media.image_reader import ProcessedImage
 from outrider.request import InvalidRequest
 
 # Arguments of apply_chat_template that a client may not set: Outrider sets them, or they would let a client
@@ -51,7 +51,7 @@ ArgumentsAs = Literal["mapping", "text"]  # how a template gets the arguments of
 class RenderedMessages:
     ids: tuple[int, ...]
     text: str
-    images: tuple[ReadPicture, ...] = ()  # in the order of the prompt
+    images: tuple[ProcessedImage, ...] = ()  # in the order of the prompt
 
 
 class ChatTemplate:
@@ -213,7 +213,7 @@ def _is_complete(text: str, messages: Sequence[Message], arguments_as: Arguments
     return not any("'" in str(mapping) and str(mapping) in text for mapping in mappings)
 
 
-def _with_images(text: str, placeholder: str, images: Sequence[ReadPicture]) -> str:
+def _with_images(text: str, placeholder: str, images: Sequence[ProcessedImage]) -> str:
     """Replace each placeholder by the text that the model needs for that image."""
     between = text.split(placeholder)
     if len(between) != len(images) + 1:

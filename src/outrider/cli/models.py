@@ -26,7 +26,7 @@ def add_models(commands: Commands[argparse.ArgumentParser]) -> None:
     models.set_defaults(run=run_list)
     verbs = models.add_subparsers(metavar="VERB")
     pull = verbs.add_parser("pull", help="download a model", description="Downloads a model into the cache.")
-    pull.add_argument("name", help="a Hugging Face id, SmolLM2-135M-Instruct or outrider-see-135m")
+    pull.add_argument("name", help="a Hugging Face id, SmolLM2-135M-Instruct or outrider-vision-135m")
     pull.set_defaults(run=run_pull)
     rm = verbs.add_parser(
         "rm", help="remove a cached model", description="Asks, then removes a model from the cache."

@@ -92,7 +92,8 @@ class Option:
 
 
 MODEL = Option(
-    "model", "model folder, GGUF file, Hugging Face id or outrider-see-135m (default: SmolLM2-135M-Instruct)"
+    "model",
+    "model folder, GGUF file, Hugging Face id or outrider-vision-135m (default: SmolLM2-135M-Instruct)",
 )
 
 METAVARS: dict[Callable[[str], Any], str] = {whole_number: "N", depth: "N", size_bytes: "SIZE", seconds: "S"}

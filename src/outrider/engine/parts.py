@@ -10,7 +10,7 @@ from outrider.cache.disk_tier import DiskTier
 from outrider.engine.sequence import OutputText
 from outrider.engine.validation import ModelFacts
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.media.image_reader import PictureReader
+from outrider.media.image_reader import ImageReader
 from outrider.plan import StepPlan, StepResult, StepRunner
 from outrider.request import Request
 from outrider.speculate.controller import DepthController
@@ -29,7 +29,7 @@ class EngineParts:
     save_measurements: Callable[[], None] = lambda: None  # called once, at the end
     prefix_bytes: int = 0  # budget of cached prefixes; 0: no prefix cache
     disk: DiskTier | None = None  # where cached prefixes outlive the process
-    reader: PictureReader | None = None  # of a model that reads images; for any thread
+    reader: ImageReader | None = None  # of a model that reads images; for any thread
     overlaps_steps: bool = False  # whether a step is launched before the one in front of it is read
 
 

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.media.images import Picture
+from outrider.media.images import DecodedImage
 from outrider.prompt_media import PromptMedia
 
 
 @dataclass(frozen=True, eq=False)
-class ReadPicture:
+class ProcessedImage:
     """A picture as its model wants it, before its place in a prompt is known."""
 
     digest: str
@@ -22,13 +22,13 @@ class ReadPicture:
     grid: tuple[int, int, int] | None = None  # times, rows and columns of its tokens
 
 
-class PictureReader(Protocol):
+class ImageReader(Protocol):
     """One for each layout of pictures."""
 
     placeholder: str  # the text that stands for a picture in a rendered conversation
 
-    def read(self, picture: Picture) -> ReadPicture: ...
+    def read(self, picture: DecodedImage) -> ProcessedImage: ...
 
-    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> PromptMedia:
+    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ProcessedImage]) -> PromptMedia:
         """Which cells of the prompt each picture fills."""
         ...

@@ -39,7 +39,7 @@ ANIMATED = ("GIF", "WEBP", "PNG")
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class DecodedImage:
     """Decoded, upright, RGB."""
 
     pixels: np.ndarray  # uint8 [height, width, 3]
@@ -51,17 +51,17 @@ class Picture:
         return self.pixels.shape[1], self.pixels.shape[0]
 
 
-def decode_picture(data: bytes, declared: str, limits: MediaLimits) -> Picture:
+def decode_image(data: bytes, declared: str, limits: MediaLimits) -> DecodedImage:
     """`declared`: the media type that came with it, or nothing. Of an animation, the first frame."""
     return _guarded(data, declared, limits, _picture)
 
 
-def decode_frames(data: bytes, declared: str, limits: MediaLimits) -> list[Picture]:
+def decode_frames(data: bytes, declared: str, limits: MediaLimits) -> list[DecodedImage]:
     """A video or a moving picture as frames, evenly spread from the first to the last."""
     if video_kind(data) is not None:
-        return [picture_of(frame) for frame in read_frames(data, declared, limits)]
+        return [image_from_pixels(frame) for frame in read_frames(data, declared, limits)]
 
-    def frames(image: Image.Image) -> list[Picture]:
+    def frames(image: Image.Image) -> list[DecodedImage]:
         count = int(getattr(image, "n_frames", 1))
         if count * image.width * image.height > limits.max_image_pixels * limits.max_images:
             raise InvalidMedia(
@@ -73,21 +73,21 @@ def decode_frames(data: bytes, declared: str, limits: MediaLimits) -> list[Pictu
     return _guarded(data, declared, limits, frames)
 
 
-def picture_of(pixels: np.ndarray) -> Picture:
+def image_from_pixels(pixels: np.ndarray) -> DecodedImage:
     """A picture from pixels that are decoded already."""
     if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or 0 in pixels.shape:
         raise InvalidMedia("a picture must be an array of bytes [height, width, 3]")
     pixels = np.ascontiguousarray(pixels)
     digest = hashlib.sha256(repr(pixels.shape).encode())
     digest.update(pixels.data)
-    return Picture(pixels, digest.hexdigest())
+    return DecodedImage(pixels, digest.hexdigest())
 
 
-def _picture(image: Image.Image) -> Picture:
+def _picture(image: Image.Image) -> DecodedImage:
     from PIL import ImageOps
 
     upright = ImageOps.exif_transpose(image)
-    return picture_of(np.asarray(upright.convert("RGB")))
+    return image_from_pixels(np.asarray(upright.convert("RGB")))
 
 
 def _seek(image: Image.Image, frames: list[int]) -> Iterator[Image.Image]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from outrider.media.fetching import fetch
-from outrider.media.images import Picture, decode_frames, decode_picture
+from outrider.media.images import DecodedImage, decode_frames, decode_image
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.sources import DataUrl, FileUrl, Source, WebUrl, parse_source, read_inline
 
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MediaItem:
     """What a client named."""
 
     kind: Literal["image", "video"]
@@ -35,12 +35,12 @@ class Wanted:
 class MediaLoader(Generic[T]):
     """`use` turns each picture into what the model needs of it; the picture itself is then let go of."""
 
-    def __init__(self, limits: MediaLimits, use: Callable[[Picture], T]) -> None:
+    def __init__(self, limits: MediaLimits, use: Callable[[DecodedImage], T]) -> None:
         self.limits = limits
         self._use = use
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outrider-media")
 
-    async def load(self, wanted: Sequence[Wanted]) -> list[list[T]]:
+    async def load(self, wanted: Sequence[MediaItem]) -> list[list[T]]:
         """For each, its pictures: one, or a video's frames. The first that is refused ends them all."""
         self._check_count(len(wanted))
         sources = [parse_source(one.source) for one in wanted]
@@ -88,7 +88,7 @@ class MediaLoader(Generic[T]):
             fetched = read_inline(source, self.limits)
         if kind == "video":
             return [self._use(frame) for frame in decode_frames(fetched, declared, self.limits)]
-        return [self._use(decode_picture(fetched, declared, self.limits))]
+        return [self._use(decode_image(fetched, declared, self.limits))]
 
 
 async def _all(started: Iterable[asyncio.Future[R]]) -> list[R]:

@@ -138,6 +138,7 @@ def test_an_interrupted_conversion_leaves_nothing(cache, monkeypatch):
 LIMITED = """
 import resource, signal, sys
 from test_default_model import CONTENT, delivering, tiny
+from outrider.models.errors import ModelUnavailable
 from outrider.models.files import default_model
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 source = delivering(CONTENT)
@@ -147,7 +148,7 @@ def limited(folder, progress):
     return path
 try:
     default_model.ensure(release=tiny(type(source)("limited", limited)))
-except default_model.ModelUnavailable as error:
+except ModelUnavailable as error:
     print("refused:", error)
 """
 

@@ -1,4 +1,4 @@
-"""outrider-see-135m: made once of the default model and the eye, whole or not at all, and loaded by name."""
+"""outrider-vision-135m: joined once from the default model and the vision encoder, and loaded by name."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_default_model import CONTENT, delivering, failing, tiny
 
-from drawn_pictures import questions_about_single_shapes
+from drawn_images import questions_about_single_shapes
 from outrider import LLM, SamplingParams
 from outrider.cli.main import main
+from outrider.cli.serve import model_name
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import default_model, origin, vision_model
+from outrider.models.files.cached import find_cached
 from outrider.models.files.shipped_head import shipped_head
 from outrider.models.loader import find_folder
 
@@ -32,10 +35,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def eye(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the eye that a test may change."""
-    copy = Path(shutil.copytree(vision_model.EYE, tmp_path / "eye"))
-    monkeypatch.setattr(vision_model, "EYE", copy)
+def encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the shipped vision encoder that a test may change."""
+    copy = Path(shutil.copytree(vision_model.ENCODER_FOLDER, tmp_path / "encoder"))
+    monkeypatch.setattr(vision_model, "ENCODER_FOLDER", copy)
     return copy
 
 
@@ -71,22 +74,22 @@ def test_a_disk_without_links_gets_a_copy(cache: Path, monkeypatch: pytest.Monke
     assert text.read_bytes() == weights.read_bytes()
 
 
-@pytest.mark.parametrize("file", [vision_model.EYE_WEIGHTS, vision_model.CHAT_TEMPLATE])
-def test_another_eye_is_joined_anew(cache: Path, eye: Path, file: str) -> None:
+@pytest.mark.parametrize("file", [vision_model.ENCODER_WEIGHTS, vision_model.CHAT_TEMPLATE])
+def test_another_encoder_is_joined_anew(cache: Path, encoder: Path, file: str) -> None:
     folder = vision_model.ensure(release=RELEASE)
     before = (folder / "origin.json").read_text()
-    data = bytearray((eye / file).read_bytes())
+    data = bytearray((encoder / file).read_bytes())
     data[-1] ^= 1  # the size stays
-    (eye / file).write_bytes(data)
+    (encoder / file).write_bytes(data)
     vision_model.ensure(release=NO_RELEASE)
     assert (folder / "origin.json").read_text() != before
-    target = {vision_model.EYE_WEIGHTS: vision_model.EYE_FILE}.get(file, file)
+    target = {vision_model.ENCODER_WEIGHTS: vision_model.VISION_FILE}.get(file, file)
     assert (folder / target).read_bytes() == data
 
 
 def test_a_damaged_folder_is_made_again_and_the_default_model_is_not_touched(cache: Path) -> None:
     folder = vision_model.ensure(release=RELEASE)
-    (folder / vision_model.EYE_FILE).write_bytes(b"cut")
+    (folder / vision_model.VISION_FILE).write_bytes(b"cut")
     (folder / vision_model.TEXT_FILE).unlink()
     vision_model.ensure(release=NO_RELEASE)
     assert origin.is_intact(folder)
@@ -115,13 +118,13 @@ def test_two_first_starts_at_once_both_work(cache: Path) -> None:
 
 
 def test_three_ids_get_other_names_and_no_other_token_changes(default_model_folder: Path) -> None:
-    names = json.loads((vision_model.EYE / vision_model.EYE_TOKENS).read_text())
-    text, seeing = (
+    names = json.loads((vision_model.ENCODER_FOLDER / vision_model.IMAGE_TOKENS).read_text())
+    text, vision = (
         json.loads((folder / "tokenizer.json").read_text())
         for folder in (default_model_folder, vision_model.ensure())
     )
     before, after = (
-        {number: token for token, number in one["model"]["vocab"].items()} for one in (text, seeing)
+        {number: token for token, number in one["model"]["vocab"].items()} for one in (text, vision)
     )
     changed = {before[number]: after[number] for number in before if before[number] != after[number]}
     assert len(before) == len(after)
@@ -130,7 +133,7 @@ def test_three_ids_get_other_names_and_no_other_token_changes(default_model_fold
 
 
 def test_pull_and_list_by_name(default_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "pull", "Outrider-See-135M"]) == 0
+    assert main(["models", "pull", "Outrider-Vision-135M"]) == 0
     assert str(vision_model.folder()) in capsys.readouterr().out
     assert main(["models", "--json"]) == 0
     listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
@@ -138,6 +141,34 @@ def test_pull_and_list_by_name(default_model_folder: Path, capsys: pytest.Captur
         assert listed[name]["intact"] is True
         assert listed[name]["head"] == str(shipped_head(default_model_folder))
     assert default_model.NAME in listed[vision_model.NAME]["source"]
+
+
+@pytest.mark.parametrize("old_name", [*vision_model.OLD_NAMES, "Outrider-SEE-135m"])
+def test_the_old_name_goes_on_working(
+    default_model_folder: Path, old_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert find_folder(old_name) == vision_model.ensure() == vision_model.folder()
+    assert model_name(old_name) == vision_model.NAME
+    assert main(["models", "pull", old_name]) == 0
+    assert str(vision_model.folder()) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_intact", [True, False])
+def test_a_folder_of_an_earlier_release_is_taken_over(cache: Path, is_intact: bool) -> None:
+    """The earlier release made the folder under the old name, and described the encoder in other words."""
+    made = vision_model.ensure(release=RELEASE)
+    text_file = (made / vision_model.TEXT_FILE).stat().st_ino
+    origin.write(
+        made, replace(origin.read(made), source="SmolLM2-135M-Instruct and Outrider's eye 0123456789ab")
+    )
+    if not is_intact:
+        (made / vision_model.VISION_FILE).unlink()
+    made.rename(made.with_name(vision_model.OLD_NAMES[0]))
+    assert vision_model.ensure(release=NO_RELEASE) == made
+    assert left_behind(cache) == [default_model.NAME, vision_model.NAME]
+    assert origin.is_intact(made)
+    assert (made / vision_model.TEXT_FILE).stat().st_ino == text_file
+    assert find_cached(vision_model.OLD_NAMES[0]).path == made
 
 
 @pytest.mark.parametrize("model", [default_model, vision_model])
@@ -148,24 +179,24 @@ def test_names_are_found_in_any_case(default_model_folder: Path, model: object) 
 
 
 @pytest.fixture(scope="module")
-def seeing(default_model_folder: Path) -> Iterator[LLM]:
-    with LLM("OUTRIDER-SEE-135m", max_rows=2) as llm:
+def vision_llm(default_model_folder: Path) -> Iterator[LLM]:
+    with LLM("OUTRIDER-VISION-135m", max_rows=2) as llm:
         yield llm
 
 
-def test_it_sees_by_name_from_python_and_drafts_with_the_default_head(
-    seeing: LLM, default_model_folder: Path
+def test_images_are_read_from_python_with_drafts_of_the_default_head(
+    vision_llm: LLM, default_model_folder: Path
 ) -> None:
-    assert seeing.engine.facts.head == str(shipped_head(default_model_folder))
+    assert vision_llm.engine.facts.head == str(shipped_head(default_model_folder))
     question = questions_about_single_shapes()[0]
     content = [{"type": "image", "image": question.url}, {"type": "text", "text": question.text}]
     params = SamplingParams(max_tokens=24, temperature=0, draft_depth=3)
-    out = seeing.chat([{"role": "user", "content": content}], params)
+    out = vision_llm.chat([{"role": "user", "content": content}], params)
     assert out.text.strip() == question.answer
     assert sum(out.stats.accepted) > 0
 
 
-def test_text_is_answered_as_by_the_default_model(seeing: LLM, default_model_folder: Path) -> None:
+def test_text_is_answered_as_by_the_default_model(vision_llm: LLM, default_model_folder: Path) -> None:
     def answer(llm: LLM) -> list[list[int]]:
         params = SamplingParams(max_tokens=24, temperature=0)
         messages = [{"role": "user", "content": "What is the capital of France?"}]
@@ -173,4 +204,4 @@ def test_text_is_answered_as_by_the_default_model(seeing: LLM, default_model_fol
         return [out.prompt_token_ids + out.token_ids for out in outs]
 
     with LLM(default_model_folder, max_rows=2, drafter="none") as llm:
-        assert answer(llm) == answer(seeing)
+        assert answer(llm) == answer(vision_llm)

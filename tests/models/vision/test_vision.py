@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from image_files import noise
 from outrider import LLM
 from outrider.cache.ragged_kv import GridPositions
-from outrider.media.images import picture_of
+from outrider.media.images import image_from_pixels
 from outrider.media.limits import InvalidMedia
 from outrider.models import loader
 from outrider.models.loader import load
 from outrider.models.vision import encoder
 from outrider.models.vision.families import REFUSED, SUPPORTED
 from outrider.models.vision.mrope import SectionedRope, frequency_axes
-from picture_files import noise
 from ragged_rows import error, solo_logits
 from tiny_vision import FAMILIES, TILED, reference_inputs, vision_config, write_vision_checkpoint
 
@@ -53,7 +53,7 @@ def test_hugging_faces_names_load_like_mlx_vlms(tmp_path: Path, family: str) -> 
     )
     assert before.vision is not None
     assert after.vision is not None
-    read = before.vision.reader.read(picture_of(noise(20, 30)))
+    read = before.vision.reader.read(image_from_pixels(noise(20, 30)))
     for size, inputs in read.inputs:
         same = [one.vision.tower.encode(inputs, size) for one in (before, after) if one.vision is not None]
         assert mx.array_equal(*same)
@@ -75,7 +75,7 @@ def test_a_quantised_checkpoint_loads_tower_and_trunk(tmp_path: Path, family: st
     model = write_vision_checkpoint(tmp_path, family)
     exact = load(tmp_path)
     assert exact.vision is not None
-    read = exact.vision.reader.read(picture_of(noise(20, 30)))
+    read = exact.vision.reader.read(image_from_pixels(noise(20, 30)))
     size, inputs = read.inputs[0]
     expected = exact.vision.tower.encode(inputs, size)
     nn.quantize(
@@ -99,7 +99,7 @@ def test_readers_say_what_mlx_vlms_processors_say(tmp_path: Path, family: str) -
     start = "" if family in TILED else "<|vision_start|>"
     for sizes in (((40, 24),), ((16, 16), (100, 20)), ((9, 31), (32, 32), (16, 16))):
         pictures = [noise(*size, seed) for seed, size in enumerate(sizes)]
-        read = [reader.read(picture_of(pixels)) for pixels in pictures]
+        read = [reader.read(image_from_pixels(pixels)) for pixels in pictures]
         words = [f"word {i} {start}" for i in range(len(pictures))]
         asked = "".join(word + reader.placeholder for word in words) + " end"
         inputs = reference_inputs(tmp_path, family, asked, pictures)
@@ -125,7 +125,7 @@ def test_a_picture_of_an_extreme_shape_is_read_or_refused(tmp_path: Path) -> Non
         assert loaded.vision is not None
         for width, height in ((1, 1), (1, 500), (500, 1), (3, 3)):
             with contextlib.suppress(InvalidMedia):
-                read = loaded.vision.reader.read(picture_of(noise(width, height)))
+                read = loaded.vision.reader.read(image_from_pixels(noise(width, height)))
                 for size, inputs in read.inputs:
                     assert mx.isfinite(loaded.vision.tower.encode(inputs, size)).all()
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import origin
 from outrider.models.files.folders import models_folder
+from outrider.models.files.named import named_model
 from outrider.models.files.shipped_head import shipped_head
 from outrider.models.heads import find_head
 
@@ -47,8 +48,10 @@ def cached_models() -> list[CachedModel]:
 def find_cached(name: str) -> CachedModel:
     """The one model of this name; ModelUnavailable if there is none, or more than one."""
     models = cached_models()
-    found = [one for one in models if one.name == name]
-    found = found or [one for one in models if one.name.lower() == name.lower()]
+    own = named_model(name)
+    found = [model for model in models if model.name == name]
+    found = found or [model for model in models if model.name.lower() == name.lower()]
+    found = found or [model for model in models if own is not None and model.name == own.NAME]
     if not found:
         raise ModelUnavailable(f"{name} is not in the cache. `outrider models` lists what is.")
     if len(found) > 1:

@@ -7,16 +7,14 @@ Owns its name, its place in the cache and the notes that go with it. Must not kn
 import shutil
 from pathlib import Path
 
-from outrider.models.errors import ModelUnavailable
 from outrider.models.files import origin
 from outrider.models.files.default_download import SMOLLM2, Release, download
 from outrider.models.files.folders import build_once, models_folder
 from outrider.models.gguf import convert as gguf
 from outrider.progress import Listener, Progress, ignore
 
-__all__ = ["LICENSE", "NAME", "ModelUnavailable", "ensure", "folder", "is_cached"]
-
 NAME = "SmolLM2-135M-Instruct"
+OLD_NAMES: tuple[str, ...] = ()
 LICENSE = "Apache-2.0"
 
 LICENSE_NOTE = f"""{NAME} is the work of Hugging Face (HuggingFaceTB) and is licensed under the

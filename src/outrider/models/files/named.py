@@ -1,4 +1,4 @@
-"""Models that go by a name of their own, in any case, and are made ready on first use. Owns the list."""
+"""The models that Outrider knows by name, in any case, and makes ready on first use."""
 
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +9,7 @@ from outrider.progress import Listener, ProgressBar
 
 class NamedModel(Protocol):
     NAME: str
+    OLD_NAMES: tuple[str, ...]  # names of earlier releases, which go on working
 
     def ensure(self, progress: Listener) -> Path: ...
 
@@ -17,11 +18,12 @@ NAMED: tuple[NamedModel, ...] = (default_model, vision_model)
 
 
 def named_model(name: str | Path) -> NamedModel | None:
-    return next((one for one in NAMED if one.NAME.lower() == str(name).lower()), None)
+    wanted = str(name).lower()
+    return next((model for model in NAMED if wanted in map(str.lower, (model.NAME, *model.OLD_NAMES))), None)
 
 
 def make_ready(model: NamedModel) -> Path:
-    """The model's folder; the terminal shows what is fetched and converted."""
+    """Return the model's folder. A bar on the terminal shows downloads and conversions."""
     bar = ProgressBar()
     try:
         return model.ensure(bar)

@@ -1,14 +1,15 @@
-"""outrider-see-135m: the default model with an eye that comes with Outrider, joined on first use.
+"""outrider-vision-135m: the default model and a vision encoder that ships with Outrider, joined on first use.
 
-Owns its name, its place in the cache and how the two become one folder. The text weights are the default
-model's very file, linked and not copied; three ids of the vocabulary that it never met get the names of
-picture marks. Must not know how the default model is fetched, nor how a model is run.
+Owns the model's name, its folder in the cache and the joining. The text weights are the default model's own
+file, linked and not copied. Three vocabulary ids that the default model never saw in training are renamed to
+image marks. Must not know how the default model is fetched or how a model is run.
 """
 
 import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,23 @@ from outrider.models.files.default_download import SMOLLM2, Release
 from outrider.models.files.folders import build_once, models_folder
 from outrider.progress import Listener, ignore
 
-NAME = "outrider-see-135m"
-EYE = Path(__file__).parent / "data" / NAME
-EYE_WEIGHTS, EYE_CONFIG, EYE_TOKENS, CHAT_TEMPLATE = (
-    "vision.safetensors",
-    "config.json",
-    "tokens.json",
-    "chat_template.jinja",
-)
+NAME = "outrider-vision-135m"
+OLD_NAMES: tuple[str, ...] = ("outrider-see-135m",)  # of earlier releases; accepted like NAME
+
+# The files that ship with Outrider.
+ENCODER_FOLDER = Path(__file__).parent / "data" / NAME
+ENCODER_WEIGHTS = "vision.safetensors"
+ENCODER_CONFIG = "config.json"
+IMAGE_TOKENS = "tokens.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-TEXT_FILE, EYE_FILE = "model-text.safetensors", "model-vision.safetensors"
-TOP_LEVEL = (
+
+# The weight files of the joined model.
+TEXT_FILE = "model-text.safetensors"
+VISION_FILE = "model-vision.safetensors"
+
+# Keys of the text model's config that the joined config repeats at its top level.
+TOP_LEVEL_KEYS = (
     "bos_token_id",
     "pad_token_id",
     "eos_token_id",
@@ -39,67 +46,77 @@ EMBEDDING = "model.embed_tokens"
 
 
 def folder() -> Path:
-    """Where the model is, or will be."""
     return models_folder() / NAME
 
 
 def ensure(progress: Listener = ignore, release: Release = SMOLLM2) -> Path:
-    """The model's folder; made on first use, and again when another eye comes with Outrider.
+    """Return the model's folder. Build the folder on first use and after an update of the vision encoder.
 
-    Fetches the default model if need be. Raises ModelUnavailable when that cannot be had.
+    Downloads the default model if needed. Raises ModelUnavailable if the default model cannot be had.
     """
-    source = source_of(EYE)
+    source = source_of(ENCODER_FOLDER)
 
     def build(work: Path) -> None:
-        model = default_model.ensure(progress, release)
-        _link(model / "model.safetensors", work / TEXT_FILE)
-        shutil.copyfile(EYE / EYE_WEIGHTS, work / EYE_FILE)
-        write_settings(model, EYE, work)
-        seal(model, work, source)
+        text_model = default_model.ensure(progress, release)
+        _link(text_model / "model.safetensors", work / TEXT_FILE)
+        shutil.copyfile(ENCODER_FOLDER / ENCODER_WEIGHTS, work / VISION_FILE)
+        write_settings(text_model, ENCODER_FOLDER, work)
+        seal(text_model, work, source)
 
     def is_usable(made: Path) -> bool:
         record = origin.read(made)
         return record is not None and record.source == source and origin.is_intact(made)
 
+    _rename_old_folder()
     return build_once(folder(), build, is_usable)
 
 
-def source_of(eye: Path) -> str:
-    """In words: of what a folder is made. Two eyes never share them."""
+def _rename_old_folder() -> None:
+    """Rename a folder that an earlier release made, so that only one copy stays in the cache."""
+    for name in OLD_NAMES:
+        with suppress(OSError):  # no such folder, or the new folder exists already
+            os.rename(models_folder() / name, folder())
+
+
+def source_of(encoder: Path) -> str:
+    """Describe what a joined folder is made from. Another encoder has another description."""
     digest = hashlib.sha256()
-    for name in (EYE_WEIGHTS, EYE_CONFIG, EYE_TOKENS, CHAT_TEMPLATE, *PROCESSOR_FILES):
-        digest.update(hashlib.sha256((eye / name).read_bytes()).digest())
-    return f"{default_model.NAME} and Outrider's eye {digest.hexdigest()[:12]}"
+    for name in (ENCODER_WEIGHTS, ENCODER_CONFIG, IMAGE_TOKENS, CHAT_TEMPLATE, *PROCESSOR_FILES):
+        digest.update(hashlib.sha256((encoder / name).read_bytes()).digest())
+    return f"{default_model.NAME} and Outrider's vision encoder {digest.hexdigest()[:12]}"
 
 
-def write_settings(model: Path, eye: Path, folder: Path) -> None:
-    """All files but the weights. `model`: the default model's folder; `eye`: what comes with Outrider."""
-    config = joined_config(_read_json(model / "config.json"), _read_json(eye / EYE_CONFIG))
+def write_settings(text_model: Path, encoder: Path, folder: Path) -> None:
+    """Write all files except the weights. `encoder` is the folder that ships with Outrider."""
+    config = joined_config(_read_json(text_model / "config.json"), _read_json(encoder / ENCODER_CONFIG))
     _write_json(folder / "config.json", config)
-    tokenizer = renamed_tokens(_read_json(model / "tokenizer.json"), _read_json(eye / EYE_TOKENS))
+    tokenizer = renamed_tokens(_read_json(text_model / "tokenizer.json"), _read_json(encoder / IMAGE_TOKENS))
     _write_json(folder / "tokenizer.json", tokenizer)
-    settings = _read_json(model / "tokenizer_config.json")
-    settings["chat_template"] = (eye / CHAT_TEMPLATE).read_text()
+    settings = _read_json(text_model / "tokenizer_config.json")
+    settings["chat_template"] = (encoder / CHAT_TEMPLATE).read_text()
     _write_json(folder / "tokenizer_config.json", settings)
-    for file in (model / "generation_config.json", model / "LICENSE"):
-        shutil.copyfile(file, folder / file.name)
+    for name in ("generation_config.json", "LICENSE"):
+        shutil.copyfile(text_model / name, folder / name)
     for name in (CHAT_TEMPLATE, *PROCESSOR_FILES):
-        shutil.copyfile(eye / name, folder / name)
-    shutil.copyfile(eye / "MODEL_CARD.md", folder / "README.md")
+        shutil.copyfile(encoder / name, folder / name)
+    shutil.copyfile(encoder / "MODEL_CARD.md", folder / "README.md")
 
 
-def seal(model: Path, folder: Path, source: str) -> None:
-    """Its origin names the default model's file, by which the default model's head is found."""
-    made_from = origin.read(model)
-    sha256 = made_from.sha256 if made_from is not None else None
+def seal(text_model: Path, folder: Path, source: str) -> None:
+    """Write the origin. The MTP head is found by the checksum of the default model's file in the origin."""
+    text_origin = origin.read(text_model)
+    sha256 = text_origin.sha256 if text_origin is not None else None
     origin.write(folder, origin.Origin(NAME, source, default_model.LICENSE, sha256))
 
 
-def joined_config(text: dict[str, Any], eye: dict[str, Any]) -> dict[str, Any]:
-    """An embedding quantised in its own way is told twice: under mlx-lm's name and under mlx-vlm's."""
+def joined_config(text: dict[str, Any], encoder: dict[str, Any]) -> dict[str, Any]:
+    """Put the text model's config into the vision model's.
+
+    An entry for the embedding's quantisation is repeated under the names that mlx-vlm uses.
+    """
     text = dict(text)
     quantization = text.pop("quantization", None)
-    joined = {**eye, **{key: text[key] for key in TOP_LEVEL if key in text}, "text_config": text}
+    joined = {**encoder, **{key: text[key] for key in TOP_LEVEL_KEYS if key in text}, "text_config": text}
     if quantization:
         joined["quantization"] = dict(quantization)
     if quantization and EMBEDDING in quantization:
@@ -109,17 +126,17 @@ def joined_config(text: dict[str, Any], eye: dict[str, Any]) -> dict[str, Any]:
 
 
 def renamed_tokens(tokenizer: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """A tokenizer in which some tokens go by other names."""
+    """Return the content of tokenizer.json with some tokens renamed. `names`: old name to new name."""
     added = [
         {**token, "content": names.get(token["content"], token["content"])}
         for token in tokenizer["added_tokens"]
     ]
-    vocabulary = {names.get(token, token): number for token, number in tokenizer["model"]["vocab"].items()}
+    vocabulary = {names.get(token, token): index for token, index in tokenizer["model"]["vocab"].items()}
     return {**tokenizer, "added_tokens": added, "model": {**tokenizer["model"], "vocab": vocabulary}}
 
 
 def _link(file: Path, target: Path) -> None:
-    """One file under two names, or a copy where the disk knows no links."""
+    """Hard-link the file, or copy it on a file system without hard links."""
     try:
         os.link(file, target)
     except OSError:

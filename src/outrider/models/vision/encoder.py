@@ -19,13 +19,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_reduce
 
-from outrider.media.image_reader import PictureReader
+from outrider.media.image_reader import ImageReader
 from outrider.models.errors import ModelUnavailable
 from outrider.models.vision.families import VisionFamily
 from outrider.models.vision.image_processor import GridReader, TileReader
 from outrider.models.vision.text_model import IDEFICS_TOWER
 
-READERS: Mapping[str, Callable[..., PictureReader]] = {"tiles": TileReader, "grid": GridReader}
+READERS: Mapping[str, Callable[..., ImageReader]] = {"tiles": TileReader, "grid": GridReader}
 LANGUAGE = "language_model"
 
 
@@ -34,7 +34,7 @@ class LoadedVision:
     """What a vision checkpoint has beside its trunk: a reader for any thread, a tower for the engine's."""
 
     family: VisionFamily
-    reader: PictureReader
+    reader: ImageReader
     tower: VisionTower
 
 

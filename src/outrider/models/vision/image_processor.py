@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.media.image_reader import ReadPicture
-from outrider.media.images import Picture
+from outrider.media.image_reader import ProcessedImage
+from outrider.media.images import DecodedImage
 from outrider.media.limits import InvalidMedia
 from outrider.prompt_media import MediaPiece, PromptMedia, grid_positions
 
@@ -31,7 +31,7 @@ class TileReader:
         self._around = str(processor.fake_image_token)
         self._global = str(getattr(processor, "global_image_token", None) or processor.global_image_tag)
 
-    def read(self, picture: Picture) -> ReadPicture:
+    def read(self, picture: DecodedImage) -> ProcessedImage:
         found = _processed(self._image_processor, [[_as_pil(picture)]], return_row_col_info=True)
         pixels = np.asarray(found["pixel_values"], np.float32)  # [1, tiles, 3, side, side]
         mask = np.asarray(found["pixel_attention_mask"])  # [1, tiles, side, side]
@@ -41,9 +41,9 @@ class TileReader:
             some = slice(first, first + TILES_AT_ONCE)
             inputs = {"pixel_values": pixels[:, some], "pixel_attention_mask": mask[:, some]}
             parts.append((inputs["pixel_values"].shape[1] * self._per_tile, inputs))
-        return ReadPicture(picture.digest, text, tuple(parts))
+        return ProcessedImage(picture.digest, text, tuple(parts))
 
-    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> PromptMedia:
+    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ProcessedImage]) -> PromptMedia:
         return PromptMedia(_pieces(prompt_ids, self._image_token_id, pictures))
 
     def _text(self, rows: int, columns: int) -> str:
@@ -66,7 +66,7 @@ class GridReader:
         self._image_token_id = int(config.get("image_token_id", processor.image_token_id))
         self._merge = int(self._image_processor.merge_size)
 
-    def read(self, picture: Picture) -> ReadPicture:
+    def read(self, picture: DecodedImage) -> ProcessedImage:
         found = _processed(self._image_processor, [_as_pil(picture)])
         patches = np.asarray(found["image_grid_thw"])[0]
         grid = (int(patches[0]), int(patches[1]) // self._merge, int(patches[2]) // self._merge)
@@ -75,15 +75,15 @@ class GridReader:
             "image_grid_thw": np.asarray(found["image_grid_thw"], np.int32),
         }
         size = int(np.prod(grid))
-        return ReadPicture(picture.digest, self.placeholder * size, ((size, inputs),), grid)
+        return ProcessedImage(picture.digest, self.placeholder * size, ((size, inputs),), grid)
 
-    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ReadPicture]) -> PromptMedia:
+    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ProcessedImage]) -> PromptMedia:
         pieces = _pieces(prompt_ids, self._image_token_id, pictures)
         grids = [picture.grid for picture in pictures if picture.grid is not None]
         return PromptMedia(pieces, *grid_positions(prompt_ids, self._image_token_id, grids))
 
 
-def _as_pil(picture: Picture) -> Any:
+def _as_pil(picture: DecodedImage) -> Any:
     from PIL import Image
 
     return Image.fromarray(picture.pixels)
@@ -97,7 +97,7 @@ def _processed(image_processor: Any, pictures: Any, **options: Any) -> Any:
 
 
 def _pieces(
-    prompt_ids: Sequence[int], image_token_id: int, pictures: Sequence[ReadPicture]
+    prompt_ids: Sequence[int], image_token_id: int, pictures: Sequence[ProcessedImage]
 ) -> tuple[MediaPiece, ...]:
     cells = np.flatnonzero(np.asarray(prompt_ids) == image_token_id).astype(np.int32)
     wanted = sum(size for picture in pictures for size, _ in picture.inputs)

@@ -1,4 +1,4 @@
-"""The held-out pictures that outrider-see-135m is asked about, drawn by the code that drew its training's."""
+"""The held-out images for outrider-vision-135m, drawn by the code that drew its training images."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.models.files.vision_model import EYE
-from picture_files import data_url, encoded
+from image_files import data_url, encoded
+from outrider.models.files.vision_model import ENCODER_FOLDER
 
 DRAWING = Path(__file__).parent.parent / "recipes" / "vision"
 SHAPE_AND_COLOUR = ("shape", "colour")
@@ -19,10 +19,10 @@ SHAPE_AND_COLOUR = ("shape", "colour")
 
 @dataclass(frozen=True)
 class Question:
-    shape: str  # what is in the picture, or its first thing
+    shape: str  # the shape of the only thing, or of the first thing, in the image
     num_shapes: int
     kind: str  # "shape" or "colour"
-    url: str  # of the picture
+    url: str  # of the image
     text: str
     answer: str
 
@@ -32,8 +32,8 @@ class Question:
 
 
 def questions_about_shapes() -> list[Question]:
-    """All that ask for a shape or a colour, of one shape or of one of several."""
-    stored = json.loads((EYE / "held_out_pictures.json").read_text())
+    """All questions about a shape or a colour, of one shape or of one among several."""
+    stored = json.loads((ENCODER_FOLDER / "held_out_images.json").read_text())
     return [question for picture in stored for question in _questions(picture)]
 
 

@@ -1,4 +1,4 @@
-"""The eye and the trunk together: answers' logits from a batch, and the eye's file."""
+"""The vision encoder and the trunk together: answers' logits from a batch, and the encoder's file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from conversations import MOST_BRANCHES
 from frozen import FrozenTrunk
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from vit import Eye
+from vit import VisionEncoder
 
 
-def answer_logits(eye: Eye, trunk: FrozenTrunk, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits where an answer's token comes next, float32 [n, V], and the eye's patches."""
+def answer_logits(encoder: VisionEncoder, trunk: FrozenTrunk, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits where an answer's token comes next, float32 [n, V], and the encoder's patches."""
     with torch.autocast(batch.pixels.device.type, torch.bfloat16, enabled=batch.pixels.is_cuda):
-        patches, pictures = eye(batch.pixels)
+        patches, pictures = encoder(batch.pixels)
     rows, width = batch.token_ids.shape
     x = trunk.embed(batch.token_ids).flatten(0, 1)
     x = x.index_copy(0, batch.picture_at, pictures.float().flatten(0, 1))
@@ -35,13 +35,17 @@ def sees(parts: Tensor) -> Tensor:
     return torch.tril(same & shared)
 
 
-def save_eye(eye: Eye, file: Path, dtype: torch.dtype, notes: dict[str, str] | None = None) -> None:
-    weights = {f"model.{name}": weight.detach().to("cpu", dtype) for name, weight in eye.state_dict().items()}
+def save_encoder(
+    encoder: VisionEncoder, file: Path, dtype: torch.dtype, notes: dict[str, str] | None = None
+) -> None:
+    weights = {
+        f"model.{name}": weight.detach().to("cpu", dtype) for name, weight in encoder.state_dict().items()
+    }
     save_file(weights, file, {"format": "pt", **(notes or {})})
 
 
-def load_eye(file: Path, device: str) -> Eye:
-    eye = Eye()
+def load_encoder(file: Path, device: str) -> VisionEncoder:
+    encoder = VisionEncoder()
     weights = load_file(file)
-    eye.load_state_dict({name.removeprefix("model."): weight.float() for name, weight in weights.items()})
-    return eye.to(device)
+    encoder.load_state_dict({name.removeprefix("model."): weight.float() for name, weight in weights.items()})
+    return encoder.to(device)
