@@ -7,6 +7,7 @@ import gguf_reference
 import mlx.core as mx
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from gguf_writer import Tensor, TinyModel, plain
 from mlx_lm.utils import load_tokenizer
 
@@ -50,6 +51,27 @@ def test_k_quants_come_close_to_the_files_own_model(tmp_path):
     assert modules["bits"] == 4
     assert modules["model.layers.0.self_attn.k_proj"]["bits"] == 5
     assert "model.layers.0.self_attn.q_proj" not in modules  # Q6_K: plain float16
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+def test_types_without_an_mlx_form_become_float16(tmp_path, kind, caplog):
+    """The same values, dequantised beforehand and stored as F16, give the same folder."""
+    rng = np.random.default_rng(4)
+    stored, dense = WIDE.file("Q8_0"), WIDE.file("Q8_0")
+    at = next(i for i, tensor in enumerate(stored.tensors) if tensor.name == "blk.0.ffn_up.weight")
+    type_id = GGMLQuantizationType[kind]
+    block, block_bytes = GGML_QUANT_SIZES[type_id]
+    raw = rng.integers(0, 64, size=(256, 256 // block * block_bytes), dtype=np.uint8)
+    stored.tensors[at] = Tensor("blk.0.ffn_up.weight", (256, 256), type_id.value, raw.tobytes())
+    dense.tensors[at] = plain("blk.0.ffn_up.weight", dequantize(raw, type_id), "F16")
+    weights = []
+    for name, file in (("stored", stored), ("dense", dense)):
+        (tmp_path / name).mkdir()
+        _, folder = convert(file, tmp_path / name)
+        weights.append(mx.load(str(folder / "model.safetensors")))
+    assert f"{kind} (1 tensors): these weights become float16" in caplog.text
+    assert weights[0].keys() == weights[1].keys()
+    assert all(mx.array_equal(array, weights[1][name]).item() for name, array in weights[0].items())
 
 
 def test_mixed_quantisations_are_listed_by_module(tmp_path):
@@ -216,13 +238,12 @@ def test_what_is_not_supported_is_refused_before_anything_is_written(tmp_path, c
 
 @pytest.mark.parametrize(
     ("type_id", "block_bytes", "name"),
-    [(11, 110, "Q3_K"), (10, 84, "Q2_K"), (20, 18, "IQ4_NL"), (99, 0, "type 99")],
+    [(15, 292, "Q8_K"), (24, 256, "I8"), (99, 0, "type 99")],
 )
 def test_unsupported_quantisations_are_named(tmp_path, type_id, block_bytes, name):
     file = WIDE.file("F32")
-    blocks = {20: 256 * 256 // 32}.get(type_id, 256)
     at = next(i for i, tensor in enumerate(file.tensors) if tensor.name == "blk.0.ffn_up.weight")
-    file.tensors[at] = Tensor("blk.0.ffn_up.weight", (256, 256), type_id, bytes(blocks * block_bytes))
+    file.tensors[at] = Tensor("blk.0.ffn_up.weight", (256, 256), type_id, bytes(256 * block_bytes))
     with pytest.raises(UnreadableGGUF, match=f"{name} \\(1 tensors\\).*Q4_K"):
         convert(file, tmp_path)
 

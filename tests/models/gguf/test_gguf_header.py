@@ -1,5 +1,6 @@
 import contextlib
 import re
+import struct
 
 import pytest
 from gguf_writer import File, Tensor, TinyModel, plain
@@ -60,7 +61,49 @@ def test_unknown_tensor_types_are_named_by_number(tmp_path):
 
 def test_rows_that_do_not_fill_their_blocks_are_refused(tmp_path):
     path = File({}, [Tensor("w", (2, 48), 2, bytes(54))]).write(tmp_path / "m.gguf")
-    with pytest.raises(UnreadableGGUF, match="do not fill Q4_0 blocks"):
+    with pytest.raises(UnreadableGGUF, match="does not fill Q4_0 blocks"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0), ()])
+def test_a_tensor_without_elements_is_refused(tmp_path, shape):
+    path = File({}, [Tensor("w", shape, 0, b"")]).write(tmp_path / "m.gguf")
+    with pytest.raises(UnreadableGGUF, match="a tensor w of shape"):
+        read_header(path)
+
+
+def _one_entry(kind, payload):
+    """A file whose only metadata entry has the given type and payload."""
+    entry = struct.pack("<Q", 1) + b"a" + struct.pack("<I", kind) + payload
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry
+
+
+HOSTILE = {
+    "huge array": _one_entry(9, struct.pack("<IQ", 0, 1 << 40)),
+    "huge array of strings": _one_entry(9, struct.pack("<IQ", 8, 1 << 63)),
+    "huge string": _one_entry(8, struct.pack("<Q", 1 << 62)),
+    "huge number of entries": b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60) + bytes(100),
+    "huge number of tensors": b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0) + bytes(100),
+    "nested arrays": _one_entry(9, struct.pack("<IQ", 9, 1) * 100_000),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_counts_are_refused(tmp_path, case):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(HOSTILE[case])
+    with pytest.raises(UnreadableGGUF, match=r"ends too early|not a readable"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("offset", [1 << 20, (1 << 64) - 32])
+def test_a_tensor_outside_the_file_is_refused(tmp_path, offset):
+    data = bytearray(File({}, [plain("w", [[1.0] * 8])]).to_bytes())
+    assert data[53:65] == struct.pack("<IQ", 0, 0)  # the tensor's type and offset
+    data[57:65] = struct.pack("<Q", offset)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(UnreadableGGUF, match="ends too early"):
         read_header(path)
 
 

@@ -1,15 +1,23 @@
-"""Reading one tensor of a GGUF file: its stored blocks become arrays in MLX's own forms.
+"""Reads one tensor of a GGUF file into arrays in MLX's formats.
 
-Owns the block layouts. Must not know names or models. MLX can load GGUF files itself, but release 0.32
-reads Q4_K wrongly and drops types it does not know, both without a word; so the bytes are read here.
+Owns the block layouts of the types that stay quantised. Must not know names or models. mx.load also reads
+GGUF files, but MLX 0.32 reads Q4_K wrongly and leaves out types that it does not know, both without an error.
 
-Most types are affine in groups of 32, w = scale * code + bias, which is MLX's quantised form. Those whose
-scales are float16 in the file (Q4_0 to Q8_0) keep every bit. The scales of K-quants are products; they are
-rounded to float16. Q6_K has groups of 16, which MLX lacks, and becomes plain float16.
+| stored as                    | becomes                                                                    |
+|------------------------------|----------------------------------------------------------------------------|
+| F32, F16, BF16               | the same dtype                                                             |
+| Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 | MLX affine quantisation, groups of 32: w = scale * code + bias, every bit  |
+| Q4_K, Q5_K                   | the same; their scales are products, which are rounded to float16          |
+| other types                  | float16: the gguf package dequantises them, and MLX has no such quantised  |
+|                              | format (Q2_K, Q3_K and Q6_K have groups of 16, IQ types have codebooks)    |
+
+The gguf package offers only dequantised floats, so the codes and scales of affine types are read here.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import UnreadableGGUF
-from outrider.models.gguf.header import TENSOR_TYPES, TensorInfo
+from outrider.models.gguf.header import TensorInfo
 
-GROUP_SIZE = 32
+GROUP_SIZE = 32  # weights that share a scale and a bias
+ROWS_AT_ONCE = 1024  # rows dequantised at a time: the float32 copy stays small; chosen by hand
 
 Bytes = NDArray[Any]  # uint8 [blocks, bytes of a block]
 Floats = NDArray[Any]  # float32
@@ -38,29 +47,69 @@ class Groups:
 @dataclass(frozen=True)
 class AffineType:
     bits: int
+    block_bytes: int
     read: Callable[[Bytes], Groups]
 
 
+@cache
+def readable_types() -> tuple[str, ...]:
+    """Return the names of all types that can be read.
+
+    The gguf package has no such list, so the function tries to dequantise one block of each type.
+    """
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    names = list(PLAIN_TYPES)
+    for kind, (_, block_bytes) in GGML_QUANT_SIZES.items():
+        if kind.name in PLAIN_TYPES:
+            continue
+        try:
+            dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+        except NotImplementedError:
+            continue
+        names.append(kind.name)
+    return tuple(names)
+
+
+def affine_type(info: TensorInfo) -> AffineType | None:
+    """Return the type of a tensor that stays quantised, else None. MLX quantises matrices only."""
+    return AFFINE_TYPES.get(info.type_name) if len(info.shape) == 2 else None
+
+
+@np.errstate(all="ignore")  # _half refuses numbers that overflow
 def read_tensor(path: Path, info: TensorInfo) -> dict[str, mx.array]:
-    """The parts of a tensor as a module names them: `weight`; if quantised, `scales` and `biases` too."""
+    """Return the tensor's parts: `weight`, and `scales` and `biases` if the tensor stays quantised."""
     raw = np.memmap(path, dtype=np.uint8, mode="r", offset=info.position, shape=(info.num_bytes,))
     if info.type_name in PLAIN_TYPES:
         return {"weight": PLAIN_TYPES[info.type_name](raw).reshape(info.shape)}
-    blocks = raw.reshape(-1, TENSOR_TYPES[info.type_id].block_bytes)
-    if info.type_name == "Q6_K":
-        return {"weight": mx.array(_half(_q6_k(blocks), info)).reshape(info.shape)}
-    kind = AFFINE_TYPES[info.type_name]
-    groups = kind.read(blocks)
+    affine = affine_type(info)
+    if affine is None:
+        return {"weight": _dequantise(raw, info)}
+    groups = affine.read(raw.reshape(-1, affine.block_bytes))
     num_rows = info.shape[0]
     return {
-        "weight": mx.array(pack(groups.codes, kind.bits).reshape(num_rows, -1)),
+        "weight": mx.array(pack(groups.codes, affine.bits).reshape(num_rows, -1)),
         "scales": mx.array(_half(groups.scales, info).reshape(num_rows, -1)),
         "biases": mx.array(_half(groups.biases, info).reshape(num_rows, -1)),
     }
 
 
+def _dequantise(raw: Bytes, info: TensorInfo) -> mx.array:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType[info.type_name]
+    rows = raw.reshape(math.prod(info.shape[:-1]), -1)
+    half = np.empty((len(rows), info.shape[-1]), np.float16)
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        some = slice(first, first + ROWS_AT_ONCE)
+        half[some] = _half(dequantize(rows[some], kind), info)
+    return mx.array(half.reshape(info.shape))
+
+
 def pack(codes: Bytes, bits: int) -> NDArray[np.uint32]:
-    """MLX's packing: one stream of bits, the lowest bit of the first code first."""
+    """Pack codes as MLX does: one stream of bits, beginning with the lowest bit of the first code."""
     if bits == 8:
         stream = np.ascontiguousarray(codes)
     elif bits == 4:
@@ -78,19 +127,17 @@ def _bits_of(codes: Bytes, bits: int) -> Bytes:
 def _half(values: Floats, info: TensorInfo) -> NDArray[np.float16]:
     half = values.astype(np.float16)
     if not np.isfinite(half).all():
-        raise UnreadableGGUF(
-            f"Tensor {info.name} has numbers that do not fit into float16; the file is damaged."
-        )
+        raise UnreadableGGUF(f"Tensor {info.name} has numbers that float16 cannot hold: the file is damaged.")
     return half
 
 
 def _floats(raw: Bytes) -> Floats:
-    """[blocks, 2n] bytes of float16 as [blocks, n] numbers."""
+    """Convert float16 bytes [blocks, 2n] to numbers [blocks, n]."""
     return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
 
 
 def _nibbles(raw: Bytes) -> Bytes:
-    """All low halves, then all high halves: the order of the weights in every 4-bit type."""
+    """Return all low nibbles, then all high nibbles: the order of the weights in every 4-bit type."""
     return np.concatenate([raw & 15, raw >> 4], axis=-1)
 
 
@@ -113,13 +160,13 @@ def _q5_1(raw: Bytes) -> Groups:
 
 
 def _fifth_bits(raw: Bytes) -> Bytes:
-    """Bit i of four bytes belongs to weight i."""
+    """Bit i of the four bytes is the fifth bit of weight i."""
     return np.unpackbits(raw, axis=-1, bitorder="little") << 4
 
 
 def _q8_0(raw: Bytes) -> Groups:
     scales = _floats(raw[:, :2])
-    return Groups(raw[:, 2:] ^ 128, scales, -128 * scales)  # a signed byte plus 128
+    return Groups(raw[:, 2:] ^ 128, scales, -128 * scales)  # code = signed byte + 128
 
 
 def _q4_k(raw: Bytes) -> Groups:
@@ -128,35 +175,29 @@ def _q4_k(raw: Bytes) -> Groups:
 
 
 def _q5_k(raw: Bytes) -> Groups:
-    """Byte l of 32 holds the fifth bits of weight l in each of the eight groups."""
+    """Byte i of the 32 bytes of fifth bits holds one bit of weight i of each of the eight groups."""
     codes = _nibbles(raw[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     fifth = np.unpackbits(raw[:, None, 16:48], axis=1, bitorder="little")
     return _k_groups(raw, codes | (fifth << 4))
 
 
 def _k_groups(raw: Bytes, codes: Bytes) -> Groups:
-    """Eight groups share two float16 factors, for their 6-bit scales and for their 6-bit minima."""
+    """Eight groups share two float16 factors: one for their 6-bit scales, one for their 6-bit minima."""
     factors = _floats(raw[:, :4])
     scales, minima = _six_bit_pairs(raw[:, 4:16])
     return Groups(codes, factors[:, :1] * scales, -factors[:, 1:] * minima)
 
 
 def _six_bit_pairs(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Twelve bytes s m h of four: six bits of s and m are groups 0 to 3; groups 4 to 7 have their
-    low four bits in h (scale low, minimum high) and their top two in the top of s and m."""
+    """Unpack the scales and minima of eight groups from twelve bytes: four bytes each of s, m and h.
+
+    groups 0 to 3:  scale = low 6 bits of s                       minimum = low 6 bits of m
+    groups 4 to 7:  scale = top 2 bits of s, then low 4 bits of h  minimum = top 2 of m, then top 4 of h
+    """
     s, m, h = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([s & 63, (h & 15) | (s >> 6 << 4)], axis=-1)
     minima = np.concatenate([m & 63, (h >> 4) | (m >> 6 << 4)], axis=-1)
     return scales, minima
-
-
-def _q6_k(raw: Bytes) -> Floats:
-    """Two halves of 128 weights: 64 bytes of low nibbles, 32 bytes of four 2-bit tops; 16 signed scales."""
-    low = _nibbles(raw[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
-    tops = raw[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
-    codes = (low | ((tops & 3) << 4)).reshape(-1, 16, 16).astype(np.float32) - 32
-    scales = _floats(raw[:, 208:210]) * np.ascontiguousarray(raw[:, 192:208]).view(np.int8)
-    return codes * scales[..., None]
 
 
 PLAIN_TYPES: Mapping[str, Callable[[Bytes], mx.array]] = {
@@ -165,12 +206,11 @@ PLAIN_TYPES: Mapping[str, Callable[[Bytes], mx.array]] = {
     "BF16": lambda raw: mx.array(raw.view(np.uint16)).view(mx.bfloat16),
 }
 AFFINE_TYPES: Mapping[str, AffineType] = {
-    "Q4_0": AffineType(4, _q4_0),
-    "Q4_1": AffineType(4, _q4_1),
-    "Q5_0": AffineType(5, _q5_0),
-    "Q5_1": AffineType(5, _q5_1),
-    "Q8_0": AffineType(8, _q8_0),
-    "Q4_K": AffineType(4, _q4_k),
-    "Q5_K": AffineType(5, _q5_k),
+    "Q4_0": AffineType(4, 18, _q4_0),
+    "Q4_1": AffineType(4, 20, _q4_1),
+    "Q5_0": AffineType(5, 22, _q5_0),
+    "Q5_1": AffineType(5, 24, _q5_1),
+    "Q8_0": AffineType(8, 34, _q8_0),
+    "Q4_K": AffineType(4, 144, _q4_k),
+    "Q5_K": AffineType(5, 176, _q5_k),
 }
-READ_TYPES = (*PLAIN_TYPES, *AFFINE_TYPES, "Q6_K")

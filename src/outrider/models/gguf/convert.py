@@ -1,15 +1,17 @@
-"""From a GGUF file to an ordinary model folder: config.json, weights, tokenizer, chat template.
+"""Converts a GGUF file into an ordinary model folder: config.json, weights, tokenizer, chat template.
 
-Owns the names, the order of rows and the dtypes of the weights. `convert` writes the files;
-`ensure_converted` keeps the result in the cache. Must not know how a model is run.
+Owns the names, the row order and the dtypes of the weights. `convert` writes the files; `ensure_converted`
+stores the folder in the cache. Must not know how a model is run.
 
-Quantised weights stay quantised (gguf_blocks says how); what cannot be read is refused by name, at once.
+Weights of types that MLX can represent stay quantised (see blocks.py); the others become float16. A file that
+cannot be converted is refused before anything is written.
 """
 
 import hashlib
 import json
+import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,18 @@ from outrider.models.errors import ModelUnavailable, UnreadableGGUF
 from outrider.models.files import origin
 from outrider.models.files.folders import build_once, models_folder
 from outrider.models.gguf import tokenizer as gguf_tokenizer
-from outrider.models.gguf.blocks import AFFINE_TYPES, GROUP_SIZE, READ_TYPES, read_tensor
+from outrider.models.gguf.blocks import (
+    AFFINE_TYPES,
+    GROUP_SIZE,
+    PLAIN_TYPES,
+    affine_type,
+    read_tensor,
+    readable_types,
+)
 from outrider.models.gguf.config import Family, family_of, model_config
 from outrider.models.gguf.header import Header, read_header
+
+log = logging.getLogger(__name__)
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -46,7 +57,7 @@ Weights = dict[str, mx.array]
 
 
 def ensure_converted(path: Path) -> Path:
-    """The cached model folder of a GGUF file, made on first use and again when the file has changed."""
+    """Return the cached model folder of a GGUF file. Convert the file on first use and after a change."""
     path = path.expanduser().resolve()
     try:
         stat = path.stat()
@@ -55,19 +66,19 @@ def ensure_converted(path: Path) -> Path:
     key = hashlib.sha256(f"{path}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:12]
 
     def build(folder: Path) -> None:
-        convert(path, folder)
-        origin.write(folder, origin.Origin(name=path.stem, source=str(path), license=license_of(path)))
+        license = convert(path, folder)
+        origin.write(folder, origin.Origin(name=path.stem, source=str(path), license=license))
 
     return build_once(models_folder() / f"{path.stem}-{key}", build, origin.is_intact)
 
 
-def convert(path: Path, folder: Path) -> None:
-    """Write the model of the GGUF file `path` into the existing `folder`.
+def convert(path: Path, folder: Path) -> str:
+    """Write the model of the GGUF file `path` into the existing `folder`. Return the licence the file names.
 
     Raises UnreadableGGUF for a file that is damaged or not supported, before anything is written.
     """
     header = read_header(path)
-    check_tensors(header)
+    _check_tensors(header)
     tokenizer = gguf_tokenizer.from_header(header)
     tensors = _load(path, header)
     factors = tensors.pop(ROPE_FACTORS, None)
@@ -78,26 +89,28 @@ def convert(path: Path, folder: Path) -> None:
     _write_json(folder / "generation_config.json", tokenizer.special_ids())
     tokenizer.save(folder, config["max_position_embeddings"])
     _save(folder / "model.safetensors", weights)
+    return str(header.metadata.get("general.license", "unknown"))
 
 
-def license_of(path: Path) -> str:
-    return str(read_header(path).metadata.get("general.license", "unknown"))
-
-
-def check_tensors(header: Header) -> None:
-    """Refuse a file with tensors that are missing, unknown or stored in a way that is not read here."""
+def _check_tensors(header: Header) -> None:
+    """Refuse a file with missing tensors, unknown tensors or types that cannot be read."""
     expected = _expected_names(header)
     if missing := sorted(expected - header.tensors.keys()):
         raise UnreadableGGUF(f"The file lacks tensors of its architecture: {_listed(missing)}.")
     if unknown := sorted(header.tensors.keys() - expected - {ROPE_FACTORS}):
         raise UnreadableGGUF(f"The file has tensors that this architecture does not use: {_listed(unknown)}.")
-    unread = Counter(each.type_name for each in header.tensors.values() if each.type_name not in READ_TYPES)
-    if unread:
-        kinds = ", ".join(f"{kind} ({count} tensors)" for kind, count in sorted(unread.items()))
+    types = Counter(info.type_name for info in header.tensors.values())
+    if unreadable := types.keys() - set(readable_types()):
         raise UnreadableGGUF(
-            f"The file stores weights as {kinds}, which is not supported. These are: "
-            f"{', '.join(READ_TYPES)}. Take another quantisation of the model."
+            f"The file stores weights as {_counted(types, unreadable)}, which Outrider cannot read. Readable "
+            f"types: {', '.join(readable_types())}. Use another quantisation of the model."
         )
+    if dense := types.keys() - AFFINE_TYPES.keys() - PLAIN_TYPES.keys():
+        log.warning("MLX has no quantised form of %s: these weights become float16", _counted(types, dense))
+
+
+def _counted(types: Mapping[str, int], names: set[str]) -> str:
+    return ", ".join(f"{name} ({types[name]} tensors)" for name in sorted(names))
 
 
 def _expected_names(header: Header) -> set[str]:
@@ -124,7 +137,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _load(path: Path, header: Header) -> Weights:
-    """Every tensor; a quantised one as its three parts NAME.weight, NAME.scales and NAME.biases."""
+    """Read all tensors. A quantised tensor gives NAME.weight, NAME.scales and NAME.biases."""
     tensors: Weights = {}
     for info in header.tensors.values():
         stem, _, kind = info.name.rpartition(".")
@@ -136,7 +149,7 @@ def _load(path: Path, header: Header) -> Weights:
 def _rename(tensors: Mapping[str, mx.array], family: Family, config: Mapping[str, Any]) -> Weights:
     renamed = {}
     for name, array in tensors.items():
-        stem, _, kind = name.rpartition(".")  # kind: weight, bias; scales, biases of a quantised weight
+        stem, _, kind = name.rpartition(".")  # kind: weight, bias, or scales and biases of a quantised weight
         if family.has_interleaved_rope and stem.endswith(("attn_q", "attn_k")):
             heads = "num_attention_heads" if stem.endswith("attn_q") else "num_key_value_heads"
             array = _halves_from_pairs(array, config[heads])
@@ -152,21 +165,21 @@ def _module_name(stem: str) -> str:
 
 
 def _halves_from_pairs(array: mx.array, num_heads: int) -> mx.array:
-    """Order the rows of each head as rope wants them here.
+    """Reorder the rows of each head for mlx-lm's rope.
 
-    in the file:  r0 r(h/2) r1 r(h/2+1) r2 ...     (a rotated pair side by side)
-    wanted:       r0 r1 r2 ... r(h/2) r(h/2+1) ... (first halves, then second halves)
+    in the file:  r0 r(h/2) r1 r(h/2+1) r2 ...     (the two rows of a rotated pair side by side)
+    for mlx-lm:   r0 r1 r2 ... r(h/2) r(h/2+1) ... (first halves, then second halves)
 
-    Only whole rows move, so quantised rows and their scales are treated alike.
+    Only whole rows move, so the function also serves quantised rows and their scales.
     """
     pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
     return mx.contiguous(pairs.swapaxes(1, 2)).reshape(array.shape)
 
 
 def _settle_dtype(weights: Weights) -> Weights:
-    """Give the float32 side tensors (norms, biases) the dtype of the matrices, if that loses nothing at all.
+    """Cast float32 tensors (norms, biases) to the dtype of the matrices, if no value changes.
 
-    Otherwise they stay float32. One dtype lets a GPU run the whole model in it.
+    With one dtype for all weights a GPU computes the whole model in this dtype.
     """
     dtype = _matrix_dtype(weights)
     cast = {name: array.astype(dtype) for name, array in weights.items() if array.dtype == mx.float32}
@@ -182,9 +195,9 @@ def _matrix_dtype(weights: Weights) -> mx.Dtype:
 def _storage_config(header: Header, weights: Weights) -> dict[str, Any]:
     config: dict[str, Any] = {"torch_dtype": str(_matrix_dtype(weights)).removeprefix("mlx.core.")}
     bits = {
-        _module_name(info.name.removesuffix(".weight")): AFFINE_TYPES[info.type_name].bits
+        _module_name(info.name.removesuffix(".weight")): affine.bits
         for info in header.tensors.values()
-        if info.type_name in AFFINE_TYPES
+        if (affine := affine_type(info)) is not None
     }
     if bits:
         config["quantization"] = _quantisation(bits)
@@ -192,11 +205,9 @@ def _storage_config(header: Header, weights: Weights) -> dict[str, Any]:
 
 
 def _quantisation(bits: Mapping[str, int]) -> dict[str, Any]:
-    """mlx-lm's entry: the most common width for all, and the modules that differ by name."""
+    """Return mlx-lm's entry: the most common number of bits, and the modules with another number."""
     usual = Counter(bits.values()).most_common(1)[0][0]
-    others = {
-        name: {"group_size": GROUP_SIZE, "bits": width} for name, width in bits.items() if width != usual
-    }
+    others = {name: {"group_size": GROUP_SIZE, "bits": n} for name, n in bits.items() if n != usual}
     return {"group_size": GROUP_SIZE, "bits": usual, "mode": "affine", **others}
 
 
@@ -207,11 +218,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _save(path: Path, weights: Weights) -> None:
     try:
         mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})
-    except RuntimeError as error:  # MLX does not say why: mostly a full disk
+    except RuntimeError as error:  # MLX gives no reason; the usual one is a full disk
         raise ModelUnavailable(f"Cannot write {path}: {error}. Is the disk full?") from error
-    _check_length(path, weights.values())
-
-
-def _check_length(path: Path, arrays: Iterable[mx.array]) -> None:
-    if path.stat().st_size <= sum(array.nbytes for array in arrays):
+    if path.stat().st_size <= sum(array.nbytes for array in weights.values()):
         raise ModelUnavailable(f"{path} was written only in part. Is the disk full?")
