@@ -204,7 +204,7 @@ REFUSALS = {
         lambda: _with(LLAMA.file("F32"), llama__attention__sliding_window=4096),
         "sliding_window",
     ),
-    "split file": (lambda: _with(LLAMA.file("F32"), split__count=2), "merge the parts"),
+    "split file": (lambda: _with(LLAMA.file("F32"), split__count=2), "Merge the parts"),
     "layers that differ": (
         lambda: _with(LLAMA.file("F32"), llama__attention__head_count_kv=[2, 1]),
         "layers differ",

@@ -1,1 +1,1 @@
-"""GGUF files: converted once into a folder as mlx-lm writes it."""
+"""Conversion of GGUF files into model folders as mlx-lm writes them."""

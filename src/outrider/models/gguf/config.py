@@ -1,7 +1,7 @@
-"""From GGUF metadata to the `config.json` that mlx-lm's model definitions read.
+"""Makes the `config.json` that mlx-lm's model definitions read from GGUF metadata.
 
-Owns the meaning of the metadata keys for the families Outrider converts, and the refusal of keys that
-would change the arithmetic. Must not touch weights, except for the handful of rope factors it is given.
+Owns the meaning of the metadata keys for the families that Outrider converts. Refuses keys that would change
+the arithmetic. Must not read weights; the caller passes the rope factors.
 """
 
 import math
@@ -17,11 +17,11 @@ from outrider.models.gguf.header import Header
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between the architectures that are converted."""
+    """The differences between the architectures that are converted."""
 
     model_class: str
-    has_interleaved_rope: bool = False  # q and k rows are stored as (even, odd) pairs
-    has_free_head_dim: bool = True  # heads x head_dim may differ from the hidden size
+    has_interleaved_rope: bool = False  # the file stores the two rows of a rotated pair side by side
+    has_free_head_dim: bool = True  # num_heads * head_dim may differ from the hidden size
     has_qk_norm: bool = False
     has_qkv_bias: bool = False
 
@@ -32,7 +32,7 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True),
 }
 
-# Keys that, set, mean arithmetic which the families above do not do.
+# Keys that ask for arithmetic which mlx-lm's definitions of the families above do not have.
 REFUSED_KEYS = (
     "expert_count",
     "attention.sliding_window",
@@ -43,29 +43,29 @@ REFUSED_KEYS = (
     "residual_scale",
 )
 
-# The only constants that published Llama 3.x models use; the scaling factor itself is in the file.
+# Constants of all published Llama 3.x models. The file does not hold them; it holds the scaling factor.
 LLAMA3_LOW_FREQ_FACTOR = 1.0
 LLAMA3_HIGH_FREQ_FACTOR = 4.0
 LLAMA3_ORIGINAL_CONTEXT = 8192
 
 
 def family_of(header: Header) -> Family:
-    """The family of the file. Raises UnreadableGGUF for one that is not converted."""
+    """Return the family of the file. Raises UnreadableGGUF for a family that is not converted."""
     if int(header.metadata.get("split.count", 0)) > 1:  # type: ignore[arg-type]
         raise UnreadableGGUF(
-            "This file is one part of a split GGUF model; merge the parts into one file first."
+            "This file is one part of a split GGUF model. Merge the parts into one file first."
         )
     family = FAMILIES.get(header.architecture)
     if family is None:
         raise UnreadableGGUF(
-            f"The architecture {header.architecture or '(none given)'!r} cannot be converted from GGUF; "
-            f"these can: {', '.join(sorted(FAMILIES))}. Use the model's safetensors folder instead."
+            f"The architecture {header.architecture or '(none given)'!r} cannot be converted from GGUF. "
+            f"Convertible: {', '.join(sorted(FAMILIES))}. Use the model's safetensors folder instead."
         )
     return family
 
 
 def model_config(header: Header, rope_factors: Sequence[float] | None = None) -> dict[str, Any]:
-    """The `config.json` of the file's model. `rope_factors` are the values of `rope_freqs.weight`, if any."""
+    """Return the content of `config.json`. `rope_factors`: the values of `rope_freqs.weight`, if present."""
     family = family_of(header)
     keys = _Keys(header)
     keys.refuse(REFUSED_KEYS)
@@ -102,13 +102,13 @@ def vocab_size(header: Header) -> int:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UnreadableGGUF(
-            "The file holds no token embedding (token_embd.weight): it is not a whole model."
+            "The file has no token embedding (token_embd.weight): it is not a complete model."
         )
     return embedding.shape[0]
 
 
 class _Keys:
-    """The metadata under the architecture's prefix, with types checked."""
+    """Reads metadata keys under the architecture's prefix and checks their types."""
 
     def __init__(self, header: Header) -> None:
         self._prefix = header.architecture
@@ -124,7 +124,7 @@ class _Keys:
         return int(self._scalar(key, default))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A float32 of the file as the decimal number that was meant: 1e-05, not 9.999999747378752e-06."""
+        """Return a float32 as its shortest decimal number: 1e-05, not 9.999999747378752e-06."""
         return float(str(np.float32(self._scalar(key, default))))
 
     def refuse(self, keys: Sequence[str]) -> None:
@@ -137,10 +137,12 @@ class _Keys:
     def _scalar(self, key: str, default: float | None) -> float:
         value = self._metadata.get(f"{self._prefix}.{key}", default)
         if value is None:
-            raise UnreadableGGUF(f"The file lacks {self._prefix}.{key}: it is damaged or not a whole model.")
+            raise UnreadableGGUF(
+                f"The file lacks {self._prefix}.{key}: it is damaged or not a complete model."
+            )
         if isinstance(value, (list, str)):
             raise UnreadableGGUF(
-                f"{self._prefix}.{key} is not one number; models whose layers differ are not converted."
+                f"{self._prefix}.{key} is not one number. Models whose layers differ are not converted."
             )
         return value
 
@@ -151,7 +153,7 @@ def _check_head(family: Family, keys: _Keys, hidden_size: int, num_heads: int, h
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(key, head_dim) != head_dim:
             raise UnreadableGGUF(
-                f"{key} is {keys.integer(key)} and a head has {head_dim}: that is not supported."
+                f"{key} is {keys.integer(key)}, but a head has {head_dim} dimensions: this is not supported."
             )
 
 
@@ -185,14 +187,14 @@ def _yarn_scaling(keys: _Keys, factor: float) -> dict[str, Any]:
 
 
 def _llama3_scaling(factors: Sequence[float], head_dim: int, rope_theta: float) -> dict[str, Any] | None:
-    """Recover the Llama 3 rule from its outcome: GGUF stores only the resulting divisor of each frequency."""
+    """Recover the settings of the Llama 3 rule: GGUF stores only the resulting divisor of each frequency."""
     factor = max(factors)
     if all(each == 1.0 for each in factors):
         return None
     expected = [_llama3_divisor(rope_theta ** (2 * i / head_dim), factor) for i in range(head_dim // 2)]
     if not np.allclose(expected, np.asarray(factors), rtol=1e-4, atol=0):
         raise UnreadableGGUF(
-            "The file's rope_freqs.weight does not follow the Llama 3 rule; it is not supported."
+            "The file's rope_freqs.weight does not follow the Llama 3 rule: this is not supported."
         )
     return {
         "rope_type": "llama3",
@@ -204,7 +206,7 @@ def _llama3_scaling(factors: Sequence[float], head_dim: int, rope_theta: float) 
 
 
 def _llama3_divisor(period: float, factor: float) -> float:
-    """Short waves stay, long ones are stretched by `factor`, the band between is blended."""
+    """Short waves stay, long waves are divided by `factor`, waves between are blended."""
     turns = LLAMA3_ORIGINAL_CONTEXT / (2 * math.pi * period)
     if turns > LLAMA3_HIGH_FREQ_FACTOR:
         return 1.0

@@ -1,10 +1,10 @@
-"""SentencePiece BPE vocabularies (GGUF's tokenizer model "llama") as a `tokenizers` backend.
+"""Builds a `tokenizers` backend for SentencePiece BPE vocabularies (GGUF's tokenizer model "llama").
 
-Owns the way from pieces and scores to merges. Must not know GGUF's metadata keys.
+Owns the conversion of pieces and scores into merges. Must not know GGUF's metadata keys.
 
-SentencePiece joins, again and again, the neighbouring pair whose union has the best score; the leftmost
-among equals. A ranked list of merges does the same if each piece is listed once for every way of cutting it
-into two pieces of the vocabulary, best score first.
+SentencePiece repeatedly joins the two neighbouring pieces whose union has the best score, the leftmost pair
+among equals. A ranked list of merges gives the same result if the list is sorted by the score of the union
+and holds every cut of each piece into two pieces of the vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ SPACE = "▁"
 def backend(
     tokens: Sequence[str], pieces: Sequence[str | None], scores: Sequence[float], prefixes_space: bool
 ) -> Tokenizer:
-    """`pieces` are the tokens that text can be made of, None in the place of the others."""
+    """`pieces`: the tokens that ordinary text can produce, with None in the place of the other tokens."""
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(
         models.BPE(vocab=vocab, merges=_merges(pieces, scores), byte_fallback=True, fuse_unk=True)

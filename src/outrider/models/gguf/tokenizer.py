@@ -1,11 +1,11 @@
-"""From GGUF metadata to tokenizer.json, tokenizer_config.json and the chat template.
+"""Makes tokenizer.json, tokenizer_config.json and the chat template from GGUF metadata.
 
-Owns byte-level BPE ("gpt2" in GGUF's words) and the table of pre-tokenizers; SentencePiece vocabularies
-are in gguf_sentencepiece. Must not touch weights.
+Owns byte-level BPE (GGUF's tokenizer model "gpt2") and the table of pre-tokenizers. SentencePiece
+vocabularies are in sentencepiece.py. Must not read weights.
 
-Text that comes from a user must be encoded with `tokenizer.encode(text, add_special_tokens=False,
-split_special_tokens=True)`: then "<|im_end|>" typed by a user is ten characters, not the end of a turn.
-Without `split_special_tokens` the markers in the text become special tokens: that is for rendered templates.
+Text from a user must be encoded with `tokenizer.encode(text, add_special_tokens=False,
+split_special_tokens=True)`. Then "<|im_end|>" typed by a user is ten characters and not the end of a turn.
+Without `split_special_tokens` the markers in the text become special tokens, as rendered templates need.
 """
 
 import json
@@ -31,7 +31,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Control tokens that end a turn or a text in the families that are converted, besides the file's own eos.
+# Control tokens that end a turn or a text in the converted families, in addition to the file's own eos.
 END_MARKERS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -45,13 +45,13 @@ END_MARKERS = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How text is cut into words before BPE merges within each word."""
+    """Rules that cut text into words. BPE then merges within each word."""
 
-    split: str | None = None  # a regex whose matches are the words; None: GPT-2's own
+    split: str | None = None  # a regex whose matches are the words; None: GPT-2's regex
     isolates_digits: bool = False
     is_nfc: bool = False
-    takes_whole_words: bool = False  # a word that is in the vocabulary is taken without merging
-    adds_bos: bool = False  # unless the file says otherwise
+    takes_whole_words: bool = False  # a word of the vocabulary becomes one token without merging
+    adds_bos: bool = False  # the default if the file does not say
 
 
 _WORDS_AND_DIGITS = (
@@ -87,17 +87,17 @@ PRE_TOKENIZERS = {
 
 @dataclass(frozen=True)
 class GGUFTokenizer:
-    """A tokenizer ready to be written into a model folder."""
+    """A tokenizer that can be written into a model folder."""
 
     backend: Tokenizer
-    named_tokens: Mapping[str, str]  # bos_token, eos_token, ... and their text
+    named_tokens: Mapping[str, str]  # bos_token, eos_token, ...: the token's text
     bos_id: int | None
     pad_id: int | None
     eos_ids: tuple[int, ...]
     chat_template: str | None
 
     def special_ids(self) -> dict[str, Any]:
-        """The entries that config.json and generation_config.json share."""
+        """Return the entries that config.json and generation_config.json share."""
         ids = {
             "bos_token_id": self.bos_id,
             "pad_token_id": self.pad_id,
@@ -120,12 +120,12 @@ class GGUFTokenizer:
 
 
 def from_header(header: Header) -> GGUFTokenizer:
-    """The tokenizer of a GGUF file. Raises UnreadableGGUF for one that cannot be rebuilt exactly."""
+    """Return the tokenizer of a GGUF file. Raises UnreadableGGUF if it cannot be rebuilt exactly."""
     metadata = header.metadata
     tokens = _list(metadata, "tokenizer.ggml.tokens")
     types = _list(metadata, "tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise UnreadableGGUF("The file's vocabulary repeats tokens, or its tokens do not have one type each.")
+        raise UnreadableGGUF("The vocabulary has a token twice, or its tokens do not have one type each.")
     backend, adds_bos = _backend(metadata, tokens)
     _add_special_tokens(backend, tokens, types)
     named = _named_ids(metadata, len(tokens))
@@ -142,18 +142,18 @@ def from_header(header: Header) -> GGUFTokenizer:
 
 
 def _backend(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """The tokenizer without its special tokens, and whether it begins a text with bos by default."""
+    """Return the tokenizer without special tokens, and True if a text begins with bos by default."""
     builder = BUILDERS.get(str(metadata.get("tokenizer.ggml.model")))
     if builder is None:
         raise UnreadableGGUF(
-            f"The tokenizer model {metadata.get('tokenizer.ggml.model')!r} is not supported; "
-            f"these are: {', '.join(sorted(BUILDERS))}. Use the model's safetensors folder instead."
+            f"The tokenizer model {metadata.get('tokenizer.ggml.model')!r} is not supported. "
+            f"Supported: {', '.join(sorted(BUILDERS))}. Use the model's safetensors folder instead."
         )
     try:
         return builder(metadata, tokens)
     except UnreadableGGUF:
         raise
-    except Exception as error:  # the tokenizers library raises nothing narrower
+    except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UnreadableGGUF(f"The file's vocabulary and merges do not fit together: {error}.") from error
 
 
@@ -188,11 +188,11 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
     name = metadata.get("tokenizer.ggml.pre")
     if name is None:
         raise UnreadableGGUF(
-            "The file does not name its pre-tokenizer (tokenizer.ggml.pre); convert it anew."
+            "The file does not name its pre-tokenizer (tokenizer.ggml.pre). Use a newer file."
         )
     if name not in PRE_TOKENIZERS:
         raise UnreadableGGUF(
-            f"The pre-tokenizer {name!r} is not supported; these are: {', '.join(sorted(PRE_TOKENIZERS))}. "
+            f"The pre-tokenizer {name!r} is not supported. Supported: {', '.join(sorted(PRE_TOKENIZERS))}. "
             "Use the model's safetensors folder instead."
         )
     return PRE_TOKENIZERS[name]
@@ -213,7 +213,7 @@ def _merge(pair: str) -> tuple[str, str]:
 
 
 def _add_special_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens are special; user-defined ones are matched whole but remain ordinary text."""
+    """Control tokens are special. User-defined tokens are matched whole but remain ordinary text."""
     kinds = (TokenType.CONTROL, TokenType.USER_DEFINED)
     added = [
         AddedToken(token, special=kind == TokenType.CONTROL, normalized=False)
@@ -236,7 +236,7 @@ def _add_ends(
     named: Mapping[str, int],
     adds_bos: bool,
 ) -> None:
-    """Make `add_special_tokens=True` put bos before and eos after a text, where the model wants that."""
+    """Make `add_special_tokens=True` put bos before and eos after a text, if the file asks for them."""
     begins = metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and "bos" in named
     ends = metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in named
     if not begins and not ends:
@@ -252,7 +252,7 @@ def _add_ends(
 def _eos_ids(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], named: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """The file's eos first, then what else ends a turn."""
+    """Return the file's eos first, then the other tokens that end a turn."""
     ids = [named["eos"]] if "eos" in named else []
     ids += [
         index
@@ -267,5 +267,5 @@ def _eos_ids(
 def _list(metadata: Mapping[str, Any], key: str, default: list | None = None) -> list:
     value = metadata.get(key, default)
     if not isinstance(value, list):
-        raise UnreadableGGUF(f"The file lacks {key}: it holds no whole tokenizer.")
+        raise UnreadableGGUF(f"The file lacks {key}: it has no complete tokenizer.")
     return value
