@@ -1,14 +1,17 @@
-"""Fetching, against a server of our own on this machine."""
+"""Fetching from a web server on this machine."""
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outrider.media import addresses
+from outrider.media import addresses, fetching
 from outrider.media.addresses import is_public
 from outrider.media.fetching import fetch
 from outrider.media.limits import InvalidMedia, MediaLimits
@@ -19,7 +22,7 @@ Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def served(handler: Handler):
+async def served(handler: Handler, host: str = "127.0.0.1", port: int = 0, **options: Any):
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await handler(await reader.readuntil(b"\r\n\r\n"), writer)
@@ -29,9 +32,9 @@ async def served(handler: Handler):
         finally:
             writer.close()
 
-    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+    server = await asyncio.start_server(on_connection, host, port, **options)
     async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
 
 
 def answering(*answers: bytes) -> Handler:
@@ -65,23 +68,24 @@ def refused(handler: Handler, match: str, limits: MediaLimits = LIMITS) -> None:
         run(handler, limits)
 
 
-def test_a_picture_is_fetched_with_nothing_of_ours_in_the_request():
+def test_a_request_carries_no_cookies_and_no_credentials():
     seen = []
 
     async def handler(request: bytes, writer: asyncio.StreamWriter) -> None:
         seen.append(request)
         writer.write(ok(b"abc"))
 
-    found = run(handler, path="/a.png?x=%20y")
-    assert (found.data, found.media_type) == (b"abc", "image/png")
-    assert seen[0].startswith(b"GET /a.png?x=%20y HTTP/1.1\r\n")
+    assert run(handler, path="/./a.png?x=%20y|'[1]") == b"abc"
+    assert seen[0].startswith(b"GET /./a.png?x=%20y|'[1] HTTP/1.1\r\n")  # as the client wrote the URL
+    assert seen[0].count(b"\r\nHost: 127.0.0.1:") == 1
+    assert b"\r\nAccept-Encoding: identity\r\n" in seen[0]
     assert not any(word in seen[0].lower() for word in (b"cookie", b"authorization", b"referer"))
 
 
 def test_chunked_and_unbounded_bodies_are_read_whole():
     chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n"
-    assert run(answering(chunked)).data == b"abc"
-    assert run(answering(b"HTTP/1.0 200 OK\r\n\r\nabc")).data == b"abc"
+    assert run(answering(chunked)) == b"abc"
+    assert run(answering(b"HTTP/1.0 200 OK\r\n\r\nabc")) == b"abc"
 
 
 def test_too_many_bytes_are_refused_whether_announced_or_not():
@@ -103,7 +107,7 @@ def test_too_many_bytes_are_refused_whether_announced_or_not():
         (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "404"),
         (b"HTTP/1.1 500 Oh\r\nContent-Length: 0\r\n\r\n", "500"),
         (b"HTTP/1.1 206 Part\r\nContent-Length: 1\r\n\r\na", "206"),
-        (ok(b""), "nothing"),
+        (ok(b""), "no content"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", "HTTP"),
         (ok(b"abc", "Content-Encoding: gzip"), "compress"),
         (b"hello\r\n\r\n", "HTTP"),
@@ -115,7 +119,7 @@ def test_other_answers_are_refused(answer, match):
 
 
 def test_a_redirect_is_followed_and_too_many_are_not():
-    assert run(answering(redirect("/b"), redirect("c"), ok(b"abc"))).data == b"abc"
+    assert run(answering(redirect("/b"), redirect("c"), ok(b"abc"))) == b"abc"
     refused(answering(redirect("/loop")), "redirected more than 3")
     refused(answering(redirect("file:///etc/passwd")), "http")
     refused(answering(redirect("data:image/png,abc")), "http")
@@ -141,7 +145,7 @@ def test_slow_and_silent_servers_are_given_up():
 
 
 def test_private_addresses_are_refused_also_after_a_redirect(monkeypatch):
-    """The redirect's target is checked as if it had been asked for; the first host is let through by name."""
+    """The first host is allowed; the target of the redirect is checked like a first URL."""
     real = addresses.is_public
     closed = replace(LIMITS, allow_private_urls=False)
     refused(answering(ok(b"abc")), "public", closed)
@@ -151,8 +155,95 @@ def test_private_addresses_are_refused_also_after_a_redirect(monkeypatch):
         refused(answering(redirect(f"http://{host}:1/"), ok(b"abc")), "public|not known", closed)
 
 
+def test_proxies_of_the_environment_are_not_used(monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert run(answering(ok(b"abc"))) == b"abc"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip"])
+def test_a_compressed_answer_is_refused_before_its_body_is_read(encoding):
+    async def handler(request: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\n\r\n".encode())
+        await writer.drain()
+        await asyncio.sleep(30)  # the body never comes
+
+    refused(handler, "compress")
+
+
+def test_a_second_lookup_of_a_name_cannot_change_the_address(monkeypatch):
+    """One port of two addresses. The name leads to the first address once, then to the second address.
+
+    Code that resolves the name a second time, here or in a library, would reach the second server.
+    """
+    lookups, requests = [], []
+
+    async def first(request: bytes, writer: asyncio.StreamWriter) -> None:
+        requests.append(("first", request.partition(b"Host: ")[2].partition(b"\r\n")[0]))
+        writer.write(redirect("/again") if len(requests) == 1 else ok(b"abc"))
+
+    async def second(request: bytes, writer: asyncio.StreamWriter) -> None:
+        requests.append(("second", b""))
+        writer.write(ok(b"private"))
+
+    def lookup(host, port, *args, **kwargs):
+        assert host == "rebind.test", "only the name is looked up, never an address"
+        lookups.append(host)
+        address = "127.0.0.1" if len(lookups) == 1 else "127.0.0.9"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
+
+    async def go(limits: MediaLimits, path: str):
+        async with served(first) as base, served(second, "127.0.0.9", int(base.rpartition(":")[2])):
+            monkeypatch.setattr(socket, "getaddrinfo", lookup)
+            monkeypatch.setattr(addresses, "is_public", lambda address: address == "127.0.0.1")
+            try:
+                return await fetch(f"http://rebind.test:{base.rpartition(':')[2]}{path}", limits)
+            finally:
+                monkeypatch.undo()
+
+    closed = replace(LIMITS, allow_private_urls=False)
+    with pytest.raises(InvalidMedia, match="public"):  # a redirect is looked up anew
+        asyncio.run(go(closed, "/"))
+    assert (len(lookups), [server for server, _ in requests]) == (2, ["first"])
+    lookups.clear()
+    assert asyncio.run(go(closed, "/")) == b"abc"
+    assert (len(lookups), [server for server, _ in requests]) == (1, ["first", "first"])
+    assert requests[1][1].startswith(b"rebind.test:")
+
+
+CERTIFICATE = Path(__file__).with_name("pinned_test.pem")  # self-signed, for pinned.test
+
+
+def test_a_certificate_is_checked_by_name_while_the_address_is_pinned(monkeypatch):
+    trusting, server = (
+        ssl.create_default_context(cafile=str(CERTIFICATE)),
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+    )
+    server.load_cert_chain(CERTIFICATE)
+    names = []
+    server.sni_callback = lambda _, name, __: names.append(name)
+
+    async def go(host: str):
+        async with served(answering(ok(b"abc")), ssl=server) as base:
+            real = socket.getaddrinfo
+
+            def lookup(asked, port, *args, **kwargs):
+                return real("127.0.0.1" if asked == host else asked, port, *args, **kwargs)
+
+            monkeypatch.setattr(socket, "getaddrinfo", lookup)
+            return await fetch(f"https://{host}:{base.rpartition(':')[2]}/", LIMITS)
+
+    with pytest.raises(InvalidMedia, match="certificate verify failed"):
+        asyncio.run(go("pinned.test"))  # self-signed: no authority vouches for the certificate
+    monkeypatch.setattr(fetching, "_tls_context", lambda: trusting)
+    assert asyncio.run(go("pinned.test")) == b"abc"
+    with pytest.raises(InvalidMedia, match="Hostname mismatch"):
+        asyncio.run(go("other.test"))
+    assert names == ["pinned.test", "pinned.test", "other.test"]
+
+
 def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch):
-    """A name that resolves differently the second time does not get a second time."""
+    """A name that would lead elsewhere at a second lookup is looked up only once."""
     asked = []
 
     async def go():
@@ -172,7 +263,7 @@ def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch):
             monkeypatch.setattr(loop, "getaddrinfo", rebinding)
             return await fetch(f"http://rebind.test:{port}/", LIMITS)
 
-    assert asyncio.run(go()).data == b"abc"
+    assert asyncio.run(go()) == b"abc"
     assert asked == ["rebind.test"]
 
 

@@ -71,7 +71,7 @@ class MediaLoader(Generic[T]):
             if not isinstance(source, WebUrl):
                 return None
             async with gate:
-                return (await fetch(source.url, self.limits)).data
+                return await fetch(source.url, self.limits)
 
         try:
             async with asyncio.timeout(self.limits.fetch_total_s):
