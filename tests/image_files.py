@@ -1,4 +1,4 @@
-"""Pictures in bytes, for tests."""
+"""Images in bytes, for tests."""
 
 from __future__ import annotations
 

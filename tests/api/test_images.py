@@ -342,7 +342,7 @@ def test_too_many_pictures_are_refused_through_each_api(seeing: Seeing) -> None:
     blocks = [{"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/a"}}] * 5
     answer = seeing.client.post("/v1/messages", {"messages": [{"role": "user", "content": blocks}], **GREEDY})
     assert answer.status_code == 400
-    assert "5 pictures" in answer.json()["error"]["message"]
+    assert "5 images" in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 

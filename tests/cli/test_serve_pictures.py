@@ -68,7 +68,7 @@ def test_pictures_over_http_while_text_streams_run(tmp_path: Path) -> None:
         )
         assert "".join(streamed) == again.choices[0].text
 
-        with pytest.raises(openai.BadRequestError, match="3 pictures"):
+        with pytest.raises(openai.BadRequestError, match="3 images"):
             ask(*[image(pictures[0])] * 3)
         claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
         source: Any = {"type": "base64", "media_type": "image/png", "data": pictures[0].partition(",")[2]}

@@ -30,14 +30,14 @@ def test_digest_depends_on_pixels_and_shape():
     assert image_from_pixels(noise(seed=1)).digest != image_from_pixels(noise(seed=2)).digest
 
 
-def test_transparent_grey_and_palette_pictures_become_rgb():
+def test_transparent_grey_and_palette_images_become_rgb():
     for mode in ("RGBA", "LA", "L", "P", "1"):
         out = io.BytesIO()
         Image.fromarray(noise()).convert(mode).save(out, "PNG")
         assert decode_image(out.getvalue(), "image/png", LIMITS).pixels.shape == (8, 12, 3)
 
 
-def test_a_picture_is_turned_upright():
+def test_an_image_is_turned_upright():
     turned = Image.Exif()
     turned[0x0112] = 6  # a quarter turn
     found = decode_image(encoded(noise(), "PNG", exif=turned), "", LIMITS)
@@ -54,13 +54,13 @@ def test_the_content_decides_and_a_wrong_declaration_is_refused():
 
 
 @pytest.mark.parametrize("data", [b"x", b"<svg></svg>", b"%PDF-1.4", b"<html>", b"GIF89a", bytes(1000)])
-def test_what_is_no_picture_is_refused(data):
+def test_what_is_no_image_is_refused(data):
     with pytest.raises(InvalidMedia):
         decode_image(data, "image/png", LIMITS)
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_a_truncated_picture_is_refused(format):
+def test_a_truncated_image_is_refused(format):
     data = encoded(noise(64, 64), format)
     with pytest.raises(InvalidMedia):
         decode_image(data[: len(data) // 2], "", LIMITS)

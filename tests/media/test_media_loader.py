@@ -15,7 +15,7 @@ def image(seed: int = 0) -> MediaItem:
     return MediaItem("image", data_url(encoded(noise(seed=seed))))
 
 
-def load(wanted, limits=None, use=lambda picture: picture.digest):
+def load(wanted, limits=None, use=lambda image: image.digest):
     loader = MediaLoader(limits or MediaLimits(), use)
     try:
         return asyncio.run(loader.load(wanted))
@@ -23,27 +23,27 @@ def load(wanted, limits=None, use=lambda picture: picture.digest):
         loader.close()
 
 
-def test_pictures_come_in_order_and_equal_ones_have_equal_digests():
+def test_images_come_in_order_and_equal_ones_have_equal_digests():
     digests = [image_from_pixels(noise(seed=seed)).digest for seed in (0, 1)]
     found = load([image(0), image(1), MediaItem("image", data_url(encoded(noise(), "BMP"), "image/bmp"))])
     assert found == [[digests[0]], [digests[1]], [digests[0]]]
 
 
-def test_a_videos_frames_count_as_pictures():
+def test_a_videos_frames_count_as_images():
     video = MediaItem("video", data_url(animation(4), "image/gif"))
     limits = MediaLimits(max_frames=3, max_images=3)
     assert [len(frames) for frames in load([video], limits)] == [3]
-    with pytest.raises(InvalidMedia, match="4 pictures"):
+    with pytest.raises(InvalidMedia, match="4 images"):
         load([image(), video], limits)
-    with pytest.raises(InvalidMedia, match="4 pictures"):
+    with pytest.raises(InvalidMedia, match="4 images"):
         load([image()] * 4, limits)
 
 
-def test_one_bad_picture_refuses_them_all_and_leaves_nothing_running():
+def test_one_bad_image_refuses_them_all_and_leaves_nothing_running():
     before = threading.active_count()
 
     async def go():
-        loader = MediaLoader(MediaLimits(), lambda picture: picture)
+        loader = MediaLoader(MediaLimits(), lambda image: image)
         with pytest.raises(InvalidMedia):
             await loader.load([image(), MediaItem("image", "data:image/png;base64,AAAA"), image()])
         assert len(asyncio.all_tasks()) == 1
@@ -56,7 +56,7 @@ def test_one_bad_picture_refuses_them_all_and_leaves_nothing_running():
 def test_decoding_runs_off_the_event_loop_two_at_a_time():
     running, most, hurdle = [], [], Hurdle()
 
-    def use(picture):
+    def use(image):
         running.append(threading.current_thread())
         most.append(len(running))
         hurdle.stop()

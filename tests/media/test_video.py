@@ -57,7 +57,7 @@ def test_damaged_and_mislabelled_videos_are_refused(tmp_path, empty_temp):
     with pytest.raises(InvalidMedia, match="64 x 48"):
         decode_frames(data, "", MediaLimits(max_image_pixels=1000))
     with pytest.raises(InvalidMedia, match="known format"):
-        decode_image(data, "", LIMITS)  # a video is no picture
+        decode_image(data, "", LIMITS)  # a video is no image
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Which addresses a server may be sent to by its clients.
+"""Resolves the hosts of clients' URLs and decides which addresses the server may connect to.
 
-Names are resolved first, and what was checked is what is connected to, so that a name cannot point elsewhere
-the second time it is asked.
+The caller must connect to the returned addresses and must not resolve the name again: a second lookup could
+return a private address that was never checked.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from outrider.media.limits import InvalidMedia
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# Where an IPv6 address carries an IPv4 one that a gateway would use.
-CARRIERS = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+# IPv6 networks whose addresses hold an IPv4 address in the last 32 bits; a gateway connects to this address.
+NAT64_NETWORKS = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
 
 
 async def resolve(host: str, port: int, allow_private: bool) -> list[str]:
-    """The addresses of a host, in the system's order. One private address among them refuses the host."""
+    """Return the addresses of a host, in the system's order. Refuse a host with any private address."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError):
-        raise InvalidMedia(f"the host {host[:100]!r} of a picture's URL is not known") from None
+        raise InvalidMedia(f"the host {host[:100]!r} of an image's URL is not known") from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     if not addresses:
-        raise InvalidMedia(f"the host {host[:100]!r} of a picture's URL has no address")
+        raise InvalidMedia(f"the host {host[:100]!r} of an image's URL has no address")
     if not allow_private:
         for address in addresses:
             if not is_public(address):
                 raise InvalidMedia(
-                    f"the host {host[:100]!r} of a picture's URL is not on the public internet "
-                    "(the server's --allow-private-urls allows that)"
+                    f"the host {host[:100]!r} of an image's URL is not on the public internet "
+                    "(the server's option --allow-private-urls allows private addresses)"
                 )
     return addresses
 
@@ -51,7 +51,7 @@ def _is_public(address: Address) -> bool:
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if inner is not None:
             return _is_public(inner)
-        if any(address in network for network in CARRIERS):
+        if any(address in network for network in NAT64_NETWORKS):
             return _is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
         if address.is_site_local:
             return False

@@ -1,4 +1,4 @@
-"""What a vision model makes of a picture before a prompt is rendered: the contract of its reader. Pure."""
+"""The interface between a vision model's image reader and the code that renders prompts. Pure."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from outrider.prompt_media import PromptMedia
 
 @dataclass(frozen=True, eq=False)
 class ProcessedImage:
-    """A picture as its model wants it, before its place in a prompt is known."""
+    """An image after the model's preprocessing, before its place in a prompt is known."""
 
     digest: str
-    text: str  # what the prompt says for it
-    inputs: tuple[tuple[int, Mapping[str, np.ndarray]], ...]  # (image tokens, what the tower takes), in order
-    grid: tuple[int, int, int] | None = None  # times, rows and columns of its tokens
+    text: str  # the text that stands for the image in the prompt
+    # For each piece, in order: the number of image tokens and the inputs of the vision encoder.
+    inputs: tuple[tuple[int, Mapping[str, np.ndarray]], ...]
+    grid: tuple[int, int, int] | None = None  # frames, rows and columns of image tokens
 
 
 class ImageReader(Protocol):
-    """One for each layout of pictures."""
+    """Preprocesses images. Each image layout (tiles, grid) has one implementation."""
 
-    placeholder: str  # the text that stands for a picture in a rendered conversation
+    placeholder: str  # the text that stands for an image in a rendered conversation
 
-    def read(self, picture: DecodedImage) -> ProcessedImage: ...
+    def read(self, image: DecodedImage) -> ProcessedImage: ...
 
-    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ProcessedImage]) -> PromptMedia:
-        """Which cells of the prompt each picture fills."""
+    def place(self, prompt_ids: Sequence[int], images: Sequence[ProcessedImage]) -> PromptMedia:
+        """Find the positions of the prompt that each image fills."""
         ...

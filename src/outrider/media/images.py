@@ -1,6 +1,7 @@
-"""From bytes to pixels, with Pillow, on a worker thread.
+"""Decodes images with Pillow. Runs on a worker thread.
 
-The content decides what a picture is, within a few formats; what promises too much is not decoded.
+The content decides the format, and only a few formats are allowed. An image whose header announces too many
+pixels is refused before it is decoded.
 """
 
 from __future__ import annotations
@@ -21,43 +22,48 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FORMATS = {
+FORMATS = {  # by Pillow's name of the format
     "JPEG": "image/jpeg",
     "PNG": "image/png",
     "WEBP": "image/webp",
     "GIF": "image/gif",
     "BMP": "image/bmp",
 }
-ALIASES = {
+MEDIA_TYPE_ALIASES = {
     "image/jpg": "image/jpeg",
     "image/pjpeg": "image/jpeg",
     "image/apng": "image/png",
     "image/x-ms-bmp": "image/bmp",
 }
-UNSAID = ("", "image/*", "application/octet-stream", "binary/octet-stream")
-ANIMATED = ("GIF", "WEBP", "PNG")
+UNSPECIFIC_TYPES = (  # declared types that say nothing about the format
+    "",
+    "image/*",
+    "application/octet-stream",
+    "binary/octet-stream",
+)
+ANIMATED_FORMATS = ("GIF", "WEBP", "PNG")
 
 
 @dataclass(frozen=True, eq=False)
 class DecodedImage:
-    """Decoded, upright, RGB."""
+    """A decoded image: upright, RGB."""
 
     pixels: np.ndarray  # uint8 [height, width, 3]
-    digest: str  # of the pixels and their size: equal pictures have equal digests, however they were sent
+    digest: str  # of shape and pixels: equal images have equal digests in whatever format they were sent
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width, height."""
+        """Return width and height."""
         return self.pixels.shape[1], self.pixels.shape[0]
 
 
 def decode_image(data: bytes, declared: str, limits: MediaLimits) -> DecodedImage:
-    """`declared`: the media type that came with it, or nothing. Of an animation, the first frame."""
-    return _guarded(data, declared, limits, _picture)
+    """Decode an image, or the first frame of an animation. `declared`: its media type, "" if unknown."""
+    return _open(data, declared, limits, _decode)
 
 
 def decode_frames(data: bytes, declared: str, limits: MediaLimits) -> list[DecodedImage]:
-    """A video or a moving picture as frames, evenly spread from the first to the last."""
+    """Decode frames of a video or an animation, evenly spread from the first to the last."""
     if video_kind(data) is not None:
         return [image_from_pixels(frame) for frame in read_frames(data, declared, limits)]
 
@@ -68,22 +74,21 @@ def decode_frames(data: bytes, declared: str, limits: MediaLimits) -> list[Decod
                 f"a video has {count} frames of {image.width} x {image.height} pixels: too many"
             )
         chosen = np.linspace(0, count - 1, min(count, limits.max_frames)).round().astype(int).tolist()
-        return [_picture(frame) for frame in _seek(image, chosen)]
+        return [_decode(frame) for frame in _seek(image, chosen)]
 
-    return _guarded(data, declared, limits, frames)
+    return _open(data, declared, limits, frames)
 
 
 def image_from_pixels(pixels: np.ndarray) -> DecodedImage:
-    """A picture from pixels that are decoded already."""
     if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or 0 in pixels.shape:
-        raise InvalidMedia("a picture must be an array of bytes [height, width, 3]")
+        raise InvalidMedia("an image must be an array of uint8 [height, width, 3]")
     pixels = np.ascontiguousarray(pixels)
     digest = hashlib.sha256(repr(pixels.shape).encode())
     digest.update(pixels.data)
     return DecodedImage(pixels, digest.hexdigest())
 
 
-def _picture(image: Image.Image) -> DecodedImage:
+def _decode(image: Image.Image) -> DecodedImage:
     from PIL import ImageOps
 
     upright = ImageOps.exif_transpose(image)
@@ -96,8 +101,8 @@ def _seek(image: Image.Image, frames: list[int]) -> Iterator[Image.Image]:
         yield image
 
 
-def _guarded(data: bytes, declared: str, limits: MediaLimits, use: Callable[[Image.Image], T]) -> T:
-    """Open, check what the header says, then decode; whatever Pillow raises is the picture's fault."""
+def _open(data: bytes, declared: str, limits: MediaLimits, use: Callable[[Image.Image], T]) -> T:
+    """Open the image, check the header, then call `use`. Any exception of Pillow refuses the image."""
     pillow = _pillow()
     try:
         with pillow.open(io.BytesIO(data), formats=list(FORMATS)) as image:
@@ -107,9 +112,9 @@ def _guarded(data: bytes, declared: str, limits: MediaLimits, use: Callable[[Ima
         raise
     except pillow.UnidentifiedImageError:
         known = ", ".join(FORMATS)
-        refusal = f"the data is no picture in a known format ({known}; videos as MP4, WebM, GIF)"
-    except Exception as error:  # decoders raise what they like: OSError, SyntaxError, struct.error, ...
-        refusal = f"a picture is damaged or cut short ({type(error).__name__}: {str(error)[:100]})"
+        refusal = f"the data is not an image in a known format ({known}; videos as MP4, WebM, GIF)"
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and others
+        refusal = f"an image is damaged or cut short ({type(error).__name__}: {str(error)[:100]})"
     raise InvalidMedia(refusal)
 
 
@@ -117,17 +122,18 @@ def _check_header(image: Image.Image, declared: str, limits: MediaLimits) -> Non
     width, height = image.size
     if width * height > limits.max_image_pixels:
         raise InvalidMedia(
-            f"a picture has {width} x {height} pixels; the most is {limits.max_image_pixels:,} in all"
+            f"an image has {width} x {height} pixels; the limit is {limits.max_image_pixels:,} in all"
         )
     found = FORMATS[str(image.format)]
-    declared = ALIASES.get(declared, declared)
-    if declared not in (*UNSAID, found) and not (declared.startswith("video/") and image.format in ANIMATED):
-        raise InvalidMedia(f"a picture is declared as {declared[:60]!r} and holds {found}")
+    declared = MEDIA_TYPE_ALIASES.get(declared, declared)
+    is_animation = declared.startswith("video/") and image.format in ANIMATED_FORMATS
+    if declared not in (*UNSPECIFIC_TYPES, found) and not is_animation:
+        raise InvalidMedia(f"an image is declared as {declared[:60]!r} but contains {found}")
 
 
 def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise InvalidMedia("this server cannot read pictures: install outrider[vision]") from None
+        raise InvalidMedia("this server cannot read images: install outrider[vision]") from None
     return Image

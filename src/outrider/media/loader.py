@@ -1,7 +1,7 @@
-"""All pictures of a request, from what the client named to what `use` makes of them.
+"""Loads all images of a request: fetches, decodes and preprocesses them.
 
-Fetching is async; base64, files, decoding and `use` run on two worker threads, so that the event loop never
-decodes a picture and many requests together never decode more than two at a time.
+Downloads are async. Base64, files, decoding and preprocessing run on two worker threads: the event loop never
+decodes an image, and all requests together never decode more than two images at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outrider.media.images import DecodedImage, decode_frames, decode_image
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.sources import DataUrl, FileUrl, Source, WebUrl, parse_source, read_inline
 
-NUM_THREADS = 2
-MAX_FETCHES = 4  # of one request at a time
+NUM_THREADS = 2  # chosen by hand
+MAX_FETCHES = 4  # concurrent downloads of one request; chosen by hand
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -26,29 +26,29 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class MediaItem:
-    """What a client named."""
+    """An image or video that a client sent."""
 
     kind: Literal["image", "video"]
-    source: str
+    source: str  # a URL: data:, http:, https: or file:
 
 
 class MediaLoader(Generic[T]):
-    """`use` turns each picture into what the model needs of it; the picture itself is then let go of."""
+    """`use` preprocesses each decoded image. Only the result of `use` is stored."""
 
     def __init__(self, limits: MediaLimits, use: Callable[[DecodedImage], T]) -> None:
         self.limits = limits
         self._use = use
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outrider-media")
 
-    async def load(self, wanted: Sequence[MediaItem]) -> list[list[T]]:
-        """For each, its pictures: one, or a video's frames. The first that is refused ends them all."""
-        self._check_count(len(wanted))
-        sources = [parse_source(one.source) for one in wanted]
+    async def load(self, items: Sequence[MediaItem]) -> list[list[T]]:
+        """Return for each item its images: one image, or the frames of a video. One refusal refuses all."""
+        self._check_count(len(items))
+        sources = [parse_source(item.source) for item in items]
         fetched = await self._fetch_all(sources)
         loop = asyncio.get_running_loop()
         loaded = await _all(
-            loop.run_in_executor(self._threads, self._read, one.kind, source, data)
-            for one, source, data in zip(wanted, sources, fetched, strict=True)
+            loop.run_in_executor(self._threads, self._read, item.kind, source, data)
+            for item, source, data in zip(items, sources, fetched, strict=True)
         )
         self._check_count(sum(map(len, loaded)))
         return loaded
@@ -59,12 +59,12 @@ class MediaLoader(Generic[T]):
     def _check_count(self, count: int) -> None:
         if count > self.limits.max_images:
             raise InvalidMedia(
-                f"the request has {count} pictures, frames of videos included; the most is "
+                f"the request has {count} images, frames of videos included; the limit is "
                 f"{self.limits.max_images}"
             )
 
     async def _fetch_all(self, sources: Sequence[Source]) -> list[bytes | None]:
-        """The content of those that lie elsewhere."""
+        """Download the content of web URLs. The result is None for other sources."""
         gate = asyncio.Semaphore(MAX_FETCHES)
 
         async def content(source: Source) -> bytes | None:
@@ -78,10 +78,10 @@ class MediaLoader(Generic[T]):
                 return await _all(asyncio.create_task(content(source)) for source in sources)
         except TimeoutError:
             limit = self.limits.fetch_total_s
-            raise InvalidMedia(f"the pictures could not be fetched within {limit:g} s") from None
+            raise InvalidMedia(f"the images could not be fetched within {limit:g} s") from None
 
     def _read(self, kind: str, source: Source, fetched: bytes | None) -> list[T]:
-        """On a worker thread. A server's content type is hearsay; a data URL's is the client's own word."""
+        """Decode one item on a worker thread. Only a data URL's media type is compared with the content."""
         declared = source.media_type if isinstance(source, DataUrl) else ""
         if fetched is None:
             assert isinstance(source, (DataUrl, FileUrl))
@@ -92,7 +92,7 @@ class MediaLoader(Generic[T]):
 
 
 async def _all(started: Iterable[asyncio.Future[R]]) -> list[R]:
-    """All results, or the first failure, with nothing left running."""
+    """Return all results, or raise the first failure after every task has ended."""
     tasks = list(started)
     try:
         return await asyncio.gather(*tasks)
