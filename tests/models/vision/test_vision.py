@@ -151,7 +151,7 @@ def test_a_tower_that_was_cut_off_leaves_a_text_model(tmp_path: Path) -> None:
     mx.save_safetensors(str(file), weights)
     loaded = load(tmp_path)
     assert loaded.vision is None
-    assert "no vision tower" in str(loaded.no_images_reason)
+    assert "no vision encoder" in str(loaded.no_images_reason)
 
 
 def test_families_that_are_not_served_have_a_reason() -> None:

@@ -1,1 +1,1 @@
-"""Model files: where they are cached, fetched, converted and recognised."""
+"""Model files: the cache, downloads, conversions, and the models that ship with Outrider or have a name."""

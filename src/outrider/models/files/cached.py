@@ -1,6 +1,6 @@
-"""What models this machine holds: Outrider's own cache and the Hugging Face cache, listed and removed.
+"""Lists and removes the models in Outrider's own cache and in the Hugging Face cache.
 
-Nothing outside the two is ever named or touched. Must not know how models are fetched or run.
+Never touches a file outside the two caches. Must not know how models are downloaded or run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Place = Literal["outrider", "huggingface"]
 
 @dataclass(frozen=True)
 class CachedModel:
-    name: str  # what `serve` and `rm` take
+    name: str  # as `serve` and `rm` accept it
     place: Place
     path: Path  # the model folder
-    entry: Path  # the folder of the cache that holds it: what a removal removes
-    num_bytes: int  # of its own: what a removal gives back
-    source: str  # where it came from, in words
+    entry: Path  # the folder in the cache that a removal deletes
+    num_bytes: int  # freed by a removal
+    source: str  # a description
     head: Path | None
-    is_intact: bool = True  # False: unfinished or damaged; it will be made again when it is needed
-    shared_bytes: int = 0  # of files that other models of the cache hold, too
+    is_intact: bool = True  # False: incomplete or damaged; rebuilt when needed
+    shared_bytes: int = 0  # of files that other models in the cache share
 
     @property
     def head_bytes(self) -> int:
@@ -41,28 +41,28 @@ class CachedModel:
 
 
 def cached_models() -> list[CachedModel]:
-    """By name, Outrider's own first."""
+    """Return all models sorted by name, those in Outrider's own cache first."""
     return [*sorted(_own(), key=_by_name), *sorted(_hub(), key=_by_name)]
 
 
 def find_cached(name: str) -> CachedModel:
-    """The one model of this name; ModelUnavailable if there is none, or more than one."""
+    """Return the model of this name. Raises ModelUnavailable if there is none or more than one."""
     models = cached_models()
     own = named_model(name)
     found = [model for model in models if model.name == name]
     found = found or [model for model in models if model.name.lower() == name.lower()]
     found = found or [model for model in models if own is not None and model.name == own.NAME]
     if not found:
-        raise ModelUnavailable(f"{name} is not in the cache. `outrider models` lists what is.")
+        raise ModelUnavailable(f"{name} is not in the cache. `outrider models` lists the cached models.")
     if len(found) > 1:
         raise ModelUnavailable(
-            f"{name} is in the cache more than once: {', '.join(one.name for one in found)}."
+            f"{name} is in the cache more than once: {', '.join(model.name for model in found)}."
         )
     return found[0]
 
 
 def remove(model: CachedModel) -> None:
-    """Take a model out of its cache, heads and all. Nothing else is touched, and no link is followed."""
+    """Delete a model and its heads from the cache. Links are deleted, not followed."""
     cache = models_folder() if model.place == "outrider" else _hub_folder()
     if model.entry.parent != cache or model.entry.name.startswith("."):
         raise ModelUnavailable(f"{model.entry} is not in {cache}; nothing was removed.")
@@ -97,7 +97,7 @@ def _own() -> Iterator[CachedModel]:
 
 
 def _remove_own(path: Path) -> None:
-    """Gone in one step, so that no process sees half of it; a builder clears what a crash leaves behind."""
+    """Rename the folder first, so that no process sees a partial folder. The next build removes leftovers."""
     gone = path.with_name(f".{path.name}.part-removed")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)
@@ -105,7 +105,7 @@ def _remove_own(path: Path) -> None:
 
 
 def _file_sizes(folder: Path) -> dict[tuple[int, int], int]:
-    """By file, whatever its names are: one that is linked from two folders is the same in both."""
+    """Return sizes by device and inode: a file that is linked from two folders has one key."""
     if folder.is_symlink():
         return {}
     files = (path.stat() for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

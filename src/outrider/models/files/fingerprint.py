@@ -1,7 +1,7 @@
-"""A name for a model's very weights: files of another model, or of another head, must never pass for its own.
+"""A fingerprint of a model's weights: stored files of another model or head must never be used by mistake.
 
-Computed from the arrays as loaded (names, shapes, types, every word of them), so that a fine-tune, another
-quantisation or --dtype give another name. It guards against mix-ups, not against forgery.
+Computed from the loaded arrays: names, shapes, dtypes and all values. So a fine-tune, another quantisation or
+another --dtype has another fingerprint. It protects against mistakes, not against forgery.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-CHUNK_WORDS = 1 << 24
+CHUNK_WORDS = 1 << 24  # 32-bit words in one checksum, which bounds the temporary memory; chosen by hand
 LENGTH = 24  # hex digits
 
 
 def fingerprint(modules: Iterable[nn.Module], *facts: object) -> str:
-    """Of these modules' weights, and of whatever else changes what they compute."""
+    """`facts`: anything else that changes the results of the modules."""
     digest = hashlib.sha256()
     for module in modules:
         digest.update(f"{type(module).__module__}.{type(module).__qualname__} {_settings(module)}\n".encode())
@@ -32,12 +32,12 @@ def fingerprint(modules: Iterable[nn.Module], *facts: object) -> str:
 
 
 def _settings(module: nn.Module) -> str:
-    """What mlx-lm's models were built with: scales, rope, windows."""
+    """Return the arguments of an mlx-lm model: scales, rope, windows."""
     return repr(getattr(module, "args", None))
 
 
 def _checksums(array: mx.array) -> list[int]:
-    """Of each stretch of the array: a sum of its words, each scrambled together with its place."""
+    """Return a checksum for each chunk: the sum of its words, each mixed with its index."""
     words = mx.contiguous(array).reshape(-1).view(mx.uint8)
     words = mx.pad(words, (0, -words.size % 4)).view(mx.uint32)
     sums = []

@@ -1,4 +1,4 @@
-"""What a converted model folder says about itself: where it came from and which files belong to it.
+"""The record in a converted model folder: its source and the sizes of its files.
 
 Owns `origin.json`. Must not know how the other files are made.
 """
@@ -8,26 +8,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE_NAME = "origin.json"
-FORMAT = 1  # raised when the conversion changes, so that older folders are made again
+FORMAT = 1  # raised when the conversion changes, so that older folders are rebuilt
 
 
 @dataclass(frozen=True)
 class Origin:
     name: str
-    source: str  # in words or as a path: where the weights came from
+    source: str  # of the weights: a description or a path
     license: str = "unknown"
-    sha256: str | None = None  # of the file that was converted, where it was checked
+    sha256: str | None = None  # of the converted file, if it was checked
 
 
 def write(folder: Path, origin: Origin) -> None:
-    """Seal `folder`: call it after every other file is written."""
+    """Write the record. Call this after all other files are written."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     record = {"format": FORMAT, **asdict(origin), "files": sizes}
     (folder / FILE_NAME).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def read(folder: Path) -> Origin | None:
-    """The origin of a folder that Outrider converted; None for any other folder."""
+    """Return the origin of a folder that Outrider converted, None for any other folder."""
     record = _record(folder)
     if record is None:
         return None
@@ -35,7 +35,7 @@ def read(folder: Path) -> Origin | None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether the folder is of the present format and each of its files has the size it was written with."""
+    """True if the folder has the present format and all files have their original sizes."""
     record = _record(folder)
     if record is None or record["format"] != FORMAT:
         return False
