@@ -8,9 +8,7 @@ from outrider.models.files import origin
 from outrider.models.files.default_download import SMOLLM2
 
 DATA = Path(__file__).parent / "data"
-HEADS = {
-    SMOLLM2.sha256: DATA / "smollm2-135m-instruct" / "head.safetensors"
-}  # by the sha256 of the model file
+HEADS = {SMOLLM2.sha256: DATA / "smollm2-135m-instruct" / "head.safetensors"}  # by the model file's sha256
 
 
 def shipped_head(model_folder: Path) -> Path | None:
