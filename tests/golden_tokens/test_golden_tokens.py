@@ -47,8 +47,8 @@ from golden_requests import (
     with_prompts,
 )
 
-from outrider import LLM, SamplingParams
 from image_files import noise
+from outrider import LLM, SamplingParams
 from server_process import ON_CPU, serving
 
 RECORDED = Path(__file__).parent / "recorded"
