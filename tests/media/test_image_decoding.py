@@ -54,7 +54,7 @@ def test_the_content_decides_and_a_wrong_declaration_is_refused():
 
 
 @pytest.mark.parametrize("data", [b"x", b"<svg></svg>", b"%PDF-1.4", b"<html>", b"GIF89a", bytes(1000)])
-def test_what_is_no_image_is_refused(data):
+def test_data_that_is_no_image_is_refused(data):
     with pytest.raises(InvalidMedia):
         decode_image(data, "image/png", LIMITS)
 
@@ -67,7 +67,7 @@ def test_a_truncated_image_is_refused(format):
 
 
 def test_a_decompression_bomb_is_refused_by_its_header():
-    """A few bytes that promise 30,000 x 30,000 pixels; nothing of that size is ever made."""
+    """A few bytes announce 30,000 x 30,000 pixels. The image is refused before memory is allocated."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))

@@ -73,7 +73,7 @@ def test_files_outside_the_folder_are_refused_by_any_way(tmp_path):
             read(f"file://{tmp_path}/{way}", limits)
 
 
-def test_what_is_no_plain_file_is_refused(tmp_path):
+def test_only_plain_files_are_read(tmp_path):
     limits = MediaLimits(local_folder=str(tmp_path), max_image_bytes=4)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "big").write_bytes(bytes(5))

@@ -12,7 +12,7 @@ LIMITS = MediaLimits(max_frames=3, max_image_pixels=10_000)
 
 
 def video(folder: Path, suffix: str = ".mp4", codec: str = "mp4v", count: int = 11) -> bytes:
-    """Frames that get redder and redder."""
+    """A video whose frames become more and more red."""
     path = str(folder / f"video{suffix}")
     writer = cv2.VideoWriter(path, cv2.VideoWriter_fourcc(*codec), 10, (64, 48))
     assert writer.isOpened()
@@ -24,7 +24,7 @@ def video(folder: Path, suffix: str = ".mp4", codec: str = "mp4v", count: int = 
 
 @pytest.fixture
 def empty_temp(tmp_path, monkeypatch):
-    """A folder for temporary files, to see what is left in it."""
+    """A folder for temporary files that must be empty at the end."""
     folder = tmp_path / "temp"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -64,6 +64,6 @@ def test_damaged_and_mislabelled_videos_are_refused(tmp_path, empty_temp):
     "data", [b"#EXTM3U\nhttp://host/a.ts\n", b"ffconcat version 1.0\nfile /etc/passwd\n"]
 )
 def test_files_that_name_other_files_never_reach_the_decoder(data, empty_temp, monkeypatch):
-    monkeypatch.setattr(cv2, "VideoCapture", lambda *_: pytest.fail("it was opened"))
+    monkeypatch.setattr(cv2, "VideoCapture", lambda *_: pytest.fail("the file was opened"))
     with pytest.raises(InvalidMedia, match="known format"):
         decode_frames(data, "video/mp4", LIMITS)

@@ -1,4 +1,4 @@
-"""The real default model for the tests that need it: from the user's cache, fetched once if need be."""
+"""The real default model: from the user's cache, downloaded once if needed."""
 
 import shutil
 from pathlib import Path
@@ -21,12 +21,12 @@ def default_model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def default_gguf(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The GGUF file that the default model is made from, kept between test runs."""
-    kept = pytestconfig.cache.mkdir("default-model") / SMOLLM2.file_name
-    if kept.exists() and kept.stat().st_size == SMOLLM2.num_bytes:
-        return kept
+    """The GGUF file of the default model, cached between test runs."""
+    cached = pytestconfig.cache.mkdir("default-model") / SMOLLM2.file_name
+    if cached.exists() and cached.stat().st_size == SMOLLM2.num_bytes:
+        return cached
     try:
         fetched = download(SMOLLM2, tmp_path_factory.mktemp("gguf"), ignore)
     except ModelUnavailable as error:
         pytest.skip(f"the default model cannot be fetched here: {error}")
-    return Path(shutil.move(fetched.path, kept))
+    return Path(shutil.move(fetched.path, cached))

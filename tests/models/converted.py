@@ -1,4 +1,4 @@
-"""Runs a converted model folder the way the tests compare it: all weights dequantised to float32."""
+"""Runs a converted model folder with all weights dequantised to float32, for comparisons."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""An independent reading of GGUF files in plain NumPy: container, dequantisation and forward pass.
+"""An independent reader of GGUF files in plain NumPy: container, dequantisation and forward pass.
 
 Shares nothing with the code under test. Weights are used as the file orders them: llama's q and k rows
 are left interleaved and rope turns neighbouring pairs.
@@ -102,7 +102,7 @@ def _q6_k(raw: Array) -> Array:
 
 
 def _q5(raw: Array, header: int, zero: int) -> Array:
-    """One weight at a time, by the definition: nibble i or i - 16, and bit i of the 32 that precede them."""
+    """Decode one weight at a time by the definition: nibble i or i - 16, plus bit i of the 32 fifth bits."""
     out = np.empty((len(raw), 32), np.float32)
     high = np.ascontiguousarray(raw[:, header : header + 4]).view(np.uint32)[:, 0]
     for i in range(32):
@@ -112,7 +112,7 @@ def _q5(raw: Array, header: int, zero: int) -> Array:
 
 
 def _q5_k(raw: Array) -> Array:
-    """A Q4_K block with 32 bytes of fifth bits before the nibbles; each adds 16 scales."""
+    """A Q4_K block with 32 bytes of fifth bits before the nibbles. A set bit adds 16 * scale."""
     base = _q4_k(np.concatenate([raw[:, :16], raw[:, 48:]], axis=-1))
     ones = np.zeros((len(raw), 144), np.uint8)
     ones[:, [0, 1, *range(4, 16)]] = raw[:, [0, 1, *range(4, 16)]]

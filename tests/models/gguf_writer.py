@@ -13,7 +13,7 @@ TYPE_IDS = {
     "F32": 0, "F16": 1, "BF16": 30, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8,
     "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
 }  # fmt: skip
-# Where a block keeps its float16 factors, as (first byte, how many).
+# The float16 factors of a block: (first byte, number of factors).
 FACTORS = {
     "Q4_0": (0, 1), "Q4_1": (0, 2), "Q5_0": (0, 1), "Q5_1": (0, 2), "Q8_0": (0, 1),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, 1),
@@ -161,7 +161,7 @@ class TinyModel:
         return lengths
 
     def file(self, *kinds: str, seed: int = 0) -> File:
-        """The model with its matrices in the given types, taken in turn."""
+        """The model as a file. The matrices have the given types in turn."""
         rng = np.random.default_rng(seed)
         tensors = []
         for at, (name, shape) in enumerate(self.matrices().items()):
@@ -190,7 +190,7 @@ def tiny_tokenizer(vocab: int) -> dict[str, Any]:
 
 
 def byte_letters() -> dict[int, str]:
-    """GPT-2's letter for each byte: itself if printable, else the next unused one from 256 on."""
+    """GPT-2's letter for each byte: the byte if printable, else the next unused character from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {

@@ -17,7 +17,7 @@ from outrider.models.files import default_model
 from outrider.models.files.shipped_head import DATA, shipped_head
 
 PROMPTS = json.loads((DATA / "smollm2-135m-instruct" / "held_out_prompts.json").read_text())
-TOLERANCE = 0.08  # other processors round differently, and answers part ways
+TOLERANCE = 0.08  # other processors round differently, so answers differ
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def folder() -> Path:
 
 
 def acceptance(folder: Path, temperature: float, draft_vocabulary: int | None) -> tuple[list[float], float]:
-    """The share of drafts that stand given that those before them did, and the tokens a step, at depth 3."""
+    """Return, at depth 3, the acceptance of each draft after accepted drafts, and the tokens per step."""
     params = SamplingParams(max_tokens=32, temperature=temperature, seed=1, draft_depth=3)
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     with LLM(folder, draft_vocabulary=draft_vocabulary) as llm:
@@ -59,7 +59,7 @@ def test_default_model_finds_its_head(folder: Path) -> None:
     ("temperature", "draft_vocabulary", "stands", "tokens_a_step"),
     [
         (0.0, None, [0.62, 0.62, 0.61], 2.11),
-        (0.0, 8192, [0.60, 0.59, 0.62], 2.06),  # what the smaller draft vocabulary costs
+        (0.0, 8192, [0.60, 0.59, 0.62], 2.06),  # with a smaller draft vocabulary
         (0.8, None, [0.54, 0.58, 0.59], 1.94),
     ],
 )

@@ -1,4 +1,4 @@
-"""The first start of the default model, with a tiny file in its place: no network is used here."""
+"""The first use of the default model, with a tiny file in its place. No test uses the network."""
 
 import hashlib
 import json
@@ -153,7 +153,7 @@ except ModelUnavailable as error:
 """
 
 
-@pytest.mark.parametrize("limit_bytes", [100, 20_000])  # the first file does not fit; only the weights do not
+@pytest.mark.parametrize("limit_bytes", [100, 20_000])  # too little for any file; for the weights
 def test_a_disk_that_fills_up_while_writing_leaves_nothing(cache, limit_bytes):
     command = [sys.executable, "-c", LIMITED, str(limit_bytes)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -179,7 +179,7 @@ def wheel(folder: Path, content: bytes | None) -> Path:
 
 @pytest.fixture
 def offline_pip(tmp_path, monkeypatch) -> Path:
-    """pip looks into this folder and nowhere else."""
+    """A folder that pip uses as its only index."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     return tmp_path / "wheels"
@@ -237,7 +237,7 @@ def test_an_unreachable_index_and_hub_are_reported_together(cache):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Iterator[Path]:
-    """A hub on this machine; the path is where it looks for the file."""
+    """A hub on this machine that serves the file at the path."""
     root = tmp_path / "hub"
     served = (
         root

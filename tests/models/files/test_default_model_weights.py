@@ -1,4 +1,4 @@
-"""The real default model: its numbers, its answers, its tokenizer. Skipped where it cannot be fetched."""
+"""The real default model: weights, answers and tokenizer. Skipped if the model cannot be downloaded."""
 
 import json
 from itertools import islice
@@ -35,7 +35,7 @@ def reference(default_gguf) -> ReferenceBPE:
 
 
 def as_text(tokenizer, text: str) -> list[int]:
-    """The way to encode what a user wrote."""
+    """Encode text as the server encodes a user's text."""
     return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
 

@@ -59,7 +59,7 @@ def test_text_weights_are_the_default_models_file_and_outlive_it(cache: Path) ->
     assert text.samefile(weights)
     content = weights.read_bytes()
     shutil.rmtree(default_model.folder())
-    assert vision_model.ensure(release=NO_RELEASE) == text.parent  # nothing is fetched, nothing is missed
+    assert vision_model.ensure(release=NO_RELEASE) == text.parent  # no download is needed
     assert text.read_bytes() == content
 
 
