@@ -150,6 +150,16 @@ def test_the_server_goes_by_the_proper_name_and_has_the_default_head(server: Ser
     assert "smollm2-135m-instruct" in server.banner
 
 
+def test_requests_may_use_the_old_name(client: openai.OpenAI) -> None:
+    for name in vision_model.OLD_NAMES:
+        answer = client.chat.completions.create(
+            model=name, messages=[{"role": "user", "content": "Hello"}], max_tokens=1
+        )
+        assert answer.choices
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="outrider-other", messages=[{"role": "user", "content": "Hi"}])
+
+
 def test_the_example_sees_its_red_circle(server: ServerProcess) -> None:
     environment = os.environ | {"OPENAI_BASE_URL": f"{server.url}/v1"}
     command = [sys.executable, str(EXAMPLE)]

@@ -57,12 +57,12 @@ class ServerContext:
     def resolve_model(self, requested: str | None) -> str:
         """The name that the answer carries: the requested one, or the first served name.
 
-        Raises a 404 for a name that is neither served nor the model's own.
+        Raises a 404 for a name that is neither served, nor an old name, nor the model's own.
         """
         served = self.settings.served_model_names
         if requested is None:
             return served[0]
-        if requested in served or requested == self.facts.name:
+        if requested in (*served, *self.settings.old_model_names, self.facts.name):
             return requested
         known = ", ".join(repr(name) for name in served)
         raise ApiError(

@@ -19,6 +19,7 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = (
         "model",
     )  # answers carry the first, unless a request names another
+    old_model_names: tuple[str, ...] = ()  # names of earlier releases: accepted in requests, not listed
     max_tokens: int | None = None  # of an answer whose request sets no limit; None: up to max_context
     max_rows: int = 16  # sequences that the engine decodes at once (vLLM: max_num_seqs)
     max_queue: int = 256  # requests that may wait; more get a 429

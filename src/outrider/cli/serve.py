@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,13 +161,16 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
     from outrider.engine.async_engine import AsyncEngine
     from outrider.llm import default_model
     from outrider.media.loader import MediaLoader
+    from outrider.models.files.named import named_model
     from outrider.models.loader import find_folder
 
     model = options["model"] or default_model()
-    settings = _settings(options, (model_name(model),))
+    name = model_name(model)
+    named = named_model(name)
+    settings = replace(_settings(options, (name,)), old_model_names=named.OLD_NAMES if named else ())
     choice = ModelChoice(model, options["head"], options["draft_vocabulary"], options["dtype"])
     metrics = Metrics()
-    with loading_bar(find_folder(model), model_name(model)) as say:
+    with loading_bar(find_folder(model), name) as say:
         engine, tokenizer = build_engine(choice, config, metrics.steps, say)
     try:
         _check_drafter(options, engine)
