@@ -13,6 +13,7 @@ from chat_tokenizers import CHATML, new_tokenizer
 from fake_backend import Client, settings
 from fake_engine import FakeEngine
 
+from image_files import data_url, encoded, noise
 from outrider import LLM, InvalidRequest, SamplingParams
 from outrider.api.app import create_server
 from outrider.chat.conversation import ChatRequest
@@ -27,7 +28,6 @@ from outrider.llm import CompletionStream
 from outrider.media.limits import MediaLimits
 from outrider.media.loader import MediaLoader
 from outrider.request import Grammar, Request
-from image_files import data_url, encoded, noise
 from tiny_models import write_checkpoint, write_tokenizer
 from tiny_vision import write_vision_checkpoint
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from fake_backend import Client, settings
 
+from image_files import animation, data_url, encoded, noise
 from outrider import LLM
 from outrider.api.app import create_server
 from outrider.chat.service import ChatService
 from outrider.media.limits import MediaLimits
 from outrider.media.loader import MediaLoader
 from patience import Hurdle, goes_on_while_held
-from image_files import animation, data_url, encoded, noise
 from tiny_models import write_checkpoint
 from tiny_vision import write_vision_checkpoint
 

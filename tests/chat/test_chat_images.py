@@ -11,6 +11,7 @@ import pytest
 from chat_tokenizers import new_tokenizer
 from fake_engine import FakeEngine
 
+from image_files import data_url, encoded, noise
 from outrider.chat.conversation import ChatRequest, ImagePart, MediaPart, Message, Role, TextPart, ToolCall
 from outrider.chat.messages import move_result_images
 from outrider.chat.renderer import ChatRenderer
@@ -23,7 +24,6 @@ from outrider.media.limits import MediaLimits
 from outrider.media.loader import MediaLoader
 from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.request import InvalidRequest, SamplingParams
-from image_files import data_url, encoded, noise
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<image>", "<row>")
 TURN = "<|im_start|>{{ m.role }}\n%s<|im_end|>\n"

@@ -10,8 +10,8 @@ import anthropic
 import openai
 import pytest
 
-from patience import PATIENCE_S
 from image_files import data_url, encoded, noise
+from patience import PATIENCE_S
 from server_process import serving
 from tiny_vision import write_vision_checkpoint
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from image_files import noise
 from media_world import CASES, GREEDY, HOT, TEXTS, World, answers, new_world, tokens, whole
 from outrider import LLM
 from outrider.build import ModelChoice, build_engine
@@ -19,7 +20,6 @@ from outrider.engine.cache_budget import SLACK
 from outrider.models.heads import HeadSpec, LoadedHead, new_head
 from outrider.models.vision.mrope import share_sections
 from patience import measures_time
-from image_files import noise
 
 
 @pytest.fixture(scope="module", params=["smolvlm", "qwen2_5_vl", "qwen3_5"])

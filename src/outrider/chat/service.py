@@ -19,7 +19,7 @@ from outrider.chat.renderer import ChatPrompt, ChatRenderer
 from outrider.engine.async_engine import AsyncEngine, AsyncStream
 from outrider.engine.validation import ValidatedRequest
 from outrider.media.image_reader import ProcessedImage
-from outrider.media.loader import MediaLoader, MediaItem
+from outrider.media.loader import MediaItem, MediaLoader
 from outrider.request import InvalidRequest, SamplingParams
 
 T = TypeVar("T")
