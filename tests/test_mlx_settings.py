@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from outrider.mlx_settings import FOR_A_SERVER
+from outrider.mlx_settings import SERVER_SETTINGS
 
 SHOW = """
 import os, json, sys, outrider
@@ -24,7 +24,7 @@ def environment_after_import(**own: str) -> dict[str, str]:
 
 
 def test_settings_are_made_before_mlx_is_imported() -> None:
-    assert environment_after_import().items() >= FOR_A_SERVER.items()
+    assert environment_after_import().items() >= SERVER_SETTINGS.items()
 
 
 def test_what_the_user_has_set_stays() -> None:

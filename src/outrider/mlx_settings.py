@@ -1,15 +1,15 @@
-"""MLX's own settings where its defaults do not suit a server. What the user has set stays.
+"""Environment variables of MLX whose defaults do not suit a server. Variables that the user has set stay.
 
-On CUDA, MLX keeps the graphs that it has launched, by their shape, and raises an error once it has missed
-more than twice as often as it has places, 400, in all its life. A batch brings a new shape whenever rows
-join or end, drafts are longer or a context has grown, so a server would come to that.
+On CUDA, MLX caches the graphs that it has launched, by their shapes. By default the cache holds 400 graphs,
+and MLX raises an error after twice as many misses in the life of the process. A batch has a new shape
+whenever rows join or end, drafts get longer or a context grows, so a server would reach that limit.
 
-Nothing here may import mlx, directly or not: it reads these once.
+Nothing here may import mlx, directly or indirectly: MLX reads the variables when it is imported.
 """
 
 import os
 
-FOR_A_SERVER = {
+SERVER_SETTINGS = {
     "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",
     "MLX_CUDA_SDPA_CACHE_SIZE": "1000",
     "MLX_CUDA_CONV_CACHE_SIZE": "1000",
@@ -18,5 +18,5 @@ FOR_A_SERVER = {
 
 
 def activate() -> None:
-    for name, value in FOR_A_SERVER.items():
+    for name, value in SERVER_SETTINGS.items():
         os.environ.setdefault(name, value)

@@ -10,12 +10,12 @@ import pytest
 
 import fresh_process
 from fresh_process import PRINT, PRODUCT, PROVIDER, REPORT, files_in
-from outrider.cpu import blas, threads
+from outrider.cpu import openblas_package, threads
 from patience import PATIENCE_S, measures_time
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
 
-# Without our own products in front of the library: test_cpu_kernel.py has those.
+# Without the own matmul in front of the library: test_matmul_start.py has that.
 clean_environment = partial(fresh_process.clean_environment, OUTRIDER_KERNEL="off")
 in_fresh_process = partial(fresh_process.in_fresh_process, OUTRIDER_KERNEL="off")
 
@@ -116,7 +116,7 @@ def test_a_named_library_that_is_missing_is_reported_and_passed_over(cache: Path
 
 
 def test_a_named_library_without_sgemm_never_takes_over(cache: Path) -> None:
-    unprefixed = blas._packaged_library()  # exports scipy_cblas_sgemm
+    unprefixed = openblas_package.packaged_library()  # exports scipy_cblas_sgemm
     found = in_fresh_process(REPORT + PROVIDER, XDG_CACHE_HOME=cache, OUTRIDER_BLAS=unprefixed)
     assert found["provider"] == str(files_in(cache)[0])
     assert "exports no cblas_sgemm" in found["reason"]
@@ -145,7 +145,7 @@ def test_without_a_cache_folder_the_copy_serves_one_process(tmp_path: Path) -> N
     found = in_fresh_process(REPORT + PRODUCT, XDG_CACHE_HOME=not_a_folder, TMPDIR=temporary)
     assert found["active"]
     assert "no cache folder" in found["reason"]
-    assert "cannot be kept" in found["stderr"]
+    assert "cannot be stored" in found["stderr"]
     assert found["error"] < 1e-4
     assert list(temporary.glob("outrider-blas-*")) == []
 
@@ -169,16 +169,16 @@ def test_processes_that_start_together_on_an_empty_cache_all_get_it(tmp_path: Pa
 
 
 def test_the_copy_is_named_after_version_and_content(tmp_path: Path) -> None:
-    library = tmp_path / blas.PACKAGE / "lib" / "libscipy_openblas.so"
+    library = tmp_path / openblas_package.PACKAGE / "lib" / "libscipy_openblas.so"
     library.parent.mkdir(parents=True)
-    info = tmp_path / f"{blas.PACKAGE}-1.2.3.dist-info"
+    info = tmp_path / f"{openblas_package.PACKAGE}-1.2.3.dist-info"
     info.mkdir()
     library.write_bytes(b"one")
-    first = blas._copy_stem(library)
+    first = openblas_package.copy_stem(library)
     library.write_bytes(b"two")
-    second = blas._copy_stem(library)
-    info.rename(tmp_path / f"{blas.PACKAGE}-1.2.4.dist-info")
-    third = blas._copy_stem(library)
+    second = openblas_package.copy_stem(library)
+    info.rename(tmp_path / f"{openblas_package.PACKAGE}-1.2.4.dist-info")
+    third = openblas_package.copy_stem(library)
     assert first.startswith("libopenblas-1.2.3-")
     assert len({first, second, third}) == 3
 
@@ -220,9 +220,9 @@ def test_the_cores_are_shared_out_only_where_nobody_said_how_many(cache: Path) -
     watch = "\nfound['watched'] = str(blas.watch_threads())\nfound['again'] = str(blas.watch_threads())"
     free = in_fresh_process(REPORT + watch, XDG_CACHE_HOME=cache)
     fixed = in_fresh_process(REPORT + watch, XDG_CACHE_HOME=cache, OUTRIDER_BLAS_THREADS="1")
-    wanted = threads.wanted_threads({})
-    assert free["threads"] == wanted.now
-    assert (f"up to {wanted.most} threads" in free["watched"]) == (wanted.most > wanted.now)
+    wanted = threads.thread_counts({})
+    assert free["threads"] == wanted.initial
+    assert (f"up to {wanted.max} threads" in free["watched"]) == (wanted.max > wanted.initial)
     assert free["again"] == free["watched"]
     assert "1 thread (" in fixed["watched"]
 

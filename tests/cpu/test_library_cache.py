@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.cpu import library_cache
-from outrider.cpu.library_cache import Recipe, Unusable, failure_of, load_kept
+from outrider.cpu.library_cache import Recipe, Unusable, failure_of, load_cached
 from outrider.files.atomic import TEMPORARY
 from patience import PATIENCE_S
 
@@ -37,7 +37,7 @@ class Library:
 
     def load(self, read: Callable[[str], bytes] | None = None) -> bool:
         """Whether it is kept."""
-        content, is_kept = load_kept(Recipe("lib", self.make), read or self.read)
+        content, is_kept = load_cached(Recipe("lib", self.make), read or self.read)
         assert content == b"a library"
         return is_kept
 
@@ -175,7 +175,7 @@ def test_files_that_killed_processes_left_are_removed(folder: Path, library: Lib
 
 
 def test_a_program_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_cache, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(library_cache, "BUILD_TIMEOUT_S", 0.3)
     with pytest.raises(Unusable, match=r"sh took longer than 0\.3 s"):
         failure_of(["sh", "-c", "sleep 900 & sleep 900"])  # either would keep our end of the pipe waiting
 

@@ -1,4 +1,4 @@
-"""How our own products come into a process: compiled once, kept, checked; OpenBLAS serves without them."""
+"""How native/sgemm.c comes into a process: compiled once, cached, checked; OpenBLAS serves without it."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import pytest
 
 from fresh_process import PRINT, PRODUCT, PROVIDER, REPORT, clean_environment, files_in, in_fresh_process
 from outrider.cpu import matmul, threads
-from own_products import WHERE_THEY_ARE
+from own_sgemm import WHERE_THEY_ARE
 from patience import PATIENCE_S
 
 pytestmark = WHERE_THEY_ARE
@@ -37,7 +37,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kernel_in(cache: Path) -> Path:
-    (found,) = (file for file in files_in(cache) if file.name.startswith("libproduct-"))
+    (found,) = (file for file in files_in(cache) if file.name.startswith("libsgemm-"))
     return found
 
 
@@ -116,7 +116,7 @@ def test_without_a_cache_folder_it_serves_one_process(tmp_path: Path) -> None:
     temporary.mkdir()
     found = in_fresh_process(REPORT + PRODUCT, XDG_CACHE_HOME=not_a_folder, TMPDIR=temporary)
     assert found["kernel"]
-    assert "libproduct" in found["stderr"]
+    assert "libsgemm" in found["stderr"]
     assert found["error"] < 1e-5
     assert list(temporary.glob("outrider-blas-*")) == []
 
@@ -190,9 +190,9 @@ def test_a_library_that_multiplies_wrong_does_not_take_over(kernel: str, cache: 
 
 # With strange compilers -------------------------------------------------------------------------------------
 
-NOTHING = "void outrider_product_set_num_threads(int n) {} void cblas_sgemm(void) {}"
-WRONG = f'const char *outrider_product_start(void) {{ return "avx2"; }} {NOTHING}'
-NO_CPU = f"const char *outrider_product_start(void) {{ return 0; }} {NOTHING}"
+NOTHING = "void outrider_sgemm_set_num_threads(int n) {} void cblas_sgemm(void) {}"
+WRONG = f'const char *outrider_sgemm_start(void) {{ return "avx2"; }} {NOTHING}'
+NO_CPU = f"const char *outrider_sgemm_start(void) {{ return 0; }} {NOTHING}"
 
 COMPILERS = {
     "none": (None, "no C compiler (cc, gcc, clang)"),

@@ -1,4 +1,4 @@
-"""The threads of our own products: they help, sleep, survive a fork, and change no bit."""
+"""The threads of native/sgemm.c: they help, sleep, survive a fork, and change no bit."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.cpu import matmul, threads
-from own_products import INSTRUCTIONS, WHERE_THEY_ARE, Products, exit_code_of_a_child, loaded, numbers
+from own_sgemm import INSTRUCTIONS, WHERE_THEY_ARE, Sgemm, exit_code_of_a_child, loaded, numbers
 from patience import measures_time, wait_until
 
 pytestmark = WHERE_THEY_ARE
@@ -18,13 +18,13 @@ pytestmark = WHERE_THEY_ARE
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("compiled") / "product.so"
+    path = tmp_path_factory.mktemp("compiled") / "sgemm.so"
     matmul._compile(path)
     return path
 
 
 @pytest.fixture(params=INSTRUCTIONS)
-def products(request: pytest.FixtureRequest, compiled: Path, tmp_path: Path) -> Products:
+def sgemm(request: pytest.FixtureRequest, compiled: Path, tmp_path: Path) -> Sgemm:
     """Each test has a file, so a library, so threads of its own."""
     return loaded(Path(shutil.copy(compiled, tmp_path)), request.param)
 
@@ -38,10 +38,10 @@ def cpu_s(thread: int) -> float:
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # in the program and in the system
 
 
-def helper_of(products: Products) -> int:
-    """The one thread that a large product for two brings with it."""
+def helper_of(sgemm: Sgemm) -> int:
+    """The one thread that a large matmul with two threads starts."""
     before = threads_now()
-    products(numbers(0, 4, 576), numbers(1, 4000, 576), num_threads=2)
+    sgemm(numbers(0, 4, 576), numbers(1, 4000, 576), num_threads=2)
     (helper,) = threads_now() - before
     return helper
 
@@ -51,14 +51,14 @@ needs_two_cpus = pytest.mark.skipif(threads.usable_cpus() < 2, reason="nobody co
 
 @needs_two_cpus
 @measures_time
-def test_a_helper_takes_work_off_the_caller(products: Products) -> None:
+def test_a_helper_takes_work_off_the_caller(sgemm: Sgemm) -> None:
     x, w = numbers(0, 64, 576), numbers(1, 4000, 576)
 
     def best_s_of_the_caller(num_threads: int) -> float:
         seconds = []
         for _ in range(40):
             start = time.thread_time()
-            products(x, w, num_threads)
+            sgemm(x, w, num_threads)
             seconds.append(time.thread_time() - start)
         return min(seconds)
 
@@ -66,13 +66,13 @@ def test_a_helper_takes_work_off_the_caller(products: Products) -> None:
 
 
 @needs_two_cpus
-def test_a_helper_works_while_there_are_products_and_sleeps_while_there_are_none(products: Products) -> None:
-    helper = helper_of(products)
+def test_a_helper_works_while_there_are_products_and_sleeps_while_there_are_none(sgemm: Sgemm) -> None:
+    helper = helper_of(sgemm)
     x, w = numbers(0, 4, 576), numbers(1, 4000, 576)
     start = cpu_s(helper)
 
     def has_worked() -> bool:
-        products(x, w, num_threads=2)
+        sgemm(x, w, num_threads=2)
         return cpu_s(helper) >= start + 0.1
 
     def is_asleep() -> bool:
@@ -85,21 +85,21 @@ def test_a_helper_works_while_there_are_products_and_sleeps_while_there_are_none
 
 
 @pytest.mark.parametrize("shape", [(1, 1536, 576), (7, 577, 1537), (64, 963, 576), (384, 144, 64)])
-def test_the_number_of_threads_does_not_change_a_bit(products: Products, shape: tuple[int, int, int]) -> None:
+def test_the_number_of_threads_does_not_change_a_bit(sgemm: Sgemm, shape: tuple[int, int, int]) -> None:
     x, w = numbers(0, shape[0], shape[2]), numbers(1, *shape[1:])
-    alone = products(x, w)
+    alone = sgemm(x, w)
     for turn in range(60):
-        assert np.array_equal(products(x, w, num_threads=1 + turn % 5), alone)
+        assert np.array_equal(sgemm(x, w, num_threads=1 + turn % 5), alone)
 
 
-def test_callers_that_come_together_all_get_their_product(products: Products) -> None:
+def test_callers_that_come_together_all_get_their_product(sgemm: Sgemm) -> None:
     pairs = [(numbers(i, 1 + i, 576), numbers(9 + i, 1000, 576)) for i in range(4)]
-    alone = [products(x, w) for x, w in pairs]
+    alone = [sgemm(x, w) for x, w in pairs]
     wrong = []
 
     def call(number: int) -> None:
         for _ in range(100):
-            if not np.array_equal(products(*pairs[number], num_threads=3), alone[number]):
+            if not np.array_equal(sgemm(*pairs[number], num_threads=3), alone[number]):
                 wrong.append(number)
 
     callers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
@@ -111,18 +111,18 @@ def test_callers_that_come_together_all_get_their_product(products: Products) ->
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_child_forked_amid_products_computes_with_threads_of_its_own(products: Products) -> None:
+def test_a_child_forked_amid_products_computes_with_threads_of_its_own(sgemm: Sgemm) -> None:
     x, w = numbers(0, 4, 576), numbers(1, 4000, 576)
-    alone = products(x, w)
+    alone = sgemm(x, w)
     is_over, wrong = threading.Event(), []
 
     def multiply() -> None:
         while not is_over.is_set():
-            if not np.array_equal(products(x, w, num_threads=3), alone):
+            if not np.array_equal(sgemm(x, w, num_threads=3), alone):
                 wrong.append(1)
 
     def child_is_right() -> bool:
-        are_right = all(np.array_equal(products(x, w, num_threads=3), alone) for _ in range(20))
+        are_right = all(np.array_equal(sgemm(x, w, num_threads=3), alone) for _ in range(20))
         return are_right and len(threads_now()) == 3
 
     other = threading.Thread(target=multiply)
@@ -132,4 +132,4 @@ def test_a_child_forked_amid_products_computes_with_threads_of_its_own(products:
     other.join()
     assert codes == [0] * 20
     assert wrong == []
-    assert np.array_equal(products(x, w, num_threads=3), alone)
+    assert np.array_equal(sgemm(x, w, num_threads=3), alone)

@@ -1,4 +1,4 @@
-"""How many threads a product gets: by the cores, the user's word and what other processes use."""
+"""How many threads a matmul gets: by the cores, the user's setting and what other processes use."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cpu import threads as cpu_threads
-from outrider.cpu.threads import RAISE_AFTER, Threads, ThreadWatch
+from outrider.cpu.threads import RAISE_AFTER, ThreadCounts, ThreadWatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
 
@@ -20,22 +20,22 @@ def pretend(monkeypatch: pytest.MonkeyPatch, num_cpus: int, num_cores: int | Non
 @pytest.mark.parametrize(
     ("num_cpus", "num_cores", "threads"),
     [
-        (1, 1, Threads(1, 1)),
-        (2, 2, Threads(1, 2)),
-        (2, 1, Threads(1, 1)),
-        (3, 3, Threads(1, 3)),
-        (16, 8, Threads(8, 8)),
-        (4, 64, Threads(2, 4)),  # a container's quota
-        (128, 64, Threads(8, 8)),
-        (2, None, Threads(1, 1)),
-        (4, None, Threads(2, 2)),
+        (1, 1, ThreadCounts(1, 1)),
+        (2, 2, ThreadCounts(1, 2)),
+        (2, 1, ThreadCounts(1, 1)),
+        (3, 3, ThreadCounts(1, 3)),
+        (16, 8, ThreadCounts(8, 8)),
+        (4, 64, ThreadCounts(2, 4)),  # a container's quota
+        (128, 64, ThreadCounts(8, 8)),
+        (2, None, ThreadCounts(1, 1)),
+        (4, None, ThreadCounts(2, 2)),
     ],
 )
 def test_half_of_the_cpus_at_first_and_all_cores_while_they_are_free(
-    num_cpus: int, num_cores: int | None, threads: Threads, monkeypatch: pytest.MonkeyPatch
+    num_cpus: int, num_cores: int | None, threads: ThreadCounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, num_cpus, num_cores)
-    assert cpu_threads.wanted_threads({}) == threads
+    assert cpu_threads.thread_counts({}) == threads
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_nearest_variable_decides_the_threads_for_good(
     environ: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, 8, 8)
-    assert cpu_threads.wanted_threads(environ) == Threads(threads, threads)
+    assert cpu_threads.thread_counts(environ) == ThreadCounts(threads, threads)
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "two", "1.5", "2;ls", "9" * 40])
@@ -61,7 +61,7 @@ def test_a_bad_thread_count_is_logged_and_ignored(
 ) -> None:
     pretend(monkeypatch, 8, 8)
     environ = {"OUTRIDER_BLAS_THREADS": value, "OMP_NUM_THREADS": "3"}
-    assert cpu_threads.wanted_threads(environ) == Threads(3, 3)
+    assert cpu_threads.thread_counts(environ) == ThreadCounts(3, 3)
     assert "OUTRIDER_BLAS_THREADS" in caplog.text
 
 
@@ -108,7 +108,7 @@ class Machine:
         self.now_s = self.busy_s = self.own_s = 0.0
         self.set: list[int] = []
 
-    def watch(self, threads: Threads) -> ThreadWatch:
+    def watch(self, threads: ThreadCounts) -> ThreadWatch:
         return ThreadWatch(
             threads, self.set.append, lambda: self.busy_s, lambda: self.own_s, lambda: self.now_s
         )
@@ -126,7 +126,7 @@ class Machine:
 
 def test_free_cores_are_taken_after_a_while_and_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 2)
-    watch = machine.watch(Threads(1, 2))
+    watch = machine.watch(ThreadCounts(1, 2))
     assert machine.run(watch, RAISE_AFTER - 1, own=1.0, others=0.1) == []
     assert machine.run(watch, 1, own=1.0, others=0.1) == [2]
     assert machine.run(watch, 10, own=2.0, others=0.0) == []
@@ -137,7 +137,7 @@ def test_free_cores_are_taken_after_a_while_and_given_up_at_once(monkeypatch: py
 
 def test_a_core_that_is_free_now_and_then_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 2)
-    watch = machine.watch(Threads(1, 2))
+    watch = machine.watch(ThreadCounts(1, 2))
     for _ in range(5):
         assert machine.run(watch, RAISE_AFTER - 1, own=1.0, others=0.0) == []
         assert machine.run(watch, 1, own=1.0, others=0.9) == []
@@ -148,13 +148,13 @@ def test_as_many_threads_as_others_leave_cores(
     others: float, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(monkeypatch, 4)
-    machine.run(watch := machine.watch(Threads(4, 4)), 2 * RAISE_AFTER, own=2.0, others=others)
+    machine.run(watch := machine.watch(ThreadCounts(4, 4)), 2 * RAISE_AFTER, own=2.0, others=others)
     assert machine.set == ([threads] if threads < 4 else [])
     assert watch.is_idle is False
 
 
 def test_an_idle_process_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 2)
-    watch = machine.watch(Threads(1, 2))
+    watch = machine.watch(ThreadCounts(1, 2))
     machine.run(watch, 1, own=0.0, others=0.5)
     assert watch.is_idle

@@ -1,7 +1,7 @@
-"""Shared libraries that are made once, at first use, and kept in the user's cache folder.
+"""Shared libraries that are built once, at first use, and stored in the user's cache folder.
 
-A file's name says what the library was made from and what came of it, so a kept file is either what was made
-or not looked at: what `load` thinks of it stands until one of the two changes.
+A file's name contains a hash of what the library was built from and a hash of the library itself. A file
+whose content does not match its name is ignored and built again.
 
 Nothing here may import mlx: cpu/blas.py has to run first.
 """
@@ -26,45 +26,45 @@ from outrider.files.cache_folder import cache_folder
 
 log = logging.getLogger("outrider.cpu.blas")
 
-PATIENCE_S = 30  # with a program that makes a library: an import waits for it
+BUILD_TIMEOUT_S = 30  # seconds; `import outrider` waits for the build. Chosen by hand
 
 Loaded = TypeVar("Loaded")
 
 
 class Unusable(Exception):
-    """A library that cannot serve, however often it is made; the text says why."""
+    """A library cannot be used, and building it again would not help; the text says why."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make a library: what its file is called after, and what writes it."""
+    """How to build a library."""
 
-    stem: str  # changes with everything that goes into the library
-    make: Callable[[Path], None]  # writes the library; Unusable or OSError where that fails
+    stem: str  # the first part of the file name; changes with everything that the library is built from
+    make: Callable[[Path], None]  # writes the library; raises Unusable or OSError if that fails
 
 
-def load_kept(recipe: Recipe, load: Callable[[str], Loaded]) -> tuple[Loaded, bool]:
-    """What `load` makes of the kept library, and whether it is kept now.
+def load_cached(recipe: Recipe, load: Callable[[str], Loaded]) -> tuple[Loaded, bool]:
+    """The result of `load` for the library, and True if the library is in the cache folder now.
 
-    It is made where it is missing, damaged, of other ingredients or cannot be opened; for this process only,
-    where there is no folder to keep it in. It is never made twice.
+    The library is built if the folder has none, or if `load` cannot open it. Without a usable folder the
+    library is built for this process only.
     """
-    for library in _kept(recipe.stem):
+    for library in _cached(recipe.stem):
         with suppress(OSError):
             return load(str(library)), True
     with tempfile.TemporaryDirectory(prefix="outrider-blas-") as temporary:  # the mapping outlives the file
         draft = Path(temporary, "draft.so")
         recipe.make(draft)
         try:
-            library = _keep(draft, recipe.stem)
+            library = _store(draft, recipe.stem)
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-            log.warning("BLAS: %s cannot be kept: %s", recipe.stem, error)
+            log.warning("BLAS: %s cannot be stored: %s", recipe.stem, error)
             return load(str(draft)), False
         return load(str(library)), True
 
 
 def failure_of(command: Sequence[str]) -> str:
-    """Run a program that makes a library; empty where it succeeds. Unusable where it takes too long."""
+    """Run a build program. Returns "" or why it failed; raises Unusable if it takes too long."""
     try:
         process = subprocess.Popen(
             command,
@@ -79,13 +79,13 @@ def failure_of(command: Sequence[str]) -> str:
         return f"cannot be run: {error}"
     with process:
         try:
-            complaint = process.communicate(timeout=PATIENCE_S)[1]
+            stderr = process.communicate(timeout=BUILD_TIMEOUT_S)[1]
         except subprocess.TimeoutExpired:
-            raise Unusable(f"{command[0]} took longer than {PATIENCE_S} s") from None
+            raise Unusable(f"{command[0]} took longer than {BUILD_TIMEOUT_S} s") from None
         finally:
-            if process.returncode is None:  # nobody has waited for it: the number is still its own
+            if process.returncode is None:  # still running, so the process id is still its own
                 os.killpg(process.pid, signal.SIGKILL)
-    return f"failed ({process.returncode}): {complaint.strip()[:200]}" if process.returncode else ""
+    return f"failed ({process.returncode}): {stderr.strip()[:200]}" if process.returncode else ""
 
 
 # The folder -------------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def _trusted_folder() -> Path:
     return folder
 
 
-def _kept(stem: str) -> Iterator[Path]:
-    """Libraries that are what their name says (opening a cut one could crash), written by us or by root."""
+def _cached(stem: str) -> Iterator[Path]:
+    """Libraries of this user or root that match their file name. Opening a truncated one could crash."""
     with suppress(OSError, RuntimeError):
         for library in _trusted_folder().glob(f"{stem}-*.so"):
             with suppress(OSError):
@@ -115,7 +115,7 @@ def _kept(stem: str) -> Iterator[Path]:
                     yield library
 
 
-def _keep(draft: Path, stem: str) -> Path:
+def _store(draft: Path, stem: str) -> Path:
     """Copy the library into the folder. Other processes may do the same at the same time."""
     folder = _trusted_folder()
     for temporary in folder.glob(f"{TEMPORARY}*"):
@@ -127,7 +127,7 @@ def _keep(draft: Path, stem: str) -> Path:
 
 
 def _fingerprint(library: Path) -> str:
-    """Of its first megabyte (all of a small one, headers and symbols of a large one) and its size."""
+    """A hash of the first megabyte (of a large library: headers and symbols), and the size."""
     with library.open("rb") as file:
         digest = hashlib.sha256(file.read(1 << 20)).hexdigest()
         return f"{digest[:12]}-{os.fstat(file.fileno()).st_size}"

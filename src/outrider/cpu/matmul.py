@@ -1,8 +1,9 @@
-"""Our own products of few tokens on x86-64 Linux, in front of a BLAS: compiled at first use, checked, loaded.
+"""A matmul for few tokens on x86-64 Linux, in front of a BLAS: compiled at first use, checked, loaded.
 
-A BLAS copies the weights into another order before it multiplies them, which for few tokens takes longer than
-the product. `native/product.c` reads them once, as they lie. All products of SmolLM2-135M (538 MB), in
-ms, on two cores of an EPYC, which read 22 GB/s alone and 33 together, and compute 231 GFLOP/s:
+A BLAS packs the weights into another order before it multiplies them. For few tokens the packing takes longer
+than the matmul. `native/sgemm.c` reads the weights once, in the order in which they are stored. All matmuls
+of SmolLM2-135M (538 MB of weights), in ms, on two cores of an EPYC, which read 22 GB/s alone and 33 GB/s
+together, and compute 231 GFLOP/s:
 
     tokens                  1     2     4     8    16    32    64
     1 thread   OpenBLAS    55    63    69    76    98   138   221
@@ -10,8 +11,9 @@ ms, on two cores of an EPYC, which read 22 GB/s alone and 33 together, and compu
     2 threads  OpenBLAS    37    40    42    44    57    77   123
                ours        16    16    17    16    23    44    84
 
-A token's result is the same to the bit whatever is fed beside it and whatever the number of threads. More
-tokens, and everything but x @ w.T, are passed on to the BLAS. `OUTRIDER_KERNEL=off` leaves it all to it.
+A token's result is bit-identical whatever tokens are beside it and whatever the number of threads. Matmuls of
+more tokens, and everything but x @ w.T, are passed on to the BLAS. With `OUTRIDER_KERNEL=off` all of them
+are.
 
 Nothing here may import mlx: cpu/blas.py has to run first.
 """
@@ -29,32 +31,32 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from outrider.cpu.library_cache import Recipe, Unusable, failure_of, load_kept
-from outrider.cpu.matmul_check import AS_IT_IS, TRANSPOSED, multiplies_right
+from outrider.cpu.library_cache import Recipe, Unusable, failure_of, load_cached
+from outrider.cpu.matmul_check import NO_TRANSPOSE, TRANSPOSE, sgemm_is_correct
 
 log = logging.getLogger("outrider.cpu.blas")
 
-SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("product.c", "product_tile.h"))
+SOURCES = tuple(Path(__file__).parent / "native" / name for name in ("sgemm.c", "sgemm_tile.h"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")  # for any x86-64
-MOST_TOKENS = 512  # with more, OpenBLAS is as fast
+MAX_TOKENS = 512  # with more tokens OpenBLAS is as fast (measured on the EPYC above)
 SWITCH = "OUTRIDER_KERNEL"
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """The library that multiplies few tokens, once it took over."""
+class SgemmKernel:
+    """The loaded library of native/sgemm.c."""
 
     path: str
     instructions: str  # "avx512" or "avx2"
     set_num_threads: Callable[[int], object]
 
     def __str__(self) -> str:
-        return f"own {self.instructions} products up to {MOST_TOKENS} tokens"
+        return f"own {self.instructions} matmul up to {MAX_TOKENS} tokens"
 
 
-def take_over(blas: ctypes.CDLL) -> Kernel:
-    """Stand in front of this library's `cblas_sgemm`; raises Unusable or OSError where that cannot be."""
+def install(blas: ctypes.CDLL) -> SgemmKernel:
+    """Put the matmul in front of this library's `cblas_sgemm`. Raises Unusable or OSError if that fails."""
     switch = os.environ.get(SWITCH, "on").lower()
     if switch == "off":
         raise Unusable(f"{SWITCH}=off")
@@ -62,26 +64,26 @@ def take_over(blas: ctypes.CDLL) -> Kernel:
         log.warning("%s=%r is neither on nor off; ignored", SWITCH, switch)
     if platform.machine() != "x86_64":
         raise Unusable(f"not for {platform.machine()}")
-    kernel, _is_kept = load_kept(Recipe(_stem(), _compile), partial(_open, blas))
+    kernel, _is_cached = load_cached(Recipe(_stem(), _compile), partial(_open, blas))
     return kernel
 
 
-def _open(blas: ctypes.CDLL, path: str) -> Kernel:
+def _open(blas: ctypes.CDLL, path: str) -> SgemmKernel:
     library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)
     instructions = start(library, blas)
-    if not multiplies_right(library, TRANSPOSED):
+    if not sgemm_is_correct(library, TRANSPOSE):
         raise Unusable(f"{path} computes wrong products")
-    if not multiplies_right(library, AS_IT_IS):
-        raise Unusable(f"what {path} passes on comes back wrong")
+    if not sgemm_is_correct(library, NO_TRANSPOSE):
+        raise Unusable(f"{path} does not pass products on correctly")
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    return Kernel(path, instructions, library.outrider_product_set_num_threads)
+    return SgemmKernel(path, instructions, library.outrider_sgemm_set_num_threads)
 
 
 def start(library: ctypes.CDLL, blas: ctypes.CDLL, instructions: str = "") -> str:
-    """Give the library its BLAS; the instructions are the best there are unless they are named."""
-    library.outrider_product_start.restype = ctypes.c_char_p
-    behind = ctypes.cast(blas.cblas_sgemm, ctypes.c_void_p)
-    found = library.outrider_product_start(instructions.encode(), behind, MOST_TOKENS)
+    """Give the library its BLAS. `instructions` "" chooses the best that the CPU has; returns the choice."""
+    library.outrider_sgemm_start.restype = ctypes.c_char_p
+    fallback = ctypes.cast(blas.cblas_sgemm, ctypes.c_void_p)
+    found = library.outrider_sgemm_start(instructions.encode(), fallback, MAX_TOKENS)
     if found is None:
         raise Unusable("this CPU has neither AVX-512 nor AVX2")
     return str(found.decode())
@@ -94,11 +96,11 @@ def _stem() -> str:
     digest = hashlib.sha256(repr(FLAGS).encode())
     for source in SOURCES:
         digest.update(source.read_bytes())
-    return f"libproduct-{digest.hexdigest()[:12]}"
+    return f"libsgemm-{digest.hexdigest()[:12]}"
 
 
 def _compile(library: Path) -> None:
-    """With the first compiler that can; one that takes too long ends it all (Unusable)."""
+    """Use the first compiler that works. One that takes too long ends the search (Unusable)."""
     failures = []
     for compiler in filter(None, map(shutil.which, COMPILERS)):
         failure = failure_of([compiler, *FLAGS, "-o", str(library), str(SOURCES[0])])

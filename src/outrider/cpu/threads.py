@@ -1,11 +1,12 @@
-"""How many threads a product of matrices gets on a Linux CPU.
+"""How many threads a matmul gets on a Linux CPU.
 
-OpenBLAS splits a product evenly and spins until the last part is done. With a core for every thread that is a
-quarter to a third off a step; with one core too few every product waits for the scheduler's next turn. In our
-own products of few tokens (cpu/matmul.py) a thread takes the next part when it has a core, and only parts
-that were begun are waited for. A step of SmolLM2-135M on two cores, alone and beside busy processes, in ms:
+OpenBLAS splits a matmul evenly and spins until the last part is done. With a core for every thread this takes
+a quarter to a third off a step. With one core too few, every matmul waits for the scheduler's next time
+slice. In the matmul for few tokens (cpu/matmul.py) a thread takes the next part when it has a core, and the
+caller waits only for parts that were started. A step of SmolLM2-135M on two cores, alone and beside busy
+processes, in ms:
 
-                                OpenBLAS                  our own
+                                OpenBLAS                  cpu/matmul.py
                                 alone   beside one        alone   beside one   beside two
     1 row         1 thread      64      73                28      39           56-95
                   2 threads     49      72-945            28      35           40-44
@@ -14,10 +15,11 @@ that were begun are waited for. A step of SmolLM2-135M on two cores, alone and b
     8 rows x 4    1 thread      180     186               120     137          212-254
                   2 threads     122     227-4244          87      110          136-184
 
-So a process starts with half of its CPUs. While it serves, our own products get as many threads as there are
-cores, and a `ThreadWatch` gives OpenBLAS as many as no other process uses, ten times a second. The number of
-threads does not change a bit of what is computed: never in our own, and in OpenBLAS as long as the products'
-inner dimension is a multiple of 32, as those of models are (`tests/test_blas.py`).
+So a process starts with as many threads as half of its CPUs. While it serves, cpu/matmul.py gets as many
+threads as there are cores. A `ThreadWatch` gives OpenBLAS as many as there are cores that no other process
+uses; it checks ten times a second. The number of threads changes no bit of the results: never in
+cpu/matmul.py, and in OpenBLAS as long as the inner dimension is a multiple of 32, as it is in models
+(`tests/cpu/test_blas.py`).
 
 Nothing here may import mlx: cpu/blas.py has to run first.
 """
@@ -38,43 +40,45 @@ from pathlib import Path
 log = logging.getLogger("outrider.cpu.blas")
 
 THREAD_VARIABLES = ("OUTRIDER_BLAS_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
-MAX_DEFAULT_THREADS = 8
+MAX_DEFAULT_THREADS = 8  # chosen by hand
 SYSFS_CPUS = Path("/sys/devices/system/cpu")
 CPU_TIMES = Path("/proc/stat")
 
+# Chosen by hand:
 WATCH_EVERY_S = 0.1
 WATCH_IDLE_EVERY_S = 0.5  # while this process has nothing to do
-SLACK_CPUS = 0.3  # what others may use of a core before it counts as taken
-RAISE_AFTER = 5  # samples in a row that must agree; a lower number takes effect at once
+IDLE_BELOW = 0.02  # share of one CPU's time that this process uses while it has nothing to do
+SLACK_CPUS = 0.3  # CPUs that other processes may use before one more counts as taken
+RAISE_AFTER = 5  # samples in a row that must ask for more threads; fewer threads take effect at once
 
 
 @dataclass(frozen=True)
-class Threads:
-    """How many threads a product starts with, and how many it may get while nobody else wants the cores."""
+class ThreadCounts:
+    """How many threads a matmul has at first, and how many it may have while the other cores are free."""
 
-    now: int
-    most: int
+    initial: int
+    max: int
 
 
-def wanted_threads(environ: Mapping[str, str]) -> Threads:
-    """The user's figure where a valid one is set, never above the CPUs there are; else by the cores."""
+def thread_counts(environ: Mapping[str, str]) -> ThreadCounts:
+    """The user's number, at most the number of CPUs. By default half of the CPUs up to all cores."""
     num_cpus = usable_cpus()
     for variable in THREAD_VARIABLES:
         value = environ.get(variable, "").strip()
         if re.fullmatch(r"0*[1-9]\d{0,5}", value):
             asked = min(int(value), num_cpus)
-            return Threads(asked, asked)
+            return ThreadCounts(asked, asked)
         if value:
             log.warning("%s=%r is not a number of threads; ignored", variable, value)
     half = max(1, min(num_cpus // 2, MAX_DEFAULT_THREADS))
     cores = physical_cores(os.sched_getaffinity(0), SYSFS_CPUS)
-    if cores is None or not CPU_TIMES.is_file():  # nobody could say whether they are free
-        return Threads(half, half)
-    return Threads(half, max(1, min(cores, num_cpus, MAX_DEFAULT_THREADS)))
+    if cores is None or not CPU_TIMES.is_file():  # there is no way to see which cores are free
+        return ThreadCounts(half, half)
+    return ThreadCounts(half, max(1, min(cores, num_cpus, MAX_DEFAULT_THREADS)))
 
 
 def usable_cpus() -> int:
-    """CPUs this process may run on, by its affinity and by its container's quota."""
+    """The number of CPUs that this process may use, by its affinity and by its container's quota."""
     return max(1, min(len(os.sched_getaffinity(0)), cpu_quota(Path("/sys/fs/cgroup/cpu.max"))))
 
 
@@ -87,7 +91,7 @@ def cpu_quota(cgroup_file: Path) -> int:
 
 
 def physical_cores(cpus: Collection[int], sysfs: Path) -> int | None:
-    """Cores behind these CPUs; None where the system does not say which of them share one."""
+    """The number of cores of these CPUs; None if the system does not say which CPUs share a core."""
     try:
         siblings = (sysfs / f"cpu{cpu}" / "topology" / "thread_siblings_list" for cpu in cpus)
         return len({file.read_text().strip() for file in siblings})
@@ -96,21 +100,21 @@ def physical_cores(cpus: Collection[int], sysfs: Path) -> int | None:
 
 
 class ThreadWatch:
-    """Keeps the threads of a product at what fits beside the other processes on this one's CPUs."""
+    """Sets the number of threads of a matmul to the number of CPUs that other processes leave free."""
 
     def __init__(
         self,
-        threads: Threads,
+        threads: ThreadCounts,
         set_threads: Callable[[int], object],
         busy_s: Callable[[], float] | None = None,
         own_s: Callable[[], float] = time.process_time,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`busy_s`: CPU seconds of everybody on this process's CPUs so far; `own_s`: its own."""
+        """`busy_s`: CPU seconds of all processes on these CPUs so far; `own_s`: those of this process."""
         cpus = os.sched_getaffinity(0)
         self._num_cpus = len(cpus)
-        self._most = threads.most
-        self._now = self._first = threads.now
+        self._max = threads.max
+        self._now = self._initial = threads.initial
         self._set_threads = set_threads
         self._busy_s = busy_s or (lambda: busy_seconds(CPU_TIMES.read_text(), cpus))
         self._own_s, self._clock = own_s, clock
@@ -122,12 +126,12 @@ class ThreadWatch:
         threading.Thread(target=self._run, name="outrider-blas-threads", daemon=True).start()
 
     def sample(self) -> None:
-        """Look at what others used since the last time."""
+        """Measure how much the other processes used since the last sample, and adapt."""
         before, self._last = self._last, self._read()
         wall, busy, own = (now - then for now, then in zip(self._last, before, strict=True))
-        self.is_idle = own < 0.02 * wall
+        self.is_idle = own < IDLE_BELOW * wall
         others = max(0.0, busy - own) / max(wall, 1e-3)
-        fitting = max(1, min(self._most, int(self._num_cpus - others + SLACK_CPUS)))
+        fitting = max(1, min(self._max, int(self._num_cpus - others + SLACK_CPUS)))
         self._num_higher = self._num_higher + 1 if fitting > self._now else 0
         if fitting < self._now or self._num_higher >= RAISE_AFTER:
             self._now, self._num_higher = fitting, 0
@@ -142,12 +146,12 @@ class ThreadWatch:
                 time.sleep(WATCH_IDLE_EVERY_S if self.is_idle else WATCH_EVERY_S)
                 self.sample()
         except (OSError, ValueError) as error:
-            log.warning("BLAS: no longer known which cores are free, %d threads: %s", self._first, error)
-            self._set_threads(self._first)
+            log.warning("BLAS: cannot see which cores are free; using %d threads: %s", self._initial, error)
+            self._set_threads(self._initial)
 
 
 def busy_seconds(stat: str, cpus: Collection[int]) -> float:
-    """CPU time spent on `cpus`, by whom ever, from the text of /proc/stat."""
+    """CPU seconds that all processes have spent on `cpus`, from the text of /proc/stat."""
     ticks = 0
     for line in stat.splitlines():
         name, *fields = line.split()

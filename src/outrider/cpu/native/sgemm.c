@@ -1,8 +1,8 @@
-/* y = x @ w^T for few tokens, in place of a BLAS's, which copies the weights before it multiplies them.
+/* The matmul y = x @ w^T for few tokens. A BLAS would copy (pack) the weights before it multiplies them.
 
-   Weights are read from memory once, in rows, as they lie there; each thread takes the next chunk of rows that
-   nobody has taken. A token's results are the same to the bit whatever tokens are beside it and whatever the
-   number of threads. `cblas_sgemm` forwards what is not such a product to the BLAS it was given. */
+   The weights are read from memory once, row by row, in the order in which they are stored. Each thread takes the
+   next chunk of rows that no thread has taken. A token's results are bit-identical whatever tokens are beside it
+   and whatever the number of threads. `cblas_sgemm` passes all other calls on to the BLAS that it was given. */
 
 #define _GNU_SOURCE
 #include <immintrin.h>
@@ -19,17 +19,17 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    ROWS = 4,                 /* of the weights in a tile */
-    ROWS_AHEAD = 2 * ROWS,    /* what is called from memory while a tile is computed */
-    MOST_SIZE = 640,          /* elements of a row in one go: tile and tokens stay in the nearest caches */
-    MOST_BLOCK = 96 << 10,    /* elements of the tokens in one go */
-    MOST_CHUNK = 32 << 10,    /* elements of the weights that a thread takes at a time, */
-    CHUNKS_EACH = 4,          /* or as many as give each thread some */
-    TOKENS_FREE = 8,          /* computed in the time that the weights take to arrive */
-    LEAST_SHARED = 100 << 10, /* elements of the weights, for that many tokens, that are worth a second thread */
-    MOST_THREADS = 64,
-    LINE = 16,                /* elements that come from memory together */
-    SPIN_CYCLES = 32 << 10,   /* a thread without work sleeps after that; the program needs its core */
+    ROWS = 4,               /* rows of the weights in a tile */
+    ROWS_AHEAD = 2 * ROWS,  /* rows after the tile's first that are prefetched from memory meanwhile */
+    MAX_SIZE = 640,         /* elements of a row in one block: tile and tokens stay in the L1 and L2 caches */
+    MAX_BLOCK = 96 << 10,   /* elements of x in one block */
+    MAX_CHUNK = 32 << 10,   /* elements of the weights in a chunk, the unit of work of a thread */
+    CHUNKS_PER_THREAD = 4,  /* chunks are smaller if a thread would get fewer than this */
+    FREE_TOKENS = 8,        /* tokens that are computed in the time that the weights take to arrive */
+    MIN_SHARED = 100 << 10, /* elements of the weights from which several threads pay, for up to FREE_TOKENS */
+    MAX_THREADS = 64,
+    LINE = 16,              /* elements of a cache line */
+    SPIN_CYCLES = 32 << 10, /* an idle thread sleeps after this many: 400,000 made a step 10 % slower */
 };
 
 typedef struct {
@@ -37,17 +37,17 @@ typedef struct {
     size_t ldx, ldw, ldy;
     const float *x, *w; /* [num_tokens, size], [num_rows, size] */
     float *y;           /* [num_tokens, num_rows] */
-    int adds;           /* to what y holds */
-    int rows_each, num_chunks, num_threads;
-} Product;
+    int adds;           /* 1: add the result to y; 0: overwrite y */
+    int rows_per_chunk, num_chunks, num_threads;
+} Matmul;
 
-static inline int least(int a, int b) { return a < b ? a : b; }
-static inline int most(int a, int b) { return a > b ? a : b; }
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a > b ? a : b; }
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-/* Where the row `distance` after row n is, which is at `row`; past the last one, of those from `next` on. */
+/* The address of the row `distance` rows after row n, which is at `row`. Past `last` the rows go on at `next`. */
 static inline const float *later_row(
-    const Product *p, const float *row, int n, int distance, int last, const float *next)
+    const Matmul *p, const float *row, int n, int distance, int last, const float *next)
 {
     return n + distance < last ? row + distance * p->ldw : next + (n + distance - last) * p->ldw;
 }
@@ -76,7 +76,7 @@ static inline __attribute__((always_inline, target(TARGET))) __m128 avx512_sums(
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-#include "product_tile.h"
+#include "sgemm_tile.h"
 
 /* AVX2: 12 of 16 registers are accumulators. */
 
@@ -101,39 +101,41 @@ static inline __attribute__((always_inline, target(TARGET))) __m128 avx2_sums(co
     return _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
 }
 
-#include "product_tile.h"
+#include "sgemm_tile.h"
 
-static void (*compute_block)(const Product *, int, int, int, int, int, int, const float *);
+static void (*compute_block)(const Matmul *, int, int, int, int, int, int, const float *);
 
-static void compute_chunk(const Product *p, int chunk)
+static void compute_chunk(const Matmul *p, int chunk)
 {
-    int first = chunk * p->rows_each, last = least(first + p->rows_each, p->num_rows);
-    int size = ceil_div(ceil_div(p->size, ceil_div(p->size, MOST_SIZE)), 16) * 16; /* by p->size alone */
-    int tokens = least(p->num_tokens, MOST_BLOCK / size);
-    int then = least(chunk + p->num_threads, p->num_chunks - 1) * p->rows_each; /* most likely this thread's */
+    int first = chunk * p->rows_per_chunk, last = min(first + p->rows_per_chunk, p->num_rows);
+    int size = ceil_div(ceil_div(p->size, ceil_div(p->size, MAX_SIZE)), 16) * 16; /* depends on p->size alone */
+    int tokens = min(p->num_tokens, MAX_BLOCK / size);
+    /* The first row of the chunk that this thread will probably take next. */
+    int then = min(chunk + p->num_threads, p->num_chunks - 1) * p->rows_per_chunk;
     for (int t = 0; t < p->num_tokens; t += tokens)
         for (int k = 0; k < p->size; k += size) {
             const float *next = p->w + (t + tokens < p->num_tokens ? first : then) * p->ldw;
             if (k + size < p->size)
                 next = p->w + first * p->ldw + k + size;
-            compute_block(p, first, last, t, least(t + tokens, p->num_tokens), k, least(size, p->size - k), next);
+            compute_block(p, first, last, t, min(t + tokens, p->num_tokens), k, min(size, p->size - k), next);
         }
 }
 
-/* Threads. One caller at a time shares its product: it takes chunks like the helpers do and waits only for those
-   that a helper has begun, so a helper that gets no core costs nothing. A helper rounds and flushes (MXCSR) like
-   the thread that started it, and all callers are taken to do so alike. */
+/* Threads. One caller at a time shares its matmul with helper threads. The caller takes chunks like the helpers do,
+   and waits only for chunks that a helper has started. So a helper that gets no core costs nothing. A helper
+   inherits the rounding and flushing modes (MXCSR) of the thread that started it; all callers are assumed to use
+   the same modes. */
 
 static struct {
-    _Alignas(64) atomic_int num_left; /* chunks that nobody has taken */
+    _Alignas(64) atomic_int num_left; /* chunks that no thread has taken */
     _Alignas(64) atomic_int num_done;
-    _Alignas(64) atomic_int num_helpers; /* how many may help */
+    _Alignas(64) atomic_int num_helpers; /* how many threads may help */
     atomic_flag is_shared;
     int num_started;
-    Product product; /* stays as it is while a taken chunk is not done */
+    Matmul matmul; /* does not change until all taken chunks are done */
     struct {
         _Alignas(64) atomic_int is_asleep;
-    } helpers[MOST_THREADS];
+    } helpers[MAX_THREADS];
 } pool = {.is_shared = ATOMIC_FLAG_INIT};
 
 static int help(void)
@@ -143,7 +145,7 @@ static int help(void)
         ;
     if (left <= 0)
         return 0;
-    compute_chunk(&pool.product, pool.product.num_chunks - left);
+    compute_chunk(&pool.matmul, pool.matmul.num_chunks - left);
     atomic_fetch_add(&pool.num_done, 1);
     return 1;
 }
@@ -171,13 +173,13 @@ static void start_helpers(int count)
     pthread_attr_t detached;
     pthread_t thread;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's own threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals go to the program's own threads */
     pthread_attr_init(&detached);
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     while (pool.num_started < count) {
         atomic_store(&pool.helpers[pool.num_started].is_asleep, 0);
         if (pthread_create(&thread, &detached, helper, (void *)(ptrdiff_t)pool.num_started)) {
-            atomic_store(&pool.num_helpers, pool.num_started); /* no more are asked for until a number is set */
+            atomic_store(&pool.num_helpers, pool.num_started); /* start no more threads until a new number is set */
             break;
         }
         pool.num_started++;
@@ -186,14 +188,14 @@ static void start_helpers(int count)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-static void compute_together(const Product *p, int num_helpers)
+static void compute_with_helpers(const Matmul *p, int num_helpers)
 {
     if (pool.num_started < num_helpers)
         start_helpers(num_helpers);
-    pool.product = *p;
+    pool.matmul = *p;
     atomic_store(&pool.num_done, 0);
     atomic_store(&pool.num_left, p->num_chunks);
-    for (int i = 0; i < least(num_helpers, pool.num_started); i++)
+    for (int i = 0; i < min(num_helpers, pool.num_started); i++)
         if (atomic_load(&pool.helpers[i].is_asleep) && atomic_exchange(&pool.helpers[i].is_asleep, 0))
             syscall(SYS_futex, &pool.helpers[i].is_asleep, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
     while (help())
@@ -202,21 +204,21 @@ static void compute_together(const Product *p, int num_helpers)
         if (spins < 1000)
             _mm_pause();
         else
-            sched_yield(); /* the helper may be waiting for this very core */
+            sched_yield(); /* the helper may be waiting for this core */
 }
 
-static void compute(Product *p)
+static void compute(Matmul *p)
 {
     int num_helpers = atomic_load(&pool.num_helpers);
     long elements = (long)p->num_rows * p->size;
-    int is_large = elements * most(1, p->num_tokens / TOKENS_FREE) >= LEAST_SHARED;
-    int rows = least(ceil_div(MOST_CHUNK, p->size), ceil_div(p->num_rows, CHUNKS_EACH * (num_helpers + 1)));
-    p->rows_each = ceil_div(rows, ROWS) * ROWS;
-    p->num_chunks = ceil_div(p->num_rows, p->rows_each);
+    int is_large = elements * max(1, p->num_tokens / FREE_TOKENS) >= MIN_SHARED;
+    int rows = min(ceil_div(MAX_CHUNK, p->size), ceil_div(p->num_rows, CHUNKS_PER_THREAD * (num_helpers + 1)));
+    p->rows_per_chunk = ceil_div(rows, ROWS) * ROWS;
+    p->num_chunks = ceil_div(p->num_rows, p->rows_per_chunk);
     p->num_threads = 1;
     if (num_helpers > 0 && is_large && p->num_chunks > 1 && !atomic_flag_test_and_set(&pool.is_shared)) {
         p->num_threads += num_helpers;
-        compute_together(p, num_helpers);
+        compute_with_helpers(p, num_helpers);
         atomic_flag_clear(&pool.is_shared);
         return;
     }
@@ -224,31 +226,31 @@ static void compute(Product *p)
         compute_chunk(p, chunk);
 }
 
-static void after_fork(void) /* the child has no helpers, and nobody shares a product */
+static void after_fork(void) /* the child process has no helpers, and no matmul is shared */
 {
     pool.num_started = 0;
     atomic_store(&pool.num_left, 0);
     atomic_flag_clear(&pool.is_shared);
 }
 
-/* What others see. */
+/* Exported functions. */
 
 typedef void Sgemm(int order, int x_form, int w_form, int num_tokens, int num_rows, int size, float alpha,
                    const float *x, int ldx, const float *w, int ldw, float beta, float *y, int ldy);
 
-enum { ROW_MAJOR = 101, AS_IT_IS = 111, TRANSPOSED = 112 };
+enum { ROW_MAJOR = 101, NO_TRANSPOSE = 111, TRANSPOSE = 112 };
 
-static Sgemm *other_sgemm;
-static int most_tokens;
+static Sgemm *fallback_sgemm;
+static int max_tokens;
 
-/* Choose the instructions: "avx512", "avx2", or "" for the best there are. Returns their name; NULL: none. */
-EXPORT const char *outrider_product_start(const char *wanted, Sgemm *other, int num_tokens)
+/* `wanted`: "avx512", "avx2", or "" for the best that the CPU has. Returns the choice; NULL: the CPU has neither. */
+EXPORT const char *outrider_sgemm_start(const char *wanted, Sgemm *other, int num_tokens)
 {
     static atomic_flag is_watching_forks = ATOMIC_FLAG_INIT;
     if (!atomic_flag_test_and_set(&is_watching_forks) && pthread_atfork(NULL, NULL, after_fork))
         return NULL;
-    other_sgemm = other;
-    most_tokens = num_tokens;
+    fallback_sgemm = other;
+    max_tokens = num_tokens;
     __builtin_cpu_init();
     if (strcmp(wanted, "avx2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) {
         compute_block = avx512_block;
@@ -261,21 +263,21 @@ EXPORT const char *outrider_product_start(const char *wanted, Sgemm *other, int 
     return NULL;
 }
 
-EXPORT void outrider_product_set_num_threads(int count)
+EXPORT void outrider_sgemm_set_num_threads(int count)
 {
-    atomic_store(&pool.num_helpers, least(most(count, 1), MOST_THREADS) - 1);
+    atomic_store(&pool.num_helpers, min(max(count, 1), MAX_THREADS) - 1);
 }
 
 EXPORT void cblas_sgemm(int order, int x_form, int w_form, int num_tokens, int num_rows, int size, float alpha,
                         const float *x, int ldx, const float *w, int ldw, float beta, float *y, int ldy)
 {
-    if (order != ROW_MAJOR || x_form != AS_IT_IS || w_form != TRANSPOSED || alpha != 1.0f ||
-        (beta != 0.0f && beta != 1.0f) || num_tokens < 1 || num_tokens > most_tokens || num_rows < 1 ||
+    if (order != ROW_MAJOR || x_form != NO_TRANSPOSE || w_form != TRANSPOSE || alpha != 1.0f ||
+        (beta != 0.0f && beta != 1.0f) || num_tokens < 1 || num_tokens > max_tokens || num_rows < 1 ||
         size < 1) {
-        other_sgemm(order, x_form, w_form, num_tokens, num_rows, size, alpha, x, ldx, w, ldw, beta, y, ldy);
+        fallback_sgemm(order, x_form, w_form, num_tokens, num_rows, size, alpha, x, ldx, w, ldw, beta, y, ldy);
         return;
     }
-    Product product = {.num_tokens = num_tokens, .num_rows = num_rows, .size = size,
+    Matmul matmul = {.num_tokens = num_tokens, .num_rows = num_rows, .size = size,
                        .ldx = ldx, .ldw = ldw, .ldy = ldy, .x = x, .w = w, .y = y, .adds = beta == 1.0f};
-    compute(&product);
+    compute(&matmul);
 }

@@ -1,13 +1,13 @@
-/* The inner loops of product.c, for one instruction set; included once for each.
+/* The inner loops of sgemm.c for one instruction set. sgemm.c includes this file once for each.
 
-   Defined before: NAME(x), TARGET, LANES, VEC with its operations, TOKENS and CASES. A tile is ROWS rows of the
-   weights by up to TOKENS tokens. Every sum has one accumulator, which takes the elements in order, LANES at a
-   time, and the lanes are added in one order: so a sum is the same to the bit whatever tile it stands in. */
+   sgemm.c defines NAME(x), TARGET, LANES, VEC with its operations, TOKENS and CASES before. A tile is ROWS rows of
+   the weights by up to TOKENS tokens. Every sum has one accumulator, which adds the elements in order, LANES at a
+   time. The lanes are added in a fixed order. So a sum is bit-identical whatever tile it belongs to. */
 
 #define EACH(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < (count); i++)
 
-/* Meanwhile two later tiles are called: one from memory into the second cache, ROWS rows from `ahead` on, a line
-   of each one time in `every`; and the next one, unless `near` is NULL, from there into the first. */
+/* Computes one tile and prefetches two later ones: ROWS rows from `ahead` on from memory into the L2 cache, one line
+   of each row in every `every` iterations; and the next tile, unless `near` is NULL, from L2 into L1. */
 static inline __attribute__((always_inline, target(TARGET))) void NAME(tile)(
     const int tokens, const float *x, size_t ldx, const float *const w[ROWS], size_t ldw, const float *ahead,
     int every, const float *near, int size, int adds, float *y, size_t ldy, int rows)
@@ -52,23 +52,23 @@ static inline __attribute__((always_inline, target(TARGET))) void NAME(tile)(
     }
 }
 
-/* Rows [first, last) of the weights with tokens [begin, end), along elements [k, k + size); what comes after
-   them begins at `next`. */
+/* Rows [first, last) of the weights times tokens [begin, end), over elements [k, k + size). The rows that are needed
+   after these begin at `next`. */
 static __attribute__((noinline, target(TARGET))) void NAME(block)(
-    const Product *p, int first, int last, int begin, int end, int k, int size, const float *next)
+    const Matmul *p, int first, int last, int begin, int end, int k, int size, const float *next)
 {
     int tokens = end - begin, passes = (tokens + TOKENS - 1) / TOKENS;
     for (int n = first; n < last; n += ROWS) {
-        int rows = least(last - n, ROWS);
+        int rows = min(last - n, ROWS);
         const float *w[ROWS];
         for (int r = 0; r < ROWS; r++)
-            w[r] = p->w + (n + least(r, rows - 1)) * p->ldw + k;
+            w[r] = p->w + (n + min(r, rows - 1)) * p->ldw + k;
         const float *near = later_row(p, w[0], n, ROWS, last, next);
         const float *far = later_row(p, w[0], n, ROWS_AHEAD, last, next);
         for (int pass = 0; pass < passes; pass++) {
             int t = begin + tokens * pass / passes, then = begin + tokens * (pass + 1) / passes;
             const float *ahead = far + size * pass / passes / LINE * LINE;
-            int is_last = pass > 0 && then == end; /* a single pass waits for the memory anyway */
+            int is_last = pass > 0 && then == end; /* with a single pass the memory is the limit anyway */
             switch (then - t) {
 #define CASE(T) \
     case T: \

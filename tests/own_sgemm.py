@@ -1,4 +1,4 @@
-"""Our own products in a library of the tests' own, and what they are tried with."""
+"""native/sgemm.c in a library of the tests' own, and inputs for it."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from outrider.cpu import matmul
-from outrider.cpu.matmul_check import AS_IT_IS, ROW_MAJOR, TRANSPOSED
+from outrider.cpu.matmul_check import NO_TRANSPOSE, ROW_MAJOR, TRANSPOSE
 
 HAS_COMPILER = any(map(shutil.which, matmul.COMPILERS))
 WHERE_THEY_ARE = [
@@ -40,7 +40,7 @@ class Passed:
         self.cblas_sgemm = SGEMM(lambda *arguments: self.calls.append(arguments))
 
 
-class Products:
+class Sgemm:
     """A library of its own for these tests, so that the process's keeps its instructions and threads."""
 
     def __init__(self, path: Path, instructions: str) -> None:
@@ -48,7 +48,7 @@ class Products:
         self.passed = Passed()
         self.instructions = matmul.start(self.library, self.passed, instructions)  # type: ignore[arg-type]
 
-    def sgemm(
+    def call(
         self,
         x: np.ndarray,
         w: np.ndarray,
@@ -56,10 +56,10 @@ class Products:
         num_threads: int = 1,
         beta: float = 0.0,
         alpha: float = 1.0,
-        forms: tuple[int, int, int] = (ROW_MAJOR, AS_IT_IS, TRANSPOSED),
+        forms: tuple[int, int, int] = (ROW_MAJOR, NO_TRANSPOSE, TRANSPOSE),
     ) -> np.ndarray:
         """Rows may be apart; x and w as they lie in memory."""
-        self.library.outrider_product_set_num_threads(num_threads)
+        self.library.outrider_sgemm_set_num_threads(num_threads)
         address, apart = lambda a: ctypes.c_void_p(a.ctypes.data), lambda a: a.strides[0] // 4
         self.library.cblas_sgemm(
             *(*forms, len(x), len(w), x.shape[1], ctypes.c_float(alpha), address(x), apart(x)),
@@ -68,13 +68,13 @@ class Products:
         return y
 
     def __call__(self, x: np.ndarray, w: np.ndarray, num_threads: int = 1) -> np.ndarray:
-        return self.sgemm(x, w, np.full((len(x), len(w)), np.nan, np.float32), num_threads)
+        return self.call(x, w, np.full((len(x), len(w)), np.nan, np.float32), num_threads)
 
 
-def loaded(path: Path, instructions: str) -> Products:
+def loaded(path: Path, instructions: str) -> Sgemm:
     """The compiled library; skips the test where the CPU lacks the instructions."""
     try:
-        return Products(path, instructions)
+        return Sgemm(path, instructions)
     except matmul.Unusable as reason:
         pytest.skip(str(reason))
 
