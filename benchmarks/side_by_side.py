@@ -9,18 +9,17 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 from outrider.bench.prompts.chat import PROMPTS
 from outrider.bench.statistics import Spread
 from outrider.config import EngineConfig
-from outrider.cpu import layers
 from outrider.engine.draft_state import DraftState
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
-from outrider.models import heads, joined_products, loader, machine
+from outrider.models import heads, loader, machine
 from outrider.models.files.shipped_head import shipped_head
+from outrider.models.layer_swaps import without_speed_swaps
 from outrider.request import MAX_DEPTH, DraftDepth, Request, SamplingParams
 from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
@@ -69,16 +68,12 @@ class StepBench:
         file = Path(head) if head else heads.find_head(self.loaded.path) or shipped_head(self.loaded.path)
         if file is not None:
             self.head = heads.load_head(file, self.loaded.trunk, draft_vocabulary)
-        for part in self._parts():
-            layers.use(part)
-        if machine.outruns_host():
-            joined_products.join(self.loaded.trunk, self.head)
+        self.loaded.trunk.prepare_for_serving()
+        if self.head is not None:
+            self.head.prepare_for_serving(self.loaded.trunk)
         self.runner = Runner(self.loaded.trunk, self.head)
         self.controller = DepthController()
         self.clock: Callable[[], float] = time.perf_counter  # for `ours`
-
-    def _parts(self) -> list[nn.Module]:
-        return [self.loaded.trunk.model, *(self.head.layers if self.head is not None else ())]
 
     def measure_costs(self, max_rows: int) -> None:
         """Measures the costs that auto depth needs. The controller goes on learning from run to run."""
@@ -142,7 +137,7 @@ class StepBench:
 
     def mlx_lm(self, num_rows: int, num_tokens: int) -> DecodeRun:
         model = self.loaded.trunk.model
-        with layers.off(model), joined_products.apart(model):
+        with without_speed_swaps(model):
             generator = BatchGenerator(model, stop_tokens=[], max_tokens=num_tokens)
             generator.insert(self.prompts(num_rows), [num_tokens] * num_rows)
             with generator.stats() as stats:
@@ -153,7 +148,7 @@ class StepBench:
 
     def forward_ms(self, num_rows: int, width: int, length: int = 128, rounds: int = 7) -> float:
         """The best time of a forward pass with logits, [num_rows, width] over rows of `length` cells."""
-        from outrider.cache.ragged_kv import Placement
+        from outrider.cache.placement import Placement
         from outrider.models.trunk import TrunkCache
 
         trunk = self.loaded.trunk
@@ -165,7 +160,7 @@ class StepBench:
         for _ in range(rounds):
             started = time.perf_counter()
             starts, fed = mx.full((num_rows,), length), mx.full((num_rows,), width)
-            place = Placement(list(range(num_rows)), starts, fed, width, length + width, 512)
+            place = Placement(list(range(num_rows)), starts, fed, width, length + width, 512, launches=True)
             mx.eval(mx.argmax(trunk.logits(trunk.hidden(tokens, cache, place)), axis=-1))
             best = min(best, time.perf_counter() - started)
         return best * 1000

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from outrider.cache.ragged_kv import Placement
+from outrider.cache.placement import Placement
 from outrider.cache.recurrent import RecurrentState
 from outrider.models.trunk import Trunk, TrunkCache
 
@@ -70,7 +70,7 @@ class RaggedRows:
         swap = {source: target, target: source}
         self.slots = {row: swap.get(slot, slot) for row, slot in self.slots.items()}
 
-    def feed(self, fed: Mapping[str, Tokens], keeps_all: bool = False) -> dict[str, np.ndarray]:
+    def feed(self, fed: Mapping[str, Tokens], commits_all: bool = False) -> dict[str, np.ndarray]:
         """One forward pass over these rows, in this order; each row's logits, padding left out.
 
         A pass of which all is kept cannot be rolled back.
@@ -87,7 +87,7 @@ class RaggedRows:
             width=width,
             end=max(start + num for start, num in zip(starts, num_fed, strict=True)),
             capacity=self.capacity,
-            keeps_all=keeps_all,
+            commits_all=commits_all,
         )
         logits = self.trunk.logits(self.trunk.hidden(padded, self.cache, place))
         mx.eval(logits, [buffers.arrays() for buffers in self.cache.buffers()])

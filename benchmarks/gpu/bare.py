@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from benchmarks.gpu.weights import Subject
-from outrider.cache.ragged_kv import Placement, RaggedKV, nothing_launched
+from outrider.cache.placement import Placement
+from outrider.cache.ragged_kv import RaggedKV
 from outrider.cache.recurrent import RecurrentState
 from outrider.models.trunk import TrunkCache
 from outrider.request import MAX_DEPTH, SamplingParams
@@ -66,8 +67,7 @@ class BareStep:
     def _run(self, tokens: mx.array, *caches: mx.array) -> list[mx.array]:
         self.tokens = tokens
         self._put(caches)
-        with nothing_launched():
-            self._step()
+        self._step()
         return self.arrays()
 
     def _step(self) -> None:
@@ -77,7 +77,7 @@ class BareStep:
         fed = mx.full((self._rows,), width)
         end = self._start + width
         place = Placement(
-            slots, starts, fed, width, end, self._capacity, any_new=False, keeps_all=self._drafter is None
+            slots, starts, fed, width, end, self._capacity, any_new=False, commits_all=self._drafter is None
         )
         hidden = self._trunk.hidden(self.tokens, self._cache, place)
         targets = mx.argmax(self._trunk.logits(hidden), axis=-1).astype(mx.int32)

@@ -9,24 +9,24 @@ from typing import Any
 
 import mlx.core as mx
 
-from outrider.models.recurrent import fused_layer, window_kernel
-from outrider.models.recurrent.delta_rule import delta_rule
+from outrider.models.recurrent import fused_layer, recurrent_kernels
+from outrider.models.recurrent.delta_rule import chunk_delta_rule
+from outrider.models.recurrent.fused_layer_check import largest_error
 from outrider.models.recurrent.layer_inputs import LayerSizes
-from outrider.models.recurrent.layer_trial import largest_error
 
 
 def window_kernels() -> dict[str, Any]:
     """The delta-rule kernels against the portable form: on the kernels' own trial, and at a real shape."""
     if mx.default_device() == mx.Device(mx.cpu):
         return {"used": False, "why": "no GPU"}
-    found: dict[str, Any] = {"used": window_kernel._agrees()}
+    found: dict[str, Any] = {"used": recurrent_kernels._agrees()}
     for name, shape in {"trial": None, "4b": (8, 4, 16, 32, 128, 128)}.items():
-        inputs = window_kernel._trial() if shape is None else _inputs(*shape)
+        inputs = recurrent_kernels.random_inputs() if shape is None else _inputs(*shape)
         rows, tokens = inputs[0].shape[:2]
         num_kept = mx.arange(rows) % (tokens + 1)
-        want, corrections = delta_rule(*inputs)
-        got, window = window_kernel.window(*inputs)
-        states = window.state_after(num_kept), corrections.state_after(num_kept)
+        want, update = chunk_delta_rule(*inputs)
+        got, window = recurrent_kernels.window(*inputs)
+        states = window.state_after(num_kept), update.state_after(num_kept)
         found[name] = {
             "outputs_off_by": float(mx.abs(got - want).max()),
             "states_off_by": float(mx.abs(states[0] - states[1]).max()),

@@ -11,12 +11,12 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from benchmarks.gpu.driver import Spent
 from benchmarks.gpu.loop import MIN_STEPS, WARM_STEPS, Load, TimedRun, prompts
 from benchmarks.gpu.weights import Subject
-from outrider.models import joined_products
+from outrider.models.layer_swaps import without_speed_swaps
 
 
 def mlx_lm_turn(subject: Subject, load: Load) -> TimedRun:
     """Plain greedy decoding with mlx-lm's own layers, from when all rows decode."""
-    with joined_products.apart(subject.model):
+    with without_speed_swaps(subject.model):
         return _turn(subject, load)
 
 

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from benchmarks.gpu.shapes import SHAPES
-from outrider.models import heads, joined_products, loader, machine
+from outrider.models import heads, loader
 from outrider.models.files.shipped_head import shipped_head
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Trunk
@@ -94,8 +94,8 @@ def subject_from(folder: Path) -> Subject:
 
 def _as_served(subject: Subject) -> Subject:
     """With the layers that an engine gives it on this device."""
-    if machine.outruns_host():
-        joined_products.join(subject.trunk, subject.head)
+    subject.trunk.prepare_for_serving()
+    subject.head.prepare_for_serving(subject.trunk)
     return subject
 
 

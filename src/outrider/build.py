@@ -18,15 +18,13 @@ from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import BLOCK_SIZE
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.cpu import blas
-from outrider.cpu import layers as cpu_layers
 from outrider.engine.engine import Engine
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.validation import ModelFacts
 from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
-from outrider.models import heads, joined_products, loader, machine
+from outrider.models import heads, loader, machine
 from outrider.models.files.fingerprint import fingerprint
 from outrider.models.files.shipped_head import shipped_head
-from outrider.models.vision.mrope import share_sections
 from outrider.request import Request
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
@@ -84,14 +82,13 @@ def _parts(
     head = head if drafter == "mtp" else None
     disk = _prefix_disk(loaded, head, config)
     trunk, vision = loaded.trunk, loaded.vision
-    for part in (trunk.model, *(head.layers if head is not None else ())):
-        cpu_layers.use(part)
+    trunk.prepare_for_serving()
+    if head is not None:
+        head.prepare_for_serving(trunk)
     outruns = machine.outruns_host()
-    if outruns:
-        joined_products.join(trunk, head)
-    tower = vision.tower if vision is not None else None
+    vision_encoder = vision.encoder if vision is not None else None
     write_block = None if disk is None else disk.write
-    runner = Runner(trunk, head, write_block, tower, config.image_cache_bytes, compiles=outruns)
+    runner = Runner(trunk, head, write_block, vision_encoder, config.image_cache_bytes, compiles=outruns)
     facts = ModelFacts(
         name=str(choice.model),
         vocab_size=trunk.vocab_size,
@@ -231,10 +228,7 @@ def _load_head(
         source = heads.locate(loaded.path) or shipped_head(loaded.path)
     if source is not None:
         try:
-            head = heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config)
-            for layer in head.layers:
-                share_sections(loaded.trunk.inner, layer)
-            return head
+            return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config)
         except heads.UnknownHead as error:
             if choice.head is not None or config.drafter == "mtp":
                 raise

@@ -264,9 +264,9 @@ def test_several_choices_load_their_picture_once(llm: LLM, web: Web) -> None:
 def test_a_picture_is_encoded_once_for_all_turns_and_requests(seeing: Seeing, monkeypatch: Any) -> None:
     runner: Any = seeing.llm.engine._loop.parts.runner
     encoded_keys: list[str] = []
-    tower_encode = runner._tower.encode
+    encode = runner._vision_encoder.encode
     monkeypatch.setattr(
-        runner._tower, "encode", lambda inputs, n: encoded_keys.append("") or tower_encode(inputs, n)
+        runner._vision_encoder, "encode", lambda inputs, n: encoded_keys.append("") or encode(inputs, n)
     )
     fresh = noise(20, 12, 77)
     first = seeing.say(picture(fresh), text("what?"))

@@ -17,7 +17,7 @@ from benchmarks.gpu.weights import Subject, count_parameters, new_model, random_
 
 from outrider.engine.draft_planner import DraftPlanner
 from outrider.models import machine
-from outrider.models.joined_products import JoinedLinear, JoinedQuantizedLinear
+from outrider.models.merged_linear import MergedLinearPart, MergedQuantizedLinearPart
 from outrider.request import DraftDepth
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import MeasuredCosts
@@ -126,7 +126,7 @@ def test_where_engines_join_products_mlx_lm_has_its_own_layers(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def joined(subject: Subject) -> bool:
-        kinds = JoinedLinear, JoinedQuantizedLinear
+        kinds = MergedLinearPart, MergedQuantizedLinearPart
         return any(isinstance(module, kinds) for module in subject.model.modules())
 
     apart = random_subject("tiny-4b", dtype)

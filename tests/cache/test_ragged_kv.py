@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.ragged_kv import VIEW_STEP, KVSpec, LayerView, Placement, RaggedKV, nothing_launched
+from outrider.cache.placement import VIEW_STEP, Placement
+from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 
 SPEC = KVSpec(num_heads=2, key_dim=3, value_dim=5, dtype=mx.float32)
 
@@ -99,7 +98,7 @@ def test_neighbouring_slots_in_order_are_read_without_a_copy() -> None:
 )
 def test_the_view_grows_in_steps_up_to_the_capacity(end: int, capacity: int, seen: int) -> None:
     assert VIEW_STEP == 16
-    assert _place([0], [end - 1], [1], capacity).num_seen == seen
+    assert _place([0], [end - 1], [1], capacity).num_attended == seen
 
 
 @given(
@@ -111,12 +110,12 @@ def test_the_view_grows_in_steps_up_to_the_capacity(end: int, capacity: int, see
 def test_a_token_sees_its_own_past_and_itself(starts: list[int], width: int, window: int | None) -> None:
     place = _place(list(range(len(starts))), starts, [width] * len(starts), capacity=20)
     got = np.array(place.mask(window))
-    assert got.shape == (len(starts), 1, width, place.num_seen)
+    assert got.shape == (len(starts), 1, width, place.num_attended)
     for row, start in enumerate(starts):
         for column in range(width):
             own = start + column
             oldest = 0 if window is None else max(0, own - window + 1)
-            seen = [oldest <= cell <= own for cell in range(place.num_seen)]
+            seen = [oldest <= cell <= own for cell in range(place.num_attended)]
             assert got[row, 0, column].tolist() == seen
 
 
@@ -216,25 +215,14 @@ def test_any_history_leaves_each_row_with_its_own_cells(steps: list[tuple]) -> N
         assert _numbers(kv, slot)[: len(cells)] == cells
 
 
-def test_a_trace_keeps_only_its_own_thread_from_launching(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines in one process: while one traces, the other begins and ends a trace of its own."""
+@pytest.mark.parametrize("launches", [True, False])
+def test_only_passes_that_are_not_traced_launch_layers(
+    launches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched: list[mx.array] = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: launched.extend(arrays))
-
-    def feed_two_layers() -> None:
-        place = _place([0], [0], [1], capacity=4)
-        for _ in range(2):
-            _feed(_buffer(1, 4), place, [[1]])
-
-    def trace_elsewhere() -> None:
-        with nothing_launched():
-            pass
-
-    with nothing_launched():
-        other = threading.Thread(target=trace_elsewhere)
-        other.start()
-        other.join()
-        feed_two_layers()
+    place = Placement([0], mx.array([0]), mx.array([1]), 1, 1, capacity=4, launches=launches)
+    _feed(_buffer(1, 4), place, [[1]])
     assert not launched
-    feed_two_layers()
-    assert launched
+    _feed(_buffer(1, 4), place, [[1]])
+    assert bool(launched) == launches

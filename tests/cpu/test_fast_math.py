@@ -1,6 +1,7 @@
 """The arithmetic for x86 CPUs against float64, and against MLX's own."""
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -10,7 +11,8 @@ import pytest
 from mlx_lm.models import activations, base
 from mlx_lm.models.cache import KVCache
 
-from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
+from outrider.cache.placement import Placement, RopeOffsets
+from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu import fast_math
 
 pytestmark = pytest.mark.skipif(not fast_math.applies(), reason="for Linux on x86 without a GPU")
@@ -212,39 +214,42 @@ def test_no_mask_hides_nothing() -> None:
 def test_rope_is_mlxs_to_the_bit(dims: int, base_: float, scale: float, width: int) -> None:
     place = placed([0, 7, 8000], width, capacity=9000)
     x = mx.random.normal((3, width, 4, 64)).transpose(0, 2, 1, 3)  # as models hand it over
-    ours, theirs = (kind(dims, base=base_, scale=scale) for kind in (fast_math.PassRope, nn.RoPE))
+    ours, theirs = (kind(dims, base=base_, scale=scale) for kind in (fast_math.SharedAnglesRope, nn.RoPE))
     for _ in range(2):  # the second time from what the pass keeps
         assert mx.array_equal(ours(x, offset=place.positions), theirs(x, offset=place.positions))
 
 
 def test_rope_keeps_the_angles_of_one_pass_apart_from_anothers() -> None:
-    rope, plain = fast_math.PassRope(16), nn.RoPE(16)
+    rope, plain = fast_math.SharedAnglesRope(16), nn.RoPE(16)
     x = mx.random.normal((2, 4, 3, 16))
     passes = [placed([at, at + 3], 3, capacity=90) for at in (0, 11, 40)]
     for place in [*passes, *passes]:
         assert mx.array_equal(rope(x, offset=place.positions), plain(x, offset=place.positions))
         narrow = x[:, :, :2]
         assert mx.array_equal(rope(narrow, offset=place.positions), plain(narrow, offset=place.positions))
-    other, slow = fast_math.PassRope(16, base=500.0), nn.RoPE(16, base=500.0)
+    other, slow = fast_math.SharedAnglesRope(16, base=500.0), nn.RoPE(16, base=500.0)
     assert mx.array_equal(other(x, offset=passes[0].positions), slow(x, offset=passes[0].positions))
 
 
 def test_rope_of_positions_that_no_pass_has_is_mlxs() -> None:
-    rope, plain = fast_math.PassRope(16), nn.RoPE(16)
+    rope, plain = fast_math.SharedAnglesRope(16), nn.RoPE(16)
     x = mx.random.normal((2, 4, 3, 16))
     offset = mx.array([3, 5])
     for _ in range(2):
         assert mx.array_equal(rope(x, offset=offset), plain(x, offset=offset))
         offset += 1  # changes in place, as mlx-lm's caches do
     assert mx.array_equal(rope(x, offset=7), plain(x, offset=7))
-    traditional, theirs = (kind(16, traditional=True) for kind in (fast_math.PassRope, nn.RoPE))
+    traditional, theirs = (kind(16, traditional=True) for kind in (fast_math.SharedAnglesRope, nn.RoPE))
     place = placed([3, 5], 3)
     assert mx.array_equal(traditional(x, offset=place.positions), theirs(x, offset=place.positions))
 
 
-def test_a_pass_that_is_over_leaves_nothing_behind() -> None:
+def test_angles_go_with_their_pass() -> None:
     place = placed([3], 2)
     positions = place.positions
-    assert Placement.at(positions) is place
-    del place
-    assert Placement.at(positions) is None
+    assert isinstance(positions, RopeOffsets)
+    fast_math.SharedAnglesRope(16)(mx.zeros((1, 4, 2, 16)), offset=positions)
+    assert len(positions.angles) == 1
+    gone = weakref.ref(positions)
+    del place, positions
+    assert gone() is None  # without the garbage collector

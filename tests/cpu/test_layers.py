@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from mlx_lm.models import activations, base, llama
 
-from outrider.cpu import fast_math, layers
+from outrider.cpu import fast_math
+from outrider.cpu.layers import use_fast_math
+from outrider.models.layer_swaps import swap_layers, without_speed_swaps
 from outrider.models.trunk import Trunk
 from ragged_rows import RaggedRows, error, solo_logits
 from tiny_models import VOCAB_SIZE, tiny_model
@@ -37,16 +39,16 @@ def ragged_logits(model: nn.Module) -> np.ndarray:
 def test_a_model_gives_what_it_gave(family: str) -> None:
     model = tiny_model(family)
     expected = solo_logits(model, TEXT[:24])
-    layers.use(model)
+    use_fast_math(model)
     assert error(ragged_logits(model), expected) <= 1e-5
     assert error(solo_logits(model, TEXT[:24]), expected) <= 1e-5  # with mlx-lm's own caches
 
 
 def test_attention_mlp_and_rope_of_a_llama_are_ours() -> None:
     model = tiny_model("llama", rope_scaling=None)
-    layers.use(model)
+    use_fast_math(model)
     layer = model.layers[0]
-    assert type(layer.self_attn.rope) is fast_math.PassRope
+    assert type(layer.self_attn.rope) is fast_math.SharedAnglesRope
     ours = type(layer.self_attn).__call__.__globals__, type(layer.mlp).__call__.__globals__
     assert ours[0]["scaled_dot_product_attention"] is fast_math.attention
     assert ours[1]["swiglu"] is fast_math.swiglu
@@ -60,41 +62,42 @@ def test_mlx_lms_modules_and_other_models_stay_as_they_are(family: str) -> None:
     before = tiny_model(family)
     untouched = kinds(before)
     used = tiny_model(family)
-    layers.use(used)
+    use_fast_math(used)
     assert kinds(before) == untouched == kinds(tiny_model(family)) != kinds(used)
     assert llama.swiglu is activations.swiglu
     assert llama.scaled_dot_product_attention is base.scaled_dot_product_attention
     assert llama.MLP.__call__.__globals__ is vars(llama)
 
 
-def test_used_twice_is_used_once_and_restored_is_as_before() -> None:
+def test_used_twice_is_used_once() -> None:
     model = tiny_model("qwen3_moe")
     before = kinds(model)
-    layers.use(model)
+    use_fast_math(model)
     once = kinds(model)
-    layers.use(model)
+    use_fast_math(model)
     assert kinds(model) == once != before
-    layers.restore(model)
-    assert kinds(model) == before
-    layers.restore(model)
-    assert kinds(model) == before
 
 
-def test_off_leaves_each_model_as_it_found_it() -> None:
-    used, plain = tiny_model("llama"), tiny_model("llama")
-    layers.use(used)
+def test_without_speed_swaps_leaves_each_model_as_it_found_it() -> None:
+    used, plain = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
+    use_fast_math(used)
     ours, theirs = kinds(used), kinds(plain)
-    with layers.off(used, plain):
+    with without_speed_swaps(used, plain):
         assert kinds(used) == kinds(plain) == theirs
     assert (kinds(used), kinds(plain)) == (ours, theirs)
 
 
-def test_nothing_happens_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+@pytest.mark.parametrize("is_served", [True, False])
+def test_only_served_models_are_swapped(is_served: bool) -> None:
     model = tiny_model("llama")
     before = kinds(model)
-    layers.use(model)
-    assert kinds(model) == before
+    swap_layers(model, dry_run=(lambda: None) if is_served else None)
+    assert (kinds(model) != before) == is_served
+
+
+def test_nothing_happens_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert not fast_math.applies()
 
 
 @pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64")])

@@ -84,7 +84,7 @@ class History:
     def _feed(self, kept: Mapping[str, int], rejected: Mapping[str, int]) -> None:
         starts = dict(self.rows.starts)
         fed = {row: self._own(row, num) + self._random_tokens(rejected[row]) for row, num in kept.items()}
-        logits = self.rows.feed(fed, keeps_all=not any(rejected.values()))
+        logits = self.rows.feed(fed, commits_all=not any(rejected.values()))
         for row, num in kept.items():
             want = self.solo[row][starts[row] : starts[row] + num]
             assert error(logits[row][:num], want) <= self.tolerance, f"row {row} at {starts[row]}"

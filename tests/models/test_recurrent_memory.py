@@ -1,6 +1,6 @@
 """What a verify window of recurrent layers takes: eight rows, three drafts, layers as wide as Qwen3.5-27B's.
 
-A state after every position would be 96 MiB a layer. What is kept instead are corrections, of which a new
+A state after every position would be 96 MiB a layer. A window stores deltas instead, of which a new
 state is made at the commit, layer by layer.
 """
 
@@ -82,7 +82,7 @@ def test_nothing_of_a_verify_window_outlives_the_step(runner: Runner) -> None:
     assert mx.get_active_memory() == before
 
 
-def test_a_layer_more_takes_corrections_more_not_states(runner: Runner) -> None:
+def test_one_more_layer_takes_more_deltas_not_states(runner: Runner) -> None:
     small = min(peak_of_a_step(runner) for _ in range(3))
     # From two or three layers on as many commits are under way at once as ever will be.
     six, nine = (min(peak_of_a_step(more) for _ in range(3)) for more in map(decoding_runner, (8, 12)))

@@ -7,7 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from outrider.cache.ragged_kv import KVSpec, Placement
+from outrider.cache.placement import Placement
+from outrider.cache.ragged_kv import KVSpec
 from outrider.models.families import UnsupportedModel
 from outrider.models.trunk import Trunk, TrunkCache
 from ragged_rows import RaggedRows, error, solo_logits
@@ -63,7 +64,7 @@ def test_cells_that_are_not_masked_show(model: nn.Module, monkeypatch: pytest.Mo
     rows = _two_rows(model)
 
     def everything(self: Placement, window: int | None) -> mx.array:
-        return mx.ones((len(self.slots), 1, self.cells.shape[1], self.num_seen), mx.bool_)
+        return mx.ones((len(self.slots), 1, self.cells.shape[1], self.num_attended), mx.bool_)
 
     monkeypatch.setattr(Placement, "mask", everything)
     assert min(_errors(model, _step(rows))) > 1e-2
@@ -88,7 +89,7 @@ def test_one_position_for_all_rows_makes_the_short_row_drift(
 
     def with_the_longest_start(self: Placement, *args: object, **named: object) -> None:
         init(self, *args, **named)  # type: ignore[arg-type]
-        self.positions = mx.broadcast_to(self.offset.max(), self.offset.shape)
+        self.positions = mx.broadcast_to(self.starts.max(), self.starts.shape)
 
     monkeypatch.setattr(Placement, "__init__", with_the_longest_start)
     longest, shortest = _errors(model, _step(rows))

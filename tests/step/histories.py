@@ -22,7 +22,6 @@ from mlx.utils import tree_map
 
 from outrider.cache.recurrent import RecurrentState
 from outrider.config import EngineConfig
-from outrider.cpu import layers
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.cache_budget import SLACK
 from outrider.engine.draft_state import DraftState
@@ -145,8 +144,8 @@ class World:
         self.trunk = Trunk(self.model, max_context=256)
         self.vocab_size = self.trunk.vocab_size
         self.head = random_head(self.trunk)
-        for part in (self.model, self.head):
-            layers.use(part)  # as the engine does
+        self.trunk.prepare_for_serving()  # as the engine does
+        LoadedHead((self.head,), "random").prepare_for_serving(self.trunk)
         some = mx.array(sorted(random.Random(7).sample(range(self.vocab_size), self.vocab_size // 2)))
         self.runners: dict[HeadSize, Runner] = {
             "none": Runner(self.trunk),

@@ -29,7 +29,6 @@ from outrider.media.image_reader import ProcessedImage
 from outrider.media.images import image_from_pixels
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.models.loader import load
-from outrider.models.vision.mrope import share_sections
 from outrider.plan import StepPlan
 from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams
@@ -85,7 +84,7 @@ class MediaWorld:
         loaded = load(folder)
         assert loaded.vision is not None
         self.trunk, self.vocab_size = loaded.trunk, loaded.trunk.vocab_size
-        self._reader, self._tower = loaded.vision.reader, loaded.vision.tower
+        self._reader, self._vision_encoder = loaded.vision.reader, loaded.vision.encoder
         self._read: list[ProcessedImage] = []
         self.shown: list[tuple[int, ...]] = []  # the ids that stand for each picture
         for number, size in enumerate(SIZES):
@@ -98,10 +97,8 @@ class MediaWorld:
 
     def runner(self, num_layers: int, picture_bytes: int = 1 << 30) -> Runner:
         layers = tuple(random_head(self.trunk, HeadSpec(is_chained=True)) for _ in range(num_layers))
-        for layer in layers:
-            share_sections(self.trunk.inner, layer)
         head = LoadedHead(layers, "random") if layers else None
-        return Runner(self.trunk, head, None, self._tower, picture_bytes)
+        return Runner(self.trunk, head, None, self._vision_encoder, picture_bytes)
 
     def media(self, talk: Talk) -> PromptMedia | None:
         if not talk.pictures:

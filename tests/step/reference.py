@@ -15,9 +15,8 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 import sampling_oracle as oracle
-from outrider.cpu import layers
-from outrider.models import joined_products
 from outrider.models.heads import MTPHead
+from outrider.models.layer_swaps import without_speed_swaps
 from outrider.request import SamplingParams
 from step.row_grammars import EOS_IDS, allowed_by
 
@@ -42,7 +41,7 @@ def solo_answer(
     allowed_after = allowed_by(params.grammar)
     stop_ids = stop_ids_of(params)
     while len(answer) < params.max_tokens:
-        with layers.off(model), joined_products.apart(model):
+        with without_speed_swaps(model):
             logits = np.array(model(mx.array([fed]), cache=cache)[0, -1].astype(mx.float32), np.float64)
         edited = oracle.edited(logits, params, prompt, answer, stop_ids, allowed_after(answer))
         choice = oracle.choose(edited, len(prompt) + len(answer), params)
@@ -63,7 +62,7 @@ def stop_ids_of(params: SamplingParams) -> frozenset[int]:
 def fresh_cells(model: nn.Module, head: MTPHead | None, token_ids: Sequence[int]) -> Cells:
     """What a decoding row with these committed tokens must hold: all but the last, and the head's pairs."""
     parts = [model, *([head] if head is not None else [])]
-    with layers.off(*parts), joined_products.apart(*parts):
+    with without_speed_swaps(*parts):
         return _fresh_cells(model, head, token_ids)
 
 

@@ -18,7 +18,6 @@ from outrider.build import ModelChoice, build_engine
 from outrider.config import EngineConfig
 from outrider.engine.cache_budget import SLACK
 from outrider.models.heads import HeadSpec, LoadedHead, new_head
-from outrider.models.vision.mrope import share_sections
 from patience import measures_time
 
 
@@ -74,8 +73,6 @@ def test_a_head_with_a_layer_for_each_depth_changes_nothing_either(
 
     def deep_head(loaded: Any, *_: Any) -> LoadedHead:
         layers = tuple(new_head(loaded.trunk, HeadSpec(is_chained=is_chained)) for _ in range(3))
-        for layer in layers:
-            share_sections(loaded.trunk.inner, layer)
         return LoadedHead(layers, "random")
 
     monkeypatch.setattr("outrider.build._load_head", deep_head)
@@ -200,7 +197,7 @@ def test_text_requests_never_touch_the_vision_code(
     hidden = trunk.hidden
 
     def watched(ids: Any, cache: Any, place: Any, embeddings: Any = None) -> Any:
-        given.append((embeddings, place.positions is place.offset))
+        given.append((embeddings, place.positions.tolist() == place.starts.tolist()))
         return hidden(ids, cache, place, embeddings)
 
     monkeypatch.setattr(trunk, "hidden", watched)
@@ -248,7 +245,7 @@ def test_a_cancelled_media_request_leaves_nothing_held(world: World, llm: LLM) -
 
 
 def test_a_second_turn_loads_the_picture_and_computes_what_is_new(world: World) -> None:
-    """Neither tower nor trunk works on a picture's cells again; another picture shares none of them."""
+    """Neither encoder nor trunk works on a picture's cells again; another picture shares none of them."""
     words = ("is this one ", " a thing that we have talked about before, and at some length? ")
     again = (words[0], words[1] + "And what is it then?")
     with LLM(world.folder, drafter="mtp", max_rows=2, prefix_cache_bytes=0) as plain:
@@ -264,12 +261,13 @@ def test_a_second_turn_loads_the_picture_and_computes_what_is_new(world: World) 
         assert second.ids == other.ids
         found = [answers(llm, (first, GREEDY))[0]]
         runner: Any = llm.engine._loop.parts.runner
-        runner._tower.encode, encode = None, runner._tower.encode  # calling it would be an error
+        encoder = runner._vision_encoder
+        encoder.encode, encode = None, encoder.encode  # calling it would be an error
         runner.image_embeddings._max_bytes = 1
         runner.image_embeddings.forget_holds()
         assert len(runner.image_embeddings) == 0
         found.append(answers(llm, (second, GREEDY))[0])
-        runner._tower.encode = encode
+        encoder.encode = encode
         found.append(answers(llm, (other, GREEDY))[0])
     assert [one.token_ids for one in found] == expected
     loaded = [one.stats.num_cached for one in found if one.stats is not None]

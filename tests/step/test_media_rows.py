@@ -121,13 +121,13 @@ def test_the_weights_are_held_once(world: World) -> None:
     assert loaded.vision is not None
     held = mx.get_active_memory() - before
     in_file = sum(array.nbytes for array in mx.load(str(world.folder / "model.safetensors")).values())
-    tower, trunk = loaded.vision.tower.num_bytes, loaded.trunk.num_bytes
-    assert tower + trunk == in_file
+    encoder, trunk = loaded.vision.encoder.num_bytes, loaded.trunk.num_bytes
+    assert encoder + trunk == in_file
     assert held < 1.2 * in_file
-    modules = (loaded.vision.tower.model, loaded.trunk.model)
+    modules = (loaded.vision.encoder.model, loaded.trunk.model)
     buffers = {id(array): array.nbytes for one in modules for _, array in tree_flatten(one.parameters())}
     assert sum(buffers.values()) == in_file
-    assert not any("language" in name for name, _ in tree_flatten(loaded.vision.tower.model.parameters()))
+    assert not any("language" in name for name, _ in tree_flatten(loaded.vision.encoder.model.parameters()))
 
 
 def test_a_text_engine_refuses_a_media_prompt(tmp_path: Path) -> None:

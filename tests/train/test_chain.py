@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from outrider.cache.ragged_kv import LayerView, Placement, RaggedKV
+from outrider.cache.placement import Placement
+from outrider.cache.ragged_kv import LayerView, RaggedKV
 from outrider.models.heads import HeadSpec, MTPHead, head_kv_spec, new_head
 from outrider.models.trunk import Trunk
 from outrider.train.chain import chain_outputs

@@ -1,10 +1,14 @@
-"""Hidden states by cell, in buffers that are resized, moved and accounted for as keys and values are."""
+"""Hidden states by cell.
+
+They are stored in key and value buffers, so that resizing, moving and accounting are the same code.
+"""
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV
+from outrider.cache.placement import Placement
+from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 
 
 class HiddenCells:
@@ -18,6 +22,6 @@ class HiddenCells:
         LayerView(self.kv, place).update_and_fetch(hidden[..., : self._half], hidden[..., self._half :])
 
     def read(self, place: Placement) -> mx.array:
-        """[rows, width, H]; of columns that are not fed, anything."""
+        """[rows, width, H]; columns that are not fed hold junk."""
         cells = mx.minimum(place.cells, place.limit)
         return mx.concatenate([x[place.slot_ids, 0, cells] for x in (self.kv.keys, self.kv.values)], axis=-1)

@@ -1,16 +1,16 @@
-"""States of recurrent layers: per slot one value of each part (a matrix, a convolution's window), no cells.
+"""States of recurrent layers: for each slot one value of each part (conv state, recurrent state), no cells.
 
-A state cannot be cut back, so a pass with drafts does not write it. A layer reads the rows' states, and says
-for each part how the new one follows from the number of tokens that a row keeps. Once drafts are accepted,
-`commit` asks for just that one and writes it:
+A state cannot be cut back, so a pass with drafts does not write it. A layer reads the rows' states and
+registers a function for each part. The function computes the new state from the number of tokens that each
+row commits. Once drafts are accepted, `commit` calls the functions and writes their results:
 
-    state after x0..x(start-1)  --pass over fed tokens-->  outputs, and choose(kept) -> state
-                                                           commit: slot <- choose(kept)
+    state after x0..x(start-1)  --pass over fed tokens-->  outputs, and state_after(counts) -> state
+                                                           commit: slot <- state_after(counts)
 
-Where no row has drafts, what it keeps is what it is fed: the states are written as the layers run, and the
-commit finds nothing to do.
+Where no row has drafts, a row commits all tokens that it is fed. The states are then written while the layers
+run, and `commit` has nothing to do.
 
-A row that starts at 0 reads zeros, whoever had its slot before.
+A row that starts at 0 reads zeros, whatever its slot held before.
 """
 
 from __future__ import annotations
@@ -21,38 +21,16 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from outrider.cache.ragged_kv import Placement, exchanged
+from outrider.cache.placement import CommitCounts, Placement
+from outrider.cache.ragged_kv import exchanged
 
-
-class Kept:
-    """How many tokens each row of a pass keeps, and what its layers make of that, once for all of them."""
-
-    def __init__(self, num: mx.array) -> None:
-        self.num = num  # [rows]
-        self._columns: dict[int, mx.array] = {}
-
-    def columns(self, num: int) -> mx.array:
-        """The `num` columns from each row's first that is not kept.  [rows, num, 1]"""
-        if num not in self._columns:
-            self._columns[num] = (self.num[:, None] + mx.arange(num))[..., None]
-        return self._columns[num]
-
-    def wait_for(self, arrays: list[mx.array]) -> None:
-        """From now on nothing of this is known before these arrays are.
-
-        So new states are made one after the other: side by side they would take more memory.
-        """
-        num, *columns = mx.depends([self.num, *self._columns.values()], arrays)
-        self.num, self._columns = num, dict(zip(self._columns, columns, strict=True))
-
-
-Choose = Callable[[Kept], mx.array]  # -> the part's new value for every row
-ChooseParts = Callable[[Kept], Sequence[mx.array]]  # -> that of every part
+StateAfter = Callable[[CommitCounts], mx.array]  # -> the new value of one part for every row
+StatesAfter = Callable[[CommitCounts], Sequence[mx.array]]  # -> the new values of several parts
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What one layer keeps for one row: the shape and dtype of every part."""
+    """The state that one layer stores for one row: the shape and dtype of every part."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[mx.Dtype, ...]
@@ -92,17 +70,17 @@ class RecurrentState:
 
 
 class StateView:
-    """What a recurrent layer sees of its states during one pass."""
+    """A recurrent layer's states during one pass."""
 
     def __init__(self, state: RecurrentState, placement: Placement) -> None:
         self._state = state
         self._placement = placement
-        self._choices: list[tuple[tuple[int, ...], ChooseParts]] = []
-        self._said: set[int] = set()  # parts of which the layer has said how they go on
+        self._pending: list[tuple[tuple[int, ...], StatesAfter]] = []  # parts, and what computes them
+        self._registered: set[int] = set()  # parts for which the layer has called on_commit
 
     @property
     def fed(self) -> mx.array:
-        """Which columns are tokens, not padding.  [rows, width]"""
+        """True for tokens, False for padding.  [rows, width]"""
         return self._placement.fed
 
     @property
@@ -110,54 +88,54 @@ class StateView:
         return self._placement.num_fed
 
     @property
-    def keeps_all(self) -> bool:
-        """Whether every row keeps what it is fed, so that its state after the pass is known within it."""
-        return self._placement.keeps_all
+    def commits_all(self) -> bool:
+        """True if every row commits all tokens that it is fed, so that the pass can write the new state."""
+        return self._placement.commits_all
 
     def make_mask(self, width: int) -> mx.array:
         return self.fed
 
     def advance(self, num: int) -> None:
-        """Part of the interface of mlx-lm's caches. Nothing here counts."""
+        """Does nothing: mlx-lm's caches count tokens here, and a StateView has no length."""
 
     def __getitem__(self, index: int) -> mx.array:
-        """The rows' states before the pass; to be read before `keep`.  [rows, …]"""
+        """The rows' states before the pass, to be read before `on_commit`.  [rows, …]"""
         place = self._placement
         rows = _rows_of(self._state.parts[index], place)
         if not place.any_new:
-            return rows  # the states themselves: a copy of every layer's would live until the commit
-        is_new = (place.offset == 0).reshape(-1, *[1] * (rows.ndim - 1))
+            return rows  # a view: copies of all layers' states would live until the commit
+        is_new = (place.starts == 0).reshape(-1, *[1] * (rows.ndim - 1))
         return mx.where(is_new, mx.zeros((), rows.dtype), rows)
 
-    def keep(self, index: int, choose: Choose) -> None:
-        """Say how a part's new value follows from the number of tokens kept."""
-        self._keep((index,), lambda kept: [choose(kept)])
+    def on_commit(self, index: int, state_after: StateAfter) -> None:
+        """Register the function that computes one part's new value from the committed token counts."""
+        self._register((index,), lambda counts: [state_after(counts)])
 
-    def keep_parts(self, choose: ChooseParts) -> None:
-        """Say it of all parts together."""
-        self._keep(tuple(range(len(self._state.parts))), choose)
+    def on_commit_all(self, states_after: StatesAfter) -> None:
+        """Register one function that computes the new values of all parts."""
+        self._register(tuple(range(len(self._state.parts))), states_after)
 
-    def _keep(self, indices: tuple[int, ...], choose: ChooseParts) -> None:
-        self._said.update(indices)
-        if self.keeps_all:
-            self._write(indices, choose, self._placement.once(Kept, lambda: Kept(self.num_fed)))
+    def _register(self, indices: tuple[int, ...], states_after: StatesAfter) -> None:
+        self._registered.update(indices)
+        if self.commits_all:
+            self._write(indices, states_after, self._placement.fed_counts)
         else:
-            self._choices.append((indices, choose))
+            self._pending.append((indices, states_after))
 
-    def commit(self, kept: Kept) -> None:
-        """Write the new states that the layer has not written."""
+    def commit(self, counts: CommitCounts) -> None:
+        """Write the new states that were not written during the pass."""
         num_parts = len(self._state.parts)
-        if len(self._said) != num_parts:
-            raise ValueError(f"a layer kept {len(self._said)} of its {num_parts} states per row")
-        for indices, choose in self._choices:
-            self._write(indices, choose, kept)
-        self._choices = []
+        if len(self._registered) != num_parts:
+            raise ValueError(f"a recurrent layer updated {len(self._registered)} of its {num_parts} states")
+        for indices, states_after in self._pending:
+            self._write(indices, states_after, counts)
+        self._pending = []
 
-    def _write(self, indices: tuple[int, ...], choose: ChooseParts, kept: Kept) -> None:
+    def _write(self, indices: tuple[int, ...], states_after: StatesAfter, counts: CommitCounts) -> None:
         parts = self._state.parts
-        for index, rows in zip(indices, choose(kept), strict=True):
+        for index, rows in zip(indices, states_after(counts), strict=True):
             parts[index] = _written(parts[index], rows, self._placement)
-        kept.wait_for([parts[index] for index in indices])
+        counts.wait_for([parts[index] for index in indices])
 
 
 def _zeros(num_slots: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
@@ -182,11 +160,11 @@ def _resized(part: mx.array, num_slots: int) -> mx.array:
     old_slots = part.shape[0]
     if num_slots == old_slots:
         return part
-    if num_slots == 0:  # what is there may be of a pass that failed: nothing of it can be read
+    if num_slots == 0:  # after a pass that failed the arrays cannot be read
         return _zeros(0, part.shape[1:], part.dtype)
     if num_slots < old_slots:
         resized = mx.contiguous(part[:num_slots])
     else:
         resized = mx.concatenate([part, _zeros(num_slots - old_slots, part.shape[1:], part.dtype)])
-    mx.eval(resized)  # one layer at a time, and no view of the old buffer remains
+    mx.eval(resized)  # one layer at a time; no view of the old buffer remains
     return resized

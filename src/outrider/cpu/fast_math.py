@@ -1,14 +1,14 @@
-"""What of a layer is not a matrix product, for Linux on x86, where MLX's own takes up to a third of a step.
+"""Attention, swiglu and rope for Linux on x86, where MLX's own versions take up to a third of a decode step.
 
-MLX computes `exp` on these CPUs one element at a time: 12 ns, in a sigmoid 16; a masking `where` takes 4.4. A
-power of two takes 4.4 (2.6 for those that are hidden), a minimum and other arithmetic 0.2. So
+MLX computes `exp` on these CPUs one element at a time. Nanoseconds for each element: `exp` 12, a sigmoid 16,
+a masking `where` 4.4, a power of two 4.4 (2.6 for masked cells), a minimum and other arithmetic 0.2. So
 
-    silu(x)      x / (1 + 2^(-x log2 e))
-    attention    the queries' scale holds log2 e; `minimum` with -inf hides cells; weights are powers of two;
-                 the queries of all heads that share a key are one product
-    rope         angles are the same in all layers: sines and cosines once a pass, to the bit what MLX gives
+    swiglu       silu(x) = x / (1 + 2^(-x log2 e))
+    attention    the scale of the queries contains log2 e, and the softmax weights are powers of two;
+                 `minimum` with -inf masks cells; all heads that share a key head are one matmul
+    rope         a pass computes sines and cosines once for all layers; bit-identical to MLX's rope
 
-All in float32, and for our own caches: anything else goes to mlx-lm's functions.
+These functions handle float32 with Outrider's caches. Everything else goes to mlx-lm's functions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations, base
 
-from outrider.cache.ragged_kv import LayerView, Placement
+from outrider.cache.placement import RopeOffsets
+from outrider.cache.ragged_kv import LayerView
 
 _LOG2_E = math.log2(math.e)
 _ONE, _TWO, _MINUS_LOG2_E = mx.array(1.0), mx.array(2.0), mx.array(-_LOG2_E)
 
 
 def applies() -> bool:
-    """Whether this is such a CPU: others, and GPUs, have an `exp` that is fast."""
+    """True on Linux with an x86 CPU as MLX's device. Other CPUs, and GPUs, have a fast `exp`."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     return sys.platform == "linux" and is_x86 and mx.default_device() == mx.Device(mx.cpu)
 
@@ -61,7 +62,7 @@ def attention(
     scores = (queries * (scale * _LOG2_E)).reshape(*folded, -1) @ keys.swapaxes(2, 3)
     if mask is not None:
         scores = scores.reshape(rows, kv_heads, -1, width, num_cells)
-        scores = mx.minimum(scores, _bound(mask, cache.placement)[:, :, None])
+        scores = mx.minimum(scores, cache.placement.score_bound(mask)[:, :, None])
         scores = scores.reshape(*folded, num_cells)
     weights = mx.power(_TWO, scores - scores.max(axis=-1, keepdims=True))
     out = (weights @ values) / weights.sum(axis=-1, keepdims=True)
@@ -69,7 +70,7 @@ def attention(
 
 
 def _is_plain(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
-    """Float32 throughout, and a mask that only hides, the same for all heads."""
+    """True if all arrays are float32 and the mask is boolean and the same for all heads, or absent."""
     if any(x.dtype != mx.float32 for x in (queries, keys, values)):
         return False
     return mask is None or (
@@ -77,39 +78,30 @@ def _is_plain(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
     )
 
 
-def _bound(mask: mx.array, place: Placement) -> mx.array:
-    """What no score may exceed: nothing at all, where its cell is hidden.  [rows, 1, width, cells]"""
-
-    def compute() -> mx.array:
-        return mx.where(mask, mx.inf, -mx.inf)
-
-    return place.once(("bound", id(mask)), compute) if place.made(mask) else compute()
-
-
-class PassRope(nn.RoPE):
-    """A rope that takes its sines and cosines from the pass."""
+class SharedAnglesRope(nn.RoPE):
+    """A rope that takes its sines and cosines from the pass, where all layers share them."""
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """x [rows, heads, width, dim]"""
-        place = Placement.at(offset)
         if (
-            place is None
-            or not isinstance(offset, mx.array)
+            not isinstance(offset, RopeOffsets)  # mlx-lm's caches: an offset that may change in place
             or self.traditional
             or x.dtype != mx.float32
             or x.ndim != 4
         ):
             return super().__call__(x, offset)  # type: ignore[arg-type]
         width, dims, half = x.shape[2], self.dims, self.dims // 2
-        key = ("angles", width, dims, self.base, self.scale)
-        cos, sin = place.once(key, lambda: self._angles(offset, width))
-        turning = x if dims == x.shape[-1] else x[..., :dims]
+        key = (width, dims, self.base, self.scale)
+        if key not in offset.angles:
+            offset.angles[key] = self._angles(offset, width)
+        cos, sin = offset.angles[key]
+        rotated = x if dims == x.shape[-1] else x[..., :dims]
         swapped = mx.concatenate([x[..., half:dims], x[..., :half]], axis=-1)
-        turned = turning * cos + swapped * sin
-        return turned if turning is x else mx.concatenate([turned, x[..., dims:]], axis=-1)
+        out = rotated * cos + swapped * sin
+        return out if rotated is x else mx.concatenate([out, x[..., dims:]], axis=-1)
 
     def _angles(self, offset: mx.array, width: int) -> tuple[mx.array, mx.array]:
-        """Cosines, and sines with their sign, for every element that turns.  [rows, 1, width, dims]"""
+        """Cosines, and sines with their sign, for every rotated element.  [rows, 1, width, dims]"""
         half = self.dims // 2
         frequencies = mx.exp(mx.arange(0, half, dtype=mx.float32) * (-math.log(self.base) / half))
         positions = (mx.arange(width, dtype=mx.float32) + offset[:, None]) * self.scale

@@ -22,10 +22,10 @@ from outrider.models.files.named import NAMED, make_ready, named_model
 from outrider.models.gguf import convert as gguf
 from outrider.models.heads.layouts import recognise
 from outrider.models.trunk import Trunk
-from outrider.models.vision.deepstack import use_levels
-from outrider.models.vision.encoder import LoadedVision, has_extra, has_tower, load_vision
+from outrider.models.vision.encoder import LoadedVision, has_extra, has_vision_weights, load_vision
 from outrider.models.vision.families import VisionFamily, vision_family, why_text_only
-from outrider.models.vision.text_model import prepare_rope, text_classes
+from outrider.models.vision.mrope import MRopeSections
+from outrider.models.vision.text_model import mrope_sections, text_classes
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,12 @@ def load(model: str | Path, dtype: str = "auto") -> LoadedModel:
     vision = vision_family(config)
     family = _family(config, vision)
     check_supported(family)
-    network = _load_network(path, config, vision)
+    network, mrope = _load_network(path, config, vision)
     _settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
-    trunk = Trunk(network, _max_context(config))
+    vision_config = config["vision_config"] if vision is not None else {}
+    num_deepstack = len(vision_config.get("deepstack_visual_indexes") or ())
+    trunk = Trunk(network, _max_context(config), mrope, num_deepstack)
     loaded_vision, no_images_reason = _load_vision(path, vision, config, trunk)
     eos_ids = frozenset(tokenizer.eos_token_ids)
     return LoadedModel(path, family, trunk, tokenizer, config, eos_ids, loaded_vision, no_images_reason)
@@ -121,13 +123,15 @@ def _family(config: dict[str, Any], vision: VisionFamily | None) -> str:
     """Return mlx-lm's module name for this checkpoint."""
     from mlx_lm.utils import MODEL_REMAPPING
 
-    if vision is not None and vision.pictures == "tiles":  # mlx-lm does not know these model types
+    if vision is not None and vision.images == "tiles":  # mlx-lm does not know these model types
         return vision.text
     return str(MODEL_REMAPPING.get(config["model_type"], config["model_type"]))
 
 
-def _load_network(path: Path, config: dict[str, Any], vision: VisionFamily | None) -> nn.Module:
-    """Load the text model, or the language part of a vision checkpoint."""
+def _load_network(
+    path: Path, config: dict[str, Any], vision: VisionFamily | None
+) -> tuple[nn.Module, MRopeSections | None]:
+    """The text model (of a vision checkpoint, its language part), and the sections of its mrope."""
     from mlx_lm.utils import _get_classes, load_model
 
     get_classes = _get_classes if vision is None else text_classes(vision, path) or _get_classes
@@ -135,15 +139,14 @@ def _load_network(path: Path, config: dict[str, Any], vision: VisionFamily | Non
         network, _ = load_model(
             path, lazy=True, get_model_classes=lambda config: _without_head(config, *get_classes(config))
         )
-        if vision is not None:
-            prepare_rope(network, vision, config)
+        mrope = None if vision is None else mrope_sections(vision, config)
         mx.eval(network.parameters())
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path} has no weights (model*.safetensors).") from error
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         where = _unreadable_file(path) or path
         raise ModelLoadError(f"the model in {where} cannot be loaded: {error}") from error
-    return network
+    return network, mrope
 
 
 def _without_head(config: dict[str, Any], kind: type[nn.Module], args: type) -> tuple[type[nn.Module], type]:
@@ -167,7 +170,7 @@ def _load_vision(
 ) -> tuple[LoadedVision | None, str | None]:
     """Return the vision encoder, or the reason why a vision model reads no images."""
     reason = why_text_only(config)
-    if vision is not None and not has_tower(path):
+    if vision is not None and not has_vision_weights(path):
         reason = "images are not read: the checkpoint has no vision encoder"
     elif vision is not None and not has_extra():
         reason = "images are not read: install outrider[vision]"
@@ -175,7 +178,6 @@ def _load_vision(
         log.warning("%s is a vision model and will read text only: %s", path.name, reason)
     if vision is None or reason is not None:
         return None, reason
-    use_levels(trunk.inner.layers, len(config["vision_config"].get("deepstack_visual_indexes") or ()))
     return load_vision(path, vision, config, trunk.hidden_size, trunk.dtype), None
 
 

@@ -1,4 +1,4 @@
-"""What the machine offers: its device, and how much memory caches may take."""
+"""The machine: its device, and how much memory the caches may use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from outrider.cpu import blas
 
-SHARE_OF_FREE = 0.6  # of what is free once the weights are loaded
-LEAST_BUDGET = 64 << 20
+SHARE_OF_FREE = 0.6  # of the memory that is free after the weights are loaded; chosen by hand
+MIN_BUDGET_BYTES = 64 << 20  # chosen by hand
 
 
 def device_name() -> str:
@@ -23,17 +23,17 @@ def device_name() -> str:
 
 
 def settle() -> None:
-    """Call before a model is loaded. On the CPU compiled functions gain nothing and need a C++ compiler."""
+    """Call before a model is loaded. On the CPU, mx.compile gains nothing and needs a C++ compiler."""
     if device_name() == "cpu":
         mx.disable_compile()
         blas.watch_threads()
 
 
 def step_clock() -> Callable[[], float]:
-    """What to time steps with, where others work on the machine too.
+    """The clock for measuring steps.
 
-    On a CPU with one thread the process's own time tells more than the clock on the wall, which others' work
-    moves; with more threads it is their sum, spinning included.
+    On a CPU with one thread, the CPU time of the process does not depend on the load of other processes. With
+    several threads it would add up their times, including the time that they spin.
     """
     if device_name() == "cpu" and blas.report().threads == 1:
         return time.process_time
@@ -41,21 +41,21 @@ def step_clock() -> Callable[[], float]:
 
 
 def outruns_host() -> bool:
-    """Whether the device is done with a decode step sooner than the host has built one.
+    """True if the device computes a decode step faster than the host builds one: on GPUs.
 
-    Then passes are compiled and steps launched before the last is read. A CPU is the host itself.
+    Then passes are compiled, and a step is launched before the previous one is read.
     """
     return device_name() != "cpu"
 
 
 def prefill_step_size() -> int:
-    """Prompt tokens a step that keep running streams waiting for a fraction of a second."""
+    """Prompt tokens in one step, so that running streams wait less than a second. Chosen by hand."""
     return 128 if device_name() == "cpu" else 512
 
 
 def cache_budget_bytes() -> int:
-    """The default memory budget for caches; call it when the weights are loaded."""
-    return max(LEAST_BUDGET, int(SHARE_OF_FREE * _free_bytes()))
+    """The default memory budget for caches. Call after the weights are loaded."""
+    return max(MIN_BUDGET_BYTES, int(SHARE_OF_FREE * _free_bytes()))
 
 
 def _free_bytes() -> int:

@@ -1,6 +1,7 @@
 """The trunk: a model without its MTP head, as two functions, `hidden` and `logits`, over ragged caches.
 
-Works on mlx-lm's model definitions as they are. Must not know rows, plans or sampling.
+Uses mlx-lm's model definitions; models/layer_swaps.py lists the layers that get another class. Must not know
+rows, plans or sampling.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_reduce
 
-from outrider.cache.ragged_kv import KVSpec, LayerView, Placement, RaggedKV, nothing_launched
-from outrider.cache.recurrent import Kept, RecurrentState, StateSpec, StateView
+from outrider.cache.placement import CommitCounts, Placement
+from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
+from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
 from outrider.models.families import LOGITS_ONLY, UnsupportedModel, unsupported
-from outrider.models.recurrent.adopt import adopt
+from outrider.models.layer_swaps import swap_layers
+from outrider.models.vision.mrope import MRopeSections
 
 Spec = KVSpec | StateSpec
 Buffers = RaggedKV | RecurrentState
@@ -31,7 +34,7 @@ EMBEDDING_NAMES = (
 
 
 class _Passthrough:
-    """Stands in for a model's inner stack: hands its input on, so that only the output projection remains."""
+    """Replaces a model's inner stack: returns its input, so that only the output projection remains."""
 
     def __init__(self, inner: nn.Module) -> None:
         self._inner = inner
@@ -44,9 +47,18 @@ class _Passthrough:
 
 
 class Trunk:
-    """A loaded mlx-lm model seen as `tokens -> hidden -> logits`. Of a vision model, its language model."""
+    """A loaded mlx-lm model as `tokens -> hidden -> logits`. Of a vision model, the language model.
 
-    def __init__(self, model: nn.Module, max_context: int) -> None:
+    `mrope` and `num_deepstack` are for the language model of a vision family: see models/layer_swaps.py.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_context: int,
+        mrope: MRopeSections | None = None,
+        num_deepstack: int = 0,
+    ) -> None:
         caches = _prompt_cache(model)
         model = _language_model(model)
         stack_name, embedding_name = _stack_and_embedding(model)
@@ -54,11 +66,12 @@ class Trunk:
         self.inner: nn.Module = getattr(model, stack_name)
         self.embedding: nn.Module = getattr(self.inner, embedding_name)
         self.max_context = max_context
+        self.mrope = mrope
         embedded = self.embed(mx.zeros((1, 1), mx.int32))
         self.hidden_size = embedded.shape[-1]
         self.dtype = embedded.dtype
         self.layout = self._read_layout(caches)
-        adopt(model)
+        swap_layers(model, mrope, num_deepstack)
         self._check_rows()
         self._projection = copy.copy(model)  # shares every parameter
         setattr(self._projection, stack_name, _Passthrough(self.inner))
@@ -80,7 +93,7 @@ class Trunk:
     ) -> mx.array:
         """The hidden states after the final norm.  [rows, width] -> [rows, width, hidden]
 
-        `embeddings` [rows, width, hidden] stand in for those of the tokens, where pictures are among them.
+        `embeddings` [rows, width, hidden] replace the token embeddings where images are among the tokens.
         """
         if embeddings is not None:
             return self.inner(token_ids, cache=cache.views(placement), input_embeddings=embeddings)
@@ -91,7 +104,7 @@ class Trunk:
         return self._projection(hidden).astype(mx.float32)
 
     def _read_layout(self, caches: list[Any]) -> Layout:
-        """What every layer stores, read off the shapes of one token's (never computed) pass."""
+        """What every layer stores: the cache shapes after a pass over one token that is not computed."""
         hidden = self.inner(mx.zeros((1, 1), mx.int32), cache=caches)
         if hidden.shape[-1] != self.hidden_size:
             raise _refusal(self.model, LOGITS_ONLY)
@@ -100,24 +113,27 @@ class Trunk:
             for layer in caches
         ]
 
-    def pass_over_nothing(self) -> None:
-        """A pass over a few rows, which is never computed: for what can be seen while it is built."""
+    def prepare_for_serving(self) -> None:
+        """Swap layers for speed. Weights must not be changed afterwards."""
+        swap_layers(self.model, dry_run=self.dry_run)
+
+    def dry_run(self) -> None:
+        """Build a pass over a few rows without computing it."""
         rows, capacity = 7, 8
         cache = TrunkCache(self.layout)
         for buffers in cache.buffers():
             buffers.resize(rows, capacity)
         place = Placement(range(rows), mx.arange(rows), mx.ones(rows, mx.int32), 2, capacity, capacity)
-        with nothing_launched():
-            self.hidden(mx.zeros((rows, 2), mx.int32), cache, place)
+        self.hidden(mx.zeros((rows, 2), mx.int32), cache, place)
         cache.commit(mx.ones(rows, mx.int32))
 
     def _check_rows(self) -> None:
-        """Raise UnsupportedModel where a model takes one position, or one mask, for all rows.
+        """Raise UnsupportedModel for a model that takes one position, or one mask, for all rows.
 
-        Such a model fails on a pass over more rows than it has groups of heads.
+        Such a model fails in a pass over more rows than it has groups of heads.
         """
         try:
-            self.pass_over_nothing()
+            self.dry_run()
         except (AttributeError, TypeError, ValueError) as error:
             reason = f"its layers cannot take rows of different lengths ({error})"
             raise _refusal(self.model, reason) from error
@@ -141,7 +157,7 @@ class TrunkCache:
                 yield layer
 
     def views(self, placement: Placement) -> list[View | tuple[View, ...]]:
-        """One pass over the rows. Unless it is the last of the cache, `commit` has to follow."""
+        """The views for one pass. With recurrent layers, `commit` must follow before the next pass."""
         self._uncommitted = []
 
         def view(buffers: Buffers) -> View:
@@ -156,10 +172,10 @@ class TrunkCache:
         ]
 
     def commit(self, num_kept: mx.array) -> None:
-        """Take over the states of recurrent layers after the tokens that each row of the last pass keeps."""
-        kept = Kept(num_kept)
+        """Write the states of recurrent layers after the `num_kept` [rows] tokens that the pass commits."""
+        counts = CommitCounts(num_kept)
         for view in self._uncommitted:
-            view.commit(kept)
+            view.commit(counts)
         self._uncommitted = []
 
 
@@ -168,7 +184,7 @@ def _buffers(spec: Spec) -> Buffers:
 
 
 def _prompt_cache(model: nn.Module) -> list[Any]:
-    """mlx-lm's own caches for one row, all of a kind that a ragged cache can stand in for."""
+    """mlx-lm's own caches for one row. Raises UnsupportedModel for a kind that has no ragged counterpart."""
     from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
     caches: list[Any] = make_prompt_cache(model)
@@ -176,12 +192,12 @@ def _prompt_cache(model: nn.Module) -> list[Any]:
         for part in getattr(layer, "caches", (layer,)):
             if type(part) not in (KVCache, RotatingKVCache, ArraysCache):
                 kind = type(part).__name__
-                raise _refusal(model, f"it keeps a {kind}, which cannot be rolled back per row")
+                raise _refusal(model, f"its cache is a {kind}, which cannot be rolled back for each row")
     return caches
 
 
 def _language_model(model: nn.Module) -> nn.Module:
-    """What of a model reads text: of a vision model a part, with the same arrays."""
+    """The part of a model that reads text. A vision model has it as `language_model`."""
     part = getattr(model, "language_model", None)
     return part if isinstance(part, nn.Module) else model
 
@@ -196,7 +212,7 @@ def _stack_and_embedding(model: nn.Module) -> tuple[str, str]:
 
 
 def _spec(layer: Any) -> Spec:
-    """What a layer stores, read off mlx-lm's cache after a pass over one token of one row."""
+    """What a layer stores: the shapes of mlx-lm's cache after a pass over one token of one row."""
     if not hasattr(layer, "keys"):
         return StateSpec(
             tuple(part.shape[1:] for part in layer.cache), tuple(part.dtype for part in layer.cache)

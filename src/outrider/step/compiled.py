@@ -16,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from outrider.cache.ragged_kv import nothing_launched
 from outrider.plan import RowPlan
 from outrider.request import SamplingParams
 from outrider.sampling.logprobs import Logprobs
@@ -138,8 +137,7 @@ class CompiledPasses:
         def run(arrays: Tree, caches: CacheArrays) -> tuple[Tree, CacheArrays]:
             self._put_cache_arrays(caches)
             inputs, own_sampling = InputBatch(**arrays["inputs"]), sampling.with_arrays(arrays["sampling"])
-            with nothing_launched():
-                output = self._forward.run(batch, inputs, own_sampling, end, capacity)
+            output = self._forward.run(batch, inputs, own_sampling, end, capacity)
             return _to_arrays(output), self._cache_arrays()
 
         return mx.compile(run)

@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.cache.hidden_cells import HiddenCells
-from outrider.cache.ragged_kv import Placement, RaggedKV
+from outrider.cache.placement import Placement
+from outrider.cache.ragged_kv import RaggedKV
 from outrider.models.trunk import Trunk
 from outrider.step.batch import Batch
 from outrider.step.images import positions_of

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from outrider.cache.embedding_cache import EmbeddingCache
-from outrider.cache.ragged_kv import Placement
+from outrider.cache.placement import Placement
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.step.batch import Batch, InputBatch, PassOutput
@@ -65,13 +65,24 @@ class Forward:
         sampling = SamplingBatch.of(
             batch, self.drafting_rows(batch), max_targets(batch), self._trunk.vocab_size
         )
-        return self.run(batch, inputs, sampling, last_cell(batch), capacity)
+        return self.run(batch, inputs, sampling, last_cell(batch), capacity, launches=True)
 
     def run(
-        self, batch: Batch, inputs: InputBatch, sampling: SamplingBatch, end: int, capacity: int
+        self,
+        batch: Batch,
+        inputs: InputBatch,
+        sampling: SamplingBatch,
+        end: int,
+        capacity: int,
+        launches: bool = False,
     ) -> PassOutput:
-        """`end`: no row feeds a cell beyond this one."""
+        """`end`: no row feeds a cell beyond this one. `launches`: see Placement; not for traced passes."""
         width = inputs.token_ids.shape[1]
+        embeddings: mx.array | None = None
+        deepstack: list[mx.array] = []
+        if (images := image_inputs(batch, self._image_embeddings)) is not None:
+            embeddings = images.put_into(self._trunk.embed(inputs.token_ids))
+            deepstack = images.levels(embeddings)
         place = Placement(
             [row.slot for row in batch],
             inputs.starts,
@@ -81,12 +92,10 @@ class Forward:
             capacity,
             any_new=any(row.start == 0 for row in batch),
             positions=positions_of(batch, inputs.starts, width, inputs.position_deltas),
-            keeps_all=not any(row.num_drafts for row in batch),
+            commits_all=not any(row.num_drafts for row in batch),
+            deepstack=deepstack,
+            launches=launches,
         )
-        embeddings = None
-        if (images := image_inputs(batch, self._image_embeddings)) is not None:
-            embeddings = images.put_into(self._trunk.embed(inputs.token_ids))
-            place.added = images.levels(embeddings)
         hidden = self._trunk.hidden(inputs.token_ids, self._cache, place, embeddings)
         verified = verify(self._trunk, hidden, batch, inputs, sampling)
         num_kept = num_kept_tokens(inputs, verified)

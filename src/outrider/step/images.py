@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.cache.embedding_cache import EmbeddingCache, ImageInputs
-from outrider.cache.ragged_kv import GridPositions, Positions
+from outrider.cache.placement import GridPositions, Positions
 from outrider.step.batch import Batch
 
 

@@ -25,10 +25,10 @@ import mlx.core as mx
 
 from outrider.cache.embedding_cache import ImageInputs
 from outrider.cache.hidden_cells import HiddenCells
-from outrider.cache.ragged_kv import GridPositions, Placement, Positions
+from outrider.cache.placement import GridPositions, Placement, Positions
 from outrider.models.heads import LoadedHead, head_layout
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
-from outrider.models.vision.mrope import SectionedRope
+from outrider.models.vision.mrope import MRope
 from outrider.sampling.sampler import Sampler
 
 
@@ -63,7 +63,7 @@ class MTPDrafter:
         self._between = [
             HiddenCells(trunk.hidden_size, trunk.dtype) for _ in range(num_between if self._is_chained else 1)
         ]
-        self._takes_grids = any(isinstance(m, SectionedRope) for h in head.layers for m in h.modules())
+        self._takes_grids = any(isinstance(m, MRope) for h in head.layers for m in h.modules())
         self._trunk = trunk
         self._draft_ids = head.draft_ids
         self._reduced_weight = None if head.draft_ids is None else _projection_rows(trunk, head.draft_ids)
@@ -103,7 +103,7 @@ class MTPDrafter:
             out, fed_back = self._pass(number, hidden, tokens.at(place, number), place)
             self._store(number, hidden, fed_back, place)
             if number < rows.depth:
-                last = (ends - 1 - place.offset)[:, None, None]
+                last = (ends - 1 - place.starts)[:, None, None]
                 out, fed_back = (mx.take_along_axis(x, last, axis=1) for x in (out, fed_back))  # [rows, 1, H]
                 drafts.append(self._sample(out, beyond[len(drafts) + 1], rows.sampler))
                 if number < len(self._layers) - 1:

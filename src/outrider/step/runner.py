@@ -17,7 +17,7 @@ from outrider.config import CacheGeometry
 from outrider.host_array import HostArray
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
-from outrider.models.vision.encoder import VisionTower
+from outrider.models.vision.encoder import VisionEncoder
 from outrider.plan import PassShape, PrefixCopies, SaveCells, StepPlan, StepResult
 from outrider.prompt_media import MediaPiece
 from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
@@ -48,7 +48,7 @@ class Runner:
         trunk: Trunk,
         head: LoadedHead | None = None,
         write_block: WriteBlock | None = None,
-        vision_encoder: VisionTower | None = None,
+        vision_encoder: VisionEncoder | None = None,
         image_cache_bytes: int = 0,
         compiles: bool = False,
     ) -> None:

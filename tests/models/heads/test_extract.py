@@ -147,7 +147,7 @@ def test_an_original_without_a_head(tmp_path: Path, qwen: TinyHead) -> None:
     with pytest.raises(HeadError, match=r"has no MTP head of a known layout\. Train one"):
         extract(LocalOriginal(lost), into)
     _changed_config(lost, mtp_num_hidden_layers=1)
-    with pytest.raises(HeadError, match="itself a conversion that lost its MTP head: name the original"):
+    with pytest.raises(HeadError, match=r"itself converted without its MTP head\. Name the original"):
         extract(LocalOriginal(lost), into)
 
 
@@ -178,14 +178,14 @@ def test_a_shard_that_is_cut_short(tmp_path: Path, qwen: TinyHead) -> None:
 def test_a_head_that_is_there_is_replaced_only_by_force(tmp_path: Path, qwen: TinyHead) -> None:
     source, into = write_original(tmp_path / "original", qwen), write_converted(tmp_path / "model", qwen)
     extract(LocalOriginal(source), into)
-    with pytest.raises(HeadError, match=r"is there already\. Replace it with --force"):
+    with pytest.raises(HeadError, match=r"exists already\. Replace it with --force"):
         extract(LocalOriginal(source), into)
     extract(LocalOriginal(source), into, force=True)
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path, qwen: TinyHead) -> None:
     source = write_original(tmp_path / "original", qwen)
-    with pytest.raises(HeadError, match=r"no model folder: it has no config\.json"):
+    with pytest.raises(HeadError, match=r"not a model folder: it has no config\.json"):
         extract(LocalOriginal(source), tmp_path / "nothing")
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from models.head_checkpoints import FAMILIES, QWENS, TinyHead, final_norm, projection, tiny_head, wide, write
 from models.head_reference import head_pass
-from outrider.cache.ragged_kv import KVSpec, Placement
+from outrider.cache.placement import Placement
+from outrider.cache.ragged_kv import KVSpec
 from outrider.models.heads import LoadedHead, MTPHead, head_layout, load_head, locate_file
 from outrider.models.trunk import Trunk, TrunkCache
 from ragged_rows import error

@@ -81,7 +81,7 @@ def test_a_trunk_alone_has_no_head(tmp_path: Path, family: str) -> None:
     tiny = tiny_head(family)
     folder = folder_of(tiny, tmp_path / "model", [dict(tree_flatten(tiny.model.parameters()))])
     assert locate(folder) is None
-    with pytest.raises(HeadError, match="holds no MTP head"):
+    with pytest.raises(HeadError, match="contains no MTP head"):
         load_head(folder, tiny.trunk)
 
 

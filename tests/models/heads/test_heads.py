@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from outrider.cache.ragged_kv import LayerView, Placement, RaggedKV
+from outrider.cache.placement import Placement
+from outrider.cache.ragged_kv import LayerView, RaggedKV
 from outrider.models.heads import HeadError, HeadSpec, LoadedHead, MTPHead, find_head, load_head, new_head
 from outrider.models.heads import head_kv_spec as kv_spec_of
 from outrider.models.trunk import Trunk
@@ -138,7 +139,7 @@ def test_a_head_file_that_is_cut_short_is_named(tmp_path: Path, kept: int) -> No
 
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
     file = _write(tmp_path, {"eagle.layers.0.weight": mx.ones((2, 2))})
-    with pytest.raises(HeadError, match=r"no MTP head of a layout that is known"):
+    with pytest.raises(HeadError, match=r"no MTP head of a known layout"):
         load_head(file, _trunk())
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from outrider.models.recurrent import gpu_kernels
-from outrider.models.recurrent.gpu_kernels import LANES, Kernel
+from outrider.models.recurrent.gpu_kernels import LANES, GpuKernel
 
 START = """
 #include <array>
@@ -90,7 +90,7 @@ TYPES = {mx.float32: "float", mx.int32: "int", mx.bfloat16: "bfloat"}
 class CppKernel:
     """Takes what MLX's kernel objects take, and runs the body on the CPU."""
 
-    def __init__(self, folder: Path, kernel: Kernel, language: str) -> None:
+    def __init__(self, folder: Path, kernel: GpuKernel, language: str) -> None:
         self.folder, self.kernel, self.language = folder, kernel, language
         self.calls: list[dict[str, Any]] = []
 
@@ -158,7 +158,7 @@ class CppKernels:
         self.language = "Metal"
         self.made: dict[str, CppKernel] = {}
 
-    def __call__(self, kernel: Kernel) -> CppKernel:
+    def __call__(self, kernel: GpuKernel) -> CppKernel:
         if kernel.name not in self.made:
             self.made[kernel.name] = CppKernel(self.folder, kernel, self.language)
         return self.made[kernel.name]

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.models.recurrent.delta_rule import delta_rule
-from outrider.models.recurrent.state_space import state_space
+from outrider.models.recurrent.delta_rule import chunk_delta_rule
+from outrider.models.recurrent.state_space import chunk_ssm
 from patience import measures_time
 
 
@@ -72,11 +72,11 @@ def test_chunks_equal_the_rule_token_by_token(shape: tuple[int, ...], gates: str
     if gates == "by dimension":
         rng = np.random.default_rng(3)
         case.log_gates = case.log_gates[..., None] * rng.uniform(size=(1, 1, 1, shape[4]))
-    got, corrections = delta_rule(*case.inputs())
+    got, update = chunk_delta_rule(*case.inputs())
     tokens = shape[1]
-    first_of_last_chunk = corrections.offset
+    first_of_last_chunk = update.offset
     kept = [min(tokens, first_of_last_chunk + row) for row in range(shape[0])]
-    states = np.array(corrections.state_after(mx.array(kept)))
+    states = np.array(update.state_after(mx.array(kept)))
     for row in range(shape[0]):
         want, _ = case.token_by_token(tokens, row)
         np.testing.assert_allclose(np.array(got[row]), want, atol=2e-5)
@@ -87,33 +87,33 @@ def test_chunks_equal_the_rule_token_by_token(shape: tuple[int, ...], gates: str
 @pytest.mark.parametrize("chunk", [1, 3, 16, 64])
 def test_the_size_of_chunks_does_not_matter(chunk: int) -> None:
     case = Case(2, 50, 2, 4, 16, 8)
-    got, corrections = delta_rule(*case.inputs(), chunk=chunk)
+    got, update = chunk_delta_rule(*case.inputs(), chunk=chunk)
     want, state = case.token_by_token(50, 1)
     np.testing.assert_allclose(np.array(got[1]), want, atol=2e-5)
-    np.testing.assert_allclose(np.array(corrections.state_after(mx.array([50, 50]))[1]), state, atol=2e-5)
+    np.testing.assert_allclose(np.array(update.state_after(mx.array([50, 50]))[1]), state, atol=2e-5)
 
 
 def test_padding_leaves_no_trace() -> None:
     case = Case(2, 40, 2, 4, 16, 8)
     case.betas[0, 13:] = case.log_gates[0, 13:] = 0
-    _, corrections = delta_rule(*case.inputs())
+    _, update = chunk_delta_rule(*case.inputs())
     _, state = case.token_by_token(13, 0)
-    np.testing.assert_allclose(np.array(corrections.state_after(mx.array([13, 40]))[0]), state, atol=2e-5)
+    np.testing.assert_allclose(np.array(update.state_after(mx.array([13, 40]))[0]), state, atol=2e-5)
 
 
 def test_nothing_kept_is_the_state_before() -> None:
     case = Case(2, 4, 2, 4, 16, 8)
-    _, corrections = delta_rule(*case.inputs())
-    np.testing.assert_array_equal(np.array(corrections.state_after(mx.array([0, 0]))), case.inputs()[5])
+    _, update = chunk_delta_rule(*case.inputs())
+    np.testing.assert_array_equal(np.array(update.state_after(mx.array([0, 0]))), case.inputs()[5])
 
 
 def test_gates_that_forget_everything_stay_finite() -> None:
     case = Case(1, 40, 2, 4, 16, 8)
     case.log_gates[:, ::3] = -1e4
-    got, corrections = delta_rule(*case.inputs())
+    got, update = chunk_delta_rule(*case.inputs())
     want, state = case.token_by_token(40, 0)
     np.testing.assert_allclose(np.array(got[0]), want, atol=2e-5)
-    np.testing.assert_allclose(np.array(corrections.state_after(mx.array([40]))[0]), state, atol=2e-5)
+    np.testing.assert_allclose(np.array(update.state_after(mx.array([40]))[0]), state, atol=2e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 150])
@@ -124,7 +124,7 @@ def test_a_state_space_in_chunks_equals_it_token_by_token(tokens: int) -> None:
     b, c = rng.normal(size=(2, tokens, 2, 16)), rng.normal(size=(2, tokens, 2, 16))
     state = rng.normal(size=(2, 4, 8, 16))
     inputs = [mx.array(a.astype(np.float32)) for a in (x, steps, steps * rates, b, c, state)]
-    got, corrections = state_space(*inputs)
+    got, update = chunk_ssm(*inputs)
     for t in range(tokens):
         for h in range(4):
             for row in range(2):
@@ -132,7 +132,7 @@ def test_a_state_space_in_chunks_equals_it_token_by_token(tokens: int) -> None:
                 state[row, h] += np.outer(steps[row, t, h] * x[row, t, h], b[row, t, h // 2])
                 want = state[row, h] @ c[row, t, h // 2]
                 np.testing.assert_allclose(np.array(got[row, t, h]), want, atol=1e-4)
-    after = corrections.state_after(mx.array([tokens, tokens]))
+    after = update.state_after(mx.array([tokens, tokens]))
     np.testing.assert_allclose(np.array(after), state, atol=1e-4)
 
 
@@ -144,8 +144,8 @@ def test_a_prompt_of_512_tokens_is_five_times_as_fast_as_token_by_token() -> Non
     q, k, v, log_gates, betas, state = inputs
 
     def in_chunks() -> None:
-        out, corrections = delta_rule(*inputs)
-        mx.eval(out, corrections.state_after(mx.array([512])))
+        out, update = chunk_delta_rule(*inputs)
+        mx.eval(out, update.state_after(mx.array([512])))
 
     def token_by_token() -> None:
         mx.eval(gated_delta_ops(q, k, v, mx.exp(log_gates), betas, state))

@@ -1,4 +1,4 @@
-"""A layer of Qwen's in three or four kernels, run as C++, against the same layer by parts."""
+"""A layer of Qwen's in three or four kernels, run as C++, against the reference layer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.models.recurrent import fused_layer, gpu_kernels, window_kernel
+from outrider.models.recurrent import fused_layer, gpu_kernels, recurrent_kernels
+from outrider.models.recurrent.fused_layer_check import largest_error
 from outrider.models.recurrent.layer_inputs import LayerSizes, Projected
-from outrider.models.recurrent.layer_trial import largest_error
 from outrider.models.trunk import Trunk
 from ragged_rows import RaggedRows, error
 from recurrent.cpp_kernels import CppKernels
@@ -58,14 +58,14 @@ def history(trunk: Trunk) -> list[np.ndarray]:
     rows = RaggedRows(trunk, num_slots=3, capacity=32)
     rows.scribble()
     rows.join("a", 0)
-    found = [rows.feed({"a": [5, 6, 7]}, keeps_all=True)["a"]]
+    found = [rows.feed({"a": [5, 6, 7]}, commits_all=True)["a"]]
     rows.join("b", 2)
     found += rows.feed({"b": [8], "a": [9, 10]}).values()
     rows.roll_back("a", 1)
     found += rows.feed({"a": [11, 12, 13], "b": [14]}).values()
     rows.roll_back("a", 3)
-    found += rows.feed({"a": [15], "b": [16, 17]}, keeps_all=True).values()
-    found += rows.feed({"a": [18], "b": [19]}, keeps_all=True).values()
+    found += rows.feed({"a": [15], "b": [16, 17]}, commits_all=True).values()
+    found += rows.feed({"a": [18], "b": [19]}, commits_all=True).values()
     return found
 
 
@@ -78,9 +78,9 @@ def test_models_of_such_layers_compute_the_same(
 ) -> None:
     model = tiny_model(family, linear_key_head_dim=32, linear_value_head_dim=32)
     want = history(Trunk(model, 64))
-    monkeypatch.setattr(gpu_kernels, "is_there", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "is_available", lambda: True)
     monkeypatch.setattr(fused_layer, "_agrees", lambda sizes: True)
-    monkeypatch.setattr(window_kernel, "_agrees", lambda: True)
+    monkeypatch.setattr(recurrent_kernels, "_agrees", lambda: True)
     got = history(Trunk(model, 64))
     assert len(kernels.made[kernel].calls) >= 3  # of every pass that can use it
     for one, other in zip(got, want, strict=True):
@@ -92,15 +92,15 @@ def test_with_drafts_and_without_the_states_are_the_same_to_the_last_bit(
     kernels: CppKernels, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     model = tiny_model(family, linear_key_head_dim=32, linear_value_head_dim=32)
-    monkeypatch.setattr(gpu_kernels, "is_there", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "is_available", lambda: True)
     monkeypatch.setattr(fused_layer, "_agrees", lambda sizes: True)
-    monkeypatch.setattr(window_kernel, "_agrees", lambda: True)
+    monkeypatch.setattr(recurrent_kernels, "_agrees", lambda: True)
     found = []
-    for keeps_all in (True, False):
+    for commits_all in (True, False):
         rows = RaggedRows(Trunk(model, 64), num_slots=2, capacity=32)
         rows.join("a", 1)
-        rows.feed({"a": [5, 6, 7]}, keeps_all=keeps_all)
-        found.append(rows.feed({"a": [8]}, keeps_all=keeps_all)["a"])
+        rows.feed({"a": [5, 6, 7]}, commits_all=commits_all)
+        found.append(rows.feed({"a": [8]}, commits_all=commits_all)["a"])
         rows.commit()
         found += [np.array(part) for states in rows.cache.buffers() for part in states.arrays()]
     half = len(found) // 2
@@ -126,7 +126,7 @@ def test_what_goes_to_the_kernels(
     projected = Projected(*layer._projected(mx.zeros((2, width, 64))))
     monkeypatch.setattr(fused_layer, "_agrees", lambda sizes: True)
     assert not fused_layer.fits(layer, projected)  # no GPU
-    monkeypatch.setattr(gpu_kernels, "is_there", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "is_available", lambda: True)
     assert fused_layer.fits(layer, projected) is fits
     layer.conv1d.bias = mx.zeros(projected[0].shape[-1])
     assert not fused_layer.fits(layer, projected)

@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outrider.models.recurrent import fused_layer, gpu_kernels, window_kernel
-from outrider.models.recurrent.gpu_kernels import Kernel
+from outrider.models.recurrent import fused_layer, gpu_kernels, recurrent_kernels
+from outrider.models.recurrent.gpu_kernels import GpuKernel
 
-KERNELS = [value for module in (window_kernel, fused_layer) for value in vars(module).values()]
-KERNELS = [value for value in KERNELS if isinstance(value, Kernel)]
+KERNELS = [value for module in (recurrent_kernels, fused_layer) for value in vars(module).values()]
+KERNELS = [value for value in KERNELS if isinstance(value, GpuKernel)]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_the_start_for_both_languages_names_what_bodies_use() -> None:
 
 def test_another_source_has_another_name(made: list[dict[str, Any]]) -> None:
     """MLX finds compiled kernels, even those of an earlier process, by their names alone."""
-    kernel = window_kernel.STEP
+    kernel = recurrent_kernels.STEP
     gpu_kernels.compiled(kernel)
     gpu_kernels.compiled(kernel)
     gpu_kernels.compiled(replace(kernel, body=kernel.body + " "))
@@ -53,7 +53,7 @@ def test_another_source_has_another_name(made: list[dict[str, Any]]) -> None:
 
 def test_types_are_among_the_constants(made: list[dict[str, Any]]) -> None:
     """Else a kernel compiled for one model's types would be run over another's."""
-    kernel = Kernel("k", ("one", "two"), ("three",), "")
+    kernel = GpuKernel("k", ("one", "two"), ("three",), "")
     inputs = [mx.zeros((2, 3), mx.bfloat16), mx.zeros(1, mx.int32)]
     gpu_kernels.run(kernel, inputs, {"SIZE": 5}, (6, 7), [((4,), mx.float16)])
     launch = made[1]
@@ -72,7 +72,7 @@ def test_only_what_is_read_by_strides_may_have_gaps(made: list[dict[str, Any]]) 
         assert made[-1]["ensure_row_contiguous"] == (not kernel.strided)
         for name in kernel.inputs:
             assert (f" {name}_strides[" in kernel.body) == (name in kernel.strided)
-    kernel = Kernel("k", ("one", "two"), ("three",), "", strided=("two",))
+    kernel = GpuKernel("k", ("one", "two"), ("three",), "", strided=("two",))
     part = mx.arange(12).reshape(3, 4)[:, :2]
     gpu_kernels.run(kernel, [part, part], {}, (1, 1), [((4,), mx.float32)])
     one, two = made[-1]["inputs"]

@@ -1,4 +1,4 @@
-"""Vision checkpoints: names, quantised towers, what is missing; readers against mlx-vlm's own processors."""
+"""Vision checkpoints: names, quantised encoders, what is missing; readers against mlx-vlm's processors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mlx.utils import tree_flatten
 
 from image_files import noise
 from outrider import LLM
-from outrider.cache.ragged_kv import GridPositions
+from outrider.cache.placement import GridPositions
 from outrider.media.images import image_from_pixels
 from outrider.media.limits import InvalidMedia
 from outrider.models import loader
 from outrider.models.loader import load
 from outrider.models.vision import encoder
 from outrider.models.vision.families import REFUSED, SUPPORTED
-from outrider.models.vision.mrope import SectionedRope, frequency_axes
+from outrider.models.vision.mrope import MRope, MRopeSections
 from ragged_rows import error, solo_logits
 from tiny_vision import FAMILIES, TILED, reference_inputs, vision_config, write_vision_checkpoint
 
@@ -55,7 +55,7 @@ def test_hugging_faces_names_load_like_mlx_vlms(tmp_path: Path, family: str) -> 
     assert after.vision is not None
     read = before.vision.reader.read(image_from_pixels(noise(20, 30)))
     for size, inputs in read.inputs:
-        same = [one.vision.tower.encode(inputs, size) for one in (before, after) if one.vision is not None]
+        same = [one.vision.encoder.encode(inputs, size) for one in (before, after) if one.vision is not None]
         assert mx.array_equal(*same)
 
 
@@ -71,13 +71,13 @@ def test_tied_embeddings_are_found_by_the_missing_projection(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl"])
-def test_a_quantised_checkpoint_loads_tower_and_trunk(tmp_path: Path, family: str) -> None:
+def test_a_quantised_checkpoint_loads_vision_encoder_and_trunk(tmp_path: Path, family: str) -> None:
     model = write_vision_checkpoint(tmp_path, family)
     exact = load(tmp_path)
     assert exact.vision is not None
     read = exact.vision.reader.read(image_from_pixels(noise(20, 30)))
     size, inputs = read.inputs[0]
-    expected = exact.vision.tower.encode(inputs, size)
+    expected = exact.vision.encoder.encode(inputs, size)
     nn.quantize(
         model, 32, 8, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0
     )
@@ -86,7 +86,7 @@ def test_a_quantised_checkpoint_loads_tower_and_trunk(tmp_path: Path, family: st
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = load(tmp_path)
     assert loaded.vision is not None
-    found = loaded.vision.tower.encode(inputs, size)
+    found = loaded.vision.encoder.encode(inputs, size)
     assert 0 < float(mx.abs(found - expected).max()) < 0.2
 
 
@@ -127,7 +127,7 @@ def test_a_picture_of_an_extreme_shape_is_read_or_refused(tmp_path: Path) -> Non
             with contextlib.suppress(InvalidMedia):
                 read = loaded.vision.reader.read(image_from_pixels(noise(width, height)))
                 for size, inputs in read.inputs:
-                    assert mx.isfinite(loaded.vision.tower.encode(inputs, size)).all()
+                    assert mx.isfinite(loaded.vision.encoder.encode(inputs, size)).all()
 
 
 # -- what does not see -----------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_without_the_extra_a_vision_model_reads_text_and_says_why(tmp_path: Path
         assert llm.generate("hello")[0].text is not None
 
 
-def test_a_tower_that_was_cut_off_leaves_a_text_model(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_vision_encoder_is_a_text_model(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path, "qwen2_5_vl")
     file = tmp_path / "model.safetensors"
     weights = {k: mx.array(v) for k, v in mx.load(str(file)).items() if "vision" not in k}  # type: ignore[union-attr]
@@ -171,10 +171,10 @@ def test_every_served_family_has_a_tiny_checkpoint() -> None:
     assert set(SUPPORTED) == set(FAMILIES)
 
 
-def test_a_damaged_tower_names_the_folder(tmp_path: Path) -> None:
+def test_a_damaged_vision_encoder_names_the_folder(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path, "smolvlm")
     rewrite(tmp_path, lambda name: name.replace("vision_model.encoder", "vision_model.decoder"))
-    with pytest.raises(encoder.ModelUnavailable, match="vision tower"):
+    with pytest.raises(encoder.ModelUnavailable, match="vision encoder"):
         load(tmp_path)
 
 
@@ -182,17 +182,17 @@ def test_a_damaged_tower_names_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("sections", "count"), [([16, 24, 24], 64), ([24, 20, 20], 64), ([11, 11, 10], 32)])
-def test_frequencies_turn_by_the_axes_that_mlx_vlm_says(sections: list[int], count: int) -> None:
+def test_frequencies_use_the_axes_that_mlx_vlm_says(sections: list[int], count: int) -> None:
     from mlx_vlm.models.rope_utils import mrope_position_selector
 
     for layout in ("chunked", "interleaved"):
         expected = mrope_position_selector(layout, sections, count).tolist()
-        assert frequency_axes(sections, count, layout) == expected  # type: ignore[arg-type]
+        assert MRopeSections(tuple(sections), layout).axes(count) == expected  # type: ignore[arg-type]
 
 
-def test_equal_positions_turn_as_plain_rope_does_to_the_bit() -> None:
-    """So a row gives the same whether its prompt was read by the grid's path or by the plain one."""
-    rope = SectionedRope(nn.RoPE(16, base=10000.0), [4, 2, 2], "interleaved")
+def test_equal_positions_give_what_plain_rope_gives_to_the_bit() -> None:
+    """So a row gives the same whether its prompt was prefilled with a grid or with plain offsets."""
+    rope = MRope(nn.RoPE(16, base=10000.0), MRopeSections((4, 2, 2), "interleaved"))
     x = mx.random.normal((3, 4, 7, 24), key=mx.random.key(1))
     starts = mx.array([0, 5, 1000])
     grid = mx.broadcast_to((starts[:, None] + mx.arange(7))[None], (3, 3, 7))

@@ -1,11 +1,13 @@
-"""MTP heads: where they are, which layout they have, and the one module that all of them become.
+"""MTP heads: where they are stored, which layout they have, and the one module that all of them become.
 
-layouts   names alone: which tensors of a checkpoint are a head, and what each of them is
-files     headers alone: where the head of a model lies
-blocks    the decoder block of a family's head, from the trunk's own classes
-weights   published, converted or quantised tensors to parameters
-module    the arithmetic, the same for all
-loading   all of the above, and what is refused
+layouts    which tensors of a checkpoint are a head, by their names alone
+files      where the head of a model is stored, by the headers of the files alone
+blocks     the decoder block of a family's head, built from the trunk's own classes
+weights    turns published, converted or quantised tensors into parameters
+module     the forward pass, the same for all families
+loading    uses all of the above, and refuses heads that do not fit
+extract    copies the head of an original checkpoint beside a converted model
+originals  where original checkpoints come from
 """
 
 from outrider.models.heads.errors import HeadError, UnknownHead

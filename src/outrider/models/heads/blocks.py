@@ -1,10 +1,10 @@
-"""The decoder block of a head: built from the trunk's own classes, for each family the kind its head has.
+"""The decoder block of a head, built from the trunk's own classes.
 
-most        a layer of the trunk, the last one that attends and has experts as the head has, or has none
-exaone_moe  attention as the config's mtp_layer_types says, and a dense MLP
-mimo_v2     sliding-window attention and a dense MLP
-longcat     one attention and one dense MLP, where the trunk's layers have two and experts
-nemotron_h  a stack of the trunk's one-mixer blocks
+most families  like the trunk's last attention layer that has experts if the head has, and none if it has none
+exaone_moe     attention as the config's mtp_layer_types says, and a dense MLP
+mimo_v2        sliding-window attention and a dense MLP
+longcat        one attention and one dense MLP (the trunk's layers have two attentions, and experts)
+nemotron_h     a stack of the trunk's blocks, which have one mixer each
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from outrider.models.heads.errors import HeadError
 from outrider.models.trunk import Trunk
 
 EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp)\.")
-EPS_NAMES = {"mimo_v2_flash": "layernorm_epsilon", "nemotron_h": "layer_norm_epsilon"}  # else rms_norm_eps
+EPS_NAMES = {"mimo_v2_flash": "layernorm_epsilon", "nemotron_h": "layer_norm_epsilon"}  # others: rms_norm_eps
 
 
 @dataclass(frozen=True)
 class Block:
     module: nn.Module
-    new_cache: Callable[[], Any]  # mlx-lm's cache for one row of it
-    aliases: tuple[tuple[str, str], ...]  # (prefix here, prefix by which the family's sanitize knows it)
+    new_cache: Callable[[], Any]  # makes mlx-lm's cache for one row
+    aliases: tuple[tuple[str, str], ...]  # (prefix here, prefix that the family's sanitize expects)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is known of a head before its block is built."""
+class BlockHints:
+    """What is known about a head before its block is built."""
 
-    names: Collection[str] = ()  # the block's tensors, as stored; empty for a head that is yet to be trained
+    names: Collection[str] = ()  # the block's tensors in the file; empty for a new head that is to be trained
     config: Mapping[str, Any] | None = None
     depth: int = 0
 
@@ -61,24 +61,24 @@ def norm_eps(model: nn.Module) -> float:
 
 
 def families(model: nn.Module) -> set[str]:
-    """mlx-lm's names for the model's family and for those that it is built on."""
+    """mlx-lm's names of the model's family and of the families whose classes it inherits from."""
     return {kind.__module__.rpartition(".")[2] for kind in type(model).__mro__}
 
 
-def new_block(trunk: Trunk, wanted: Wanted) -> Block:
+def new_block(trunk: Trunk, hints: BlockHints) -> Block:
     """A block with random weights."""
     model = trunk.model
-    build = next((BUILDERS[name] for name in families(model) if name in BUILDERS), _layer_of_the_trunk)
+    build = next((BUILDERS[name] for name in families(model) if name in BUILDERS), _like_trunk_layer)
     try:
-        return build(model, model_args(model), wanted)
+        return build(model, model_args(model), hints)
     except TypeError as error:
         kind = type(model.layers[-1]).__name__
         raise HeadError(f"a {kind} cannot be the layer of an MTP head: {error}") from error
 
 
-def _layer_of_the_trunk(model: nn.Module, args: Any, wanted: Wanted) -> Block:
+def _like_trunk_layer(model: nn.Module, args: Any, hints: BlockHints) -> Block:
     caches = make_prompt_cache(model)
-    number = _number_like(model, caches, wanted.has_experts)
+    number = _matching_layer(model, caches, hints.has_experts)
     kind = type(model.layers[number])
     takes_index = "layer_idx" in inspect.signature(kind.__init__).parameters
     module = kind(args, **({"layer_idx": number} if takes_index else {}))
@@ -87,15 +87,15 @@ def _layer_of_the_trunk(model: nn.Module, args: Any, wanted: Wanted) -> Block:
     return Block(module, _full_cache(num_parts), (("", _path(model, number)),))
 
 
-def _number_like(model: nn.Module, caches: list[Any], has_experts: bool | None) -> int:
-    """The last of the trunk's layers that attends, with experts or without."""
+def _matching_layer(model: nn.Module, caches: list[Any], has_experts: bool | None) -> int:
+    """The number of the trunk's last attention layer with experts (True), without (False), or any (None)."""
     for number in reversed(range(len(model.layers))):
         layer = model.layers[number]
-        attends = len(caches) != len(model.layers) or _is_attention(caches[number])
-        if attends and has_experts in (None, _has_experts(layer)):
+        is_attention = len(caches) != len(model.layers) or _is_attention(caches[number])
+        if is_attention and has_experts in (None, _has_experts(layer)):
             return number
     kind = "with experts" if has_experts else "without experts"
-    raise HeadError(f"a head for another model: its block is one {kind}, and this model has no such layer.")
+    raise HeadError(f"a head for another model: its block is {kind}, and this model has no such layer.")
 
 
 def _is_attention(cache: Any) -> bool:
@@ -107,42 +107,42 @@ def _has_experts(layer: nn.Module) -> bool:
 
 
 def _full_cache(num_parts: int) -> Callable[[], Any]:
-    """A cache without a window: heads are trained on, and see, all of their text unless a family says so."""
+    """A cache without a window: a head attends to its whole text unless its family says otherwise."""
     return (lambda: CacheList(*(KVCache() for _ in range(num_parts)))) if num_parts else KVCache
 
 
 def _path(model: nn.Module, number: int) -> str:
-    """Where the trunk's layer stands, as its tensors are called."""
+    """The prefix of the tensor names of one of the trunk's layers."""
     layer = model.layers[number]
     return next(path for path, module in model.named_modules() if module is layer) + "."
 
 
-def _exaone(model: nn.Module, args: Any, wanted: Wanted) -> Block:
-    config = wanted.config or {}
+def _exaone(model: nn.Module, args: Any, hints: BlockHints) -> Block:
+    config = hints.config or {}
     kinds = config.get("mtp_layer_types") or ["full_attention"]
-    kind = kinds[min(wanted.depth, len(kinds) - 1)]
+    kind = kinds[min(hints.depth, len(kinds) - 1)]
     number = len(args.layer_types)
     own = replace(
         args,
         layer_types=[*args.layer_types, kind],
-        is_moe_layer=[*args.is_moe_layer, bool(wanted.has_experts)],
+        is_moe_layer=[*args.is_moe_layer, bool(hints.has_experts)],
     )
     module = type(model.layers[0])(own, number)
     windows = config.get("mtp_sliding_windows") or [args.sliding_window]
-    window = windows[min(wanted.depth, len(windows) - 1)]
+    window = windows[min(hints.depth, len(windows) - 1)]
     new_cache = (lambda: RotatingKVCache(max_size=window)) if kind == "sliding_attention" else KVCache
     like = next((i for i, is_moe in enumerate(args.is_moe_layer) if is_moe), 0)
     return Block(module, new_cache, (("", _path(model, like)),))
 
 
-def _mimo_v2(model: nn.Module, args: Any, wanted: Wanted) -> Block:
+def _mimo_v2(model: nn.Module, args: Any, hints: BlockHints) -> Block:
     module = type(model.layers[0])(args, is_moe=False, is_sliding_window=True)
     window = args.sliding_window_size
     return Block(module, lambda: RotatingKVCache(max_size=window), (("", _path(model, 0)),))
 
 
 class LatentBlock(nn.Module):
-    """Latent attention and a dense MLP, with the parts of a trunk whose layers are something else."""
+    """Latent attention and a dense MLP, from the classes of a trunk whose layers are built differently."""
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class LatentBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def _longcat(model: nn.Module, args: Any, wanted: Wanted) -> Block:
+def _longcat(model: nn.Module, args: Any, hints: BlockHints) -> Block:
     layer = model.layers[0]
     attention, mlp = type(layer.self_attn[0])(args), type(layer.mlps[0])(args, False)
     module = LatentBlock(attention, mlp, args.hidden_size, norm_eps(model))
@@ -165,27 +165,27 @@ def _longcat(model: nn.Module, args: Any, wanted: Wanted) -> Block:
 
 
 class BlockStack(nn.Module):
-    """Blocks one after the other; each that attends has its own part of the cache."""
+    """Blocks in sequence. Each attention block has its own part of the cache."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.blocks = blocks
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-        num_attending = 0
+        num_attention = 0
         for block in self.blocks:
             if block.block_type == "*":
-                x = block(x, mask=mask, cache=cache[num_attending])
-                num_attending += 1
+                x = block(x, mask=mask, cache=cache[num_attention])
+                num_attention += 1
             else:
                 x = block(x)
         return x
 
 
-def _nemotron_h(model: nn.Module, args: Any, wanted: Wanted) -> Block:
-    kinds = [_mixer_kind(wanted.names, number) for number in range(_num_blocks(wanted.names))] or ["*", "-"]
+def _nemotron_h(model: nn.Module, args: Any, hints: BlockHints) -> Block:
+    kinds = [_mixer_kind(hints.names, number) for number in range(_num_blocks(hints.names))] or ["*", "-"]
     if "*" not in kinds:
-        raise HeadError("the head has no block that attends: mtp.layers.N.mixer.q_proj.weight is missing.")
+        raise HeadError("the head has no attention block: mtp.layers.N.mixer.q_proj.weight is missing.")
     module = BlockStack([type(model.layers[0])(args, kind) for kind in kinds])
     aliases = tuple((f"blocks.{number}.", _path(model, number)) for number in range(len(kinds)))
     return Block(module, _full_cache(kinds.count("*")), aliases)
@@ -196,14 +196,14 @@ def _num_blocks(names: Collection[str]) -> int:
 
 
 def _mixer_kind(names: Collection[str], number: int) -> str:
-    """mlx-lm's letter for what the block does."""
+    """mlx-lm's letter for the kind of block: * attention, E experts, - MLP."""
     mixer = f"blocks.{number}.mixer."
     if any(name.startswith(f"{mixer}q_proj.") for name in names):
         return "*"
     return "E" if any(name.startswith(f"{mixer}gate.") for name in names) else "-"
 
 
-BUILDERS: Mapping[str, Callable[[nn.Module, Any, Wanted], Block]] = {
+BUILDERS: Mapping[str, Callable[[nn.Module, Any, BlockHints], Block]] = {
     "exaone_moe": _exaone,
     "mimo_v2_flash": _mimo_v2,
     "longcat_flash": _longcat,

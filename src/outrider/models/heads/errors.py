@@ -1,11 +1,11 @@
-"""The exception that says "this head cannot be used", for every reason a user can meet."""
+"""Exceptions for heads that cannot be used."""
 
 from outrider.models.errors import ModelUnavailable
 
 
 class HeadError(ModelUnavailable):
-    """A head cannot be used with this model; the message names the tensor and the remedy."""
+    """A head cannot be used with this model; the message says which tensor is wrong and what to do."""
 
 
 class UnknownHead(HeadError):
-    """A head of a kind that is not known for this model's family, though it may well be its own."""
+    """The head has a layout that is not known for this model's family. It may still belong to the model."""

@@ -1,7 +1,7 @@
-"""Takes the MTP head out of an original checkpoint and puts it beside a model that was converted without it.
+"""Copies the MTP head of an original checkpoint into a model folder that was converted without it.
 
-Only the files that hold the head are fetched, and of those only its bytes are copied, as they are. The new
-file appears whole or not at all.
+Only the files that contain tensors of the head are fetched, and only its bytes are copied, unchanged. The new
+file appears when it is complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.models.heads.originals import Original
 from outrider.models.heads.weights import is_as_published
 from outrider.progress import Listener, Progress, ignore
 
-COPIED_AT_ONCE = 8 << 20
+COPIED_AT_ONCE = 8 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Extracted:
 
 
 def extract(source: Original, into: Path, force: bool = False, progress: Listener = ignore) -> Extracted:
-    """Write `into`/mtp/weights.safetensors from the head of `source`; refuses what cannot be its model's."""
+    """Write `into`/mtp/weights.safetensors from the head of `source`. Refuses the head of another model."""
     target = _target(into, force)
     shards, config = source.shards(), source.config()
     named = recognise(shards, config)
@@ -52,21 +52,21 @@ def extract(source: Original, into: Path, force: bool = False, progress: Listene
 
 def _target(into: Path, force: bool) -> Path:
     if not (into / "config.json").is_file():
-        raise HeadError(f"{into} is no model folder: it has no config.json.")
+        raise HeadError(f"{into} is not a model folder: it has no config.json.")
     found = find_head(into)
     if found is not None and not force:
-        raise HeadError(f"{found} is there already. Replace it with --force.")
+        raise HeadError(f"{found} exists already. Replace it with --force.")
     return found or into / HEAD_FILES[0]
 
 
 def _no_head(source: Original, config: Mapping[str, Any]) -> str:
     if expected(config):
-        return f"{source.name} is itself a conversion that lost its MTP head: name the original checkpoint."
+        return f"{source.name} was itself converted without its MTP head. Name the original checkpoint."
     return f"{source.name} has no MTP head of a known layout. Train one: outrider mtp train MODEL."
 
 
 def _check_is_for(into: Path, source: Original, config: Mapping[str, Any], head: HeadTensors) -> None:
-    """By the two configs: the same width, and for a head that is numbered after the trunk the same depth."""
+    """Compare the configs: the hidden sizes, and for layouts that follow the trunk the numbers of layers."""
     model = read_config(into)
     keys = ["hidden_size", *(["num_hidden_layers"] if head.layout.follows_trunk else [])]
     for key in keys:
@@ -83,7 +83,7 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _format(head: HeadFiles) -> str:
-    """As published (pt) or converted (mlx): where norms differ between the two it has to be known."""
+    """ "pt" for published tensors, "mlx" for converted ones. Some families store their norms differently."""
     try:
         return "pt" if is_as_published(head) else "mlx"
     except HeadError:

@@ -1,4 +1,4 @@
-"""Where a model's head lies: in a file beside it, or among the tensors of the checkpoint itself.
+"""Where a model's head is stored: in a file beside the model, or among the tensors of the checkpoint itself.
 
 Reads the headers of safetensors files, never a weight.
 """
@@ -29,14 +29,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A head that was found: which tensors, where, and what is known of how they were written."""
+    """A head that was found: its tensors and their files."""
 
-    source: Path  # the file beside the model, or the folder of the checkpoint that holds it
-    is_inside: bool  # among the checkpoint's own tensors
+    source: Path  # the file beside the model, or the folder of the checkpoint that contains the head
+    is_inside: bool  # True: among the checkpoint's own tensors
     tensors: HeadTensors
     stored: Mapping[str, StoredTensor]  # by the checkpoint's names, only the head's
     metadata: Mapping[str, str]  # of the head's files
-    conv_is_raw: bool | None  # how a trunk around it stores its convolutions; None: there is none
+    conv_is_raw: bool | None  # True: the checkpoint stores convolutions as PyTorch does; None: it has none
 
     @property
     def files(self) -> dict[Path, list[str]]:
@@ -56,12 +56,12 @@ class HeadFiles:
 
 
 def find_head(model_folder: Path) -> Path | None:
-    """The file of a head that lies beside a model, if there is one."""
+    """The head file beside a model, if there is one."""
     return next((model_folder / name for name in HEAD_FILES if (model_folder / name).is_file()), None)
 
 
 def locate(folder: Path) -> HeadFiles | None:
-    """The head of the model in this folder: beside it, else inside the checkpoint; None: there is none."""
+    """The head of the model in this folder: in a head file, else inside the checkpoint; None: no head."""
     config = read_config(folder)
     beside = find_head(folder)
     if beside is not None:
@@ -70,17 +70,17 @@ def locate(folder: Path) -> HeadFiles | None:
 
 
 def locate_file(file: Path, config: Mapping[str, Any] | None = None) -> HeadFiles:
-    """The head in this one file; `config` is that of the model it is for."""
+    """The head in this file. `config` is the config of its model."""
     if not file.is_file():
         raise HeadError(f"{file}: no such head file.")
     found = search([file], file, config or {}, is_inside=False)
     if found is None:
-        raise HeadError(f"{file} holds no MTP head of a layout that is known (mtp.*, nextn layers, ...).")
+        raise HeadError(f"{file} contains no MTP head of a known layout (mtp.*, nextn layers, ...).")
     return found
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The model's config.json; empty where there is none that can be read."""
+    """The model's config.json; empty if it is missing or cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -104,7 +104,7 @@ def search(files: list[Path], source: Path, config: Mapping[str, Any], is_inside
 
 
 def _conv_is_raw(stored: Mapping[str, StoredTensor]) -> bool | None:
-    """PyTorch keeps a depthwise convolution as [channels, 1, kernel], MLX as [channels, kernel, 1]."""
+    """PyTorch stores a depthwise convolution as [channels, 1, kernel], MLX as [channels, kernel, 1]."""
     shapes = [one.shape for name, one in stored.items() if name.endswith("conv1d.weight")]
     return any(shape[-1] != 1 for shape in shapes) if shapes else None
 

@@ -1,11 +1,11 @@
-"""Which tensors of a checkpoint are an MTP head, by their names alone: one table, one row a layout.
+"""Which tensors of a checkpoint are an MTP head, by their names alone: one `Layout` for each naming scheme.
 
-A rule turns a checkpoint's name into ours, and back for messages. `{i}` is the depth, `{b}` a block within
-one depth; a rule without `{i}` is shared by all depths; a rule to None names what is known and not needed,
-such as copies of the trunk's embeddings. Names are compared without what a wrapper puts before them
-(`model.`, `language_model.`, `model.language_model.`). Ours are MTPHead's: the block is `layers.0.`.
+A rule maps a checkpoint's tensor name to a parameter of MTPHead (whose block is `layers.0.`), and back for
+error messages. `{i}` is the depth, `{b}` a block within one depth. A rule without `{i}` holds for all depths.
+A rule to None names a tensor that is not needed, such as a copy of the trunk's embeddings. Names are compared
+without the prefix of a wrapper model (`model.`, `language_model.`, `model.language_model.`).
 
-Pure Python: a list of names and a config are enough, so that a checkpoint need not be here to be looked at.
+Pure Python: tensor names and a config are enough, so a checkpoint can be inspected before it is downloaded.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ class HeadSpec:
 
     embedding_first: bool = True
     recurse_after_norm: bool = True  # the next depth's h is `out`; False: the block's output before the norm
-    is_chained: bool = True  # with a layer for each depth: h is the last layer's output; False: the trunk's
-    has_norm: bool = True  # False: `out` goes through the trunk's own final norm
+    is_chained: bool = True  # with a layer for each depth: h is the previous depth's; False: the trunk's
+    has_norm: bool = True  # False: the head uses the trunk's final norm
 
 
 @dataclass(frozen=True)
 class Layout:
     name: str
-    sign: re.Pattern[str]  # a name that only this layout has
-    rules: Rules  # first match wins
-    families: frozenset[str]  # mlx-lm's, whose heads these are; empty: a trunk's own layer will do
+    marker: re.Pattern[str]  # matches names that only this layout has
+    rules: Rules  # the first match holds
+    families: frozenset[str]  # mlx-lm's families with such heads; empty: any family
     spec: HeadSpec = field(default_factory=HeadSpec)
     follows_trunk: bool = False  # depth 0 is numbered after the trunk's last layer
 
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """The tensors of a head: for each name in the checkpoint, its depth (None: all) and its name here."""
+    """The tensors of a head."""
 
     layout: Layout
-    targets: Mapping[str, tuple[int | None, str]]
-    unused: tuple[str, ...]  # of the head, but copies of what the trunk has
-    wrapper: str  # what stands before the layout's own names
+    targets: Mapping[str, tuple[int | None, str]]  # checkpoint name -> depth (None: all), MTPHead's name
+    unused: tuple[str, ...]  # tensors of the head that only copy the trunk's
+    wrapper: str  # the prefix before the layout's own names
     first: int  # the number of depth 0 in the checkpoint
 
     def __contains__(self, name: str) -> bool:
@@ -59,7 +59,7 @@ class HeadTensors:
         return max((depth + 1 for depth, _ in self.targets.values() if depth is not None), default=1)
 
     def original(self, depth: int, ours: str) -> str:
-        """What a tensor of ours would be called in this checkpoint."""
+        """The name that a parameter of MTPHead would have in this checkpoint."""
         for theirs, target in self.layout.rules:
             if target is None:
                 continue
@@ -81,7 +81,7 @@ QWEN = Layout(
         ("mtp.layers.{i}.", BLOCK),
         ("mtp.embed_tokens.", None),
         ("mtp.lm_head.", None),
-        ("mtp.", ""),  # the draft vocabulary; anything else is refused by name when it is loaded
+        ("mtp.", ""),  # the draft vocabulary; loading refuses all other names
     ),
     frozenset(),
 )
@@ -167,35 +167,31 @@ NEMOTRON_H = Layout(
     ),
     frozenset({"nemotron_h"}),
 )
-LAYOUTS = (LONGCAT, NEMOTRON_H, MIMO_V2, MIMO, ERNIE, NEXTN, QWEN)  # the first whose sign is there
+LAYOUTS = (LONGCAT, NEMOTRON_H, MIMO_V2, MIMO, ERNIE, NEXTN, QWEN)  # the first whose marker matches
 
-PROMISES = (
+DEPTH_KEYS = (
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers",
     "multi_token_pred_depth",
 )  # fmt: skip
-SILENT = {
-    "qwen3_next": 1,
-    "mimo_v2_flash": 3,
-    "longcat_flash": 1,
-}  # have heads and do not say so
+UNDECLARED_DEPTHS = {"qwen3_next": 1, "mimo_v2_flash": 3, "longcat_flash": 1}  # the config has no key for it
 
 
 def expected(config: Mapping[str, Any]) -> int:
-    """How many MTP layers the original checkpoint of this config has; 0: none that is known."""
+    """How many MTP layers the original checkpoint of this config has; 0: none, as far as is known."""
     for part in (config, config.get("text_config") or {}):
-        for key in PROMISES:
+        for key in DEPTH_KEYS:
             if isinstance(part.get(key), int):
                 return int(part[key])
-    return SILENT.get(str(config.get("model_type")), 0)
+    return UNDECLARED_DEPTHS.get(str(config.get("model_type")), 0)
 
 
 def recognise(names: Iterable[str], config: Mapping[str, Any] | None = None) -> HeadTensors | None:
-    """The head among these tensors, whole or not; None where there is none."""
+    """The head among these tensors, complete or not; None: there is none."""
     bare = {name: WRAPPER.sub("", name) for name in names}
-    if any(name.startswith("pre_fc_norm_") for name in bare.values()):  # a drafter that stands alone
+    if any(name.startswith("pre_fc_norm_") for name in bare.values()):  # a checkpoint that is only a head
         bare = {name: f"mtp.{own}" for name, own in bare.items() if not own.startswith("lm_head.")}
     for layout in LAYOUTS:
-        if any(layout.sign.match(own) for own in bare.values()):
+        if any(layout.marker.match(own) for own in bare.values()):
             return _tensors(layout, bare, config or {})
     return None
 
@@ -223,8 +219,8 @@ def _tensors(layout: Layout, bare: Mapping[str, str], config: Mapping[str, Any])
 
 
 def _first_depth(layout: Layout, names: Iterable[str], config: Mapping[str, Any]) -> int:
-    """The trunk's number of layers; in a file that numbers the head by itself, its own first."""
-    numbers = {int(name.split(".")[1]) for name in names if layout.sign.match(name)}
+    """The number of the trunk's layers; the head's first number in files that number the head from 0."""
+    numbers = {int(name.split(".")[1]) for name in names if layout.marker.match(name)}
     for part in (config, config.get("text_config") or {}):
         size = part.get("num_hidden_layers")
         if isinstance(size, int) and max(numbers) >= size:

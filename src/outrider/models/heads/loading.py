@@ -1,10 +1,11 @@
-"""From a file or a checkpoint to a head that can draft; what does not fit is refused by name."""
+"""Loads a head from a file or a checkpoint. Refuses a head that does not fit, with the name of the tensor."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,22 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from outrider.models.heads import weights
-from outrider.models.heads.blocks import Block, Wanted, families, new_block, norm_eps
+from outrider.models.heads.blocks import Block, BlockHints, families, new_block, norm_eps
 from outrider.models.heads.errors import HeadError, UnknownHead
 from outrider.models.heads.files import HeadFiles, locate, locate_file
 from outrider.models.heads.layouts import BLOCK, HeadSpec
-from outrider.models.heads.module import MTPHead
+from outrider.models.heads.module import MTPHead, head_layout
+from outrider.models.layer_swaps import swap_layers
 from outrider.models.trunk import Trunk
 
 DRAFT_IDS = "draft_ids"
-KEPT_DTYPE = "e_score_correction_bias"  # added to scores that are float32 everywhere
+FLOAT32_SUFFIX = "e_score_correction_bias"  # added to scores that every family computes in float32
 Tensors = dict[str, mx.array]
 
 
 @dataclass(frozen=True)
 class LoadedHead:
-    layers: tuple[MTPHead, ...]  # one for each depth; deeper drafts use the last again
+    layers: tuple[MTPHead, ...]  # one for each depth; deeper drafts use the last layer again
     source: str
     draft_ids: mx.array | None = None  # the reduced draft vocabulary, if the head has one
 
@@ -35,10 +37,15 @@ class LoadedHead:
     def spec(self) -> HeadSpec:
         return self.layers[0].spec
 
+    def prepare_for_serving(self, trunk: Trunk) -> None:
+        """Swap layers for speed. Weights must not be changed afterwards."""
+        for layer in self.layers:
+            swap_layers(layer, dry_run=partial(head_layout, layer, trunk))
+
 
 def new_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
     """A head of one depth with random weights, with a decoder layer of the trunk's own kind."""
-    return _new_depth(trunk, spec or HeadSpec(), Wanted())[0]
+    return _new_depth(trunk, spec or HeadSpec(), BlockHints())[0]
 
 
 def load_head(
@@ -49,8 +56,8 @@ def load_head(
 ) -> LoadedHead:
     """Read a head of any known layout, published or converted.
 
-    `source` is a head file, a folder, or what `locate` found; `config` is the trunk's config.json;
-    `draft_vocabulary` limits drafts to that many most frequent ids.
+    `source` is a head file, a folder, or a result of `locate`. `config` is the trunk's config.json.
+    `draft_vocabulary` limits drafts to that many of the most frequent ids.
     """
     files = _located(source, trunk, config or {})
     stored = _read(files)
@@ -70,13 +77,13 @@ def _located(source: Path | HeadFiles, trunk: Trunk, config: Mapping[str, Any]) 
     if source.is_dir():
         found = locate(source)
         if found is None:
-            raise HeadError(f"{source} holds no MTP head, neither beside a checkpoint nor inside one.")
+            raise HeadError(f"{source} contains no MTP head, neither as a head file nor inside a checkpoint.")
         return found
     return locate_file(source, config or {"num_hidden_layers": len(trunk.model.layers)})
 
 
 def _read(files: HeadFiles) -> Tensors:
-    """The head's tensors by the checkpoint's names, mapped and not yet read; draft ids under our name."""
+    """The head's tensors by the checkpoint's names, memory-mapped; the draft ids under DRAFT_IDS."""
     found: Tensors = {}
     for file, names in files.files.items():
         try:
@@ -95,10 +102,10 @@ def _load_depth(
 ) -> MTPHead:
     targets = files.tensors.targets
     own = {targets[name][1]: array for name, array in stored.items() if targets[name][0] in (None, depth)}
-    tensors = _stacked(files, weights.made_whole(own), depth)
+    tensors = _stacked(files, weights.dequantised_fp8(own), depth)
     in_block = {name.removeprefix(BLOCK) for name in tensors if name.startswith(BLOCK)}
-    module, block = _new_depth(trunk, files.tensors.layout.spec, Wanted(in_block, config, depth))
-    tensors = _arranged(files, tensors, module, block, trunk, depth)
+    module, block = _new_depth(trunk, files.tensors.layout.spec, BlockHints(in_block, config, depth))
+    tensors = _sanitized(files, tensors, module, block, trunk, depth)
     tensors = _with_norms(files, tensors, trunk)
     tensors = weights.dequantised(tensors, module)
     _check_shapes(files, module, tensors, depth)
@@ -106,10 +113,11 @@ def _load_depth(
     return module
 
 
-def _new_depth(trunk: Trunk, spec: HeadSpec, wanted: Wanted) -> tuple[MTPHead, Block]:
-    block = new_block(trunk, wanted)
+def _new_depth(trunk: Trunk, spec: HeadSpec, hints: BlockHints) -> tuple[MTPHead, Block]:
+    block = new_block(trunk, hints)
     eps = norm_eps(trunk.model)
     head = MTPHead(spec, trunk.hidden_size, eps, block.module, block.new_cache)
+    swap_layers(head, trunk.mrope)
     head.eval()
     return head, block
 
@@ -118,15 +126,15 @@ def _stacked(files: HeadFiles, tensors: Tensors, depth: int) -> Tensors:
     try:
         return weights.stacked(tensors)
     except KeyError as error:
-        raise _part_of_a_head(files, files.tensors.original(depth, error.args[0])) from error
+        raise _incomplete_head(files, files.tensors.original(depth, error.args[0])) from error
 
 
-def _arranged(
+def _sanitized(
     files: HeadFiles, tensors: Tensors, module: MTPHead, block: Block, trunk: Trunk, depth: int
 ) -> Tensors:
-    """With the block as the module has it; a block that is so already is left alone.
+    """The tensors with the block's names and shapes as the module has them.
 
-    Zero-centred norms stay out of the family's hands: whether they get their 1 is decided in one place.
+    Zero-centred norms are left out of the family's `sanitize`: `_with_norms` alone decides whether to add 1.
     """
     if _plain_names(tensors) == _plain_names(_parameters(module)):
         return tensors
@@ -137,14 +145,14 @@ def _arranged(
     }
     rest = {name: array for name, array in tensors.items() if name not in raw}
     try:
-        found = weights.arranged(
+        found = weights.sanitized(
             trunk.model, block, {name.removeprefix(BLOCK): array for name, array in raw.items()}
         )
     except KeyError as error:
         missing = str(error.args[0])
         for ours, theirs in block.aliases:
             missing = missing.replace(theirs, BLOCK + ours)
-        raise _part_of_a_head(files, files.tensors.original(depth, missing)) from error
+        raise _incomplete_head(files, files.tensors.original(depth, missing)) from error
     return rest | {BLOCK + name: array for name, array in found.items()}
 
 
@@ -153,7 +161,7 @@ def _plain_names(tensors: Mapping[str, mx.array]) -> set[str]:
 
 
 def _with_norms(files: HeadFiles, tensors: Tensors, trunk: Trunk) -> Tensors:
-    """Zero-centred norms get their 1, if they lack it; a head without a last norm gets the trunk's."""
+    """Add 1 to published zero-centred norms. A head without a final norm gets the trunk's."""
     centred = [name for name in tensors if weights.is_zero_centred(trunk.model, name)]
     if centred and weights.is_as_published(files):
         tensors = tensors | {name: tensors[name].astype(mx.float32) + 1 for name in centred}
@@ -163,23 +171,23 @@ def _with_norms(files: HeadFiles, tensors: Tensors, trunk: Trunk) -> Tensors:
 
 
 def _cast(name: str, array: mx.array, trunk: Trunk) -> mx.array:
-    return array.astype(mx.float32 if name.endswith(KEPT_DTYPE) else trunk.dtype)
+    return array.astype(mx.float32 if name.endswith(FLOAT32_SUFFIX) else trunk.dtype)
 
 
 def _parameters(module: nn.Module) -> Tensors:
     return dict(tree_flatten(module.parameters()))
 
 
-# -- what is refused -------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------------
 
 
 def _check_is_for(trunk: Trunk, files: HeadFiles) -> None:
-    """Refuse what was made for another model before its tensors are looked at one by one."""
+    """Refuse a head of another model by its layout, numbers and norms."""
     layout, family = files.tensors.layout, families(trunk.model)
     if layout.families and family.isdisjoint(layout.families):
         raise UnknownHead(
-            f"{files.source} is a head for another model, or of a kind that is not known here: its layout is "
-            f"that of {', '.join(sorted(layout.families))}, and this model is a {trunk.model.model_type}."
+            f"{files.source} is a head for another model, or of an unknown kind: its layout belongs to "
+            f"{', '.join(sorted(layout.families))}, and this model is a {trunk.model.model_type}."
         )
     first = min((depth for depth, _ in files.tensors.targets.values() if depth is not None), default=0)
     if first > 0 and layout.follows_trunk:
@@ -198,25 +206,25 @@ def _check_is_for(trunk: Trunk, files: HeadFiles) -> None:
                 )
 
 
-def _part_of_a_head(files: HeadFiles, name: str, count: str = "") -> HeadError:
+def _incomplete_head(files: HeadFiles, name: str, count: str = "") -> HeadError:
     return HeadError(
-        f"{files.source} is only part of a head: {name} is missing{count}. Take the whole of it out of the "
+        f"{files.source} is only part of a head: {name} is missing{count}. Copy the whole head from the "
         "original checkpoint (outrider mtp extract ORIGINAL --into MODEL_DIR), or serve without it: "
         '--drafter none, drafter="none".'
     )
 
 
 def _check_shapes(files: HeadFiles, module: MTPHead, tensors: Tensors, depth: int) -> None:
-    wanted = _parameters(module)
-    missing = sorted(wanted.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - wanted.keys())
+    parameters = _parameters(module)
+    missing = sorted(parameters.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - parameters.keys())
     if missing:
-        count = f" ({len(missing)} of {len(wanted)} are)"
-        raise _part_of_a_head(files, files.tensors.original(depth, missing[0]), count)
+        count = f" ({len(missing)} of {len(parameters)} are)"
+        raise _incomplete_head(files, files.tensors.original(depth, missing[0]), count)
     if unknown:
         name = files.tensors.original(depth, unknown[0])
-        raise HeadError(f"{files.source} holds {name}, which this family's head does not have.")
-    for name, array in wanted.items():
+        raise HeadError(f"{files.source} contains {name}, which this family's head does not have.")
+    for name, array in parameters.items():
         if tensors[name].shape != array.shape:
             raise HeadError(
                 f"{files.source} is a head for another model: {files.tensors.original(depth, name)} is "
@@ -228,14 +236,14 @@ def _check_shapes(files: HeadFiles, module: MTPHead, tensors: Tensors, depth: in
 
 
 def _draft_ids_beside(file: Path) -> mx.array | None:
-    """Most frequent ids first, from a `freq.json` of {"ids": […]} beside the head."""
+    """The ids in a `freq.json` of {"ids": […]} beside the head, most frequent first."""
     beside = file.with_name("freq.json")
     if not beside.is_file():
         return None
     try:
         return mx.array(json.loads(beside.read_text())["ids"], mx.int32)
     except (KeyError, TypeError, ValueError) as error:
-        raise HeadError(f"{beside} holds no list of token ids named 'ids': {error!r}") from error
+        raise HeadError(f"{beside} contains no list of token ids named 'ids': {error!r}") from error
 
 
 def _reduced(draft_ids: mx.array | None, size: int | None, vocab_size: int) -> mx.array | None:

@@ -1,10 +1,10 @@
-"""The head as a module: the arithmetic of one depth, the same for every family.
+"""The head as a module: the forward pass of one depth, the same for every family.
 
     x    = fc(concat[norm(embed(x_(t+1))), norm(h_t)])       h_t after the trunk's final norm
-    x    = a decoder block, over its own pairs
-    out  = norm(x);  logits = the trunk's projection(out)     guesses x_(t+2)
+    x    = decoder block(x), with a cache of its own
+    out  = norm(x);  logits = the trunk's projection(out)     predicts x_(t+2)
 
-What differs between families (concat order, what the next depth is given as h) is data: a HeadSpec.
+Differences between families (order of the concat, the next depth's h) are data: a HeadSpec.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from outrider.models.heads.errors import HeadError
 from outrider.models.heads.layouts import HeadSpec
 from outrider.models.trunk import Trunk
 
-BlockLayout = KVSpec | tuple[KVSpec, ...]  # what a block stores for a pair: one pair of buffers, or several
+BlockLayout = KVSpec | tuple[KVSpec, ...]  # what a block stores for a cell: one pair of buffers, or several
 
 
 class MTPHead(nn.Module):
-    """One depth's parameters and forward pass; embeddings and projection are the trunk's."""
+    """The parameters and the forward pass of one depth. Embeddings and output projection are the trunk's."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class MTPHead(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.new_cache = new_cache  # mlx-lm's cache for one row of `layer`
+        self.new_cache = new_cache  # makes mlx-lm's cache for one row of `layer`
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps=eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps=eps)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
@@ -45,42 +45,43 @@ class MTPHead(nn.Module):
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
     def __call__(self, hidden: mx.array, embedded: mx.array, view: Any) -> tuple[mx.array, mx.array]:
-        """(out, what the next depth is given as h), both [rows, width, hidden]."""
+        """`out` and the h for the next depth, both [rows, width, hidden]."""
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         if not self.spec.embedding_first:
             parts.reverse()
         x = self.fc(mx.concatenate(parts, axis=-1))
         first = view[0] if isinstance(view, tuple) else view
         mask = first.make_mask(x.shape[1]) if isinstance(first, LayerView) else None
-        x = self.layers[0](x, mask=mask, cache=view)  # by name: in some families the second is not the mask
+        # By name: in some families the mask is not the second parameter.
+        x = self.layers[0](x, mask=mask, cache=view)
         out = self.norm(x)
         return out, out if self.spec.recurse_after_norm else x
 
 
 def head_layout(head: MTPHead, trunk: Trunk) -> BlockLayout:
-    """What one depth stores for a pair, read off the shapes of a pass that is never computed."""
-    probe = head.new_cache()
+    """What one depth stores for a cell: the cache shapes after a pass that is not computed."""
+    cache = head.new_cache()
     one = mx.zeros((1, 1, trunk.hidden_size), trunk.dtype)
     kind = type(head.layers[0]).__name__
     try:
-        head(one, one, probe)
+        head(one, one, cache)
     except (AttributeError, TypeError, ValueError) as error:
         raise HeadError(f"a {kind} cannot be the layer of an MTP head: {error}") from error
-    parts = getattr(probe, "caches", (probe,))
+    parts = getattr(cache, "caches", (cache,))
     if any(part.keys is None for part in parts):
-        raise HeadError(f"a {kind} cannot be the layer of an MTP head: it keeps no keys and values.")
+        raise HeadError(f"a {kind} cannot be the layer of an MTP head: it stores no keys and values.")
     specs = tuple(_kv_spec(part) for part in parts)
-    return specs if hasattr(probe, "caches") else specs[0]
+    return specs if hasattr(cache, "caches") else specs[0]
 
 
 def head_kv_spec(head: MTPHead, trunk: Trunk) -> KVSpec:
-    """The same, for a head that can be trained: its block keeps one pair of buffers and sees all of it."""
+    """`head_layout` of a head that can be trained: one pair of buffers, no sliding window."""
     layout = head_layout(head, trunk)
     if isinstance(layout, KVSpec) and layout.window is None:
         return layout
     kind = type(head.layers[0]).__name__
     raise HeadError(
-        f"a {kind} keeps several caches or a sliding window: such an MTP head can be served, not trained."
+        f"a {kind} has several caches or a sliding window: such an MTP head can be served, not trained."
     )
 
 

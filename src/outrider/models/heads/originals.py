@@ -1,4 +1,4 @@
-"""Original checkpoints, from which a head is taken: a folder, or a repository that is fetched in part."""
+"""Original checkpoints, from which a head is copied: a folder, or a repository that is fetched in part."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Original(Protocol):
     def config(self) -> dict[str, Any]: ...
 
     def shards(self) -> dict[str, str]:
-        """Every tensor's file, by the tensor's name; no weight is fetched for it."""
+        """The file of every tensor, by the tensor's name. Fetches no weights if there is an index."""
         ...
 
     def fetch(self, shard: str) -> Path:
-        """The file, here."""
+        """The local path of the file."""
         ...
 
 
@@ -46,7 +46,7 @@ class LocalOriginal:
 
 
 class HubOriginal:
-    """A Hugging Face repository. Its files go to the hub's cache, where interrupted downloads go on."""
+    """A Hugging Face repository. Files go to the hub's cache, where interrupted downloads are resumed."""
 
     def __init__(self, repo_id: str) -> None:
         self.name = repo_id
@@ -59,7 +59,7 @@ class HubOriginal:
 
         try:
             index = self._download(INDEX)
-        except EntryNotFoundError:  # a checkpoint of one file, which is fetched as a whole
+        except EntryNotFoundError:  # a checkpoint of one file: fetch all of it
             file = self.fetch(WHOLE)
             return dict.fromkeys(read_header(file)[0], WHOLE)
         return {str(name): str(shard) for name, shard in _json(index).get("weight_map", {}).items()}
@@ -80,7 +80,7 @@ class HubOriginal:
             return Path(hf_hub_download(self.name, file))
         except EntryNotFoundError:
             raise
-        except Exception as error:  # the hub's own, the network's, the disk's
+        except Exception as error:  # errors of the hub, the network or the disk
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise HeadError(f"{self.name}: {file} could not be fetched ({reason}).") from error
 
@@ -91,7 +91,7 @@ def original(source: str) -> Original:
     if folder.is_dir():
         return LocalOriginal(folder)
     if folder.exists():
-        raise HeadError(f"{source} is a file; an original is a checkpoint's folder or a Hugging Face id.")
+        raise HeadError(f"{source} is a file; an original is a checkpoint folder or a Hugging Face id.")
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise HeadError(f"{source}: no such folder, and not a Hugging Face id of the form owner/name.")
     return HubOriginal(source)

@@ -1,9 +1,9 @@
-"""From a head's tensors as they are stored to the parameters of its module.
+"""Turns the stored tensors of a head into the parameters of its module.
 
-8-bit floats with block scales   made whole
-experts                          stacked
-latent attention, odd names      arranged by the family's own `sanitize`, by the names of a trunk's layer
-zero-centred norms               1 added, once, if the files are as published (Qwen hybrids)
+8-bit floats with block scales   dequantised
+experts                          stacked into one tensor for each projection
+latent attention, other names    converted by the family's own `sanitize`, under the names of a trunk's layer
+zero-centred norms               1 is added if the files are as published (Qwen hybrids)
 MLX's quantised tensors          dequantised: a head runs in the trunk's 16 (or 32) bits
 """
 
@@ -23,14 +23,14 @@ Tensors = dict[str, mx.array]
 FP8_BLOCK = 128
 FP8_SCALE = "_scale_inv"
 QUANTISED = (".scales", ".biases")
-ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})  # families whose published norms lack their 1
+ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})  # families that publish norm weights minus 1
 EXPERT = re.compile(r"(?P<mlp>.*mlp\.)experts\.(?P<number>\d+)\.(?P<rest>(gate|up|down)_proj\..*)")
 FUSED_EXPERTS = re.compile(r"(?P<mlp>.*mlp\.)experts\.(?P<projection>gate_up_proj|down_proj)")
 NORM = re.compile(r"norm(_embedding|_hidden)?\.weight$")
 
 
-def made_whole(tensors: Tensors) -> Tensors:
-    """8-bit floats times their scales, one for each block of 128 x 128."""
+def dequantised_fp8(tensors: Tensors) -> Tensors:
+    """8-bit floats times their scales: one scale for each block of 128 x 128."""
     whole = {name: array for name, array in tensors.items() if not name.endswith(FP8_SCALE)}
     for name in tensors.keys() - whole.keys():
         weight = name.removesuffix(FP8_SCALE)
@@ -44,7 +44,7 @@ def made_whole(tensors: Tensors) -> Tensors:
 
 
 def stacked(tensors: Tensors) -> Tensors:
-    """Experts as one tensor a projection: from one tensor an expert, or from gate and up in one."""
+    """One tensor for each projection. Files have one for each expert, or one for gate and up."""
     rest = dict(tensors)
     several: dict[str, dict[int, str]] = {}
     for name, array in tensors.items():
@@ -61,17 +61,17 @@ def stacked(tensors: Tensors) -> Tensors:
     for stack, names in several.items():
         last = max(names)
         every = [names[last].replace(f"experts.{last}.", f"experts.{i}.") for i in range(last + 1)]
-        rest[stack] = mx.stack([rest.pop(name) for name in every])  # a KeyError names one that is missing
+        rest[stack] = mx.stack([rest.pop(name) for name in every])  # a KeyError names the missing expert
     return rest
 
 
-def arranged(model: nn.Module, block: Block, tensors: Tensors) -> Tensors:
-    """The block's tensors as the trunk's model class would arrange them in one of its own layers."""
+def sanitized(model: nn.Module, block: Block, tensors: Tensors) -> Tensors:
+    """The block's tensors after the `sanitize` of the trunk's model, under the names of one of its layers."""
     there = {_alias(name, block.aliases): array for name, array in tensors.items()}
-    alone = copy.copy(model)  # a sanitize may take parts off its model
+    alone = copy.copy(model)  # some sanitize methods remove parts of their model
     found: Tensors = alone.sanitize(there) if hasattr(alone, "sanitize") else there
-    turned = tuple((theirs, ours) for ours, theirs in block.aliases)
-    return {_alias(name, turned): array for name, array in found.items()}
+    back = tuple((theirs, ours) for ours, theirs in block.aliases)
+    return {_alias(name, back): array for name, array in found.items()}
 
 
 def _alias(name: str, aliases: tuple[tuple[str, str], ...]) -> str:
@@ -79,14 +79,14 @@ def _alias(name: str, aliases: tuple[tuple[str, str], ...]) -> str:
 
 
 def is_zero_centred(model: nn.Module, name: str) -> bool:
-    """Whether the family publishes this parameter without its 1."""
+    """True if the family publishes this parameter minus 1."""
     return not ZERO_CENTRED.isdisjoint(families(model)) and NORM.search(name) is not None
 
 
 def is_as_published(files: HeadFiles) -> bool:
-    """Whether a head's files are the publisher's (norms without their 1), or a converter's.
+    """True if the publisher wrote a head's files (norms minus 1), False if a converter did.
 
-    By what only one of them does, the head's own tensors first; never by the values.
+    Decided by names and formats that only one of the two uses, never by the values.
     """
     names = list(files.stored)
     if any(name.endswith(FP8_SCALE) or ".experts." in name for name in names):
@@ -100,13 +100,13 @@ def is_as_published(files: HeadFiles) -> bool:
         return written_by == "pt"
     raise HeadError(
         f"{files.source} does not say whether its norms are as published (zero-centred) or converted: it has "
-        f'no metadata "format" of "pt" or "mlx". Take the head out of the original checkpoint: '
+        f'no metadata "format" of "pt" or "mlx". Copy the head from the original checkpoint: '
         f"outrider mtp extract ORIGINAL --into MODEL_DIR."
     )
 
 
 def dequantised(tensors: Tensors, module: nn.Module) -> Tensors:
-    """Undo MLX's quantisation; bits and group size follow from the shapes that the module has."""
+    """Undo MLX's quantisation. Bits and group size follow from the shapes of the module's parameters."""
     from mlx_lm.utils import infer_quant_config
 
     whole = {name: array for name, array in tensors.items() if not name.endswith(QUANTISED)}
@@ -116,7 +116,7 @@ def dequantised(tensors: Tensors, module: nn.Module) -> Tensors:
         if path == name:
             continue
         if path not in modules or "weight" not in modules[path]:
-            whole[name] = tensors[name]  # no place for it: refused by name later
+            whole[name] = tensors[name]  # the module has no such parameter: refused later
             continue
         how = infer_quant_config(path, modules[path], tensors)
         biases = tensors.get(f"{path}.biases")

@@ -1,14 +1,14 @@
-"""The gated delta rule over a window or a prompt, without a loop over tokens.
+"""The gated delta rule in its chunked form: over a window or a prompt, without a loop over tokens.
 
     d_t = b_t (v_t - S_(t-1) G_t k_t)          S_t = S_(t-1) G_t + d_t k_t^T          y_t = S_t q_t
 
-G_t is a gate, one number for a head or one for each of its key dimensions. Within a chunk, with S the state
-before it, S_t = S G_1..G_t + sum_(i<=t) d_i k_i^T G_(i+1)..G_t. So the corrections d solve one triangular
-system (I + A) d = b (v - S G_1..G_t k), and both the outputs and the state after any number of tokens are
-small sums over d. A window of drafts therefore keeps d and k, not a state for every position:
-`Corrections.state_after` gives each row's own.
+G_t is a gate: one number for each head, or one for each key dimension of a head. Let S be the state before a
+chunk. Then S_t = S G_1..G_t + sum_(i<=t) d_i k_i^T G_(i+1)..G_t. So the deltas d solve one triangular system
+(I + A) d = b (v - S G_1..G_t k), and the outputs and the state after any number of tokens are small sums over
+d. A window of drafts therefore stores d and k, not a state for every position: `ChunkUpdate.state_after`
+computes the state that each row commits.
 
-Tokens that are padding have b = 0 and log G = 0: they leave no trace.
+Padding tokens have b = 0 and log G = 0, so they do not change the state.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-CHUNK = 32
-CHUNK_BY_DIMENSION = 16  # with a gate for each key dimension, products cost a chunk's size more
-_BASE = 8  # blocks up to this size are inverted by a short product, whose terms cannot grow large
+CHUNK = 32  # tokens; chosen by hand
+CHUNK_BY_DIMENSION = 16  # tokens, with a gate for each key dimension: matmuls cost CHUNK times more
+_BASE = 8  # triangular blocks up to this size are inverted by a short product, whose terms cannot grow large
 
 
 @dataclass(frozen=True)
-class Corrections:
-    """What a chunk of tokens does to a state: enough to tell the state after any number of them."""
+class ChunkUpdate:
+    """How a chunk of tokens changes the state: enough to compute the state after any number of the tokens."""
 
     state: mx.array  # [rows, heads, value_dim, key_dim] before the chunk, float32
     keys: mx.array  # [rows, heads, tokens, key_dim]
     deltas: mx.array  # [rows, heads, tokens, value_dim]
-    decay: mx.array  # [rows, heads, tokens, 1 or key_dim] of the state, from the chunk's start to each token
-    since: mx.array  # [rows, heads, tokens, tokens, 1 or key_dim] from one token to a later one
-    offset: int = 0  # tokens of the pass before this chunk
+    decay: mx.array  # [rows, heads, tokens, 1 or key_dim] decay of `state` up to each token
+    since: mx.array  # [rows, heads, tokens, tokens, 1 or key_dim] decay from an earlier token to a later one
+    offset: int = 0  # number of tokens of the pass before this chunk
 
     def state_after(self, num_tokens: mx.array) -> mx.array:
-        """The rows' states when `num_tokens` [rows] of the pass stand."""
+        """The rows' states after the first `num_tokens` [rows] tokens of the pass."""
         num = mx.maximum(num_tokens - self.offset, 0)[:, None, None, None]
         last = mx.maximum(num - 1, 0)
         decay = mx.where(num > 0, mx.take_along_axis(self.decay, last, axis=2), 1)
@@ -48,7 +48,7 @@ class Corrections:
         return decay * self.state + self.deltas.swapaxes(-1, -2) @ (self.keys * since)
 
 
-def delta_rule(
+def chunk_delta_rule(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
@@ -56,10 +56,10 @@ def delta_rule(
     betas: mx.array,
     state: mx.array,
     chunk: int | None = None,
-) -> tuple[mx.array, Corrections]:
-    """Outputs [rows, tokens, heads, value_dim], and what the tokens do to the state.
+) -> tuple[mx.array, ChunkUpdate]:
+    """Outputs [rows, tokens, heads, value_dim], and how the last chunk changes the state.
 
-    queries, keys [rows, tokens, key_heads, key_dim], a key head for each group of heads; values
+    queries, keys [rows, tokens, key_heads, key_dim], one key head for each group of heads; values
     [rows, tokens, heads, value_dim]; log_gates [rows, tokens, heads] or [rows, tokens, heads, key_dim];
     betas [rows, tokens, heads]; state [rows, heads, value_dim, key_dim].
     """
@@ -73,22 +73,22 @@ def delta_rule(
     overlaps, reads = decayed_products(k, k, since, repeats), decayed_products(q, k, since, repeats)
     solved = _unit_lower_inverse(mx.tril(beta * overlaps, -1))
     q, k = repeated(q, repeats), repeated(k, repeats)
-    fresh = solved @ (beta * v)  # the corrections if the state were zero
-    seen = solved @ (beta * decay * k)  # what of the state enters them
-    asked = decay * q
+    deltas_from_zero = solved @ (beta * v)  # the deltas if the state were zero
+    state_weights = solved @ (beta * decay * k)  # how the state enters the deltas
+    decayed_q = decay * q
     outputs = []
     for i in range(v.shape[2]):
-        turned = state.swapaxes(-1, -2)
-        deltas = fresh[:, :, i] - seen[:, :, i] @ turned
-        outputs.append(asked[:, :, i] @ turned + reads[:, :, i] @ deltas)
-        last = Corrections(state, k[:, :, i], deltas, decay[:, :, i], since[:, :, i], i * size)
-        state = last.state_after_all()  # never computed for the last one
+        transposed = state.swapaxes(-1, -2)
+        deltas = deltas_from_zero[:, :, i] - state_weights[:, :, i] @ transposed
+        outputs.append(decayed_q[:, :, i] @ transposed + reads[:, :, i] @ deltas)
+        last = ChunkUpdate(state, k[:, :, i], deltas, decay[:, :, i], since[:, :, i], i * size)
+        state = last.state_after_all()  # lazy: never computed for the last chunk
     out = mx.concatenate(outputs, axis=2)
     return out[:, :, :num_tokens].swapaxes(1, 2), last
 
 
 def by_heads(x: mx.array, size: int) -> mx.array:
-    """[rows, tokens, heads, dim] -> [rows, heads, chunks, size, dim] in float32, zeros past the end."""
+    """[rows, tokens, heads, dim] -> [rows, heads, chunks, size, dim] in float32, padded with zeros."""
     x = x.swapaxes(1, 2).astype(mx.float32)
     missing = -x.shape[2] % size
     if missing:
@@ -97,15 +97,16 @@ def by_heads(x: mx.array, size: int) -> mx.array:
 
 
 def repeated(x: mx.array, repeats: int) -> mx.array:
-    """A key head for each of its group's heads."""
+    """Repeat each key head for all heads of its group."""
     return mx.repeat(x, repeats, axis=1) if repeats > 1 else x
 
 
 def decays(log_gates: mx.array) -> tuple[mx.array, mx.array]:
-    """What remains at token t of the state before the chunk, and of what came in at token i.
+    """The decay at token t of the state before the chunk, and of the update of token i.
 
-    [..., size, dim] -> [..., size, dim] and [..., size (t), size (i), dim], 0 where i > t. Logs between two
-    tokens are added up, not taken as a difference of sums: a gate that forgets everything harms no other.
+    [..., size, dim] -> [..., size, dim] and [..., size (t), size (i), dim], 0 where i > t. The logs between
+    two tokens are summed directly, not computed as a difference of two sums: a gate of 0 (log -inf) would
+    make the difference NaN.
     """
     size = log_gates.shape[-2]
     after = mx.tril(mx.ones((size, size), mx.bool_), -1)[..., None]
@@ -115,7 +116,7 @@ def decays(log_gates: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def decayed_products(left: mx.array, right: mx.array, since: mx.array, repeats: int) -> mx.array:
-    """sum over dimensions of left_t right_i since_(t, i).  [..., size, size]"""
+    """The sum over dimensions of left_t right_i since_(t, i).  [..., size, size]"""
     if since.shape[-1] == 1:
         return repeated(left @ right.swapaxes(-1, -2), repeats) * since[..., 0]
     left, right = repeated(left, repeats), repeated(right, repeats)
@@ -123,10 +124,10 @@ def decayed_products(left: mx.array, right: mx.array, since: mx.array, repeats: 
 
 
 def _unit_lower_inverse(strict: mx.array) -> mx.array:
-    """(I + A)^-1 for strictly lower triangular A [..., n, n], by blocks whose size doubles.
+    """(I + A)^-1 for strictly lower triangular A [..., n, n], in blocks whose size doubles.
 
-    Small blocks: (I - A)(I + A^2)(I + A^4), as A^8 = 0. Two blocks B, D on the diagonal with C below B join
-    to [[B^-1, 0], [-D^-1 C B^-1, D^-1]].
+    Small blocks: (I - A)(I + A^2)(I + A^4), since A^8 = 0. For blocks B and D on the diagonal and C below B
+    the inverse is [[B^-1, 0], [-D^-1 C B^-1, D^-1]].
     """
     size = strict.shape[-1]
     if size == 1:

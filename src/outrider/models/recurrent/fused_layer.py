@@ -1,12 +1,12 @@
-"""A layer of Qwen's over a short window as GPU kernels, from its projections to its gated norm.
+"""A Qwen gated delta rule layer over a short window, from its projections to its gated norm, as GPU kernels.
 
-    prepare   convolution, normalised queries and keys, gates and betas: a group of lanes a head of a token
-    rule      the delta rule: see window_kernel
-    gate      the norm of a head's outputs, times what its gate lets through
+    prepare   convolution, normalised queries and keys, gates and betas; a lane group for each head and token
+    rule      the delta rule: see recurrent_kernels
+    gate      the gated norm of a head's outputs
 
-By parts this is some twenty kernels, each shorter than its launch. Inside, all is float32. Layers that do not
-fit go by parts. Before their first use with a layer's sizes the kernels are compared with the parts; if they
-do not agree they are not used, and the log says so.
+reference_layer needs about twenty kernels for this, each shorter than its launch. The kernels compute in
+float32. Layers that do not fit use reference_layer. Before the first use with a layer's sizes the kernels are
+compared with reference_layer. If the results differ, the kernels are not used, and the log says so.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import mlx.core as mx
 
 from outrider.cache.recurrent import StateView
-from outrider.models.recurrent import gpu_kernels, window_kernel
-from outrider.models.recurrent.gpu_kernels import LANES, Kernel
+from outrider.models.recurrent import gpu_kernels, recurrent_kernels
+from outrider.models.recurrent.fused_layer_check import largest_error
+from outrider.models.recurrent.gpu_kernels import LANES, GpuKernel
 from outrider.models.recurrent.layer_inputs import LayerSizes, Projected
-from outrider.models.recurrent.layer_trial import largest_error
-from outrider.models.recurrent.window_kernel import MAX_TOKENS, ConvolutionInputs
+from outrider.models.recurrent.recurrent_kernels import MAX_TOKENS, ConvolutionInputs
 
-_TOLERANCE = {mx.float32: 1e-2, mx.bfloat16: 5e-2, mx.float16: 2e-2}  # of results around 1
+_TOLERANCE = {mx.float32: 1e-2, mx.bfloat16: 5e-2, mx.float16: 2e-2}  # absolute, for results around 1
 
-PREPARE = Kernel(
+PREPARE = GpuKernel(
     "delta_prepare",
     ("qkv", "past", "filters", "a", "b", "log_rates", "dt_bias", "num_fed"),
     ("queries", "keys", "values", "log_gates", "betas", "inputs"),
@@ -78,10 +78,10 @@ PREPARE = Kernel(
         }
     }
     """,
-    strided=("qkv", "past", "filters", "a", "b"),  # parts of a joined product, of the cache, views
+    strided=("qkv", "past", "filters", "a", "b"),  # parts of a merged matmul, of the cache, and other views
 )
 
-GATE = Kernel(
+GATE = GpuKernel(
     "delta_gate",
     ("outputs", "z", "weight", "epsilon"),
     ("gated",),
@@ -110,9 +110,9 @@ GATE = Kernel(
 
 
 def fits(layer: Any, projected: Projected) -> bool:
-    """Whether the kernels can do this pass of this layer on this device."""
+    """True if the kernels can compute this pass of this layer on this device."""
     qkv = projected.qkv
-    if qkv.shape[1] > MAX_TOKENS or not gpu_kernels.is_there():
+    if qkv.shape[1] > MAX_TOKENS or not gpu_kernels.is_available():
         return False
     conv, sizes = layer.conv1d, LayerSizes.of(layer, qkv.dtype)
     return (
@@ -129,7 +129,7 @@ def fits(layer: Any, projected: Projected) -> bool:
 
 
 def gated_outputs(layer: Any, projected: Projected, view: StateView) -> mx.array:
-    """As that of by_parts."""
+    """The same as `reference_layer.gated_outputs`."""
     qkv, z, b, a = projected
     rows, width, _ = qkv.shape
     sizes = LayerSizes.of(layer, qkv.dtype)
@@ -147,19 +147,19 @@ def gated_outputs(layer: Any, projected: Projected, view: StateView) -> mx.array
         [keys, keys, values, gates, gates, (qkv.shape, qkv.dtype)],
     )
     rule, seen = (q, k, v, log_gates, betas, state), ConvolutionInputs(past, inputs)
-    if view.keeps_all:
-        out, new_state, new_past = window_kernel.step_and_past(rule, num_fed, seen)
-        view.keep_parts(lambda _: [new_past, new_state])
+    if view.commits_all:
+        out, new_state, new_past = recurrent_kernels.step_and_past(rule, num_fed, seen)
+        view.on_commit_all(lambda _: [new_past, new_state])
     else:
-        out, window = window_kernel.window(*rule)
-        view.keep_parts(lambda kept: window.state_and_past_after(kept.num, seen)[::-1])
+        out, update = recurrent_kernels.window(*rule)
+        view.on_commit_all(lambda counts: update.state_and_past_after(counts.num, seen)[::-1])
     (gated,) = gpu_kernels.run(
         GATE,
         [out, z, layer.norm.weight, mx.array([layer.norm.eps], mx.float32)],
         {
             "HEADS": sizes.heads,
             "VALUE_DIM": sizes.value_dim,
-            "ROUNDS": int(layer.norm.weight.dtype == qkv.dtype),  # as mlx's norm does: to its inputs' type
+            "ROUNDS": int(layer.norm.weight.dtype == qkv.dtype),  # MLX's norm rounds to its inputs' type
         },
         (sizes.heads, rows * width),
         [(z.shape, qkv.dtype)],
@@ -169,7 +169,7 @@ def gated_outputs(layer: Any, projected: Projected, view: StateView) -> mx.array
 
 @cache
 def _agrees(sizes: LayerSizes) -> bool:
-    """Whether the kernels give what the parts give in float32, for a layer of these sizes, on this device."""
+    """True if the kernels give what reference_layer gives in float32, for these sizes, on this device."""
     return gpu_kernels.is_close(
         lambda: largest_error(gated_outputs, sizes), "delta-layer", _TOLERANCE[sizes.dtype]
     )

@@ -1,12 +1,12 @@
-"""Kernels for GPUs, written once for Metal and CUDA: what the two languages call differently, and launching.
+"""Launches GPU kernels that are written once for Metal and CUDA.
 
-A kernel is a body of C++ over groups of 32 lanes. It may use
+A kernel is a C++ function body for groups of 32 lanes (a SIMD group on Metal, a warp on CUDA). It may use
 
-    lane, group_y, group_z       where it is in the grid (32, groups, groups)
-    EXP, LOG, SQRT, FMA          in float32
-    GROUP_SUM(x)                 the sum over a group's lanes; every lane has to get there
-    x_shape[i], x_strides[i]     of an input x
-    X_TYPE                       the type of an array x, input or output
+    lane, group_y, group_z       the position in the grid (32, groups, groups)
+    EXP, LOG, SQRT, FMA          float32 functions
+    GROUP_SUM(x)                 the sum over the lanes of a group; every lane has to call it
+    x_shape[i], x_strides[i]     shape and strides of an input x
+    X_TYPE                       the element type of an array x, input or output
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import mlx.core as mx
 log = logging.getLogger(__name__)
 
 LANES = 32
-_GROUPS_TOGETHER = 4  # groups of lanes in a threadgroup or block
+_GROUPS_PER_BLOCK = 4  # groups of lanes in a threadgroup (Metal) or block (CUDA); chosen by hand
 
 _METAL = """
     const int lane = thread_position_in_threadgroup.x;
@@ -53,55 +53,55 @@ _CUDA = """
 
 
 @dataclass(frozen=True)
-class Kernel:
+class GpuKernel:
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
-    strided: tuple[str, ...] = ()  # inputs that the body reads by their strides; others lie without gaps
+    strided: tuple[str, ...] = ()  # inputs that the body reads by their strides; the others are contiguous
 
 
-def is_there() -> bool:
-    """Whether the default device is one that runs kernels."""
+def is_available() -> bool:
+    """True if the default device is a GPU with Metal or CUDA."""
     is_gpu = mx.default_device() == mx.Device(mx.gpu)
     return is_gpu and (mx.metal.is_available() or mx.cuda.is_available())
 
 
 def run(
-    kernel: Kernel,
+    kernel: GpuKernel,
     inputs: Sequence[mx.array],
     sizes: Mapping[str, int],
     groups: tuple[int, int],
     outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
 ) -> list[mx.array]:
-    """Launch over groups[0] x groups[1] groups of lanes; `sizes` are constants of the body.
+    """Launch groups[0] x groups[1] groups of lanes; `sizes` are constants of the body.
 
-    Types are among what a compiled kernel is kept by: MLX keeps it by its name and constants alone.
+    The types of all arrays are constants too: MLX caches a compiled kernel by its name and its constants.
     """
     dtypes = [x.dtype for x in inputs] + [dtype for _, dtype in outputs]
     names = [f"{name.upper()}_TYPE" for name in (*kernel.inputs, *kernel.outputs)]
-    if kernel.strided:  # MLX lays out all inputs of a kernel anew where need be, or none
+    if kernel.strided:  # MLX makes either all inputs of a kernel contiguous or none
         inputs = [
             x if name in kernel.strided else mx.contiguous(x)
             for name, x in zip(kernel.inputs, inputs, strict=True)
         ]
-    made: list[mx.array] = compiled(kernel)(
+    results: list[mx.array] = compiled(kernel)(
         inputs=list(inputs),
         template=[*sizes.items(), *zip(names, dtypes, strict=True)],
         grid=(LANES, *groups),
-        threadgroup=(LANES, math.gcd(_GROUPS_TOGETHER, groups[0]), 1),
+        threadgroup=(LANES, math.gcd(_GROUPS_PER_BLOCK, groups[0]), 1),
         output_shapes=[shape for shape, _ in outputs],
         output_dtypes=[dtype for _, dtype in outputs],
     )
-    return made
+    return results
 
 
 @cache
-def compiled(kernel: Kernel) -> Any:
+def compiled(kernel: GpuKernel) -> Any:
     make, start = (mx.fast.metal_kernel, _METAL) if mx.metal.is_available() else (mx.fast.cuda_kernel, _CUDA)
     source = start + kernel.body
     return make(
-        # MLX also finds kernels of earlier processes by their name: another source is another name.
+        # MLX caches kernels on disk by their name, so each source needs its own name.
         name=f"outrider_{kernel.name}_{zlib.crc32(source.encode()):08x}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
@@ -111,15 +111,17 @@ def compiled(kernel: Kernel) -> Any:
 
 
 def is_close(error: Callable[[], float], what: str, tolerance: float) -> bool:
-    """Whether kernels can be built and are off by no more than this; if not, the log says so."""
+    """True if the kernels can be built and their error is at most `tolerance`; otherwise log a warning."""
     try:
         found = error()
     except (RuntimeError, ValueError) as reason:
         log.warning(
-            "The %s kernels cannot be built on this device (%s): slower, portable form.", what, reason
+            "The %s kernels cannot be built on this device (%s): using slower MLX operations.", what, reason
         )
         return False
-    if not found <= tolerance:  # or not a number
-        log.warning("The %s kernels are off by %.1e on this device: slower, portable form.", what, found)
+    if not found <= tolerance:  # also if the error is NaN
+        log.warning(
+            "The %s kernels are off by %.1e on this device: using slower MLX operations.", what, found
+        )
         return False
     return True

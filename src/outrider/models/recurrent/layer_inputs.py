@@ -1,4 +1,4 @@
-"""What a layer of Qwen's with a gated delta rule makes of its tokens first, and how large such a layer is."""
+"""The projections of Qwen's gated delta rule layers, and the sizes of such a layer."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import mlx.core as mx
 
 
 class Projected(NamedTuple):
-    qkv: mx.array  # [rows, width, channels] for the convolution: heads of queries, of keys, of values
-    z: mx.array  # [rows, width, heads, value_dim] for the gate of the outputs
-    b: mx.array  # [rows, width, heads] for betas
-    a: mx.array  # [rows, width, heads] for the gates of the state
+    """The names are those of mlx-lm."""
+
+    qkv: mx.array  # [rows, width, channels] inputs of the convolution: all queries, then keys, then values
+    z: mx.array  # [rows, width, heads, value_dim] gates of the outputs, before silu
+    b: mx.array  # [rows, width, heads] betas, before the sigmoid
+    a: mx.array  # [rows, width, heads] gates of the state, before the bias and softplus
 
 
 class LayerSizes(NamedTuple):
-    """What kernels are compiled for."""
+    """GPU kernels are compiled for these sizes."""
 
     key_heads: int
     heads: int
     key_dim: int
     value_dim: int
-    num_past: int  # inputs that the convolution sees besides a token's own
+    num_past: int  # inputs of earlier tokens that the convolution reads
     dtype: mx.Dtype
     parameter_dtypes: tuple[mx.Dtype, ...]  # of conv1d.weight, A_log, dt_bias, norm.weight
 
@@ -43,7 +45,7 @@ class LayerSizes(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """As kernels name them."""
+        """By their names in the kernels."""
         return {
             "KEY_HEADS": self.key_heads,
             "HEADS": self.heads,

@@ -1,4 +1,4 @@
-"""mlx-lm's Mamba-2 mixers with a state per row: only their convolution and their state space change."""
+"""mlx-lm's Mamba-2 mixers with a state for each row: only the methods `_conv` and `_ssm` differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_lm.models import falcon_h1, granitemoehybrid, mamba2, nemotron_h
 from mlx_lm.models.cache import ArraysCache
 
 from outrider.models.recurrent.convolution import causal_convolution
-from outrider.models.recurrent.state_space import state_space
+from outrider.models.recurrent.state_space import chunk_ssm
 
 
 class _Mamba2:
@@ -38,9 +38,9 @@ class _Mamba2:
             state = cache[1].astype(mx.float32)
             steps = mx.where(cache.fed[..., None], steps, 0)
         log_decays = -mx.exp(self.A_log.astype(mx.float32)) * steps
-        y, corrections = state_space(x, steps, log_decays, in_keys, out_keys, state)
+        y, update = chunk_ssm(x, steps, log_decays, in_keys, out_keys, state)
         if cache is not None:
-            cache.keep(1, lambda kept: corrections.state_after(kept.num))
+            cache.on_commit(1, lambda counts: update.state_after(counts.num))
         y = y.astype(x.dtype) + x * self.D.astype(x.dtype)[:, None]
         return y.reshape(rows, width, -1)
 

@@ -1,1 +1,1 @@
-"""Vision models: families, image processors, encoders, positions."""
+"""Vision models: families, image processing, the vision encoder, and the language model's part in it."""

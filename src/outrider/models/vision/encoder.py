@@ -1,7 +1,7 @@
-"""The vision tower of a checkpoint: mlx-vlm's modules, without the language part.
+"""The vision encoder of a checkpoint: mlx-vlm's modules, without the language part.
 
-Its own code makes the embeddings; where that reaches for the language model's embeddings, it finds zeros, so
-that what comes back for a run of image tokens is the picture alone.
+mlx-vlm's own code computes the embeddings. It adds them to the token embeddings of the language model, which
+are zeros here, so the result holds the image features alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.media.image_reader import ImageReader
 from outrider.models.errors import ModelUnavailable
 from outrider.models.vision.families import VisionFamily
 from outrider.models.vision.image_processor import GridReader, TileReader
-from outrider.models.vision.text_model import IDEFICS_TOWER
+from outrider.models.vision.text_model import IDEFICS_VISION
 
 READERS: Mapping[str, Callable[..., ImageReader]] = {"tiles": TileReader, "grid": GridReader}
 LANGUAGE = "language_model"
@@ -31,30 +31,29 @@ LANGUAGE = "language_model"
 
 @dataclass(frozen=True)
 class LoadedVision:
-    """What a vision checkpoint has beside its trunk: a reader for any thread, a tower for the engine's."""
+    """The parts of a vision checkpoint beside its trunk."""
 
     family: VisionFamily
-    reader: ImageReader
-    tower: VisionTower
+    reader: ImageReader  # for any thread
+    encoder: VisionEncoder  # for the engine's thread only
 
 
-class VisionTower:
-    """Pixels to embeddings. To be used on the engine's thread only."""
+class VisionEncoder:
+    """Turns pixels into embeddings."""
 
     def __init__(self, model: nn.Module, image_token_id: int, hidden_size: int, dtype: mx.Dtype) -> None:
         self.model = model
         self._image_token_id = image_token_id
         self._dtype = dtype
         self.hidden_size = hidden_size
-        stand_in = _NoLanguage(hidden_size, dtype)
-        object.__setattr__(model, LANGUAGE, stand_in)
+        object.__setattr__(model, LANGUAGE, _ZeroEmbeddings(hidden_size, dtype))
 
     @property
     def num_bytes(self) -> int:
         return tree_reduce(lambda total, array: total + array.nbytes, self.model.parameters(), 0)
 
     def encode(self, inputs: Mapping[str, np.ndarray], num_tokens: int) -> mx.array:
-        """The embeddings of one piece, and beside them its levels.  [tokens, (1 + levels) x hidden]"""
+        """The embeddings of one media piece, then its deepstack levels.  [tokens, (1 + levels) x hidden]"""
         arrays = {name: mx.array(array) for name, array in inputs.items()}
         token_ids = mx.full((1, num_tokens), self._image_token_id, mx.int32)
         found = self.model.get_input_embeddings(token_ids, **arrays)
@@ -63,8 +62,8 @@ class VisionTower:
         return mx.concatenate(wide, axis=-1).astype(self._dtype)
 
 
-class _NoLanguage:
-    """Where mlx-vlm's code looks for the language model."""
+class _ZeroEmbeddings:
+    """Replaces the language model that mlx-vlm's code asks for token embeddings."""
 
     def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
         self._hidden_size = hidden_size
@@ -75,55 +74,55 @@ class _NoLanguage:
         return mx.zeros((*token_ids.shape, self._hidden_size), self._dtype)
 
     def get_rope_index(self, *_: Any, **__: Any) -> tuple[None, None]:
-        """Positions belong to the prompt, which the tower does not see."""
+        """No positions: they depend on the prompt, which the vision encoder does not know."""
         return None, None
 
 
 def load_vision(
     path: Path, family: VisionFamily, config: dict[str, Any], hidden_size: int, dtype: mx.Dtype
 ) -> LoadedVision:
-    """`hidden_size` and `dtype`: of the trunk, which the embeddings are for."""
+    """`hidden_size` and `dtype` are the trunk's."""
     package = importlib.import_module(f"mlx_vlm.models.{family.package}")
     processor = _load_processor(path, family)
     try:
         model, settings = _new_model(package, config)
         _load_weights(model, package, family, path, config)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise ModelUnavailable(f"the vision tower in {path} cannot be loaded: {error}") from error
-    _settle(model, dtype)
-    reader = READERS[family.pictures](processor, config, family.placeholder)
+        raise ModelUnavailable(f"the vision encoder in {path} cannot be loaded: {error}") from error
+    _settle_dtype(model, dtype)
+    reader = READERS[family.images](processor, config, family.placeholder)
     image_token_id = int(getattr(settings, "image_token_index", None) or settings.image_token_id)
-    return LoadedVision(family, reader, VisionTower(model, image_token_id, hidden_size, dtype))
+    return LoadedVision(family, reader, VisionEncoder(model, image_token_id, hidden_size, dtype))
 
 
 def has_extra() -> bool:
-    """Whether outrider[vision] is installed."""
+    """True if outrider[vision] is installed."""
     return importlib.util.find_spec("mlx_vlm") is not None
 
 
-def has_tower(path: Path) -> bool:
-    """Whether a checkpoint has kept its vision weights: conversions for text models drop them."""
+def has_vision_weights(path: Path) -> bool:
+    """True if a checkpoint holds vision weights. Conversions to text models drop them."""
     names = (str(name) for file in path.glob("model*.safetensors") for name in mx.load(str(file)))
     return any("vision" in name or "visual" in name for name in names)
 
 
 def _load_processor(path: Path, family: VisionFamily) -> Any:
-    """mlx-vlm registers its own processors; they need no torch."""
+    """mlx-vlm's own processor, which needs no torch."""
     name = f"mlx_vlm.models.{family.package}.processing_{family.package}"
-    if importlib.util.find_spec(name) is None:  # it uses another family's
+    if importlib.util.find_spec(name) is None:  # the family uses Qwen3-VL's processor
         name = "mlx_vlm.models.qwen3_vl.processing_qwen3_vl"
     module = importlib.import_module(name)
     processor_class = getattr(module, next(n for n in module.__all__ if n.endswith("Processor")))
     try:
         with _quiet():
             return processor_class.from_pretrained(path)
-    except Exception as error:  # transformers raises what it likes
-        raise ModelUnavailable(f"the picture processor in {path} cannot be loaded: {error}") from error
+    except Exception as error:  # transformers raises many types of exceptions
+        raise ModelUnavailable(f"the image processor in {path} cannot be loaded: {error}") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' remarks on how mlx-vlm calls it."""
+    """Hides transformers' warnings about how mlx-vlm calls it."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -135,7 +134,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _new_model(package: Any, config: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """mlx-vlm's model without its language part. MLX is lazy: what is dropped was never computed."""
+    """mlx-vlm's model without its language part. MLX is lazy: the dropped weights are never computed."""
     from mlx_vlm.utils import update_module_configs
 
     config = dict(config)
@@ -152,13 +151,13 @@ def _load_weights(
     weights: dict[str, mx.array] = {}
     for file in sorted(path.glob("model*.safetensors")):
         weights.update(mx.load(str(file)))  # type: ignore[arg-type]
-    if family.pictures == "tiles":  # the text model may have names of its own
-        weights = {name: array for name, array in weights.items() if IDEFICS_TOWER.match(name)}
+    if family.images == "tiles":  # mlx-vlm may not know the names of the text model's weights
+        weights = {name: array for name, array in weights.items() if IDEFICS_VISION.match(name)}
     weights = model.sanitize(weights)
     weights = {name: array for name, array in weights.items() if not name.startswith(f"{LANGUAGE}.")}
-    tower = next(module for _, module in model.named_modules() if isinstance(module, package.VisionModel))
-    if hasattr(tower, "sanitize"):
-        weights = tower.sanitize(weights)
+    encoder = next(module for _, module in model.named_modules() if isinstance(module, package.VisionModel))
+    if hasattr(encoder, "sanitize"):
+        weights = encoder.sanitize(weights)
     quantization = config.get("quantization")
     if quantization:
         nn.quantize(
@@ -177,8 +176,8 @@ def _load_weights(
     mx.eval(model.parameters())
 
 
-def _settle(model: nn.Module, dtype: mx.Dtype) -> None:
-    """The tower computes in the trunk's type; on the CPU quantised products are slow, so they are undone."""
+def _settle_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Cast to the trunk's dtype. On the CPU also dequantise: MLX's quantised matmuls are slow there."""
     from mlx.utils import tree_map
     from mlx_lm.utils import dequantize_model
 

@@ -1,6 +1,6 @@
-"""What a vision model's prompt says for a picture, and what its tower is given: the host's side, without MLX.
+"""Image processing on the host, without MLX: an image's prompt text and the inputs of the vision encoder.
 
-Runs on worker threads: `read` is called for many pictures at once and keeps nothing.
+Runs on worker threads: `read` is called for many images at the same time and stores nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from outrider.media.images import DecodedImage
 from outrider.media.limits import InvalidMedia
 from outrider.prompt_media import MediaPiece, PromptMedia, grid_positions
 
-TILES_AT_ONCE = 4  # of a picture, in one unit of work: decoding goes on between them
+TILES_PER_PIECE = 4  # tiles of an image that are encoded between two steps; chosen by hand
 
 
 class TileReader:
-    """idefics3 and smolvlm: a picture is cut into square tiles, and a small copy of the whole comes last."""
+    """idefics3 and smolvlm: an image is cut into square tiles. A small copy of the whole image comes last."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any], placeholder: str) -> None:
         vision = config["vision_config"]
@@ -37,8 +37,8 @@ class TileReader:
         mask = np.asarray(found["pixel_attention_mask"])  # [1, tiles, side, side]
         text = self._text(int(found["rows"][0][0]), int(found["cols"][0][0]))
         parts = []
-        for first in range(0, pixels.shape[1], TILES_AT_ONCE):
-            some = slice(first, first + TILES_AT_ONCE)
+        for first in range(0, pixels.shape[1], TILES_PER_PIECE):
+            some = slice(first, first + TILES_PER_PIECE)
             inputs = {"pixel_values": pixels[:, some], "pixel_attention_mask": mask[:, some]}
             parts.append((inputs["pixel_values"].shape[1] * self._per_tile, inputs))
         return ProcessedImage(picture.digest, text, tuple(parts))
@@ -58,7 +58,7 @@ class TileReader:
 
 
 class GridReader:
-    """Qwen's: a picture keeps its shape, in patches; a square of them is a token."""
+    """Qwen's families: an image keeps its shape and is cut into patches. A square of patches is one token."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any], placeholder: str) -> None:
         self.placeholder = placeholder
@@ -92,8 +92,8 @@ def _as_pil(picture: DecodedImage) -> Any:
 def _processed(image_processor: Any, pictures: Any, **options: Any) -> Any:
     try:
         return image_processor(pictures, return_tensors="np", **options)
-    except ValueError as error:  # such as a picture a hundred times as wide as high
-        raise InvalidMedia(f"the model's processor refuses a picture: {error}") from None
+    except ValueError as error:  # for example an image a hundred times as wide as high
+        raise InvalidMedia(f"the model's processor refuses an image: {error}") from None
 
 
 def _pieces(
@@ -103,8 +103,8 @@ def _pieces(
     wanted = sum(size for picture in pictures for size, _ in picture.inputs)
     if wanted != len(cells):
         raise InvalidMedia(
-            f"the pictures need {wanted} tokens and the prompt has {len(cells)} for them: it may hold the "
-            "model's own words for a picture"
+            f"the images need {wanted} tokens and the prompt has {len(cells)} image tokens: the prompt text "
+            "may contain the model's own placeholder for an image"
         )
     pieces, at = [], 0
     for picture in pictures:

@@ -1,6 +1,6 @@
-"""The language part of a vision checkpoint, as mlx-lm's own text model: its config and its weights' names.
+"""The language part of a vision checkpoint, loaded as mlx-lm's text model: its config and its weight names.
 
-mlx-lm knows some vision checkpoints by itself (Qwen's); the rest are told here.
+mlx-lm loads Qwen's vision checkpoints itself. This module translates those of idefics3 and smolvlm.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.models.vision.families import VisionFamily
-from outrider.models.vision.mrope import use_sections
+from outrider.models.vision.mrope import MRopeSections
 
-# Hugging Face's names, old and new, and those of mlx-vlm's conversions.
+# The names of Hugging Face, old and new, and of mlx-vlm's conversions.
 IDEFICS_TEXT = re.compile(r"^(?:model\.text_model|text_model|language_model)\.")
-IDEFICS_TOWER = re.compile(r"^(?:model\.)?(?:vision_model|connector)\.")
+IDEFICS_VISION = re.compile(r"^(?:model\.)?(?:vision_model|connector)\.")
 OUTPUT = re.compile(r"^(?:language_model\.)?lm_head\.")
-ROPE_THETA = 10000.0  # Hugging Face's, where a config does not say
+ROPE_THETA = 10000.0  # Hugging Face's default for configs without rope_theta
 
 
 def text_classes(family: VisionFamily, path: Path) -> Any:
-    """For `mlx_lm.utils.load_model(get_model_classes=...)`, where mlx-lm does not know the checkpoint."""
-    if family.pictures != "tiles":
+    """The `get_model_classes` for `mlx_lm.utils.load_model`; None where mlx-lm knows the checkpoint."""
+    if family.images != "tiles":
         return None
     names = {str(name) for file in path.glob("model*.safetensors") for name in mx.load(str(file))}
     return _idefics_classes(any(OUTPUT.match(name) for name in names))
 
 
-def prepare_rope(network: nn.Module, family: VisionFamily, config: Mapping[str, Any]) -> None:
-    """Give the text model the rope that its pictures need."""
-    if family.mrope is not None:
-        text = config.get("text_config") or config
-        scaling = text.get("rope_parameters") or text.get("rope_scaling") or config.get("rope_scaling") or {}
-        use_sections(network, scaling["mrope_section"], family.mrope)
+def mrope_sections(family: VisionFamily, config: Mapping[str, Any]) -> MRopeSections | None:
+    if family.mrope is None:
+        return None
+    text = config.get("text_config") or config
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or config.get("rope_scaling") or {}
+    return MRopeSections(tuple(scaling["mrope_section"]), family.mrope)
 
 
 def _idefics_classes(has_output: bool) -> Any:
@@ -47,7 +47,7 @@ def _idefics_classes(has_output: bool) -> Any:
 
         class LanguagePart(llama.Model):
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-                own = (item for item in weights.items() if not IDEFICS_TOWER.match(item[0]))
+                own = (item for item in weights.items() if not IDEFICS_VISION.match(item[0]))
                 named: dict[str, mx.array] = super().sanitize({_text_name(name): w for name, w in own})
                 return named
 
@@ -69,7 +69,7 @@ def _text_name(name: str) -> str:
 
 
 def _llama_config(text: Mapping[str, Any], tied: bool) -> dict[str, Any]:
-    """transformers 5 keeps rope's base one level down."""
+    """The config of the llama in it. transformers 5 writes rope_theta into `rope_parameters`."""
     nested = text.get("rope_parameters") or {}
     theta = text.get("rope_theta") or nested.get("rope_theta") or ROPE_THETA
     return {**text, "model_type": "llama", "rope_theta": theta, "tie_word_embeddings": tied}

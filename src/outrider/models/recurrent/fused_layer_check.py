@@ -1,4 +1,4 @@
-"""How far a layer's kernels are from the layer by parts in float32, on random inputs."""
+"""Compares fused_layer with reference_layer in float32, on random inputs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
-from outrider.cache.ragged_kv import Placement
-from outrider.cache.recurrent import Kept, RecurrentState, StateSpec, StateView
-from outrider.models.recurrent import by_parts
+from outrider.cache.placement import CommitCounts, Placement
+from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
+from outrider.models.recurrent import reference_layer
 from outrider.models.recurrent.layer_inputs import LayerSizes, Projected
 
 Compute = Callable[[Any, Projected, StateView], mx.array]
@@ -22,17 +22,17 @@ FED, KEPT = [WIDTH, WIDTH - 1, 0], [2, 0, 0]
 
 
 def largest_error(compute: Compute, sizes: LayerSizes) -> float:
-    """Of outputs and states, with drafts and without, relative to the largest of each."""
-    trial = _Trial(sizes)
+    """The largest error of outputs and states, with and without drafts, relative to their largest value."""
+    layer = _RandomLayer(sizes)
     errors = []
-    for keeps_all in (True, False):
-        got = trial.results(compute, keeps_all)
-        want = trial.results(_by_parts, keeps_all, in_float32=True)
+    for commits_all in (True, False):
+        got = layer.results(compute, commits_all)
+        want = layer.results(_reference, commits_all, in_float32=True)
         errors += [_error(one, other) for one, other in zip(got, want, strict=True)]
     return float(mx.stack(errors).max())
 
 
-class _Trial:
+class _RandomLayer:
     def __init__(self, sizes: LayerSizes) -> None:
         noise = iter(mx.random.split(mx.random.key(0), 16))
 
@@ -59,8 +59,8 @@ class _Trial:
             random(*state_shape, dtype=mx.float32) / sizes.key_dim**0.5,
         ]
 
-    def results(self, compute: Compute, keeps_all: bool, in_float32: bool = False) -> list[mx.array]:
-        """Outputs and new states."""
+    def results(self, compute: Compute, commits_all: bool, in_float32: bool = False) -> list[mx.array]:
+        """The outputs and the new states."""
 
         def given(x: mx.array) -> mx.array:
             return x.astype(mx.float32) if in_float32 else x
@@ -69,18 +69,17 @@ class _Trial:
         states = RecurrentState(spec)
         states.put([given(x) for x in self._states])
         layer = self._layer({name: given(x) for name, x in self._parameters.items()})
-        place = Placement(
-            range(ROWS), mx.array([4, 5, 1]), mx.array(FED), WIDTH, 8, 8, any_new=False, keeps_all=keeps_all
-        )
+        starts, fed = mx.array([4, 5, 1]), mx.array(FED)
+        place = Placement(range(ROWS), starts, fed, WIDTH, 8, 8, any_new=False, commits_all=commits_all)
         view = StateView(states, place)
         out = compute(layer, Projected(*(given(x) for x in self._projected)), view)
-        view.commit(Kept(mx.array(KEPT)))
+        view.commit(CommitCounts(mx.array(KEPT)))
         return [mx.where(place.fed[..., None, None], out, 0), *states.parts]
 
     def _layer(self, parameters: dict[str, mx.array]) -> Any:
         sizes = self._sizes
         conv = nn.Conv1d(sizes.num_channels, sizes.num_channels, 1, groups=sizes.num_channels, bias=False)
-        norm = Qwen3NextRMSNormGated(sizes.value_dim, eps=0.01)  # so large that outputs' scale matters
+        norm = Qwen3NextRMSNormGated(sizes.value_dim, eps=0.01)  # large, so that the outputs' scale matters
         conv.weight, norm.weight = parameters["conv1d"], parameters["norm"]
         return SimpleNamespace(
             conv1d=conv,
@@ -95,8 +94,8 @@ class _Trial:
         )
 
 
-def _by_parts(layer: Any, projected: Projected, view: StateView) -> mx.array:
-    return by_parts.gated_outputs(layer, projected, view, kernels=False)
+def _reference(layer: Any, projected: Projected, view: StateView) -> mx.array:
+    return reference_layer.gated_outputs(layer, projected, view, kernels=False)
 
 
 def _error(got: mx.array, want: mx.array) -> mx.array:

@@ -1,14 +1,13 @@
-"""The gated delta rule over a short window as GPU kernels.
+"""The gated delta rule in its recurrent form, as GPU kernels: a short window, token by token in registers.
 
-    step     where all tokens stand: reads each state once, walks over the window in registers, writes outputs
-             and the new state
-    window   where drafts may fall: writes outputs, and corrections instead of the state
-    commit   reads each state once, applies the corrections of the tokens that stand, writes it
+    step     if all tokens are committed: reads each state once, writes the outputs and the new state
+    window   if drafts may be rejected: writes the outputs, and the deltas instead of the new state
+    commit   reads each state once, applies the deltas of the committed tokens, writes the new state
 
-`step` and `commit` can take along the window of the layer's convolution: the inputs that stay with the state.
-A group of 32 lanes holds one row of a head's state, key_dim / 32 numbers a lane. Other devices, wider passes
-and gates by key dimension use `delta_rule`. Before its first use on a device a kernel is compared with
-`delta_rule`; if it does not agree it is not used, and the log says so.
+`step` and `commit` can also write the conv state of the layer. A group of 32 lanes holds one row of a head's
+state, key_dim / 32 numbers in each lane. Other devices, wider passes and gates for each key dimension use
+`chunk_delta_rule`. Before the first use on a device the kernels are compared with `chunk_delta_rule`. If the
+results differ, the kernels are not used, and the log says so.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from functools import cache
 import mlx.core as mx
 
 from outrider.models.recurrent import gpu_kernels
-from outrider.models.recurrent.delta_rule import delta_rule
-from outrider.models.recurrent.gpu_kernels import LANES, Kernel
+from outrider.models.recurrent.delta_rule import chunk_delta_rule
+from outrider.models.recurrent.gpu_kernels import LANES, GpuKernel
 
-MAX_TOKENS = 16
-_TOLERANCE = 1e-2  # GPUs may round the portable form's products to 10 bits
+MAX_TOKENS = 16  # of a window; chosen by hand: wider passes use the chunked form
+_TOLERANCE = 1e-2  # GPUs may round the inputs of chunk_delta_rule's matmuls to 10 bits (TF32)
 
 _READ_STATE = """
     constexpr int PER_LANE = KEY_DIM / 32;
@@ -76,7 +75,7 @@ _APPLY = """
 _WRITE_STATE = """
     for (int i = 0; i < PER_LANE; ++i) new_state[cell_at + 32 * i] = cell[i];
 """
-# A row's lanes share its part of the convolution's window: columns n .. n + NUM_PAST - 1 of past and inputs.
+# The lanes of a row write its conv state together: columns n .. n + NUM_PAST - 1 of past and inputs.
 _WRITE_PAST = """
     const int of_row = (head * VALUE_DIM + value_row) * 32 + lane;
     for (int i = of_row; i < NUM_PAST * CHANNELS; i += HEADS * VALUE_DIM * 32) {
@@ -88,19 +87,19 @@ _WRITE_PAST = """
 """
 
 _RULE = ("queries", "keys", "values", "log_gates", "betas", "state")
-WINDOW = Kernel(
+WINDOW = GpuKernel(
     "delta_window",
     _RULE,
     ("outputs", "deltas"),
     _READ_STATE + _WALK.replace("NOTE_DELTA", "deltas[value_at] = delta;"),
 )
-STEP = Kernel(
+STEP = GpuKernel(
     "delta_step",
     _RULE,
     ("outputs", "new_state"),
     _READ_STATE + _WALK.replace("NOTE_DELTA", "") + _WRITE_STATE,
 )
-COMMIT = Kernel(
+COMMIT = GpuKernel(
     "delta_commit",
     ("keys", "log_gates", "deltas", "state", "num_kept"),
     ("new_state",),
@@ -108,7 +107,7 @@ COMMIT = Kernel(
 )
 
 
-def _and_past(kernel: Kernel) -> Kernel:
+def _and_past(kernel: GpuKernel) -> GpuKernel:
     more = [name for name in ("num_kept", "past", "inputs") if name not in kernel.inputs]
     return replace(
         kernel,
@@ -124,7 +123,7 @@ STEP_AND_PAST, COMMIT_AND_PAST = _and_past(STEP), _and_past(COMMIT)
 
 @dataclass(frozen=True)
 class ConvolutionInputs:
-    """What a layer's convolution saw, of one dtype: the last few inputs stay with the state."""
+    """The inputs of a layer's convolution, all of one dtype. The last few become the conv state."""
 
     past: mx.array  # [rows, num_past, channels]
     inputs: mx.array  # [rows, tokens, channels]
@@ -139,8 +138,8 @@ class ConvolutionInputs:
 
 
 @dataclass(frozen=True)
-class Window:
-    """What a window of tokens does to the rows' states, as the commit kernels want it."""
+class WindowUpdate:
+    """How a window of tokens changes the rows' states: the inputs of the commit kernels."""
 
     keys: mx.array
     log_gates: mx.array
@@ -162,12 +161,12 @@ class Window:
 
 def window(
     queries: mx.array, keys: mx.array, values: mx.array, log_gates: mx.array, betas: mx.array, state: mx.array
-) -> tuple[mx.array, Window]:
-    """As `delta_rule`: outputs [rows, tokens, heads, value_dim], and what the tokens do to the state."""
+) -> tuple[mx.array, WindowUpdate]:
+    """Like `chunk_delta_rule`: outputs [rows, tokens, heads, value_dim] and how tokens change the state."""
     floats = values.shape, mx.float32
     inputs = [queries, keys, values, log_gates, betas, state]
     outputs, deltas = _run(WINDOW, inputs, keys, state, [floats, floats])
-    return outputs, Window(keys, log_gates, deltas, state)
+    return outputs, WindowUpdate(keys, log_gates, deltas, state)
 
 
 def step(
@@ -182,7 +181,7 @@ def step(
 def step_and_past(
     rule: Sequence[mx.array], num_fed: mx.array, seen: ConvolutionInputs
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Outputs, the state after all tokens, and the convolution's inputs that stay; `rule` as for `step`."""
+    """Outputs, the state after all tokens, and the new conv state. `rule`: the arguments of `step`."""
     _, keys, values, _, _, state = rule
     inputs = [*rule, num_fed.astype(mx.int32), seen.past, seen.inputs]
     outputs = [(values.shape, mx.float32), _like(state), seen.output]
@@ -191,12 +190,12 @@ def step_and_past(
 
 
 def fits(keys: mx.array, values: mx.array, log_gates: mx.array) -> bool:
-    """Whether the kernels can do this pass on this device."""
+    """True if the kernels can compute this pass on this device."""
     return (
         keys.shape[1] <= MAX_TOKENS
         and log_gates.ndim == 3
         and keys.shape[-1] % LANES == 0
-        and gpu_kernels.is_there()
+        and gpu_kernels.is_available()
         and _agrees()
     )
 
@@ -206,7 +205,7 @@ def _like(array: mx.array) -> tuple[tuple[int, ...], mx.Dtype]:
 
 
 def _run(
-    kernel: Kernel,
+    kernel: GpuKernel,
     inputs: Sequence[mx.array],
     keys: mx.array,
     state: mx.array,
@@ -220,26 +219,26 @@ def _run(
 
 @cache
 def _agrees() -> bool:
-    """Whether the kernels give what `delta_rule` gives, on this device, today."""
+    """True if the kernels give what `chunk_delta_rule` gives on this device."""
 
     def error() -> float:
-        rule = _trial()
+        rule = random_inputs()
         num_kept, all_kept = mx.array([0, 2]), mx.array([3, 3])
-        want, corrections = delta_rule(*rule)
-        got, kernel_corrections = window(*rule)
+        want, update = chunk_delta_rule(*rule)
+        got, kernel_update = window(*rule)
         stepped, after = step(*rule)
         pairs = [
             (got, want),
             (stepped, want),
-            (after, corrections.state_after(all_kept)),
-            (kernel_corrections.state_after(num_kept), corrections.state_after(num_kept)),
+            (after, update.state_after(all_kept)),
+            (kernel_update.state_after(num_kept), update.state_after(num_kept)),
         ]
         return float(mx.stack([mx.abs(one - other).max() for one, other in pairs]).max())
 
     return gpu_kernels.is_close(error, "delta-rule", _TOLERANCE)
 
 
-def _trial() -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array]:
+def random_inputs() -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array]:
     keys = mx.random.split(mx.random.key(0), len(_RULE))
     q, k, v, g, b, s = (
         mx.random.normal(shape, key=key)

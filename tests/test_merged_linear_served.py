@@ -1,58 +1,57 @@
-"""An engine as on a GPU, on the CPU: its layers are joined, its tokens are those of an engine without."""
+"""An engine as on a GPU, on the CPU: its layers are merged, its tokens are those of an engine without."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.nn as nn
 import pytest
 
 from models.head_checkpoints import QWENS, tiny_head
-from outrider.cpu import fast_math, layers
-from outrider.models import joined_products, machine
+from outrider.cpu import fast_math
+from outrider.models import machine, merged_linear
 from outrider.models.heads import LoadedHead
-from outrider.models.trunk import Trunk
 from outrider.step.runner import Runner
 from step.histories import Tally, World, play, random_history
 from test_head_layouts_served import answers, write_model
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_math, "applies", lambda: False)
+    monkeypatch.setattr(machine, "outruns_host", lambda: True)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "glm4_moe", "deepseek_v3"])
-def test_joined_layers_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_layers_change_no_token(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_head(family)
     head = tiny.converted() if family in QWENS else tiny.published()
     folder = write_model(tmp_path / "model", tiny, head)
     monkeypatch.setattr(fast_math, "applies", lambda: False)
     plain, _ = answers(folder)
-    parts: list[tuple[Trunk, LoadedHead | None]] = []
-    join = joined_products.join
-
-    def seen(trunk: Trunk, head: LoadedHead | None = None) -> None:
-        join(trunk, head)
-        parts.append((trunk, head))
-
-    monkeypatch.setattr(joined_products, "join", seen)
+    merged: list[nn.Module] = []
+    merge = merged_linear.merge
+    monkeypatch.setattr(merged_linear, "merge", lambda model, run: (merge(model, run), merged.append(model)))
     monkeypatch.setattr(machine, "outruns_host", lambda: True)
     assert answers(folder)[0] == plain
-    ((trunk, loaded),) = parts
-    assert loaded is not None
-    for model in (trunk.model, *loaded.layers):
-        assert any(isinstance(one, joined_products.JoinedLinear) for one in model.modules())
+    assert len(merged) >= 2  # the trunk, and each layer of its head
+    for model in merged:
+        assert any(isinstance(one, merged_linear.MergedLinearPart) for one in model.modules())
 
 
-def test_engines_on_the_cpu_have_their_own_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_on_the_cpu_merge_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_head("glm4_moe")
     folder = write_model(tmp_path / "model", tiny, tiny.published())
-    monkeypatch.setattr(joined_products, "join", lambda *parts: pytest.fail("joined on a CPU"))
+    monkeypatch.setattr(merged_linear, "merge", lambda *_: pytest.fail("merged on a CPU"))
     assert answers(folder)[1] > 0
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_histories_are_the_same_with_joined_layers(family: str) -> None:
+def test_histories_are_the_same_with_merged_layers(family: str) -> None:
     tiny = World(family)
-    for part in (tiny.model, tiny.head):
-        layers.restore(part)
+    assert any(isinstance(one, merged_linear.MergedLinearPart) for one in tiny.head.modules())
     head = LoadedHead((tiny.head,), "random")
-    joined_products.join(tiny.trunk, head)
     tiny.runners = {
         "none": Runner(tiny.trunk),
         "whole": Runner(tiny.trunk, head),

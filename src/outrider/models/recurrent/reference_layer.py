@@ -1,6 +1,6 @@
-"""A gated delta rule layer's parts, each a few operations of MLX: for any device and any width.
+"""The reference implementation of a gated delta rule layer, in operations of MLX: any device, any width.
 
-fused_layer does the same in a few kernels.
+fused_layer computes the same in a few GPU kernels.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import mlx.nn as nn
 from mlx_lm.models.gated_delta import normalize_qk
 
 from outrider.cache.recurrent import StateView
-from outrider.models.recurrent import window_kernel
+from outrider.models.recurrent import recurrent_kernels
 from outrider.models.recurrent.convolution import causal_convolution
-from outrider.models.recurrent.delta_rule import delta_rule
+from outrider.models.recurrent.delta_rule import chunk_delta_rule
 from outrider.models.recurrent.layer_inputs import Projected
 
-EPSILON = 1e-6  # of the squared length of queries and keys
+EPSILON = 1e-6  # added to the squared length of queries and keys before they are normalised, as in mlx-lm
 
 
 def gated_outputs(layer: Any, projected: Projected, view: StateView | None, kernels: bool = True) -> mx.array:
-    """What a layer of Qwen's makes of its projections.  [rows, width, heads, value_dim]"""
+    """From the projections to the gated norm of a Qwen layer.  [rows, width, heads, value_dim]"""
     qkv, z, b, a = projected
     convolved = nn.silu(causal_convolution(layer.conv1d, qkv, view, 0))
     q, k, v = mx.split(convolved, [layer.key_dim, 2 * layer.key_dim], axis=-1)
-    q, k = (heads(part, layer.num_k_heads) for part in (q, k))
+    q, k = (split_heads(part, layer.num_k_heads) for part in (q, k))
     log_gates = log_gates_of(layer.A_log, a + layer.dt_bias)
-    out = rule(q, k, heads(v, layer.num_v_heads), log_gates, mx.sigmoid(b), view, 1, kernels)
+    out = delta_rule(q, k, split_heads(v, layer.num_v_heads), log_gates, mx.sigmoid(b), view, 1, kernels)
     gated: mx.array = layer.norm(out.astype(qkv.dtype), z)
     return gated
 
 
-def heads(x: mx.array, num: int) -> mx.array:
+def split_heads(x: mx.array, num: int) -> mx.array:
     return x.reshape(*x.shape[:-1], num, -1)
 
 
@@ -40,7 +40,7 @@ def log_gates_of(log_rates: mx.array, steps: mx.array) -> mx.array:
     return -mx.exp(log_rates.astype(mx.float32)) * nn.softplus(steps)
 
 
-def rule(
+def delta_rule(
     q: mx.array,
     k: mx.array,
     v: mx.array,
@@ -50,25 +50,25 @@ def rule(
     part: int,
     kernels: bool = True,
 ) -> mx.array:
-    """The delta rule from the rows' states (part `part` of the view), or from nothing.
+    """The delta rule from the rows' states (part `part` of the view), or from zero states without a view.
 
-    With `kernels` it is one where that fits.
+    `kernels`: use GPU kernels where they can compute this pass.
     """
     q, k = normalize_qk(q, k, inv_scale=k.shape[-1] ** -0.5, eps=EPSILON)
     if view is None:
         state = mx.zeros((v.shape[0], v.shape[2], v.shape[3], k.shape[-1]))
-        return delta_rule(q, k, v, log_gates, betas, state)[0]
+        return chunk_delta_rule(q, k, v, log_gates, betas, state)[0]
     fed = view.fed[..., None]
     betas = mx.where(fed, betas, 0)
     log_gates = mx.where(fed if log_gates.ndim == 3 else fed[..., None], log_gates, 0)
     state = view[part]
-    if not (kernels and window_kernel.fits(k, v, log_gates)):
-        out, corrections = delta_rule(q, k, v, log_gates, betas, state)
-        view.keep(part, lambda kept: corrections.state_after(kept.num))
-    elif view.keeps_all:
-        out, stepped = window_kernel.step(q, k, v, log_gates, betas, state)
-        view.keep(part, lambda _: stepped)
+    if not (kernels and recurrent_kernels.fits(k, v, log_gates)):
+        out, update = chunk_delta_rule(q, k, v, log_gates, betas, state)
+        view.on_commit(part, lambda counts: update.state_after(counts.num))
+    elif view.commits_all:
+        out, stepped = recurrent_kernels.step(q, k, v, log_gates, betas, state)
+        view.on_commit(part, lambda _: stepped)
     else:
-        out, window = window_kernel.window(q, k, v, log_gates, betas, state)
-        view.keep(part, lambda kept: window.state_after(kept.num))
+        out, window = recurrent_kernels.window(q, k, v, log_gates, betas, state)
+        view.on_commit(part, lambda counts: window.state_after(counts.num))
     return out

@@ -1,0 +1,143 @@
+"""The context of one forward pass: where its rows stand in the cache buffers, and what its layers share.
+
+The step builds one `Placement` for each pass and hands it to the cache views. mlx-lm's layers are called with
+those views, so every layer of the pass reaches the same object. Nothing of a pass is stored anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+VIEW_STEP = 16  # the attended part of a buffer grows by this many cells, so that shapes repeat
+LONG_VIEW = 256  # cells; longer views grow by LONG_VIEW_STEP instead of VIEW_STEP
+LONG_VIEW_STEP = 32  # OpenBLAS may round differently with its thread count unless a size is a multiple of 32
+LAUNCH_EVERY_LAYERS = 2  # the device starts on the layers built so far while the host builds the rest
+
+
+@dataclass(frozen=True)
+class GridPositions:
+    """Three positions for each token (time, row, column), for prompts with images: see vision/mrope."""
+
+    grid: mx.array  # int32 [3, rows, width]
+
+
+Positions = mx.array | GridPositions  # one offset for each row [rows], or three positions for each token
+
+
+class RopeOffsets(mx.array):
+    """The rope offset of each row [rows], with the cosines and sines that all layers of the pass share.
+
+    mlx-lm calls a rope with `cache.offset` and nothing else, so what ropes share has to travel with the
+    offset. cpu/fast_math.py uses `angles`; for everybody else this is a plain array.
+    """
+
+    def __init__(self, offsets: mx.array) -> None:
+        super().__init__(offsets)
+        self.angles: dict[Hashable, tuple[mx.array, mx.array]] = {}  # by width and by the rope's parameters
+
+
+class CommitCounts:
+    """How many tokens of a pass each row commits, and the indices that recurrent layers derive from that."""
+
+    def __init__(self, num: mx.array) -> None:
+        self.num = num  # [rows]
+        self._columns: dict[int, mx.array] = {}
+
+    def columns(self, num: int) -> mx.array:
+        """The `num` columns that start at each row's first uncommitted token.  [rows, num, 1]"""
+        if num not in self._columns:
+            self._columns[num] = (self.num[:, None] + mx.arange(num))[..., None]
+        return self._columns[num]
+
+    def wait_for(self, arrays: list[mx.array]) -> None:
+        """Make everything that is computed from these counts later depend on `arrays`.
+
+        The new states of the layers are then computed one after the other. Side by side they would need
+        memory for all layers at once.
+        """
+        num, *columns = mx.depends([self.num, *self._columns.values()], arrays)
+        self.num, self._columns = num, dict(zip(self._columns, columns, strict=True))
+
+
+class Placement:
+    """Where the rows of one pass stand in the buffers. All layers of the pass share it.
+
+    Starts and fed counts may be device arrays that the host has not read. The host only needs `end`: no row's
+    last fed cell lies beyond it.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        starts: mx.array,
+        num_fed: mx.array,
+        width: int,
+        end: int,
+        capacity: int,
+        any_new: bool = True,
+        positions: Positions | None = None,
+        commits_all: bool = False,
+        deepstack: Sequence[mx.array] = (),
+        launches: bool = False,
+    ) -> None:
+        if end > capacity:
+            raise ValueError(f"a row would need {end} cells where the buffers have {capacity}")
+        self.starts = starts  # [rows]
+        self.num_fed = num_fed  # [rows]
+        self.fed_counts = CommitCounts(num_fed)  # what recurrent layers commit where `commits_all`
+        self.any_new = any_new  # True if a row may start at 0 in a slot that holds another sequence's state
+        self.commits_all = commits_all  # True if no row has drafts, so that all fed tokens are committed
+        self.deepstack = deepstack  # [rows, width, hidden] for each of the first layers: see vision/deepstack
+        self.launches = launches  # for long passes; a pass that is traced has nothing to run yet
+        positions = starts if positions is None else positions
+        self.positions = RopeOffsets(positions) if isinstance(positions, mx.array) else positions
+        self.capacity = capacity
+        view_step = VIEW_STEP if end <= LONG_VIEW else LONG_VIEW_STEP
+        self.num_attended = min(capacity, -(-end // view_step) * view_step)
+        self.slots = slots
+        self.is_range = list(slots) == list(range(slots[0], slots[0] + len(slots)))  # read without a copy
+        self.slot_ids = mx.array(list(slots))[:, None]  # [rows, 1]
+        columns = mx.arange(width)
+        self.cells = starts[:, None] + columns  # [rows, width]
+        self.fed = columns < num_fed[:, None]  # [rows, width] True for tokens, False for padding
+        # An array: a number would be built into compiled kernels, which would then fit one capacity only.
+        self.limit = mx.arange(capacity, capacity + 1)
+        own = mx.minimum(self.cells, self.limit)  # a row that drafts past its own depth may run over the end
+        self.written = mx.where(self.fed, own, self.limit)  # [rows, width] the cells that the pass writes
+        self._masks: dict[int | None, mx.array] = {}
+        self._score_bounds: dict[int | None, mx.array] = {}
+        self._num_layers_written = 0
+
+    def mask(self, window: int | None) -> mx.array:
+        """True where a fed token attends to a cell: its own row's, up to itself.  [rows, 1, width, cells]"""
+        if window not in self._masks:
+            attended = mx.arange(self.num_attended)
+            own = self.cells[:, None, :, None]
+            mask = attended <= own
+            if window is not None:
+                # Padding columns must attend to a cell too: attention over no cell is NaN on some devices.
+                mask = mask & (attended > mx.minimum(own, attended[-1:]) - window)
+            self._masks[window] = mask
+        return self._masks[window]
+
+    def score_bound(self, mask: mx.array) -> mx.array:
+        """The most that each attention score may be: infinity, or -infinity where `mask` hides the cell.
+
+        The layers share the bound of a mask that `mask` made. A model may have changed its mask: then the
+        bound is computed anew.
+        """
+        window = next((window for window, own in self._masks.items() if own is mask), -1)
+        if window == -1:
+            return mx.where(mask, mx.inf, -mx.inf)
+        if window not in self._score_bounds:
+            self._score_bounds[window] = mx.where(mask, mx.inf, -mx.inf)
+        return self._score_bounds[window]
+
+    def launch_every_few_layers(self, *buffers: mx.array) -> None:
+        """Called when a layer has written its cells: the device works while the host builds the rest."""
+        self._num_layers_written += 1
+        if self.launches and self._num_layers_written % LAUNCH_EVERY_LAYERS == 0:
+            mx.async_eval(*buffers)

@@ -1,0 +1,71 @@
+"""Every place where layers of a loaded mlx-lm model get another class: one ordered list.
+
+A swap gives a module a subclass of its own class (mrope: a module that holds the old rope). Parameters stay
+where they are, and mlx-lm's own modules and other models of the process do not change.
+
+    1. recurrent layers   A state for each row, written when drafts are accepted.
+                          For all models with such layers. First, since it looks for mlx-lm's own classes.
+    2. mrope              Three rope positions for each token.
+                          For vision families that have them. Before 4, which also swaps the rope inside.
+    3. deepstack          Image features are added after the first layers.
+                          For Qwen3-VL. Before 4: the way back from 4 then leaves deepstack in place.
+    4. CPU layers         Faster attention, swiglu and rope (cpu/fast_math.py).
+                          For models that are served on Linux on x86.
+    5. merged linear      One matmul for layers that read the same input.
+                          For models that are served on a GPU. Last, since a dry run of the final layers shows
+                          which of them read the same input.
+
+1 to 3 are needed for correct results: a Trunk and an MTP head apply them when they are made. 4 and 5 are for
+speed: they are applied when a model is built for serving. Training uses mlx-lm's own arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import mlx.nn as nn
+
+from outrider.cpu import fast_math
+from outrider.cpu import layers as cpu_layers
+from outrider.models import machine, merged_linear
+from outrider.models.recurrent.layer_classes import use_row_states
+from outrider.models.vision.deepstack import use_deepstack
+from outrider.models.vision.mrope import MRopeSections, use_mrope
+
+
+def swap_layers(
+    model: nn.Module,
+    mrope: MRopeSections | None = None,
+    num_deepstack: int = 0,
+    dry_run: Callable[[], object] | None = None,
+) -> None:
+    """Apply the swaps that hold for this model on this device. Layers that are swapped already stay.
+
+    `num_deepstack`: how many of the first layers add image features. `dry_run`: given for a model that is to
+    be served; builds a pass over the model without computing it.
+    """
+    use_row_states(model)
+    if mrope is not None:
+        use_mrope(model, mrope)
+    if num_deepstack:
+        use_deepstack(model.layers, num_deepstack)
+    if dry_run is None:
+        return
+    if fast_math.applies():
+        cpu_layers.use_fast_math(model)
+    if machine.outruns_host():
+        merged_linear.merge(model, dry_run)
+
+
+@contextmanager
+def without_speed_swaps(*models: nn.Module) -> Iterator[None]:
+    """mlx-lm's own arithmetic while the context is open, to compare with: swaps 4 and 5 are undone."""
+    kinds = [(module, type(module)) for model in models for _, module in model.named_modules()]
+    for module, kind in kinds:
+        module.__class__ = cpu_layers.plain_class(merged_linear.plain_class(kind))
+    try:
+        yield
+    finally:
+        for module, kind in kinds:
+            module.__class__ = kind
