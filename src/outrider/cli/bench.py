@@ -123,8 +123,8 @@ async def _servers(args: argparse.Namespace, settings: BenchSettings) -> list[Ta
         address = ServerAddress.parse(url, key)
         targets.append(await connect(name, address, args.model, settings.timeout_s, pid))
     names = [target.name for target in targets]
-    if len(set(names)) < len(names):
-        raise InvalidConfig(f"two servers have the name {names[0]!r}: give them names, --url NAME=URL")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InvalidConfig(f"two servers have the name {twice[0]!r}: give them names, --url NAME=URL")
     return targets
 
 
@@ -138,9 +138,9 @@ def _split_name(given: str) -> tuple[str | None, str]:
 def _child_server(
     args: argparse.Namespace, settings: BenchSettings, loop: asyncio.Runner
 ) -> Iterator[Target]:
+    from outrider.bench.child_server import child_server
     from outrider.bench.http_target import connect
     from outrider.bench.memory import resident_bytes
-    from outrider.bench.own_server import child_server
     from outrider.server_address import ServerAddress
 
     flags = ["--max-rows", str(max(settings.streams))]
