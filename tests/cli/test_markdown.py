@@ -6,7 +6,7 @@ import io
 import re
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -142,7 +142,6 @@ WORDS = [
 SOURCES = st.lists(st.sampled_from(SCRAPS + WORDS), max_size=20).map("".join)
 
 
-@settings(deadline=None)
 @given(SOURCES, st.data())
 @example("1. a\n\n2. b\n\n3. c", None)
 @example("a\n***\nb", None)
@@ -160,7 +159,6 @@ def test_the_chunks_in_which_the_text_comes_make_no_difference(
         )
 
 
-@settings(deadline=None)
 @given(SOURCES)
 def test_no_letter_is_lost(source: str) -> None:
     """But for the language of a code block, and cells of a table that have no heading."""
