@@ -25,14 +25,12 @@ from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
 from outrider.models import heads, loader, machine
 from outrider.models.files.fingerprint import fingerprint
 from outrider.models.files.shipped_head import shipped_head
-from outrider.request import Request
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
 from outrider.step.runner import Runner
-from outrider.text.detokenizer import decode_function
-from outrider.text.output import AnswerText
+from outrider.text.output import answer_texts
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +114,7 @@ def _parts(
         runner,
         facts,
         budget,
-        _text_factory(tokenizer, trunk.vocab_size),
+        answer_texts(tokenizer, trunk.vocab_size),
         grammars,
         controller,
         save_measurements,
@@ -258,15 +256,3 @@ def _drafter(config: EngineConfig, has_head: bool) -> str:
     if config.drafter == "auto":
         return "mtp" if has_head else "none"
     return config.drafter
-
-
-def _text_factory(tokenizer: Any, vocab_size: int) -> Callable[[Request], AnswerText]:
-    decode = decode_function(tokenizer, vocab_size)
-
-    def new_text(request: Request) -> AnswerText:
-        params = request.params
-        context = request.prompt_ids if request.continues_prompt else ()
-        own = partial(decode, skips_special=params.skip_special_tokens)
-        return AnswerText(own, context, params.stop_strings, params.min_tokens)
-
-    return new_text

@@ -135,6 +135,15 @@ class RowPlan:
         return len(self.token_ids)
 
     @property
+    def bans_tokens(self) -> bool:
+        return bool(self.banned_ids) and len(self.history) - self.num_prompt < self.params.min_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the row has penalties, a bias, or banned tokens now."""
+        return self.params.has_penalties or bool(self.params.logit_bias) or self.bans_tokens
+
+    @property
     def head_lag(self) -> int:
         """Cells that the trunk has cached and the head was not fed."""
         return 0 if self.head_start is None else self.start - self.head_start

@@ -13,11 +13,10 @@ from fake_runner import FakeRunner, StepFailed, true_next
 
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import CacheGeometry, EngineConfig
-from outrider.engine.draft_state import DraftState
 from outrider.engine.in_flight import StepExecutor
 from outrider.engine.prefix.cache import MIN_LOADED_CELLS, PrefixCache
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.sequence import Delta, FinishReason, Sequence
+from outrider.engine.sequence import Delta, DraftState, FinishReason, Sequence
 from outrider.plan import RowPlan, StepPlan
 from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams

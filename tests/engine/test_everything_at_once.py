@@ -11,7 +11,7 @@ from scheduler_harness import Harness, rows_of
 from test_scheduler_images import FakeEmbeddings, watched_step
 
 from outrider.config import CacheGeometry
-from outrider.engine.cache_budget import SLACK
+from outrider.engine.row_caches import SLACK
 from outrider.engine.sequence import Sequence
 from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.speculate.ngram import NgramDrafter

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler_harness import PAGE, Harness, planned_ids, rows_of
 
 from outrider.config import CacheGeometry, EngineConfig
-from outrider.engine.cache_budget import SLACK
+from outrider.engine.row_caches import SLACK
 from outrider.engine.scheduler import MAX_FAILURES, Scheduler
 from outrider.engine.sequence import Sequence
 from outrider.plan import StepResult

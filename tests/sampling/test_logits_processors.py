@@ -12,7 +12,7 @@ import pytest
 import sampling_oracle as oracle
 from outrider.plan import RowPlan
 from outrider.request import SamplingParams
-from outrider.sampling.logits_processors import MIN_TRACED_IDS, LogitsProcessors, needs_processors
+from outrider.sampling.logits_processors import MIN_TRACED_IDS, LogitsProcessors
 from plan_rows import plan_row
 
 VOCAB = 23
@@ -124,7 +124,7 @@ def test_stop_tokens_are_banned_just_as_long_as_the_answer_is_too_short() -> Non
     found = edit(some_logits(1, 5), [row])
     assert np.isneginf(found[0, :2, [7, 8]]).all()  # answers of 2 and 3 tokens
     assert np.isfinite(found[0, 2:]).all()
-    assert not needs_processors(plan_row([1], [2, 3, 4, 5], params=params, banned_ids=[7]))
+    assert not plan_row([1], [2, 3, 4, 5], params=params, banned_ids=[7]).changes_logits
 
 
 def test_a_ban_outweighs_a_bias() -> None:

@@ -9,6 +9,7 @@ import pytest
 import sampling_oracle as oracle
 from outrider.request import SamplingParams
 from outrider.sampling.logprobs import LogprobRequest, compute_logprobs, read_logprobs
+from outrider.step.verify import SamplingBatch
 from plan_rows import plan_row
 
 VOCAB = 50
@@ -55,9 +56,9 @@ def test_each_row_gets_as_many_as_it_asked_for_of_its_committed_tokens(merged: b
 
 
 def test_nobody_asking_costs_nothing() -> None:
-    assert LogprobRequest.of(rows_asking(None, None), VOCAB) is None
-    assert LogprobRequest.of(rows_asking(None, None), VOCAB, for_trace=True) is None
-    assert read_logprobs(None, rows_asking(None, None), [(1,), (2,)]) == {}
+    rows = [plan_row([1], [2], params=SamplingParams(temperature=0))]
+    assert SamplingBatch.of(rows, [], 1, VOCAB).logprobs is None
+    assert SamplingBatch.of(rows, [], 1, VOCAB, for_trace=True).logprobs is None
 
 
 def test_a_row_that_commits_nothing_gets_nothing() -> None:

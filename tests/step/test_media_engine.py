@@ -16,7 +16,7 @@ from media_world import CASES, GREEDY, HOT, TEXTS, World, answers, new_world, to
 from outrider import LLM
 from outrider.build import ModelChoice, build_engine
 from outrider.config import EngineConfig
-from outrider.engine.cache_budget import SLACK
+from outrider.engine.row_caches import SLACK
 from outrider.models.heads import HeadSpec, LoadedHead, new_head
 from patience import measures_time
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from outrider.config import EngineConfig
-from outrider.engine.image_encoding import EncodingTurns
 from outrider.engine.in_flight import InFlightStep, StepExecutor
 from outrider.engine.outbox import Outbox
 from outrider.engine.parts import EngineObserver, EngineParts
@@ -24,6 +23,22 @@ from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.plan import StepResult
 
 log = logging.getLogger(__name__)
+
+
+class EncodingTurns:
+    """While rows decode, encoding gets at most half of the time: after a piece, steps get as much time."""
+
+    def __init__(self) -> None:
+        self._owed_to_steps_s = 0.0
+
+    def may_encode(self, num_decoding: int) -> bool:
+        return num_decoding == 0 or self._owed_to_steps_s <= 0
+
+    def encoded(self, seconds: float) -> None:
+        self._owed_to_steps_s = seconds
+
+    def stepped(self, seconds: float) -> None:
+        self._owed_to_steps_s -= seconds
 
 
 class EngineLoop:

@@ -5,7 +5,7 @@
 
 `plan` and `commit` (or `fail`) alternate. Between the two, `plan_overlapped` may give the next step before
 the first one is read. Every decision is made here or in a part of the scheduler: which rows start, which are
-preempted, how many cells the caches have (cache_budget.py), which prompt chunks run (prefill_queue.py), which
+preempted, how many cells the caches have (row_caches.py), which prompt chunks run (prefill_queue.py), which
 drafts are fed (draft_planner.py), what the prefix cache copies (prefix/).
 """
 
@@ -18,14 +18,13 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.config import CacheGeometry, EngineConfig
-from outrider.engine.cache_budget import CacheBudget
 from outrider.engine.draft_planner import DraftPlanner, decode_row, needs_host, step_shape
 from outrider.engine.in_flight import InFlightStep
 from outrider.engine.prefill_queue import DEFAULT_CHUNK, PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.no_cache import NoPrefixCache
+from outrider.engine.row_caches import CacheBudget, SlotTable
 from outrider.engine.sequence import Delta, FinishReason, Sequence
-from outrider.engine.slots import SlotTable
 from outrider.plan import ImageEmbeddings, PassShape, RowPlan, RowResult, StepPlan
 from outrider.prompt_media import MediaPiece
 from outrider.speculate.controller import DepthController

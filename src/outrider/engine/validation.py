@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
-from outrider.engine.draft_state import DraftState
-from outrider.engine.sequence import OutputText, Sequence
+from outrider.engine.sequence import DraftState, OutputText, Sequence
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import RowGrammar
 from outrider.request import MAX_DEPTH, DraftDepth, InvalidRequest, Request, SamplingParams

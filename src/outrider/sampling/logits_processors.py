@@ -18,10 +18,6 @@ from outrider.plan import RowPlan
 MIN_TRACED_IDS = 64  # changed tokens of a row that a traced pass has room for, at least; then powers of 2
 
 
-def needs_processors(row: RowPlan) -> bool:
-    return row.params.has_penalties or bool(row.params.logit_bias) or _bans_tokens(row)
-
-
 @dataclass(frozen=True)
 class LogitsProcessors:
     """The changes of all rows as arrays. They need nothing else of the rows, so a trace can hold them."""
@@ -33,12 +29,8 @@ class LogitsProcessors:
     penalties: mx.array  # [3, rows, 1, 1] repetition, frequency, presence
 
     @classmethod
-    def of(
-        cls, rows: Sequence[RowPlan], width: int, vocab: int, for_trace: bool = False
-    ) -> LogitsProcessors | None:
-        """None if no row changes its logits. `for_trace`: in few sizes, so that few traces serve all."""
-        if not any(needs_processors(row) for row in rows):
-            return None
+    def of(cls, rows: Sequence[RowPlan], width: int, vocab: int, for_trace: bool = False) -> LogitsProcessors:
+        """`for_trace`: in few sizes, so that few traces serve all."""
         tables = [_TokenTable(row, width, vocab) for row in rows]
         num_ids = max(len(table.ids) for table in tables)
         if for_trace:
@@ -84,7 +76,7 @@ class _TokenTable:
 
     def __init__(self, row: RowPlan, width: int, vocab: int) -> None:
         params = row.params
-        banned = [token_id for token_id in row.banned_ids if token_id < vocab] if _bans_tokens(row) else []
+        banned = [token_id for token_id in row.banned_ids if token_id < vocab] if row.bans_tokens else []
         drafts = list(row.token_ids[len(row.token_ids) - row.num_drafts :])
         answer = Counter(row.history[row.num_prompt :]) if params.has_penalties else Counter()
         prompt = set(row.history[: row.num_prompt]) if params.repetition_penalty != 1 else set()
@@ -113,10 +105,6 @@ class _TokenTable:
         banned_columns = max(0, min(width, params.min_tokens - length))
         for token_id in banned:
             self.bias[:banned_columns, place[token_id]] = -np.inf
-
-
-def _bans_tokens(row: RowPlan) -> bool:
-    return bool(row.banned_ids) and len(row.history) - row.num_prompt < row.params.min_tokens
 
 
 def _pad(array: np.ndarray, size: int) -> np.ndarray:

@@ -21,11 +21,9 @@ class LogprobRequest:
     num_top: int
 
     @classmethod
-    def of(cls, rows: Sequence[RowPlan], vocab: int, for_trace: bool = False) -> LogprobRequest | None:
-        """None if no row asks. `for_trace`: for all rows and in few sizes, so that one trace serves all."""
+    def of(cls, rows: Sequence[RowPlan], vocab: int, for_trace: bool = False) -> LogprobRequest:
+        """`for_trace`: for all rows and in few sizes, so that one trace serves all."""
         asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        if not asking:
-            return None
         num_top = max(rows[i].params.logprobs or 0 for i in asking)
         if not for_trace:
             return cls(tuple(asking), min(num_top, vocab))
@@ -66,11 +64,9 @@ def compute_logprobs(logits: mx.array, targets: mx.array, request: LogprobReques
 
 
 def read_logprobs(
-    logprobs: Logprobs | None, rows: Sequence[RowPlan], tokens: Sequence[Sequence[int]]
+    logprobs: Logprobs, rows: Sequence[RowPlan], tokens: Sequence[Sequence[int]]
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
     """By sampling row that asked: one entry for each of its committed tokens. Padding rows are left out."""
-    if logprobs is None:
-        return {}
     of_targets, top_ids, top = map(np.array, (logprobs.of_targets, logprobs.top_ids, logprobs.top))
     return {
         row: tuple(

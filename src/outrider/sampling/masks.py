@@ -19,11 +19,9 @@ class Masks:
     words: mx.array  # [masked rows, width, words] one bit for each token
 
     @classmethod
-    def of(cls, rows: Sequence[RowPlan], width: int, for_trace: bool = False) -> Masks | None:
-        """None if no row has a grammar. `for_trace`: rows without a grammar get a mask that allows all."""
+    def of(cls, rows: Sequence[RowPlan], width: int, for_trace: bool = False) -> Masks:
+        """`for_trace`: rows without a grammar get a mask that allows all tokens."""
         constrained = [i for i, row in enumerate(rows) if row.masks is not None]
-        if not constrained:
-            return None
         masked = range(len(rows)) if for_trace else constrained
         num_words = max(masks.shape[1] for row in rows if (masks := row.masks) is not None)
         words = np.full((len(masked), width, num_words), ALLOW_ALL)

@@ -164,9 +164,10 @@ class PassOutput:
                 if not is_finite[j, :stride].all():
                     raise InvalidLogits("the model gave NaN or infinite logits")
                 tokens[i] = tuple(targets[j, :stride].tolist())
-            rows = [self.batch[i] for i in tokens]
-            found = read_logprobs(verified.logprobs, rows, list(tokens.values()))
-            logprobs = {verified.rows[j]: values for j, values in found.items()}
+            if verified.logprobs is not None:
+                rows = [self.batch[i] for i in tokens]
+                found = read_logprobs(verified.logprobs, rows, list(tokens.values()))
+                logprobs = {verified.rows[j]: values for j, values in found.items()}
         drafts: dict[int, list[int]] = {}
         if self.drafts is not None:
             drafts = dict(zip(self.drafting, take(self.drafts.shape).tolist(), strict=True))

@@ -54,13 +54,14 @@ class SamplingBatch:
         targets = drafts = Sampler.of([row.params for row in rows], for_trace)
         if list(drafting) != sampling:
             drafts = Sampler.of([batch[i].params for i in drafting], for_trace)
-        return cls(
-            targets,
-            LogitsProcessors.of(rows, num_targets, vocab, for_trace),
-            Masks.of(rows, num_targets, for_trace),
-            LogprobRequest.of(rows, vocab, for_trace),
-            drafts,
-        )
+        processors, masks, logprobs = None, None, None
+        if any(row.changes_logits for row in rows):
+            processors = LogitsProcessors.of(rows, num_targets, vocab, for_trace)
+        if any(row.masks is not None for row in rows):
+            masks = Masks.of(rows, num_targets, for_trace)
+        if any(row.params.logprobs is not None for row in rows):
+            logprobs = LogprobRequest.of(rows, vocab, for_trace)
+        return cls(targets, processors, masks, logprobs, drafts)
 
     @property
     def key(self) -> Hashable:

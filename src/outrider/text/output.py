@@ -10,10 +10,26 @@ that begins a stop string: exactly the text that must not be shown yet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from outrider.text.detokenizer import Decode, Detokenizer
+from outrider.request import Request
+from outrider.text.detokenizer import Decode, Detokenizer, decode_function
+
+
+def answer_texts(tokenizer: Any, vocab_size: int) -> Callable[[Request], AnswerText]:
+    """A function that makes the AnswerText of a request."""
+    decode = decode_function(tokenizer, vocab_size)
+
+    def new_text(request: Request) -> AnswerText:
+        params = request.params
+        context = request.prompt_ids if request.continues_prompt else ()
+        own = partial(decode, skips_special=params.skip_special_tokens)
+        return AnswerText(own, context, params.stop_strings, params.min_tokens)
+
+    return new_text
 
 
 class AnswerText:

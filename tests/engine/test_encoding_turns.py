@@ -1,6 +1,6 @@
 """Encoding's share of the engine's time."""
 
-from outrider.engine.image_encoding import EncodingTurns
+from outrider.engine.loop import EncodingTurns
 
 
 def test_after_a_piece_steps_get_as_much_time():

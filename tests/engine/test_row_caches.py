@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scheduler_harness import FakeText
 
 from outrider.config import CacheGeometry
+from outrider.engine.row_caches import SlotTable
 from outrider.engine.sequence import Sequence
-from outrider.engine.slots import SlotTable
 from outrider.plan import Move
 from outrider.request import Request, SamplingParams
 
