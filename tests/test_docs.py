@@ -1,0 +1,45 @@
+"""Files that the docs name exist, and relative links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "outrider"
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+QUOTED = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"[\w./-]+\.(?:py|md|toml|lock|svg|c|h)")
+FOLDER = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?|[\w-]+/")
+FOLDERS = {path.name for base in (ROOT, PACKAGE) for path in base.iterdir() if path.is_dir()}
+
+
+def exists(path: str) -> bool:
+    """From the root or from src/outrider. A bare file name may be anywhere: its folder was named before."""
+    if any((base / path).exists() for base in (ROOT, PACKAGE)):
+        return True
+    return "/" not in path and any(
+        any(folder.rglob(path)) for folder in (PACKAGE, ROOT / "tests", ROOT / "recipes", ROOT / "benchmarks")
+    )
+
+
+def named_paths(text: str) -> set[str]:
+    """Files by their endings; folders if they begin with a folder of the repository or of the package."""
+    quoted = set(QUOTED.findall(text))
+    files = {name for name in quoted if FILE.fullmatch(name)}
+    return files | {name for name in quoted if FOLDER.fullmatch(name) and name.split("/")[0] in FOLDERS}
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
+def test_paths_in_the_docs_exist(file: Path) -> None:
+    assert [name for name in sorted(named_paths(file.read_text())) if not exists(name)] == []
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
+def test_relative_links_in_the_docs_lead_to_files(file: Path) -> None:
+    links = [link.partition("#")[0] for link in LINK.findall(file.read_text()) if "://" not in link]
+    assert [link for link in links if not (file.parent / link).exists()] == []
