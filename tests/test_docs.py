@@ -1,4 +1,4 @@
-"""Files that the docs name exist, and relative links lead somewhere."""
+"""Files that the docs name exist, relative links lead somewhere, and cited entries of the log exist."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 QUOTED = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"[\w./-]+\.(?:py|md|toml|lock|svg|c|h)")
+CITED = re.compile(r'docs/LOG\.md,\s*(?:#\s*)?"([^"]+)"')
 FOLDER = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?|[\w-]+/")
 FOLDERS = {path.name for base in (ROOT, PACKAGE) for path in base.iterdir() if path.is_dir()}
 
@@ -43,3 +44,9 @@ def test_paths_in_the_docs_exist(file: Path) -> None:
 def test_relative_links_in_the_docs_lead_to_files(file: Path) -> None:
     links = [link.partition("#")[0] for link in LINK.findall(file.read_text()) if "://" not in link]
     assert [link for link in links if not (file.parent / link).exists()] == []
+
+
+def test_entries_of_the_log_that_the_code_cites_exist() -> None:
+    cited = {title for file in PACKAGE.rglob("*.py") for title in CITED.findall(file.read_text())}
+    log = (ROOT / "docs" / "LOG.md").read_text()
+    assert [title for title in sorted(cited) if f"- **{title}" not in log] == []

@@ -24,7 +24,7 @@ from outrider.speculate.shapes import ShapePolicy
 # Share of the time that probes may take. Where drafts do not pay, auto may cost 3 % in all (docs/LOG.md,
 # "Feeding a head nobody uses").
 PROBE_TIME_SHARE = 0.01
-CATCH_UP_FACTOR = 2.0  # cost of a probe in drafts: the head catches up first (docs/LOG.md, "Trials by turns")
+CATCH_UP_FACTOR = 2.0  # cost of a probe in drafts: the head catches up first (docs/LOG.md, "Probes in turns")
 # Steps between two probes. The simulator asks that drafting comes back within 32 steps: two probes.
 MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 6, 16
 PROBE_RARELY_BELOW = 0.9  # expected speed-up under which probes have MAX_PROBE_INTERVAL; from the simulator
