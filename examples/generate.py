@@ -1,4 +1,4 @@
-"""Several prompts at once, each with its own parameters."""
+"""Several prompts at once, each with its own parameters, and a chat. Prints accepted drafts by position."""
 
 from outrider import LLM, SamplingParams
 

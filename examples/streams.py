@@ -1,4 +1,4 @@
-"""Three streams on one event loop; one of them is aborted half-way."""
+"""Three chats on one event loop. They share every step. One of them is aborted after ten pieces of text."""
 
 import asyncio
 

@@ -1,7 +1,7 @@
 """Draws the figures of the docs from their recorded data: python docs/figures/draw.py
 
-Each JSON file in this folder holds measured values and the command that measured them; its picture is an SVG file
-of the same name.
+Each JSON file in this folder holds measured values and the command that measured them. The SVG file of the
+same name is drawn from it.
 """
 
 import json

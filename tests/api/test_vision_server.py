@@ -25,7 +25,7 @@ from server_process import ServerProcess, serving
 QUESTIONS = questions_about_shapes()
 SINGLE = [question for question in QUESTIONS if question.num_shapes == 1]
 LEAST_RIGHT = 0.9
-EXAMPLE = Path(__file__).parents[2] / "examples" / "picture.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "image.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
 """Draws a red circle and asks a server about it, through OpenAI's client.
 
     outrider serve outrider-vision-135m
-    python examples/picture.py               # or: python examples/picture.py photo.jpg "What is it?"
+    python examples/image.py                 # or: python examples/image.py photo.jpg "What is it?"
 
-Needs `pip install openai pillow`. OPENAI_BASE_URL names another server.
+Needs `pip install openai pillow`. OPENAI_BASE_URL names another server. The questions say
+"picture", the word that the model was trained with.
 """
 
 import base64
@@ -17,15 +18,15 @@ from PIL import Image, ImageDraw
 
 
 def red_circle() -> bytes:
-    picture = Image.new("RGB", (256, 256), "white")
-    ImageDraw.Draw(picture).ellipse((60, 60, 196, 196), fill="red")
+    image = Image.new("RGB", (256, 256), "white")
+    ImageDraw.Draw(image).ellipse((60, 60, 196, 196), fill="red")
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return file.getvalue()
 
 
-def ask(client: OpenAI, picture: bytes, question: str) -> str:
-    url = "data:;base64," + base64.b64encode(picture).decode()
+def ask(client: OpenAI, image: bytes, question: str) -> str:
+    url = "data:;base64," + base64.b64encode(image).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
     answer = client.chat.completions.create(
         model=client.models.list().data[0].id,
@@ -42,6 +43,6 @@ if __name__ == "__main__":
         api_key=os.environ.get("OPENAI_API_KEY", "none"),
     )
     file, *questions = sys.argv[1:] or [None]
-    drawn = red_circle() if file is None else Path(file).read_bytes()
+    image = red_circle() if file is None else Path(file).read_bytes()
     for question in questions or ["What shape is in the picture?", "What color is it?"]:
-        print(question, ask(server, drawn, question))
+        print(question, ask(server, image, question))
