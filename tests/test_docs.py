@@ -1,4 +1,4 @@
-"""Files that the docs name exist, relative links lead somewhere, and cited entries of the log exist."""
+"""Files that the docs name exist, relative links lead somewhere, and no flag of the server is missing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+
+from outrider.cli.foreign_flags import ALIASES, REFUSED, SWITCH_ALIASES, UNNEEDED
+from outrider.cli.serve_options import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "outrider"
@@ -50,3 +53,19 @@ def test_entries_of_the_log_that_the_code_cites_exist() -> None:
     cited = {title for file in PACKAGE.rglob("*.py") for title in CITED.findall(file.read_text())}
     log = (ROOT / "docs" / "LOG.md").read_text()
     assert [title for title in sorted(cited) if f"- **{title}" not in log] == []
+
+
+def test_every_flag_of_the_server_is_documented() -> None:
+    foreign = [f"--{name}" for table in (ALIASES, SWITCH_ALIASES, UNNEEDED, REFUSED) for name in table]
+    flags = [option.flag for option in OPTIONS.values() if option.key != "model"] + foreign
+    serving = (ROOT / "docs" / "SERVING.md").read_text()
+    assert [flag for flag in flags if not re.search(rf"`{flag}[` ]", serving)] == []
+
+
+@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
+def test_anchors_in_the_docs_are_headings(file: Path) -> None:
+    """Links within one file: the heading in lower case, without punctuation, with hyphens for spaces."""
+    text = file.read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
