@@ -27,21 +27,21 @@ _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f
 
 
 class BadFile(ValueError):
-    """The file, or what should be written to one, is not what it must be; the message says why."""
+    """A file, or data that should be written to a file, is not usable. The message gives the reason."""
 
 
 Arrays = Mapping[str, HostArray]
 
 
 def check_finite(arrays: Arrays) -> None:
-    """Raise BadFile if there is a NaN or an infinity anywhere: such a block must not outlive the process."""
+    """Raise BadFile if an array holds NaN or infinity: such a block must not outlive the process."""
     for array in arrays.values():
         if array.dtype == "BF16":
             is_finite = bool(((array.data & 0x7F80) != 0x7F80).all())
         else:
             is_finite = bool(np.isfinite(array.data).all())
         if not is_finite:
-            raise BadFile("it holds NaN or infinity")
+            raise BadFile("an array holds NaN or infinity")
 
 
 def write_block_file(path: Path, labels: Mapping[str, str], arrays: Arrays) -> int:
@@ -75,7 +75,7 @@ def _check_is_ours(header: SafetensorsHeader, body: memoryview, labels: Mapping[
     if metadata.get("format") != FORMAT:
         raise BadFile("the file was not written by Outrider")
     if metadata.get("version") != str(VERSION):
-        raise BadFile(f"the file has format version {metadata.get('version')}, this is {VERSION}")
+        raise BadFile(f"the file has format version {metadata.get('version')}, not {VERSION}")
     for label, value in labels.items():
         if metadata.get(label) != value:
             raise BadFile(f"the file belongs to another {label}")
@@ -92,12 +92,12 @@ def _array(info: TensorEntry, body: memoryview) -> HostArray:
 def _laid_out(arrays: Arrays) -> dict[str, TensorEntry]:
     for name, array in arrays.items():
         if array.data.dtype != _DTYPES[array.dtype]:
-            raise BadFile(f"array {name} is {array.data.dtype} and said to be {array.dtype}")
+            raise BadFile(f"array {name} has type {array.data.dtype} and is labelled {array.dtype}")
     return lay_out((name, one.dtype, one.data.shape, one.data.nbytes) for name, one in arrays.items())
 
 
 def _checksum(header: Mapping[str, object], body: Sequence[memoryview]) -> str:
-    """Of a header that has no checksum yet, and of the data."""
+    """The checksum of the data and of a header without its checksum."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for part in body:
         digest.update(part)
