@@ -8,9 +8,9 @@ Pure data and protocols. A row with `start` cells that feeds c committed tokens 
 
 A target token is sampled at each x. The row keeps `c + accepted` of the cells that it feeds now.
 
-An overlapped step is planned before the host has read the step in front of it. Its rows feed the token that
-they will have sampled, and their drafts, from the first cell after the accepted ones. Its plan has UNREAD in
-the place of these tokens, and `start` is the most cells that the row can have by then.
+An overlapped step is planned before the host has read the step before it. Each row feeds the token that the
+unread step samples, then that step's new drafts. The plan has UNREAD in the place of these tokens, and
+`start` is the most cells that the row can have by then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNREAD = -1  # stands for a token that the step in front will bring
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Exchange the cells of two slots before the step; `one_way` if the cells of `target` may be lost."""
+    """Exchange the cells of two slots before the step; `one_way`: only copy source to target."""
 
     source: int
     target: int
@@ -109,7 +109,7 @@ class RowPlan:
 
     sequence_id: int
     slot: int  # the sequence's row in the cache buffers
-    start: int  # cells of the row already in the cache
+    start: int  # cells of the row already in the cache; in an overlapped plan, the most there can be
     token_ids: Sequence[int]  # fed now: committed tokens, then drafts
     num_drafts: int  # the last so many of token_ids are drafts
     next_id: int | None  # the prompt token after token_ids; None: the row samples its next token
@@ -156,7 +156,7 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """The smallest shape that a pass is padded to. A larger shape may be cheaper, or already traced."""
+    """A pass is padded to at least this shape: a larger one is sometimes cheaper, or already traced."""
 
     rows: int = 1  # padding rows are added to traced passes only
     width: int = 1
@@ -164,7 +164,7 @@ class PassShape:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: resize the caches, move rows, run the batches (one forward pass each).
+    """One step: save blocks, move rows, resize the caches, load blocks, run the batches (one pass each).
 
     A step without batches only copies.
     """

@@ -272,6 +272,6 @@ def test_a_second_turn_loads_the_picture_and_computes_what_is_new(world: World) 
     assert [one.token_ids for one in found] == expected
     loaded = [one.stats.num_cached for one in found if one.stats is not None]
     assert loaded[0] == 0
-    last_cell = int(second.media.pieces[-1].cells[-1])
-    assert loaded[1] > last_cell
+    end_of = int(second.media.pieces[-1].cells[-1])
+    assert loaded[1] > end_of
     assert loaded[2] < second.media.pieces[0].first

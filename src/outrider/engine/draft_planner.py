@@ -2,7 +2,10 @@
 
 The depth controller decides (speculate/controller.py); this module tells it what the rows could feed, and
 turns its choice into RowPlans. It also plans overlapped steps: steps whose rows continue before the host has
-read the step in front of them. Pure Python. Must not know caches.
+read the step before them. Pure Python.
+
+A device that outruns its host overlaps steps and never pauses its head (build.py). The code for a paused head
+in an overlapped step runs in tests only.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from outrider.plan import UNREAD, PassShape, RowPlan
 from outrider.speculate.controller import DepthController, DraftRequest, Offer
 from outrider.speculate.costs import StepShape
 
-MAX_HEAD_LAG = 2048  # cells; a head that was paused for longer does not come back to a row; chosen by hand
+MAX_HEAD_LAG = 2048  # cells; after a longer pause the head no longer drafts for that row; chosen by hand
 MAX_CATCH_UP = 1024  # cells that paused heads are fed in one step, so that no row waits long; chosen by hand
 
 
@@ -151,7 +154,10 @@ def step_shape(batch: Rows[RowPlan], shape: PassShape) -> StepShape | None:
 
 
 def needs_host(row: Sequence) -> bool:
-    """Whether the row's next step depends on its unread tokens in a way that only the host can compute."""
+    """Whether the row's next step depends on its unread tokens in a way that only the host can compute.
+
+    N-gram lookup is weighed elsewhere: DepthController.should_wait_for_lookup.
+    """
     params, drafting = row.params, row.drafting
     return (
         drafting.grammar is not None

@@ -93,7 +93,9 @@ class Engine:
         return outbox
 
     def cancel(self, request_id: str, outbox: Outbox | None = None) -> None:
-        """Stop a request before the next step. Unknown and finished ids are no error.
+        """End a request: later steps run without it, and the tokens of launched steps are dropped.
+
+        Unknown and finished ids are no error.
 
         `outbox`: cancel only the request with this outbox, not a later request with the same id.
         """
@@ -125,7 +127,7 @@ class Engine:
         return freed
 
     def close(self) -> None:
-        """Stop after the step in flight; live requests end as cancelled."""
+        """Stop after the steps in flight; live requests end as cancelled."""
         with self._gate:
             self._stopping.set()
             self._inbox.put(None)
@@ -194,7 +196,7 @@ class Engine:
         while not self._stopping.is_set():
             is_idle = not self._loop.has_work
             if is_idle:
-                self._loop.wait()
+                self._loop.before_waiting()
             try:
                 command = self._inbox.get(block=is_idle)
             except queue.Empty:

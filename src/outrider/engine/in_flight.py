@@ -28,7 +28,7 @@ class InFlightStep:
 
     launched: LaunchedStep | None = None
     launched_s: float = 0.0
-    host_s: float | None = None  # between the last read and this launch; None: another step was in flight
+    host_s: float | None = None  # from the last read to this launch; None: something else was going on
     is_typical: bool = True  # it ran as planned, and the host traced no pass meanwhile
 
     result: StepResult | None = None
@@ -59,6 +59,6 @@ class StepExecutor:
         step.seconds = self._last_read_s - began_s
         return step.result
 
-    def pause(self) -> None:
+    def forget_last_read(self) -> None:
         """The thread does something that is not part of a step: it waits, or encodes an image."""
         self._last_read_s = None

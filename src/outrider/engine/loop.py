@@ -90,9 +90,9 @@ class EngineLoop:
         self._clean_up_if_idle()
         return num_bytes
 
-    def wait(self) -> None:
+    def before_waiting(self) -> None:
         """The thread is about to wait for a command."""
-        self._executor.pause()
+        self._executor.forget_last_read()
 
     # -- one turn ----------------------------------------------------------------------------------------
 
@@ -110,11 +110,14 @@ class EngineLoop:
         self.scheduler = self._new_scheduler()
 
     def _step(self) -> bool:
-        """Read the next step, launched now or before. Return whether any row ran: all may wait for images."""
+        """Launch a step if none is in flight, launch one more if allowed, then read and commit the oldest.
+
+        False if no row could run: all wait for images or the disk.
+        """
         scheduler, in_flight = self.scheduler, self.scheduler.in_flight
         planned = None if in_flight else scheduler.plan()
         if not in_flight:
-            self._executor.pause()
+            self._executor.forget_last_read()
             if scheduler.next_piece() is None:
                 scheduler.wait_for_disk()
             return False
@@ -149,7 +152,7 @@ class EngineLoop:
         if piece is None or not (is_urgent or self._turns.may_encode(self.scheduler.num_decoding)):
             return
         started_s, encode_s = time.perf_counter(), None
-        self._executor.pause()
+        self._executor.forget_last_read()
         try:
             self.parts.runner.encode(piece)
             encode_s = time.perf_counter() - started_s
@@ -164,7 +167,7 @@ class EngineLoop:
 
     def _drop_caches(self) -> None:
         """A step failed half-way: the cells cannot be trusted."""
-        self._executor.pause()
+        self._executor.forget_last_read()
         self.parts.runner.reset()
         self.parts.runner.clear_prefixes()
 

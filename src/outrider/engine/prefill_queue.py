@@ -102,7 +102,9 @@ class PrefillQueue:
         return batch
 
     def _num_readable(self, sequence: Sequence) -> int:
-        """Prompt tokens before the first piece that is not encoded, less one: the head reads one ahead."""
+        """Tokens that can be fed now: up to one before the first image piece that is not encoded.
+
+        The head reads one token ahead."""
         missing = self._missing(sequence)
         end = sequence.num_prefill if missing is None else missing.first - 1
         return end - sequence.num_cached

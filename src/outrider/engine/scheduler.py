@@ -3,8 +3,8 @@
     waiting (first come, first served) -> prefilling (take turns) -> decoding (every step) -> finished
                  ^------------------ preempted: cells dropped, tokens kept ------------------'
 
-`plan` and `commit` (or `fail`) alternate. Between the two, `plan_overlapped` may give the next step before
-the first one is read. Every decision is made here or in a part of the scheduler: which rows start, which are
+`plan` gives a step when none is in flight, `plan_overlapped` one more behind it. `commit` takes the oldest
+step; `fail` drops all. Every decision is made here or in a part of the scheduler: which rows start, which are
 preempted, how many cells the caches have (row_caches.py), which prompt chunks run (prefill_queue.py), which
 drafts are fed (draft_planner.py), what the prefix cache copies (prefix/).
 """
@@ -54,7 +54,7 @@ class Scheduler:
         self._prefill_queue = PrefillQueue(
             config.prefill_step_size or DEFAULT_CHUNK, self._prefix, image_embeddings
         )
-        self._drafts = DraftPlanner(self._controller)
+        self._draft_planner = DraftPlanner(self._controller)
         self._slots = SlotTable()
         self.in_flight: deque[InFlightStep] = deque()  # planned and not committed: at most two
 
@@ -116,7 +116,7 @@ class Scheduler:
         ready = self._prefill_queue.ready(rows)
         decoding = [row for row in rows if row.is_decoding]
         joining = self._prefill_queue.about_to_sample(rows)
-        self._drafts.choose_drafts(decoding, joining, self._budget.num_slots)
+        self._draft_planner.choose_drafts(decoding, joining, self._budget.num_slots)
         decode = [decode_row(row, self._prefix.max_drafts(row)) for row in decoding]
         prefill = self._prefill_queue.batch(ready)
         copies = self._prefix.take_copies()
@@ -125,7 +125,7 @@ class Scheduler:
             return None
         batches, shapes, cost_shape = [], [], None
         if decode:
-            shape = self._drafts.pass_shape(decode, self._budget.num_slots)
+            shape = self._draft_planner.pass_shape(decode, self._budget.num_slots)
             batches.append(tuple(decode))
             shapes.append(shape)
             if not (prefill or copies or is_rearranged):
@@ -135,7 +135,7 @@ class Scheduler:
             batches.append(tuple(prefill))
             shapes.append(PassShape(width=width))
         plan = StepPlan(*self._budget.shape, tuple(moves), tuple(batches), tuple(shapes), copies)
-        return self._in_flight(plan, is_decode_only=bool(decode) and not prefill, cost_shape=cost_shape)
+        return self._new_step(plan, is_decode_only=bool(decode) and not prefill, cost_shape=cost_shape)
 
     def plan_overlapped(self) -> InFlightStep | None:
         """The step after the one in flight; None if that one has to be read first.
@@ -150,12 +150,12 @@ class Scheduler:
         if not self._budget.may_overlap(max(sequence.num_cached + row.num_fed for sequence, row in rows)):
             return None
         max_drafts = [self._prefix.max_drafts(*row) for row in rows]
-        batch = self._drafts.plan_overlapped(rows, max_drafts, self._budget.num_slots)
+        batch = self._draft_planner.plan_overlapped(rows, max_drafts, self._budget.num_slots)
         if batch is None:
             return None
-        shape = self._drafts.pass_shape(batch, self._budget.num_slots)
+        shape = self._draft_planner.pass_shape(batch, self._budget.num_slots)
         plan = StepPlan(*self._budget.shape, (), (tuple(batch),), (shape,), is_overlapped=True)
-        return self._in_flight(plan, is_decode_only=True, cost_shape=step_shape(batch, shape))
+        return self._new_step(plan, is_decode_only=True, cost_shape=step_shape(batch, shape))
 
     def _may_overlap(self, step: InFlightStep) -> bool:
         """Whether the same rows will go on, as far as can be told before the step is read."""
@@ -164,7 +164,7 @@ class Scheduler:
         if len(step.rows) < len(self._slots) or self._prefix.has_copies:
             return False
         return not any(
-            sequence.slot is None  # cancelled
+            sequence.slot is None  # cancelled or finished
             or sequence.failures
             or sequence.num_left <= 1  # the step in flight will finish it
             or needs_host(sequence)
@@ -172,7 +172,7 @@ class Scheduler:
             for sequence, row in step.rows.values()
         )
 
-    def _in_flight(self, plan: StepPlan, **facts: Any) -> InFlightStep:
+    def _new_step(self, plan: StepPlan, **facts: Any) -> InFlightStep:
         sequences = {sequence.id: sequence for sequence in self._slots.sequences()}
         rows = {row.sequence_id: (sequences[row.sequence_id], row) for batch in plan.batches for row in batch}
         step = InFlightStep(plan, rows, **facts)
@@ -221,7 +221,7 @@ class Scheduler:
         counters.steps += 1
         delta = sequence.commit(result.token_ids)
         num_taken = len(delta.token_ids)
-        self._drafts.observe(sequence, result.token_ids)
+        self._draft_planner.observe(sequence, result.token_ids)
         counters.add_drafts(planned.num_drafts, min(result.num_accepted, num_taken))
         delta = replace(delta, logprobs=result.logprobs[:num_taken])
         self._prefix.save(sequence, to_end=has_just_prefilled or delta.finish_reason is not None)

@@ -41,7 +41,7 @@ class Stats:
     num_generated: int = 0
     num_cached: int = 0  # prompt tokens whose cells came from the prefix cache
     num_stored: int = 0  # prompt tokens whose cells this request has added to the prefix cache
-    steps: int = 0  # forward passes that committed tokens
+    steps: int = 0  # steps that committed tokens; the last prefill step is one
     drafted: list[int] = field(default_factory=list)  # by draft position
     accepted: list[int] = field(default_factory=list)  # by draft position
     preemptions: int = 0
@@ -51,7 +51,7 @@ class Stats:
 
     @property
     def stride(self) -> float:
-        """Tokens committed per decode step."""
+        """Mean tokens per step that committed tokens."""
         return self.num_generated / self.steps if self.steps else 0.0
 
 
@@ -264,9 +264,9 @@ class Sequence:
     # -- cells, as the prefix cache knows them -----------------------------------------------------------
 
     def keys(self, start: int, end: int) -> tuple[int, ...]:
-        """The prefix cache's keys of these cells: a key stands for all that its cell was computed from.
+        """The prefix cache's keys of these cells. Earlier tokens are the path to a cell in the prefix tree.
 
-        That is the text up to the cell and, where the head follows, the next token too (one token more for
+        A key is the cell's own token and, if the head follows the row, the next token too (one token more for
         each further layer of the head).
         """
         while len(self._keys) < end:
@@ -290,7 +290,7 @@ class Sequence:
 
     @property
     def num_final(self) -> int:
-        """Cells that will not be written again, except by a head that catches up."""
+        """Cells whose trunk part is final; a paused head may add its own part later."""
         return min(self.num_cached, len(self.tokens) - 1) - max(0, self.num_ahead - 1)
 
     def num_head_cached_of(self, start: int, end: int) -> int:

@@ -1,7 +1,7 @@
 """Decode passes that are traced once for each shape and replayed, so that the host builds no graph.
 
-A trace serves all batches with one key: everything that a pass reads off its rows, except the arrays. Passes
-that prefill are not traced.
+Batches with the same key share a trace. The key is everything about the rows that is not passed in as an
+array. Passes that prefill are not traced.
 
 Padding rows make a batch as large as one that was traced already. They take the slots after the batch's own
 rows, feed nothing, and nobody reads their targets. The cells of a sequence in such a slot do not change.
@@ -21,7 +21,7 @@ from outrider.request import SamplingParams
 from outrider.sampling.logprobs import Logprobs
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
-from outrider.step.forward import Forward, last_cell
+from outrider.step.forward import Forward, end_of
 from outrider.step.verify import SamplingBatch, VerifyOutput
 
 PADDING_ID = -1  # the sequence id of padding rows
@@ -36,7 +36,7 @@ Traced = Callable[[Tree, CacheArrays], tuple[Tree, CacheArrays]]
 def is_traceable(batch: Batch) -> bool:
     """Whether all rows decode, in the first slots, so that the same shape will come again.
 
-    Other batches read the end of a prompt, or run one row alone after a failed step.
+    Other batches prefill, feed a head what it has missed, or run one row alone after a failed step.
     """
     return [row.slot for row in batch] == list(range(len(batch))) and all(
         row.is_sampling
@@ -87,7 +87,7 @@ class CompiledPasses:
         sampling = SamplingBatch.of(
             [*batch, *padding], drafting, width, self._forward.vocab_size, for_trace=True
         )
-        end = min(capacity, rounded_up(last_cell(batch), CELL_STEP, CELL_PARTS))
+        end = min(capacity, rounded_up(end_of(batch), CELL_STEP, CELL_PARTS))
         key = (
             inputs.token_ids.shape,
             end,
@@ -111,8 +111,9 @@ class CompiledPasses:
     def _without_data(self, batch: Batch, width: int) -> Batch:
         """The rows as a trace sees them: without everything that arrays hold, so that few traces serve many.
 
-        All rows feed and draft as much as the shape allows; `InputBatch` says how much each row really does.
-        If the head follows one row it runs over all; `InputBatch.head_fed` says which rows it is fed.
+        In the trace every row feeds `width` tokens, all but the first of them drafts; `InputBatch` has the
+        real numbers. If the head follows one row it runs over all; `InputBatch.head_fed` says which rows it
+        is fed.
         """
         any_head, any_deferred = any(row.feeds_head for row in batch), any(row.defers_head for row in batch)
         on_all = self._forward.head_may_run_on_all_rows

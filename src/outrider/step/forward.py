@@ -26,7 +26,7 @@ from outrider.step.verify import SamplingBatch, max_targets, next_tokens, num_ke
 
 
 class Forward:
-    """Owns the caches of one model."""
+    """Runs passes of one model and owns its row caches."""
 
     def __init__(
         self, trunk: Trunk, head: LoadedHead | None, image_embeddings: EmbeddingCache | None
@@ -65,7 +65,7 @@ class Forward:
         sampling = SamplingBatch.of(
             batch, self.drafting_rows(batch), max_targets(batch), self._trunk.vocab_size
         )
-        return self.run(batch, inputs, sampling, last_cell(batch), capacity, launches=True)
+        return self.run(batch, inputs, sampling, end_of(batch), capacity, launches=True)
 
     def run(
         self,
@@ -76,7 +76,7 @@ class Forward:
         capacity: int,
         launches: bool = False,
     ) -> PassOutput:
-        """`end`: no row feeds a cell beyond this one. `launches`: see Placement; not for traced passes."""
+        """All fed cells are below `end`. `launches`: see Placement; not for traced passes."""
         width = inputs.token_ids.shape[1]
         embeddings: mx.array | None = None
         deepstack: list[mx.array] = []
@@ -120,7 +120,7 @@ class Forward:
                 num_fed=head_fed,
                 num_kept=head_kept,
                 end=end,
-                sampler=sampling.drafts,
+                sampler=sampling.draft_sampler,
                 depth=max(row.num_drafts_next for row in rows),
                 positions=positions_of(rows, starts, width, deltas),
                 position_deltas=deltas,
@@ -131,5 +131,5 @@ class Forward:
         return PassOutput.of(batch, verified, drafting, drafts, hidden, inputs.starts + num_kept)
 
 
-def last_cell(batch: Batch) -> int:
+def end_of(batch: Batch) -> int:
     return max(row.start + row.num_fed for row in batch)

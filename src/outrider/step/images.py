@@ -1,6 +1,6 @@
 """Images in a forward pass: embeddings in place of image tokens, and positions that are not cell numbers.
 
-Must not know caches or heads. A pass without images pays for one look at its rows.
+Runs nothing and stores nothing.
 """
 
 from __future__ import annotations

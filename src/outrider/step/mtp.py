@@ -40,7 +40,7 @@ class HeadRows:
     starts: mx.array  # [rows]
     num_fed: mx.array  # [rows] cells that the head is fed, drafts included: as many as the trunk, or 0
     num_kept: mx.array  # [rows] cells of committed tokens and accepted drafts
-    end: int  # no row feeds a cell beyond this one
+    end: int  # all fed cells are below it
     sampler: Sampler
     depth: int  # drafts to make: the most of any row
     positions: Positions | None = None  # of the fed cells; None: the cell numbers

@@ -1,7 +1,7 @@
 """The runner: turns a StepPlan into a StepResult. The only code that runs the model.
 
-`launch` hands a step's passes to the device, `finish` waits for them and reads the results once. Between the
-two calls the next step may be launched, if its plan is an overlapped one.
+`launch` hands a step's passes to the device, `finish` waits for them and reads one small array for each pass.
+Between the two calls the next step may be launched, if its plan is an overlapped one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LaunchedPasses:
 
 
 class Runner:
-    """Owns the caches of one model and runs steps on them."""
+    """Runs steps of one model. `Forward` owns the row caches, `PrefixStore` the cached blocks."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Verification: the target tokens of every sampling row, and how many of its drafts are accepted.
 
-Everything here is an array expression: nothing reads a result. Must not know caches or heads.
+Array expressions: nothing reads a result, except a sampler that checks its candidates (sampling/sampler.py).
+Must not know caches.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class SamplingBatch:
     made. So one trace serves all batches with the same `key`.
     """
 
-    targets: Sampler  # of the sampling rows, as are the next three
+    target_sampler: Sampler  # of the sampling rows, as are the next three
     processors: LogitsProcessors | None
     masks: Masks | None
     logprobs: LogprobRequest | None
-    drafts: Sampler  # of the rows that the head follows
+    draft_sampler: Sampler  # of the rows that the head follows
 
     @classmethod
     def of(
@@ -65,12 +66,12 @@ class SamplingBatch:
 
     @property
     def key(self) -> Hashable:
-        parts = (self.targets, self.processors, self.masks, self.logprobs, self.drafts)
+        parts = (self.target_sampler, self.processors, self.masks, self.logprobs, self.draft_sampler)
         return tuple(None if part is None else part.key for part in parts)
 
     @property
     def arrays(self) -> dict[str, Any]:
-        named: dict[str, Any] = {"targets": self.targets.arrays, "drafts": self.drafts.arrays}
+        named: dict[str, Any] = {"targets": self.target_sampler.arrays, "drafts": self.draft_sampler.arrays}
         if self.processors is not None:
             named["processors"] = self.processors.arrays
         if self.masks is not None:
@@ -80,10 +81,10 @@ class SamplingBatch:
     def with_arrays(self, arrays: Mapping[str, Any]) -> SamplingBatch:
         return replace(
             self,
-            targets=self.targets.with_arrays(arrays["targets"]),
+            target_sampler=self.target_sampler.with_arrays(arrays["targets"]),
             processors=None if self.processors is None else LogitsProcessors(**arrays["processors"]),
             masks=None if self.masks is None else replace(self.masks, words=arrays["masks"]),
-            drafts=self.drafts.with_arrays(arrays["drafts"]),
+            draft_sampler=self.draft_sampler.with_arrays(arrays["drafts"]),
         )
 
     def without_arrays(self) -> SamplingBatch:
@@ -133,7 +134,7 @@ def verify(
     positions = starts[:, None] + mx.array(first + np.arange(1, num_targets + 1, dtype=np.int32))
     scores = logits if sampling.processors is None else sampling.processors.apply(logits)
     scores = scores if sampling.masks is None else sampling.masks.apply(scores)
-    targets = sampling.targets.sample(scores, positions)
+    targets = sampling.target_sampler.sample(scores, positions)
     logprobs = None
     if sampling.logprobs is not None:
         logprobs = compute_logprobs(logits, targets, sampling.logprobs)
