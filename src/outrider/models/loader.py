@@ -131,7 +131,7 @@ def _family(config: dict[str, Any], vision: VisionFamily | None) -> str:
 def _load_network(
     path: Path, config: dict[str, Any], vision: VisionFamily | None
 ) -> tuple[nn.Module, MRopeSections | None]:
-    """The text model (of a vision checkpoint, its language part), and the sections of its mrope."""
+    """Load the text model, or the language part of a vision checkpoint. Also return its mrope sections."""
     from mlx_lm.utils import _get_classes, load_model
 
     get_classes = _get_classes if vision is None else text_classes(vision, path) or _get_classes
