@@ -112,7 +112,7 @@ class Request:
     continues_prompt: bool = (
         True  # the answer's text goes on from the prompt's; False: it stands alone (chat)
     )
-    media: PromptMedia | None = None  # the prompt's pictures
+    media: PromptMedia | None = None  # the prompt's images
     prompt_keys: tuple[int, ...] | None = None  # for the prefix cache, where a prompt is not just its tokens
 
     def __post_init__(self) -> None:

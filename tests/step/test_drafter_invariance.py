@@ -15,7 +15,7 @@ from outrider.cache import ragged_kv
 from outrider.grammar.matcher import RowGrammar
 from outrider.plan import RowPlan
 from outrider.sampling.logits_processors import LogitsProcessors
-from outrider.sampling.logprobs import LogprobRequest, Logprobs
+from outrider.sampling.logprobs import LogprobArrays, LogprobRequest
 from outrider.sampling.masks import Masks
 from outrider.sampling.sampler import Sampler
 from outrider.step import forward, verify
@@ -162,7 +162,7 @@ def logprobs_are_of_edited_logits(patch: pytest.MonkeyPatch) -> None:
         edited.append((logits, apply(self, logits)))
         return edited[-1][1]
 
-    def wrong(logits: mx.array, targets: mx.array, asked: LogprobRequest) -> Logprobs:
+    def wrong(logits: mx.array, targets: mx.array, asked: LogprobRequest) -> LogprobArrays:
         other = next((new for old, new in edited if old is logits), logits)
         edited.clear()
         return compute(other, targets, asked)

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.cli.main import main
 from outrider.train.errors import TrainingError
-from outrider.train.files import write_tensors
+from outrider.train.output_files import write_tensors
 from outrider.train.prompts import read_prompts
 from outrider.train.run_folder import RunFolder
 from tiny_models import tiny_config, write_checkpoint

@@ -75,7 +75,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     from outrider.llm import default_model
     from outrider.models import heads, loader
     from outrider.models.files.shipped_head import shipped_head
-    from outrider.models.heads.files import read_config
+    from outrider.models.heads.head_files import read_config
 
     folder = loader.find_folder(args.model or default_model())
     config = read_config(folder)

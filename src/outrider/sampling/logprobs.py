@@ -35,8 +35,8 @@ class LogprobRequest:
 
 
 @dataclass(frozen=True)
-class Logprobs:
-    """What the device computes. `rows` are indices into the sampling rows."""
+class LogprobArrays:
+    """Log-probabilities on the device. `rows` are indices into the sampling rows."""
 
     rows: tuple[int, ...]
     of_targets: mx.array  # [rows, width]
@@ -48,7 +48,7 @@ class Logprobs:
         return {"of_targets": self.of_targets, "top_ids": self.top_ids, "top": self.top}
 
 
-def compute_logprobs(logits: mx.array, targets: mx.array, request: LogprobRequest) -> Logprobs:
+def compute_logprobs(logits: mx.array, targets: mx.array, request: LogprobRequest) -> LogprobArrays:
     """logits [rows, width, vocab] as the model gave them, targets [rows, width]."""
     rows = tuple(range(len(targets))) if request.rows is None else request.rows
     if len(rows) < len(targets):
@@ -58,13 +58,13 @@ def compute_logprobs(logits: mx.array, targets: mx.array, request: LogprobReques
     of_targets = mx.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
     if request.num_top == 0:
         empty = mx.zeros((*targets.shape, 0))
-        return Logprobs(rows, of_targets, empty.astype(mx.int32), empty)
+        return LogprobArrays(rows, of_targets, empty.astype(mx.int32), empty)
     top_ids = mx.argpartition(-logprobs, request.num_top - 1, axis=-1)[..., : request.num_top]
-    return Logprobs(rows, of_targets, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1))
+    return LogprobArrays(rows, of_targets, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1))
 
 
 def read_logprobs(
-    logprobs: Logprobs, rows: Sequence[RowPlan], tokens: Sequence[Sequence[int]]
+    logprobs: LogprobArrays, rows: Sequence[RowPlan], tokens: Sequence[Sequence[int]]
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
     """By sampling row that asked: one entry for each of its committed tokens. Padding rows are left out."""
     of_targets, top_ids, top = map(np.array, (logprobs.of_targets, logprobs.top_ids, logprobs.top))

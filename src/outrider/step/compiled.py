@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from outrider.plan import RowPlan
 from outrider.request import SamplingParams
-from outrider.sampling.logprobs import Logprobs
+from outrider.sampling.logprobs import LogprobArrays
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
 from outrider.step.forward import Forward, end_of
@@ -173,7 +173,7 @@ def _from_arrays(
     batch: Batch, num_rows: int, drafting: list[int], arrays: Tree, is_first_trace: bool
 ) -> PassOutput:
     rows = range(num_rows)
-    logprobs = Logprobs(tuple(rows), **arrays["logprobs"]) if "logprobs" in arrays else None
+    logprobs = LogprobArrays(tuple(rows), **arrays["logprobs"]) if "logprobs" in arrays else None
     verified = VerifyOutput(
         list(rows), arrays["targets"], arrays["num_accepted"], arrays["is_finite"], logprobs
     )

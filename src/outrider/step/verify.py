@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 
 from outrider.models.trunk import Trunk
 from outrider.sampling.logits_processors import LogitsProcessors
-from outrider.sampling.logprobs import LogprobRequest, Logprobs, compute_logprobs
+from outrider.sampling.logprobs import LogprobArrays, LogprobRequest, compute_logprobs
 from outrider.sampling.masks import Masks
 from outrider.sampling.sampler import Sampler
 from outrider.step.batch import Batch, InputBatch
@@ -101,7 +101,7 @@ class VerifyOutput:
     targets: mx.array  # [sampling, 1 + most drafts]
     num_accepted: mx.array  # [sampling]
     is_finite: mx.array  # [sampling, 1 + most drafts] whether the model gave the target a finite logit
-    logprobs: Logprobs | None
+    logprobs: LogprobArrays | None
 
     def last_ids(self) -> mx.array:
         """The last token that each row has sampled: its bonus token.  [sampling]"""

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from outrider.train.errors import TrainingError
 from outrider.train.evaluate import Acceptance
-from outrider.train.files import write_tensors
+from outrider.train.output_files import write_tensors
 
 FILE_NAME = "checkpoint.safetensors"
 Tree = Any  # nested dicts and lists of arrays

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from outrider.train.errors import TrainingError
-from outrider.train.files import write_text
+from outrider.train.output_files import write_text
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from outrider.models.trunk import Trunk
 from outrider.step.mtp import MTPDrafter
 from outrider.train.checkpoint import Tree
 from outrider.train.exchanges import Exchange
-from outrider.train.files import write_tensors
+from outrider.train.output_files import write_tensors
 
 MAX_DRAFT_IDS = 16_384  # as in recipes/default_head, whose README compares sizes
 MAX_FLOAT16 = 65_504.0

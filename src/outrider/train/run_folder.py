@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.train.errors import TrainingError
-from outrider.train.files import write_text
+from outrider.train.output_files import write_text
 from outrider.train.prompts import Message
 from outrider.train.settings import TrainingSettings
 

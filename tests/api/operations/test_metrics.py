@@ -127,12 +127,12 @@ def test_pictures_are_counted_by_piece_and_stay_when_idle() -> None:
     metrics.on_embedding_cache(num_hits=5, num_bytes=640)
     metrics.is_idle = lambda: True
     found = scraped(metrics)
-    assert found["outrider_picture_pieces_encoded_total{}"] == 2
-    assert found["outrider_picture_encode_seconds_count{}"] == 2
-    assert found["outrider_picture_encode_seconds_sum{}"] == pytest.approx(0.033)
-    assert found["outrider_picture_encode_seconds_bucket{le=0.005}"] == 1
-    assert found["outrider_picture_cache_hits_total{}"] == 5
-    assert found["outrider_picture_cache_bytes{}"] == 640
+    assert found["outrider_image_pieces_encoded_total{}"] == 2
+    assert found["outrider_image_encode_seconds_count{}"] == 2
+    assert found["outrider_image_encode_seconds_sum{}"] == pytest.approx(0.033)
+    assert found["outrider_image_encode_seconds_bucket{le=0.005}"] == 1
+    assert found["outrider_image_cache_hits_total{}"] == 5
+    assert found["outrider_image_cache_bytes{}"] == 640
 
 
 @measures_time

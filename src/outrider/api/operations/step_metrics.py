@@ -186,13 +186,11 @@ class StepMetrics:
     def _images(self) -> Iterator[Metric]:
         """A piece is the input of one call of the vision encoder: an image, or a few tiles of an image."""
         num_encoded, num_hits = self._encode_seconds.count, self._embedding_hits
-        yield CounterMetricFamily(
-            "outrider_picture_pieces_encoded", "Image pieces encoded", value=num_encoded
-        )
-        yield self._encode_seconds.family("outrider_picture_encode_seconds", "Duration of encoding a piece")
-        yield CounterMetricFamily("outrider_picture_cache_hits", "Pieces already cached", value=num_hits)
+        yield CounterMetricFamily("outrider_image_pieces_encoded", "Image pieces encoded", value=num_encoded)
+        yield self._encode_seconds.family("outrider_image_encode_seconds", "Duration of encoding a piece")
+        yield CounterMetricFamily("outrider_image_cache_hits", "Pieces already cached", value=num_hits)
         yield GaugeMetricFamily(
-            "outrider_picture_cache_bytes", "Bytes of cached image embeddings", value=self._embedding_bytes
+            "outrider_image_cache_bytes", "Bytes of cached image embeddings", value=self._embedding_bytes
         )
 
     def _row_gauge(self) -> GaugeMetricFamily:

@@ -11,7 +11,7 @@ originals  where original checkpoints come from
 """
 
 from outrider.models.heads.errors import HeadError, UnknownHead
-from outrider.models.heads.files import HEAD_FILES, HeadFiles, find_head, locate, locate_file
+from outrider.models.heads.head_files import HEAD_FILES, HeadFiles, find_head, locate, locate_file
 from outrider.models.heads.layouts import HeadSpec, expected, recognise
 from outrider.models.heads.loading import LoadedHead, load_head, new_head
 from outrider.models.heads.module import MTPHead, head_kv_spec, head_layout

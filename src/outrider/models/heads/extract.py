@@ -14,7 +14,14 @@ from typing import Any
 from outrider.files.atomic import atomic_file
 from outrider.files.safetensors import SafetensorsHeader, lay_out
 from outrider.models.heads.errors import HeadError
-from outrider.models.heads.files import HEAD_FILES, HeadFiles, StoredTensor, find_head, read_config, search
+from outrider.models.heads.head_files import (
+    HEAD_FILES,
+    HeadFiles,
+    StoredTensor,
+    find_head,
+    read_config,
+    search,
+)
 from outrider.models.heads.layouts import QWEN, HeadTensors, expected, recognise
 from outrider.models.heads.originals import Original
 from outrider.models.heads.weights import is_as_published

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from outrider.models.heads import weights
 from outrider.models.heads.blocks import Block, BlockHints, families, new_block, norm_eps
 from outrider.models.heads.errors import HeadError, UnknownHead
-from outrider.models.heads.files import HeadFiles, locate, locate_file
+from outrider.models.heads.head_files import HeadFiles, locate, locate_file
 from outrider.models.heads.layouts import BLOCK, HeadSpec
 from outrider.models.heads.module import MTPHead, head_layout
 from outrider.models.layer_swaps import swap_layers

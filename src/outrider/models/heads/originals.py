@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outrider.models.heads.errors import HeadError
-from outrider.models.heads.files import read_config, read_header
+from outrider.models.heads.head_files import read_config, read_header
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 

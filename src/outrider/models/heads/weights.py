@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from outrider.models.heads.blocks import Block, families
 from outrider.models.heads.errors import HeadError
-from outrider.models.heads.files import HeadFiles
+from outrider.models.heads.head_files import HeadFiles
 
 Tensors = dict[str, mx.array]
 FP8_BLOCK = 128

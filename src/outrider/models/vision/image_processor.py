@@ -31,8 +31,8 @@ class TileReader:
         self._around = str(processor.fake_image_token)
         self._global = str(getattr(processor, "global_image_token", None) or processor.global_image_tag)
 
-    def read(self, picture: DecodedImage) -> ProcessedImage:
-        found = _processed(self._image_processor, [[_as_pil(picture)]], return_row_col_info=True)
+    def read(self, image: DecodedImage) -> ProcessedImage:
+        found = _processed(self._image_processor, [[_as_pil(image)]], return_row_col_info=True)
         pixels = np.asarray(found["pixel_values"], np.float32)  # [1, tiles, 3, side, side]
         mask = np.asarray(found["pixel_attention_mask"])  # [1, tiles, side, side]
         text = self._text(int(found["rows"][0][0]), int(found["cols"][0][0]))
@@ -41,10 +41,10 @@ class TileReader:
             some = slice(first, first + TILES_PER_PIECE)
             inputs = {"pixel_values": pixels[:, some], "pixel_attention_mask": mask[:, some]}
             parts.append((inputs["pixel_values"].shape[1] * self._per_tile, inputs))
-        return ProcessedImage(picture.digest, text, tuple(parts))
+        return ProcessedImage(image.digest, text, tuple(parts))
 
-    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ProcessedImage]) -> PromptMedia:
-        return PromptMedia(_pieces(prompt_ids, self._image_token_id, pictures))
+    def place(self, prompt_ids: Sequence[int], images: Sequence[ProcessedImage]) -> PromptMedia:
+        return PromptMedia(_pieces(prompt_ids, self._image_token_id, images))
 
     def _text(self, rows: int, columns: int) -> str:
         tile = self.placeholder * self._per_tile
@@ -66,8 +66,8 @@ class GridReader:
         self._image_token_id = int(config.get("image_token_id", processor.image_token_id))
         self._merge = int(self._image_processor.merge_size)
 
-    def read(self, picture: DecodedImage) -> ProcessedImage:
-        found = _processed(self._image_processor, [_as_pil(picture)])
+    def read(self, image: DecodedImage) -> ProcessedImage:
+        found = _processed(self._image_processor, [_as_pil(image)])
         patches = np.asarray(found["image_grid_thw"])[0]
         grid = (int(patches[0]), int(patches[1]) // self._merge, int(patches[2]) // self._merge)
         inputs = {
@@ -75,40 +75,40 @@ class GridReader:
             "image_grid_thw": np.asarray(found["image_grid_thw"], np.int32),
         }
         size = int(np.prod(grid))
-        return ProcessedImage(picture.digest, self.placeholder * size, ((size, inputs),), grid)
+        return ProcessedImage(image.digest, self.placeholder * size, ((size, inputs),), grid)
 
-    def place(self, prompt_ids: Sequence[int], pictures: Sequence[ProcessedImage]) -> PromptMedia:
-        pieces = _pieces(prompt_ids, self._image_token_id, pictures)
-        grids = [picture.grid for picture in pictures if picture.grid is not None]
+    def place(self, prompt_ids: Sequence[int], images: Sequence[ProcessedImage]) -> PromptMedia:
+        pieces = _pieces(prompt_ids, self._image_token_id, images)
+        grids = [image.grid for image in images if image.grid is not None]
         return PromptMedia(pieces, *grid_positions(prompt_ids, self._image_token_id, grids))
 
 
-def _as_pil(picture: DecodedImage) -> Any:
+def _as_pil(image: DecodedImage) -> Any:
     from PIL import Image
 
-    return Image.fromarray(picture.pixels)
+    return Image.fromarray(image.pixels)
 
 
-def _processed(image_processor: Any, pictures: Any, **options: Any) -> Any:
+def _processed(image_processor: Any, images: Any, **options: Any) -> Any:
     try:
-        return image_processor(pictures, return_tensors="np", **options)
+        return image_processor(images, return_tensors="np", **options)
     except ValueError as error:  # for example an image a hundred times as wide as high
         raise InvalidMedia(f"the model's processor refuses an image: {error}") from None
 
 
 def _pieces(
-    prompt_ids: Sequence[int], image_token_id: int, pictures: Sequence[ProcessedImage]
+    prompt_ids: Sequence[int], image_token_id: int, images: Sequence[ProcessedImage]
 ) -> tuple[MediaPiece, ...]:
     cells = np.flatnonzero(np.asarray(prompt_ids) == image_token_id).astype(np.int32)
-    wanted = sum(size for picture in pictures for size, _ in picture.inputs)
+    wanted = sum(size for image in images for size, _ in image.inputs)
     if wanted != len(cells):
         raise InvalidMedia(
             f"the images need {wanted} tokens and the prompt has {len(cells)} image tokens: the prompt text "
             "may contain the model's own placeholder for an image"
         )
     pieces, at = [], 0
-    for picture in pictures:
-        for number, (size, inputs) in enumerate(picture.inputs):
-            pieces.append(MediaPiece(f"{picture.digest}/{number}", inputs, cells[at : at + size]))
+    for image in images:
+        for number, (size, inputs) in enumerate(image.inputs):
+            pieces.append(MediaPiece(f"{image.digest}/{number}", inputs, cells[at : at + size]))
             at += size
     return tuple(pieces)

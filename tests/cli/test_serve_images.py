@@ -53,14 +53,14 @@ def test_pictures_over_http_while_text_streams_run(tmp_path: Path) -> None:
         busy = [ask(image(url)) for url in pictures]
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-        num_encoded = server.metric("outrider_picture_pieces_encoded_total")
+        num_encoded = server.metric("outrider_image_pieces_encoded_total")
         assert num_encoded >= 2
-        assert server.metric("outrider_picture_encode_seconds_count") == num_encoded
-        assert server.metric("outrider_picture_cache_bytes") > 0
-        num_hits = server.metric("outrider_picture_cache_hits_total")
+        assert server.metric("outrider_image_encode_seconds_count") == num_encoded
+        assert server.metric("outrider_image_cache_bytes") > 0
+        num_hits = server.metric("outrider_image_cache_hits_total")
         assert [ask(image(url)) for url in pictures] == busy
-        assert server.metric("outrider_picture_pieces_encoded_total") == num_encoded
-        assert server.metric("outrider_picture_cache_hits_total") == num_hits + num_encoded
+        assert server.metric("outrider_image_pieces_encoded_total") == num_encoded
+        assert server.metric("outrider_image_cache_hits_total") == num_hits + num_encoded
         assert busy[0] != busy[1]
         assert ask(image((media / "a.png").as_uri())) == ask(image(data_url(encoded(noise(seed=3)))))
         again = client.completions.create(
