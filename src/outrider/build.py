@@ -1,4 +1,4 @@
-"""Puts an engine together from a model and a configuration: the one place that knows all the parts."""
+"""Builds an engine from a model and a configuration: the one module that knows all parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from outrider.text.output import answer_texts
 
 log = logging.getLogger(__name__)
 
-SHARE_OF_PREFIXES = 0.25  # of the memory for caches
+PREFIX_SHARE = 0.25  # of the memory for caches is for cached prefixes; chosen by hand
 
 
 @dataclass(frozen=True)
@@ -51,33 +51,29 @@ def build_engine(
     choice: ModelChoice,
     config: EngineConfig,
     observer: EngineObserver | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> tuple[Engine, Any]:
-    """A running engine and its tokenizer; `say` is told, on the engine's thread, what takes long."""
+    """A running engine and its tokenizer. The engine's thread calls `notify` with a line before long work."""
     tokenizers: list[Any] = []
 
     def build() -> EngineParts:
         machine.settle()
         loaded = loader.load(choice.model, choice.dtype)
         tokenizers.append(loaded.tokenizer)
-        return _parts(loaded, choice, config, say)
+        return _parts(loaded, choice, config, notify)
 
-    engine = Engine(_settled(config), build, observer)
+    prefill_step_size = config.prefill_step_size or machine.prefill_step_size()
+    engine = Engine(replace(config, prefill_step_size=prefill_step_size), build, observer)
     return engine, tokenizers[0]
 
 
-def _settled(config: EngineConfig) -> EngineConfig:
-    """The configuration with what depends on the machine filled in."""
-    size = config.prefill_step_size or machine.prefill_step_size()
-    return replace(config, prefill_step_size=size)
-
-
 def _parts(
-    loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig, say: Callable[[str], None]
+    loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig, notify: Callable[[str], None]
 ) -> EngineParts:
     head = _load_head(loaded, choice, config)
-    drafter = _drafter(config, head is not None)
-    head = head if drafter == "mtp" else None
+    drafter: str = config.drafter
+    if drafter == "auto":
+        drafter = "mtp" if head is not None else "none"
     disk = _prefix_disk(loaded, head, config)
     trunk, vision = loaded.trunk, loaded.vision
     trunk.prepare_for_serving()
@@ -95,20 +91,19 @@ def _parts(
         drafter=drafter,
         head=head.source if head is not None else None,
         head_layers=len(head.layers) if head is not None else 0,
-        can_pause_head=not outruns,  # a step that catches up cannot be traced, and none is launched before it
+        can_pause_head=not outruns,  # a step in which a head catches up is neither traced nor overlapped
         dtype=str(trunk.dtype).removeprefix("mlx.core."),
         device=machine.device_name(),
         reads_images=vision is not None,
         no_images_reason=loaded.no_images_reason,
     )
     budget, prefix_budget = _budgets(config)
-    tokenizer = loaded.tokenizer
-    eos_ids = loaded.eos_ids
+    tokenizer, eos_ids = loaded.tokenizer, loaded.eos_ids
     grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, trunk.vocab_size, eos_ids), eos_ids)
-    controller, save_measurements = DepthController(few_shapes=outruns), _nothing
+    controller, save_measurements = DepthController(few_shapes=outruns), lambda: None
     if config.auto_depth == "auto":
         name = _fingerprint(loaded, head, choice, facts, config.max_rows)
-        controller = _controller(name, runner, facts, config, budget, say)
+        controller = _controller(name, runner, facts, config, budget, notify)
         save_measurements = partial(cost_store.save, name, controller.costs, controller.acceptance)
     return EngineParts(
         runner,
@@ -125,19 +120,15 @@ def _parts(
     )
 
 
-def _nothing() -> None:
-    pass
-
-
 def _controller(
     name: str,
     runner: Runner,
     facts: ModelFacts,
     config: EngineConfig,
     budget_bytes: int,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> DepthController:
-    """With the costs and the record that were kept, as long as they hold; else with costs measured now."""
+    """A controller with the stored costs and acceptance rates. Invalid or missing costs are measured now."""
     few = runner.compiles
     found = cost_store.load(name)
     clock = machine.step_clock()
@@ -145,7 +136,7 @@ def _controller(
         runner, facts.vocab_size, found.measured, clock=clock
     ):
         return DepthController(CostTable(found.measured, found.corrections), found.acceptance, few)
-    say("Measuring what drafts cost on this machine, once for this model")
+    notify("Measuring what drafts cost on this machine, once for this model")
     acceptance = found.acceptance if found is not None else ModelAcceptance()
     measured = calibration.measure(
         runner, facts.vocab_size, config.max_rows, facts.max_context, budget_bytes, clock=clock
@@ -164,7 +155,7 @@ def _fingerprint(
     facts: ModelFacts,
     max_rows: int,
 ) -> str:
-    """Everything on which the costs and the record of a model depend."""
+    """Identifies everything that the costs and the acceptance rates of a model depend on."""
     files = [*sorted(loaded.path.glob("*.safetensors")), *([Path(head.source)] if head is not None else [])]
     multiplies = blas.report()
     return cost_store.fingerprint(
@@ -185,14 +176,13 @@ def _fingerprint(
 
 
 def _budgets(config: EngineConfig) -> tuple[int, int]:
-    """Bytes for rows and for cached prefixes. What was not said comes out of the machine's share."""
-    rows = config.memory_budget_bytes
-    prefixes = config.prefix_cache_bytes
+    """Bytes for rows and for cached prefixes. Settings that are None get a part of the free memory."""
+    rows, prefixes = config.memory_budget_bytes, config.prefix_cache_bytes
     if rows is None:
         share = machine.cache_budget_bytes()
-        prefixes = int(share * SHARE_OF_PREFIXES) if prefixes is None else prefixes
+        prefixes = int(share * PREFIX_SHARE) if prefixes is None else prefixes
         return max(share - prefixes, share // 4), prefixes
-    return rows, int(rows * SHARE_OF_PREFIXES) if prefixes is None else prefixes
+    return rows, int(rows * PREFIX_SHARE) if prefixes is None else prefixes
 
 
 def _prefix_disk(
@@ -216,7 +206,7 @@ def _prefix_disk(
 def _load_head(
     loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig
 ) -> heads.LoadedHead | None:
-    """The head that was asked for, else one beside the model, in its checkpoint, or shipped with Outrider."""
+    """The head that the user names, or one beside the model, in its checkpoint, or shipped with Outrider."""
     if config.drafter in ("ngram", "none"):
         return None
     source: Path | heads.HeadFiles | None
@@ -247,12 +237,7 @@ def _no_head(loaded: loader.LoadedModel) -> str:
             f"(outrider mtp extract ORIGINAL --into {loaded.path}), or {train}."
         )
     return (
-        f'drafter="mtp" needs an MTP head, and none lies beside this model or in it: {train}, '
+        'drafter="mtp" needs an MTP head, and there is none beside this model or in its checkpoint: '
+        f"{train}, "
         'pass head=FILE, or use drafter="ngram" or "auto".'
     )
-
-
-def _drafter(config: EngineConfig, has_head: bool) -> str:
-    if config.drafter == "auto":
-        return "mtp" if has_head else "none"
-    return config.drafter

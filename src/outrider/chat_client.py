@@ -1,7 +1,6 @@
 """A client for any server with OpenAI's API: streamed chat completions, each chunk with its time of arrival.
 
-Owns the connection, the limits and the messages of what goes wrong. `outrider bench` and `outrider chat` use
-the same client.
+Owns the connection, the limits and the error messages. Used by `outrider bench` and `outrider chat`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from httpx_sse import EventSource
 from outrider.server_address import ServerAddress
 
 CONNECT_TIMEOUT_S = 10.0  # seconds; chosen by hand
-MAX_EVENT_BYTES = 1 << 20  # that are read before an event is complete; a chunk has a few hundred bytes
-MAX_BODY_BYTES = 4 << 20  # of an answer that is not a stream; an Outrider's /metrics has about 10 kB
+MAX_EVENT_BYTES = 1 << 20  # of one event; chosen by hand: a chunk has a few hundred bytes
+MAX_BODY_BYTES = 4 << 20  # of an answer that is not a stream; chosen by hand: /metrics has about 10 kB
 
 
 class ServerError(Exception):
-    """The server gave no answer, or a part of one. The message says why."""
+    """The server gave no complete answer. The message gives the reason."""
 
 
 class ServerUnreachable(ServerError):
@@ -116,7 +115,7 @@ class ChatClient:
 
 
 class _TimedStream(httpx.AsyncByteStream):
-    """Takes the time of each read, and stops a server that sends an event without an end."""
+    """Records the time of each read. Raises ServerError if an event has no end."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
@@ -140,7 +139,7 @@ def _chunk(data: str, read_at_s: float) -> ChatChunk:
     if not isinstance(found, dict):
         raise ServerError("the server sent an event that is not a JSON object")
     if found.get("error"):
-        raise ServerError(f"the server says: {_error_message(found)}")
+        raise ServerError(f"the server reports: {_error_message(found)}")
     text, reasoning, finish_reason = "", "", None
     try:
         for choice in found.get("choices") or ():
@@ -168,7 +167,7 @@ async def _refusal(response: httpx.Response) -> str:
         message = _error_message(json.loads(await _body(response)))
     except ValueError:
         message = response.reason_phrase or "no reason given"
-    return f"the server says {response.status_code}: {message}"
+    return f"the server answered {response.status_code}: {message}"
 
 
 def _error_message(body: object) -> str:
@@ -178,7 +177,7 @@ def _error_message(body: object) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's words, which httpx keeps among the causes of its own error."""
+    """The operating system's message, which httpx stores among the causes of its own error."""
     if isinstance(error, httpx.TimeoutException):
         return "no answer in time"
     reason, cause = str(error) or type(error).__name__, error.__cause__ or error.__context__

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeGuard
+from typing import Literal
 
-from outrider.request import MAX_DEPTH, DraftDepth
+from outrider.request import MAX_DEPTH, DraftDepth, is_int
 
 DrafterName = Literal["auto", "mtp", "ngram", "none"]
 DRAFTERS: tuple[DrafterName, ...] = ("auto", "mtp", "ngram", "none")
@@ -13,7 +13,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the weights
 
 
 class InvalidConfig(ValueError):
-    """The engine cannot run with these settings. The message says why, and what to change."""
+    """The engine cannot run with these settings. The message gives the reason and what to change."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class EngineConfig:
         if self.memory_budget_bytes is not None:
             _at_least("memory_budget_bytes", self.memory_budget_bytes, 1)
         self._check_prefix_cache()
-        is_constant = _is_int(self.auto_depth) and 0 <= self.auto_depth <= MAX_DEPTH
+        is_constant = is_int(self.auto_depth) and 0 <= self.auto_depth <= MAX_DEPTH
         if self.auto_depth != "auto" and not is_constant:
             raise InvalidConfig(f'auto_depth must be "auto" or 0..{MAX_DEPTH}, not {self.auto_depth!r}')
         if self.drafter not in DRAFTERS:
@@ -97,10 +97,6 @@ class CacheGeometry:
         return num_slots * ((capacity + 1) * self.bytes_per_cell + self.bytes_per_slot)
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _at_least(name: str, value: object, minimum: int) -> None:
-    if not _is_int(value) or value < minimum:
+    if not is_int(value) or value < minimum:
         raise InvalidConfig(f"{name} must be a whole number of at least {minimum}, not {value!r}")

@@ -1,4 +1,4 @@
-"""An array in host memory, for threads and files that know no MLX."""
+"""An array in host memory, for threads and files that do not use MLX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class HostArray:
-    """bfloat16, which numpy has not, as the 16-bit integers that it is made of."""
+    """NumPy has no bfloat16: `data` holds such an array as 16-bit integers."""
 
-    dtype: str  # as safetensors names it
+    dtype: str  # the name in safetensors
     data: np.ndarray

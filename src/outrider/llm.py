@@ -44,7 +44,7 @@ class Completion:
     token_ids: list[int]
     text: str
     finish_reason: FinishedReason
-    logprobs: list[TokenLogprobs] | None  # one per token, if the request asked for them
+    logprobs: list[TokenLogprobs] | None  # one per token, if requested
     stats: Stats
     reasoning: str | None = None  # chat only: the reasoning, separate from the text
     tool_calls: list[ToolCall] = field(default_factory=list)  # chat only
@@ -134,7 +134,7 @@ class CompletionStream(Iterator[CompletionDelta]):
             self._engine.cancel(self.request_id, self._outbox)
 
     def __del__(self) -> None:
-        if hasattr(self, "_outbox"):  # the engine refused the request otherwise
+        if hasattr(self, "_outbox"):  # not there if the engine refused the request
             self.close()
 
 

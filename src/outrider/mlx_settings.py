@@ -9,7 +9,7 @@ Nothing here may import mlx, directly or indirectly: MLX reads the variables whe
 
 import os
 
-SERVER_SETTINGS = {
+SERVER_SETTINGS = {  # cache sizes in entries; chosen by hand, well above the shapes of a busy server
     "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",
     "MLX_CUDA_SDPA_CACHE_SIZE": "1000",
     "MLX_CUDA_CONV_CACHE_SIZE": "1000",

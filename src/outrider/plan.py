@@ -1,4 +1,4 @@
-"""The contract of a step: what the scheduler decides, what a runner offers, and what it brings back.
+"""The contract of a step: the scheduler's plan, the runner's interface, and the result.
 
 Pure data and protocols. A row with `start` cells that feeds c committed tokens and k drafts:
 
@@ -26,7 +26,7 @@ from outrider.host_array import HostArray
 from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.request import SamplingParams
 
-UNREAD = -1  # stands for a token that the step in front will bring
+UNREAD = -1  # in the place of a token that the step in front will sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class LaunchedStep(Protocol):
     """What a runner returns for a step that the device works on."""
 
     @property
-    def is_first_trace(self) -> bool: ...  # a pass was traced just now: the step's time says nothing
+    def is_first_trace(self) -> bool: ...  # a pass was traced just now: the step's time is not typical
 
     @property
     def is_as_planned(self) -> bool: ...  # every pass has the planned shape
@@ -223,7 +223,7 @@ class ImageEmbeddings(Protocol):
     def num_bytes(self) -> int: ...
 
     @property
-    def num_hits(self) -> int: ...  # pieces that were there already when a row came to need them
+    def num_hits(self) -> int: ...  # pieces that were already encoded when a row needed them
 
     def __contains__(self, key: object) -> bool: ...
 

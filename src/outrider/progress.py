@@ -18,8 +18,8 @@ from rich.table import Column
 from outrider.terminal import console_for
 
 BAR_WIDTH = 24  # characters; chosen by hand
-REDRAW_EVERY_S = 0.1  # seconds; chosen by hand: smooth to the eye, and no load beside a model that is timed
-SPEED_WINDOW_S = 600.0  # seconds of reports that the time left is estimated from: one report may take minutes
+REDRAW_EVERY_S = 0.1  # seconds; chosen by hand: smooth, and without a load that would disturb timings
+SPEED_WINDOW_S = 600.0  # seconds of reports that the time left is estimated from; one report may take minutes
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ Listener = Callable[[Progress], None]
 
 
 def ignore(progress: Progress) -> None:
-    """The listener of callers who want silence."""
+    """A listener that shows nothing."""
 
 
 class ProgressBar:
-    """A listener that draws one bar for each stage.
+    """A listener that shows one bar for each stage.
 
     If the stream is not a terminal, it writes one line for each stage and one for each report that is news.
     """

@@ -1,6 +1,6 @@
-"""What a client asks for: sampling parameters and the request that carries them.
+"""A request and its sampling parameters. Pure data.
 
-Pure data, validated once at the door: everything behind it may rely on the values.
+The values are checked when an object is made, so all other code may rely on them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from outrider.prompt_media import PromptMedia
 
-MAX_DEPTH = 8
-MAX_TOP_LOGPROBS = 20
-NUM_CANDIDATES = 1024  # best tokens that a row which filters looks at first
+MAX_DEPTH = 8  # drafts that a row feeds in one step, at most; chosen by hand
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit
+NUM_CANDIDATES = 1024  # best tokens that a filtering row looks at first (docs/LOG.md, "Candidates")
 
-# Wide limits within which the changed logits stay finite in float32.
+# Wide limits within which the changed logits stay finite in float32; chosen by hand.
 MAX_BIAS = 1e10
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
@@ -25,28 +25,29 @@ DraftDepth = int | Literal["auto"]
 
 
 class InvalidRequest(ValueError):
-    """The request cannot be served as asked; the message says why and what would do."""
+    """The request cannot be served. The message gives the reason and what to change."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must look like: a JSON schema, any JSON object, a regular expression, a Lark grammar."""
+    """The form of an answer: a JSON schema, any JSON object, a regular expression or a Lark grammar."""
 
     kind: Literal["json_schema", "json_object", "regex", "lark"]
     text: str = ""  # the schema as JSON text, the expression or the grammar
-    after_ids: tuple[int, ...] = ()  # the grammar starts once the answer holds these tokens (reasoning's end)
+    after_ids: tuple[int, ...] = ()  # the grammar starts after these tokens, for example the end of reasoning
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is decoded. Every field is honoured or refused, never ignored.
 
-    The token at a position is the argmax, over the tokens that top_k, then top_p (of what top_k left), then
-    min_p leave, of `logits / temperature + noise(seed, position, token)`. Temperature 0 is greedy.
+    The token at a position is the argmax of `logits / temperature + noise(seed, position, token)` over the
+    tokens that the filters leave: first top_k, then top_p (a share of the tokens that top_k leaves), then
+    min_p. Temperature 0 is greedy.
     """
 
     max_tokens: int | None = 256  # None: up to the model's context
-    min_tokens: int = 0  # no stop token, and no end of a stop string, is among the first so many
+    min_tokens: int = 0  # this many tokens come before a stop token or the end of a stop string
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
@@ -59,12 +60,12 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives beside the picked token; None: no logprobs
+    logprobs: int | None = None  # alternatives beside the sampled token; None: no logprobs
     skip_special_tokens: bool = True
     draft_depth: DraftDepth = "auto"
     grammar: Grammar | None = None
     prediction_ids: Sequence[int] = ()  # tokens that the answer is expected to resemble: used as drafts
-    cache_salt: str = ""  # only requests of the same salt share cached prefixes
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -79,12 +80,12 @@ class SamplingParams:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether a sampled row must know the order of its best tokens."""
+        """True if the row has to know the order of its best tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def filters_widely(self) -> bool:
-        """Whether its filters may leave more than the candidates looked at first."""
+        """True if the filters may leave more than NUM_CANDIDATES tokens."""
         return not self.is_greedy and self.is_filtered and not 0 < self.top_k < NUM_CANDIDATES
 
     @property
@@ -98,7 +99,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def with_seed(self) -> SamplingParams:
-        """The same parameters with a seed that is certain: the given one, or a fresh random one."""
+        """The same parameters with a seed that is not None: the given one, or a fresh random one."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
 
 
@@ -109,11 +110,9 @@ class Request:
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    continues_prompt: bool = (
-        True  # the answer's text goes on from the prompt's; False: it stands alone (chat)
-    )
+    continues_prompt: bool = True  # the answer's text continues the prompt's text; False in chat
     media: PromptMedia | None = None  # the prompt's images
-    prompt_keys: tuple[int, ...] | None = None  # for the prefix cache, where a prompt is not just its tokens
+    prompt_keys: tuple[int, ...] | None = None  # the prefix cache's keys of a prompt with images
 
     def __post_init__(self) -> None:
         keys = self.prompt_keys
@@ -126,33 +125,33 @@ def _refuse_unless(condition: bool, message: str) -> None:
         raise InvalidRequest(message)
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a finite number; an integer that no float can hold is one too."""
+    """True for a finite number, also for an integer that no float can hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _check_lengths(p: SamplingParams) -> None:
     _refuse_unless(
-        p.max_tokens is None or (_is_int(p.max_tokens) and p.max_tokens >= 1),
+        p.max_tokens is None or (is_int(p.max_tokens) and p.max_tokens >= 1),
         f"max_tokens must be at least 1 (or None for the model's context), not {p.max_tokens!r}",
     )
     _refuse_unless(
-        _is_int(p.min_tokens) and p.min_tokens >= 0, f"min_tokens must be 0 or more, not {p.min_tokens!r}"
+        is_int(p.min_tokens) and p.min_tokens >= 0, f"min_tokens must be 0 or more, not {p.min_tokens!r}"
     )
     _refuse_unless(
         p.max_tokens is None or p.min_tokens <= p.max_tokens,
         f"min_tokens ({p.min_tokens}) is larger than max_tokens ({p.max_tokens})",
     )
     _refuse_unless(
-        p.draft_depth == "auto" or (_is_int(p.draft_depth) and 0 <= p.draft_depth <= MAX_DEPTH),
+        p.draft_depth == "auto" or (is_int(p.draft_depth) and 0 <= p.draft_depth <= MAX_DEPTH),
         f'draft_depth must be "auto" or 0..{MAX_DEPTH}, not {p.draft_depth!r}',
     )
     _refuse_unless(
-        p.logprobs is None or (_is_int(p.logprobs) and 0 <= p.logprobs <= MAX_TOP_LOGPROBS),
+        p.logprobs is None or (is_int(p.logprobs) and 0 <= p.logprobs <= MAX_TOP_LOGPROBS),
         f"logprobs must be None or 0..{MAX_TOP_LOGPROBS}, not {p.logprobs!r}",
     )
 
@@ -162,13 +161,13 @@ def _check_sampling(p: SamplingParams) -> None:
         _is_number(p.temperature) and 0 <= p.temperature <= 100,
         f"temperature must be a number from 0 to 100, not {p.temperature!r}",
     )
-    _refuse_unless(_is_int(p.top_k) and p.top_k >= 0, f"top_k must be 0 (off) or more, not {p.top_k!r}")
+    _refuse_unless(is_int(p.top_k) and p.top_k >= 0, f"top_k must be 0 (off) or more, not {p.top_k!r}")
     _refuse_unless(
         _is_number(p.top_p) and 0 < p.top_p <= 1, f"top_p must be above 0 and at most 1, not {p.top_p!r}"
     )
     _refuse_unless(_is_number(p.min_p) and 0 <= p.min_p <= 1, f"min_p must be from 0 to 1, not {p.min_p!r}")
     _refuse_unless(
-        p.seed is None or (_is_int(p.seed) and -(2**63) <= p.seed < 2**64),
+        p.seed is None or (is_int(p.seed) and -(2**63) <= p.seed < 2**64),
         f"seed must be None or a 64-bit integer, not {p.seed!r}",
     )
 
@@ -189,7 +188,7 @@ def _check_penalties(p: SamplingParams) -> None:
     )
     for token_id, bias in p.logit_bias.items():
         _refuse_unless(
-            _is_int(token_id) and token_id >= 0, f"logit_bias has {token_id!r}, which is not a token id"
+            is_int(token_id) and token_id >= 0, f"logit_bias has {token_id!r}, which is not a token id"
         )
         _refuse_unless(
             bias == -math.inf or (_is_number(bias) and abs(bias) <= MAX_BIAS),
@@ -225,5 +224,5 @@ def _check_ids(name: str, token_ids: object) -> None:
         raise InvalidRequest(f"{name} must be a list of token ids, not {token_ids!r}")
     for token_id in token_ids:
         _refuse_unless(
-            _is_int(token_id) and token_id >= 0, f"{name} has {token_id!r}, which is not a token id"
+            is_int(token_id) and token_id >= 0, f"{name} has {token_id!r}, which is not a token id"
         )

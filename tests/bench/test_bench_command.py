@@ -80,7 +80,7 @@ def test_a_variant_that_fails_at_a_case_shows_its_error_and_sets_the_exit_status
     with scripted([*good, refuses(500, "out of memory"), refuses(500, "out of memory")]) as server:
         result = outrider("m", "--url", server.url, *SHORT)
     assert result.returncode == 1
-    assert "2 failed: the server says 500: out of memory" in result.stdout
+    assert "2 failed: the server answered 500: out of memory" in result.stdout
 
 
 @pytest.mark.parametrize(

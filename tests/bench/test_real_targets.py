@@ -110,7 +110,7 @@ def test_a_request_that_the_engine_refuses_is_a_failed_answer(folder: Path) -> N
 def test_a_wrong_model_is_told_in_the_server_s_words(server: ServerProcess) -> None:
     target = asyncio.run(connect(None, ServerAddress.parse(server.url), "gpt-9", 30.0))
     assert isinstance(target, HttpTarget)
-    with pytest.raises(Exception, match=r"outrider gave no answer: the server says 404: .*gpt-9"):
+    with pytest.raises(Exception, match=r"outrider gave no answer: the server answered 404: .*gpt-9"):
         asyncio.run(Benchmark(variants_of([target], (1,)), SETTINGS).run())
 
 

@@ -79,11 +79,11 @@ def test_each_temperature_has_a_table_of_its_own_and_a_case_without_rounds_has_n
 def test_what_failed_and_what_is_no_json_is_said_beneath_the_table() -> None:
     answers = (
         answer((1.0, 1), kind="constrained", text="Sure!"),
-        answer(error="the server says 500: oh", finish_reason=None),
+        answer(error="the server answered 500: oh", finish_reason=None),
     )
     text = plain(*tables([result(a_round("off", 0, 10, answers=answers), workload="json")], ["off"], ["off"]))
     assert "1 stream, off: 1 of 1 answers with a JSON schema are not valid JSON" in text
-    assert "1 stream, off: 1 failed: the server says 500: oh" in text
+    assert "1 stream, off: 1 failed: the server answered 500: oh" in text
 
 
 def test_mixed_rows_show_their_pace_by_kind() -> None:

@@ -114,8 +114,8 @@ def test_drafts_and_memory_are_those_of_the_round() -> None:
 
 
 def test_a_target_that_answers_nothing_is_said_before_anything_is_timed() -> None:
-    target = FakeTarget("theirs", fails=lambda task: "the server says 404: no such model")
-    with pytest.raises(BenchFailed, match="theirs gave no answer: the server says 404: no such model"):
+    target = FakeTarget("theirs", fails=lambda task: "the server answered 404: no such model")
+    with pytest.raises(BenchFailed, match="theirs gave no answer: the server answered 404: no such model"):
         run(Benchmark(variants_of([target], ("auto",)), BenchSettings(**SMALL)))
 
 

@@ -84,8 +84,8 @@ def test_the_request_says_what_was_chosen_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (refuses(400, "the prompt is too long"), "the server says 400: the prompt is too long"),
-        (Reply([b"<html>"], 502, "text/html"), "the server says 502: Bad Gateway"),
+        (refuses(400, "the prompt is too long"), "the server answered 400: the prompt is too long"),
+        (Reply([b"<html>"], 502, "text/html"), "the server answered 502: Bad Gateway"),
         (Reply([b"<html>"], 200, "text/html"), "answered with text/html, not with a stream of events"),
         (Reply([b'data: {"error": {"message": "it broke"}}\n\n']), "it broke"),
         (Reply([b"data: nonsense\n\n"]), "not a JSON object"),
@@ -230,13 +230,13 @@ def test_an_error_is_one_line_and_the_conversation_goes_on(live: ServerProcess) 
     assert result.returncode == 0
     lines = result.stderr.splitlines()
     assert len(lines) == 2
-    assert all(line.startswith("outrider: the server says 404: ") and "other" in line for line in lines)
+    assert all(line.startswith("outrider: the server answered 404: ") and "other" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--url", "URL", "--api-key", "wrong"], "the server says 401"),
+        (["--url", "URL", "--api-key", "wrong"], "the server answered 401"),
         (["--url", "127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),
         (["--url", "URL", "--drafter", "ngram"], "--drafter"),
         (["--api-key", "secret"], "--url"),

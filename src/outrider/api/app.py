@@ -49,7 +49,7 @@ class Server:
     app: FastAPI
     context: ServerContext
     stop_engine: StopEngine
-    _shutdown: asyncio.Task[None] | None = None  # the reference keeps the task alive
+    _shutdown: asyncio.Task[None] | None = None  # the task needs a reference: asyncio holds none
 
     def drain(self) -> None:
         """Refuse new requests; running ones get `drain_s` seconds. Call this on the event loop."""
@@ -102,13 +102,8 @@ def create_server(
     return Server(app, context, stop_engine)
 
 
-def create_app(backend: ChatBackend, facts: ModelFacts, tokenizer: Any, settings: ServerSettings) -> FastAPI:
-    """The ASGI application alone, for use under another HTTP server."""
-    return create_server(backend, facts, tokenizer, settings).app
-
-
 def _middleware(settings: ServerSettings, metrics: Metrics) -> list[Middleware]:
-    """The first entry is the outermost: it sees a request first and its response last."""
+    """The first entry is the outermost: it gets a request first and its response last."""
     stack = [Middleware(RequestLog, metrics=metrics)]
     if settings.cors_origins:
         stack.append(

@@ -19,7 +19,7 @@ from outrider.api.errors import ApiError, refused
 
 log = logging.getLogger(__name__)
 
-UNSET: tuple[Any, ...] = (None, False, [], {}, "")  # values that ask for nothing
+UNSET: tuple[Any, ...] = (None, False, [], {}, "")  # values with no effect
 
 
 def parse_json(data: bytes) -> Any:

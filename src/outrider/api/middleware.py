@@ -111,7 +111,7 @@ class RequireKey:
 
 
 class BodyLimit:
-    """Answers 413 to a body over the limit: at once if Content-Length says so, else during the upload."""
+    """Answers 413 to a body over the limit: at once if Content-Length is over it, else during the upload."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class BenchFailed(RuntimeError):
-    """Nothing can be measured. The message says why, and what to do."""
+    """Nothing can be measured. The message gives the reason and what to do."""

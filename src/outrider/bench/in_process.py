@@ -22,7 +22,7 @@ from outrider.request import Grammar, InvalidRequest, SamplingParams
 
 
 class EngineTarget:
-    """An LLM, asked through its asyncio engine. An answer's clock starts when the engine gets the request."""
+    """An LLM, used through its asyncio engine. An answer's clock starts when the engine gets the request."""
 
     name = "outrider"
     can_draft = True

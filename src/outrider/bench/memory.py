@@ -12,7 +12,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryWatch:
-    """Reads the memory of a process again and again, on a thread of its own, and keeps the highest value."""
+    """Reads the memory of a process again and again, on a thread of its own, and stores the highest value."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

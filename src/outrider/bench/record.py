@@ -1,6 +1,6 @@
 """The whole benchmark as JSON: settings, versions, machine, targets, figures, and every round.
 
-The keys of FORMAT 1 say "arm" for a variant.
+The keys of FORMAT 1 use the word "arm" for a variant.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class BenchSettings:
     streams: tuple[int, ...] = (1, 4, 8)
     temperatures: tuple[float, ...] = (0.0,)
     rounds: int = 3
-    requests: int = 2  # per stream and round; with only one, streams stand idle for most of a round
+    requests: int = 2  # per stream and round; with only one, streams are idle for most of a round
     max_tokens: int = 64  # of an answer, which the model may end earlier
     depths: tuple[DraftDepth, ...] = ("auto",)  # one variant for each, beside the variant without drafts
     seed: int = 1

@@ -31,7 +31,7 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 
 
 def weighted_percentile(pairs: Iterable[Weighted], share: float) -> float | None:
-    """The percentile of a list in which each value occurs as often as its weight says."""
+    """The percentile of a list in which each value occurs as often as its weight."""
     ordered = sorted(pair for pair in pairs if pair[1] > 0)
     if not ordered:
         return None

@@ -67,7 +67,7 @@ def token_gaps(answers: Iterable[Answer]) -> list[Weighted]:
 
 
 def stalls(answers: Iterable[Answer]) -> list[float]:
-    """Seconds between two arrivals: a reader sees nothing new in this time."""
+    """Seconds between two arrivals: no new text arrives in this time."""
     return [later.s - earlier.s for earlier, later in _arrival_pairs(answers)]
 
 

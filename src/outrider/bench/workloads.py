@@ -30,7 +30,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Workload:
-    """`is_fresh`: every prompt begins with a number of its own, so that no prefix cache has seen it."""
+    """`is_fresh`: every prompt begins with a number of its own, so that no prefix cache holds it."""
 
     name: str
     about: str
@@ -49,7 +49,7 @@ class Workload:
 
 
 def _repeated(task: Task, lap: int) -> Task:
-    """A task that was used `lap` times begins in another way, so that no prefix cache has seen it."""
+    """A task that was used `lap` times begins with other words, so that no prefix cache holds it."""
     return replace(task, prompt=f"Question {lap + 1}. {task.prompt}") if lap else task
 
 

@@ -1,4 +1,4 @@
-"""The context of one forward pass: where its rows stand in the cache buffers, and what its layers share.
+"""The context of one forward pass: the places of its rows in the cache buffers, and what its layers share.
 
 The step builds one `Placement` for each pass and hands it to the cache views. mlx-lm's layers are called with
 those views, so every layer of the pass reaches the same object. Nothing of a pass is stored anywhere else.
@@ -31,7 +31,7 @@ class RopeOffsets(mx.array):
     """The rope offset of each row [rows], with the cosines and sines that all layers of the pass share.
 
     mlx-lm calls a rope with `cache.offset` and nothing else, so what ropes share has to travel with the
-    offset. cpu/fast_math.py uses `angles`; for everybody else this is a plain array.
+    offset. cpu/fast_math.py uses `angles`; for all other code this is a plain array.
     """
 
     def __init__(self, offsets: mx.array) -> None:
@@ -63,7 +63,7 @@ class CommitCounts:
 
 
 class Placement:
-    """Where the rows of one pass stand in the buffers. All layers of the pass share it.
+    """The places of one pass's rows in the buffers. All layers of the pass share it.
 
     Starts and fed counts may be device arrays that the host has not read. The host only needs `end`: no row's
     last fed cell lies beyond it.

@@ -302,7 +302,7 @@ class PrefixIndex:
         return self._last_id
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Evict the least recently used leaves that nobody holds until `num_bytes` more fit."""
+        """Evict the least recently used leaves that no row holds until `num_bytes` more fit."""
         if num_bytes > self.budget_bytes:
             return False
         while self.num_bytes + num_bytes > self.budget_bytes:

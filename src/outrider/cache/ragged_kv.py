@@ -6,7 +6,7 @@ attends to its past:
     slot r   0 ................ start-1 | start .. start+fed-1 | ............ | capacity
              the row's past             | written by this pass | junk, masked | takes the padding's writes
 
-The buffers store no length. Each forward pass says where its rows start (cache/placement.py), so a rollback
+The buffers store no length. Each forward pass has the starts of its rows (cache/placement.py), so a rollback
 is a smaller start in the next pass. Cells past a row's end are masked, never assumed to be zero.
 """
 

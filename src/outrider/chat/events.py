@@ -44,7 +44,7 @@ class ToolCallEnded:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of the tokens behind the text deltas, if the request asked for them."""
+    """Log-probabilities of the tokens behind the text deltas, if requested."""
 
     tokens: tuple[TokenLogprobs, ...]
 

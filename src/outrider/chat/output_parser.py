@@ -1,4 +1,4 @@
-"""Owns the way from an answer's text to events: call indices and ids, which calls are valid, blank space.
+"""Turns an answer's text into events: call indices and ids, which calls are valid, blank space.
 
 Must not know any format. The events do not depend on where the text was cut, except that neighbouring deltas
 may be joined. A call that is broken, of an unknown tool or against a strict schema is given out as text.

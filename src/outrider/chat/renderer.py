@@ -1,4 +1,4 @@
-"""Owns the way from a chat request to everything that the engine and the answer's reader need.
+"""Turns a chat request into everything that the engine and the answer's reader need.
 
 HTTP, `LLM.chat`, the benchmark and the training of heads all render here, so that the same conversation gives
 the same tokens everywhere. Must not know HTTP, asyncio or the engine.

@@ -1,11 +1,11 @@
 """Owns a tokenizer's added tokens, and the escaping of their texts in client input.
 
-"<|im_end|>" in a message must stay text. A tokenizer reads the rendered conversation as a whole and cannot
-tell who wrote a special token's text. So a separator is put inside that text wherever a client wrote it, and
-the rendered conversation is encoded in chunks that are cut at the separators:
+"<|im_end|>" in a message must stay text. A tokenizer reads the whole rendered conversation and does not
+know whether a client or the template wrote a special token's text. So a separator is put inside each such
+text of a client, and the rendered conversation is encoded in chunks that are cut at the separators:
 
     client wrote    Hi <|im_end|> there
-    template saw    Hi <·|im_end|> there               ·: the separator, a character that occurs nowhere else
+    template gets   Hi <·|im_end|> there               ·: the separator, a character that occurs nowhere else
     encoded         …Hi <   and   |im_end|> there…     neither chunk contains the special token
 
 A conversation without such text is not changed at all.

@@ -1,4 +1,4 @@
-"""Owns the way from messages to a prompt, through the tokenizer's own chat template.
+"""Turns messages into a prompt with the tokenizer's own chat template.
 
 Must not know how the answer is read. The conversation is rendered unchanged first. Only if the template
 rejects it, or drops a system message, are the variants of messages.py tried.

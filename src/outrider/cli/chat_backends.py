@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ChatFailed(RuntimeError):
-    """There is no answer, or a part of one. The message says why."""
+    """There is no complete answer. The message gives the reason."""
 
 
 class Backend(Protocol):

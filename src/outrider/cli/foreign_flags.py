@@ -40,18 +40,18 @@ SWITCH_ALIASES: dict[str, tuple[str, str | bool, str]] = {
     "no-enable-prefix-caching": ("no_prefix_cache", True, "same as --no-prefix-cache"),
     "disable-prefix-cache": ("no_prefix_cache", True, "same as --no-prefix-cache"),
 }
-# Flags that ask for a default of Outrider: (takes a value, the line to print).
+# Flags that name a default of Outrider: (takes a value, the line to print).
 UNNEEDED: dict[str, tuple[bool, str]] = {
     "continuous-batching": (False, "requests are always batched"),
     "enable-prefix-caching": (False, "prefixes are cached unless --no-prefix-cache is given"),
     "enable-prefix-cache": (False, "prefixes are cached unless --no-prefix-cache is given"),
     "enable-metrics": (False, "/metrics is always served; with an API key, it needs the key too"),
-    "mllm": (False, "the model's files tell whether it reads images"),
+    "mllm": (False, "the model's files show whether it reads images"),
     "enable-auto-tool-choice": (False, "tools are always available"),
-    "tool-call-parser": (True, "the chat template tells the tool format"),
-    "reasoning-parser": (True, "the chat template tells the reasoning format"),
+    "tool-call-parser": (True, "the chat template shows the tool format"),
+    "reasoning-parser": (True, "the chat template shows the reasoning format"),
 }
-# Flags that ask for something that Outrider does not have: the reason, and the flag to use instead.
+# Flags of features that Outrider does not have: the reason, and the flag to use instead.
 REFUSED = {
     "use-paged-cache": (
         "Outrider has no paged KV cache. Remove the flag: --memory-budget SIZE limits the KV caches of "

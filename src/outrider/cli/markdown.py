@@ -1,7 +1,7 @@
 """Markdown in the terminal while it is being generated.
 
 Finished blocks (paragraphs, lists, code blocks) are printed once and stay. The last block may still change
-with the next token, so rich draws that block again and again below the finished ones.
+with the next token, so rich prints that block again and again below the finished ones.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
     settings = replace(_settings(options, (name,)), old_model_names=named.OLD_NAMES if named else ())
     choice = ModelChoice(model, options["head"], options["draft_vocabulary"], options["dtype"])
     metrics = Metrics()
-    with loading_bar(find_folder(model), name) as say:
-        engine, tokenizer = build_engine(choice, config, metrics.steps, say)
+    with loading_bar(find_folder(model), name) as notify:
+        engine, tokenizer = build_engine(choice, config, metrics.steps, notify)
     try:
         _check_drafter(options, engine)
         async_engine = AsyncEngine(engine)

@@ -209,7 +209,7 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
 
 
 def _flags(args: argparse.Namespace) -> dict[str, tuple[str, Any]]:
-    """(flag, value) by key. A flag of another server may stand beside ours only with the same value."""
+    """(flag, value) by key. Raises InvalidConfig if a flag and another server's flag for it differ."""
     found: dict[str, tuple[str, Any]] = {}
     if args.given_model is not None:
         found["model"] = ("MODEL", args.given_model)

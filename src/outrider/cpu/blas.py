@@ -36,7 +36,7 @@ from outrider.cpu.threads import ThreadCounts, ThreadWatch, thread_counts
 log = logging.getLogger("outrider.cpu.blas")
 
 SYSTEM_LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libopenblasp.so.0")
-# An idle OpenBLAS thread sleeps after 2^16 cycles. By default it keeps a core busy for 0.1 s, and what
+# An idle OpenBLAS thread sleeps after 2^16 cycles. By default it holds a core busy for 0.1 s, and what
 # other threads compute meanwhile takes a quarter longer.
 SPIN_CYCLES_LOG2 = "16"
 
@@ -48,7 +48,7 @@ class BlasReport:
     name: str
     reason: str
     path: str | None = None  # None: MLX's own library
-    threads: int | None = None  # None: the library does not say
+    threads: int | None = None  # None: the library does not report it
     kernel: str = ""  # what computes matmuls of few tokens instead of the library
     no_kernel: str = ""  # why the library computes them
     is_watched: bool = False  # True: `threads` is the maximum, and fewer are used while others need the cores

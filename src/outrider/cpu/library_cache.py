@@ -32,7 +32,7 @@ Loaded = TypeVar("Loaded")
 
 
 class Unusable(Exception):
-    """A library cannot be used, and building it again would not help; the text says why."""
+    """A library cannot be used, and building it again would not help; the message gives the reason."""
 
 
 @dataclass(frozen=True)

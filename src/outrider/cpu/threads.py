@@ -49,7 +49,7 @@ WATCH_EVERY_S = 0.1
 WATCH_IDLE_EVERY_S = 0.5  # while this process has nothing to do
 IDLE_BELOW = 0.02  # share of one CPU's time that this process uses while it has nothing to do
 SLACK_CPUS = 0.3  # CPUs that other processes may use before one more counts as taken
-RAISE_AFTER = 5  # samples in a row that must ask for more threads; fewer threads take effect at once
+RAISE_AFTER = 5  # samples in a row that must call for more threads; fewer threads take effect at once
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def thread_counts(environ: Mapping[str, str]) -> ThreadCounts:
             log.warning("%s=%r is not a number of threads; ignored", variable, value)
     half = max(1, min(num_cpus // 2, MAX_DEFAULT_THREADS))
     cores = physical_cores(os.sched_getaffinity(0), SYSFS_CPUS)
-    if cores is None or not CPU_TIMES.is_file():  # there is no way to see which cores are free
+    if cores is None or not CPU_TIMES.is_file():  # the system does not report which cores are free
         return ThreadCounts(half, half)
     return ThreadCounts(half, max(1, min(cores, num_cpus, MAX_DEFAULT_THREADS)))
 
@@ -91,7 +91,7 @@ def cpu_quota(cgroup_file: Path) -> int:
 
 
 def physical_cores(cpus: Collection[int], sysfs: Path) -> int | None:
-    """The number of cores of these CPUs; None if the system does not say which CPUs share a core."""
+    """The number of cores of these CPUs; None if the system does not report which CPUs share a core."""
     try:
         siblings = (sysfs / f"cpu{cpu}" / "topology" / "thread_siblings_list" for cpu in cpus)
         return len({file.read_text().strip() for file in siblings})

@@ -64,7 +64,7 @@ class DraftPlanner:
         return DraftRequest(drafting.acceptance, offers, fixed, max_next, head_lag, joins, others)
 
     def _limit_catch_up(self, decoding: Rows[Sequence]) -> None:
-        """Of the paused heads that come back in this step, let only some catch up; the others wait a step."""
+        """Let only some of the paused heads catch up in this step. The other heads wait for a later step."""
         late = [row for row in decoding if row.drafting.is_auto and row.drafting.num_drafts_next]
         late = sorted((row for row in late if row.head_lag), key=lambda row: (row.head_lag, row.id))
         num_cells = 0
@@ -74,7 +74,7 @@ class DraftPlanner:
                 row.drafting.num_drafts_next = 0
 
     def observe(self, row: Sequence, committed: Rows[int]) -> None:
-        """Compare everything that was proposed for a row, fed or not, with the tokens that came."""
+        """Compare all proposals for a row, fed or not, with the committed tokens."""
         if row.drafting.acceptance is None:
             return
         for proposal in row.drafting.proposals:

@@ -26,7 +26,7 @@ from outrider.request import Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
-PARK_S = 0.02  # the engine thread's time to start its endless wait at the end (see _main); chosen by hand
+PARK_S = 0.02  # seconds that the engine thread gets to begin its endless wait (see _main); chosen by hand
 
 
 class EngineStopped(RuntimeError):
@@ -161,7 +161,7 @@ class Engine:
             self.reader = self._loop.parts.reader
             self._validator = self._new_validator()
         except BaseException as error:
-            self.__dict__.pop("_loop", None)  # this thread stays, and must not keep the weights
+            self.__dict__.pop("_loop", None)  # this thread never ends, and must not hold the weights
             self._ready.put(error)
             return False
         self._ready.put(None)

@@ -19,7 +19,7 @@ from outrider.speculate.costs import StepShape
 
 @dataclass(eq=False)
 class InFlightStep:
-    """What the scheduler has planned, then what the device works on, then what it has brought."""
+    """A planned step, then a launched step, then a step with its result."""
 
     plan: StepPlan
     rows: dict[int, tuple[Sequence, RowPlan]] = field(default_factory=dict)  # by sequence id

@@ -1,6 +1,6 @@
 """The outbox of one request: its unread deltas, merged into one, so that a slow client costs no memory.
 
-The engine thread puts. Any other thread, or an event loop, takes. A slow client delays nobody else.
+The engine thread puts. Any other thread, or an event loop, takes. A slow client delays no other client.
 """
 
 from __future__ import annotations

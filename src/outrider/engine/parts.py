@@ -1,4 +1,4 @@
-"""What the engine is made of: what a model brings to it, and who observes it."""
+"""The parts of an engine: the runner and the facts of a model, and the observer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.speculate.controller import DepthController
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What a model brings to the engine. Built on the engine thread, since MLX stays there."""
+    """The parts that depend on the model. Built on the engine thread, the only thread that uses MLX."""
 
     runner: StepRunner
     facts: ModelFacts

@@ -13,7 +13,7 @@ from outrider.engine.sequence import Sequence
 from outrider.plan import ImageEmbeddings, RowPlan
 from outrider.prompt_media import MediaPiece
 
-DEFAULT_CHUNK = 512  # prompt tokens in a step, padding counted; chosen by hand, the flag changes it
+DEFAULT_CHUNK = 512  # prompt tokens in a step, with padding; chosen by hand (config.prefill_step_size)
 
 
 class PrefillQueue:

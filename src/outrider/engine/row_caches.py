@@ -56,7 +56,7 @@ class CacheBudget:
     def resize(self, rows: Rows[Sequence], num_slots_used: int) -> bool:
         """Plan caches that are large enough for the next step of these rows; False if they do not fit.
 
-        Larger than that where it fits, since a new shape is slow at first.
+        The caches get spare cells and slots if the budget allows it, since every new shape is slow at first.
         """
         if not rows:
             self.clear()

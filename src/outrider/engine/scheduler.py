@@ -1,7 +1,7 @@
 """The scheduler: decides what each step does. Pure Python, no model.
 
     waiting (first come, first served) -> prefilling (take turns) -> decoding (every step) -> finished
-                 ^------------------ preempted: cells dropped, tokens kept ------------------'
+                 ^------------------ preempted: cells dropped, tokens stay ------------------'
 
 `plan` gives a step when none is in flight, `plan_overlapped` one more behind it. `commit` takes the oldest
 step; `fail` drops all. Every decision is made here or in a part of the scheduler: which rows start, which are
@@ -31,8 +31,8 @@ from outrider.speculate.controller import DepthController
 
 log = logging.getLogger(__name__)
 
-DISK_WAIT_S = 0.005  # how long the engine sleeps when all rows wait for blocks on disk; chosen by hand
-MAX_FAILURES = 2  # a failed step makes its rows suspects; one that fails again, alone, ends with an error
+DISK_WAIT_S = 0.005  # seconds that the engine sleeps when all rows wait for blocks on disk; chosen by hand
+MAX_FAILURES = 2  # failed steps after which a row ends with an error; the second one was the row alone
 
 
 class Scheduler:
@@ -158,7 +158,7 @@ class Scheduler:
         return self._new_step(plan, is_decode_only=True, cost_shape=step_shape(batch, shape))
 
     def _may_overlap(self, step: InFlightStep) -> bool:
-        """Whether the same rows will go on, as far as can be told before the step is read."""
+        """True if the next step has the same rows, as far as the host can know before it reads this step."""
         if not step.is_decode_only or self._prefill_queue or self._can_start_next():
             return False
         if len(step.rows) < len(self._slots) or self._prefix.has_copies:
@@ -196,7 +196,7 @@ class Scheduler:
                 continue  # cancelled, or finished by the step before, while this one ran
             try:
                 delta = self._commit_row(sequence, planned, result)
-            except Exception as error:  # in its own text or drafter: the step stands for the other rows
+            except Exception as error:  # in its own text or drafter: the other rows are committed
                 log.exception("request %s ends: its tokens could not be committed", sequence.request.id)
                 delta = self._finish(sequence, "error", f"{type(error).__name__}: {error}")
             if delta is not None:
@@ -231,7 +231,7 @@ class Scheduler:
         return delta
 
     def fail(self, error: str) -> list[Delta]:
-        """A step raised and the caches are lost. No sequence loses a token; one that keeps failing ends."""
+        """A step raised and the caches are lost. No sequence loses a token; one that fails again ends."""
         self._prefix.clear()  # it may hold copies of the cells that made the step fail
         failed = {sequence.id: sequence for step in self.in_flight for sequence, _ in step.rows.values()}
         for sequence in failed.values():
@@ -306,7 +306,7 @@ class Scheduler:
     # -- self-check --------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise if the books do not balance. Cheap enough for every step of a test and every idle moment."""
+        """Raise AssertionError if the state is inconsistent. Runs whenever the engine is idle."""
         rows = list(self._slots.sequences())
         self._prefix.check_integrity()
         for row in rows:
@@ -317,7 +317,7 @@ class Scheduler:
             if row.num_cached > self._budget.capacity:
                 raise AssertionError(f"row {row.id} has more cells than the buffers")
         if len({row.slot for row in rows}) != len(rows) or any(row in rows for row in self._waiting):
-            raise AssertionError("a sequence stands in two places")
+            raise AssertionError("a sequence is in two places")
         if any(row not in rows for row in self._prefill_queue):
             raise AssertionError("a prefilling sequence has no slot")
         if any(row.slot is not None or row.num_cached for row in self._waiting):

@@ -35,7 +35,7 @@ class OutputText(Protocol):
 
 @dataclass(frozen=True)
 class Stats:
-    """How a request went."""
+    """Counts and times of a finished request."""
 
     num_prompt: int = 0
     num_generated: int = 0
@@ -83,7 +83,7 @@ class Delta:
 
 @dataclass
 class SequenceCounters:
-    """What has happened to a sequence so far: the raw material of `Stats`."""
+    """Counts and times of a sequence so far: `stats` makes `Stats` of them."""
 
     drafted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_DEPTH)

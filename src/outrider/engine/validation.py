@@ -21,7 +21,7 @@ from outrider.speculate.prediction import PredictionDrafter
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known about the loaded model without asking the model itself."""
+    """Facts about the loaded model, for threads that do not use the model."""
 
     name: str
     vocab_size: int
@@ -68,7 +68,7 @@ class RequestValidator:
         self._ids = itertools.count()
 
     def validate(self, request: Request) -> ValidatedRequest:
-        """Raise InvalidRequest, with the reason, if this request cannot be served as asked."""
+        """Raise InvalidRequest, with the reason, if this request cannot be served."""
         self._check_prompt(request)
         if request.media is not None and not self._facts.reads_images:
             reason = self._facts.no_images_reason or "this model reads text only"

@@ -1,12 +1,12 @@
 """Files and folders that appear whole or not at all.
 
 A writer fills a temporary file or folder beside the target, brings its bytes to the disk and renames it.
-A reader never sees a half-written target. An older target stays until the new one is complete.
+A reader never gets a half-written target. An older target stays until the new one is complete.
 
     .outrider-writing-XXXX    a file that is being written; the writer holds a lock on it
     .NAME.part-XXXX/          a folder that is being built; the builder holds the lock on .NAME.lock
 
-The kernel releases a lock when its process ends, so a lock tells whether a temporary file was abandoned.
+The kernel releases a lock when its process ends, so a file without a lock was abandoned.
 Must not import mlx: cpu/blas.py runs before mlx is imported.
 """
 
@@ -34,7 +34,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
     try:
         with open(temporary, "xb") as file:
-            with suppress(OSError):  # a file system without locks: nobody removes the file there either
+            with suppress(OSError):  # a file system without locks: no process removes the file there either
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
@@ -65,7 +65,7 @@ def remove_if_abandoned(temporary: Path) -> bool:
 def build_folder(target: Path, build: Callable[[Path], None], is_usable: Callable[[Path], bool]) -> None:
     """Make the folder `target` by `build(work folder)` unless a usable one is there. Raises OSError.
 
-    When several processes ask at once, one builds and the others wait.
+    If several processes need the folder at once, one builds it and the others wait.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_name(f".{target.name}.lock"), "a") as lock:

@@ -22,7 +22,7 @@ METADATA = "__metadata__"
 
 
 class InvalidSafetensors(ValueError):
-    """The file does not follow the format; the message says where."""
+    """The file does not follow the format; the message names the place."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class ProcessedImage:
     """An image after the model's preprocessing, before its place in a prompt is known."""
 
     digest: str
-    text: str  # the text that stands for the image in the prompt
+    text: str  # the image's text in the prompt: its placeholders and marks
     # For each piece, in order: the number of image tokens and the inputs of the vision encoder.
     inputs: tuple[tuple[int, Mapping[str, np.ndarray]], ...]
     grid: tuple[int, int, int] | None = None  # frames, rows and columns of image tokens
@@ -26,7 +26,7 @@ class ProcessedImage:
 class ImageReader(Protocol):
     """Preprocesses images. Each image layout (tiles, grid) has one implementation."""
 
-    placeholder: str  # the text that stands for an image in a rendered conversation
+    placeholder: str  # the text in the place of an image in a rendered conversation
 
     def read(self, image: DecodedImage) -> ProcessedImage: ...
 

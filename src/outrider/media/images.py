@@ -35,7 +35,7 @@ MEDIA_TYPE_ALIASES = {
     "image/apng": "image/png",
     "image/x-ms-bmp": "image/bmp",
 }
-UNSPECIFIC_TYPES = (  # declared types that say nothing about the format
+UNSPECIFIC_TYPES = (  # declared types that do not name a format
     "",
     "image/*",
     "application/octet-stream",

@@ -2,7 +2,7 @@
 
 A family is mlx-lm's module name for a `model_type`. To add a family, add a name here and a tiny model in
 tests/tiny_models.py; the test compares logits of ragged rows with a from-scratch run. A checkpoint of a
-supported family can still be refused when its trunk is built, if its config asks for arithmetic that depends
+supported family can still be refused when its trunk is built, if its config requires arithmetic that depends
 on all rows together (a "dynamic" rope, for example).
 """
 

@@ -8,7 +8,7 @@ where they are, and mlx-lm's own modules and other models of the process do not 
     2. mrope              Three rope positions for each token.
                           For vision families that have them. Before 4, which also swaps the rope inside.
     3. deepstack          Image features are added after the first layers.
-                          For Qwen3-VL. Before 4: the way back from 4 then leaves deepstack in place.
+                          For Qwen3-VL. Before 4: undoing 4 then leaves deepstack in place.
     4. CPU layers         Faster attention, swiglu and rope (cpu/fast_math.py).
                           For models that are served on Linux on x86.
     5. merged linear      One matmul for layers that read the same input.

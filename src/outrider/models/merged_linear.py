@@ -37,7 +37,7 @@ class MergedLinear:
 
     A layer is called with its input and nothing else, so the outputs wait here, for exactly that input array.
     An output is released when its layer fetches it, the rest when the input is released. Another input, or an
-    output that is asked for twice, starts a new matmul. So layers may be called in any order, by several
+    output that is fetched twice, starts a new matmul. So layers may be called in any order, by several
     threads, and some may not be called at all. The input must not be changed in place between two of the
     calls: it would still be the same array.
     """

@@ -15,12 +15,12 @@ import numpy as np
 
 from outrider.plan import RowPlan
 
-MIN_TRACED_IDS = 64  # changed tokens of a row that a traced pass has room for, at least; then powers of 2
+MIN_TRACED_IDS = 64  # changed tokens in a traced row, at least; then powers of 2. Chosen by hand.
 
 
 @dataclass(frozen=True)
 class LogitsProcessors:
-    """The changes of all rows as arrays. They need nothing else of the rows, so a trace can hold them."""
+    """The changes of all rows as arrays. They use no other data of the rows, so a trace can hold them."""
 
     ids: mx.array  # [rows, 1, ids] the tokens whose logits change
     counts: mx.array  # [rows, width, ids] how often the answer holds each token

@@ -1,4 +1,4 @@
-"""Log-probabilities of the target tokens, for the rows that ask: by the model alone, at temperature 1."""
+"""Log-probabilities of target tokens, for rows that request them: by the model alone, at temperature 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.plan import RowPlan, TokenLogprobs
 
-TOP_STEP = 32  # traced passes compute a multiple of so many alternatives; more than the APIs allow (20)
+TOP_STEP = 32  # traced passes compute a multiple of this many alternatives: above MAX_TOP_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class LogprobRequest:
     @classmethod
     def of(cls, rows: Sequence[RowPlan], vocab: int, for_trace: bool = False) -> LogprobRequest:
         """`for_trace`: for all rows and in few sizes, so that one trace serves all."""
-        asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        num_top = max(rows[i].params.logprobs or 0 for i in asking)
+        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        num_top = max(rows[i].params.logprobs or 0 for i in wanted)
         if not for_trace:
-            return cls(tuple(asking), min(num_top, vocab))
+            return cls(tuple(wanted), min(num_top, vocab))
         return cls(None, min(-(-num_top // TOP_STEP) * TOP_STEP, vocab))
 
     @property
@@ -66,7 +66,7 @@ def compute_logprobs(logits: mx.array, targets: mx.array, request: LogprobReques
 def read_logprobs(
     logprobs: LogprobArrays, rows: Sequence[RowPlan], tokens: Sequence[Sequence[int]]
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
-    """By sampling row that asked: one entry for each of its committed tokens. Padding rows are left out."""
+    """By sampling row with logprobs: one entry for each committed token. Padding rows are left out."""
     of_targets, top_ids, top = map(np.array, (logprobs.of_targets, logprobs.top_ids, logprobs.top))
     return {
         row: tuple(

@@ -19,8 +19,8 @@ import mlx.core as mx
 from outrider.request import NUM_CANDIDATES, SamplingParams
 from outrider.sampling.noise import gumbel, seed_words
 
-NUM_DRAFT_CANDIDATES = 128  # candidates of a filtered draft: a wrong draft costs speed, never a wrong token
-MIN_TEMPERATURE = 1e-30  # 1 / temperature must not overflow float32; noise stops to matter far above this
+NUM_DRAFT_CANDIDATES = 128  # of a filtered draft; chosen by hand: too few cost speed, never a wrong token
+MIN_TEMPERATURE = 1e-30  # so that 1 / temperature stays finite in float32; noise has no effect far above this
 
 Kind = Literal["greedy", "random", "filtered", "wide"]
 
@@ -196,8 +196,8 @@ def _filter_best(
     columns = _best_columns(scaled, num)
     values = mx.take_along_axis(scaled, columns, axis=-1)  # [rows, n, num], best first
 
-    asked, top_p = numbers["top_k"], numbers["top_p"]
-    top_k = mx.where(asked > 0, mx.minimum(asked, vocab), vocab)
+    given, top_p = numbers["top_k"], numbers["top_p"]
+    top_k = mx.where(given > 0, mx.minimum(given, vocab), vocab)
     has_top_k = top_k < vocab
 
     best = values[..., :1]
@@ -218,7 +218,7 @@ def _filter_best(
 
 
 def _best_columns(scaled: mx.array, num: int) -> mx.array:
-    """The `num` best columns, best first. Equal scores stand in the order of their ids for every `num`."""
+    """The `num` best columns, best first. Equal scores are in the order of their ids, for every `num`."""
     vocab = scaled.shape[-1]
     if num == vocab:
         return mx.argsort(-scaled, axis=-1)
@@ -239,5 +239,5 @@ def _inverse_temperature(params: SamplingParams) -> float:
 def _seeds(params: Sequence[SamplingParams]) -> mx.array:
     seeds = [0 if p.is_greedy else p.seed for p in params]
     if None in seeds:
-        raise ValueError("a random row has no seed: SamplingParams.with_seed() draws one for each request")
+        raise ValueError("a random row has no seed: SamplingParams.with_seed() makes one for each request")
     return seed_words([seed for seed in seeds if seed is not None])

@@ -1,1 +1,1 @@
-"""Drafting decisions: who proposes drafts, how often they are accepted, what they cost, how many are fed."""
+"""Drafting decisions: the sources of drafts, their acceptance rates, their costs, and how many are fed."""

@@ -143,7 +143,7 @@ class RowAcceptance:
 
     def add(self, source: Source, num_proposed: int, num_right: int, num_committed: int) -> None:
         """Count a proposal. Its first `num_right` drafts equal the first of `num_committed` tokens."""
-        # The first wrong draft is the last one that the committed tokens tell about.
+        # The committed tokens show nothing about the drafts after the first wrong one.
         num_compared = min(num_proposed, num_committed, num_right + 1)
         if num_compared == 0 or source == "forced":
             return

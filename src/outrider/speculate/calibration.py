@@ -69,7 +69,7 @@ class SyntheticStep:
 
 
 class StepTimer:
-    """Runs synthetic steps and keeps their times."""
+    """Runs synthetic steps and records their times."""
 
     def __init__(self, runner: CalibrationRunner, vocab_size: int, clock: Clock) -> None:
         """`clock` measures device time: on a CPU the process's own time, else the wall clock."""
@@ -166,7 +166,7 @@ def max_measured_rows(max_rows: int) -> int:
 def is_still_valid(
     runner: CalibrationRunner, vocab_size: int, stored: MeasuredCosts, *, clock: Clock = time.perf_counter
 ) -> bool:
-    """True if a wide step costs about as many plain steps as stored costs say.
+    """True if a wide step costs about as many plain steps as in the stored costs.
 
     Stored costs may come from a time when the machine was busy.
     """

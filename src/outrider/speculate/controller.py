@@ -25,7 +25,7 @@ from outrider.speculate.shapes import ShapePolicy
 # "Feeding a head nobody uses").
 PROBE_TIME_SHARE = 0.01
 CATCH_UP_FACTOR = 2.0  # cost of a probe in drafts: the head catches up first (docs/LOG.md, "Probes in turns")
-# Steps between two probes. The simulator asks that drafting comes back within 32 steps: two probes.
+# Steps between two probes. The simulator requires that drafting comes back within 32 steps: two probes.
 MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 6, 16
 PROBE_RARELY_BELOW = 0.9  # expected speed-up under which probes have MAX_PROBE_INTERVAL; from the simulator
 # Probes in a row that follow a right probe after MIN_PROBE_INTERVAL steps. If drafts do not pay after so many
@@ -48,11 +48,11 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What a row asks of the controller for one step."""
+    """A row's request to the controller for one step."""
 
     record: RowAcceptance
     offers: Sequence[Offer]
-    fixed_depth: int | None  # the depth that the request asked for; None: auto
+    fixed_depth: int | None  # the depth that the request sets; None: auto
     max_drafts_next: int  # the most drafts that the head may make for the next step; 0: no head for this row
     head_lag: int = 0  # cells of the row that the head has not been fed
     joins: bool = False  # the row prefills in this step and decodes from the next one on

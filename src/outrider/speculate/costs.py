@@ -25,12 +25,12 @@ from outrider.request import MAX_DEPTH
 
 WIDTHS = range(1, MAX_DEPTH + 2)
 
-# The gains, limits and decays were chosen by hand. tests/speculate/test_costs.py says what they must achieve:
+# The gains, limits and decays were chosen by hand. tests/speculate/test_costs.py tests their effects:
 # a wrong measurement is corrected within a few steps, and a busy machine or a slow step leaves no trace.
 SLOWDOWN_GAIN = 0.25  # share of a step's deviation by which the machine's slowdown changes
 CORRECTION_GAIN = 0.04  # share of a step's deviation by which its shape's correction changes
 FIRST_CORRECTION_GAIN = 0.3  # the same for a shape's first step; for its n-th step 0.3 / n, down to 0.04
-MAX_DEVIATION = 0.8  # log ratio: a step 2.2 times as long as expected tells more about the machine
+MAX_DEVIATION = 0.8  # log ratio: a step 2.2 times as long as expected was disturbed by other load
 MAX_SHAPE_DEVIATION = 0.3  # log ratio: the most that one step's deviation counts for its shape
 MAX_CORRECTION = 0.5  # log ratio: a shape's cost is corrected by a factor of 1.65 at most
 CORRECTION_DECAY = 0.999  # of a shape's correction, with every step of another shape
@@ -159,7 +159,7 @@ class CostTable:
         return max(0.0, with_row - without)
 
     def best_width(self, rows: int, width: int) -> int:
-        """The width of a pass that needs `width`: a wider one where measurements say that it costs less."""
+        """The width of a pass that needs `width`: a wider one if it costs less by the measurements."""
         if self._best_widths_version != self.version:
             self._best_widths_version, self._best_widths = self.version, {}
         if (rows, width) not in self._best_widths:

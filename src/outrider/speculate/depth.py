@@ -41,7 +41,7 @@ class RowForecast:
     """
 
     offers: Sequence[Sequence[float]] = ()  # for each drafter that has drafts now: their chances
-    fixed_depth: int | None = None  # the depth that the request asked for; None: auto
+    fixed_depth: int | None = None  # the depth that the request sets; None: auto
     head_chances: Sequence[float] = ()  # of the drafts that the head can make for the next step
     other_chances: Sequence[float] = ()  # of drafts that other drafters are likely to offer then
     last_depth: int = 0  # drafts that the head made for this step

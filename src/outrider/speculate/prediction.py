@@ -33,7 +33,7 @@ class PredictionDrafter:
 
     def _find(self, answer: Sequence[int]) -> int | None:
         """The index after the last place in the prediction where the answer's last few tokens occur."""
-        if self._after is None:  # built once: a row that has lost its place asks at every step
+        if self._after is None:  # built once: a row that has lost its place calls this at every step
             self._after = {
                 tuple(self._prediction[end - size : end]): end
                 for size in NGRAM_SIZES

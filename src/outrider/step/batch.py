@@ -1,6 +1,6 @@
 """A pass over a batch: the arrays that go in, and the arrays that come out.
 
-`InputBatch` says what every row feeds. It is built from a plan (`from_plan`) or, for an overlapped step, from
+`InputBatch` has what every row feeds. It is built from a plan (`from_plan`) or, for an overlapped step, from
 the outputs of the pass before (`after`), which the host has not read yet. `PassOutput` holds arrays that the
 device will fill, and `read` turns them into plain Python.
 """
@@ -49,7 +49,7 @@ class InputBatch:
     def after(cls, previous: NextInputs, batch: Batch, width: int) -> InputBatch:
         """The same rows' next pass: each feeds the token that it has just sampled, then its drafts.
 
-        The two passes may have different numbers of padding rows. These stand at the end and feed nothing.
+        The two passes may have different numbers of padding rows. Padding rows come last and feed nothing.
         """
         columns = [previous.last_ids[:, None]]
         if previous.drafts is not None:
@@ -92,7 +92,7 @@ class NextInputs:
 
     last_ids: mx.array  # [rows] the last token that each row has sampled
     ends: mx.array  # [rows] cells that are committed
-    drafts: mx.array | None  # [rows, depth] for the next pass; arbitrary for rows that asked for none
+    drafts: mx.array | None  # [rows, depth] for the next pass; arbitrary for rows without drafts
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class PassOutput:
         hidden: mx.array,
         ends: mx.array,
     ) -> PassOutput:
-        parts = [hidden[:1, :1, 0] != 0]  # a pass in which no row samples still has to be waited for
+        parts = [hidden[:1, :1, 0] != 0]  # the host waits for this value if no row samples
         if verified is not None:
             parts = [verified.targets, verified.is_finite, verified.num_accepted]
         if drafts is not None:

@@ -4,7 +4,7 @@ Batches with the same key share a trace. The key is everything about the rows th
 array. Passes that prefill are not traced.
 
 Padding rows make a batch as large as one that was traced already. They take the slots after the batch's own
-rows, feed nothing, and nobody reads their targets. The cells of a sequence in such a slot do not change.
+rows, feed nothing, and their targets are not read. The cells of a sequence in such a slot do not change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.step.verify import SamplingBatch, VerifyOutput
 
 PADDING_ID = -1  # the sequence id of padding rows
 NEUTRAL_PARAMS = SamplingParams(temperature=0)  # of a traced row: the real ones are in the SamplingBatch
-MAX_TRACES = 128  # the least recently used trace goes; chosen by hand, a busy server has a few dozen shapes
+MAX_TRACES = 128  # then the least recently used one is dropped; chosen by hand: a busy server has a few dozen
 
 Tree = dict[str, Any]  # named arrays, nested
 CacheArrays = list[list[mx.array]]  # of each cache buffer
@@ -109,7 +109,7 @@ class CompiledPasses:
         return _from_arrays(batch, len(rows), drafting, arrays, is_first_trace=known is None)
 
     def _without_data(self, batch: Batch, width: int) -> Batch:
-        """The rows as a trace sees them: without everything that arrays hold, so that few traces serve many.
+        """The rows for a trace: without all values that arrays hold, so that few traces serve many batches.
 
         In the trace every row feeds `width` tokens, all but the first of them drafts; `InputBatch` has the
         real numbers. If the head follows one row it runs over all; `InputBatch.head_fed` says which rows it

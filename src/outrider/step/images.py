@@ -43,7 +43,7 @@ def positions_of(
     position_deltas: mx.array | None,
     head_lag: np.ndarray | None = None,
 ) -> Positions | None:
-    """What rope is given: None (the cell numbers), an offset a row, or a grid while an image prompt prefills.
+    """Positions for rope: None (cell numbers), one offset for each row, or a grid while an image prefills.
 
     `head_lag` [rows]: the pass begins so many cells before its rows' own starts.
     """

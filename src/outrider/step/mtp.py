@@ -9,7 +9,7 @@ A row with `end` cells knows x_0..x_end, so depth d's last d-1 cells hold drafts
 are written again by the next pass, which starts d-1 cells before the trunk's start:
 
     cells    0 ...... start-d | start-d+1 ... start-1 | start ............ end-1
-    depth d  stand            | written again         | new; the last d-1 tentative
+    depth d  final            | written again         | new; the last d-1 tentative
 
 Their inputs (the outputs of depth d-1, or h) are stored in cells of their own, so there is no state beside
 the cells. Depths past the last layer use the last layer again: it is fed its own output, one cell further on,
@@ -141,8 +141,7 @@ class MTPDrafter:
 
 
 def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity: int) -> Placement:
-    """Where the layer of depth lag + 1 writes: from `lag` cells before the trunk's, up to the last cell whose
-    token is known or drafted."""
+    """The cells of the layer of depth lag + 1: from `lag` before the trunk's to the last known token."""
     firsts = mx.maximum(rows.starts - lag, 0)
     lasts = rows.starts + rows.num_kept - (lag - num_drafts)
     positions = rows.after(firsts)  # inside an image only approximate: this affects drafts, never the answer

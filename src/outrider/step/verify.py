@@ -33,7 +33,7 @@ def max_targets(batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """What the requests of a batch ask of their logits: processors, grammar masks, logprobs, samplers.
+    """How the logits of a batch become tokens: processors, grammar masks, logprobs, samplers.
 
     Everything that differs from request to request, or from step to step, is in arrays that the host has
     made. So one trace serves all batches with the same `key`.
@@ -88,7 +88,7 @@ class SamplingBatch:
         )
 
     def without_arrays(self) -> SamplingBatch:
-        """For a trace, which gets other arrays each time and must not keep these alive."""
+        """For a trace, which gets other arrays at each call and must not hold these."""
         empty = mx.array(0)
         return self.with_arrays(tree_map(lambda _: empty, self.arrays))
 

@@ -1,4 +1,4 @@
-"""Owns the way from committed token ids to the client's text: whole characters, cut at stop strings.
+"""Turns committed token ids into the client's text: whole characters, cut at stop strings.
 
 Must not know models, caches, scheduling or APIs.
 """

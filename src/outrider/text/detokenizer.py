@@ -6,7 +6,7 @@ The Detokenizer must not know tokenizers: it calls a decode function and looks a
     text of the window                   [ shown             |  held   ]    held: U+FFFD, a few tokens long
 
 The shown part is context. Some decoders treat the first token differently (SentencePiece drops a leading
-space, WordPiece writes none): the context tells them that the next token is not the first.
+space, WordPiece writes none): with the context, the next token is not the first.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Detokenizer:
     with an invalid byte), the returned text stays, and the later tokens are decoded without it. Pass a decode
     function without space clean-up.
 
-    With `prompt_ids` the text continues the prompt, with its leading space. Without them the answer stands
-    alone. A character that is split between prompt and answer stays incomplete.
+    With `prompt_ids` the text continues the prompt, with its leading space. Without them the text starts
+    on its own. A character that is split between prompt and answer stays incomplete.
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Owns the text of one answer as the client sees it: whole characters, cut before the first stop string.
+"""Owns the text of one answer for the client: whole characters, cut before the first stop string.
 
 The result does not depend on where the text is cut into chunks. All stop strings are searched at once, one
 character at a time, in a trie with fallback links (Aho-Corasick). The state is the longest end of the text

@@ -37,7 +37,7 @@ class ChainView(LayerView):
     def __init__(self, cells: ChainCells, depth: int) -> None:
         self._cells = cells
         self._depth = depth
-        self.offset = depth - 1  # type: ignore[assignment]  # query t stands at position t + depth - 1
+        self.offset = depth - 1  # type: ignore[assignment]  # query t has position t + depth - 1
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         cells = self._cells

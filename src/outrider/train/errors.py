@@ -1,9 +1,9 @@
-"""The two ways in which a training run stops early."""
+"""The two reasons why a training run stops early."""
 
 
 class TrainingError(Exception):
-    """The run cannot be done as asked. The message gives the reason and what to do."""
+    """The run cannot be done. The message gives the reason and what to do."""
 
 
 class Interrupted(Exception):
-    """The user stopped the run. The message says how far it came; the run can be resumed."""
+    """The user stopped the run. The message gives its progress; the run can be resumed."""

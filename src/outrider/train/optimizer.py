@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optimizers
 
-# Chosen by hand, unless the comment says otherwise. recipes/default_head/README.md compares rates and decays.
+# Chosen by hand, unless the comment gives a source. recipes/default_head/README.md compares rates and decays.
 MUON_RMS = 0.2  # root mean square of a matrix's update at a learning rate of 1, as in Moonshot AI's Muon
 MUON_DECAY = 0.1
 VECTOR_RATE = 0.2  # learning rate of norms and biases, as a share of the matrices' rate

@@ -90,7 +90,7 @@ class RunFolder:
 
 
 def check_same(record: RunRecord, trunk: Mapping[str, str], asked: Mapping[str, Any], prompts: Any) -> None:
-    """TrainingError: the user asked to resume with another model, other settings or other prompts."""
+    """TrainingError: the user resumes with another model, other settings or other prompts."""
     if record.trunk["trunk_config_sha256"] != trunk["trunk_config_sha256"]:
         raise TrainingError(f"The run was begun for another model, {record.trunk['trunk']}.")
     for name, value in asked.items():

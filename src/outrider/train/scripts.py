@@ -1,4 +1,4 @@
-"""Owns the way from training conversations to token ids: through the chat template, or as plain text.
+"""Turns training conversations into token ids: with the chat template, or as plain text.
 
 Chat prompts are rendered exactly as the server renders them. Must not know the engine.
 """

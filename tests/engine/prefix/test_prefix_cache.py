@@ -386,7 +386,6 @@ def test_no_prefix_cache_has_the_interface_of_the_prefix_cache() -> None:
 def test_no_prefix_cache_lets_every_row_compute_and_copies_nothing() -> None:
     cache = new_prefix_cache(WITH_STATES, 0, None)
     assert isinstance(cache, NoPrefixCache)
-    assert not cache.is_enabled
     harness = Harness(prefill_step_size=64)
     row, plan = harness.add(_text(20)), None
     plan = harness.step()
@@ -409,4 +408,3 @@ def test_no_prefix_cache_lets_every_row_compute_and_copies_nothing() -> None:
 def test_a_budget_makes_a_prefix_cache() -> None:
     cache = new_prefix_cache(WITH_STATES, 1000, None)
     assert isinstance(cache, PrefixCache)
-    assert cache.is_enabled

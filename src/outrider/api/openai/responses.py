@@ -94,7 +94,7 @@ class Responses:
         return model, messages, response_request(body, messages, self._context.settings.max_tokens)
 
     def _put(self, body: ResponsesRequest, messages: list[Message], response: dict[str, Any]) -> None:
-        """Store a response that has ended, unless the client asked not to."""
+        """Store a response that has ended, unless the request has store: false."""
         if body.store is not False:
             answer = input_messages(OUTPUT_ITEMS.validate_python(response["output"]))
             self._store.put(StoredResponse(response, input_items(body.input), (*messages, *answer)))

@@ -1,7 +1,7 @@
 """Prometheus metrics of the engine's steps.
 
 `on_step` runs on the engine thread between two forward passes, so it must be cheap: a few additions per row,
-no locks. A scrape on another thread may see a step that is half counted; the next scrape sees all of it.
+no locks. A scrape on another thread may read a step that is half counted; the next scrape has all of it.
 """
 
 from __future__ import annotations

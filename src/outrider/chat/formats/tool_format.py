@@ -48,7 +48,7 @@ class Region:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way to write calls.
+    """The syntax of the calls of some models.
 
     `parse` reads a region's body and raises ValueError if the body is not a call. `call_grammar` describes a
     call for grammars that force one; None if a grammar cannot force this format. `header` matches a body up

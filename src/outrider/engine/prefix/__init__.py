@@ -1,1 +1,1 @@
-"""The prefix cache as the scheduler sees it: which cells are matched, loaded, saved and fetched from disk."""
+"""The prefix cache of the scheduler: which cells are matched, loaded, saved and fetched from disk."""

@@ -1,4 +1,4 @@
-"""The prefix cache as the scheduler sees it: the cells that a row loads instead of computing, or saves.
+"""The prefix cache of the scheduler: the cells that a row loads instead of computing, or saves.
 
 Pure Python. The cache decides what the runner copies between a row's slot and cached blocks:
 
@@ -54,7 +54,7 @@ def new_prefix_cache(
 
 @dataclass
 class _RowProgress:
-    """Where a row stands in its tree."""
+    """The blocks of a row that are in the tree."""
 
     tree: str
     node: Node  # the row's last block that is saved
@@ -62,13 +62,11 @@ class _RowProgress:
     checkpoints: set[int] = field(default_factory=set)  # numbers of cells after which the state is saved
     answer_state: Node | None = None  # the block that holds the latest state of the row's answer
     num_shared: dict[int, int] = field(default_factory=dict)  # by another row's id: keys that both begin with
-    fetch: PrefixFetch | None = None  # blocks that the row asked the disk for
+    fetch: PrefixFetch | None = None  # blocks that the row waits for the disk to read
 
 
 class PrefixCache:
     """The cached prefixes of one scheduler. `NoPrefixCache` has the same methods and does nothing."""
-
-    is_enabled = True
 
     def __init__(
         self,
@@ -169,7 +167,7 @@ class PrefixCache:
         usable = min(usable, num_head_cached + MAX_HEAD_LAG)
         if not self._has_states:
             return usable
-        if row.num_cached == 0:  # texts branch off here: the next such text shall find a state
+        if row.num_cached == 0:  # another text branches off here: save a state for the next such text
             progress.checkpoints |= {usable // self.index.block_size * self.index.block_size} - {0}
         return match.last_state(usable)
 
@@ -196,7 +194,7 @@ class PrefixCache:
         return True
 
     def _start_fetch(self, disk: DiskLoader, row: Sequence, progress: _RowProgress) -> PrefixFetch:
-        """Ask the disk for the blocks that follow the cached ones."""
+        """Request the blocks after the cached ones from the disk."""
         keys = _prompt_keys(row)
         match = self.index.match(progress.tree, keys)
         num_whole = match.num_keys // self.index.block_size
@@ -276,7 +274,7 @@ class PrefixCache:
         return node
 
     def _save_state(self, row: Sequence) -> None:
-        """Save the state of a row that stands at the end of a saved block, at checkpoints and in answers."""
+        """Save the state of a row at the end of a saved block, at checkpoints and in answers."""
         if not self._has_states or row.failures or row.slot is None or row.id not in self._progress_by_row:
             return
         progress = self._progress(row)
@@ -291,7 +289,7 @@ class PrefixCache:
         # Answers have too many states for a disk.
         name = None if is_answer else self._file_name(progress.node, is_state=True)
         self._states.append(SaveState(state_id, row.slot, name))
-        if is_answer:  # only the latest state of an answer is kept
+        if is_answer:  # only the latest state of an answer is stored
             if progress.answer_state is not None and progress.answer_state.is_alive:
                 self.index.drop_state(progress.answer_state)
             progress.answer_state = progress.node
@@ -313,7 +311,7 @@ class PrefixCache:
             self.index.forget_if_empty(progress.tree)
 
     def clear(self) -> None:
-        """Forget every block: a client asked for it, or a step failed and its cells cannot be trusted."""
+        """Forget every block: at a client's request, or because a step failed and its cells may be wrong."""
         self.index.clear()
         self._saves.clear()
         self._states.clear()
@@ -351,7 +349,7 @@ class PrefixCache:
         self.index.check_integrity()
 
     def _progress(self, row: Sequence) -> _RowProgress:
-        """The row's progress. A row whose block was evicted stands at the root again."""
+        """The row's progress. A row whose block was evicted starts at the root again."""
         progress = self._progress_by_row.get(row.id)
         if progress is None:
             tree = f"{'with head' if row.feeds_head else 'without head'}/{row.params.cache_salt}"

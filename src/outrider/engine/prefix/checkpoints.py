@@ -3,7 +3,7 @@
 A state cannot be cut back to an earlier cell. So a prefill chunk has to end at every checkpoint, and a later
 row can start only there. Checkpoints lie at ends of whole blocks: before the end of the first message, of
 the last messages and of the prompt, and at regular distances. The prefix cache adds the places where another
-text was seen to branch off. Of an answer only the latest state is kept, that of its last complete block.
+text has branched off. Of an answer only the latest state is stored, that of its last complete block.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import Node, PrefixIndex, chain_digest
 from outrider.plan import Arrival
 
-FILES_AHEAD = 16  # files that one row requests at once, so that the disk is never idle. Chosen by hand.
+MAX_REQUESTED_FILES = 16  # files that a row requests at once, so that the disk is never idle; chosen by hand
 FILE_TIMEOUT_S = 10.0  # seconds that a row waits for one file before it computes instead; chosen by hand
 
 
@@ -116,7 +116,7 @@ class DiskLoader:
         return True
 
     def _request(self, fetch: PrefixFetch) -> None:
-        for file in list(fetch.pending)[:FILES_AHEAD]:
+        for file in list(fetch.pending)[:MAX_REQUESTED_FILES]:
             if file.requested_s is None:
                 file.requested_s = time.monotonic()
                 if file.name not in self._waiting:

@@ -1,6 +1,6 @@
 """The prefix cache of an engine that has none: the same methods as PrefixCache, and no effect.
 
-The scheduler calls one interface and never asks whether prefixes are cached.
+So the scheduler needs no check whether prefixes are cached.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from outrider.request import MAX_DEPTH
 
 
 class NoPrefixCache:
-    is_enabled = False
     num_bytes = 0
     has_copies = False
 

@@ -97,7 +97,7 @@ def _own() -> Iterator[CachedModel]:
 
 
 def _remove_own(path: Path) -> None:
-    """Rename the folder first, so that no process sees a partial folder. The next build removes leftovers."""
+    """Rename the folder first, so that no process reads a part of it. The next build removes leftovers."""
     gone = path.with_name(f".{path.name}.part-removed")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)

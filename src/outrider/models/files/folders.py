@@ -24,7 +24,7 @@ def build_once(
 ) -> Path:
     """Return `target`, made by `build(work folder)` if there is no usable one yet.
 
-    When several processes ask at once, one builds and the others wait.
+    If several processes need the folder at once, one builds it and the others wait.
     """
     if is_usable(target):  # before any lock: a cache on a read-only disk can be used
         return target

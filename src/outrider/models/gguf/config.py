@@ -32,7 +32,7 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True),
 }
 
-# Keys that ask for arithmetic which mlx-lm's definitions of the families above do not have.
+# Keys that require arithmetic which mlx-lm's definitions of the families above do not have.
 REFUSED_KEYS = (
     "expert_count",
     "attention.sliding_window",

@@ -51,7 +51,7 @@ class PreTokenizer:
     isolates_digits: bool = False
     is_nfc: bool = False
     takes_whole_words: bool = False  # a word of the vocabulary becomes one token without merging
-    adds_bos: bool = False  # the default if the file does not say
+    adds_bos: bool = False  # the default if the file has no such key
 
 
 _WORDS_AND_DIGITS = (
@@ -236,7 +236,7 @@ def _add_ends(
     named: Mapping[str, int],
     adds_bos: bool,
 ) -> None:
-    """Make `add_special_tokens=True` put bos before and eos after a text, if the file asks for them."""
+    """Make `add_special_tokens=True` put bos before and eos after a text, if the file requires them."""
     begins = metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and "bos" in named
     ends = metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in named
     if not begins and not ends:

@@ -1,7 +1,7 @@
 """The decoder block of a head, built from the trunk's own classes.
 
 most families  like the trunk's last attention layer that has experts if the head has, and none if it has none
-exaone_moe     attention as the config's mtp_layer_types says, and a dense MLP
+exaone_moe     attention of the kind in the config's mtp_layer_types, and a dense MLP
 mimo_v2        sliding-window attention and a dense MLP
 longcat        one attention and one dense MLP (the trunk's layers have two attentions, and experts)
 nemotron_h     a stack of the trunk's blocks, which have one mixer each
@@ -107,7 +107,7 @@ def _has_experts(layer: nn.Module) -> bool:
 
 
 def _full_cache(num_parts: int) -> Callable[[], Any]:
-    """A cache without a window: a head attends to its whole text unless its family says otherwise."""
+    """A cache without a window: a head attends to its whole text, except in some families."""
     return (lambda: CacheList(*(KVCache() for _ in range(num_parts)))) if num_parts else KVCache
 
 

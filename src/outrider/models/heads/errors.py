@@ -4,7 +4,7 @@ from outrider.models.errors import ModelUnavailable
 
 
 class HeadError(ModelUnavailable):
-    """A head cannot be used with this model; the message says which tensor is wrong and what to do."""
+    """A head cannot be used with this model; the message names the tensor and what to do."""
 
 
 class UnknownHead(HeadError):

@@ -6,7 +6,7 @@
 
 reference_layer needs about twenty kernels for this, each shorter than its launch. The kernels compute in
 float32. Layers that do not fit use reference_layer. Before the first use with a layer's sizes the kernels are
-compared with reference_layer. If the results differ, the kernels are not used, and the log says so.
+compared with reference_layer. If the results differ, the kernels are not used, and a warning is logged.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 `step` and `commit` can also write the conv state of the layer. A group of 32 lanes holds one row of a head's
 state, key_dim / 32 numbers in each lane. Other devices, wider passes and gates for each key dimension use
 `chunk_delta_rule`. Before the first use on a device the kernels are compared with `chunk_delta_rule`. If the
-results differ, the kernels are not used, and the log says so.
+results differ, the kernels are not used, and a warning is logged.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class VisionEncoder:
 
 
 class _ZeroEmbeddings:
-    """Replaces the language model that mlx-vlm's code asks for token embeddings."""
+    """Replaces the language model from which mlx-vlm's code gets token embeddings."""
 
     def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
         self._hidden_size = hidden_size

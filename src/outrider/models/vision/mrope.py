@@ -1,6 +1,6 @@
 """Multimodal rope (mrope): three positions for each token (time, row, column), for prompts with images.
 
-A family says which of the three positions each rope frequency uses. Where all three are equal, as in text and
+Each rope frequency uses one of the three positions. Where all three are equal, as in text and
 in everything after an image, mrope is plain rope. So text rows, and rows with images once they decode, use
 the model's own rope. Only passes over prompts with images bring GridPositions. See models/layer_swaps.py.
 """
