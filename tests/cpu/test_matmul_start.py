@@ -270,7 +270,8 @@ import pathlib, subprocess, time
 communicate = subprocess.Popen.communicate
 def impatient(process, timeout):
     assert timeout == 30
-    while "child" not in pathlib.Path({runs!r}).read_text():
+    runs = pathlib.Path({runs!r})
+    while not runs.is_file() or "child" not in runs.read_text():
         time.sleep(0.01)
     return communicate(process, timeout=1)
 subprocess.Popen.communicate = impatient
