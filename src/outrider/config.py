@@ -50,29 +50,22 @@ class EngineConfig:
         _at_least("max_rows", self.max_rows, 1)
         _at_least("capacity_step", self.capacity_step, 16)
         _at_least("image_cache_bytes", self.image_cache_bytes, 1)
-        if self.prefill_step_size is not None:
-            _at_least("prefill_step_size", self.prefill_step_size, 1)
-        if self.max_context is not None:
-            _at_least("max_context", self.max_context, 2)
-        if self.memory_budget_bytes is not None:
-            _at_least("memory_budget_bytes", self.memory_budget_bytes, 1)
-        self._check_prefix_cache()
+        _at_least("prefix_cache_disk_bytes", self.prefix_cache_disk_bytes, 1)
+        optional = (("prefill_step_size", 1), ("max_context", 2), ("memory_budget_bytes", 1))
+        for name, minimum in (*optional, ("prefix_cache_bytes", 0)):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), minimum)
+        if self.prefix_cache_dir is not None and not isinstance(self.prefix_cache_dir, str):
+            raise InvalidConfig(f"prefix_cache_dir must be a path as text, not {self.prefix_cache_dir!r}")
+        if self.prefix_cache_dir is not None and self.prefix_cache_bytes == 0:
+            raise InvalidConfig(
+                "prefix_cache_dir needs a prefix cache in memory, but prefix_cache_bytes is 0: change one"
+            )
         is_constant = is_int(self.auto_depth) and 0 <= self.auto_depth <= MAX_DEPTH
         if self.auto_depth != "auto" and not is_constant:
             raise InvalidConfig(f'auto_depth must be "auto" or 0..{MAX_DEPTH}, not {self.auto_depth!r}')
         if self.drafter not in DRAFTERS:
             raise InvalidConfig(f"drafter must be one of {', '.join(DRAFTERS)}, not {self.drafter!r}")
-
-    def _check_prefix_cache(self) -> None:
-        if self.prefix_cache_bytes is not None:
-            _at_least("prefix_cache_bytes", self.prefix_cache_bytes, 0)
-        if self.prefix_cache_dir is not None and not isinstance(self.prefix_cache_dir, str):
-            raise InvalidConfig(f"prefix_cache_dir must be a path as text, not {self.prefix_cache_dir!r}")
-        _at_least("prefix_cache_disk_bytes", self.prefix_cache_disk_bytes, 1)
-        if self.prefix_cache_dir is not None and self.prefix_cache_bytes == 0:
-            raise InvalidConfig(
-                "prefix_cache_dir needs a prefix cache in memory, but prefix_cache_bytes is 0: change one"
-            )
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def a_round(variant: str, index: int, tokens_per_s: float, **changes: Any) -> Ro
 def result(
     *rounds: RoundResult, workload: str = "chat", streams: int = 1, temperature: float = 0.0
 ) -> CaseResult:
-    return CaseResult(Case(WORKLOADS[workload](), streams, temperature), list(rounds))
+    return CaseResult(Case(WORKLOADS[workload], streams, temperature), list(rounds))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from outrider.config import InvalidConfig
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_workload_has_at_least_sixteen_different_tasks(name: str) -> None:
-    workload = WORKLOADS[name]()
+    workload = WORKLOADS[name]
     assert workload.name == name
     assert len({json.dumps(task.messages) for task in workload.tasks}) == len(workload.tasks) >= 16
 
@@ -27,8 +27,8 @@ def test_no_prompt_is_among_those_that_the_head_is_tested_on() -> None:
         resources.files("outrider.models.files") / "data" / "smollm2-135m-instruct" / "held_out_prompts.json"
     )
     held_out = data.read_text()
-    for make in WORKLOADS.values():
-        assert not [task.prompt for task in make().tasks if json.dumps(task.prompt)[1:-1] in held_out]
+    for workload in WORKLOADS.values():
+        assert not [task.prompt for task in workload.tasks if json.dumps(task.prompt)[1:-1] in held_out]
 
 
 def test_no_prompt_is_among_those_that_the_head_is_trained_on() -> None:
@@ -44,13 +44,13 @@ def test_no_prompt_is_among_those_that_the_head_is_trained_on() -> None:
 
     trained = [re.compile(pattern(template), re.IGNORECASE) for template in everyday["TEMPLATES"]]
     assert any(one.fullmatch("What is the difference between weather and climate?") for one in trained)
-    for make in WORKLOADS.values():
-        prompts = [task.prompt for task in make().tasks]
+    for workload in WORKLOADS.values():
+        prompts = [task.prompt for task in workload.tasks]
         assert not [prompt for prompt in prompts if any(one.fullmatch(prompt) for one in trained)]
 
 
 def test_tasks_go_round() -> None:
-    chat = WORKLOADS["chat"]()
+    chat = WORKLOADS["chat"]
     taken = chat.take(14, 4)
     assert taken[:2] == list(chat.tasks[14:])
     assert [task.prompt for task in taken[2:]] == [f"Question 2. {task.prompt}" for task in chat.tasks[:2]]
@@ -59,13 +59,13 @@ def test_tasks_go_round() -> None:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_nothing_is_asked_twice_in_a_round_or_in_the_next_ones(name: str) -> None:
     """Else a prefix cache would answer for the model, and rounds would be copies of each other."""
-    workload = WORKLOADS[name]()
+    workload = WORKLOADS[name]
     asked = [task for index in range(4) for task in workload.take(32 * index, 32, index)]
     assert len({(task.prompt, task.kind) for task in asked}) == len(asked) == 128
 
 
 def test_a_fresh_workload_never_begins_twice_alike() -> None:
-    long = WORKLOADS["long"]()
+    long = WORKLOADS["long"]
     starts = {task.prompt[:16] for run in range(4) for task in long.take(run * 16, 16, run)}
     assert len(starts) == 64
     assert len({len(start) for start in starts}) == 1
@@ -73,15 +73,13 @@ def test_a_fresh_workload_never_begins_twice_alike() -> None:
 
 
 def test_a_third_of_the_mixed_rows_is_of_each_kind() -> None:
-    kinds = [task.kind for task in WORKLOADS["mixed"]().take(0, 6)]
+    kinds = [task.kind for task in WORKLOADS["mixed"].take(0, 6)]
     assert kinds == ["plain", "free", "constrained"] * 2
-    assert all(
-        (task.schema is not None) == (task.kind == "constrained") for task in WORKLOADS["mixed"]().tasks
-    )
+    assert all((task.schema is not None) == (task.kind == "constrained") for task in WORKLOADS["mixed"].tasks)
 
 
 def test_the_shared_prefix_is_long_and_the_same() -> None:
-    tasks = WORKLOADS["shared"]().tasks
+    tasks = WORKLOADS["shared"].tasks
     assert len({task.system for task in tasks}) == 1
     assert len(tasks[0].system or "") > 2000
     assert [message["role"] for message in tasks[0].messages] == ["system", "user"]

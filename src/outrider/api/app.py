@@ -80,6 +80,12 @@ def create_server(
 
     `context_parts`: further fields of ServerContext, such as `prefix_cache`, or a clock for tests.
     """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await stop_engine()
+
     metrics = metrics or Metrics()
     live = LiveRequests(settings.max_rows, settings.max_queue, settings.retry_after_s, metrics)
     metrics.watch_live_requests(lambda: live.num_live)
@@ -90,7 +96,7 @@ def create_server(
         description=DESCRIPTION,
         middleware=_middleware(settings, metrics),
         exception_handlers=HANDLERS,
-        lifespan=_lifespan(stop_engine),
+        lifespan=lifespan,
         redoc_url=None,
     )
     if context.prefix_cache is not None:
@@ -118,12 +124,3 @@ def _middleware(settings: ServerSettings, metrics: Metrics) -> list[Middleware]:
     if settings.api_key:
         stack.append(Middleware(RequireKey, api_key=settings.api_key))
     return [*stack, Middleware(BodyLimit, max_bytes=settings.max_body_bytes)]
-
-
-def _lifespan(stop_engine: StopEngine) -> Callable[[FastAPI], Any]:
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await stop_engine()
-
-    return lifespan

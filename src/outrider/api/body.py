@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
@@ -83,6 +83,14 @@ def _check_content_type(content_type: str) -> None:
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         sent = repr(kind) if kind else "missing"
         raise ApiError(415, f"Content-Type must be application/json, and is {sent}")
+
+
+def json_router(tag: str, *routes: tuple[str, str, Callable[..., Any], str]) -> APIRouter:
+    """A router of endpoints with JSON bodies. A route is (method, path, endpoint, summary)."""
+    router = APIRouter(tags=[tag], route_class=JsonRoute)
+    for method, path, endpoint, summary in routes:
+        router.add_api_route(path, endpoint, methods=[method], summary=summary, response_model=None)
+    return router
 
 
 def check_extra(body: BaseModel, refusals: Mapping[str, str]) -> None:

@@ -138,7 +138,9 @@ def sampling_params(
     """Fields that the request leaves out get the engine's defaults. Raises InvalidRequest."""
     given: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAMES}
     given |= {"top_k": 0 if body.top_k == -1 else body.top_k, "logit_bias": _logit_bias(body.logit_bias)}
-    given["cache_salt"] = _cache_salt(body.cache_salt)
+    tenant = current_tenant.get()
+    if tenant or body.cache_salt:
+        given["cache_salt"] = f"{tenant}/{body.cache_salt or ''}"
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
         max_tokens=max_tokens, stop=stop or None, logprobs=logprobs, grammar=grammar, **given
@@ -157,12 +159,6 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
         return {int(token_id): value for token_id, value in bias.items()}
     except ValueError:
         raise invalid("logit_bias", "its keys must be token ids, such as {'42': -100}") from None
-
-
-def _cache_salt(salt: str | None) -> str:
-    """The current tenant and the request's own salt."""
-    tenant = current_tenant.get()
-    return f"{tenant}/{salt or ''}" if tenant or salt else ""
 
 
 def template_kwargs(body: ChatFields, effort: str | None = None) -> dict[str, Any]:

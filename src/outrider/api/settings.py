@@ -16,9 +16,7 @@ class ServerSettings:
     port: int = 8000
     api_key: str | None = None
     allow_public_without_key: bool = False
-    served_model_names: tuple[str, ...] = (
-        "model",
-    )  # answers carry the first, unless a request names another
+    served_model_names: tuple[str, ...] = ("model",)  # an answer has the requested name, or the first
     old_model_names: tuple[str, ...] = ()  # names of earlier releases: accepted in requests, not listed
     max_tokens: int | None = None  # of an answer whose request sets no limit; None: up to max_context
     max_rows: int = 16  # sequences that the engine decodes at once (vLLM: max_num_seqs)
@@ -44,7 +42,9 @@ class ServerSettings:
             raise InvalidConfig(f"keep_alive_s must be above 0, not {self.keep_alive_s}")
         if not self.served_model_names or not all(self.served_model_names):
             raise InvalidConfig("the served model name is empty: pass --served-model-name NAME")
-        _check_key(self.api_key)
+        key = self.api_key
+        if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
+            raise InvalidConfig("the API key must be printable ASCII without spaces, and not empty")
         if not (self.is_loopback or self.api_key or self.allow_public_without_key):
             raise InvalidConfig(
                 f"other machines may reach {self.host}, and no API key is set. Set a key (--api-key or "
@@ -68,8 +68,3 @@ class ServerSettings:
 def _at_least(name: str, value: float, minimum: float) -> None:
     if value < minimum:
         raise InvalidConfig(f"{name} must be at least {minimum}, not {value}")
-
-
-def _check_key(key: str | None) -> None:
-    if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
-        raise InvalidConfig("the API key must be printable ASCII without spaces, and not empty")

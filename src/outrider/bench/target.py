@@ -76,9 +76,6 @@ def variants_of(targets: list[Target], depths: tuple[DraftDepth, ...]) -> list[V
             found.append(Variant(target.name, target, None))
             continue
         found.append(Variant(f"{prefix}off", target, 0))
-        found += [Variant(prefix + _depth_name(depth), target, depth) for depth in depths]
+        for depth in depths:
+            found.append(Variant(prefix + ("auto" if depth == "auto" else f"depth {depth}"), target, depth))
     return found
-
-
-def _depth_name(depth: DraftDepth) -> str:
-    return "auto" if depth == "auto" else f"depth {depth}"

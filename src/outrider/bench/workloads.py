@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -45,63 +45,33 @@ class Workload:
         taken = [(i, self.tasks[i % len(self.tasks)]) for i in range(start, start + count)]
         if self.is_fresh:  # numbers of four digits, so that all prompts have the same length
             return [_numbered(task, (run * 97 + i) % 9000 + 1000) for i, task in taken]
-        return [_repeated(task, i // len(self.tasks)) for i, task in taken]
-
-
-def _repeated(task: Task, lap: int) -> Task:
-    """A task that was used `lap` times begins with other words, so that no prefix cache holds it."""
-    return replace(task, prompt=f"Question {lap + 1}. {task.prompt}") if lap else task
+        # A task that was used before begins with other words, so that no prefix cache holds it.
+        laps = [(i // len(self.tasks), task) for i, task in taken]
+        return [
+            replace(task, prompt=f"Question {lap + 1}. {task.prompt}") if lap else task for lap, task in laps
+        ]
 
 
 def _numbered(task: Task, number: int) -> Task:
     return replace(task, prompt=f"Report no. {number}\n\n{task.prompt}")
 
 
-def _chat() -> Workload:
-    return Workload("chat", "everyday questions", tuple(Task(text) for text in chat.PROMPTS))
-
-
-def _code() -> Workload:
-    return Workload("code", "programs to write and repair", tuple(Task(text) for text in code.PROMPTS))
-
-
-def _json_tasks() -> tuple[Task, ...]:
-    return tuple(
+def _workloads() -> Iterator[Workload]:
+    everyday = tuple(Task(text) for text in chat.PROMPTS)
+    programs = tuple(Task(text) for text in code.PROMPTS)
+    constrained = tuple(
         Task(JSON_REQUEST + text, schema=schema, kind="constrained") for text, schema in records.PROMPTS
     )
+    long = tuple(Task(f"{reports.report(i)}\n\n{text}") for i, text in enumerate(reports.QUESTIONS))
+    shared = tuple(Task(text, system=handbook.HANDBOOK) for text in handbook.QUESTIONS)
+    plain = [replace(task, kind="plain") for task in everyday]
+    mixed = itertools.chain(*zip(plain, programs, constrained, strict=True))
+    yield Workload("chat", "everyday questions", everyday)
+    yield Workload("code", "programs to write and repair", programs)
+    yield Workload("json", "facts into JSON, with a schema", constrained)
+    yield Workload("long", "questions about a report of about 700 tokens", long, is_fresh=True)
+    yield Workload("shared", "questions under one long system message", shared)
+    yield Workload("mixed", "plain, drafting and constrained rows in turn", tuple(mixed))
 
 
-def _json() -> Workload:
-    return Workload("json", "facts into JSON, with a schema", _json_tasks())
-
-
-def _long() -> Workload:
-    tasks = [Task(f"{reports.report(i)}\n\n{question}") for i, question in enumerate(reports.QUESTIONS)]
-    return Workload("long", "questions about a report of about 700 tokens", tuple(tasks), is_fresh=True)
-
-
-def _shared() -> Workload:
-    tasks = tuple(Task(question, system=handbook.HANDBOOK) for question in handbook.QUESTIONS)
-    return Workload("shared", "questions under one long system message", tasks)
-
-
-def _mixed() -> Workload:
-    """One third never drafts, one third drafts, one third has a JSON schema and drafts."""
-    plain = (Task(text, kind="plain") for text in chat.PROMPTS)
-    free = (Task(text) for text in code.PROMPTS)
-    rows = zip(plain, free, _json_tasks(), strict=True)
-    return Workload("mixed", "plain, drafting and constrained rows in turn", tuple(itertools.chain(*rows)))
-
-
-WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "chat": _chat,
-    "code": _code,
-    "json": _json,
-    "long": _long,
-    "shared": _shared,
-    "mixed": _mixed,
-}
-
-
-def workloads(names: Sequence[str]) -> list[Workload]:
-    return [WORKLOADS[name]() for name in names]
+WORKLOADS = {workload.name: workload for workload in _workloads()}

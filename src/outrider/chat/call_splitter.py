@@ -9,7 +9,7 @@ Must not know any particular format. A region without a valid call is text, mark
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from outrider.chat.formats.tool_format import ToolFormat, ToolsByName
 from outrider.chat.json_text import JsonEnd
@@ -20,48 +20,31 @@ from outrider.chat.splitters import (
     CallsSegment,
     MarkerSearch,
     Segment,
+    StateSplitter,
     TextSegment,
 )
 
 
-class CallSplitter:
+class CallSplitter(StateSplitter):
     """`streams_calls`: a grammar guarantees the form of calls, so arguments are passed on as they arrive."""
 
     def __init__(self, format: ToolFormat, tools: ToolsByName, streams_calls: bool = False) -> None:
+        super().__init__(self._outside)
         self._format = format
         self._region = format.region
         self._tools = tools
         self._header = format.header if streams_calls else None
-        self._held = ""
-        self._is_final = False
         self._is_fresh = True  # only blanks have come since the start of the answer or the end of a call
         self._follows_call = False
         self._raw = ""  # the text of the region before the held text
         self._end: _RegionEnd | None = None
         self._arguments = JsonEnd()
-        self._state: Callable[[], Iterator[Segment]] = self._outside
         self._anywhere = MarkerSearch(
             self._region.before + (() if self._region.opens_answer_only else self._region.opening)
         )
         self._after = MarkerSearch(self._region.after)
 
-    def push(self, text: str) -> Iterator[Segment]:
-        self._held += text
-        yield from self._run()
-
-    def finish(self) -> Iterator[Segment]:
-        self._is_final = True
-        yield from self._run()
-
-    def _run(self) -> Iterator[Segment]:
-        """Run states until one of them waits for more text."""
-        while True:
-            before = (self._state, len(self._held))
-            yield from self._state()
-            if (self._state, len(self._held)) == before:
-                return
-
-    # -- states: each consumes the part of the held text that is certain ------------------------------------
+    # -- states -------------------------------------------------------------------------------------------
 
     def _outside(self) -> Iterator[Segment]:
         if self._is_fresh and (self._region.opens_answer_only or self._region.after):
@@ -75,7 +58,7 @@ class CallSplitter:
                 return
         found = self._anywhere.find(self._held, self._is_final)
         if found is None:
-            yield from self._take_text(self._num_safe())
+            yield from self._take_text(self._num_safe(self._anywhere))
             return
         yield from self._take_text(found.start)
         self._enter(found.marker)
@@ -143,9 +126,6 @@ class CallSplitter:
             if not text.isspace():
                 self._is_fresh = self._follows_call = False
             yield TextSegment(text)
-
-    def _num_safe(self) -> int:
-        return len(self._held) if self._is_final else self._anywhere.num_safe(self._held)
 
     def _enter(self, marker: str) -> None:
         if marker in self._region.opening:

@@ -5,7 +5,7 @@ header <|message|> content <|end|>     analysis: reasoning; to=functions.f: a ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from outrider.chat.formats import harmony
 from outrider.chat.formats.tool_format import ToolsByName
@@ -18,48 +18,35 @@ from outrider.chat.splitters import (
     MarkerSearch,
     ReasoningSegment,
     Segment,
+    StateSplitter,
     TextSegment,
 )
 
 _ENDING = (*harmony.STARTS, *harmony.ENDS)  # markers that end a message's content
 
 
-class HarmonySplitter:
+class HarmonySplitter(StateSplitter):
     """The answer starts in a header, or in the reasoning if the prompt has written the header.
 
     Calls are looked for only if there are tools.
     """
 
     def __init__(self, tools: ToolsByName, starts_inside: bool = False, streams_calls: bool = False) -> None:
+        super().__init__(self._in_content if starts_inside else self._in_header)
         self._tools = tools
         self._streams_calls = streams_calls
         self._in_headers = MarkerSearch((harmony.MESSAGE, *_ENDING))
         self._in_contents = MarkerSearch(_ENDING)
-        self._held = ""
-        self._is_final = False
         self._header = harmony.REASONING.opening if starts_inside else ""
         self._call = ""  # the content of a call that is parsed when it is complete
         self._arguments = JsonEnd()
-        self._state: Callable[[], Iterator[Segment]] = self._in_content if starts_inside else self._in_header
-
-    def push(self, text: str) -> Iterator[Segment]:
-        self._held += text
-        yield from self._run()
 
     def finish(self) -> Iterator[Segment]:
-        self._is_final = True
-        yield from self._run()
+        yield from super().finish()
         if self._state == self._in_call:
             yield self._read_call()
         elif self._state == self._in_arguments:
             yield CallClosed()
-
-    def _run(self) -> Iterator[Segment]:
-        while True:
-            before = (self._state, len(self._held))
-            yield from self._state()
-            if (self._state, len(self._held)) == before:
-                return
 
     def _in_header(self) -> Iterator[Segment]:
         """Collect a header. Text before the first marker is answer text."""
@@ -139,9 +126,6 @@ class HarmonySplitter:
             return CallsSegment(tuple(harmony.parse(whole, self._tools)), self._call)
         except ValueError:
             return TextSegment(self._call)
-
-    def _num_safe(self, search: MarkerSearch) -> int:
-        return len(self._held) if self._is_final else search.num_safe(self._held)
 
     def _take(self, num: int) -> str:
         taken, self._held = self._held[:num], self._held[num:]

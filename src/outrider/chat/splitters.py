@@ -6,7 +6,7 @@ Text arrives in chunks. The segments never depend on where the text was cut.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -121,6 +121,34 @@ class ReasoningSplitter:
         self._is_past = True
         self._held = ""
         yield from self._answer.push(text)
+
+
+class StateSplitter:
+    """A splitter with states. A state consumes the part of the held text that is certain."""
+
+    def __init__(self, first: Callable[[], Iterator[Segment]]) -> None:
+        self._state = first
+        self._held = ""
+        self._is_final = False  # no text follows
+
+    def push(self, text: str) -> Iterator[Segment]:
+        self._held += text
+        yield from self._run()
+
+    def finish(self) -> Iterator[Segment]:
+        self._is_final = True
+        yield from self._run()
+
+    def _run(self) -> Iterator[Segment]:
+        """Run states until one of them waits for more text."""
+        while True:
+            before = (self._state, len(self._held))
+            yield from self._state()
+            if (self._state, len(self._held)) == before:
+                return
+
+    def _num_safe(self, search: MarkerSearch) -> int:
+        return len(self._held) if self._is_final else search.num_safe(self._held)
 
 
 @dataclass(frozen=True)

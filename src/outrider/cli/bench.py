@@ -195,7 +195,9 @@ def _measure(
     print()
     console_for(sys.stdout).print(report(benchmark, baselines, is_complete))
     _write_files(args, benchmark, baselines, is_complete)
-    return _status(benchmark) if is_complete else INTERRUPTED
+    if not is_complete:
+        return INTERRUPTED
+    return int(any(one.has_failed for result in benchmark.results for one in result.rounds))
 
 
 def _baselines(given: list[str], variants: list[str]) -> list[str]:
@@ -233,8 +235,3 @@ def _write_files(
     if args.plot is not None:
         write_plot(args.plot, benchmark.results, [one.name for one in benchmark.variants], baselines)
         print(f"Wrote {args.plot}")
-
-
-def _status(benchmark: Benchmark) -> int:
-    """1 if all requests of a round failed."""
-    return int(any(one.has_failed for result in benchmark.results for one in result.rounds))

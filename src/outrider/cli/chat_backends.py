@@ -57,7 +57,8 @@ class LocalBackend:
             while not is_finished:
                 event = self._loop.run(stream.__anext__())
                 is_finished = isinstance(event, Finished)
-                _raise_if_failed(event)
+                if isinstance(event, Finished) and event.reason in ("error", "cancelled"):
+                    raise ChatFailed(event.error or "the answer was cancelled")
                 yield event
         finally:
             stream.abort()
@@ -65,8 +66,3 @@ class LocalBackend:
     def close(self) -> None:
         self._service.close()
         self._loop.close()
-
-
-def _raise_if_failed(event: ChatEvent) -> None:
-    if isinstance(event, Finished) and event.reason in ("error", "cancelled"):
-        raise ChatFailed(event.error or "the answer was cancelled")

@@ -50,7 +50,9 @@ class CacheBudget:
         if not rows:
             return True  # one row alone fits: request validation has checked `longest_context`
         step = self._geometry.capacity_step  # room to grow, so that the new row is not preempted at once
-        cells = max(min(_next_cells(row) + step, _max_cells(row)) for row in (*rows, sequence))
+        max_cells = [row.num_prompt + row.max_tokens + SLACK for row in (*rows, sequence)]
+        next_cells = [_next_cells(row) + step for row in (*rows, sequence)]
+        cells = max(map(min, next_cells, max_cells))
         return self._fits(len(rows) + 1, self._geometry.capacity_for(cells))
 
     def resize(self, rows: Rows[Sequence], num_slots_used: int) -> bool:
@@ -83,11 +85,6 @@ class CacheBudget:
 def _next_cells(sequence: Sequence) -> int:
     """Cells that a row's next step may write."""
     return max(sequence.num_prefill, len(sequence.tokens)) + SLACK
-
-
-def _max_cells(sequence: Sequence) -> int:
-    """Cells that a row can ever write."""
-    return sequence.num_prompt + sequence.max_tokens + SLACK
 
 
 class SlotTable:

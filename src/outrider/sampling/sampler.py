@@ -123,7 +123,8 @@ class _Group:
     def of(cls, kind: Kind, params: Sequence[SamplingParams], for_trace: bool) -> _Group:
         if kind == "greedy":
             return cls(kind, len(params), {})
-        numbers = {"inverse_temperature": _column(map(_inverse_temperature, params)), "seeds": _seeds(params)}
+        factors = [1.0 if p.is_greedy else 1 / max(p.temperature, MIN_TEMPERATURE) for p in params]
+        numbers = {"inverse_temperature": _column(factors), "seeds": _seeds(params)}
         if kind in ("filtered", "wide"):
             top_k = [1 if p.is_greedy else min(p.top_k, 2**30) for p in params]
             numbers["top_k"] = mx.array(top_k)[:, None, None]
@@ -230,10 +231,6 @@ def _best_columns(scaled: mx.array, num: int) -> mx.array:
 def _column(numbers: Any) -> mx.array:
     """[rows, 1, 1]"""
     return mx.array(list(numbers), mx.float32)[:, None, None]
-
-
-def _inverse_temperature(params: SamplingParams) -> float:
-    return 1.0 if params.is_greedy else 1 / max(params.temperature, MIN_TEMPERATURE)
 
 
 def _seeds(params: Sequence[SamplingParams]) -> mx.array:

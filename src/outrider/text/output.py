@@ -138,24 +138,15 @@ class _State:
 def _build_trie(stops: Iterable[str]) -> _State:
     root = _State(depth=0)
     for stop in stops:
-        _insert(root, stop)
-    _link(root)
-    return root
-
-
-def _insert(root: _State, stop: str) -> None:
-    state = root
-    for depth, character in enumerate(stop, start=1):
-        state = state.children.setdefault(character, _State(depth))
-    state.completes = stop
-
-
-def _link(root: _State) -> None:
-    """Set the fallbacks, shorter states first: each fallback builds on the shorter ones."""
+        state = root
+        for depth, character in enumerate(stop, start=1):
+            state = state.children.setdefault(character, _State(depth))
+        state.completes = stop
     queue = deque([root])
-    while queue:
+    while queue:  # set the fallbacks, shorter states first: each fallback builds on the shorter ones
         state = queue.popleft()
         for character, child in state.children.items():
             child.fallback = state.fallback.after(character) if state.fallback else root
             child.completes = child.completes or child.fallback.completes
             queue.append(child)
+    return root

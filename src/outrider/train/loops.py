@@ -16,20 +16,11 @@ def cut_loop(token_ids: Sequence[int]) -> tuple[int, ...]:
     x x x x [a b c] [a b c] a b c a b c a b        a loop of period 3
              stays   stays  cut
     """
-    return tuple(token_ids[: _length_without_loop(token_ids)])
-
-
-def _length_without_loop(token_ids: Sequence[int]) -> int:
-    for period in range(1, min(MAX_PERIOD, len(token_ids) // 3) + 1):
-        repeated = _num_repeated(token_ids, period)  # tokens that equal the token one period before
-        if repeated >= max(PERIODS_LEFT * period, MIN_REPEATED):
-            return len(token_ids) - repeated + (PERIODS_LEFT - 1) * period
-    return len(token_ids)
-
-
-def _num_repeated(token_ids: Sequence[int], period: int) -> int:
     last = len(token_ids) - 1
-    count = 0
-    while last - count - period >= 0 and token_ids[last - count] == token_ids[last - count - period]:
-        count += 1
-    return count
+    for period in range(1, min(MAX_PERIOD, len(token_ids) // 3) + 1):
+        num = 0  # tokens at the end that equal the token one period before
+        while last - num - period >= 0 and token_ids[last - num] == token_ids[last - num - period]:
+            num += 1
+        if num >= max(PERIODS_LEFT * period, MIN_REPEATED):
+            return tuple(token_ids[: len(token_ids) - num + (PERIODS_LEFT - 1) * period])
+    return tuple(token_ids)

@@ -6,7 +6,6 @@ Must not know the model.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
@@ -48,7 +47,7 @@ def orthogonal(matrix: mx.array, num_steps: int) -> mx.array:
 def new_optimizer() -> optimizers.MultiOptimizer:
     muon = Muon(learning_rate=0.0, weight_decay=MUON_DECAY)
     adam = optimizers.AdamW(learning_rate=0.0, betas=[0.9, 0.98], weight_decay=0.0, bias_correction=True)
-    return optimizers.MultiOptimizer([muon, adam], [_is_matrix])
+    return optimizers.MultiOptimizer([muon, adam], [lambda _, parameter: parameter.ndim >= 2])
 
 
 def set_rate(optimizer: optimizers.MultiOptimizer, rate: float) -> None:
@@ -62,7 +61,3 @@ def rate_factor(step: int, share_done: float, num_steps: int | None) -> float:
     warm_up = WARM_UP_STEPS if num_steps is None else min(WARM_UP_STEPS, 1 + int(WARM_UP_SHARE * num_steps))
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share_done)))
     return min(1.0, (step + 1) / warm_up) * (MIN_RATE_FACTOR + (1 - MIN_RATE_FACTOR) * cosine)
-
-
-def _is_matrix(_: str, parameter: Any) -> bool:
-    return bool(parameter.ndim >= 2)

@@ -18,21 +18,15 @@ MIN_PROMPTS = 8  # some of them are held out for evaluation; chosen by hand
 
 def read_prompts(path: Path) -> list[list[Message]]:
     """Each prompt as messages. Raises TrainingError, which names the line, for a line that cannot be read."""
-    prompts = [
-        _parse(line, f"{path}, line {number}")
-        for number, line in enumerate(_read(path).splitlines(), 1)
-        if line.strip()
-    ]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainingError(f"The prompt file {path} cannot be read: {error}.") from error
+    numbered = enumerate(lines, 1)
+    prompts = [_parse(line, f"{path}, line {number}") for number, line in numbered if line.strip()]
     if len(prompts) < MIN_PROMPTS:
         raise TrainingError(f"{path} holds {len(prompts)} prompts; at least {MIN_PROMPTS} are needed.")
     return prompts
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TrainingError(f"The prompt file {path} cannot be read: {error}.") from error
 
 
 def _parse(line: str, where: str) -> list[Message]:

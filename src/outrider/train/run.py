@@ -49,10 +49,10 @@ ROWS_ON_CPU, ROWS_ON_GPU = 16, 64  # conversations that are synthesised at once
 
 @dataclass(frozen=True)
 class Job:
-    """The user's options. `asked` holds only options that the user gave."""
+    """The user's options."""
 
     model: str | Path
-    asked: Mapping[str, Any] = field(default_factory=dict)  # field of TrainingSettings -> value
+    given: Mapping[str, Any] = field(default_factory=dict)  # TrainingSettings that the user has set, by name
     out: Path | None = None
     prompts: Path | None = None
     resume: bool = False
@@ -73,24 +73,21 @@ def train_head(
     folder = loader.find_folder(job.model)
     run_folder = RunFolder(_out(job, folder))
     _check_place(job, run_folder, folder)
-    trunk = _check_model(folder)
+    loaded = loader.load(folder)
+    heads.head_kv_spec(heads.new_head(loaded.trunk), loaded.trunk)  # raises if its layer cannot be a head's
+    fingerprint = trunk_fingerprint(folder.resolve().name, loaded.config)
+    del loaded
     with run_folder.locked():
-        record = _record(job, run_folder, trunk, prompts)
+        record = _record(job, run_folder, fingerprint, prompts)
         try:
-            figures = _stages(folder, record, run_folder, listener, on_step)
+            data = _synthesise(folder, record, run_folder, listener)
+            trunk = loader.load(folder).trunk
+            state = _train(trunk, data, record.settings, run_folder.folder, listener, on_step)
+            figures = _finish(trunk, data, record, state, run_folder.out)
         except KeyboardInterrupt:
             raise Interrupted("between two stages") from None
         run_folder.remove()
     return run_folder.out, figures
-
-
-def _stages(
-    folder: Path, record: RunRecord, run_folder: RunFolder, listener: Listener, on_step: OnStep
-) -> Figures:
-    data = _synthesise(folder, record, run_folder, listener)
-    trunk = loader.load(folder).trunk
-    state = _train(trunk, data, record.settings, run_folder.folder, listener, on_step)
-    return _finish(trunk, data, record, state, run_folder.out)
 
 
 # -- check -----------------------------------------------------------------------------------------------
@@ -123,22 +120,15 @@ def _check_place(job: Job, run_folder: RunFolder, folder: Path) -> None:
         )
 
 
-def _check_model(folder: Path) -> dict[str, str]:
-    """The model's fingerprint. Raises if the model is not supported or its layer cannot be a head's layer."""
-    loaded = loader.load(folder)
-    heads.head_kv_spec(heads.new_head(loaded.trunk), loaded.trunk)
-    return trunk_fingerprint(folder.resolve().name, loaded.config)
-
-
 def _record(job: Job, run_folder: RunFolder, trunk: dict[str, str], prompts: list) -> RunRecord:
     if job.resume:
         record = run_folder.record()
-        check_same(record, trunk, job.asked, prompts)
+        check_same(record, trunk, job.given, prompts)
         return record
-    asked = dict(job.asked)
+    given = dict(job.given)
     if prompts:
-        asked.setdefault("conversations", max(MIN_CONVERSATIONS, len(prompts)))
-    record = RunRecord(trunk, TrainingSettings(**asked), prompts)
+        given.setdefault("conversations", max(MIN_CONVERSATIONS, len(prompts)))
+    record = RunRecord(trunk, TrainingSettings(**given), prompts)
     run_folder.begin(record)
     return record
 
@@ -160,7 +150,12 @@ def _synthesise(folder: Path, record: RunRecord, run_folder: RunFolder, listener
     data = Data(
         [one for one in exchanges if not one.is_held_out], [one for one in exchanges if one.is_held_out]
     )
-    _check_enough(data)
+    num_targets = sum(one.num_targets for one in data.exchanges)
+    if num_targets < MIN_TARGETS or len(data.held_out) < MIN_HELD_OUT:
+        raise TrainingError(
+            f"Too little data: {num_targets} targets and {len(data.held_out)} held-out answers, at least "
+            f"{MIN_TARGETS} and {MIN_HELD_OUT} are needed. Start afresh with more --conversations."
+        )
     return data
 
 
@@ -170,15 +165,6 @@ def _run_engine(folder: Path, record: RunRecord, file: ExchangeFile, listener: L
         synthesis = Synthesis(llm.async_engine, llm.tokenizer, record.settings, record.prompts)
         synthesis.check_prompts()
         synthesise(synthesis, file, record.settings.conversations, num_rows, listener)
-
-
-def _check_enough(data: Data) -> None:
-    num_targets = sum(one.num_targets for one in data.exchanges)
-    if num_targets < MIN_TARGETS or len(data.held_out) < MIN_HELD_OUT:
-        raise TrainingError(
-            f"Too little data: {num_targets} targets and {len(data.held_out)} held-out answers, at least "
-            f"{MIN_TARGETS} and {MIN_HELD_OUT} are needed. Start afresh with more --conversations."
-        )
 
 
 # -- train, measure, write -------------------------------------------------------------------------------

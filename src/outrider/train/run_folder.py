@@ -89,11 +89,11 @@ class RunFolder:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def check_same(record: RunRecord, trunk: Mapping[str, str], asked: Mapping[str, Any], prompts: Any) -> None:
+def check_same(record: RunRecord, trunk: Mapping[str, str], given: Mapping[str, Any], prompts: Any) -> None:
     """TrainingError: the user resumes with another model, other settings or other prompts."""
     if record.trunk["trunk_config_sha256"] != trunk["trunk_config_sha256"]:
         raise TrainingError(f"The run was begun for another model, {record.trunk['trunk']}.")
-    for name, value in asked.items():
+    for name, value in given.items():
         begun_with = getattr(record.settings, name)
         if value != begun_with:
             option = f"--{name.replace('_', '-')}"

@@ -26,7 +26,7 @@ from outrider.train.batches import Batch, batches_from, make_batch, split
 from outrider.train.chain import chain_outputs
 from outrider.train.checkpoint import Milestone, TrainState, Tree
 from outrider.train.errors import Interrupted, TrainingError
-from outrider.train.evaluate import Acceptance, evaluate
+from outrider.train.evaluate import evaluate
 from outrider.train.exchanges import Exchange
 from outrider.train.loss import BatchLoss, loss_and_gradients
 from outrider.train.optimizer import new_optimizer, rate_factor, set_rate
@@ -103,7 +103,8 @@ class Trainer:
             num_targets=state.num_targets + sum(batch.num_targets for batch in batches),
             trained_s=state.trained_s + time.perf_counter() - began_s,
         )
-        after = self._with_milestone(after, self._is_milestone(share_done, self._share_done(after)))
+        is_due = int(share_done * NUM_MILESTONES) < int(self._share_done(after) * NUM_MILESTONES)
+        after = self._with_milestone(after, is_due)
         self._on_step(after.step, loss)
         self._report(after, f"loss {loss.total:.2f}", after.milestones != state.milestones)
         return after
@@ -145,18 +146,11 @@ class Trainer:
         steps, seconds = self._settings.num_steps, self._settings.seconds
         return max(state.step / steps if steps else 0.0, state.trained_s / seconds if seconds else 0.0)
 
-    @staticmethod
-    def _is_milestone(before: float, after: float) -> bool:
-        return int(before * NUM_MILESTONES) < int(after * NUM_MILESTONES)
-
     def _with_milestone(self, state: TrainState, is_due: bool) -> TrainState:
         if not is_due:
             return state
-        milestone = Milestone(state.step, self._measure())
-        return replace(state, milestones=(*state.milestones, milestone))
-
-    def _measure(self) -> Acceptance:
-        return evaluate(self._head, self._trunk, self._held_out, self._settings.depths)
+        measured = evaluate(self._head, self._trunk, self._held_out, self._settings.depths)
+        return replace(state, milestones=(*state.milestones, Milestone(state.step, measured)))
 
     def _report(self, state: TrainState, note: str, is_news: bool) -> None:
         if state.milestones:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from outrider.api import sse
 from outrider.api.answers import Answers, failure_of
 from outrider.api.anthropic.messages_request import CountTokensRequest, MessagesRequest, messages_request
-from outrider.api.body import JsonRoute, check_extra
+from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
 from outrider.api.errors import anthropic_error
 from outrider.api.request_fields import UNSUPPORTED_IN_CHAT
@@ -213,14 +213,9 @@ def _parse_arguments(arguments: str) -> Any:
 
 
 def messages_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"], route_class=JsonRoute)
     api = Messages(context)
-    router.add_api_route("/v1/messages", api.create, methods=["POST"], summary="Message", response_model=None)
-    router.add_api_route(
-        "/v1/messages/count_tokens",
-        api.count,
-        methods=["POST"],
-        summary="Count a conversation's tokens",
-        response_model=None,
+    return json_router(
+        "Anthropic",
+        ("POST", "/v1/messages", api.create, "Message"),
+        ("POST", "/v1/messages/count_tokens", api.count, "Count a conversation's tokens"),
     )
-    return router

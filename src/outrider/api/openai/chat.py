@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from outrider.api import sse
 from outrider.api.answers import Answers, EventStream, failure_of
-from outrider.api.body import JsonRoute, check_extra
+from outrider.api.body import check_extra, json_router
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.errors import openai_error
 from outrider.api.logprobs import chat_logprobs
@@ -228,9 +228,5 @@ def _delta(event: ChatEvent) -> dict[str, Any] | None:
 
 
 def chat_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
-    api = ChatCompletions(context)
-    router.add_api_route(
-        "/v1/chat/completions", api.create, methods=["POST"], summary="Chat completion", response_model=None
-    )
-    return router
+    create = ChatCompletions(context).create
+    return json_router("OpenAI", ("POST", "/v1/chat/completions", create, "Chat completion"))

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from outrider.api import sse
 from outrider.api.answers import Answers, failure_of
-from outrider.api.body import JsonRoute, check_extra
+from outrider.api.body import check_extra, json_router
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.errors import openai_error, refused
 from outrider.api.logprobs import MIN_LOGPROB, TokenText
@@ -241,9 +241,5 @@ class CompletionLogprobs:
 
 
 def completions_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
-    api = Completions(context)
-    router.add_api_route(
-        "/v1/completions", api.create, methods=["POST"], summary="Text completion", response_model=None
-    )
-    return router
+    create = Completions(context).create
+    return json_router("OpenAI", ("POST", "/v1/completions", create, "Text completion"))

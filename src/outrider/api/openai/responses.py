@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse
 
 from outrider.api import sse
-from outrider.api.body import JsonRoute, check_extra
+from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
 from outrider.api.errors import ApiError
 from outrider.api.openai.response_store import ResponseStore, StoredResponse
@@ -147,7 +147,10 @@ def _new_response(
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": chat.params.temperature,
-        "text": {"format": _format(text.format if text else None), "verbosity": "medium"},
+        "text": {
+            "format": _plain(text.format if text else None) or {"type": "text"},
+            "verbosity": "medium",
+        },
         "tool_choice": _plain(body.tool_choice) or "auto",
         "tools": [_rendered_tool(tool) for tool in chat.tools],
         "top_logprobs": body.top_logprobs or 0,
@@ -156,13 +159,6 @@ def _new_response(
         "usage": None,
         "user": body.user,
     }
-
-
-def _format(given: Any) -> dict[str, Any]:
-    if given is None:
-        return {"type": "text"}
-    rendered: dict[str, Any] = given.model_dump(by_alias=True, exclude_none=True)
-    return rendered
 
 
 def _rendered_tool(tool: Any) -> dict[str, Any]:
@@ -176,19 +172,16 @@ def _rendered_tool(tool: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
+    return value.model_dump(by_alias=True, exclude_none=True) if hasattr(value, "model_dump") else value
 
 
 def responses_router(context: ServerContext) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
-    api = Responses(context)
-
-    def add(path: str, endpoint: Any, method: str, summary: str) -> None:
-        router.add_api_route(path, endpoint, methods=[method], summary=summary, response_model=None)
-
-    add("/v1/responses", api.create, "POST", "Response")
-    add("/v1/responses/input_tokens", api.count, "POST", "Count an input's tokens")
-    add("/v1/responses/{response_id}", api.retrieve, "GET", "A stored response")
-    add("/v1/responses/{response_id}/input_items", api.list_input, "GET", "The input of a stored response")
-    add("/v1/responses/{response_id}", api.delete, "DELETE", "Delete a stored response")
-    return router
+    api, path = Responses(context), "/v1/responses/{response_id}"
+    return json_router(
+        "OpenAI",
+        ("POST", "/v1/responses", api.create, "Response"),
+        ("POST", "/v1/responses/input_tokens", api.count, "Count an input's tokens"),
+        ("GET", path, api.retrieve, "A stored response"),
+        ("GET", f"{path}/input_items", api.list_input, "The input of a stored response"),
+        ("DELETE", path, api.delete, "Delete a stored response"),
+    )

@@ -12,6 +12,8 @@ from outrider.api.answers import Answers
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.operations.prefix_cache import status_of
 
+READY = "200 while new requests are accepted, 503 during a shutdown"
+
 
 def health_router(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["operations"])
@@ -20,14 +22,8 @@ def health_router(context: ServerContext) -> APIRouter:
     async def live() -> Response:
         return JSONResponse({"status": "live"})
 
-    @router.get(
-        "/health", summary="200 while new requests are accepted, 503 during a shutdown", response_model=None
-    )
-    @router.get(
-        "/health/ready",
-        summary="200 while new requests are accepted, 503 during a shutdown",
-        response_model=None,
-    )
+    @router.get("/health", summary=READY, response_model=None)
+    @router.get("/health/ready", summary=READY, response_model=None)
     async def ready() -> Response:
         if context.live.is_draining:
             return JSONResponse({"status": "shutting down"}, 503, {"Retry-After": "5"})

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -166,18 +167,21 @@ class StepMetrics:
         return list(self._drafted), list(self._accepted)
 
     def collect(self) -> Iterator[Metric]:
-        yield _counter("outrider_steps", "Steps, by the kinds of their decoding rows", "rows", self._steps)
-        yield _counter("outrider_row_steps", "Rows over all steps, by kind", "kind", self._row_steps)
+        counter = partial(_labelled, CounterMetricFamily)
+        yield counter("outrider_steps", "Steps, by the kinds of their decoding rows", "rows", self._steps)
+        yield counter("outrider_row_steps", "Rows over all steps, by kind", "kind", self._row_steps)
         by_position = enumerate(self._drafted, 1), enumerate(self._accepted, 1)
         drafted, accepted = ({str(position): n for position, n in pairs} for pairs in by_position)
-        yield _counter("outrider_drafted_tokens", "Drafts verified, by position", "position", drafted)
-        yield _counter("outrider_accepted_tokens", "Drafts accepted, by position", "position", accepted)
+        yield counter("outrider_drafted_tokens", "Drafts verified, by position", "position", drafted)
+        yield counter("outrider_accepted_tokens", "Drafts accepted, by position", "position", accepted)
         prefilled, committed = self._num_prefilled, self._num_committed
         yield CounterMetricFamily("outrider_prefilled_tokens", "Prompt tokens computed", value=prefilled)
         yield CounterMetricFamily("outrider_committed_tokens", "Tokens committed", value=committed)
         yield self._seconds.family("outrider_step_seconds", "Duration of a step")
         yield self._stride.family("outrider_stride_tokens", "Tokens that a decoding row committed in a step")
-        yield self._row_gauge()
+        kinds = [row.kind for row in self.rows]
+        rows = {str(kind): kinds.count(kind) for kind in ROW_KINDS}
+        yield _labelled(GaugeMetricFamily, "outrider_rows", "Rows of the last step, by kind", "kind", rows)
         yield GaugeMetricFamily("outrider_depth", "Drafts per decoding row, last step", value=self.depth)
         yield GaugeMetricFamily("outrider_waiting_requests", "Requests that wait", value=self.num_waiting)
         yield GaugeMetricFamily("outrider_cache_bytes", "Bytes of the KV caches", value=self.cache_bytes)
@@ -193,16 +197,9 @@ class StepMetrics:
             "outrider_image_cache_bytes", "Bytes of cached image embeddings", value=self._embedding_bytes
         )
 
-    def _row_gauge(self) -> GaugeMetricFamily:
-        gauge = GaugeMetricFamily("outrider_rows", "Rows of the last step, by kind", labels=["kind"])
-        rows = self.rows
-        for kind in ROW_KINDS:
-            gauge.add_metric([kind], sum(row.kind == kind for row in rows))
-        return gauge
 
-
-def _counter(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[label])
+def _labelled(kind: Any, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    family: CounterMetricFamily | GaugeMetricFamily = kind(name, text, labels=[label])
     for value, count in counts.items():
         family.add_metric([value], count)
     return family

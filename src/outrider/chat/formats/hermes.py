@@ -11,13 +11,9 @@ import re
 
 from outrider.chat.conversation import Tool
 from outrider.chat.formats.call_grammar import CallGrammar
-from outrider.chat.formats.json_calls import arguments_of, calls_from, header
-from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
-from outrider.chat.json_text import dumps, ends_in_string, loads
-
-
-def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
-    return calls_from(loads(body))
+from outrider.chat.formats.json_calls import arguments_of, header, parse_json_calls
+from outrider.chat.formats.tool_format import Region, ToolFormat
+from outrider.chat.json_text import dumps, ends_in_string
 
 
 def call_grammar(tool: Tool) -> CallGrammar:
@@ -29,7 +25,7 @@ FORMAT = ToolFormat(
     name="hermes",
     template_pattern=re.compile("<tool_call>"),
     region=Region(opening=("<tool_call>",), closing=("</tool_call>",), is_open=ends_in_string),
-    parse=parse,
+    parse=parse_json_calls,
     call_grammar=call_grammar,
     header=header("arguments"),
     instructions=(

@@ -8,8 +8,12 @@ from typing import Any
 
 from outrider.chat.conversation import Tool
 from outrider.chat.formats.call_grammar import JsonValue
-from outrider.chat.formats.tool_format import ParsedCall
+from outrider.chat.formats.tool_format import ParsedCall, ToolsByName
 from outrider.chat.json_text import dumps, loads
+
+
+def parse_json_calls(body: str, tools: ToolsByName) -> list[ParsedCall]:
+    return calls_from(loads(body))
 
 
 def calls_from(value: Any) -> list[ParsedCall]:

@@ -9,13 +9,9 @@ import re
 
 from outrider.chat.conversation import Tool
 from outrider.chat.formats.call_grammar import CallGrammar
-from outrider.chat.formats.json_calls import arguments_of, calls_from, header
-from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
-from outrider.chat.json_text import dumps, loads
-
-
-def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
-    return calls_from(loads(body))
+from outrider.chat.formats.json_calls import arguments_of, header, parse_json_calls
+from outrider.chat.formats.tool_format import Region, ToolFormat
+from outrider.chat.json_text import dumps
 
 
 def call_grammar(tool: Tool) -> CallGrammar:
@@ -33,7 +29,7 @@ FORMAT = ToolFormat(
         opens_answer_only=True,
         keeps_opening=True,
     ),
-    parse=parse,
+    parse=parse_json_calls,
     call_grammar=call_grammar,
     between="; ",
     header=header("parameters"),

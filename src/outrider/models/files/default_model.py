@@ -50,26 +50,17 @@ def ensure(progress: Listener = ignore, release: Release = SMOLLM2) -> Path:
     """
 
     def build(work: Path) -> None:
-        _build(work, release, progress)
+        scratch = work.parent / "download"
+        scratch.mkdir()
+        fetched = download(release, scratch, progress)
+        progress(Progress("Converting the default model", 0, release.num_bytes))
+        gguf.convert(fetched.path, work)
+        shutil.rmtree(scratch)
+        file, source = release.file_name, fetched.source
+        readme = README.format(name=NAME, license=LICENSE, file=file, sha256=release.sha256, source=source)
+        (work / "README.md").write_text(readme)
+        (work / "LICENSE").write_text(LICENSE_NOTE)
+        origin.write(work, origin.Origin(NAME, source, LICENSE, release.sha256))
+        progress(Progress("Converting the default model", release.num_bytes, release.num_bytes))
 
     return build_once(folder(), build, origin.is_intact)
-
-
-def _build(work: Path, release: Release, progress: Listener) -> None:
-    scratch = work.parent / "download"
-    scratch.mkdir()
-    fetched = download(release, scratch, progress)
-    progress(Progress("Converting the default model", 0, release.num_bytes))
-    gguf.convert(fetched.path, work)
-    shutil.rmtree(scratch)
-    _write_notes(work, release, fetched.source)
-    progress(Progress("Converting the default model", release.num_bytes, release.num_bytes))
-
-
-def _write_notes(work: Path, release: Release, source: str) -> None:
-    readme = README.format(
-        name=NAME, license=LICENSE, file=release.file_name, sha256=release.sha256, source=source
-    )
-    (work / "README.md").write_text(readme)
-    (work / "LICENSE").write_text(LICENSE_NOTE)
-    origin.write(work, origin.Origin(NAME, source, LICENSE, release.sha256))

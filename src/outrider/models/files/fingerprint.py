@@ -22,18 +22,14 @@ def fingerprint(modules: Iterable[nn.Module], *facts: object) -> str:
     """`facts`: anything else that changes the results of the modules."""
     digest = hashlib.sha256()
     for module in modules:
-        digest.update(f"{type(module).__module__}.{type(module).__qualname__} {_settings(module)}\n".encode())
+        settings = getattr(module, "args", None)  # of an mlx-lm model: scales, rope, windows
+        digest.update(f"{type(module).__module__}.{type(module).__qualname__} {settings!r}\n".encode())
         for name, array in sorted(dict(tree_flatten(module.parameters())).items()):
             line = f"{name} {array.shape} {array.dtype} {_checksums(array)}\n"
             digest.update(line.encode())
     for fact in facts:
         digest.update(f"{fact!r}\n".encode())
     return digest.hexdigest()[:LENGTH]
-
-
-def _settings(module: nn.Module) -> str:
-    """Return the arguments of an mlx-lm model: scales, rope, windows."""
-    return repr(getattr(module, "args", None))
 
 
 def _checksums(array: mx.array) -> list[int]:

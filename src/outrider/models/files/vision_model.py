@@ -67,15 +67,10 @@ def ensure(progress: Listener = ignore, release: Release = SMOLLM2) -> Path:
         record = origin.read(made)
         return record is not None and record.source == source and origin.is_intact(made)
 
-    _rename_old_folder()
-    return build_once(folder(), build, is_usable)
-
-
-def _rename_old_folder() -> None:
-    """Rename a folder that an earlier release made, so that only one copy stays in the cache."""
-    for name in OLD_NAMES:
+    for name in OLD_NAMES:  # rename the folder of an earlier release, so that the cache has one copy only
         with suppress(OSError):  # no such folder, or the new folder exists already
             os.rename(models_folder() / name, folder())
+    return build_once(folder(), build, is_usable)
 
 
 def source_of(encoder: Path) -> str:

@@ -7,7 +7,7 @@ among equals. A ranked list of merges gives the same result if the list is sorte
 and holds every cut of each piece into two pieces of the vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -19,33 +19,17 @@ def backend(
 ) -> Tokenizer:
     """`pieces`: the tokens that ordinary text can produce, with None in the place of the other tokens."""
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=_merges(pieces, scores), byte_fallback=True, fuse_unk=True)
-    )
-    tokenizer.normalizer = _normalizer(prefixes_space)
-    tokenizer.decoder = _decoder(prefixes_space)
-    return tokenizer
-
-
-def _merges(pieces: Sequence[str | None], scores: Sequence[float]) -> list[tuple[str, str]]:
     ids = {piece: index for index, piece in enumerate(pieces) if piece is not None}
-    ranked = sorted(ids, key=lambda piece: -scores[ids[piece]])
-    return [pair for piece in ranked for pair in _cuts(piece, ids)]
-
-
-def _cuts(piece: str, ids: dict[str, int]) -> Iterator[tuple[str, str]]:
-    cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-    known = [(left, right) for left, right in cuts if left in ids and right in ids]
-    return iter(sorted(known, key=lambda cut: (ids[cut[0]], ids[cut[1]])))
-
-
-def _normalizer(prefixes_space: bool) -> normalizers.Normalizer:
-    steps = [normalizers.Prepend(SPACE)] if prefixes_space else []
-    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-
-
-def _decoder(prefixes_space: bool) -> decoders.Decoder:
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefixes_space:
-        steps.append(decoders.Strip(content=" ", left=1))
-    return decoders.Sequence(steps)
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(ids, key=lambda piece: -scores[ids[piece]]):
+        cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        known = [(left, right) for left, right in cuts if left in ids and right in ids]
+        merges += sorted(known, key=lambda cut: (ids[cut[0]], ids[cut[1]]))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True))
+    prepend = [normalizers.Prepend(SPACE)] if prefixes_space else []
+    strip = [decoders.Strip(content=" ", left=1)] if prefixes_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", SPACE)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer

@@ -91,19 +91,14 @@ def _matching_layer(model: nn.Module, caches: list[Any], has_experts: bool | Non
     """The number of the trunk's last attention layer with experts (True), without (False), or any (None)."""
     for number in reversed(range(len(model.layers))):
         layer = model.layers[number]
-        is_attention = len(caches) != len(model.layers) or _is_attention(caches[number])
-        if is_attention and has_experts in (None, _has_experts(layer)):
+        cache = caches[number] if len(caches) == len(model.layers) else KVCache()
+        parts = getattr(cache, "caches", (cache,))
+        is_attention = all(isinstance(part, KVCache | RotatingKVCache) for part in parts)
+        layer_has_experts = any(EXPERTS.search(f"{path}.") for path, _ in layer.named_modules())
+        if is_attention and has_experts in (None, layer_has_experts):
             return number
     kind = "with experts" if has_experts else "without experts"
     raise HeadError(f"a head for another model: its block is {kind}, and this model has no such layer.")
-
-
-def _is_attention(cache: Any) -> bool:
-    return all(isinstance(part, KVCache | RotatingKVCache) for part in getattr(cache, "caches", (cache,)))
-
-
-def _has_experts(layer: nn.Module) -> bool:
-    return any(EXPERTS.search(f"{path}.") for path, _ in layer.named_modules())
 
 
 def _full_cache(num_parts: int) -> Callable[[], Any]:
@@ -183,16 +178,13 @@ class BlockStack(nn.Module):
 
 
 def _nemotron_h(model: nn.Module, args: Any, hints: BlockHints) -> Block:
-    kinds = [_mixer_kind(hints.names, number) for number in range(_num_blocks(hints.names))] or ["*", "-"]
+    numbers = [int(name.split(".")[1]) for name in hints.names if name.startswith("blocks.")]
+    kinds = [_mixer_kind(hints.names, n) for n in range(max(numbers, default=-1) + 1)] or ["*", "-"]
     if "*" not in kinds:
         raise HeadError("the head has no attention block: mtp.layers.N.mixer.q_proj.weight is missing.")
     module = BlockStack([type(model.layers[0])(args, kind) for kind in kinds])
     aliases = tuple((f"blocks.{number}.", _path(model, number)) for number in range(len(kinds)))
     return Block(module, _full_cache(kinds.count("*")), aliases)
-
-
-def _num_blocks(names: Collection[str]) -> int:
-    return max((int(name.split(".")[1]) + 1 for name in names if name.startswith("blocks.")), default=0)
 
 
 def _mixer_kind(names: Collection[str], number: int) -> str:

@@ -100,13 +100,10 @@ def search(files: list[Path], source: Path, config: Mapping[str, Any], is_inside
         return None
     head = {name: stored[name] for name in tensors.targets}
     notes = {key: value for one in head.values() for key, value in metadata[one.file].items()}
-    return HeadFiles(source, is_inside, tensors, head, notes, _conv_is_raw(stored))
-
-
-def _conv_is_raw(stored: Mapping[str, StoredTensor]) -> bool | None:
-    """PyTorch stores a depthwise convolution as [channels, 1, kernel], MLX as [channels, kernel, 1]."""
+    # PyTorch stores a depthwise convolution as [channels, 1, kernel], MLX as [channels, kernel, 1].
     shapes = [one.shape for name, one in stored.items() if name.endswith("conv1d.weight")]
-    return any(shape[-1] != 1 for shape in shapes) if shapes else None
+    conv_is_raw = any(shape[-1] != 1 for shape in shapes) if shapes else None
+    return HeadFiles(source, is_inside, tensors, head, notes, conv_is_raw)
 
 
 def read_header(file: Path) -> tuple[dict[str, StoredTensor], Mapping[str, str]]:

@@ -102,14 +102,18 @@ def _load_depth(
 ) -> MTPHead:
     targets = files.tensors.targets
     own = {targets[name][1]: array for name, array in stored.items() if targets[name][0] in (None, depth)}
-    tensors = _stacked(files, weights.dequantised_fp8(own), depth)
+    try:
+        tensors = weights.stacked(weights.dequantised_fp8(own))
+    except KeyError as error:
+        raise _incomplete_head(files, files.tensors.original(depth, error.args[0])) from error
     in_block = {name.removeprefix(BLOCK) for name in tensors if name.startswith(BLOCK)}
     module, block = _new_depth(trunk, files.tensors.layout.spec, BlockHints(in_block, config, depth))
     tensors = _sanitized(files, tensors, module, block, trunk, depth)
     tensors = _with_norms(files, tensors, trunk)
     tensors = weights.dequantised(tensors, module)
     _check_shapes(files, module, tensors, depth)
-    module.load_weights([(name, _cast(name, array, trunk)) for name, array in tensors.items()])
+    dtypes = {name: mx.float32 if name.endswith(FLOAT32_SUFFIX) else trunk.dtype for name in tensors}
+    module.load_weights([(name, array.astype(dtypes[name])) for name, array in tensors.items()])
     return module
 
 
@@ -120,13 +124,6 @@ def _new_depth(trunk: Trunk, spec: HeadSpec, hints: BlockHints) -> tuple[MTPHead
     swap_layers(head, trunk.mrope)
     head.eval()
     return head, block
-
-
-def _stacked(files: HeadFiles, tensors: Tensors, depth: int) -> Tensors:
-    try:
-        return weights.stacked(tensors)
-    except KeyError as error:
-        raise _incomplete_head(files, files.tensors.original(depth, error.args[0])) from error
 
 
 def _sanitized(
@@ -168,10 +165,6 @@ def _with_norms(files: HeadFiles, tensors: Tensors, trunk: Trunk) -> Tensors:
     if not files.tensors.layout.spec.has_norm:
         tensors = tensors | {"norm.weight": trunk.inner.norm.weight}
     return tensors
-
-
-def _cast(name: str, array: mx.array, trunk: Trunk) -> mx.array:
-    return array.astype(mx.float32 if name.endswith(FLOAT32_SUFFIX) else trunk.dtype)
 
 
 def _parameters(module: nn.Module) -> Tensors:
