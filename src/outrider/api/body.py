@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from outrider.api.errors import ApiError, refused
+from outrider.chat.json_text import refuse_constant
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def parse_json(data: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ApiError(400, f"the body is not valid JSON: {error.msg} ({where})") from None
@@ -39,10 +40,6 @@ def parse_json(data: bytes) -> Any:
     if b"\\ud" in data or b"\\uD" in data:
         _refuse_lone_surrogates(value)
     return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _refuse_lone_surrogates(value: Any) -> None:

@@ -102,9 +102,7 @@ def request_body(model: str, task: Task, options: RequestOptions) -> dict[str, A
         "temperature": options.temperature,
         "top_p": 1.0,
     }
-    if (
-        options.temperature > 0
-    ):  # greedy answers need no seed, and mlx_lm.server never batches seeded requests
+    if options.temperature > 0:  # greedy needs no seed, and mlx_lm.server never batches seeded requests
         body["seed"] = options.seed
     if task.schema is not None:
         schema = {"name": "answer", "schema": task.schema, "strict": True}

@@ -15,7 +15,6 @@ from outrider.bench.workloads import Task
 from outrider.chat.conversation import ChatRequest
 from outrider.chat.events import TextDelta
 from outrider.chat.message_dicts import messages_from_dicts
-from outrider.chat.output_parser import OutputParser
 from outrider.engine.sequence import Delta, Stats
 from outrider.llm import LLM
 from outrider.request import Grammar, InvalidRequest, SamplingParams
@@ -65,6 +64,7 @@ class EngineTarget:
             texts.append(last.text)
             if last.token_ids:
                 arrivals.append(TokenArrival(time.perf_counter() - started_s, len(last.token_ids)))
+        events = [*prompt.parser.push("".join(texts)), *prompt.parser.finish()]
         stats = last.stats or Stats()
         self._counts += _counts(stats)
         return Answer(
@@ -74,7 +74,7 @@ class EngineTarget:
             arrivals=tuple(arrivals),
             num_tokens=stats.num_generated,
             finish_reason=last.finish_reason,
-            text=_answer_text(prompt.parser, "".join(texts)),
+            text="".join(event.text for event in events if isinstance(event, TextDelta)),
             num_prompt=stats.num_prompt,
             num_cached=stats.num_cached,
             error=last.error,
@@ -99,12 +99,6 @@ def _params(task: Task, options: RequestOptions) -> SamplingParams:
         cache_salt=options.cache_salt,
         grammar=None if task.schema is None else Grammar("json_schema", json.dumps(task.schema)),
     )
-
-
-def _answer_text(parser: OutputParser, text: str) -> str:
-    """The answer without its reasoning, as a server's `content` has it."""
-    events = [*parser.push(text), *parser.finish()]
-    return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
 def _counts(stats: Stats) -> DraftCounts:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from outrider.bench.answer import Answer, DraftCounts, RoundResult, TokenArrival
+from outrider.bench.answer import Answer, DraftCounts, TokenArrival
 from outrider.bench.rounds import CaseResult
 from outrider.bench.statistics import Spread, Weighted, percentile, weighted_percentile
 from outrider.bench.workloads import TaskKind
@@ -78,7 +78,8 @@ def figures(result: CaseResult, variant: str, baselines: Sequence[str]) -> Varia
         return None
     answers = [answer for one in rounds for answer in one.answers]
     good = [answer for answer in answers if answer.error is None]
-    drafts = _drafts(rounds)
+    known = [one.drafts for one in rounds if one.drafts is not None]
+    drafts = sum(known, DraftCounts()) if known else None
     kinds = sorted({answer.kind for answer in good})
     return VariantFigures(
         variant=variant,
@@ -131,11 +132,6 @@ def same_texts(result: CaseResult, variant: str, other: str) -> tuple[int, int]:
 def _arrival_pairs(answers: Iterable[Answer]) -> Iterator[tuple[TokenArrival, TokenArrival]]:
     for answer in answers:
         yield from pairwise(answer.arrivals)
-
-
-def _drafts(rounds: Sequence[RoundResult]) -> DraftCounts | None:
-    known = [one.drafts for one in rounds if one.drafts is not None]
-    return sum(known, DraftCounts()) if known else None
 
 
 def _cached_share(answers: Sequence[Answer]) -> float | None:

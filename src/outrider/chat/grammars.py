@@ -161,7 +161,8 @@ class _Writer:
             case str():
                 return self._text(element)
             case JsonValue(schema, is_strict):
-                self._rules.append(f"{name}: {_json_rule(dict(schema), is_strict)}")
+                style = {**_JSON_STYLE, "lenient": not is_strict}
+                self._rules.append(f"{name}: %json {json.dumps({**schema, 'x-guidance': style})}")
                 return name
             case FreeText(until):
                 return self._free_text(until, name)
@@ -200,11 +201,6 @@ def _answer(grammar: Grammar) -> str:
         expression = _BARE_SLASH.sub(r"\\/", grammar.text)
         return f"answer: /{expression}/"
     raise InvalidRequest("a Lark grammar cannot be combined with tools: leave one of them out")
-
-
-def _json_rule(schema: dict[str, object], is_strict: bool) -> str:
-    schema = {**schema, "x-guidance": {**_JSON_STYLE, "lenient": not is_strict}}
-    return f"%json {json.dumps(schema)}"
 
 
 def _quoted(text: str) -> str:

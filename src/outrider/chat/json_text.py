@@ -53,7 +53,7 @@ def ends_in_string(text: str) -> bool:
 def loads(text: str) -> Any:
     """Read strict JSON. Raises ValueError for anything else."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=refuse_constant)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -68,5 +68,6 @@ def dumps(value: Any) -> str:
     return text
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+def refuse_constant(name: str) -> NoReturn:
+    """For `json.loads`, which accepts NaN and Infinity by default."""
+    raise ValueError(f"{name} is not a JSON number")

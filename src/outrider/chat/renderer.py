@@ -32,11 +32,9 @@ class ChatPrompt:
     """A rendered request."""
 
     ids: tuple[int, ...]
-    params: (
-        SamplingParams  # of the request, with the grammar, stop tokens and drafts that the request implies
-    )
-    parser: OutputParser  # reads the answer; keeps state, so each answer needs its own prompt
-    continues_prompt: bool  # True: the answer's text goes on from the prompt's text
+    params: SamplingParams  # with the grammar, stop tokens and drafts that the request implies
+    parser: OutputParser  # reads the answer; it has a state, so each answer needs its own prompt
+    continues_prompt: bool  # True: the answer's text continues the prompt's text
     media: PromptMedia | None = None  # the prompt's images
 
 
@@ -141,7 +139,7 @@ class ChatRenderer:
         )
 
     def _special_markers(self, tools: ToolsByName) -> frozenset[str]:
-        """The special tokens that the parser needs to see: the engine must not skip special tokens then."""
+        """The special tokens that the parser needs. If there are any, the engine must not skip them."""
         markers = self._tool_format.region.markers if tools else ()
         if self._reasoning is not None:
             markers += self._reasoning.markers

@@ -94,21 +94,16 @@ def run_train(args: argparse.Namespace) -> int:
         return 2
     except Interrupted as stop:
         bar.close()
-        print(f"Stopped {stop}. Continue with: {_resume_command(args)}", file=sys.stderr)
+        command = _command(args, "mtp train", "--out")
+        print(f"Stopped {stop}. Continue with: {command} --resume", file=sys.stderr)
         return 130
     bar.close()
     print(render(figures, path))
-    print(f"Try it: {_chat_command(args)}")
+    print(f"Try it: {_command(args, 'chat', '--head')}")
     return 0
 
 
-def _chat_command(args: argparse.Namespace) -> str:
-    words = ["outrider", "chat", *([args.model] if args.model else [])]
-    return shlex.join([*words, *(["--head", str(args.out)] if args.out else [])])
-
-
-def _resume_command(args: argparse.Namespace) -> str:
-    words = ["outrider", "mtp", "train", *([args.model] if args.model else [])]
-    if args.out:
-        words += ["--out", str(args.out)]
-    return shlex.join([*words, "--resume"])
+def _command(args: argparse.Namespace, verb: str, head_flag: str) -> str:
+    """An `outrider` command with the same model and head file."""
+    model, head = [args.model] if args.model else [], [head_flag, str(args.out)] if args.out else []
+    return shlex.join(["outrider", *verb.split(), *model, *head])

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from outrider.media.limits import InvalidMedia, MediaLimits
+from outrider.media.limits import InvalidMedia, MediaLimits, import_extra
 from outrider.media.video import read_frames, video_kind
 
 if TYPE_CHECKING:
@@ -74,7 +74,11 @@ def decode_frames(data: bytes, declared: str, limits: MediaLimits) -> list[Decod
                 f"a video has {count} frames of {image.width} x {image.height} pixels: too many"
             )
         chosen = np.linspace(0, count - 1, min(count, limits.max_frames)).round().astype(int).tolist()
-        return [_decode(frame) for frame in _seek(image, chosen)]
+        decoded = []
+        for number in chosen:
+            image.seek(number)
+            decoded.append(_decode(image))
+        return decoded
 
     return _open(data, declared, limits, frames)
 
@@ -95,15 +99,9 @@ def _decode(image: Image.Image) -> DecodedImage:
     return image_from_pixels(np.asarray(upright.convert("RGB")))
 
 
-def _seek(image: Image.Image, frames: list[int]) -> Iterator[Image.Image]:
-    for number in frames:
-        image.seek(number)
-        yield image
-
-
 def _open(data: bytes, declared: str, limits: MediaLimits, use: Callable[[Image.Image], T]) -> T:
     """Open the image, check the header, then call `use`. Any exception of Pillow refuses the image."""
-    pillow = _pillow()
+    pillow = import_extra("PIL.Image", "images")
     try:
         with pillow.open(io.BytesIO(data), formats=list(FORMATS)) as image:
             _check_header(image, declared, limits)
@@ -129,11 +127,3 @@ def _check_header(image: Image.Image, declared: str, limits: MediaLimits) -> Non
     is_animation = declared.startswith("video/") and image.format in ANIMATED_FORMATS
     if declared not in (*UNSPECIFIC_TYPES, found) and not is_animation:
         raise InvalidMedia(f"an image is declared as {declared[:60]!r} but contains {found}")
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise InvalidMedia("this server cannot read images: install outrider[vision]") from None
-    return Image

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from outrider.config import InvalidConfig
 from outrider.request import InvalidRequest
@@ -13,6 +15,14 @@ MIB = 1 << 20
 
 class InvalidMedia(InvalidRequest):
     """An image or video that cannot be used. The message names the rule it breaks."""
+
+
+def import_extra(module: str, kind: str) -> Any:
+    """A module of outrider[vision]. `kind`: what the module decodes."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise InvalidMedia(f"this server cannot read {kind}: install outrider[vision]") from None
 
 
 @dataclass(frozen=True)

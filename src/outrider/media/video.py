@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.media.limits import InvalidMedia, MediaLimits
+from outrider.media.limits import InvalidMedia, MediaLimits, import_extra
 
 MEDIA_TYPES = {
     "mp4": ("video/mp4", "video/quicktime", "video/x-m4v"),
@@ -35,7 +35,7 @@ def read_frames(data: bytes, declared: str, limits: MediaLimits) -> list[np.ndar
     assert kind is not None
     if declared.startswith(("video/", "image/")) and declared not in MEDIA_TYPES[kind]:
         raise InvalidMedia(f"a video is declared as {declared[:60]!r} but contains {MEDIA_TYPES[kind][0]}")
-    cv2 = _opencv()
+    cv2 = import_extra("cv2", "videos")
     with tempfile.NamedTemporaryFile(prefix="outrider-", suffix=f".{kind}") as file:
         file.write(data)
         file.flush()
@@ -69,11 +69,3 @@ def _sampled(cv2: Any, capture: Any, limits: MediaLimits) -> Iterator[np.ndarray
         is_read, frame = capture.read()
         if is_read:
             yield np.ascontiguousarray(frame[..., ::-1])  # OpenCV returns blue, green, red
-
-
-def _opencv() -> Any:
-    try:
-        import cv2
-    except ImportError:
-        raise InvalidMedia("this server cannot read videos: install outrider[vision]") from None
-    return cv2

@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_reduce
 
 from outrider.cache.placement import CommitCounts, Placement
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
@@ -60,7 +59,8 @@ class Trunk:
         num_deepstack: int = 0,
     ) -> None:
         caches = _prompt_cache(model)
-        model = _language_model(model)
+        if isinstance(part := getattr(model, "language_model", None), nn.Module):
+            model = part  # of a vision model
         stack_name, embedding_name = _stack_and_embedding(model)
         self.model = model
         self.inner: nn.Module = getattr(model, stack_name)
@@ -76,10 +76,6 @@ class Trunk:
         self._projection = copy.copy(model)  # shares every parameter
         setattr(self._projection, stack_name, _Passthrough(self.inner))
         self.vocab_size = self.logits(mx.zeros((1, 1, self.hidden_size), self.dtype)).shape[-1]
-
-    @property
-    def num_bytes(self) -> int:
-        return tree_reduce(lambda total, array: total + array.nbytes, self.model.parameters(), 0)
 
     def embed(self, token_ids: mx.array) -> mx.array:
         return self.embedding(token_ids)
@@ -196,12 +192,6 @@ def _prompt_cache(model: nn.Module) -> list[Any]:
     return caches
 
 
-def _language_model(model: nn.Module) -> nn.Module:
-    """The part of a model that reads text. A vision model has it as `language_model`."""
-    part = getattr(model, "language_model", None)
-    return part if isinstance(part, nn.Module) else model
-
-
 def _stack_and_embedding(model: nn.Module) -> tuple[str, str]:
     """The names of a model's inner stack and of the token embeddings in it."""
     for stack in STACK_NAMES:
@@ -213,13 +203,16 @@ def _stack_and_embedding(model: nn.Module) -> tuple[str, str]:
 
 def _spec(layer: Any) -> Spec:
     """What a layer stores: the shapes of mlx-lm's cache after a pass over one token of one row."""
-    if not hasattr(layer, "keys"):
-        return StateSpec(
-            tuple(part.shape[1:] for part in layer.cache), tuple(part.dtype for part in layer.cache)
-        )
-    _, num_heads, _, key_dim = layer.keys.shape
-    window = getattr(layer, "max_size", None)
-    return KVSpec(num_heads, key_dim, layer.values.shape[-1], layer.keys.dtype, window)
+    if hasattr(layer, "keys"):
+        return kv_spec(layer)
+    return StateSpec(tuple(part.shape[1:] for part in layer.cache), tuple(part.dtype for part in layer.cache))
+
+
+def kv_spec(cache: Any) -> KVSpec:
+    """The shapes of a KV cache of mlx-lm that holds one token of one row."""
+    _, num_heads, _, key_dim = cache.keys.shape
+    window = getattr(cache, "max_size", None)
+    return KVSpec(num_heads, key_dim, cache.values.shape[-1], cache.keys.dtype, window)
 
 
 def _refusal(model: nn.Module, reason: str) -> UnsupportedModel:

@@ -44,22 +44,20 @@ def render(figures: Figures, path: Path) -> str:
         vocabulary = f"the {figures.num_draft_ids:,} most frequent ids"
         rows.append(("now, from the whole vocabulary", figures.whole_vocabulary))
     width = max(len(name) for name, _ in rows)
+    shares = [
+        f"  {name:<{width}}  {' '.join(f'{share:4.0%}' for share in one.acceptance_rates)}, "
+        f"{one.tokens_per_step:.2f} tokens a step"
+        for name, one in rows
+    ]
     trained = timedelta(seconds=round(figures.trained_s))
     lines = [
         f"Trained: {figures.steps:,} steps, {figures.num_targets:,} targets, {trained}.",
         f"Accepted drafts on {figures.num_held_out} held-out answers (greedy, loops cut), by position,",
         f"each given that the drafts before were accepted, drafted from {vocabulary}:",
-        *(
-            f"  {name:<{width}}  {_shares(one)}, {one.tokens_per_step:.2f} tokens a step"
-            for name, one in rows
-        ),
+        *shares,
         f"Written: {path} ({path.stat().st_size / 1e6:.1f} MB).",
     ]
     return "\n".join(lines)
-
-
-def _shares(acceptance: Acceptance) -> str:
-    return " ".join(f"{share:4.0%}" for share in acceptance.acceptance_rates)
 
 
 def _rounded(acceptance: Acceptance) -> list[float]:

@@ -78,7 +78,8 @@ class Completions:
         check_extra(body, REFUSED)
         _check_options(body)
         model = self._context.resolve_model(body.model)
-        prompts = _prompt_list(body.prompt)
+        is_single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
+        prompts: list[Any] = [body.prompt] if is_single else list(body.prompt)
         answers = await self._start(body, prompts)
         rendering = _CompletionRendering(self._context, body, model, prompts, answers)
         if body.stream:
@@ -100,11 +101,6 @@ class Completions:
             for i in range(body.n or 1)
         ]
         return await self._context.live.start("completions", starts)
-
-
-def _prompt_list(prompt: Any) -> list[Prompt]:
-    is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-    return [prompt] if is_single else list(prompt)
 
 
 def _check_options(body: CompletionRequest) -> None:

@@ -29,13 +29,12 @@ def parse(quote: str, body: str, tools: ToolsByName) -> list[ParsedCall]:
     chunks = call[2].split(quote)  # every second chunk is a string
     if len(chunks) % 2 == 0:
         raise ValueError("a string is not closed")
-    written = [dumps(chunk) if i % 2 else _as_json(chunk) for i, chunk in enumerate(chunks)]
+    # The text between strings has bare keys, numbers, brackets, and Python's None.
+    written = [
+        dumps(chunk) if i % 2 else _NONE.sub("null", _BARE_KEY.sub(r'\1"\2":', chunk))
+        for i, chunk in enumerate(chunks)
+    ]
     return [call_with(call[1], loads("".join(written)))]
-
-
-def _as_json(text: str) -> str:
-    """The text between strings has bare keys, numbers, brackets, and Python's None."""
-    return _NONE.sub("null", _BARE_KEY.sub(r'\1"\2":', text))
 
 
 def is_open(quote: str, body: str) -> bool:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import origin
@@ -116,21 +116,18 @@ def _file_sizes(folder: Path) -> dict[tuple[int, int], int]:
 
 
 def _hub() -> Iterator[CachedModel]:
-    for repo in _hub_repos():
-        latest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
-        path = Path(latest.snapshot_path if latest is not None else repo.repo_path)
-        entry, size = Path(repo.repo_path), repo.size_on_disk
-        yield CachedModel(repo.repo_id, "huggingface", path, entry, size, "Hugging Face hub", find_head(path))
-
-
-def _hub_repos() -> list[Any]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        return [repo for repo in scan_cache_dir(_hub_folder()).repos if repo.repo_type == "model"]
+        repos = [repo for repo in scan_cache_dir(_hub_folder()).repos if repo.repo_type == "model"]
     except CacheNotFound:
-        return []
+        return
+    for repo in repos:
+        latest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
+        path = Path(latest.snapshot_path if latest is not None else repo.repo_path)
+        entry, size = Path(repo.repo_path), repo.size_on_disk
+        yield CachedModel(repo.repo_id, "huggingface", path, entry, size, "Hugging Face hub", find_head(path))
 
 
 def _hub_folder() -> Path:

@@ -45,7 +45,11 @@ def extract(source: Original, into: Path, force: bool = False, progress: Listene
     shards, config = source.shards(), source.config()
     named = recognise(shards, config)
     if named is None or not named.targets:
-        raise HeadError(_no_head(source, config))
+        if expected(config):
+            reason = "was itself converted without its MTP head. Name the original checkpoint."
+        else:
+            reason = "has no MTP head of a known layout. Train one: outrider mtp train MODEL."
+        raise HeadError(f"{source.name} {reason}")
     _check_is_for(into, source, config, named)
     files = [source.fetch(shard) for shard in sorted({shards[name] for name in named.targets})]
     head = search(files, files[0], config, is_inside=True)
@@ -64,12 +68,6 @@ def _target(into: Path, force: bool) -> Path:
     if found is not None and not force:
         raise HeadError(f"{found} exists already. Replace it with --force.")
     return found or into / HEAD_FILES[0]
-
-
-def _no_head(source: Original, config: Mapping[str, Any]) -> str:
-    if expected(config):
-        return f"{source.name} was itself converted without its MTP head. Name the original checkpoint."
-    return f"{source.name} has no MTP head of a known layout. Train one: outrider mtp train MODEL."
 
 
 def _check_is_for(into: Path, source: Original, config: Mapping[str, Any], head: HeadTensors) -> None:

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache
 from outrider.cache.ragged_kv import KVSpec, LayerView
 from outrider.models.heads.errors import HeadError
 from outrider.models.heads.layouts import HeadSpec
-from outrider.models.trunk import Trunk
+from outrider.models.trunk import Trunk, kv_spec
 
 BlockLayout = KVSpec | tuple[KVSpec, ...]  # what a block stores for a cell: one pair of buffers, or several
 
@@ -70,7 +70,7 @@ def head_layout(head: MTPHead, trunk: Trunk) -> BlockLayout:
     parts = getattr(cache, "caches", (cache,))
     if any(part.keys is None for part in parts):
         raise HeadError(f"a {kind} cannot be the layer of an MTP head: it stores no keys and values.")
-    specs = tuple(_kv_spec(part) for part in parts)
+    specs = tuple(kv_spec(part) for part in parts)
     return specs if hasattr(cache, "caches") else specs[0]
 
 
@@ -83,9 +83,3 @@ def head_kv_spec(head: MTPHead, trunk: Trunk) -> KVSpec:
     raise HeadError(
         f"a {kind} has several caches or a sliding window: such an MTP head can be served, not trained."
     )
-
-
-def _kv_spec(cache: Any) -> KVSpec:
-    _, num_heads, _, key_dim = cache.keys.shape
-    window = getattr(cache, "max_size", None)
-    return KVSpec(num_heads, key_dim, cache.values.shape[-1], cache.keys.dtype, window)

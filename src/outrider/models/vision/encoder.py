@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_reduce
 
 from outrider.media.image_reader import ImageReader
 from outrider.models.errors import ModelUnavailable
@@ -33,7 +32,6 @@ LANGUAGE = "language_model"
 class LoadedVision:
     """The parts of a vision checkpoint beside its trunk."""
 
-    family: VisionFamily
     reader: ImageReader  # for any thread
     encoder: VisionEncoder  # for the engine's thread only
 
@@ -45,12 +43,7 @@ class VisionEncoder:
         self.model = model
         self._image_token_id = image_token_id
         self._dtype = dtype
-        self.hidden_size = hidden_size
         object.__setattr__(model, LANGUAGE, _ZeroEmbeddings(hidden_size, dtype))
-
-    @property
-    def num_bytes(self) -> int:
-        return tree_reduce(lambda total, array: total + array.nbytes, self.model.parameters(), 0)
 
     def encode(self, inputs: Mapping[str, np.ndarray], num_tokens: int) -> mx.array:
         """The embeddings of one media piece, then its deepstack levels.  [tokens, (1 + levels) x hidden]"""
@@ -92,7 +85,7 @@ def load_vision(
     _settle_dtype(model, dtype)
     reader = READERS[family.images](processor, config, family.placeholder)
     image_token_id = int(getattr(settings, "image_token_index", None) or settings.image_token_id)
-    return LoadedVision(family, reader, VisionEncoder(model, image_token_id, hidden_size, dtype))
+    return LoadedVision(reader, VisionEncoder(model, image_token_id, hidden_size, dtype))
 
 
 def has_extra() -> bool:
