@@ -67,10 +67,6 @@ def nothing_is_cached(model: nn.Module) -> bool:
     return all(layer.merged._outputs is None for layer in layers_of(model))
 
 
-def weight_bytes(trunk: Trunk) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(trunk.model.parameters()))
-
-
 # -- what is computed ------------------------------------------------------------------------------------
 
 
@@ -79,12 +75,12 @@ def test_a_model_gives_what_it_gave(family: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(merged_linear, "ROWS_STEP", 1)  # all that could be merged
     model = tiny_model(family)
     trunk = Trunk(model, max_context=256)
-    alone, ragged, num_bytes = solo_logits(model, TEXT), ragged_logits(trunk), weight_bytes(trunk)
+    alone, ragged, num_bytes = solo_logits(model, TEXT), ragged_logits(trunk), trunk.num_bytes
     merge(trunk.model, trunk.dry_run)
     assert error(solo_logits(model, TEXT), alone) <= 1e-5
     assert error(ragged_logits(trunk), ragged) <= 1e-5
     assert nothing_is_cached(model)
-    assert weight_bytes(trunk) == num_bytes
+    assert trunk.num_bytes == num_bytes
     with without_speed_swaps(model):
         assert not layers_of(model)
         assert (solo_logits(model, TEXT) == alone).all()
@@ -123,11 +119,11 @@ def test_quantised_layers_are_merged_too(family: str) -> None:
     model = tiny_model(family)
     nn.quantize(model, group_size=32, bits=4)
     trunk = Trunk(model, max_context=256)
-    before, num_bytes = ragged_logits(trunk), weight_bytes(trunk)
+    before, num_bytes = ragged_logits(trunk), trunk.num_bytes
     merge(trunk.model, trunk.dry_run)
     assert {type(layer) for layer in layers_of(model)} == {MergedQuantizedLinearPart}
     assert error(ragged_logits(trunk), before) <= 1e-5
-    assert weight_bytes(trunk) == num_bytes
+    assert trunk.num_bytes == num_bytes
 
 
 def test_layers_of_other_bits_groups_or_types_stay_apart() -> None:

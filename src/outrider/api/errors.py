@@ -67,11 +67,6 @@ class ClientGone(ApiError):
         super().__init__(CLIENT_CLOSED_REQUEST, "the client closed the connection")
 
 
-def _is_anthropic(connection: HTTPConnection) -> bool:
-    path = connection.scope.get("path", "")
-    return path.startswith("/v1/messages") or "anthropic-version" in connection.headers
-
-
 def openai_error(error: ApiError) -> dict[str, Any]:
     status = error.status_code
     kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
@@ -87,7 +82,9 @@ def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str,
 def error_response(connection: HTTPConnection, error: ApiError) -> JSONResponse:
     """The error in the JSON shape of the requested API."""
     request_id = connection.scope.get("state", {}).get("request_id")
-    body = anthropic_error(error, request_id) if _is_anthropic(connection) else openai_error(error)
+    path = connection.scope.get("path", "")
+    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in connection.headers
+    body = anthropic_error(error, request_id) if is_anthropic else openai_error(error)
     headers = dict(error.headers or {})
     if request_id:  # Starlette answers a 500 outside of RequestLog, which would set these headers
         headers |= {"x-request-id": request_id, "request-id": request_id}

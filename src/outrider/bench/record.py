@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.bench.answer import Answer, RoundResult
 from outrider.bench.rounds import Benchmark, CaseResult
-from outrider.bench.summary import VariantFigures, figures
+from outrider.bench.summary import figures
 
 FORMAT = 1  # goes up when a reader of older records would misread a newer one
 SECONDS_DIGITS = 5  # decimal places of times: ten microseconds
@@ -48,14 +48,9 @@ def _case(result: CaseResult, benchmark: Benchmark, baselines: Sequence[str]) ->
         "workload": case.workload.name,
         "streams": case.streams,
         "temperature": case.temperature,
-        "figures": [_figures(one) for one in found if one is not None],
+        "figures": [{"arm": one.pop("variant"), **one} for one in map(asdict, filter(None, found))],
         "rounds": [_round(one) for one in result.rounds],
     }
-
-
-def _figures(found: VariantFigures) -> dict[str, Any]:
-    values = asdict(found)
-    return {"arm": values.pop("variant"), **values}
 
 
 def _round(one: RoundResult) -> dict[str, Any]:

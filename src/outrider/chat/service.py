@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from outrider.chat.conversation import ChatRequest, ImagePart, MediaPart, Part
@@ -82,10 +83,8 @@ class ChatService:
             return prompt, validated
 
         prompt, validated = await self._off_loop(prepare)
-        return ChatStream(self._engine, prompt, validated, self._count)
-
-    async def _count(self, text: str) -> int:
-        return await self._off_loop(self._renderer.count_tokens, text)
+        count_tokens = partial(self._off_loop, self._renderer.count_tokens)
+        return ChatStream(self._engine, prompt, validated, count_tokens)
 
     async def _off_loop(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)

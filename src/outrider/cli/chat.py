@@ -83,7 +83,10 @@ def run_chat(args: argparse.Namespace) -> int:
         draft_depth=args.draft_depth,
     )
     _check_options(args)
-    _prepare_terminal()
+    with contextlib.suppress(ImportError):  # line editing, if Python has it
+        import readline  # noqa: F401
+    if isinstance(sys.stdout, io.TextIOWrapper):  # "?" for characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")
     with _server(args, params) if args.url else _local(args, params) as backend:
         ChatLoop(backend, ChatScreen(sys.stdout, wants_styles(sys.stdout)), args.system).run()
     return 0
@@ -124,11 +127,3 @@ def _server(args: argparse.Namespace, params: SamplingParams) -> Iterator[Backen
         raise InvalidConfig(str(error)) from None
     with contextlib.closing(backend):
         yield backend
-
-
-def _prepare_terminal() -> None:
-    """Line editing, if Python has it; a "?" for each character that the terminal's encoding lacks."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")

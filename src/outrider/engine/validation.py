@@ -101,19 +101,20 @@ class RequestValidator:
     def new_sequence(self, validated: ValidatedRequest) -> Sequence:
         request = validated.request
         params = request.params
-        asked = self._config.auto_depth if params.draft_depth == "auto" else params.draft_depth
-        depth = 0 if self._facts.drafter == "none" else _max_depth(asked)
+        wanted = self._config.auto_depth if params.draft_depth == "auto" else params.draft_depth
+        depth = 0 if self._facts.drafter == "none" else _max_depth(wanted)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._facts.eos_ids
+        left = min(self._facts.max_context, self._longest_context) - len(request.prompt_ids)
         # With "auto", the row's own text is searched for drafts too, beside the head.
-        looks_up = asked == "auto" and self._config.drafter == "auto" and self._facts.drafter == "mtp"
+        looks_up = wanted == "auto" and self._config.drafter == "auto" and self._facts.drafter == "mtp"
         return Sequence(
             id=next(self._ids),
             request=request,
             text=self._new_text(request),
             stop_ids=stop_ids,
-            max_tokens=self._max_tokens(request),
+            max_tokens=left if params.max_tokens is None else min(left, params.max_tokens),
             drafting=DraftState(
                 max_depth=self._max_drafts(params),
                 head_depth=depth if self._facts.drafter == "mtp" else 0,
@@ -121,7 +122,7 @@ class RequestValidator:
                 can_pause_head=self._facts.can_pause_head,
                 drafter=self._new_drafter(request, depth),
                 lookup=NgramDrafter() if looks_up else None,
-                is_auto=asked == "auto",
+                is_auto=wanted == "auto",
                 grammar=validated.grammar,
             ),
         )
@@ -145,10 +146,6 @@ class RequestValidator:
                 f"the prompt has {length} tokens and the memory budget allows {self._longest_context}, "
                 "answer included: shorten it or raise the budget"
             )
-
-    def _max_tokens(self, request: Request) -> int:
-        left = min(self._facts.max_context, self._longest_context) - len(request.prompt_ids)
-        return left if request.params.max_tokens is None else min(left, request.params.max_tokens)
 
     def _max_drafts(self, params: SamplingParams) -> int:
         """Drafts per step from all sources. A grammar or a prediction may give the most that a step takes."""

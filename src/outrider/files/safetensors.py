@@ -81,7 +81,11 @@ def read_header(file: BinaryIO, max_bytes: int = MAX_HEADER_BYTES) -> Safetensor
     try:
         entries = json.loads(file.read(length))
         metadata = dict(entries.pop(METADATA, None) or {})
-        tensors = {name: _tensor_entry(entry) for name, entry in entries.items()}
+        tensors = {}
+        for name, entry in entries.items():
+            begin, end = (int(offset) for offset in entry["data_offsets"])
+            shape = tuple(int(size) for size in entry["shape"])
+            tensors[name] = TensorEntry(str(entry["dtype"]), shape, begin, end)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InvalidSafetensors(f"the header cannot be read ({type(error).__name__}: {error})") from error
     num_bytes = file_bytes - 8 - length
@@ -91,8 +95,3 @@ def read_header(file: BinaryIO, max_bytes: int = MAX_HEADER_BYTES) -> Safetensor
         if info.end > num_bytes:
             raise InvalidSafetensors("the file is cut short")
     return SafetensorsHeader(tensors, metadata, 8 + length)
-
-
-def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
-    begin, end = (int(offset) for offset in entry["data_offsets"])
-    return TensorEntry(str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), begin, end)

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_reduce
 
 from outrider.cache.placement import CommitCounts, Placement
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
@@ -76,6 +77,10 @@ class Trunk:
         self._projection = copy.copy(model)  # shares every parameter
         setattr(self._projection, stack_name, _Passthrough(self.inner))
         self.vocab_size = self.logits(mx.zeros((1, 1, self.hidden_size), self.dtype)).shape[-1]
+
+    @property
+    def num_bytes(self) -> int:
+        return tree_reduce(lambda total, array: total + array.nbytes, self.model.parameters(), 0)
 
     def embed(self, token_ids: mx.array) -> mx.array:
         return self.embedding(token_ids)

@@ -12,7 +12,6 @@ the smallest loss.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,7 +34,10 @@ def starting_head(trunk: Trunk, batch: Batch, seed: int) -> MTPHead:
     head = new_head(trunk)
     head_kv_spec(head, trunk)
     head.update(tree_map(lambda array: array.astype(mx.float32), head.parameters()))
-    _copy_layer(_most_similar(trunk.model.layers, head.layers[0]), head.layers[0])
+    wanted = _names(head.layers[0])
+    # The trunk's layer with the most parameter names of the head's layer; of several, the last.
+    similar = max(reversed(trunk.model.layers), key=lambda layer: len(wanted & _names(layer)))
+    _copy_layer(similar, head.layers[0])
     half = 0.5 * mx.eye(trunk.hidden_size)
     head.fc.weight = mx.concatenate([half, half], axis=1)
     gain = final_gain(trunk)
@@ -56,12 +58,6 @@ def final_gain(trunk: Trunk) -> mx.array:
     gain = norm(ones.astype(trunk.dtype)).astype(mx.float32)  # an RMS norm of ones is its gain
     is_gain = gain.shape == ones.shape and bool(mx.median(mx.abs(gain)) > 0)
     return gain if is_gain else ones
-
-
-def _most_similar(layers: Sequence[nn.Module], target: nn.Module) -> nn.Module:
-    """The layer that shares the most parameter names with the target; of several, the last."""
-    wanted = _names(target)
-    return max(reversed(layers), key=lambda layer: len(wanted & _names(layer)))
 
 
 def _names(module: nn.Module) -> set[str]:
