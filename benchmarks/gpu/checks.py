@@ -23,10 +23,10 @@ def window_kernels() -> dict[str, Any]:
     for name, shape in {"trial": None, "4b": (8, 4, 16, 32, 128, 128)}.items():
         inputs = recurrent_kernels.random_inputs() if shape is None else _inputs(*shape)
         rows, tokens = inputs[0].shape[:2]
-        num_kept = mx.arange(rows) % (tokens + 1)
+        num_committed = mx.arange(rows) % (tokens + 1)
         want, update = chunk_delta_rule(*inputs)
         got, window = recurrent_kernels.window(*inputs)
-        states = window.state_after(num_kept), update.state_after(num_kept)
+        states = window.state_after(num_committed), update.state_after(num_committed)
         found[name] = {
             "outputs_off_by": float(mx.abs(got - want).max()),
             "states_off_by": float(mx.abs(states[0] - states[1]).max()),

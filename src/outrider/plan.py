@@ -6,7 +6,7 @@ Pure data and protocols. A row with `start` cells that feeds c committed tokens 
     hold     committed, cached  | committed, fed now    | tentative, fed now
     targets                                   x           x             x
 
-A target token is sampled at each x. The row keeps `c + accepted` of the cells that it feeds now.
+A target token is sampled at each x. After the step `c + accepted` of the cells that it fed are committed.
 
 An overlapped step is planned before the host has read the step before it. Each row feeds the token that the
 unread step samples, then that step's new drafts. The plan has UNREAD in the place of these tokens, and

@@ -227,7 +227,7 @@ def test_a_trace_that_fails_leaves_nothing_behind(family: str, monkeypatch: pyte
         raise RuntimeError("no reason")
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward, "num_kept_tokens", fails)
+        patch.setattr(forward, "num_committed_tokens", fails)
         mx.enable_compile()  # to trace needs no compiler
         with pytest.raises(RuntimeError, match="no reason"):
             runner.launch(StepPlan(1, CAPACITY, (), ((plan_row([3, 1, 4], [1], params=GREEDY),),)))

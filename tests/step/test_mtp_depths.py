@@ -133,7 +133,7 @@ def _rows(starts: Array, fed: list[int], kept: list[int], depth: int) -> HeadRow
         slots=[4, 0, 2],
         starts=mx.array(starts),
         num_fed=mx.array(fed),
-        num_kept=mx.array(kept),
+        num_committed=mx.array(kept),
         end=int((starts + fed).max()),
         sampler=Sampler.of([SamplingParams(temperature=0.0)] * 3),
         depth=depth,

@@ -19,8 +19,8 @@ from outrider.request import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-CLIENT_CLOSED_REQUEST = 499
-MAX_SHOWN_PROBLEMS = 3  # schema errors that one message lists
+CLIENT_CLOSED_REQUEST = 499  # nginx's status code
+MAX_SHOWN_PROBLEMS = 3  # schema errors that one message lists; chosen by hand
 
 OPENAI_TYPES = {429: "rate_limit_error"}
 ANTHROPIC_TYPES = {

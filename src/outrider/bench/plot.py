@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png")
 CHART_INCHES = (4.6, 2.8)  # width and height of one chart; chosen by hand
 PNG_DPI = 160  # chosen by hand
-# Can be told apart by people who do not see all colours (the set of Okabe and Ito).
+# Distinct also for colour-blind readers (the set of Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 FOOTER = "dots: median of the rounds; bars: lowest and highest round"
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-VIEW_STEP = 16  # the attended part of a buffer grows by this many cells, so that shapes repeat
-LONG_VIEW = 256  # cells; longer views grow by LONG_VIEW_STEP instead of VIEW_STEP
+VIEW_STEP = 16  # cells; the attended part of a buffer is a multiple, so that shapes repeat; chosen by hand
+LONG_VIEW = 256  # cells; longer views are multiples of LONG_VIEW_STEP instead; chosen by hand
 LONG_VIEW_STEP = 32  # OpenBLAS may round differently with its thread count unless a size is a multiple of 32
-LAUNCH_EVERY_LAYERS = 2  # the device starts on the layers built so far while the host builds the rest
+LAUNCH_EVERY_LAYERS = 2  # layers that the host builds before it launches them; chosen by hand
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class _RegionEnd:
         openings = "|".join(map(re.escape, self._region.opening))
         self._closing = re.compile(f"{closings}|(?={openings})") if self._region.closing else None
         self._overlap = max(map(len, self._region.closing + self._region.opening)) - 1
-        self._num_seen = 0
+        self._num_searched = 0
         self._value: JsonEnd | None = None
 
     def find(self, body: str) -> tuple[int, int] | None:
@@ -195,11 +195,11 @@ class _RegionEnd:
 
     def _find_closing(self, body: str) -> tuple[int, int] | None:
         assert self._closing is not None
-        for match in self._closing.finditer(body, self._num_seen):
+        for match in self._closing.finditer(body, self._num_searched):
             if not self._region.is_open(body[: match.start()]):
                 return match.start(), match.end()
-            self._num_seen = match.start() + 1
-        self._num_seen = max(self._num_seen, len(body) - self._overlap)
+            self._num_searched = match.start() + 1
+        self._num_searched = max(self._num_searched, len(body) - self._overlap)
         return None
 
     def _find_value_end(self, body: str) -> tuple[int, int] | None:
@@ -209,9 +209,9 @@ class _RegionEnd:
             if start is None:
                 return None
             self._value = JsonEnd()
-            self._num_seen = start.end()
-        end = self._value.feed(body[self._num_seen :])
+            self._num_searched = start.end()
+        end = self._value.feed(body[self._num_searched :])
         if end is None:
-            self._num_seen = len(body)
+            self._num_searched = len(body)
             return None
-        return self._num_seen + end, self._num_seen + end
+        return self._num_searched + end, self._num_searched + end

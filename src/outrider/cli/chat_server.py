@@ -16,7 +16,7 @@ from outrider.engine.sequence import Stats
 from outrider.request import SamplingParams
 from outrider.server_address import ServerAddress
 
-SILENCE_S = 600.0  # seconds without a byte; Outrider's own streams send one every few seconds
+SILENCE_S = 600.0  # seconds without a byte; chosen by hand: Outrider's streams send one every few seconds
 
 
 class ServerBackend:

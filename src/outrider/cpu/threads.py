@@ -66,8 +66,8 @@ def thread_counts(environ: Mapping[str, str]) -> ThreadCounts:
     for variable in THREAD_VARIABLES:
         value = environ.get(variable, "").strip()
         if re.fullmatch(r"0*[1-9]\d{0,5}", value):
-            asked = min(int(value), num_cpus)
-            return ThreadCounts(asked, asked)
+            given = min(int(value), num_cpus)
+            return ThreadCounts(given, given)
         if value:
             log.warning("%s=%r is not a number of threads; ignored", variable, value)
     half = max(1, min(num_cpus // 2, MAX_DEFAULT_THREADS))

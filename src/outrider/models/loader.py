@@ -223,7 +223,7 @@ def _settle_dtype(network: nn.Module, dtype: str) -> None:
 
 
 def _cast(network: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast all floating-point weights, except those that the model definition keeps in float32."""
+    """Cast all floating-point weights, except those that the model definition wants in float32."""
     may_cast = getattr(network, "cast_predicate", None) or (lambda name: True)
 
     def cast(name: str, array: mx.array) -> mx.array:

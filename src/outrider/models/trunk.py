@@ -172,9 +172,9 @@ class TrunkCache:
             for layer in self._layers
         ]
 
-    def commit(self, num_kept: mx.array) -> None:
-        """Write the states of recurrent layers after the `num_kept` [rows] tokens that the pass commits."""
-        counts = CommitCounts(num_kept)
+    def commit(self, num_committed: mx.array) -> None:
+        """Write the states of recurrent layers after the first `num_committed` [rows] tokens of the pass."""
+        counts = CommitCounts(num_committed)
         for view in self._uncommitted:
             view.commit(counts)
         self._uncommitted = []

@@ -20,14 +20,14 @@ from outrider.plan import RowPlan, StepPlan, StepResult
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
 
-BUDGET_S = 10.0  # seconds of device time; more would delay the start too much
-MAX_WALL_FACTOR = 3.0  # on a busy machine calibration may take so many times BUDGET_S by the wall clock
+BUDGET_S = 10.0  # seconds of device time; chosen by hand: more would delay the start too much
+MAX_WALL_FACTOR = 3.0  # limit by the wall clock on a busy machine, in BUDGET_S; chosen by hand
 AGREEMENT = 1.08  # ratio of a shape's two shortest times from which they are trusted; chosen by hand
 MAX_RUNS = 5  # times that one shape is timed; chosen by hand
-OVERLAPPED_STEPS = 3  # steps that are timed together where steps overlap
-STORED_TOLERANCE = 1.3  # factor by which a stored relative cost may differ from a new measurement
-NUM_CELLS, MANY_CELLS = 128, 1024  # lengths of rows; one step with long rows shows the cost of a cell
-# The order is the order of importance: the first NUM_FIRST row counts and widths are measured in any case.
+OVERLAPPED_STEPS = 3  # steps that are timed together where steps overlap; chosen by hand
+STORED_TOLERANCE = 1.3  # factor between a stored cost and a new measurement; chosen by hand
+NUM_CELLS, MANY_CELLS = 128, 1024  # cells of the rows: long rows show the cost of a cell; chosen by hand
+# In the order of importance, chosen by hand: the first NUM_FIRST row counts and widths are always measured.
 ROW_COUNTS = (1, 4, 16, 8, 2, 32, 64)
 WIDTHS = (1, 2, 4, 3, 9, 6, 5, 8, 7)
 TRACED_WIDTHS = (1, 2, 5, 3, 9, 8)  # where passes are traced there are no others: shapes.FEW_WIDTHS

@@ -19,9 +19,9 @@ from outrider.request import MAX_DEPTH
 from outrider.speculate.costs import CostTable
 
 ALL_DEPTHS = tuple(range(MAX_DEPTH + 1))
-FEW_DEPTHS = (0, 1, 2, 4, 8)  # depths of rows on auto where passes are traced
+FEW_DEPTHS = (0, 1, 2, 4, 8)  # depths of rows on auto where passes are traced; chosen by hand
 FEW_WIDTHS = (1, 2, 3, 5, 8, 9)  # 1 + FEW_DEPTHS, and 8: quantised products of 8 tokens or more cost less
-FEW_ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+FEW_ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of traced passes; chosen by hand
 
 # Limits on the cost of a padded pass, as a multiple of the cost of the pass itself. Chosen by hand on an
 # H200. There few shapes took tracing from 17.6 of 38 seconds to 3.7 of 18 (docs/LOG.md, "A trace a shape").
@@ -35,7 +35,7 @@ FREQUENT_SHARE = 0.25  # share of recent steps from which a shape is frequent; c
 NEWEST_STEP_SHARE = 0.01  # weight of the newest step in a shape's share: about 100 steps count
 MIN_DEPTH_GAIN = 1.05  # expected speed-up from which a depth is changed; chosen by hand
 
-# Sizes are rounded up to multiples of STEP. Large sizes are rounded up more: see `rounded_up`.
+# Sizes are rounded up to multiples of STEP, large sizes more: see `rounded_up`. Chosen by hand.
 CELL_STEP, CELL_PARTS = 256, 8  # cells that attention reads
 PREFILL_STEP, PREFILL_PARTS = 16, 8  # tokens of a prompt that a pass feeds
 CAPACITY_PARTS = 2  # cells that the caches have: every shape changes when they grow

@@ -54,7 +54,7 @@ class DeferredHeadInputs:
             head_rows,
             starts=starts,
             num_fed=head_rows.num_fed + missed,
-            num_kept=head_rows.num_kept + missed,
+            num_committed=head_rows.num_committed + missed,
             positions=positions_of(rows, starts, wide, head_rows.position_deltas, head_lag),
             images=None if head_rows.images is None else head_rows.images.moved(missed),
         )

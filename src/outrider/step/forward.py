@@ -2,7 +2,7 @@
 
     trunk    [rows, width] token ids -> hidden states; each row writes its own cells
     verify   target tokens after each row's last committed token and after each draft; accepted drafts
-    commit   each row keeps its committed tokens and accepted drafts; recurrent states follow
+    commit   accepted drafts become committed tokens; recurrent states follow
     draft    the head is fed the pairs (hidden state, next token) and drafts for the next step
 
 (The one exception: a sampler that checks whether its candidates were enough. See sampling/sampler.py.)
@@ -22,7 +22,7 @@ from outrider.step.batch import Batch, InputBatch, PassOutput
 from outrider.step.deferred_head import DeferredHeadInputs
 from outrider.step.images import image_inputs, positions_of
 from outrider.step.mtp import HeadRows, MTPDrafter
-from outrider.step.verify import SamplingBatch, max_targets, next_tokens, num_kept_tokens, verify
+from outrider.step.verify import SamplingBatch, max_targets, next_tokens, num_committed_tokens, verify
 
 
 class Forward:
@@ -98,8 +98,8 @@ class Forward:
         )
         hidden = self._trunk.hidden(inputs.token_ids, self._cache, place, embeddings)
         verified = verify(self._trunk, hidden, batch, inputs, sampling)
-        num_kept = num_kept_tokens(inputs, verified)
-        self._cache.commit(num_kept)
+        num_committed = num_committed_tokens(inputs, verified)
+        self._cache.commit(num_committed)
         if self._deferred is not None and any(row.defers_head for row in batch):
             self._deferred.store(hidden, place)
         drafting, drafts = self.drafting_rows(batch), None
@@ -108,17 +108,17 @@ class Forward:
             next_ids = next_tokens(batch, inputs, verified)
             rows = [batch[i] for i in drafting]
             starts, head_fed, deltas = inputs.starts, inputs.head_fed, inputs.position_deltas
-            head_hidden, head_kept = hidden, num_kept
+            head_hidden, head_committed = hidden, num_committed
             if len(drafting) < len(batch):
                 index = mx.array(drafting)
-                head_hidden, next_ids, head_kept = hidden[index], next_ids[index], num_kept[index]
+                head_hidden, next_ids, head_committed = hidden[index], next_ids[index], num_committed[index]
                 starts, head_fed = starts[index], head_fed[index]
                 deltas = None if deltas is None else deltas[index]
             head_rows = HeadRows(
                 slots=[row.slot for row in rows],
                 starts=starts,
                 num_fed=head_fed,
-                num_kept=head_kept,
+                num_committed=head_committed,
                 end=end,
                 sampler=sampling.draft_sampler,
                 depth=max(row.num_drafts_next for row in rows),
@@ -128,7 +128,7 @@ class Forward:
             )
             fed = self._deferred.catch_up(rows, head_hidden, next_ids, head_rows, capacity)
             drafts = self._drafter.draft(*fed, capacity)
-        return PassOutput.of(batch, verified, drafting, drafts, hidden, inputs.starts + num_kept)
+        return PassOutput.of(batch, verified, drafting, drafts, hidden, inputs.starts + num_committed)
 
 
 def end_of(batch: Batch) -> int:

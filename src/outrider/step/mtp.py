@@ -39,7 +39,7 @@ class HeadRows:
     slots: Sequence[int]
     starts: mx.array  # [rows]
     num_fed: mx.array  # [rows] cells that the head is fed, drafts included: as many as the trunk, or 0
-    num_kept: mx.array  # [rows] cells of committed tokens and accepted drafts
+    num_committed: mx.array  # [rows] cells of committed tokens and accepted drafts
     end: int  # all fed cells are below it
     sampler: Sampler
     depth: int  # drafts to make: the most of any row
@@ -81,10 +81,10 @@ class MTPDrafter:
     def draft(self, hidden: mx.array, next_ids: mx.array, rows: HeadRows, capacity: int) -> mx.array | None:
         """Feed the pairs (hidden [rows, width, H], next_ids [rows, width]); return drafts [rows, depth].
 
-        Pairs past a row's num_kept are written too, as tentative cells that no later pass attends to.
+        Pairs past a row's num_committed are written too, as tentative cells that no later pass attends to.
         """
         width = next_ids.shape[1]
-        ends = rows.starts + rows.num_kept  # [rows] cells after the step
+        ends = rows.starts + rows.num_committed  # [rows] cells after the step
         beyond = mx.split(ends[:, None] + mx.arange(rows.depth + 1), rows.depth + 1, axis=1)  # [rows, 1] each
         tokens = _Tokens(next_ids, rows, len(self._layers), self._trunk)
         one_if_fed = mx.minimum(rows.num_fed, 1)
@@ -143,7 +143,7 @@ class MTPDrafter:
 def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity: int) -> Placement:
     """The cells of the layer of depth lag + 1: from `lag` before the trunk's to the last known token."""
     firsts = mx.maximum(rows.starts - lag, 0)
-    lasts = rows.starts + rows.num_kept - (lag - num_drafts)
+    lasts = rows.starts + rows.num_committed - (lag - num_drafts)
     positions = rows.after(firsts)  # inside an image only approximate: this affects drafts, never the answer
     return Placement(rows.slots, firsts, lasts - firsts, width + lag, rows.end, capacity, positions=positions)
 
@@ -159,7 +159,7 @@ class _Tokens:
         self._images = rows.images
         self._ids = mx.pad(next_ids, [(0, 0), (0, num_layers - 1)]) if num_layers > 1 else next_ids
         self._starts = rows.starts[:, None]
-        self._num = rows.num_kept[:, None]
+        self._num = rows.num_committed[:, None]
 
     def at(self, place: Placement, lag: int) -> mx.array:
         """For the cells t of a placement the embedded tokens x_(t + lag + 1).  [rows, width, H]"""

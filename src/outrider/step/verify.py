@@ -162,8 +162,8 @@ def count_accepted(
     return mx.cumprod(is_right.astype(mx.int32), axis=1).sum(axis=1)
 
 
-def num_kept_tokens(inputs: InputBatch, verified: VerifyOutput | None) -> mx.array:
-    """How many of its fed tokens each row keeps: the committed tokens and the accepted drafts.  [rows]"""
+def num_committed_tokens(inputs: InputBatch, verified: VerifyOutput | None) -> mx.array:
+    """Fed tokens of each row that are committed after the pass: all but the rejected drafts.  [rows]"""
     committed = inputs.num_fed - inputs.num_drafts
     if verified is None:
         return committed

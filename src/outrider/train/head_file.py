@@ -24,7 +24,7 @@ from outrider.train.exchanges import Exchange
 from outrider.train.output_files import write_tensors
 
 MAX_DRAFT_IDS = 16_384  # as in recipes/default_head, whose README compares sizes
-MAX_FLOAT16 = 65_504.0
+MAX_FLOAT16 = 65_504.0  # the largest finite value
 
 
 def stored_weights(weights: Tree) -> Tree:

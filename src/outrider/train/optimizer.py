@@ -12,10 +12,10 @@ import mlx.optimizers as optimizers
 
 # Chosen by hand, unless the comment gives a source. recipes/default_head/README.md compares rates and decays.
 MUON_RMS = 0.2  # root mean square of a matrix's update at a learning rate of 1, as in Moonshot AI's Muon
-MUON_DECAY = 0.1
+MUON_DECAY = 0.1  # weight decay of the matrices
 VECTOR_RATE = 0.2  # learning rate of norms and biases, as a share of the matrices' rate
 MIN_RATE_FACTOR = 0.02  # learning rate at the end of the run, as a share of the highest rate
-WARM_UP_STEPS = 60
+WARM_UP_STEPS = 60  # steps in which the learning rate rises
 WARM_UP_SHARE = 0.1  # a short run warms up for this share of its steps instead
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of Keller Jordan's Muon
 

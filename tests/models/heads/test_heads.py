@@ -236,7 +236,7 @@ def test_reduced_drafts_are_the_full_projections_best_among_the_ids(family: str)
         slots=[0, 1, 2],
         starts=mx.zeros(3, mx.int32),
         num_fed=mx.full((3,), 6),
-        num_kept=mx.array([6, 3, 1]),
+        num_committed=mx.array([6, 3, 1]),
         end=6,
         sampler=Sampler.of([SamplingParams(temperature=0.0)] * 3),
         depth=1,

@@ -38,9 +38,9 @@ def test_the_kernels_equal_the_parts(kernels: CppKernels, name: str, language: s
         ("delta_prepare", "length * SQRT((float)KEY_DIM)", "length"),
         ("delta_prepare", "t < num_fed[row]", "true"),
         ("delta_gate", "/ VALUE_DIM", ""),
-        ("delta_step_and_past", "num_kept[row] +", "1 +"),
-        ("delta_commit_and_past", "num_kept[row] +", "1 +"),
-        ("delta_commit_and_past", "t < num_kept[row]", "t < tokens"),
+        ("delta_step_and_past", "num_committed[row] +", "1 +"),
+        ("delta_commit_and_past", "num_committed[row] +", "1 +"),
+        ("delta_commit_and_past", "t < num_committed[row]", "t < tokens"),
     ],
 )
 def test_kernels_that_are_off_are_not_used(

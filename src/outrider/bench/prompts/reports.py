@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-PARAGRAPHS_EACH = 9
+PARAGRAPHS_EACH = 9  # of a report: about 700 tokens
 
 PARAGRAPHS = (
     "The old mill at the lower weir was measured again this spring. Its wheel turns freely, but two of "

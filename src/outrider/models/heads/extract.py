@@ -27,7 +27,7 @@ from outrider.models.heads.originals import Original
 from outrider.models.heads.weights import is_as_published
 from outrider.progress import Listener, Progress, ignore
 
-COPIED_AT_ONCE = 8 << 20  # bytes
+COPIED_AT_ONCE = 8 << 20  # bytes; chosen by hand
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from outrider.models.recurrent.layer_inputs import LayerSizes, Projected
 Compute = Callable[[Any, Projected, StateView], mx.array]
 
 ROWS, WIDTH = 3, 3
-FED, KEPT = [WIDTH, WIDTH - 1, 0], [2, 0, 0]
+FED, COMMITTED = [WIDTH, WIDTH - 1, 0], [2, 0, 0]
 
 
 def largest_error(compute: Compute, sizes: LayerSizes) -> float:
@@ -75,7 +75,7 @@ class _RandomLayer:
         place = Placement(range(ROWS), starts, fed, WIDTH, 8, 8, any_new=False, commits_all=commits_all)
         view = StateView(states, place)
         out = compute(layer, Projected(*(given(x) for x in self._projected)), view)
-        view.commit(CommitCounts(mx.array(KEPT)))
+        view.commit(CommitCounts(mx.array(COMMITTED)))
         return [mx.where(place.fed[..., None, None], out, 0), *states.parts]
 
     def _layer(self, parameters: dict[str, mx.array]) -> Any:

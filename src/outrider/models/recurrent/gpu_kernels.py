@@ -23,7 +23,7 @@ import mlx.core as mx
 
 log = logging.getLogger(__name__)
 
-LANES = 32
+LANES = 32  # threads of a SIMD group (Metal) or warp (CUDA)
 _GROUPS_PER_BLOCK = 4  # groups of lanes in a threadgroup (Metal) or block (CUDA); chosen by hand
 
 _METAL = """

@@ -61,7 +61,7 @@ _WALK = """
     }
 """
 _APPLY = """
-    for (int t = 0; t < num_kept[row]; ++t) {
+    for (int t = 0; t < num_committed[row]; ++t) {
         const int token = row * tokens + t;
         const int key_at = (token * KEY_HEADS + key_head) * KEY_DIM + lane;
         const float gate = EXP((float)log_gates[token * HEADS + head]);
@@ -79,7 +79,7 @@ _WRITE_STATE = """
 _WRITE_PAST = """
     const int of_row = (head * VALUE_DIM + value_row) * 32 + lane;
     for (int i = of_row; i < NUM_PAST * CHANNELS; i += HEADS * VALUE_DIM * 32) {
-        const int column = num_kept[row] + i / CHANNELS, channel = i % CHANNELS;
+        const int column = num_committed[row] + i / CHANNELS, channel = i % CHANNELS;
         new_past[row * NUM_PAST * CHANNELS + i] = column < NUM_PAST
             ? past[(row * NUM_PAST + column) * CHANNELS + channel]
             : inputs[(row * tokens + column - NUM_PAST) * CHANNELS + channel];
@@ -101,14 +101,14 @@ STEP = GpuKernel(
 )
 COMMIT = GpuKernel(
     "delta_commit",
-    ("keys", "log_gates", "deltas", "state", "num_kept"),
+    ("keys", "log_gates", "deltas", "state", "num_committed"),
     ("new_state",),
     _READ_STATE + _APPLY + _WRITE_STATE,
 )
 
 
 def _and_past(kernel: GpuKernel) -> GpuKernel:
-    more = [name for name in ("num_kept", "past", "inputs") if name not in kernel.inputs]
+    more = [name for name in ("num_committed", "past", "inputs") if name not in kernel.inputs]
     return replace(
         kernel,
         name=f"{kernel.name}_and_past",
@@ -223,15 +223,15 @@ def _agrees() -> bool:
 
     def error() -> float:
         rule = random_inputs()
-        num_kept, all_kept = mx.array([0, 2]), mx.array([3, 3])
+        num_committed, all_committed = mx.array([0, 2]), mx.array([3, 3])
         want, update = chunk_delta_rule(*rule)
         got, kernel_update = window(*rule)
         stepped, after = step(*rule)
         pairs = [
             (got, want),
             (stepped, want),
-            (after, update.state_after(all_kept)),
-            (kernel_update.state_after(num_kept), update.state_after(num_kept)),
+            (after, update.state_after(all_committed)),
+            (kernel_update.state_after(num_committed), update.state_after(num_committed)),
         ]
         return float(mx.stack([mx.abs(one - other).max() for one, other in pairs]).max())
 
