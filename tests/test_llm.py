@@ -126,7 +126,7 @@ def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
         params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, stop=stop, draft_depth=depth)
         deltas = list(llm.stream("stop here", params))
         assert "".join(delta.text for delta in deltas) == expected
-        assert deltas[-1].finish_reason == "stop"
+        assert (deltas[-1].finish_reason, deltas[-1].stop_string) == ("stop", stop)
 
 
 def test_stop_token_ends_the_answer(llm: LLM) -> None:

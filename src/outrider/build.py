@@ -98,8 +98,9 @@ def _parts(
         no_images_reason=loaded.no_images_reason,
     )
     budget, prefix_budget = _budgets(config)
-    tokenizer, eos_ids = loaded.tokenizer, loaded.eos_ids
-    grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, trunk.vocab_size, eos_ids), eos_ids)
+    tokenizer, eos_ids, vocab_size = loaded.tokenizer, loaded.eos_ids, trunk.vocab_size
+    # The lambda outlives the engine's parts, so it must not hold the trunk.
+    grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, vocab_size, eos_ids), eos_ids)
     controller, save_measurements = DepthController(few_shapes=outruns), lambda: None
     if config.auto_depth == "auto":
         name = _fingerprint(loaded, head, choice, facts, config.max_rows)

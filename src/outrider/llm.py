@@ -61,6 +61,7 @@ class CompletionDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishedReason | None = None  # only in the last delta
     stats: Stats | None = None  # only in the last delta
+    stop_string: str | None = None  # the stop string that ended the answer, only in the last delta
 
 
 class CompletionStream(Iterator[CompletionDelta]):
@@ -108,6 +109,7 @@ class CompletionStream(Iterator[CompletionDelta]):
             delta.logprobs if with_logprobs else (),
             finish_reason(delta, parser) if self._finished else None,
             delta.stats,
+            delta.stop_string,
         )
 
     def completion(self) -> Completion:
@@ -173,8 +175,12 @@ class LLM:
         )
         choice = ModelChoice(default_model() if model is None else model, head, draft_vocabulary, dtype)
         self.engine, self.tokenizer = build_engine(choice, config)
-        no_images_reason = self.engine.facts.no_images_reason
-        self.renderer = ChatRenderer(self.tokenizer, self.engine.reader, no_images_reason)
+        try:
+            no_images_reason = self.engine.facts.no_images_reason
+            self.renderer = ChatRenderer(self.tokenizer, self.engine.reader, no_images_reason)
+        except BaseException:
+            self.engine.close()
+            raise
 
     def generate(
         self,

@@ -246,7 +246,15 @@ class StepRunner(Protocol):
     @property
     def image_embeddings(self) -> ImageEmbeddings | None: ...  # None if the model reads no images
 
+    @property
+    def has_head(self) -> bool: ...
+
+    @property
+    def compiles(self) -> bool: ...  # whether decode passes are traced
+
     def geometry(self, capacity_step: int) -> CacheGeometry: ...
+
+    def run(self, plan: StepPlan) -> StepResult: ...  # launch and finish
 
     def launch(self, plan: StepPlan, previous: Any = None) -> LaunchedStep: ...
 

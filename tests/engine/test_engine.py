@@ -216,9 +216,10 @@ def test_engine_that_could_not_start_frees_what_it_loaded() -> None:
         seen.append(weakref.ref(runner))
         return parts(runner, budget_bytes=1)
 
-    with pytest.raises(InvalidConfig, match="budget"):
+    with pytest.raises(InvalidConfig, match="budget") as caught:
         Engine(EngineConfig(), build)
     wait_until(lambda: gc.collect() >= 0 and seen[0]() is None)
+    assert caught.value.__traceback__ is not None  # its frames are alive, and hold no weights
 
 
 # -- faults ----------------------------------------------------------------------------------------------

@@ -230,3 +230,19 @@ def test_prediction_becomes_drafts_and_changes_nothing(llm: LLM) -> None:
     assert drafted.token_ids == plain.token_ids
     assert sum(drafted.stats.accepted) >= 25
     assert drafted.stats.steps < 15
+
+
+def test_a_validated_request_with_a_grammar_can_be_submitted_again(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0, grammar=Grammar("regex", "[0-9]{4}"))
+    validated = llm.engine.validate(llm.tokenizer.encode("a year:"), params)
+    texts = []
+    for _ in range(2):
+        outbox, text, reason = llm.engine.submit(validated), "", None
+        while reason is None:
+            delta = outbox.take(timeout_s=PATIENCE_S)
+            assert delta is not None
+            text, reason = text + delta.text, delta.finish_reason
+        texts.append(text)
+        assert reason == "stop"
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 4

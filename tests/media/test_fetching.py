@@ -123,6 +123,7 @@ def test_a_redirect_is_followed_and_too_many_are_not():
     refused(answering(redirect("/loop")), "redirected more than 3")
     refused(answering(redirect("file:///etc/passwd")), "http")
     refused(answering(redirect("data:image/png,abc")), "http")
+    refused(answering(redirect("http://[::1")), "cannot be parsed")
 
 
 def test_slow_and_silent_servers_are_given_up():

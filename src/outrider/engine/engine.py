@@ -168,13 +168,13 @@ class Engine:
         return True
 
     def _new_validator(self) -> RequestValidator:
-        parts, geometry = self._loop.parts, self._loop.geometry
-        longest_context = self._loop.scheduler.longest_context()
-        if longest_context < 2:
+        longest_context, geometry = self._loop.scheduler.longest_context(), self._loop.geometry
+        if longest_context < 2:  # before `parts` is a local: the traceback must not hold the weights
             raise InvalidConfig(
                 f"a memory budget of {self.budget_bytes:,} bytes does not hold even one row of this model; "
                 f"it needs at least {geometry.num_bytes(1, geometry.capacity_step):,}"
             )
+        parts = self._loop.parts
         return RequestValidator(self._config, parts.facts, longest_context, parts.new_text, parts.grammars)
 
     def _serve(self) -> str | None:

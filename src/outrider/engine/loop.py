@@ -178,8 +178,9 @@ class EngineLoop:
             return
         while scheduler.in_flight:  # launched before the host knew that its rows were finished
             try:
-                self._executor.finish(scheduler.in_flight[0])
-                scheduler.commit(scheduler.in_flight[0])
+                self._executor.finish(step := scheduler.in_flight[0])
+                step.cost_shape = None  # nothing is learnt from a step that no request needed
+                scheduler.commit(step)
             except Exception:
                 log.exception("a step failed after its rows had ended; cached prefixes are dropped")
                 self._drop_caches()

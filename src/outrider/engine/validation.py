@@ -123,7 +123,7 @@ class RequestValidator:
                 drafter=self._new_drafter(request, depth),
                 lookup=NgramDrafter() if looks_up else None,
                 is_auto=wanted == "auto",
-                grammar=validated.grammar,
+                grammar=None if validated.grammar is None else validated.grammar.copy(),
             ),
         )
 

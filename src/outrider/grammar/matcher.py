@@ -30,6 +30,10 @@ class RowGrammar:
         self._tail: list[int] = []  # while waiting: the last committed tokens
         self._is_waiting = bool(after_ids)
 
+    def copy(self) -> RowGrammar:
+        """The same grammar at its start, for another row. Only before the first commit."""
+        return RowGrammar(self._matcher.deep_copy(), self._eos_ids, self._after_ids)
+
     def commit(self, token_id: int) -> None:
         """Take a committed token."""
         if self._is_waiting:

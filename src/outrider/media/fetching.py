@@ -49,10 +49,19 @@ async def fetch(url: str, limits: MediaLimits) -> bytes:
                 found = await _request(_parse(url), limits)
                 if isinstance(found, bytes):
                     return found
-                url = urljoin(url, found)
+                url = _join(url, found)
     except TimeoutError:
         raise InvalidMedia(f"an image's URL did not answer within {limits.fetch_total_s:g} s") from None
     raise InvalidMedia(f"an image's URL was redirected more than {limits.max_redirects} times")
+
+
+def _join(url: str, location: str) -> str:
+    try:
+        return urljoin(url, location)
+    except ValueError:
+        raise InvalidMedia(
+            f"an image's URL redirects to an address that cannot be parsed: {location[:100]!r}"
+        ) from None
 
 
 def _parse(url: str) -> _RequestTarget:

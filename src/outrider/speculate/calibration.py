@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Protocol
 
 from outrider.config import CacheGeometry
-from outrider.plan import RowPlan, StepPlan, StepResult
+from outrider.plan import RowPlan, StepPlan, StepRunner
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
 
@@ -37,26 +36,6 @@ HEAD_DEPTHS = (0, MAX_DEPTH)  # fed only, and all drafts: the cost of drafts in 
 Clock = Callable[[], float]
 
 
-class CalibrationRunner(Protocol):
-    """What calibration needs of a runner."""
-
-    @property
-    def has_head(self) -> bool: ...
-
-    @property
-    def compiles(self) -> bool: ...
-
-    def geometry(self, capacity_step: int) -> CacheGeometry: ...
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-    def launch(self, plan: StepPlan) -> Any: ...
-
-    def finish(self, launched: Any) -> StepResult: ...
-
-    def reset(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class SyntheticStep:
     """A decode step whose rows are all alike."""
@@ -71,7 +50,7 @@ class SyntheticStep:
 class StepTimer:
     """Runs synthetic steps and records their times."""
 
-    def __init__(self, runner: CalibrationRunner, vocab_size: int, clock: Clock) -> None:
+    def __init__(self, runner: StepRunner, vocab_size: int, clock: Clock) -> None:
         """`clock` measures device time: on a CPU the process's own time, else the wall clock."""
         self._runner = runner
         self._vocab_size = vocab_size
@@ -131,7 +110,7 @@ class StepTimer:
 
 
 def measure(
-    runner: CalibrationRunner,
+    runner: StepRunner,
     vocab_size: int,
     max_rows: int,
     max_cells: int,
@@ -164,7 +143,7 @@ def max_measured_rows(max_rows: int) -> int:
 
 
 def is_still_valid(
-    runner: CalibrationRunner, vocab_size: int, stored: MeasuredCosts, *, clock: Clock = time.perf_counter
+    runner: StepRunner, vocab_size: int, stored: MeasuredCosts, *, clock: Clock = time.perf_counter
 ) -> bool:
     """True if a wide step costs about as many plain steps as in the stored costs.
 

@@ -81,7 +81,11 @@ class Completions:
         is_single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
         prompts: list[Any] = [body.prompt] if is_single else list(body.prompt)
         answers = await self._start(body, prompts)
-        rendering = _CompletionRendering(self._context, body, model, prompts, answers)
+        try:
+            rendering = _CompletionRendering(self._context, body, model, prompts, answers)
+        except BaseException:
+            answers.close()
+            raise
         if body.stream:
             keep_alive_s = self._context.settings.keep_alive_s
             return sse.EventStreamResponse(rendering.frames(), answers.close, keep_alive_s)
