@@ -79,6 +79,8 @@ def _parts(
     trunk.prepare_for_serving()
     if head is not None:
         head.prepare_for_serving(trunk)
+    # On a device that outruns its host, decode passes are traced in few shapes, steps are overlapped, and the
+    # head is never paused.
     outruns = machine.outruns_host()
     vision_encoder = vision.encoder if vision is not None else None
     write_block = None if disk is None else disk.write

@@ -29,7 +29,8 @@ class EngineConfig:
     # Maximum number of prompt tokens computed in one step, over all sequences: the size of a prefill chunk.
     # (vLLM's max_num_batched_tokens also counts decode tokens.) None: 128 on a CPU, 512 on a GPU.
     prefill_step_size: int | None = None
-    # Source of draft tokens for speculative decoding. "auto": the MTP head if the model has one, else none.
+    # Source of draft tokens for speculative decoding. "auto": the MTP head if the model has one, with n-gram
+    # lookup beside it for requests of auto depth; else none.
     drafter: DrafterName = "auto"
     # Draft tokens per step for requests that do not set draft_depth (vLLM: num_speculative_tokens). "auto":
     # the engine chooses a depth for each step, from measured costs and acceptance rates.

@@ -43,7 +43,7 @@ class SamplingParams:
 
     The token at a position is the argmax of `logits / temperature + noise(seed, position, token)` over the
     tokens that the filters leave: first top_k, then top_p (a share of the tokens that top_k leaves), then
-    min_p. Temperature 0 is greedy.
+    min_p. The filters see the logits after the temperature. Temperature 0 is greedy.
     """
 
     max_tokens: int | None = 256  # None: up to the model's context

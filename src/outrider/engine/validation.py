@@ -162,7 +162,7 @@ class RequestValidator:
 
 
 def _has_drafts(params: SamplingParams) -> bool:
-    """True if the request brings drafts without a drafter: from its grammar or from its prediction."""
+    """True if the request itself is a source of drafts: it has a grammar or a prediction."""
     return params.grammar is not None or bool(params.prediction_ids)
 
 

@@ -1,7 +1,8 @@
-"""Gumbel noise as a pure function of (seed, position, token id). It couples drafts with targets.
+"""Gumbel noise as a pure function of (seed, position, token id). Drafts and targets use the same.
 
-The noise is an integer hash, not the stream of a random generator. So a token has the same noise
-whether it is computed for the whole vocabulary, for a few candidates or for a reduced draft vocabulary.
+So a good draft is usually the target, even at a high temperature. The noise is an integer hash, not the
+stream of a random generator: a token has the same noise whether it is computed for the whole vocabulary, for
+a few candidates or for a reduced draft vocabulary.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The step on the device: run the trunk, sample, accept, draft. The only code that runs the model."""
+"""The step on the device: run the trunk, sample, accept, draft. The only code that serves with the model."""

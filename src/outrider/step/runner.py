@@ -1,4 +1,4 @@
-"""The runner: turns a StepPlan into a StepResult. The only code that runs the model.
+"""The runner: turns a StepPlan into a StepResult. The only code that serves with the model.
 
 `launch` hands a step's passes to the device, `finish` waits for them and reads one small array for each pass.
 Between the two calls the next step may be launched, if its plan is an overlapped one.
