@@ -241,13 +241,13 @@ def test_a_stream_may_end_without_done_once_it_has_said_why() -> None:
             [head(), b'data: {"choices": [{"delta": {"content": [1]}}]}\n\n'],
             "not a chunk of a chat completion",
         ),
-        ([head(), b'data: {"error": {"message": "it broke"}}\n\n'], "the server says: it broke"),
+        ([head(), b'data: {"error": {"message": "it broke"}}\n\n'], "the server reports: it broke"),
         (
             [head("Content-Type: application/json"), b"{}"],
             "answered with application/json, not with a stream of events",
         ),
-        ([head(status="500 Oh"), b"<html>"], "the server says 500: Oh"),
-        ([head(status="422 No"), b'{"detail": "bad"}'], "the server says 422: bad"),
+        ([head(status="500 Oh"), b"<html>"], "the server answered 500: Oh"),
+        ([head(status="422 No"), b'{"detail": "bad"}'], "the server answered 422: bad"),
         ([head(), event("a"), 30.0], "silent for 0.3 seconds"),
         ([30.0, head()], "silent for 0.3 seconds"),
     ],
@@ -260,7 +260,7 @@ def test_what_goes_wrong_is_in_the_answer(script: list[Any], message: str) -> No
 
 def test_a_refusal_is_told_in_the_server_s_words() -> None:
     with scripted([refuses(404, "the model m does not exist")]) as server:
-        assert ask(server.url).error == "the server says 404: the model m does not exist"
+        assert ask(server.url).error == "the server answered 404: the model m does not exist"
 
 
 # -- who is there ----------------------------------------------------------------------------------------

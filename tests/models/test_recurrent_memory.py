@@ -24,6 +24,7 @@ STATE_BYTES = NUM_ROWS * 48 * 128 * 128 * 4  # of one layer, all rows
 WINDOW_STATE_BYTES = (1 + DEPTH) * STATE_BYTES
 LAYERS_OF_27B = 48  # recurrent ones
 GREEDY = SamplingParams(temperature=0)
+NUM_TRIES = 12  # a host that runs far ahead of the device allocates more: the least of several steps counts
 
 CONFIG = {
     "model_type": "qwen3_5_text",
@@ -83,9 +84,11 @@ def test_nothing_of_a_verify_window_outlives_the_step(runner: Runner) -> None:
 
 
 def test_one_more_layer_takes_more_deltas_not_states(runner: Runner) -> None:
-    small = min(peak_of_a_step(runner) for _ in range(3))
+    small = min(peak_of_a_step(runner) for _ in range(NUM_TRIES))
     # From two or three layers on as many commits are under way at once as ever will be.
-    six, nine = (min(peak_of_a_step(more) for _ in range(3)) for more in map(decoding_runner, (8, 12)))
+    six, nine = (
+        min(peak_of_a_step(more) for _ in range(NUM_TRIES)) for more in map(decoding_runner, (8, 12))
+    )
     per_layer = (nine - six) / 3
     whole = nine + (LAYERS_OF_27B - 9) * per_layer
     print(
@@ -100,6 +103,8 @@ def test_one_more_layer_takes_more_deltas_not_states(runner: Runner) -> None:
 
 
 def test_new_states_are_not_made_side_by_side_where_all_is_kept(runner: Runner) -> None:
-    few, many = (min(peak_of_a_step(some, ()) for _ in range(3)) for some in (runner, decoding_runner(8)))
+    few, many = (
+        min(peak_of_a_step(some, ()) for _ in range(NUM_TRIES)) for some in (runner, decoding_runner(8))
+    )
     assert few < 3 * STATE_BYTES
     assert (many - few) / 3 < STATE_BYTES / 4
