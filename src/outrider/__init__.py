@@ -1,4 +1,4 @@
-"""Outrider: LLM inference on MLX in which every request drafts at its own pace, in one shared step."""
+"""LLM inference on MLX in which every request accepts and rolls back its own drafts, in one shared step."""
 
 from typing import TYPE_CHECKING, Any
 
