@@ -151,7 +151,9 @@ class Terminal:
         """What came up to the text and with it."""
         deadline = time.monotonic() + seconds
         while text not in self._seen:
-            assert select.select([self._master], [], [], deadline - time.monotonic())[0], self._seen
+            left_s = max(0.0, deadline - time.monotonic())
+            assert select.select([self._master], [], [], left_s)[0], self._seen
+            assert left_s, f"{text!r} did not come in {seconds} seconds"
             with contextlib.suppress(OSError):
                 self._seen += os.read(self._master, 65536).decode()
         before, self._seen = self._seen.split(text, 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Protocol
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from outrider.chat.conversation import ChatRequest, Message
 from outrider.chat.events import ChatEvent, Finished
@@ -12,6 +14,9 @@ from outrider.request import InvalidRequest, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
+
+
+T = TypeVar("T")
 
 
 class ChatFailed(RuntimeError):
@@ -27,8 +32,58 @@ class Backend(Protocol):
         ...
 
 
+class EventLoopThread:
+    """An event loop on its own thread. The main thread only waits for events, so Ctrl-C ends the wait."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-chat-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for the result. An interrupted wait cancels the work."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def iterate(self, events: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """The events as they come. Closing this generator closes `events`."""
+        arrived: SimpleQueue[tuple[T] | None] = SimpleQueue()
+
+        async def read() -> None:
+            try:
+                async for event in events:
+                    arrived.put((event,))
+            finally:
+                await events.aclose()
+
+        reading = asyncio.run_coroutine_threadsafe(read(), self._loop)
+        reading.add_done_callback(lambda _: arrived.put(None))
+        try:
+            while (item := arrived.get()) is not None:
+                yield item[0]
+            reading.result()
+        finally:
+            reading.cancel()
+
+    def close(self) -> None:
+        self.run(_cancel_other_tasks())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_other_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class LocalBackend:
-    """Drives the chat service's event loop from event to event, so that Ctrl-C comes between two of them."""
+    """Answers of a model in this process."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         from outrider.chat.service import ChatService
@@ -36,7 +91,7 @@ class LocalBackend:
         self._facts = llm.engine.facts
         self._params = params
         self._service = ChatService(llm.async_engine, llm.renderer)
-        self._loop = asyncio.Runner()
+        self._loop = EventLoopThread()
 
     @property
     def greeting(self) -> str:
@@ -48,20 +103,20 @@ class LocalBackend:
         )
 
     def answer(self, messages: Sequence[Message]) -> Generator[ChatEvent, None, None]:
+        return self._loop.iterate(self._events(ChatRequest(tuple(messages), self._params)))
+
+    async def _events(self, request: ChatRequest) -> AsyncGenerator[ChatEvent, None]:
         try:
-            stream = self._loop.run(self._service.start(ChatRequest(tuple(messages), self._params)))
+            stream = await self._service.start(request)
         except InvalidRequest as error:
             raise ChatFailed(str(error)) from None
-        try:
-            is_finished = False
-            while not is_finished:
-                event = self._loop.run(stream.__anext__())
-                is_finished = isinstance(event, Finished)
+        async with stream:
+            async for event in stream:
                 if isinstance(event, Finished) and event.reason in ("error", "cancelled"):
                     raise ChatFailed(event.error or "the answer was cancelled")
                 yield event
-        finally:
-            stream.abort()
+                if isinstance(event, Finished):
+                    return
 
     def close(self) -> None:
         self._service.close()

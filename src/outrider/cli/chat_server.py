@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing
@@ -11,7 +10,7 @@ from typing import Any
 from outrider.chat.conversation import Message
 from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta, Usage
 from outrider.chat_client import ChatChunk, ChatClient, ServerError
-from outrider.cli.chat_backends import ChatFailed
+from outrider.cli.chat_backends import ChatFailed, EventLoopThread
 from outrider.engine.sequence import Stats
 from outrider.request import SamplingParams
 from outrider.server_address import ServerAddress
@@ -20,14 +19,14 @@ SILENCE_S = 600.0  # seconds without a byte; chosen by hand: Outrider's streams 
 
 
 class ServerBackend:
-    """Drives the client's event loop from chunk to chunk, so that Ctrl-C comes between two of them."""
+    """Answers of a server with OpenAI's API."""
 
     def __init__(self, address: ServerAddress, model: str | None, params: SamplingParams) -> None:
         """Without a model, the first one that the server lists. ChatFailed if there is none."""
         self._address = address
         self._params = params
         self._client = ChatClient(address, "outrider-chat", SILENCE_S)
-        self._loop = asyncio.Runner()
+        self._loop = EventLoopThread()
         self._model = model or self._first_model()
 
     @property
@@ -35,21 +34,7 @@ class ServerBackend:
         return f"{self._model} at {self._address}."
 
     def answer(self, messages: Sequence[Message]) -> Generator[ChatEvent, None, None]:
-        stream = self._events(request_body(self._model, messages, self._params))
-
-        async def next_event() -> ChatEvent | None:
-            return await anext(stream, None)
-
-        async def close() -> None:
-            await stream.aclose()
-
-        try:
-            while (event := self._loop.run(next_event())) is not None:
-                yield event
-        except ServerError as error:
-            raise ChatFailed(str(error)) from None
-        finally:
-            self._loop.run(close())
+        return self._loop.iterate(self._events(request_body(self._model, messages, self._params)))
 
     def close(self) -> None:
         self._loop.close()
@@ -70,16 +55,19 @@ class ServerBackend:
         last = ChatChunk(started_s)
         usage: Mapping[str, Any] = {}
         finish_reason = None
-        async with aclosing(self._client.stream_chat(body)) as chunks:
-            async for last in chunks:
-                if first_s is None and (last.reasoning or last.text):
-                    first_s = last.read_at_s
-                if last.reasoning:
-                    yield ReasoningDelta(last.reasoning)
-                if last.text:
-                    yield TextDelta(last.text)
-                finish_reason = last.finish_reason or finish_reason
-                usage = last.usage or usage
+        try:
+            async with aclosing(self._client.stream_chat(body)) as chunks:
+                async for last in chunks:
+                    if first_s is None and (last.reasoning or last.text):
+                        first_s = last.read_at_s
+                    if last.reasoning:
+                        yield ReasoningDelta(last.reasoning)
+                    if last.text:
+                        yield TextDelta(last.text)
+                    finish_reason = last.finish_reason or finish_reason
+                    usage = last.usage or usage
+        except ServerError as error:
+            raise ChatFailed(str(error)) from None
         counts = _usage(usage)
         stats = Stats(
             num_prompt=counts.num_prompt,
