@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from image_files import noise
 from outrider import LLM, SamplingParams
-from outrider.engine.outbox import Outbox
+from outrider.engine.loop import Outbox
 from outrider.engine.sequence import Delta
 from outrider.media.images import image_from_pixels
 from outrider.models.heads import new_head

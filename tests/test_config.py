@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.config import DRAFTERS, CacheGeometry, EngineConfig, InvalidConfig
+from outrider.config import DRAFTERS, EngineConfig, InvalidConfig
+from outrider.plan import CacheGeometry
 
 REFUSED: dict[str, list[Any]] = {
     "max_rows": [0, -1, True, None, 1.5, "4", math.nan, [4]],

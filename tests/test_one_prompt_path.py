@@ -21,7 +21,7 @@ from outrider.chat.events import ReasoningDelta, TextDelta, ToolCallEnded, ToolC
 from outrider.chat.message_dicts import messages_from_dicts, tool_choice_from, tools_from_dicts
 from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
-from outrider.engine.outbox import Outbox
+from outrider.engine.loop import Outbox
 from outrider.engine.sequence import Delta
 from outrider.engine.validation import RequestValidator, ValidatedRequest
 from outrider.llm import CompletionStream

@@ -30,7 +30,7 @@ from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
 from outrider.step.runner import Runner
-from outrider.text.output import answer_texts
+from outrider.text.detokenizer import answer_texts
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from outrider.chat.message_dicts import messages_from_dicts, tool_choice_from, t
 from outrider.chat.output_parser import finish_reason
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
 from outrider.config import DrafterName, EngineConfig
-from outrider.engine.async_engine import AsyncEngine
-from outrider.engine.engine import Engine
+from outrider.engine.engine import AsyncEngine, Engine
 from outrider.engine.sequence import Stats
 from outrider.engine.validation import ValidatedRequest
 from outrider.plan import TokenLogprobs

@@ -21,12 +21,33 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from outrider.config import CacheGeometry
 from outrider.host_array import HostArray
 from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.request import SamplingParams
 
 UNREAD = -1  # in the place of a token that the step in front will sample
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """The size in bytes of a model's caches. The scheduler and the caches share this arithmetic.
+
+    A slot is the cache of one sequence; a cell is the place of one token in it. Buffers have one cell more
+    than `capacity`: padding is written into the last cell.
+    """
+
+    bytes_per_cell: int  # keys and values of one token, over all layers and the head
+    bytes_per_slot: int = 0  # recurrent state of one sequence: its size does not depend on the length
+    capacity_step: int = 256
+
+    def capacity_for(self, num_cells: int) -> int:
+        """The smallest multiple of `capacity_step` that holds `num_cells`."""
+        return -(-num_cells // self.capacity_step) * self.capacity_step
+
+    def num_bytes(self, num_slots: int, capacity: int) -> int:
+        if num_slots == 0:
+            return 0
+        return num_slots * ((capacity + 1) * self.bytes_per_cell + self.bytes_per_slot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,12 +114,14 @@ def test_shortened_ids_still_belong_together() -> None:
     assert answer.tool_call_id.isalnum()
 
 
-def test_the_first_variant_is_the_conversation_itself() -> None:
-    mess = [U("1"), U("2"), S("s")]
-    first, *others = variants(mess)
-    assert first == mess
-    assert others[0] == [S("s"), U("1"), U("2")]
-    assert others[1] == [S("s"), U("1\n\n2")]
+def test_each_variant_applies_one_more_rule() -> None:
+    first, second, *_ = variants([U("1"), U("2"), S("s")])
+    assert first == [S("s"), U("1"), U("2")]
+    assert second == [S("s"), U("1\n\n2")]
+
+
+def test_a_conversation_that_no_rule_changes_has_no_variants() -> None:
+    assert list(variants([U("1"), A("2"), U("3")])) == []
 
 
 @pytest.mark.parametrize(("name", "role"), [("developer", "system"), ("function", "tool"), ("user", "user")])

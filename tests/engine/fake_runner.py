@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.config import CacheGeometry
 from outrider.plan import (
     UNREAD,
+    CacheGeometry,
     Move,
     PrefixCopies,
     RowPlan,

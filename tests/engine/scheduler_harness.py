@@ -12,12 +12,12 @@ from typing import Any
 from fake_runner import FakeRunner, StepFailed, true_next
 
 from outrider.cache.prefix_index import PrefixIndex
-from outrider.config import CacheGeometry, EngineConfig
-from outrider.engine.in_flight import StepExecutor
+from outrider.config import EngineConfig
+from outrider.engine.loop import StepExecutor
 from outrider.engine.prefix.cache import MIN_LOADED_CELLS, PrefixCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, DraftState, FinishReason, Sequence
-from outrider.plan import RowPlan, StepPlan
+from outrider.plan import CacheGeometry, RowPlan, StepPlan
 from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams
 from outrider.speculate.controller import DepthController

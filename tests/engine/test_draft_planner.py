@@ -8,9 +8,8 @@ import pytest
 from fake_runner import VOCAB_SIZE, true_next
 from scheduler_harness import Harness
 
-from outrider.config import CacheGeometry
 from outrider.engine import draft_planner
-from outrider.plan import RowPlan, StepPlan
+from outrider.plan import CacheGeometry, RowPlan, StepPlan
 from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape

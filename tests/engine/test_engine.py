@@ -17,16 +17,14 @@ import pytest
 from fake_runner import VOCAB_SIZE, FakeLaunched, FakeRunner, true_next
 from scheduler_harness import FakeText
 
-from outrider.config import CacheGeometry, EngineConfig, InvalidConfig
-from outrider.engine import async_engine
-from outrider.engine.async_engine import AsyncEngine
-from outrider.engine.engine import Engine, EngineStopped
-from outrider.engine.outbox import Outbox
+from outrider.config import EngineConfig, InvalidConfig
+from outrider.engine.engine import AsyncEngine, AsyncStream, Engine, EngineStopped
+from outrider.engine.loop import Outbox
 from outrider.engine.parts import EngineParts
 from outrider.engine.sequence import Delta
 from outrider.engine.validation import ModelFacts
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.plan import StepPlan, StepResult
+from outrider.plan import CacheGeometry, StepPlan, StepResult
 from outrider.request import Grammar, InvalidRequest, SamplingParams
 from patience import PATIENCE_S, wait_until
 
@@ -384,7 +382,7 @@ def test_submit_outside_of_an_event_loop_leaves_no_row_behind(engine: Engine) ->
 def test_loop_that_closes_under_a_stream_harms_no_other_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def begin() -> async_engine.AsyncStream:
+    async def begin() -> AsyncStream:
         return await AsyncEngine(engine).start([1], ENDLESS)
 
     loop = asyncio.new_event_loop()

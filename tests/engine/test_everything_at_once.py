@@ -10,9 +10,9 @@ from fake_runner import VOCAB_SIZE
 from scheduler_harness import Harness, rows_of
 from test_scheduler_images import FakeEmbeddings, watched_step
 
-from outrider.config import CacheGeometry
 from outrider.engine.row_caches import SLACK
 from outrider.engine.sequence import Sequence
+from outrider.plan import CacheGeometry
 from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.speculate.ngram import NgramDrafter
 from restless_controller import RestlessController

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import FakeText
 
-from outrider.config import CacheGeometry
 from outrider.engine.row_caches import SlotTable
 from outrider.engine.sequence import Sequence
-from outrider.plan import Move
+from outrider.plan import CacheGeometry, Move
 from outrider.request import Request, SamplingParams
 
 PROMPT = 4

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import PAGE, Harness, planned_ids, rows_of
 
-from outrider.config import CacheGeometry, EngineConfig
+from outrider.config import EngineConfig
 from outrider.engine.row_caches import SLACK
 from outrider.engine.scheduler import MAX_FAILURES, Scheduler
 from outrider.engine.sequence import Sequence
-from outrider.plan import StepResult
+from outrider.plan import CacheGeometry, StepResult
 from outrider.speculate.controller import DepthController
 from outrider.speculate.ngram import NgramDrafter
 

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 from scheduler_harness import Harness
 
-from outrider.config import CacheGeometry
 from outrider.engine.row_caches import SLACK
+from outrider.plan import CacheGeometry
 from outrider.request import MAX_DEPTH
 from outrider.speculate.ngram import NgramDrafter
 from restless_controller import RestlessController

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from depth_simulator import MACHINES
 
-from outrider.config import CacheGeometry
-from outrider.plan import StepPlan, StepResult
+from outrider.plan import CacheGeometry, StepPlan, StepResult
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape, guessed_costs

@@ -23,10 +23,10 @@ from mlx.utils import tree_map
 from outrider.cache.recurrent import RecurrentState
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
-from outrider.engine.in_flight import InFlightStep, StepExecutor
+from outrider.engine.loop import StepExecutor
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_caches import SLACK
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.scheduler import InFlightStep, Scheduler
 from outrider.engine.sequence import Delta, DraftState
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk

@@ -19,10 +19,9 @@ from media_world import new_world
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
-from outrider.engine.in_flight import InFlightStep
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_caches import SLACK
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.scheduler import InFlightStep, Scheduler
 from outrider.engine.sequence import Delta, DraftState
 from outrider.media.image_reader import ProcessedImage
 from outrider.media.images import image_from_pixels

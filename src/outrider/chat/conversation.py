@@ -97,6 +97,12 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # e.g. {"enable_thinking": False}
 
     @property
+    def is_constrained(self) -> bool:
+        """True if the answer has to follow a grammar: the client's own, or that of a forced call."""
+        has_grammar = self.grammar is not None or self.params.grammar is not None
+        return has_grammar or self.tool_choice not in ("auto", "none")
+
+    @property
     def active_tools(self) -> dict[str, Tool]:
         """The tools that the model may call, by name."""
         return {} if self.tool_choice == "none" else {tool.name: tool for tool in self.tools}

@@ -46,7 +46,7 @@ def constraint_for(
     thinking: Thinking,
     vocabulary: Vocabulary,
 ) -> Constraint:
-    """The constraint on the answer to a request. Raises InvalidRequest if it cannot be enforced."""
+    """The constraint on the answer to a constrained request. Raises InvalidRequest if it cannot be enforced."""
     grammar = request.grammar or request.params.grammar
     tools = () if request.tool_choice == "none" else request.tools
     forced = _forced_tools(request)
@@ -54,8 +54,7 @@ def constraint_for(
         allows_many = request.parallel_tool_calls and request.tool_choice == "required"
         calls = _Writer(vocabulary).calls(_required(tool_format), forced, allows_many)
         return _after_reasoning(Grammar("lark", calls), reasoning, thinking, vocabulary, forces_call=True)
-    if grammar is None:
-        return Constraint()
+    assert grammar is not None, "the request is not constrained"
     if tools and tool_format is not None and reasoning is not harmony.REASONING:
         either = _Writer(vocabulary).calls_or(tool_format, tools, request.parallel_tool_calls, grammar)
         grammar = Grammar("lark", either)

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from outrider.chat.conversation import Message, Part, Role, TextPart, Tool, ToolCall
+from outrider.chat.conversation import Message, Part, Role, TextPart, Tool
 from outrider.chat.json_text import dumps
 from outrider.request import InvalidRequest
 
@@ -39,9 +39,8 @@ def role_named(name: object) -> Role:
 
 
 def variants(messages: Sequence[Message]) -> Iterator[Conversation]:
-    """The unchanged conversation first; then each rule in turn, applied to the result of the rules before."""
+    """The conversation after each rule in turn, applied to the result of the rules before."""
     current = list(messages)
-    yield current
     for rule in RULES:
         changed = rule(current)
         if changed != current:
@@ -207,9 +206,3 @@ def _call_as_text(message: Message) -> Message:
         written = f'{{"name": {dumps(call.name)}, "arguments": {call.arguments or "{}"}}}'
         texts.append(f"<tool_call>\n{written}\n</tool_call>")
     return replace(message, content=(TextPart("\n".join(texts)),), tool_calls=())
-
-
-def names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
-    """The function name of each call id."""
-    calls: Iterator[ToolCall] = (call for message in messages for call in message.tool_calls)
-    return {call.id: call.name for call in calls}

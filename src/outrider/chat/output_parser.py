@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from outrider.chat.call_splitter import CallSplitter
 from outrider.chat.events import (
@@ -35,7 +35,6 @@ from outrider.chat.splitters import (
     CallOpened,
     CallsSegment,
     MarkerSearch,
-    PlainSplitter,
     ReasoningSegment,
     ReasoningSplitter,
     Segment,
@@ -47,6 +46,16 @@ from outrider.engine.sequence import Delta, Stats
 log = logging.getLogger(__name__)
 
 BLANK = " \t\r\n"
+
+
+class PlainSplitter:
+    """Looks for nothing: all text is answer text."""
+
+    def push(self, text: str) -> Iterable[Segment]:
+        return [TextSegment(text)] if text else []
+
+    def finish(self) -> Iterable[Segment]:
+        return []
 
 
 def new_splitter(
@@ -85,14 +94,14 @@ class OutputParser:
         tools: ToolsByName,
         *,
         is_parallel: bool = True,
-        hidden: Iterable[str] = (),
+        hidden: Collection[str] = (),
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         """`hidden`: special tokens that are removed from the text."""
         self._splitter = splitter
         self._tools = tools
         self._is_parallel = is_parallel
-        self._filter = _TokenFilter(hidden)
+        self._filter = _TokenFilter(hidden) if hidden else None
         self._new_id = new_id
         self._text = _BlankTrimmer(holds_blanks=bool(tools))
         self._reasoning = _BlankTrimmer(holds_blanks=True, skips_blanks=True)
@@ -118,11 +127,15 @@ class OutputParser:
             yield from self.finish()
 
     def push(self, text: str) -> list[ChatEvent]:
-        return self._events(self._splitter.push(self._filter.push(text)))
+        if self._filter is not None:
+            text = self._filter.push(text)
+        return self._events(self._splitter.push(text))
 
     def finish(self) -> list[ChatEvent]:
         """The events of the text that was held back: the answer is over."""
-        events = self._events(self._splitter.push(self._filter.push("", is_final=True)))
+        events: list[ChatEvent] = []
+        if self._filter is not None:
+            events += self._events(self._splitter.push(self._filter.push("", is_final=True)))
         events += self._events(self._splitter.finish())
         if not self.is_complete:
             events += _deltas(ReasoningDelta, self._reasoning.flush())

@@ -18,9 +18,8 @@ from outrider.chat.formats import DEFAULT_TOOL_FORMAT, detect
 from outrider.chat.formats.tool_format import ToolsByName
 from outrider.chat.grammars import Constraint, Thinking, constraint_for
 from outrider.chat.messages import calls_as_text, describe_tools
-from outrider.chat.output_parser import OutputParser, new_splitter
+from outrider.chat.output_parser import OutputParser, PlainSplitter, new_splitter
 from outrider.chat.special_tokens import Vocabulary
-from outrider.chat.splitters import PlainSplitter
 from outrider.chat.template import ChatTemplate, RenderedMessages, template_source
 from outrider.media.image_reader import ImageReader
 from outrider.prompt_media import PromptMedia
@@ -65,7 +64,11 @@ class ChatRenderer:
         """The prompt of a conversation. Raises InvalidRequest if the model cannot take the conversation."""
         rendered = self.render_messages(request)
         thinking = self._thinking(request, rendered)
-        constraint = constraint_for(request, self._tool_format, self._reasoning, thinking, self._vocabulary)
+        constraint = Constraint()
+        if request.is_constrained:
+            constraint = constraint_for(
+                request, self._tool_format, self._reasoning, thinking, self._vocabulary
+            )
         prompt_ids = rendered.ids
         if constraint.opens_reasoning and self._reasoning is not None:
             prompt_ids += tuple(self._vocabulary.encode(self._reasoning.opening))
@@ -92,7 +95,8 @@ class ChatRenderer:
         if request.tools and len({tool.name for tool in request.tools}) < len(request.tools):
             raise InvalidRequest("two tools have the same name")
         messages: Sequence[Message] = request.messages
-        if not self._template.mentions_tools:
+        has_calls = any(message.tool_calls or message.role == "tool" for message in messages)
+        if (tools or has_calls) and not self._template.mentions_tools:
             messages = calls_as_text(messages)
             if tools:
                 instructions = self._tool_format.instructions or DEFAULT_TOOL_FORMAT.instructions or ""

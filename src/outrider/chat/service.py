@@ -17,7 +17,7 @@ from outrider.chat.conversation import ChatRequest, ImagePart, MediaPart, Part
 from outrider.chat.events import ChatEvent
 from outrider.chat.output_parser import finished_event
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
-from outrider.engine.async_engine import AsyncEngine, AsyncStream
+from outrider.engine.engine import AsyncEngine, AsyncStream
 from outrider.engine.validation import ValidatedRequest
 from outrider.media.image_reader import ProcessedImage
 from outrider.media.loader import MediaItem, MediaLoader

@@ -64,16 +64,6 @@ class Splitter(Protocol):
         ...
 
 
-class PlainSplitter:
-    """Looks for nothing: all text is answer text."""
-
-    def push(self, text: str) -> Iterable[Segment]:
-        return [TextSegment(text)] if text else []
-
-    def finish(self) -> Iterable[Segment]:
-        return []
-
-
 class ReasoningSplitter:
     """Splits reasoning from the answer, and passes the answer's text on to the next splitter.
 

@@ -17,7 +17,7 @@ from jinja2.meta import find_undeclared_variables
 
 from outrider.chat.conversation import ImagePart, MediaPart, Message, TextPart, Tool, ToolCall
 from outrider.chat.json_text import loads
-from outrider.chat.messages import names_of_calls, variants
+from outrider.chat.messages import variants
 from outrider.chat.special_tokens import SpecialTokenEscape, Vocabulary
 from outrider.media.image_reader import ProcessedImage
 from outrider.request import InvalidRequest
@@ -118,7 +118,7 @@ class ChatTemplate:
         settings: Mapping[str, Any],
         arguments_as: ArgumentsAs,
     ) -> RenderedMessages:
-        names = names_of_calls(messages)
+        names = _names_of_calls(messages)
         dicts = [_message_dict(m, names, arguments_as, self._takes_lists_only) for m in messages]
         tool_dicts = [_tool_dict(tool) for tool in tools]
         special = SpecialTokenEscape(self._escaped, [dicts, tool_dicts, dict(settings)])
@@ -196,10 +196,15 @@ def _variables(source: str) -> frozenset[str]:
 
 
 def _candidates(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], ArgumentsAs]]:
+    yield from _argument_forms(messages)
     for variant in variants(messages):
-        yield variant, "mapping"
-        if any(message.tool_calls for message in variant):
-            yield variant, "text"
+        yield from _argument_forms(variant)
+
+
+def _argument_forms(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], ArgumentsAs]]:
+    yield messages, "mapping"
+    if any(message.tool_calls for message in messages):
+        yield messages, "text"
 
 
 def _is_complete(text: str, messages: Sequence[Message], arguments_as: ArgumentsAs) -> bool:
@@ -254,6 +259,11 @@ def _content_list(message: Message) -> list[dict[str, str]]:
         elif isinstance(part, ImagePart):
             listed += [{"type": "image"}] * len(part.images)
     return listed or [{"type": "text", "text": ""}]
+
+
+def _names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
+    """The function name of each call id."""
+    return {call.id: call.name for message in messages for call in message.tool_calls}
 
 
 def _arguments(call: ToolCall, arguments_as: ArgumentsAs) -> Any:

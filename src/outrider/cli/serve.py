@@ -158,7 +158,7 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
     from outrider.chat.service import ChatService
     from outrider.cli.banner import banner
     from outrider.cli.loading import loading_bar
-    from outrider.engine.async_engine import AsyncEngine
+    from outrider.engine.engine import AsyncEngine
     from outrider.llm import default_model
     from outrider.media.loader import MediaLoader
     from outrider.models.files.named import named_model

@@ -1,28 +1,99 @@
 """The engine loop: plan, launch, read, commit, over and over. Runs on the engine thread, which owns MLX.
 
+    scheduler.plan() -> InFlightStep -> executor.launch -> executor.finish -> scheduler.commit -> outboxes
+
 It decides nothing: the scheduler decides and the runner computes. It knows which requests are live, delivers
-their deltas to their outboxes, and handles steps that fail. Where the device is faster than the host, the
-next step is launched before the one in flight is read.
+their deltas to their outboxes, and handles steps that fail. One step is in flight, or two where the device
+outruns the host: then the second one is planned and launched before the first one is read.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Steps
 from dataclasses import replace
 
 from outrider.config import EngineConfig
-from outrider.engine.in_flight import InFlightStep, StepExecutor
-from outrider.engine.outbox import Outbox
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix.cache import PrefixCache, new_prefix_cache
 from outrider.engine.prefix.status import PrefixStatus
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.scheduler import InFlightStep, Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
-from outrider.plan import StepResult
+from outrider.plan import StepResult, StepRunner
 
 log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """The unread deltas of one request, merged into one, so that a slow client costs no memory.
+
+    The engine thread puts. Any other thread, or an event loop, takes. A slow client delays no other client.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._unread: Delta | None = None
+        self._wake: Callable[[], None] | None = None
+
+    def put(self, delta: Delta) -> None:
+        with self._changed:
+            self._unread = delta if self._unread is None else self._unread.merged(delta)
+            self._changed.notify_all()
+            wake = self._wake
+        if wake is not None:
+            wake()
+
+    def take(self, timeout_s: float | None = None) -> Delta | None:
+        """Wait for a delta and take everything unread as one delta. None: nothing came in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unread is not None, timeout_s)
+            delta, self._unread = self._unread, None
+            return delta
+
+    def take_now(self) -> Delta | None:
+        return self.take(timeout_s=0)
+
+    def call_on_put(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from the engine thread after each put, and at once if a delta is unread already."""
+        with self._changed:
+            self._wake = wake
+            waiting = self._unread is not None
+        if waiting:
+            wake()
+
+
+class StepExecutor:
+    """Launches and reads steps, and measures how long each step took."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self._last_read_s: float | None = None  # None: the thread did something else since the last read
+
+    def launch(self, step: InFlightStep, in_front: Steps[InFlightStep] = ()) -> None:
+        """Hand a step to the device. `in_front` are the steps that were launched and not read yet."""
+        step.launched_s = time.perf_counter()
+        step.launched = self._runner.launch(step.plan, in_front[-1].launched if in_front else None)
+        step.is_typical = step.launched.is_as_planned
+        if not in_front and self._last_read_s is not None:
+            step.host_s = step.launched_s - self._last_read_s
+        if step.launched.is_first_trace:
+            for other in (*in_front, step):
+                other.is_typical = False
+
+    def finish(self, step: InFlightStep) -> StepResult:
+        """Wait for the oldest step in flight and read it."""
+        step.result = self._runner.finish(step.launched)
+        began_s = step.launched_s if self._last_read_s is None else self._last_read_s
+        self._last_read_s = time.perf_counter()
+        step.seconds = self._last_read_s - began_s
+        return step.result
+
+    def forget_last_read(self) -> None:
+        """The thread does something that is not part of a step: it waits, or encodes an image."""
+        self._last_read_s = None
 
 
 class EncodingTurns:

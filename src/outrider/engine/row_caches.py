@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
-from outrider.config import CacheGeometry
 from outrider.engine.sequence import Sequence
-from outrider.plan import Move
+from outrider.plan import CacheGeometry, Move
 from outrider.request import MAX_DEPTH
 from outrider.speculate.shapes import ShapePolicy, num_slots_for
 

@@ -14,25 +14,52 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.config import CacheGeometry, EngineConfig
+from outrider.config import EngineConfig
 from outrider.engine.draft_planner import DraftPlanner, decode_row, needs_host, step_shape
-from outrider.engine.in_flight import InFlightStep
 from outrider.engine.prefill_queue import DEFAULT_CHUNK, PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.row_caches import CacheBudget, SlotTable
 from outrider.engine.sequence import Delta, FinishReason, Sequence
-from outrider.plan import ImageEmbeddings, PassShape, RowPlan, RowResult, StepPlan
+from outrider.plan import (
+    CacheGeometry,
+    ImageEmbeddings,
+    LaunchedStep,
+    PassShape,
+    RowPlan,
+    RowResult,
+    StepPlan,
+    StepResult,
+)
 from outrider.prompt_media import MediaPiece
 from outrider.speculate.controller import DepthController
+from outrider.speculate.costs import StepShape
 
 log = logging.getLogger(__name__)
 
 DISK_WAIT_S = 0.005  # seconds that the engine sleeps when all rows wait for blocks on disk; chosen by hand
 MAX_FAILURES = 2  # failed steps after which a row ends with an error; the second one was the row alone
+
+
+@dataclass(eq=False)
+class InFlightStep:
+    """A step from its plan to its commit: planned, then launched, then with its result."""
+
+    plan: StepPlan
+    rows: dict[int, tuple[Sequence, RowPlan]] = field(default_factory=dict)  # by sequence id
+    is_decode_only: bool = False  # one batch, whose rows all decode
+    cost_shape: StepShape | None = None  # the cost-table entry that the step's time is evidence for
+
+    launched: LaunchedStep | None = None
+    launched_s: float = 0.0
+    host_s: float | None = None  # from the last read to this launch; None: something else was going on
+    is_typical: bool = True  # it ran as planned, and the host traced no pass meanwhile
+
+    result: StepResult | None = None
+    seconds: float | None = None  # from the last read to this one, with the host's work in between
 
 
 class Scheduler:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from outrider.config import CacheGeometry
-from outrider.plan import RowPlan, StepPlan, StepRunner
+from outrider.plan import CacheGeometry, RowPlan, StepPlan, StepRunner
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
 

@@ -1,8 +1,9 @@
 """A pass over a batch: the arrays that go in, and the arrays that come out.
 
 `InputBatch` has what every row feeds. It is built from a plan (`from_plan`) or, for an overlapped step, from
-the outputs of the pass before (`after`), which the host has not read yet. `PassOutput` holds arrays that the
-device will fill, and `read` turns them into plain Python.
+the outputs of the pass before (`after`), which the host has not read yet. For images there are embeddings in
+place of image tokens (`image_inputs`), and positions that are not cell numbers (`positions_of`). `PassOutput`
+holds arrays that the device will fill, and `read` turns them into plain Python.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
+from outrider.cache.embedding_cache import EmbeddingCache, ImageInputs
+from outrider.cache.placement import GridPositions, Positions
 from outrider.plan import RowPlan, RowResult, TokenLogprobs
 from outrider.sampling.logprobs import read_logprobs
 
@@ -84,6 +87,53 @@ def _planned_arrays(batch: Batch) -> tuple[mx.array, mx.array, mx.array, mx.arra
         mx.array([row.num_fed if row.feeds_head else 0 for row in batch]),
         mx.array(deltas) if any(deltas) else None,
     )
+
+
+def image_inputs(
+    batch: Batch, image_embeddings: EmbeddingCache | None, offset: int = 0
+) -> ImageInputs | None:
+    """The image embeddings among the fed tokens; with offset 1, among the tokens after each fed token."""
+    rows: list[np.ndarray] = []
+    columns: list[np.ndarray] = []
+    parts: list[mx.array] = []
+    for i, row in enumerate(batch):
+        if row.media is None or image_embeddings is None:
+            continue
+        start = row.start + offset
+        end = start + row.num_fed
+        for piece in row.media.within(start, end):
+            first, last = np.searchsorted(piece.cells, [start, end]).tolist()
+            columns.append(piece.cells[first:last] - start)
+            rows.append(np.full(last - first, i, np.int32))
+            parts.append(image_embeddings.get(piece.key)[first:last])
+    if not parts:
+        return None
+    row_index, column_index = (mx.array(np.concatenate(found)) for found in (rows, columns))
+    return ImageInputs(row_index, column_index, mx.concatenate(parts))
+
+
+def positions_of(
+    batch: Batch,
+    starts: mx.array,
+    width: int,
+    position_deltas: mx.array | None,
+    head_lag: np.ndarray | None = None,
+) -> Positions | None:
+    """Positions for rope: None (cell numbers), one offset for each row, or a grid while an image prefills.
+
+    `head_lag` [rows]: the pass begins so many cells before its rows' own starts.
+    """
+    if any(row.media is not None and row.media.positions is not None for row in batch):
+        grid = np.zeros((3, len(batch), width), np.int32)
+        for i, row in enumerate(batch):
+            first = row.start - (0 if head_lag is None else int(head_lag[i]))
+            if row.media is not None:
+                end = row.start + row.num_fed
+                grid[:, i, : end - first] = row.media.positions_of(first, end)
+            else:
+                grid[:, i] = np.arange(first, first + width) + row.position_delta
+        return GridPositions(mx.array(grid))
+    return None if position_deltas is None else starts + position_deltas
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import RaggedKV
 from outrider.models.trunk import Trunk
-from outrider.step.batch import Batch
-from outrider.step.images import positions_of
+from outrider.step.batch import Batch, positions_of
 from outrider.step.mtp import HeadRows
 
 WIDTH_STEP = 16  # cells; the width of a catch-up pass is a multiple, so that shapes repeat; chosen by hand

@@ -18,9 +18,8 @@ from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.placement import Placement
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
-from outrider.step.batch import Batch, InputBatch, PassOutput
+from outrider.step.batch import Batch, InputBatch, PassOutput, image_inputs, positions_of
 from outrider.step.deferred_head import DeferredHeadInputs
-from outrider.step.images import image_inputs, positions_of
 from outrider.step.mtp import HeadRows, MTPDrafter
 from outrider.step.verify import SamplingBatch, max_targets, next_tokens, num_committed_tokens, verify
 

@@ -13,12 +13,11 @@ import mlx.core as mx
 
 from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.prefix_store import PrefixStore
-from outrider.config import CacheGeometry
 from outrider.host_array import HostArray
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
 from outrider.models.vision.encoder import VisionEncoder
-from outrider.plan import PassShape, PrefixCopies, SaveCells, StepPlan, StepResult
+from outrider.plan import CacheGeometry, PassShape, PrefixCopies, SaveCells, StepPlan, StepResult
 from outrider.prompt_media import MediaPiece
 from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
 from outrider.step.compiled import CompiledPasses, is_traceable, padding_rows

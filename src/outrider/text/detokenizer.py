@@ -1,4 +1,4 @@
-"""Owns detokenization: a tokenizer's decode function, and the text of one growing answer.
+"""Owns detokenization: a tokenizer's decode function, and the text of one growing answer for the client.
 
 The Detokenizer must not know tokenizers: it calls a decode function and looks at the text that comes back.
 
@@ -13,7 +13,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
+
+from outrider.request import Request
+from outrider.text.stop_strings import StopStrings
 
 Decode = Callable[[list[int]], str]
 
@@ -163,6 +167,50 @@ class Detokenizer:
 def _starts_whole(text: str, num_tokens: int) -> bool:
     """True if the tokens start at a character. Otherwise each token is at least one U+FFFD."""
     return not text.startswith(INCOMPLETE) or len(text) < num_tokens
+
+
+class AnswerText:
+    """Turns committed tokens into text that will not change.
+
+    A stop string that ends within the first `min_tokens` tokens is plain text.
+    """
+
+    def __init__(
+        self, decode: Decode, prompt_ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = Detokenizer(decode, prompt_ids)
+        self._stops = StopStrings(stops) if stops else None
+        self._num_protected = min_tokens  # coming tokens whose text cannot end the answer
+
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        """The text that is final now, and the stop string that was completed, if one was."""
+        text = self._detokenizer.push(token_id)
+        if self._stops is None:
+            return text, None
+        found = self._stops.push(text, may_match=self._num_protected <= 0)
+        self._num_protected -= 1
+        return found.text, found.matched
+
+    def flush(self) -> str:
+        """The text that was held back: the answer is over. A stop string in this text still cuts it."""
+        text = self._detokenizer.flush()
+        if self._stops is None:
+            return text
+        found = self._stops.push(text, may_match=self._num_protected < 0)
+        return found.text if found.matched is not None else found.text + self._stops.flush()
+
+
+def answer_texts(tokenizer: Any, vocab_size: int) -> Callable[[Request], AnswerText]:
+    """A function that makes the AnswerText of a request."""
+    decode = decode_function(tokenizer, vocab_size)
+
+    def new_text(request: Request) -> AnswerText:
+        params = request.params
+        context = request.prompt_ids if request.continues_prompt else ()
+        own = partial(decode, skips_special=params.skip_special_tokens)
+        return AnswerText(own, context, params.stop_strings, params.min_tokens)
+
+    return new_text
 
 
 class TokenizerDecode(Protocol):

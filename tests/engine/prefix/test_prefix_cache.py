@@ -9,12 +9,11 @@ import pytest
 from fake_runner import VOCAB_SIZE
 from scheduler_harness import Harness, planned_ids, rows_of
 
-from outrider.config import CacheGeometry
 from outrider.engine.prefix.cache import PrefixCache, new_prefix_cache
 from outrider.engine.prefix.checkpoints import CHECKPOINT_DISTANCE, prompt_checkpoints
 from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.sequence import Sequence
-from outrider.plan import StepPlan
+from outrider.plan import CacheGeometry, StepPlan
 from outrider.request import MAX_DEPTH
 
 PLENTY = 10**9

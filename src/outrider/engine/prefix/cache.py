@@ -25,13 +25,12 @@ from dataclasses import dataclass, field
 
 from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import Node, PrefixIndex, PrefixMatch, num_common
-from outrider.config import CacheGeometry
 from outrider.engine.draft_planner import MAX_HEAD_LAG
 from outrider.engine.prefix.checkpoints import prompt_checkpoints
 from outrider.engine.prefix.disk import DiskLoader, PrefixFetch, file_name
 from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.sequence import Sequence
-from outrider.plan import LoadCells, PrefixCopies, RowPlan, SaveCells, SaveState
+from outrider.plan import CacheGeometry, LoadCells, PrefixCopies, RowPlan, SaveCells, SaveState
 from outrider.request import MAX_DEPTH
 
 MIN_LOADED_CELLS = 16  # a shorter prefix is computed, not loaded; chosen by hand

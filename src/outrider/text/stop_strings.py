@@ -1,4 +1,4 @@
-"""Owns the text of one answer for the client: whole characters, cut before the first stop string.
+"""Stop strings: the text of an answer is cut before the first one.
 
 The result does not depend on where the text is cut into chunks. All stop strings are searched at once, one
 character at a time, in a trie with fallback links (Aho-Corasick). The state is the longest end of the text
@@ -10,52 +10,8 @@ that begins a stop string: exactly the text that must not be shown yet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
-
-from outrider.request import Request
-from outrider.text.detokenizer import Decode, Detokenizer, decode_function
-
-
-def answer_texts(tokenizer: Any, vocab_size: int) -> Callable[[Request], AnswerText]:
-    """A function that makes the AnswerText of a request."""
-    decode = decode_function(tokenizer, vocab_size)
-
-    def new_text(request: Request) -> AnswerText:
-        params = request.params
-        context = request.prompt_ids if request.continues_prompt else ()
-        own = partial(decode, skips_special=params.skip_special_tokens)
-        return AnswerText(own, context, params.stop_strings, params.min_tokens)
-
-    return new_text
-
-
-class AnswerText:
-    """Turns committed tokens into text that will not change.
-
-    A stop string that ends within the first `min_tokens` tokens is plain text.
-    """
-
-    def __init__(
-        self, decode: Decode, prompt_ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0
-    ) -> None:
-        self._detokenizer = Detokenizer(decode, prompt_ids)
-        self._stops = StopStrings(stops)
-        self._num_protected = min_tokens  # coming tokens whose text cannot end the answer
-
-    def push(self, token_id: int) -> tuple[str, str | None]:
-        """The text that is final now, and the stop string that was completed, if one was."""
-        text = self._detokenizer.push(token_id)
-        found = self._stops.push(text, may_match=self._num_protected <= 0)
-        self._num_protected -= 1
-        return found.text, found.matched
-
-    def flush(self) -> str:
-        """The text that was held back: the answer is over. A stop string in this text still cuts it."""
-        found = self._stops.push(self._detokenizer.flush(), may_match=self._num_protected < 0)
-        return found.text if found.matched is not None else found.text + self._stops.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +32,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
             raise ValueError("a stop string must not be empty")
-        self._root = _build_trie(stops) if stops else None
+        self._root = _build_trie(stops)
         self._state = self._root
         self._held = ""
         self._matched: str | None = None
@@ -86,8 +42,6 @@ class StopStrings:
 
         Without `may_match`, a stop string that ends in this chunk is plain text.
         """
-        if self._state is None:
-            return StopResult(text)
         if self._matched is not None:
             return StopResult("", self._matched)
         seen = self._held + text

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.text.output import AnswerText
+from outrider.text.detokenizer import AnswerText
 
 
 def answer(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, str | None, int]:

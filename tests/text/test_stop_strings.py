@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.text.output import StopResult, StopStrings
+from outrider.text.stop_strings import StopResult, StopStrings
 
 
 def plain_search(text: str, stops: list[str]) -> tuple[str, str | None]:
