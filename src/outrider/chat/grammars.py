@@ -46,7 +46,7 @@ def constraint_for(
     thinking: Thinking,
     vocabulary: Vocabulary,
 ) -> Constraint:
-    """The constraint on the answer to a constrained request. Raises InvalidRequest if it cannot be enforced."""
+    """The constraint on a constrained request. Raises InvalidRequest if it cannot be enforced."""
     grammar = request.grammar or request.params.grammar
     tools = () if request.tool_choice == "none" else request.tools
     forced = _forced_tools(request)
