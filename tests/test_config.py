@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from outrider.config import DRAFTERS, EngineConfig, InvalidConfig
-from outrider.plan import CacheGeometry
 
 REFUSED: dict[str, list[Any]] = {
     "max_rows": [0, -1, True, None, 1.5, "4", math.nan, [4]],
@@ -66,19 +63,3 @@ def test_a_folder_for_a_prefix_cache_that_is_off_is_refused() -> None:
 
 def test_the_tables_name_every_field() -> None:
     assert set(REFUSED) == set(ACCEPTED) == set(EngineConfig.__dataclass_fields__)
-
-
-@given(num_cells=st.integers(0, 10**6), capacity_step=st.integers(1, 4096))
-@settings(deadline=None)
-def test_capacity_is_the_fewest_whole_pages(num_cells: int, capacity_step: int) -> None:
-    capacity = CacheGeometry(bytes_per_cell=1, capacity_step=capacity_step).capacity_for(num_cells)
-    assert capacity % capacity_step == 0
-    assert num_cells <= capacity < num_cells + capacity_step
-
-
-@given(num_slots=st.integers(1, 100), capacity=st.integers(0, 10**5))
-@settings(deadline=None)
-def test_bytes_are_those_of_the_buffers_with_a_cell_for_padding(num_slots: int, capacity: int) -> None:
-    geometry = CacheGeometry(bytes_per_cell=24, bytes_per_slot=100)
-    assert geometry.num_bytes(num_slots, capacity) == num_slots * (24 * capacity + 24 + 100)
-    assert geometry.num_bytes(0, capacity) == 0
