@@ -83,7 +83,7 @@ class CompletionStream(Iterator[CompletionDelta]):
         self._finished = delta.finish_reason is not None
         if delta.error is not None:
             raise GenerationFailed(delta.error)
-        parser, with_logprobs = self._prompt.parser, self._prompt.params.logprobs is not None
+        parser, with_logprobs = self._prompt.new_parser(), self._prompt.params.logprobs is not None
         text, reasoning = "", ""
         calls: list[ToolCall] = []
         for event in parser.read(delta, with_logprobs):

@@ -98,6 +98,10 @@ class SamplingParams:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    def for_answer(self, index: int) -> SamplingParams:
+        """Answer i of a seeded request gets seed + i: answers differ, and a second request repeats them."""
+        return self if self.seed is None or index == 0 else replace(self, seed=self.seed + index)
+
     def with_seed(self) -> SamplingParams:
         """The same parameters with a seed that is not None: the given one, or a fresh random one."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))

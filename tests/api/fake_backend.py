@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -99,6 +100,18 @@ class FakeStream:
 
 
 @dataclass
+class FakeAnswers:
+    starts: Sequence[Callable[[], FakeStream]]
+
+    @property
+    def num_tokens(self) -> int:
+        return 7 * len(self.starts)
+
+    def start(self) -> list[FakeStream]:
+        return [start() for start in self.starts]
+
+
+@dataclass
 class FakeBackend:
     """Answers with `events` or `answer(request)`. `gate` is awaited before each event."""
 
@@ -109,15 +122,25 @@ class FakeBackend:
     requests: list[ChatRequest] = field(default_factory=list)
     completions: list[tuple[str | Sequence[int], SamplingParams]] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
+    num_prepared: int = 0
 
-    async def with_images(self, request: ChatRequest) -> ChatRequest:
-        return request
+    async def prepare(self, request: ChatRequest, num_answers: int = 1) -> FakeAnswers:
+        self.num_prepared += 1
+        each = [replace(request, params=request.params.for_answer(i)) for i in range(num_answers)]
+        return FakeAnswers([partial(self.start, one) for one in each])
 
-    async def start(self, request: ChatRequest) -> FakeStream:
+    async def prepare_text(
+        self, prompt: str | Sequence[int], params: SamplingParams, num_answers: int = 1
+    ) -> FakeAnswers:
+        self.num_prepared += 1
+        each = [params.for_answer(i) for i in range(num_answers)]
+        return FakeAnswers([partial(self.complete, prompt, one) for one in each])
+
+    def start(self, request: ChatRequest) -> FakeStream:
         self.requests.append(request)
         return self._stream(request)
 
-    async def complete(self, prompt: str | Sequence[int], params: SamplingParams) -> FakeStream:
+    def complete(self, prompt: str | Sequence[int], params: SamplingParams) -> FakeStream:
         self.completions.append((prompt, params))
         return self._stream((prompt, params))
 

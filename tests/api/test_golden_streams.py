@@ -79,7 +79,8 @@ def body_for(path: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 def transcript(case: str) -> str:
     path, extra, events = CASES[case]
-    response = Client(server(FakeBackend(events))).post(path, body_for(path, extra) | {"stream": True})
+    client = Client(server(FakeBackend(events)), **{"x-request-id": "golden"})
+    response = client.post(path, body_for(path, extra) | {"stream": True})
     assert response.status_code == 200, response.text
     return response.text.replace(FINGERPRINT, "outrider-VERSION")
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from dataclasses import fields
 from typing import Any
 
 import httpx
 import pytest
-from fake_backend import HELLO, USER, Client, FakeBackend, FakeStream, Gate, server, settings
+from fake_backend import HELLO, USER, Client, FakeAnswers, FakeBackend, FakeStream, Gate, server, settings
 
+from outrider.api.admission import Admission, Load, Reservation, current_reservation
 from outrider.api.answers import LiveRequests
+from outrider.api.app import Server
 from outrider.api.errors import ApiError
 from outrider.api.middleware import RequestIdFilter
 from outrider.api.operations.metrics import Metrics
@@ -281,16 +284,16 @@ def test_more_choices_than_the_server_holds_are_a_400() -> None:
     assert response.status_code == 400
 
 
-def test_n_that_fails_halfway_leaves_nothing_behind() -> None:
+def test_prompt_that_fails_to_start_leaves_nothing_behind() -> None:
     class Picky(FakeBackend):
-        async def start(self, request: Any) -> Any:
+        def complete(self, *request: Any) -> Any:
             if len(self.streams) == 2:
                 raise InvalidRequest("no more")
-            return await super().start(request)
+            return super().complete(*request)
 
     backend = Picky()
     made = server(backend)
-    assert Client(made).post(CHAT, BODIES[CHAT] | {"n": 3}).status_code == 400
+    assert Client(made).post("/v1/completions", {"prompt": ["a", "b", "c"]}).status_code == 400
     assert [stream.aborted for stream in backend.streams] == [True, True]
     assert made.context.live.num_live == 0
 
@@ -310,18 +313,71 @@ def test_draining_server_is_not_ready_and_takes_nobody() -> None:
 
 
 def test_places_are_freed_once() -> None:
-    live = LiveRequests(max_rows=1, max_queue=1, retry_after_s=2, metrics=Metrics())
+    live = LiveRequests(Admission(Load(num_requests=2, num_tokens=100)), Metrics())
 
-    async def start() -> FakeStream:
-        return FakeStream("req", HELLO)
+    async def prepare() -> FakeAnswers:
+        return FakeAnswers([lambda: FakeStream("req", HELLO)] * 2)
 
     async def run() -> None:
-        answers = await live.start("chat", [start, start])
+        current_reservation.set(live.admission.open())
+        answers = await live.start("chat", 2, [prepare])
         with pytest.raises(ApiError) as caught:
-            await live.start("chat", [start])
+            live.admission.open()
         assert caught.value.status_code == 429
         answers.close()
         answers.close()
-        assert live.num_live == 0
+        assert live.admission.held == Load()
 
     asyncio.run(run())
+
+
+def fill(made: Server, load: Load) -> Reservation:
+    """A reservation that leaves room for `load` only."""
+    limit = made.context.live.admission.limit
+    held = made.context.live.admission.open("other")
+    held.add(*(getattr(limit - load - held.held, f.name) for f in fields(Load)))
+    return held
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        (Load(0, 1 << 20, 1000), "requests that run or wait"),
+        (Load(5, 10, 1000), "bytes of request bodies"),
+        (Load(5, 1 << 20, 5), "prompt tokens that run or wait"),
+    ],
+    ids=["requests", "bytes", "tokens"],
+)
+def test_each_limit_of_admission_is_a_429_that_names_it(path: str, room: Load, words: str) -> None:
+    made = server(FakeBackend())
+    held = fill(made, room)
+    response = Client(made).post(path, BODIES[path])
+    if path.endswith("count_tokens") and room.num_tokens < 7:
+        assert response.status_code == 200  # nothing is queued
+        return
+    assert response.status_code == 429
+    assert words in message_of(response)
+    assert response.headers["retry-after"] == "2"
+    assert made.context.live.admission.held == held.held  # the refused request holds nothing
+    held.release()
+    assert Client(made).post(path, BODIES[path]).status_code == 200
+    assert made.context.live.admission.held == Load()
+
+
+def test_answers_are_counted_before_any_prompt_is_prepared() -> None:
+    backend = FakeBackend()
+    made = server(backend)
+    response = Client(made).post("/v1/completions", {"prompt": ["a"] * 200, "n": 100})
+    assert response.status_code == 400
+    assert "20,000 requests" in message_of(response)
+    assert backend.num_prepared == 0
+
+
+def test_n_answers_are_prepared_once() -> None:
+    backend = FakeBackend()
+    client = Client(server(backend))
+    assert len(client.post(CHAT, BODIES[CHAT] | {"n": 5}).json()["choices"]) == 5
+    assert backend.num_prepared == 1
+    assert len(client.post("/v1/completions", {"prompt": ["a", "b"], "n": 3}).json()["choices"]) == 6
+    assert backend.num_prepared == 3

@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
+from outrider.engine.engine import EngineStopped
 from outrider.engine.sequence import Delta, FinishReason, Stats
 from outrider.engine.validation import ValidatedRequest
 from outrider.request import Request, SamplingParams
@@ -45,6 +46,7 @@ class FakeEngine:
         self.validated: list[ValidatedRequest] = []
         self.validating_threads: list[str] = []
         self.aborted: list[str] = []
+        self.max_submitted: int | None = None  # None: any number
 
     def validate(
         self, prompt_ids: Iterable[int], params: SamplingParams, **settings: Any
@@ -54,6 +56,8 @@ class FakeEngine:
         return self.validated[-1]
 
     def submit(self, validated: ValidatedRequest) -> FakeStream:
+        if len(self.submitted) == self.max_submitted:
+            raise EngineStopped("stopped")
         self.submitted.append(validated)
         return self.stream
 

@@ -15,6 +15,7 @@ from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedToo
 from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta, ToolCallStarted, Usage
 from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
+from outrider.engine.engine import EngineStopped
 from outrider.request import Grammar, InvalidRequest, SamplingParams
 from patience import Hurdle, goes_on_while_held
 
@@ -242,8 +243,8 @@ def test_each_request_is_validated_once_and_not_on_the_event_loop() -> None:
     async def go() -> None:
         for stream in (
             await service.start(request_for(tools=TOOLS)),
-            await service.complete("Once", SamplingParams()),
-            await service.complete([1, 2, 3], SamplingParams()),
+            *(await service.prepare_text("Once", SamplingParams())).start(),
+            *(await service.prepare_text([1, 2, 3], SamplingParams())).start(),
         ):
             stream.abort()
 
@@ -292,4 +293,47 @@ def test_a_stream_that_is_never_read_is_aborted_by_its_context() -> None:
             assert stream.request_id == "r"
 
     asyncio.run(leave())
+    assert engine.stream.is_aborted
+
+
+# -- several answers -------------------------------------------------------------------------------------
+
+
+def test_answers_of_one_request_share_its_rendering_and_not_their_parsers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = FakeEngine(["a"])
+    service = new_service(engine)
+    rendered = []
+    render = service._renderer.render
+
+    def count_and_render(request: ChatRequest) -> Any:
+        rendered.append(request)
+        return render(request)
+
+    monkeypatch.setattr(service._renderer, "render", count_and_render)
+
+    async def go() -> None:
+        prepared = await service.prepare(request_for(params=SamplingParams(seed=5)), num_answers=3)
+        assert not engine.submitted
+        streams = prepared.start()
+        assert prepared.num_tokens == 3 * len(streams[0].prompt_ids)
+        assert len({id(stream._events.ag_frame.f_locals["prompt"].new_parser()) for stream in streams}) == 3
+
+    asyncio.run(go())
+    assert len(rendered) == len(engine.validated) == 1
+    assert [sent.request.params.seed for sent in engine.submitted] == [5, 6, 7]
+    assert len({sent.id for sent in engine.submitted}) == 3
+
+
+def test_answers_that_cannot_all_be_queued_do_not_run() -> None:
+    engine = FakeEngine(["a"])
+    engine.max_submitted = 2
+
+    async def go() -> None:
+        prepared = await new_service(engine).prepare(request_for(), num_answers=3)
+        with pytest.raises(EngineStopped):
+            prepared.start()
+
+    asyncio.run(go())
     assert engine.stream.is_aborted

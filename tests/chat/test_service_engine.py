@@ -83,7 +83,7 @@ def test_plain_completions_stream_text_and_logprobs(llm: LLM, service: ChatServi
     [expected] = llm.generate(["Once upon"], params)
 
     async def complete(prompt: Any) -> list[ChatEvent]:
-        return [event async for event in await service.complete(prompt, params)]
+        return [event async for event in (await service.prepare_text(prompt, params)).start()[0]]
 
     for prompt in ("Once upon", list(expected.prompt_token_ids)):
         events = asyncio.run(complete(prompt))
@@ -98,7 +98,7 @@ def test_a_stop_string_is_named(llm: LLM, service: ChatService) -> None:
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, stop=["no such text", stop])
 
     async def complete() -> list[ChatEvent]:
-        return [event async for event in await service.complete("abc", params)]
+        return [event async for event in (await service.prepare_text("abc", params)).start()[0]]
 
     events = asyncio.run(complete())
     assert isinstance(events[-1], Finished)

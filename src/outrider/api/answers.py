@@ -1,4 +1,4 @@
-"""The API requests that run or wait: their limit, and the answers of each as one stream of events.
+"""The API requests that run or wait, and the answers of each as one stream of events.
 
 Must not know JSON: the routes render the events.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.api.errors import ApiError
+from outrider.api.admission import Admission, Reservation, current_reservation
+from outrider.api.errors import ApiError, internal_error
 from outrider.api.middleware import current_request_id
 from outrider.api.operations.metrics import Metrics
 from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
@@ -38,7 +39,18 @@ class EventStream(Protocol):
     def abort(self) -> None: ...
 
 
-StartStream = Callable[[], Awaitable[EventStream]]
+class PreparedAnswers(Protocol):
+    """The answers to one prompt, rendered and validated, not queued."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, once for each answer."""
+        ...
+
+    def start(self) -> Sequence[EventStream]: ...
+
+
+Prepare = Callable[[], Awaitable[PreparedAnswers]]
 
 
 @dataclass
@@ -56,70 +68,62 @@ class ChoiceState:
 class LiveRequests:
     """The API requests that run or wait. Used from the event loop only.
 
-    The limit counts engine requests: a request for n choices counts n times. Below the limit, the engine
-    decides which requests run and which wait.
+    Admission decides how many there may be; below its limits, the engine decides which requests run.
     """
 
-    def __init__(self, max_rows: int, max_queue: int, retry_after_s: int, metrics: Metrics) -> None:
-        self.capacity = max_rows + max_queue
-        self.num_live = 0
-        self.is_draining = False
+    def __init__(self, admission: Admission, metrics: Metrics) -> None:
+        self.admission = admission
         self.answers: dict[int, Answers] = {}  # by id()
         self.metrics = metrics
-        self._headers = {"Retry-After": str(retry_after_s)}
 
-    async def start(self, api: str, starts: Sequence[StartStream]) -> Answers:
-        """Start one stream per choice. If one cannot start, abort the others and raise its exception.
+    @property
+    def num_live(self) -> int:
+        """Engine requests that run, wait or are being received."""
+        return self.admission.held.num_requests
 
-        Raises ApiError: 503 during a shutdown, 400 if the choices exceed the capacity, 429 if they exceed
-        the part of it that is free now.
+    @property
+    def is_draining(self) -> bool:
+        return self.admission.is_draining
+
+    async def start(self, api: str, num_answers: int, prompts: Iterable[Prepare]) -> Answers:
+        """Prepare all prompts, then start all their answers. If one cannot start, none runs.
+
+        `prompts` is read only after the answers are admitted. Raises ApiError if they are not: see Admission.
         """
-        self._reserve(len(starts))
+        reservation = current_reservation.get()
+        reservation.add(num_requests=num_answers - 1)  # the request itself holds a place already
+        prepared: list[PreparedAnswers] = []
+        for prepare in prompts:
+            prepared.append(await prepare())
+            reservation.add(num_tokens=prepared[-1].num_tokens)
         streams: list[EventStream] = []
         try:
-            for start in starts:
-                streams.append(await start())
-            return Answers(api, streams, self)
+            for one in prepared:
+                streams += one.start()
+            return Answers(api, streams, self, reservation)
         except BaseException:
             for stream in streams:
                 stream.abort()
-            self.num_live -= len(starts)
             raise
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
-        self.is_draining = True
-
-    def _reserve(self, num_choices: int) -> None:
-        if self.is_draining:
-            raise ApiError(503, "the server is shutting down", headers=self._headers)
-        if num_choices > self.capacity:
-            raise ApiError(
-                400,
-                f"this request asks for {num_choices} answers; this server runs and queues at most "
-                f"{self.capacity} (--max-rows + --max-queue): ask for fewer",
-            )
-        if self.num_live + num_choices > self.capacity:
-            raise ApiError(
-                429,
-                f"the server is busy: {self.num_live} requests run or wait, of at most {self.capacity}. "
-                "Try again later.",
-                code="rate_limit_exceeded",
-                headers=self._headers,
-            )
-        self.num_live += num_choices
+        self.admission.is_draining = True
 
 
 class Answers:
     """All choices of one API request. Iterate `events` once, and `close` at the end or to give up."""
 
-    def __init__(self, api: str, streams: Sequence[EventStream], live: LiveRequests) -> None:
+    def __init__(
+        self, api: str, streams: Sequence[EventStream], live: LiveRequests, reservation: Reservation
+    ) -> None:
         self.api = api
         self.request_id = current_request_id.get()
         self.started_s = time.perf_counter()
         self.choices = [ChoiceState(stream.request_id, len(stream.prompt_ids)) for stream in streams]
         self._streams = streams
         self._live = live
+        self._reservation = reservation
         self._queue: asyncio.Queue[tuple[int, ChatEvent]] = asyncio.Queue(MAX_QUEUED_EVENTS)
         self._pumps = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(streams)]
         live.answers[id(self)] = self
@@ -146,7 +150,7 @@ class Answers:
             if state.finished is None:
                 stream.abort()
         if self._live.answers.pop(id(self), None) is not None:
-            self._live.num_live -= len(self.choices)
+            self._reservation.release()
             for state in self.choices:
                 self._live.metrics.count_answer(self.api, state.finished)
 
@@ -166,15 +170,17 @@ class Answers:
                 await self._queue.put((choice, event))
                 if isinstance(event, Finished):
                     return
-        except Exception as error:  # a fault in the chat service: the client still gets a last event
+        except Exception:  # a fault in the chat service: the client still gets a last event
             log.exception("stream %s failed", stream.request_id)
-            last = Finished("error", Usage(), error=f"{type(error).__name__}: {error}")
+            last = Finished("error", Usage())
         await self._queue.put((choice, last))
 
     def _measure(self, state: ChoiceState, event: ChatEvent) -> None:
         now_s = time.perf_counter()
         if isinstance(event, Finished):
             state.finished = event
+            if event.error is not None:
+                log.error("answer %s failed: %s", state.engine_id, event.error)
             return
         if isinstance(event, Logprobs):
             return
@@ -211,5 +217,5 @@ def failure_of(finished: Finished) -> ApiError | None:
         message = "the answer was cancelled: the server is shutting down"
         return ApiError(503, message, headers={"Retry-After": "5"})
     if finished.reason == "error":
-        return ApiError(500, finished.error or "the engine failed; the server's log has the details")
+        return internal_error(current_request_id.get())
     return None

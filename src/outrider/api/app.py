@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from outrider import __version__
+from outrider.api.admission import Admit, admission_of
 from outrider.api.answers import LiveRequests
 from outrider.api.anthropic.messages import messages_router
 from outrider.api.context import ChatBackend, ServerContext
@@ -87,14 +88,14 @@ def create_server(
         await stop_engine()
 
     metrics = metrics or Metrics()
-    live = LiveRequests(settings.max_rows, settings.max_queue, settings.retry_after_s, metrics)
+    live = LiveRequests(admission_of(settings, facts.max_context), metrics)
     metrics.watch_live_requests(lambda: live.num_live)
     context = ServerContext(backend, facts, settings, TokenText(tokenizer), live, **context_parts)
     app = FastAPI(
         title="Outrider",
         version=__version__,
         description=DESCRIPTION,
-        middleware=_middleware(settings, metrics),
+        middleware=_middleware(settings, live),
         exception_handlers=HANDLERS,
         lifespan=lifespan,
         redoc_url=None,
@@ -108,9 +109,9 @@ def create_server(
     return Server(app, context, stop_engine)
 
 
-def _middleware(settings: ServerSettings, metrics: Metrics) -> list[Middleware]:
+def _middleware(settings: ServerSettings, live: LiveRequests) -> list[Middleware]:
     """The first entry is the outermost: it gets a request first and its response last."""
-    stack = [Middleware(RequestLog, metrics=metrics)]
+    stack = [Middleware(RequestLog, metrics=live.metrics)]
     if settings.cors_origins:
         stack.append(
             Middleware(
@@ -123,4 +124,5 @@ def _middleware(settings: ServerSettings, metrics: Metrics) -> list[Middleware]:
         )
     if settings.api_key:
         stack.append(Middleware(RequireKey, api_key=settings.api_key))
-    return [*stack, Middleware(BodyLimit, max_bytes=settings.max_body_bytes)]
+    admit = Middleware(Admit, admission=live.admission)
+    return [*stack, admit, Middleware(BodyLimit, max_bytes=settings.max_body_bytes)]

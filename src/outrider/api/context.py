@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider import __version__
-from outrider.api.answers import EventStream, LiveRequests
+from outrider.api.answers import LiveRequests, PreparedAnswers
 from outrider.api.errors import ApiError
 from outrider.api.logprobs import TokenText
 from outrider.api.operations.prefix_cache import PrefixControl
@@ -27,15 +27,13 @@ class ChatBackend(Protocol):
     Every call raises InvalidRequest for a request that it cannot serve, before any token is computed.
     """
 
-    async def start(self, request: ChatRequest) -> EventStream: ...
+    async def prepare(self, request: ChatRequest, num_answers: int = 1) -> PreparedAnswers: ...
 
-    async def with_images(self, request: ChatRequest) -> ChatRequest:
-        """The request with its images loaded, so that several choices load them once."""
-        ...
+    async def prepare_text(
+        self, prompt: str | Sequence[int], params: SamplingParams, num_answers: int = 1
+    ) -> PreparedAnswers: ...
 
     async def count_tokens(self, request: ChatRequest) -> int: ...
-
-    async def complete(self, prompt: str | Sequence[int], params: SamplingParams) -> EventStream: ...
 
 
 def new_id(prefix: str) -> str:

@@ -60,6 +60,11 @@ def invalid(param: str, reason: str) -> ApiError:
     return ApiError(400, f"{param}: {reason}", param=param, code="invalid_value")
 
 
+def internal_error(request_id: str) -> ApiError:
+    """A fault of the server. Its details are in the log only, under the same request id."""
+    return ApiError(500, f"internal error: the server's log has the details (request id {request_id})")
+
+
 class ClientGone(ApiError):
     """The client closed the connection before its answer was ready. No client receives this error."""
 
@@ -118,7 +123,7 @@ async def on_engine_stopped(request: Request, error: Exception) -> Response:
 
 async def on_fault(request: Request, error: Exception) -> Response:
     """An exception that nothing else handles. The log has its traceback, with the same request id."""
-    return error_response(request, ApiError(500, "internal error; the server's log has the details"))
+    return error_response(request, internal_error(request.scope.get("state", {}).get("request_id", "-")))
 
 
 HANDLERS: dict[int | type[Exception], Any] = {

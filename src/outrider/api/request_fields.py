@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -145,11 +144,6 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens, stop=stop or None, logprobs=logprobs, grammar=grammar, **given
     )
-
-
-def params_for_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """Choice i of a seeded request gets seed + i: choices differ, and a second request repeats them."""
-    return params if params.seed is None or choice == 0 else replace(params, seed=params.seed + choice)
 
 
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -22,6 +22,8 @@ class ServerSettings:
     max_rows: int = 16  # sequences that the engine decodes at once (vLLM: max_num_seqs)
     max_queue: int = 256  # requests that may wait; more get a 429
     max_body_bytes: int = 32 * MIB  # of a request; larger ones get a 413
+    max_live_bytes: int = 256 * MIB  # bodies of all requests that run or wait; more get a 429. Chosen by hand
+    max_live_tokens: int = 4 << 20  # prompt tokens of these; chosen by hand: about 160 MB of Python objects
     max_stored_responses: int = 1000  # /v1/responses: answers that previous_response_id can name
     max_stored_bytes: int = 64 * MIB  # all stored responses together
     retry_after_s: int = 2  # the Retry-After header of a 429 or 503
@@ -35,6 +37,8 @@ class ServerSettings:
         for name in ("max_rows", "max_body_bytes", "max_stored_responses", "max_stored_bytes"):
             _at_least(name, getattr(self, name), 1)
         _at_least("max_queue", self.max_queue, 0)
+        _at_least("max_live_bytes", self.max_live_bytes, self.max_body_bytes)
+        _at_least("max_live_tokens", self.max_live_tokens, 1)
         _at_least("drain_s", self.drain_s, 0)
         if self.max_tokens is not None:
             _at_least("max_tokens", self.max_tokens, 1)

@@ -64,7 +64,8 @@ class EngineTarget:
             texts.append(last.text)
             if last.token_ids:
                 arrivals.append(TokenArrival(time.perf_counter() - started_s, len(last.token_ids)))
-        events = [*prompt.parser.push("".join(texts)), *prompt.parser.finish()]
+        parser = prompt.new_parser()
+        events = [*parser.push("".join(texts)), *parser.finish()]
         stats = last.stats or Stats()
         self._counts += _counts(stats)
         return Answer(

@@ -9,8 +9,9 @@ the same tokens everywhere. Must not know HTTP, asyncio or the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from outrider.chat.conversation import ChatRequest, Message
@@ -32,7 +33,7 @@ class ChatPrompt:
 
     ids: tuple[int, ...]
     params: SamplingParams  # with the grammar, stop tokens and drafts that the request implies
-    parser: OutputParser  # reads the answer; it has a state, so each answer needs its own prompt
+    new_parser: Callable[[], OutputParser]  # makes the reader of one answer: it has a state
     continues_prompt: bool  # True: the answer's text continues the prompt's text
     media: PromptMedia | None = None  # the prompt's images
 
@@ -79,7 +80,7 @@ class ChatRenderer:
         return ChatPrompt(
             prompt_ids,
             self._params(request, constraint),
-            self._new_parser(request, constraint, starts_inside=thinking == "inside"),
+            partial(self._new_parser, request, constraint, starts_inside=thinking == "inside"),
             continues_prompt=bool(request.template_kwargs.get("continue_final_message")),
             media=media,
         )
@@ -87,7 +88,9 @@ class ChatRenderer:
     def render_text(self, prompt: str | Sequence[int], params: SamplingParams) -> ChatPrompt:
         """A bare prompt. The answer is text: no reasoning and no calls are looked for."""
         ids = self._vocabulary.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-        return ChatPrompt(tuple(ids), params, OutputParser(PlainSplitter(), {}), continues_prompt=True)
+        return ChatPrompt(
+            tuple(ids), params, lambda: OutputParser(PlainSplitter(), {}), continues_prompt=True
+        )
 
     def render_messages(self, request: ChatRequest) -> RenderedMessages:
         """The messages and tools of a request as token ids, without the parts that a grammar adds."""

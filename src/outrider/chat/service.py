@@ -7,6 +7,7 @@ the tokenizer never encodes two texts at once.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 class ChatService:
-    """The chat of one model: `start` an answer, `complete` a bare prompt, `count_tokens`."""
+    """The chat of one model: `start` an answer, `prepare` several, `count_tokens`."""
 
     def __init__(
         self,
@@ -42,13 +43,24 @@ class ChatService:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-chat")
 
     async def start(self, request: ChatRequest) -> ChatStream:
-        """Queue a conversation. Raises InvalidRequest, before anything is queued, if it cannot be served."""
-        request = await self.with_images(request)
-        return await self._start(self._renderer.render, request)
+        """Queue one answer to a conversation. Raises InvalidRequest, as `prepare` does."""
+        (stream,) = (await self.prepare(request)).start()
+        return stream
 
-    async def complete(self, prompt: str | Sequence[int], params: SamplingParams) -> ChatStream:
-        """Queue a bare prompt. Its stream has text, logprobs and the end."""
-        return await self._start(self._renderer.render_text, prompt, params)
+    async def prepare(self, request: ChatRequest, num_answers: int = 1) -> PreparedAnswers:
+        """Render and validate a conversation once for all its answers. Nothing is queued.
+
+        Raises InvalidRequest if the conversation cannot be served.
+        """
+        request = await self.with_images(request)
+        return await self._off_loop(self._prepare, partial(self._renderer.render, request), num_answers)
+
+    async def prepare_text(
+        self, prompt: str | Sequence[int], params: SamplingParams, num_answers: int = 1
+    ) -> PreparedAnswers:
+        """The same for a bare prompt. Its streams have text, logprobs and the end."""
+        render = partial(self._renderer.render_text, prompt, params)
+        return await self._off_loop(self._prepare, render, num_answers)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """The number of tokens of the request's prompt."""
@@ -56,7 +68,7 @@ class ChatService:
         return len((await self._off_loop(self._renderer.render_messages, request)).ids)
 
     async def with_images(self, request: ChatRequest) -> ChatRequest:
-        """The request with its images loaded. A request for several answers loads its images once."""
+        """The request with its images loaded."""
         parts = [part for m in request.messages for part in m.content if isinstance(part, MediaPart)]
         if self._media_loader is None or not parts:
             return request
@@ -74,20 +86,46 @@ class ChatService:
         if self._media_loader is not None:
             self._media_loader.close()
 
-    async def _start(self, render: Callable[..., ChatPrompt], *args: Any) -> ChatStream:
-        def prepare() -> tuple[ChatPrompt, ValidatedRequest]:
-            prompt = render(*args)
-            validated = self._engine.engine.validate(
-                prompt.ids, prompt.params, continues_prompt=prompt.continues_prompt, media=prompt.media
-            )
-            return prompt, validated
-
-        prompt, validated = await self._off_loop(prepare)
+    def _prepare(self, render: Callable[[], ChatPrompt], num_answers: int) -> PreparedAnswers:
+        prompt = render()
+        first = self._engine.engine.validate(
+            prompt.ids, prompt.params, continues_prompt=prompt.continues_prompt, media=prompt.media
+        )
+        others = [
+            first.for_answer(uuid.uuid4().hex, prompt.params.for_answer(i)) for i in range(1, num_answers)
+        ]
         count_tokens = partial(self._off_loop, self._renderer.count_tokens)
-        return ChatStream(self._engine, prompt, validated, count_tokens)
+        return PreparedAnswers(self._engine, prompt, [first, *others], count_tokens)
 
     async def _off_loop(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+
+class PreparedAnswers:
+    """The answers to one prompt, rendered and validated. `start` queues them."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        prompt: ChatPrompt,
+        requests: Sequence[ValidatedRequest],
+        count_tokens: Callable[[str], Awaitable[int]],
+    ) -> None:
+        self.num_tokens = len(prompt.ids) * len(requests)
+        self._new_stream = partial(ChatStream, engine, prompt, count_tokens=count_tokens)
+        self._requests = requests
+
+    def start(self) -> list[ChatStream]:
+        """One stream per answer. If one cannot be queued, none runs."""
+        streams: list[ChatStream] = []
+        try:
+            for request in self._requests:
+                streams.append(self._new_stream(validated=request))
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return streams
 
 
 class ChatStream:
@@ -138,7 +176,7 @@ async def _read(
     prompt: ChatPrompt,
     count_tokens: Callable[[str], Awaitable[int]],
 ) -> AsyncIterator[ChatEvent]:
-    parser, with_logprobs = prompt.parser, prompt.params.logprobs is not None
+    parser, with_logprobs = prompt.new_parser(), prompt.params.logprobs is not None
     is_stopped = False
     try:
         async for delta in deltas:

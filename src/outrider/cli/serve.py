@@ -117,6 +117,8 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         max_rows=options["max_rows"],
         max_queue=options["max_queue"],
         max_body_bytes=options["max_body"],
+        max_live_bytes=options["max_live_bytes"],
+        max_live_tokens=options["max_live_tokens"],
         max_stored_responses=options["max_stored_responses"],
         keep_alive_s=options["keep_alive"],
         drain_s=options["drain"],

@@ -153,6 +153,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("max-tokens", "default maximum tokens of an answer (up to --max-context)", whole_number),
         Option("max-queue", "requests that may wait; more get a 429 (256)", whole_number, 256),
         Option("max-body", "largest request body (32MiB)", size_bytes, 32 << 20),
+        Option("max-live-bytes", "bodies of all live requests (256MiB)", size_bytes, 256 << 20),
+        Option("max-live-tokens", "prompt tokens of all live requests (4194304)", whole_number, 4 << 20),
         Option("max-stored-responses", "stored for previous_response_id (1000)", whole_number, 1000),
         Option("keep-alive", "seconds without a token until a stream sends a ping (5)", seconds, 5.0),
         Option("drain", "seconds that a shutdown gives to running requests (30)", seconds, 30.0),

@@ -48,6 +48,10 @@ class ValidatedRequest:
     def id(self) -> str:
         return self.request.id
 
+    def for_answer(self, request_id: str, params: SamplingParams) -> ValidatedRequest:
+        """The same request for another answer. `params` may differ in the seed only."""
+        return replace(self, request=replace(self.request, id=request_id, params=params.with_seed()))
+
 
 class RequestValidator:
     """Validates requests and makes sequences of them."""

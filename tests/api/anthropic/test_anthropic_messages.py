@@ -270,7 +270,8 @@ def test_unknown_model_is_a_404_in_anthropics_shape() -> None:
 
 def test_engine_error_is_an_api_error() -> None:
     error = ask({}, FakeBackend(FAILED), status=500)["error"]
-    assert error == {"type": "api_error", "message": "the model failed: boom"}
+    assert error["type"] == "api_error"
+    assert error["message"].startswith("internal error")
 
 
 def test_stream_that_fails_ends_with_an_error_event() -> None:

@@ -339,9 +339,15 @@ def test_cut_answer_says_length() -> None:
     assert ask({}, FakeBackend(CUT))["choices"][0]["finish_reason"] == "length"
 
 
-def test_engine_error_is_a_500_with_its_words() -> None:
-    error = ask({}, FakeBackend(FAILED), status=500)["error"]
-    assert error == {"message": "the model failed: boom", "type": "server_error", "param": None, "code": None}
+def test_engine_error_is_a_500_whose_details_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client(server(FakeBackend(FAILED)), **{"x-request-id": "abc-1"})
+    error = client.post(PATH, {"messages": USER}).json()["error"]
+    message = error.pop("message")
+    assert error == {"type": "server_error", "param": None, "code": None}
+    assert message.startswith("internal error")
+    assert "abc-1" in message
+    assert "boom" not in message
+    assert "the model failed: boom" in caplog.text
 
 
 def test_n_choices_are_n_requests_with_seeds_that_count_up() -> None:
@@ -414,13 +420,13 @@ def test_every_choice_of_a_stream_ends_with_its_finish_reason() -> None:
 
 def test_stream_that_fails_says_so_before_it_ends() -> None:
     last = stream({}, FakeBackend(FAILED))[-1]
-    assert last["error"]["message"] == "the model failed: boom"
+    assert last["error"]["message"].startswith("internal error")
 
 
 def test_service_that_raises_in_mid_stream_still_gives_an_end() -> None:
     class Broken(FakeBackend):
-        async def start(self, request: ChatRequest) -> Any:
-            made = await super().start(request)
+        def start(self, request: ChatRequest) -> Any:
+            made = super().start(request)
 
             async def fail() -> Any:
                 yield TextDelta("a")
@@ -429,7 +435,9 @@ def test_service_that_raises_in_mid_stream_still_gives_an_end() -> None:
             made.__class__ = type("Broken", (made.__class__,), {"__aiter__": lambda self: fail()})
             return made
 
-    assert "parser broke" in stream({}, Broken())[-1]["error"]["message"]
+    message = stream({}, Broken())[-1]["error"]["message"]
+    assert "internal error" in message
+    assert "parser broke" not in message
 
 
 @pytest.mark.parametrize("name", ["tiny", "other", "models/tiny", None])

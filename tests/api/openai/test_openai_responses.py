@@ -49,11 +49,13 @@ def test_cut_response_is_incomplete() -> None:
 
 
 def test_failed_response_is_a_500_or_an_event() -> None:
-    assert ask({}, FakeBackend(FAILED), status=500)["error"]["message"] == "the model failed: boom"
+    assert ask({}, FakeBackend(FAILED), status=500)["error"]["message"].startswith("internal error")
     response = Client(server(FakeBackend(FAILED))).post(PATH, {"input": "Hi", "stream": True})
     last = json.loads(response.text.strip().rpartition("data: ")[2])
     assert last["type"] == "response.failed"
-    assert last["response"]["error"] == {"code": "server_error", "message": "the model failed: boom"}
+    error = last["response"]["error"]
+    assert error["code"] == "server_error"
+    assert error["message"].startswith("internal error")
 
 
 def test_parameters_reach_the_engine() -> None:

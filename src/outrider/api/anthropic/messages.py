@@ -50,7 +50,8 @@ class Messages:
         check_extra(body, REFUSED)
         model = self._context.resolve_model(body.model)
         chat = messages_request(body)
-        answers = await self._context.live.start("messages", [partial(self._context.backend.start, chat)])
+        prepare = partial(self._context.backend.prepare, chat)
+        answers = await self._context.live.start("messages", 1, [prepare])
         builder = self._new_builder(body, model, answers)
         if body.stream:
             frames = sse.named_frames(builder, answers.events())

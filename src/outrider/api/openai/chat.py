@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,14 +10,13 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from outrider.api import sse
-from outrider.api.answers import Answers, EventStream, failure_of
+from outrider.api.answers import Answers, failure_of
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.errors import openai_error
 from outrider.api.logprobs import chat_logprobs
 from outrider.api.openai.chat_request import ChatCompletionRequest, chat_request
-from outrider.api.request_fields import UNSUPPORTED_IN_CHAT, params_for_choice
-from outrider.chat.conversation import ChatRequest
+from outrider.api.request_fields import UNSUPPORTED_IN_CHAT
 from outrider.chat.events import (
     ChatEvent,
     Finished,
@@ -59,16 +57,9 @@ class ChatCompletions:
 
     async def _start(self, body: ChatCompletionRequest) -> Answers:
         request = chat_request(body, self._context.settings.max_tokens)
-        backend = self._context.backend
-        loaded: list[ChatRequest] = []  # the request with its images, which all choices share
-
-        async def start(choice: int) -> EventStream:
-            if not loaded:  # choices start one after the other
-                loaded.append(await backend.with_images(request))
-            params = params_for_choice(request.params, choice)
-            return await backend.start(replace(loaded[0], params=params))
-
-        return await self._context.live.start("chat", [partial(start, i) for i in range(body.n or 1)])
+        num_answers = body.n or 1
+        prepare = partial(self._context.backend.prepare, request, num_answers)
+        return await self._context.live.start("chat", num_answers, [prepare])
 
     def _envelope(self, body: ChatCompletionRequest, model: str) -> dict[str, Any]:
         """The fields that an answer and all its chunks have in common."""

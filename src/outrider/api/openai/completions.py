@@ -24,7 +24,6 @@ from outrider.api.request_fields import (
     check_stop,
     check_stream_options,
     grammar_of,
-    params_for_choice,
     sampling_params,
 )
 from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
@@ -99,12 +98,9 @@ class Completions:
         params = sampling_params(
             body, max_tokens=max_tokens, stop=body.stop, logprobs=body.logprobs, grammar=grammar_of(body)
         )
-        starts = [
-            partial(self._context.backend.complete, prompt, params_for_choice(params, i))
-            for prompt in prompts
-            for i in range(body.n or 1)
-        ]
-        return await self._context.live.start("completions", starts)
+        n = body.n or 1
+        prepares = (partial(self._context.backend.prepare_text, prompt, params, n) for prompt in prompts)
+        return await self._context.live.start("completions", n * len(prompts), prepares)
 
 
 def _check_options(body: CompletionRequest) -> None:

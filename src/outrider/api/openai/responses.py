@@ -49,7 +49,7 @@ class Responses:
         """Answer an input, whole or as a stream of events."""
         model, messages, chat = self._read(body)
         context = self._context
-        answers = await context.live.start("responses", [partial(context.backend.start, chat)])
+        answers = await context.live.start("responses", 1, [partial(context.backend.prepare, chat)])
         with_logprobs = chat.params.logprobs is not None
         builder = ResponseBuilder(
             _new_response(context, body, model, chat),

@@ -1,0 +1,146 @@
+"""Admission: what each API request holds of the server's limits, from its headers to the end of its answer.
+
+Three sums are limited: engine requests (one per answer), bytes of bodies, and tokens of prompts. A request
+reserves each part before the server spends anything on it. Used from the event loop only.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.api.errors import ApiError, error_response
+from outrider.api.middleware import current_tenant
+from outrider.api.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one request holds, or all of them, or the limit of all of them."""
+
+    num_requests: int = 0  # of the engine: a request for n answers counts n times
+    num_bytes: int = 0  # of bodies
+    num_tokens: int = 0  # of prompts: a prompt with n answers counts n times
+
+    def __add__(self, other: Load) -> Load:
+        return Load(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Load)))
+
+    def __sub__(self, other: Load) -> Load:
+        return Load(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(Load)))
+
+    def excess(self, limit: Load) -> str | None:
+        """The name of the first field that is over its limit."""
+        return next((f.name for f in fields(Load) if getattr(self, f.name) > getattr(limit, f.name)), None)
+
+
+# By field of Load: what it counts, and the flags that set its limit.
+WORDS = {
+    "num_requests": ("requests that run or wait", "--max-rows + --max-queue"),
+    "num_bytes": ("bytes of request bodies", "--max-live-bytes"),
+    "num_tokens": ("prompt tokens that run or wait", "--max-live-tokens"),
+}
+
+
+class Reservation:
+    """What one API request holds. `add` before the server takes more of it; `release` at its end."""
+
+    def __init__(self, admission: Admission, tenant: str) -> None:
+        self.tenant = tenant
+        self.held = Load()
+        self._admission = admission
+
+    def add(self, num_requests: int = 0, num_bytes: int = 0, num_tokens: int = 0) -> None:
+        """Raises ApiError: 429 if there is no room now, 400 if there will never be."""
+        more = Load(num_requests, num_bytes, num_tokens)
+        self._admission.check(self, more)
+        self.held += more
+        self._admission.held += more
+
+    def release(self) -> None:
+        """Give everything back. A second call has no effect."""
+        self._admission.held -= self.held
+        self.held = Load()
+
+
+class Admission:
+    """The sum of all reservations, and its limit."""
+
+    def __init__(self, limit: Load, retry_after_s: int = 2) -> None:
+        self.limit = limit
+        self.held = Load()
+        self.is_draining = False
+        self._headers = {"Retry-After": str(retry_after_s)}
+
+    def open(self, tenant: str = "") -> Reservation:
+        """A place for one request. Raises ApiError: 503 during a shutdown, 429 if the server is full."""
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", headers=self._headers)
+        reservation = Reservation(self, tenant)
+        reservation.add(num_requests=1)
+        return reservation
+
+    def check(self, reservation: Reservation, more: Load) -> None:
+        """Raise ApiError if the reservation cannot hold `more`."""
+        if name := (reservation.held + more).excess(self.limit):
+            what, flags = WORDS[name]
+            num, limit = getattr(reservation.held + more, name), getattr(self.limit, name)
+            raise ApiError(
+                400,
+                f"this request alone needs {num:,} {what}, and this server takes {limit:,} ({flags}): "
+                "ask for less",
+            )
+        if name := (self.held + more).excess(self.limit):
+            what, _ = WORDS[name]
+            num, limit = getattr(self.held, name), getattr(self.limit, name)
+            raise ApiError(
+                429,
+                f"the server is busy: {num:,} {what}, of at most {limit:,}. Try again later.",
+                code="rate_limit_exceeded",
+                headers=self._headers,
+            )
+
+
+def admission_of(settings: ServerSettings, max_context: int) -> Admission:
+    limit = Load(
+        settings.max_rows + settings.max_queue,
+        settings.max_live_bytes,
+        max(settings.max_live_tokens, max_context),  # one prompt always fits
+    )
+    return Admission(limit, settings.retry_after_s)
+
+
+# Set for the time of one POST request.
+current_reservation: ContextVar[Reservation] = ContextVar("current_reservation")
+
+
+class Admit:
+    """Middleware: every POST holds a reservation until its response is sent or its client is gone."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        try:
+            reservation = self._admission.open(current_tenant.get())
+        except ApiError as error:
+            await error_response(HTTPConnection(scope), error)(scope, receive, send)
+            return
+        token = current_reservation.set(reservation)
+
+        async def receive_counted() -> Message:
+            message = await receive()
+            reservation.add(num_bytes=len(message.get("body", b"")))
+            return message
+
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            current_reservation.reset(token)
+            reservation.release()
