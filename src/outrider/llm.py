@@ -70,6 +70,7 @@ class CompletionStream(Iterator[CompletionDelta]):
         self.request_id = validated.id
         self._engine = engine
         self._prompt = prompt
+        self._parser = prompt.new_parser()
         self._finished = False
         self._is_stopped = False
         self._open_calls: dict[int, ToolCall] = {}  # by index
@@ -83,7 +84,7 @@ class CompletionStream(Iterator[CompletionDelta]):
         self._finished = delta.finish_reason is not None
         if delta.error is not None:
             raise GenerationFailed(delta.error)
-        parser, with_logprobs = self._prompt.new_parser(), self._prompt.params.logprobs is not None
+        parser, with_logprobs = self._parser, self._prompt.params.logprobs is not None
         text, reasoning = "", ""
         calls: list[ToolCall] = []
         for event in parser.read(delta, with_logprobs):
