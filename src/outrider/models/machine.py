@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from outrider.cpu import blas
+from outrider.models import cgroup
 
 SHARE_OF_FREE = 0.6  # of the memory that is free after the weights are loaded; chosen by hand
 MIN_BUDGET_BYTES = 64 << 20  # chosen by hand
@@ -69,6 +70,13 @@ def _free_bytes() -> int:
 
 
 def _available_host_bytes() -> int:
+    """Free memory of the machine, or of the container if that is less."""
+    in_container = cgroup.free_bytes()
+    on_machine = _available_machine_bytes()
+    return on_machine if in_container is None else min(on_machine, in_container)
+
+
+def _available_machine_bytes() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
