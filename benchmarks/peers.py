@@ -88,6 +88,7 @@ def _peers(args: argparse.Namespace, scratch: Path) -> list[Peer]:
         "vllm-mlx": Peer("vllm-mlx", vllm_mlx, {"HOME": str(scratch), "OUTRIDER_CACHE": str(cache_folder())}),
     }
     ours = [sys.executable, "-m", "outrider", "serve", *served, "--max-rows", rows, "--log-level", "warning"]
+    ours.append("--no-supervisor")  # so that the process is the server, whose memory is measured
     return [Peer("outrider", ours), *(known[name] for name in args.peers)]
 
 

@@ -9,9 +9,10 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
-from outrider.prompt_media import PromptMedia
+if TYPE_CHECKING:  # NumPy is a third of the memory of a process that only supervises a server
+    from outrider.prompt_media import PromptMedia
 
 MAX_DEPTH = 8  # drafts that a row feeds in one step, at most; chosen by hand
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit

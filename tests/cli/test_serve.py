@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
+import faulty_engine
 from outrider.cli.foreign_flags import notes
 from outrider.cli.serve import engine_config, model_name
 from outrider.cli.serve_options import GROUPS, OPTIONS, add_options, resolve
 from outrider.config import EngineConfig, InvalidConfig
-from patience import PATIENCE_S
-from server_process import serving, write_tiny_model
+from patience import PATIENCE_S, wait_until
+from server_process import ServerProcess, serving, write_tiny_model
 
 AUTO = EngineConfig().auto_depth
 
@@ -275,8 +277,9 @@ def test_help_lists_every_option() -> None:
     assert all(f"\n{title}:" in result.stdout for title in GROUPS)
 
 
-def test_banner_key_and_graceful_end(headless: Path) -> None:
-    """One process: what it says at the start, whom it lets in, and that a stream under way is finished."""
+def test_banner_key_and_graceful_end(headless: Path, tmp_path: Path) -> None:
+    """One server: what it says at the start, whom it lets in, and that a stream under way is finished."""
+    hold_file = tmp_path / "hold"
     flags = (
         "--drafter",
         "ngram",
@@ -288,7 +291,8 @@ def test_banner_key_and_graceful_end(headless: Path) -> None:
         "--drain",
         "240",
     )
-    with serving(headless, *flags, OUTRIDER_API_KEY="secret", OUTRIDER_MAX_ROWS="2") as server:
+    variables = {"OUTRIDER_API_KEY": "secret", "OUTRIDER_MAX_ROWS": "2", "HOLD_FILE": str(hold_file)}
+    with serving(headless, *flags, program=faulty_engine.PROGRAM, **variables) as server:
         assert "float32 on cpu" in server.banner
         assert "n-gram lookup, 3 per step" in server.banner
         assert "(as one, two)" in server.banner
@@ -297,28 +301,51 @@ def test_banner_key_and_graceful_end(headless: Path) -> None:
         assert "--continuous-batching: not needed" in server.banner
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         assert httpx.get(f"{server.url}/health").status_code == 200
-        assert _finishes_its_stream_after(server.process, server.url, signal.SIGTERM)
+        _finishes_its_stream_and_refuses_others_after(signal.SIGTERM, server, hold_file)
         assert server.process.wait(PATIENCE_S) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
 
 
-def _finishes_its_stream_after(process: subprocess.Popen[str], url: str, number: int) -> bool:
-    body = {"prompt": "a", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
-    headers = {"x-api-key": "secret"}
-    ends: list[str] = []
-    with httpx.stream(
-        "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S
-    ) as response:
-        for line in response.iter_lines():
-            if not ends:
-                process.send_signal(number)
-            ends.append(line)
-    return "data: [DONE]" in ends[-3:] and '"finish_reason":"length"' in "".join(ends[-6:])
+def _finishes_its_stream_and_refuses_others_after(
+    number: signal.Signals, server: ServerProcess, hold_file: Path
+) -> None:
+    body = {"prompt": "a", "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": True}
+    headers, lines = {"x-api-key": "secret"}, []
+
+    def read() -> None:
+        held = body | {"seed": faulty_engine.HOLD_SEED}
+        lines.extend(server.post("/v1/completions", held, headers=headers).text.split("\n\n"))
+
+    def status() -> Any:
+        return httpx.get(f"{server.url}/v1/status", headers=headers, timeout=PATIENCE_S).json()
+
+    hold_file.touch()
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until(lambda: status()["live_requests"])
+    server.process.send_signal(number)
+    wait_until(lambda: status()["status"] == "shutting down")
+    refused = server.post("/v1/completions", body, headers=headers)
+    assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+    assert refused.headers["retry-after"]
+    hold_file.unlink()
+    reader.join(PATIENCE_S)
+    assert lines[-2] == "data: [DONE]"
+    assert '"finish_reason":"length"' in "".join(lines[-4:])
+
+
+def _is_small(supervisor: int) -> None:
+    status = Path(f"/proc/{supervisor}/status").read_text()
+    resident_kb = int(status.partition("VmRSS:")[2].split()[0])
+    assert resident_kb < 40_000
+    assert "libmlx" not in Path(f"/proc/{supervisor}/maps").read_text()
 
 
 def test_answers_that_take_too_long_end_with_an_error(headless: Path) -> None:
     with serving(headless, "--drain", "0.3") as server:
+        if sys.platform == "linux":
+            _is_small(server.process.pid)
         lines: list[str] = []
 
         body = {"prompt": "a", "max_tokens": 8000, "temperature": 0, "ignore_eos": True, "stream": True}

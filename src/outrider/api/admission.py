@@ -77,7 +77,8 @@ class Admission:
     def open(self, tenant: str = "") -> Reservation:
         """A place for one request. Raises ApiError: 503 during a shutdown, 429 if the server is full."""
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down", headers=self._headers)
+            headers = self._headers | {"Connection": "close"}
+            raise ApiError(503, "the server is shutting down", headers=headers)
         reservation = Reservation(self, tenant)
         reservation.add(num_requests=1)
         return reservation

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 # Events that wait for the HTTP writer, per API request. When the queue is full, the engine's outbox
 # merges further tokens into larger deltas. Chosen by hand.
 MAX_QUEUED_EVENTS = 16
+DRAIN_LOOK_S = 0.05  # seconds between two looks at whether the running requests have ended; chosen by hand
 
 
 class EventStream(Protocol):
@@ -109,6 +110,10 @@ class LiveRequests:
     def drain(self) -> None:
         """Refuse new requests from now on."""
         self.admission.is_draining = True
+
+    async def until_none_is_live(self) -> None:
+        while self.num_live:
+            await asyncio.sleep(DRAIN_LOOK_S)
 
 
 class Answers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from outrider.api.openai.completions import completions_router
 from outrider.api.openai.models import models_router
 from outrider.api.openai.responses import responses_router
 from outrider.api.operations.health import health_router
+from outrider.api.operations.liveness import LivenessMetrics
 from outrider.api.operations.metrics import Metrics, metrics_router
 from outrider.api.operations.prefix_cache import PrefixMetrics, prefix_cache_router
 from outrider.api.settings import ServerSettings
@@ -50,16 +51,22 @@ class Server:
     app: FastAPI
     context: ServerContext
     stop_engine: StopEngine
-    _shutdown: asyncio.Task[None] | None = None  # the task needs a reference: asyncio holds none
+    _drain: asyncio.Task[None] | None = None
 
-    def drain(self) -> None:
-        """Refuse new requests; running ones get `drain_s` seconds. Call this on the event loop."""
-        if not self.context.live.is_draining:
+    def drain(self) -> asyncio.Task[None]:
+        """Refuse new requests; running ones get `drain_s` seconds. Call this on the event loop.
+
+        The task ends when the engine has stopped. New requests get a 503 until then, and afterwards.
+        """
+        if self._drain is None:
             self.context.live.drain()
-            self._shutdown = asyncio.create_task(self._stop_after_drain())
+            self._drain = asyncio.create_task(self._stop_after_drain())
+        return self._drain
 
     async def _stop_after_drain(self) -> None:
-        await asyncio.sleep(self.context.settings.drain_s)
+        live, drain_s = self.context.live, self.context.settings.drain_s
+        with suppress(TimeoutError):
+            await asyncio.wait_for(live.until_none_is_live(), drain_s)
         await self.stop_engine()
 
 
@@ -102,6 +109,8 @@ def create_server(
     )
     if context.prefix_cache is not None:
         metrics.registry.register(PrefixMetrics(context.prefix_cache))
+    if context.liveness is not None:
+        metrics.registry.register(LivenessMetrics(context.liveness))
     for router in ROUTERS:
         app.include_router(router(context))
     app.include_router(metrics_router(metrics))

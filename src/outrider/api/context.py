@@ -12,6 +12,7 @@ from outrider import __version__
 from outrider.api.answers import LiveRequests, PreparedAnswers
 from outrider.api.errors import ApiError
 from outrider.api.logprobs import TokenText
+from outrider.api.operations.liveness import Liveness
 from outrider.api.operations.prefix_cache import PrefixControl
 from outrider.api.settings import ServerSettings
 from outrider.chat.conversation import ChatRequest
@@ -50,7 +51,12 @@ class ServerContext:
     now_s: Callable[[], float] = time.time
     new_id: Callable[[str], str] = new_id
     prefix_cache: PrefixControl | None = None
+    liveness: Liveness | None = None
     started_s: float = field(default_factory=time.time)
+
+    def fault(self) -> str | None:
+        """Why the engine does not work; None if it does."""
+        return None if self.liveness is None else self.liveness.fault()
 
     def resolve_model(self, requested: str | None) -> str:
         """The name that the answer carries: the requested one, or the first served name.

@@ -29,6 +29,7 @@ class ServerSettings:
     retry_after_s: int = 2  # the Retry-After header of a 429 or 503
     keep_alive_s: float = 5.0  # a stream without tokens for this long gets a comment or a ping
     drain_s: float = 30.0  # time that a shutdown gives to running requests
+    step_timeout_s: float = 60.0  # least time after which a step counts as hung; 0: never
     cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -40,6 +41,7 @@ class ServerSettings:
         _at_least("max_live_bytes", self.max_live_bytes, self.max_body_bytes)
         _at_least("max_live_tokens", self.max_live_tokens, 1)
         _at_least("drain_s", self.drain_s, 0)
+        _at_least("step_timeout_s", self.step_timeout_s, 0)
         if self.max_tokens is not None:
             _at_least("max_tokens", self.max_tokens, 1)
         if self.keep_alive_s <= 0:

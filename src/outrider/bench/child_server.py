@@ -24,7 +24,8 @@ class ChildServer:
 def child_server(model: str | None, flags: Sequence[str]) -> Iterator[ChildServer]:
     """Runs on a free port until the end of the block. The server prints the reason itself if it fails."""
     command = [sys.executable, "-m", "outrider", "serve", *([model] if model else []), "--port", "0"]
-    fixed = ("--host", "127.0.0.1", "--log-level", "warning", "--drain", "1")
+    # Without a supervisor, the process is the server, whose memory is measured.
+    fixed = ("--host", "127.0.0.1", "--log-level", "warning", "--drain", "1", "--no-supervisor")
     process = subprocess.Popen(
         [*command, *fixed, *flags], stdout=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import logging
 import socket
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from outrider.engine.heartbeat import IDLE, Heartbeat
+
+log = logging.getLogger(__name__)
 
 # Idle connections close after this time. It is longer than the idle time of common proxies (nginx: 60 s), so
 # that they do not send a request into a connection that the server is closing.
@@ -17,27 +21,49 @@ KEEP_ALIVE_S = 75
 GRACE_S = 5  # time after the drain to send the last bytes; chosen by hand
 
 
-def http_config(app: ASGIApp, drain_s: float) -> uvicorn.Config:
+def http_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_config=None,
         timeout_keep_alive=KEEP_ALIVE_S,
         access_log=False,  # RequestLog writes the access log, with request ids
-        timeout_graceful_shutdown=math.ceil(drain_s) + GRACE_S,
+        timeout_graceful_shutdown=GRACE_S,
         server_header=False,
     )
 
 
 class HttpServer(uvicorn.Server):
-    """Calls `on_ready` when it accepts connections, and `drain` on SIGINT or SIGTERM."""
+    """Calls `on_ready` when it accepts connections. While it drains it still accepts them and answers 503."""
 
     def __init__(
-        self, config: uvicorn.Config, on_ready: Callable[[], None], drain: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        on_ready: Callable[[], None],
+        drain: Callable[[], asyncio.Task[None]],
+        heartbeat: Heartbeat,
     ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
         self._drain = drain
+        self._heartbeat = heartbeat  # of the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def stop(self) -> None:
+        """Drain, then end. For any thread, and for signal handlers."""
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(lambda: self._drain().add_done_callback(self._end))
+
+    def _end(self, drained: asyncio.Task[None]) -> None:
+        if not drained.cancelled() and (error := drained.exception()) is not None:
+            log.error("the engine could not be stopped", exc_info=error)
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """`serve` handles the signals, also before and after this server runs."""
+        yield
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -47,7 +73,10 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         self._on_ready()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._drain)
-        super().handle_exit(sig, frame)
+    async def on_tick(self, counter: int) -> bool:
+        self._heartbeat.enter("event loop")
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._heartbeat.enter(IDLE)  # no more ticks; from here on the hard end is the limit
+        await super().shutdown(sockets)

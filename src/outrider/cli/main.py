@@ -21,6 +21,8 @@ from outrider.request import InvalidRequest
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    # The same program again, in another process, for the supervisor of `serve`.
+    args.command = sys.orig_argv[1:] if argv is None else ["-m", "outrider", *argv]
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         return int(args.run(args))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
+import os
 import signal
 import socket
 import sys
@@ -13,18 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.cli.foreign_flags import notes
 from outrider.cli.serve_options import add_options, resolve
+from outrider.cli.worker import ENGINE_FAILED, HARD_END_S, Worker, inherited
 from outrider.config import EngineConfig, InvalidConfig
 
 if TYPE_CHECKING:
     from outrider.api.app import Server
     from outrider.api.settings import ServerSettings
+    from outrider.cli.watchdog import Watchdog
     from outrider.engine.engine import Engine
     from outrider.media.limits import MediaLimits
+
+log = logging.getLogger(__name__)
 
 DESCRIPTION = """Serves a model over OpenAI's and Anthropic's HTTP APIs.
 
 Every option can also be set by an environment variable (--max-rows is OUTRIDER_MAX_ROWS) or in a TOML file
 (max-rows = 8). A flag overrides the variable, and the variable overrides the file."""
+BACKLOG = 2048  # connections that wait while the model is loaded or the server is busy; uvicorn's default
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s"
 
 
@@ -42,15 +49,33 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def run_serve(args: argparse.Namespace) -> int:
+    """The supervisor, which starts this command again as its worker; the worker; or both in one process."""
+    worker = inherited()
+    if worker is not None:
+        worker.settle()
     options = resolve(args)
-    _log_to_terminal(options["log_level"], args.log_level)
-    for note in notes(args):
-        print(note, file=sys.stderr)
     config = engine_config(options)
     _settings(options, ("model",))  # built here too: a bad value is reported before the model is loaded
     media_limits(options)
+    if worker is not None:
+        _log_to_terminal(options["log_level"], args.log_level)
+        with worker.listener:
+            return _serve(options, config, worker.listener, worker)
+    for note in notes(args):
+        print(note, file=sys.stderr)
     with _listening_socket(options["host"], options["port"]) as listener:
-        return _serve(options, config, listener)
+        if not options["no_supervisor"]:
+            return _supervise(args, options, listener)
+        _log_to_terminal(options["log_level"], args.log_level)
+        return _serve(options, config, listener, None)
+
+
+def _supervise(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> int:
+    from outrider.cli.supervisor import Supervisor
+
+    _log_to(logging.StreamHandler(), options["log_level"], args.log_level)
+    stop_timeout_s = options["drain"] + HARD_END_S
+    return Supervisor(args.command, listener, stop_timeout_s, options["step_timeout"]).run()
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
@@ -122,6 +147,7 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         max_stored_responses=options["max_stored_responses"],
         keep_alive_s=options["keep_alive"],
         drain_s=options["drain"],
+        step_timeout_s=options["step_timeout"],
         cors_origins=options["cors_origin"],
     )
 
@@ -152,7 +178,9 @@ def model_name(model: str | Path) -> str:
     return path.stem if path.is_file() else path.resolve().name
 
 
-def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socket) -> int:
+def _serve(
+    options: dict[str, Any], config: EngineConfig, listener: socket.socket, worker: Worker | None
+) -> int:
     from outrider.api.app import create_server
     from outrider.api.operations.metrics import Metrics
     from outrider.build import ModelChoice, build_engine
@@ -160,12 +188,14 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
     from outrider.chat.service import ChatService
     from outrider.cli.banner import banner
     from outrider.cli.loading import loading_bar
+    from outrider.cli.watchdog import Watchdog
     from outrider.engine.engine import AsyncEngine
     from outrider.llm import default_model
     from outrider.media.loader import MediaLoader
     from outrider.models.files.named import named_model
     from outrider.models.loader import find_folder
 
+    faulthandler.enable()  # a crash in native code writes the stacks of all threads into the log
     model = options["model"] or default_model()
     name = model_name(model)
     named = named_model(name)
@@ -181,6 +211,7 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
         renderer = ChatRenderer(tokenizer, reader, engine.facts.no_images_reason)
         loader = MediaLoader(media_limits(options), reader.read) if reader is not None else None
         service = ChatService(async_engine, renderer, loader)
+        watchdog = Watchdog(engine, settings.step_timeout_s, worker.restarts if worker else {})
         server = create_server(
             service,
             engine.facts,
@@ -189,6 +220,7 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
             metrics=metrics,
             stop_engine=async_engine.close,
             prefix_cache=engine,
+            liveness=watchdog,
         )
         text = banner(
             engine.facts,
@@ -198,11 +230,11 @@ def _serve(options: dict[str, Any], config: EngineConfig, listener: socket.socke
             _url(listener),
             _prefixes(engine, config),
         )
-        _run(server, listener, text)
+        _run(server, listener, text, watchdog, worker)
         service.close()
     finally:
         engine.close()
-    return 0
+    return 0 if engine.failure is None else ENGINE_FAILED
 
 
 def _prefixes(engine: Engine, config: EngineConfig) -> str:
@@ -216,25 +248,51 @@ def _prefixes(engine: Engine, config: EngineConfig) -> str:
     return f"{limit}, and {config.prefix_cache_disk_bytes / 1e9:.2f} GB in {config.prefix_cache_dir}"
 
 
-def _run(server: Server, listener: socket.socket, banner_text: str) -> None:
+def _run(
+    server: Server, listener: socket.socket, banner_text: str, watchdog: Watchdog, worker: Worker | None
+) -> None:
     """Serve until SIGINT or SIGTERM, then until running requests end or the drain time is over."""
     from outrider.cli.http_server import HttpServer, http_config
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn installs its own handlers and raises the signal again at its end: ignore that one.
-        signal.signal(number, lambda *_: None)
-    config = http_config(server.app, server.context.settings.drain_s)
-    HttpServer(config, lambda: print(banner_text, flush=True), server.drain).run(sockets=[listener])
+    def on_ready() -> None:
+        if worker is None or worker.num_restarts == 0:
+            print(banner_text, flush=True)
+        else:
+            log.warning("ready again: restart number %d", worker.num_restarts)
+        watchdog.on_engine_failure = on_engine_failure
+        watchdog.start(worker.report_alive if worker else lambda: None)
+
+    def on_engine_failure() -> None:
+        watchdog.end_within(HARD_END_S)
+        http.stop()
+
+    def on_first_signal(*_: object) -> None:
+        watchdog.end_within(server.context.settings.drain_s + HARD_END_S)
+        http.stop()
+        for number in signals:
+            signal.signal(number, on_second_signal)
+
+    def on_second_signal(number: int, _: object) -> None:
+        if worker is None:  # else the supervisor counts: both may have got the first one
+            os._exit(128 + number)
+
+    # A worker ignores SIGINT: a Ctrl-C in the terminal reaches the supervisor too, which sends SIGTERM.
+    signals = (signal.SIGTERM,) if worker else (signal.SIGTERM, signal.SIGINT)
+    http = HttpServer(http_config(server.app), on_ready, server.drain, watchdog.event_loop)
+    for number in signals:
+        signal.signal(number, on_first_signal)
+    http.run(sockets=[listener])
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
-    """Bind before the model is loaded: a port in use is reported at once. uvicorn starts to listen later."""
+    """Listen before the model is loaded: a port in use is reported at once, and connections wait."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol 0, asyncio does not set TCP_NODELAY, and every small write would wait 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         raise InvalidConfig(
@@ -249,13 +307,17 @@ def _url(listener: socket.socket) -> str:
 
 
 def _log_to_terminal(level: str | None, outer_level: str) -> None:
-    """`serve` logs at INFO by default. `outrider --log-level debug serve` logs more."""
     from outrider.api.middleware import RequestIdFilter
 
+    handler = logging.StreamHandler()
+    handler.addFilter(RequestIdFilter())
+    _log_to(handler, level, outer_level)
+
+
+def _log_to(handler: logging.Handler, level: str | None, outer_level: str) -> None:
+    """`serve` logs at INFO by default. `outrider --log-level debug serve` logs more."""
     numbers = logging.getLevelNamesMapping()
     chosen = numbers[level.upper()] if level else min(logging.INFO, numbers[outer_level.upper()])
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    handler.addFilter(RequestIdFilter())
+    handler.setFormatter(logging.Formatter(LOG_FORMAT, defaults={"request_id": "-"}))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("outrider").setLevel(chosen)

@@ -6,6 +6,7 @@ Owns the names, the help and the parsing of values. Must not know what the value
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import tomllib
@@ -34,9 +35,12 @@ def whole_number(text: str) -> int:
 
 def seconds(text: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is not a number of seconds") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{text!r} is not a number of seconds")
+    return number
 
 
 def size_bytes(text: str) -> int:
@@ -108,6 +112,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("cors-origin", "web origin that may call the API; *: any", metavar="ORIGIN", is_list=True),
         Option("log-level", "debug, info, warning or error (info)", one_of(*LEVELS), metavar="LEVEL"),
+        Option("no-supervisor", "serve in one process, which nothing restarts", is_switch=True),
     ),
     "drafts": (
         Option(
@@ -130,6 +135,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("memory-budget", "memory for KV caches, such as 8GB (a share of the free memory)", size_bytes),
         Option(
             "prefill-step-size", "maximum prompt tokens in one step (128 on a CPU, else 512)", whole_number
+        ),
+        Option(
+            "step-timeout",
+            "seconds after which a step that hangs ends the process, at the least; 0: never (60)",
+            seconds,
+            60.0,
         ),
         Option("dtype", f"type of the weights: {', '.join(DTYPES)} (auto)", one_of(*DTYPES), "auto", "NAME"),
     ),

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 
 from outrider.config import EngineConfig, InvalidConfig
+from outrider.engine.heartbeat import IDLE, Heartbeat
 from outrider.engine.loop import EngineLoop, Outbox
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix.status import PrefixStatus
@@ -49,6 +50,7 @@ class Engine:
         self._gate = threading.RLock()
         self._stopping = threading.Event()
         self._ended = threading.Event()
+        self.failure: str | None = None  # why the engine has ended, if nobody closed it
         self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, args=(build,), name="outrider-engine", daemon=True)
         try:
@@ -67,6 +69,10 @@ class Engine:
     @property
     def num_steps(self) -> int:
         return self._loop.num_steps
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        return self._loop.heartbeat
 
     def validate(
         self,
@@ -150,6 +156,9 @@ class Engine:
         try:
             if self._start(build):
                 self._shut_down(self._serve())
+        except BaseException as error:
+            log.exception("the engine did not end properly")
+            self.failure = self.failure or f"the engine failed: {error}"
         finally:
             self._ended.set()
         # When a thread ends, MLX frees the thread's compiled functions and takes the interpreter's lock for
@@ -181,7 +190,11 @@ class Engine:
         return RequestValidator(self._config, parts.facts, longest_context, parts.new_text, parts.grammars)
 
     def _serve(self) -> str | None:
-        """Until the engine is closed (None), or until it cannot go on (the reason)."""
+        """Until the engine is closed (None), or until it cannot go on (the reason).
+
+        Besides Exceptions that `recover` cannot handle, a panic of a Rust library ends the engine: it is a
+        BaseException, and the library's state is unknown.
+        """
         try:
             while not self._stopping.is_set():
                 try:
@@ -189,10 +202,10 @@ class Engine:
                     self._loop.turn()
                 except Exception as error:
                     self._loop.recover(error)
-        except BaseException as error:  # not even `recover` worked
+        except BaseException as error:
             log.exception("the engine cannot go on")
-            return f"the engine failed and is shut down: {error}"
-        return None
+            self.failure = f"the engine failed and is shut down: {error}"
+        return self.failure
 
     def _read_inbox(self) -> None:
         """Run all commands; if there is no other work, wait for one."""
@@ -204,6 +217,7 @@ class Engine:
                 command = self._inbox.get(block=is_idle)
             except queue.Empty:
                 return
+            self._loop.heartbeat.enter("request")
             if command is not None:
                 command()
 
@@ -216,9 +230,10 @@ class Engine:
             try:
                 if command is not None:
                     command()
-            except Exception:
+            except BaseException:
                 log.exception("a command failed while the engine stopped")
         self._loop.close(error)
+        self._loop.heartbeat.enter(IDLE)
 
     def _add(self, request: ValidatedRequest, outbox: Outbox) -> None:
         if request.id in self._loop.live:

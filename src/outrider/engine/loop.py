@@ -17,6 +17,7 @@ from collections.abc import Sequence as Steps
 from dataclasses import replace
 
 from outrider.config import EngineConfig
+from outrider.engine.heartbeat import IDLE, Heartbeat
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix.cache import PrefixCache, new_prefix_cache
 from outrider.engine.prefix.status import PrefixStatus
@@ -68,12 +69,14 @@ class Outbox:
 class StepExecutor:
     """Launches and reads steps, and measures how long each step took."""
 
-    def __init__(self, runner: StepRunner) -> None:
+    def __init__(self, runner: StepRunner, heartbeat: Heartbeat | None = None) -> None:
         self._runner = runner
+        self._heartbeat = heartbeat or Heartbeat()
         self._last_read_s: float | None = None  # None: the thread did something else since the last read
 
     def launch(self, step: InFlightStep, in_front: Steps[InFlightStep] = ()) -> None:
         """Hand a step to the device. `in_front` are the steps that were launched and not read yet."""
+        self._heartbeat.enter("decode step" if step.is_decode_only else "prefill step")
         step.launched_s = time.perf_counter()
         step.launched = self._runner.launch(step.plan, in_front[-1].launched if in_front else None)
         step.is_typical = step.launched.is_as_planned
@@ -89,6 +92,7 @@ class StepExecutor:
         began_s = step.launched_s if self._last_read_s is None else self._last_read_s
         self._last_read_s = time.perf_counter()
         step.seconds = self._last_read_s - began_s
+        self._heartbeat.enter("commit")
         return step.result
 
     def forget_last_read(self) -> None:
@@ -118,10 +122,11 @@ class EngineLoop:
         self.live: dict[str, tuple[Sequence, Outbox]] = {}
         self.num_steps = 0
         self.prefix_status: PrefixStatus | None = None
+        self.heartbeat = Heartbeat()
         self.geometry = parts.runner.geometry(config.capacity_step)
         self._config = config
         self._observer = observer
-        self._executor = StepExecutor(parts.runner)
+        self._executor = StepExecutor(parts.runner, self.heartbeat)
         self._turns = EncodingTurns()
         self.scheduler = self._new_scheduler()
 
@@ -164,12 +169,14 @@ class EngineLoop:
     def before_waiting(self) -> None:
         """The thread is about to wait for a command."""
         self._executor.forget_last_read()
+        self.heartbeat.enter(IDLE)
 
     # -- one turn ----------------------------------------------------------------------------------------
 
     def turn(self) -> None:
         """One step, and then one piece of an image if its turn has come."""
         if self.has_work:
+            self.heartbeat.enter("planning")
             has_run = self._step()
             self._encode(is_urgent=not has_run)
 
@@ -224,6 +231,7 @@ class EngineLoop:
             return
         started_s, encode_s = time.perf_counter(), None
         self._executor.forget_last_read()
+        self.heartbeat.enter("image encoding")
         try:
             self.parts.runner.encode(piece)
             encode_s = time.perf_counter() - started_s
@@ -314,7 +322,7 @@ class EngineLoop:
         try:
             while self.scheduler.in_flight:  # the device must be idle when the process ends
                 self._executor.finish(self.scheduler.in_flight.popleft())
-        except Exception:
+        except BaseException:
             log.exception("a step failed while the engine stopped")
         try:
             self.parts.save_measurements()

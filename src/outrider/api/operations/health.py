@@ -1,4 +1,4 @@
-"""/health: is the server alive, and does it accept requests? /v1/status: what runs now?"""
+"""/health: does the engine work, and does the server accept requests? /v1/status: what runs now?"""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from outrider.api.answers import Answers
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.operations.prefix_cache import status_of
 
-READY = "200 while new requests are accepted, 503 during a shutdown"
+LIVE = "200 while the engine works, 503 if it has failed or hangs"
+READY = "200 while new requests are accepted, 503 during a shutdown or if the engine does not work"
+# A load balancer that asks again gets a new connection, perhaps to another server.
+NOT_READY_HEADERS = {"Retry-After": "5", "Connection": "close"}
 
 
 def health_router(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["operations"])
 
-    @router.get("/health/live", summary="200 while the process runs", response_model=None)
+    @router.get("/health/live", summary=LIVE, response_model=None)
     async def live() -> Response:
+        if (fault := context.fault()) is not None:
+            return JSONResponse({"status": fault}, 503, NOT_READY_HEADERS)
         return JSONResponse({"status": "live"})
 
     @router.get("/health", summary=READY, response_model=None)
     @router.get("/health/ready", summary=READY, response_model=None)
     async def ready() -> Response:
-        if context.live.is_draining:
-            return JSONResponse({"status": "shutting down"}, 503, {"Retry-After": "5"})
-        return JSONResponse({"status": "ready"})
+        status = _readiness(context)
+        if status != "ready":
+            return JSONResponse({"status": status}, 503, NOT_READY_HEADERS)
+        return JSONResponse({"status": status})
 
     @router.get("/v1/status", summary="What runs now", response_model=None)
     async def status() -> Response:
@@ -36,12 +42,16 @@ def health_router(context: ServerContext) -> APIRouter:
     return router
 
 
+def _readiness(context: ServerContext) -> str:
+    return context.fault() or ("shutting down" if context.live.is_draining else "ready")
+
+
 def _status(context: ServerContext) -> dict[str, Any]:
     facts, live, steps = context.facts, context.live, context.live.metrics.steps
     drafted, accepted = steps.acceptance
     return {
         "server": FINGERPRINT,
-        "status": "shutting down" if live.is_draining else "ready",
+        "status": _readiness(context),
         "up_s": round(context.now_s() - context.started_s, 3),
         "model": {
             "name": context.settings.model_name,

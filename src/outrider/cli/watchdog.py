@@ -1,0 +1,117 @@
+"""The watchdog: ends the server process if its engine or event loop hangs, or if a shutdown takes too long.
+
+The supervisor, or the operator's own one, then starts a new process. What hangs cannot be ended in any other
+way: a thread cannot be stopped from outside.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from outrider.cli.worker import HUNG, SHUTDOWN_TOO_LONG
+from outrider.engine.heartbeat import Heartbeat
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # seconds between two looks; chosen by hand
+REPORT_S = 5.0  # to write the last lines of the log, which may be what hangs; chosen by hand
+
+
+class WatchedEngine(Protocol):
+    @property
+    def failure(self) -> str | None: ...
+
+    @property
+    def heartbeat(self) -> Heartbeat: ...
+
+
+class Watchdog:
+    def __init__(
+        self,
+        engine: WatchedEngine,
+        step_timeout_s: float,
+        restarts: Mapping[str, int],
+        end_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        self.event_loop = Heartbeat()
+        self.restarts = restarts
+        self.on_engine_failure: Callable[[], None] = lambda: None  # called once, on the watchdog's thread
+        self._engine = engine
+        self._step_timeout_s = step_timeout_s
+        self._end_process = end_process
+        self._seen: dict[str, tuple[str, float]] = {}  # by thread: its activity at the last look
+        self._stuck_s = dict.fromkeys(("engine", "event loop"), 0.0)  # by thread: in that activity
+        self._has_failed = False
+        self._time_left_s: float | None = None  # until the hard end of a shutdown
+
+    # -- for any thread ----------------------------------------------------------------------------------
+
+    def fault(self) -> str | None:
+        """Why the engine does not work; None if it does."""
+        if self._engine.failure is not None:
+            return "the engine has failed"
+        heartbeat = self._engine.heartbeat
+        if heartbeat.age_s > heartbeat.limit_s(self._step_timeout_s):
+            return f"the engine hangs: {heartbeat.activity} for {heartbeat.age_s:.0f} s"
+        return None
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        return self._engine.heartbeat.age_s
+
+    def end_within(self, seconds: float) -> None:
+        """The process has to end within this time. Sets one field: signal handlers may call it."""
+        self._time_left_s = seconds
+
+    def start(self, on_look: Callable[[], None]) -> None:
+        """Look every second, and call `on_look` each time."""
+        threading.Thread(target=self._run, args=(on_look,), name="outrider-watchdog", daemon=True).start()
+
+    # -- on the watchdog's thread ------------------------------------------------------------------------
+
+    def _run(self, on_look: Callable[[], None]) -> None:
+        looked_s = time.monotonic()
+        while True:
+            on_look()
+            time.sleep(LOOK_S)
+            now_s = time.monotonic()
+            # At most two looks' time: the process may have been stopped for a while, or have got no CPU.
+            self.look(min(now_s - looked_s, 2 * LOOK_S))
+            looked_s = now_s
+
+    def look(self, passed_s: float) -> None:
+        if self._engine.failure is not None and not self._has_failed:
+            self._has_failed = True
+            self.on_engine_failure()
+        for thread, heartbeat in (("engine", self._engine.heartbeat), ("event loop", self.event_loop)):
+            current = heartbeat.current
+            is_same = current is self._seen.get(thread)
+            self._seen[thread] = current
+            self._stuck_s[thread] = self._stuck_s[thread] + passed_s if is_same else 0.0
+            if self._stuck_s[thread] > heartbeat.limit_s(self._step_timeout_s):
+                text = f"the {thread} hangs: {current[0]} for {self._stuck_s[thread]:.0f} s"
+                self._end(HUNG, f"{text} (--step-timeout). The process ends. Stacks of its threads:")
+        if self._time_left_s is not None:
+            self._time_left_s -= passed_s
+            if self._time_left_s <= 0:
+                self._end(SHUTDOWN_TOO_LONG, "the shutdown takes too long. Stacks of the threads:")
+
+    def _end(self, status: int, text: str) -> None:
+        """On a thread of its own: a log that nobody reads can hang too."""
+        report = threading.Thread(target=_report, args=(text,), daemon=True)
+        report.start()
+        report.join(REPORT_S)
+        self._end_process(status)
+
+
+def _report(text: str) -> None:
+    log.critical(text)
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback(sys.__stderr__)
