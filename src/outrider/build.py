@@ -201,7 +201,7 @@ def _prefix_disk(
     except OSError as error:
         raise InvalidConfig(
             f"the prefix cache cannot use the folder {config.prefix_cache_dir}: {error.strerror}. "
-            "Name another, or leave it out."
+            "Mend that, or name another folder."
         ) from error
     return DiskTier(folder)
 

@@ -49,8 +49,13 @@ def _keep(tier: DiskTier, name: str, arrays: Arrays) -> None:
     assert tier.flush()
 
 
+def _files(tmp_path: Path) -> list[Path]:
+    """All files but the key of the checksums."""
+    return [path for path in tmp_path.iterdir() if path.name != block_folder.KEY_FILE]
+
+
 def _size(tmp_path: Path) -> int:
-    return sum(path.stat().st_size for path in tmp_path.iterdir())
+    return sum(path.stat().st_size for path in _files(tmp_path))
 
 
 def test_a_block_is_found_again_after_a_restart(tmp_path: Path, tier: DiskTier) -> None:
@@ -76,7 +81,7 @@ def test_a_renamed_file_is_removed_and_not_served(tmp_path: Path, tier: DiskTier
     _keep(tier, "aa", block(1))
     tier.folder.path("aa").rename(tier.folder.path("bb"))
     assert _fetch(tier, "bb") is None
-    assert list(tmp_path.iterdir()) == []
+    assert _files(tmp_path) == []
     assert "is removed: the file belongs to another name" in caplog.text
 
 
@@ -113,7 +118,7 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
 
 
 def _written(path: Path) -> bytes:
-    block_file.write_block_file(path, {"fingerprint": MODEL, "name": "a0"}, block(0))
+    block_file.write_block_file(path, {"fingerprint": MODEL, "name": "a0"}, block(0), b"key")
     return path.read_bytes()
 
 
@@ -182,7 +187,7 @@ def test_a_full_disk_stops_writing_for_a_while_and_says_so(
     assert not tier.write("bb", block(2)), "not tried again at once"
     assert tier.counts.failed == tier.counts.skipped == 1
     assert "No space left on device" in caplog.text
-    assert list(tmp_path.iterdir()) == []
+    assert _files(tmp_path) == []
     monkeypatch.undo()
     monkeypatch.setattr(disk_tier.time, "monotonic", lambda: time.perf_counter() + 1e9)
     assert tier.write("bb", block(2)), "but later"
@@ -241,7 +246,7 @@ def test_clear_removes_this_models_files_and_what_was_queued(tmp_path: Path, tie
         tier.write(f"a{i}", block(i))
     tier.clear()
     assert tier.flush()
-    assert [path.name for path in tmp_path.iterdir()] == ["ffff-aa.block.safetensors"]
+    assert [path.name for path in _files(tmp_path)] == ["ffff-aa.block.safetensors"]
     _keep(tier, "bb", block(1))
     assert is_same(_fetch(tier, "bb"), block(1))
 
@@ -303,14 +308,14 @@ def test_a_server_killed_in_mid_write_leaves_nothing_that_is_served(tmp_path: Pa
         tier = DiskTier(BlockFolder(tmp_path, MODEL, 1 << 30))
         assert _half_written(tmp_path) == [], "cleaned up"
         whole = block(1, num_cells=60_000)
-        for path in list(tmp_path.iterdir()):
+        for path in _files(tmp_path):
             name = path.name.removeprefix(f"{MODEL}-").removesuffix(block_folder.SUFFIX)
             assert is_same(_fetch(tier, name), whole)
         assert tier.folder.num_bytes == _size(tmp_path)
         tier.close()
         if caught >= 2:
             break
-        for path in tmp_path.iterdir():
+        for path in _files(tmp_path):
             path.unlink()
     assert caught, "no write was caught half-way"
 
@@ -343,3 +348,87 @@ def test_a_file_that_is_being_written_is_not_cleaned_up(tmp_path: Path) -> None:
         assert path.exists()
     BlockFolder(tmp_path, MODEL, PLENTY)
     assert not path.exists()
+
+
+# -- other users -----------------------------------------------------------------------------------------
+
+
+def test_a_new_folder_and_its_key_are_for_their_owner_alone(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path / "new" / "blocks", MODEL, PLENTY).folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / block_folder.KEY_FILE).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(PermissionError, match="other users may write to it.*chmod go-w"):
+        BlockFolder(tmp_path, MODEL, PLENTY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = tmp_path.stat().st_uid
+    if owner == 0:
+        os.chown(tmp_path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        BlockFolder(tmp_path, MODEL, PLENTY)
+
+
+def test_a_folder_that_others_may_read_is_used_with_a_warning(tmp_path: Path, caplog) -> None:
+    tmp_path.chmod(0o755)
+    BlockFolder(tmp_path, MODEL, PLENTY)
+    assert "chmod 700" in caplog.text
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_key_that_others_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    BlockFolder(tmp_path, MODEL, PLENTY)
+    (tmp_path / block_folder.KEY_FILE).chmod(mode)
+    with pytest.raises(PermissionError, match="other users may"):
+        BlockFolder(tmp_path, MODEL, PLENTY)
+
+
+def test_a_key_that_is_a_link_or_damaged_is_refused(tmp_path: Path) -> None:
+    key = tmp_path / block_folder.KEY_FILE
+    (tmp_path / "elsewhere").touch(mode=0o600)
+    key.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        BlockFolder(tmp_path, MODEL, PLENTY)
+    key.unlink()
+    key.touch(mode=0o600)
+    key.write_bytes(b"short")
+    with pytest.raises(OSError, match="is damaged: remove this file"):
+        BlockFolder(tmp_path, MODEL, PLENTY)
+
+
+def test_a_planted_block_is_removed_and_not_served(tmp_path: Path, tier: DiskTier, caplog) -> None:
+    """The block is right in every other way: an attacker knows the format, the model and the prompt."""
+    attacker = BlockFolder(tmp_path / "attacker", MODEL, PLENTY)
+    attacker.write("aa", block(7))
+    attacker.path("aa").rename(tier.folder.path("aa"))
+    assert tier.has("aa")
+    assert _fetch(tier, "aa") is None
+    assert not tier.has("aa")
+    assert "the checksum is wrong" in caplog.text
+
+
+def test_a_link_in_the_folder_is_no_block(tmp_path: Path, tier: DiskTier) -> None:
+    _keep(tier, "aa", block(1))
+    tier.folder.path("bb").symlink_to(tier.folder.path("aa"))
+    assert not tier.has("bb")
+    assert not BlockFolder(tmp_path, MODEL, PLENTY).has("bb")
+
+
+def test_a_full_disk_at_the_start_gives_a_key_for_this_run(tmp_path: Path, monkeypatch, caplog) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        folder = BlockFolder(tmp_path, MODEL, PLENTY)
+    assert "blocks of other runs are not used" in caplog.text
+    folder.write("aa", block(1))
+    assert is_same(folder.read("aa"), block(1))

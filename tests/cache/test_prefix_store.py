@@ -134,10 +134,10 @@ def test_a_block_goes_through_a_file_unchanged(tmp_path) -> None:
     store = PrefixStore(buffers)
     wanted = _cells(buffers, 0, 4, 12)
     _save(store, 1, 0, 4, 12)
-    write_block_file(tmp_path / "file", {}, store.to_host(1))
+    write_block_file(tmp_path / "file", {}, store.to_host(1), b"key")
     other = _buffers()
     reader = PrefixStore(other)
-    reader.from_host(7, read_block_file(tmp_path / "file", {}))
+    reader.from_host(7, read_block_file(tmp_path / "file", {}, b"key"))
     assert reader.num_bytes == store.num_bytes
     reader.load_blocks(2, 0, [BlockPiece(7, 0, 8)])
     assert _same(_cells(other, 2, 0, 8), wanted)

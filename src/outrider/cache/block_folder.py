@@ -1,11 +1,15 @@
 """A folder of block files with a limit in bytes. The least recently used files are removed first. No MLX.
 
     FOLDER/<model>-<name>.block.safetensors
+    FOLDER/checksum.key                          the key of all checksums, made by the first server
 
 `model` is a fingerprint of the weights of the model and its head. `name` is a digest of the tree's name and
 of all tokens up to the block's end. Several servers, of any models, may share a folder: a file may appear
 and disappear at any time, and the limit holds for all servers together. Files with other names are never
 touched.
+
+Only the server's own user may write to the folder: who changes a block changes the answers that use it. The
+key makes blocks that come from elsewhere, such as a copied folder, unusable too.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import errno
 import logging
 import os
 import re
+import secrets
+import stat
 import threading
 import time
 import uuid
@@ -22,10 +28,12 @@ from pathlib import Path
 
 from outrider.cache.block_file import Arrays, read_block_file, write_block_file
 from outrider.files.atomic import TEMPORARY, remove_if_abandoned
+from outrider.files.private import KEY_BYTES, may_others_read, refuse_if_others_may_write, secret_key
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".block.safetensors"
+KEY_FILE = "checksum.key"
 HEADER_BYTES = 64 << 10  # upper limit for a block's header, which is not made yet when room is made
 RESCAN_EVERY = 16  # writes between two scans of the folder, for files of other servers; chosen by hand
 READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -38,7 +46,7 @@ class BlockFolder:
     def __init__(
         self, folder: Path, fingerprint: str, budget_bytes: int, clock: Callable[[], float] = time.time
     ) -> None:
-        """Raise OSError if the folder cannot be made or read."""
+        """Raise OSError if the folder cannot be made or read, or if other users may write to it."""
         self.folder = folder
         self.num_evicted = 0
         self._fingerprint = fingerprint
@@ -50,6 +58,7 @@ class BlockFolder:
         self._sizes: dict[str, int] = {}  # by file name, least recently used first
         self._num_bytes = 0
         self.is_read_only = not self._prepare()
+        self._key = self._read_key()
         self._rescan()
         self._make_room(0)
 
@@ -63,7 +72,10 @@ class BlockFolder:
         with self._lock:
             if self._file_name(name) in self._sizes:
                 return True
-        return self.path(name).exists()  # another server may have written it
+        try:
+            return stat.S_ISREG(os.lstat(self.path(name)).st_mode)  # another server may have written it
+        except OSError:
+            return False
 
     def path(self, name: str) -> Path:
         return self.folder / self._file_name(name)
@@ -73,7 +85,7 @@ class BlockFolder:
         num_bytes = sum(array.data.nbytes for array in arrays.values())
         if not self._make_room(num_bytes + HEADER_BYTES):
             return False
-        size = write_block_file(self.path(name), self._labels(name), arrays)
+        size = write_block_file(self.path(name), self._labels(name), arrays, self._key)
         self._used(self._file_name(name), size)
         self._num_written += 1
         if self._num_written % RESCAN_EVERY == 0:
@@ -84,7 +96,7 @@ class BlockFolder:
     def read(self, name: str) -> Arrays:
         """Read a block. Raise OSError, or BadFile for a damaged or foreign file."""
         try:
-            arrays = read_block_file(self.path(name), self._labels(name))
+            arrays = read_block_file(self.path(name), self._labels(name), self._key)
         except OSError:
             self._forget(self._file_name(name))
             raise
@@ -110,8 +122,9 @@ class BlockFolder:
 
     def _prepare(self) -> bool:
         """Make the folder. False if files cannot be written there."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are private
+        self._check_access()
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are private
             probe = self.folder / f"{TEMPORARY}{uuid.uuid4().hex}"
             probe.touch()
             probe.unlink(missing_ok=True)
@@ -126,6 +139,26 @@ class BlockFolder:
             )  # fmt: skip
             return False
         return True
+
+    def _check_access(self) -> None:
+        found = self.folder.stat()
+        refuse_if_others_may_write(self.folder, found)
+        if may_others_read(found):
+            log.warning(
+                "prefix cache: other users may list the files in %s; chmod 700 prevents this", self.folder
+            )
+
+    def _read_key(self) -> bytes:
+        try:
+            return secret_key(self.folder / KEY_FILE, may_create=not self.is_read_only)
+        except OSError as error:
+            if not (self.is_read_only and error.errno == errno.ENOENT) and error.errno != errno.ENOSPC:
+                raise
+            log.warning(
+                "prefix cache: no key can be stored in %s (%s): blocks of other runs are not used",
+                self.folder, error.strerror,
+            )  # fmt: skip
+            return secrets.token_bytes(KEY_BYTES)
 
     def _rescan(self) -> None:
         """List the folder, oldest files first, and remove temporary files of processes that were killed."""
@@ -180,7 +213,7 @@ class BlockFolder:
 
 def _stat(entry: os.DirEntry[str]) -> list[tuple[float, str, int]]:
     try:
-        stat = entry.stat()
+        found = entry.stat(follow_symlinks=False)
     except FileNotFoundError:  # another server has removed it
         return []
-    return [(stat.st_mtime, entry.name, stat.st_size)]
+    return [(found.st_mtime, entry.name, found.st_size)] if stat.S_ISREG(found.st_mode) else []

@@ -29,11 +29,14 @@ TEMPORARY = ".outrider-writing-"
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends, and is removed when the block raises."""
+def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends, and is removed when the block raises.
+
+    The umask is taken off its `mode`.
+    """
     temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             with suppress(OSError):  # a file system without locks: no process removes the file there either
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield file
