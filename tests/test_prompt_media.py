@@ -37,6 +37,14 @@ def test_distinct_ids_tell_pictures_apart_and_leave_text_alone():
     assert [i for i in range(12) if found[i] != other[i]] == [2, 3, 4, 5]
 
 
+def test_requests_with_different_salts_share_no_key():
+    keys = [MEDIA.salted(salt).keys for salt in ("", "one", "two")]
+    assert keys[0] == MEDIA.keys
+    assert len({key for some in keys for key in some}) == 6
+    assert MEDIA.salted("one").keys == keys[1]
+    assert [p.cells.tolist() for p in MEDIA.salted("one").pieces] == [[2, 3, 4, 5], [9, 10]]
+
+
 def test_grid_positions_of_the_picture_in_the_docstring():
     positions, delta = grid_positions([1, 1, 7, 7, 7, 7, 1, 1, 1], 7, [(1, 2, 2)])
     assert positions.tolist() == [

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ import numpy as np
 class MediaPiece:
     """The input of one vision encoder call: an image, or some tiles of an image."""
 
-    key: str  # equal pieces have equal keys, in every request
+    key: str  # equal pieces have equal keys in all requests with the same cache salt
     inputs: Mapping[str, np.ndarray]  # only the vision encoder reads them
     cells: np.ndarray  # int32 [tokens]: cells of the prompt, in rising order
 
@@ -45,6 +45,13 @@ class PromptMedia:
     @property
     def keys(self) -> list[str]:
         return [piece.key for piece in self.pieces]
+
+    def salted(self, salt: str) -> PromptMedia:
+        """The same media under keys that only requests with the same cache salt use."""
+        if not salt:
+            return self
+        prefix = hashlib.sha256(salt.encode()).hexdigest()[:32]
+        return replace(self, pieces=tuple(replace(p, key=f"{prefix}/{p.key}") for p in self.pieces))
 
     def within(self, start: int, end: int) -> tuple[MediaPiece, ...]:
         """The pieces with a cell in start..end-1."""

@@ -241,6 +241,18 @@ def test_a_cancelled_media_request_leaves_nothing_held(world: World, llm: LLM) -
     assert runner.image_embeddings.num_held == 0
 
 
+def test_a_picture_of_another_salt_is_encoded_again(
+    world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the time of an answer would tell a client which pictures other clients have sent."""
+    prompt = world.prompt(llm, ("x", "y"), [noise(40, 40, 71)])
+    done = watch(llm, monkeypatch)
+    each = [replace(GREEDY, cache_salt=salt) for salt in ("", "one", "two", "two")]
+    found = [tokens(llm, prompt, params) for params in each]
+    assert found == [found[0]] * 4
+    assert done.count("encode") == 3 * len(prompt.media.pieces)
+
+
 # -- cached prefixes -------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """Caches the embeddings of images by content, so that a later turn about an image does not encode it again.
 
+Requests with different cache salts have different keys for the same image: they share no entry.
+
 The cache has a limit in bytes and evicts the least recently used entries. An entry that a row still has to
 read is held and not evicted, even beyond the limit: the row could not continue without it.
 """

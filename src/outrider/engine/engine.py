@@ -89,6 +89,7 @@ class Engine:
         """
         self._refuse_if_stopped()
         ids = tuple(prompt_ids)
+        media = None if media is None else media.salted(params.cache_salt)
         keys = None if media is None else tuple(media.distinct_ids(ids))
         request_id = request_id or uuid.uuid4().hex
         return self._validator.validate(Request(request_id, ids, params, continues_prompt, media, keys))
