@@ -168,7 +168,9 @@ class FakeTokenizer:
 
 
 def settings(**changes: Any) -> ServerSettings:
-    return ServerSettings(**({"served_model_names": ("tiny", "other")} | changes))
+    """`Client` calls the server by the name "test"."""
+    defaults = {"served_model_names": ("tiny", "other"), "allowed_hosts": ("test",)}
+    return ServerSettings(**(defaults | changes))
 
 
 def server(backend: FakeBackend, **changes: Any) -> Server:

@@ -18,6 +18,7 @@ from outrider.api.answers import LiveRequests
 from outrider.api.anthropic.messages import messages_router
 from outrider.api.context import ChatBackend, ServerContext
 from outrider.api.errors import HANDLERS
+from outrider.api.host_check import HostCheck, host_names
 from outrider.api.logprobs import TokenText
 from outrider.api.middleware import BodyLimit, RequestLog, RequireKey
 from outrider.api.openai.chat import chat_router
@@ -120,7 +121,10 @@ def create_server(
 
 def _middleware(settings: ServerSettings, live: LiveRequests) -> list[Middleware]:
     """The first entry is the outermost: it gets a request first and its response last."""
-    stack = [Middleware(RequestLog, metrics=live.metrics)]
+    stack = [
+        Middleware(RequestLog, metrics=live.metrics),
+        Middleware(HostCheck, names=host_names(settings), origins=settings.cors_origins),
+    ]
     if settings.cors_origins:
         stack.append(
             Middleware(

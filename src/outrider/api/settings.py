@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from outrider.config import InvalidConfig
 
 MIB = 1 << 20
+HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class ServerSettings:
     keep_alive_s: float = 5.0  # a stream without tokens for this long gets a comment or a ping
     drain_s: float = 30.0  # time that a shutdown gives to running requests
     step_timeout_s: float = 60.0  # least time after which a step counts as hung; 0: never
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()  # web origins whose pages may call the API; "*": any
+    allowed_hosts: tuple[str, ...] = ()  # further names in Host headers; "*.name": its subdomains; "*": any
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -48,6 +51,12 @@ class ServerSettings:
             raise InvalidConfig(f"keep_alive_s must be above 0, not {self.keep_alive_s}")
         if not self.served_model_names or not all(self.served_model_names):
             raise InvalidConfig("the served model name is empty: pass --served-model-name NAME")
+        for host in self.allowed_hosts:
+            if not HOST_NAME.fullmatch(host):
+                raise InvalidConfig(
+                    f"--allowed-hosts {host}: give a name such as example.org or *.example.org, or * for any, "
+                    "without a scheme or a port"
+                )
         key = self.api_key
         if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
             raise InvalidConfig("the API key must be printable ASCII without spaces, and not empty")

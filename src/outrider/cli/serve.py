@@ -149,6 +149,7 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         drain_s=options["drain"],
         step_timeout_s=options["step_timeout"],
         cors_origins=options["cors_origin"],
+        allowed_hosts=options["allowed_hosts"],
     )
 
 

@@ -110,6 +110,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             "served-model-name", "name of the model in the API (its folder's)", metavar="NAME", is_list=True
         ),
+        Option(
+            "allowed-hosts",
+            "further name under which clients reach the server, such as example.org; *: any",
+            metavar="NAME",
+            is_list=True,
+        ),
         Option("cors-origin", "web origin that may call the API; *: any", metavar="ORIGIN", is_list=True),
         Option("log-level", "debug, info, warning or error (info)", one_of(*LEVELS), metavar="LEVEL"),
         Option("no-supervisor", "serve in one process, which nothing restarts", is_switch=True),
