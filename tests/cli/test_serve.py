@@ -296,7 +296,7 @@ def test_banner_key_and_graceful_end(headless: Path, tmp_path: Path) -> None:
         assert "float32 on cpu" in server.banner
         assert "n-gram lookup, 3 per step" in server.banner
         assert "(as one, two)" in server.banner
-        assert "with the API key" in server.banner
+        assert "with an API key" in server.banner
         assert "2 at once" in server.banner
         assert "--continuous-batching: not needed" in server.banner
         assert httpx.get(f"{server.url}/v1/models").status_code == 401

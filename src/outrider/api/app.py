@@ -19,6 +19,7 @@ from outrider.api.anthropic.messages import messages_router
 from outrider.api.context import ChatBackend, ServerContext
 from outrider.api.errors import HANDLERS
 from outrider.api.host_check import HostCheck, host_names
+from outrider.api.keys import api_keys
 from outrider.api.logprobs import TokenText
 from outrider.api.middleware import BodyLimit, RequestLog, RequireKey
 from outrider.api.openai.chat import chat_router
@@ -135,7 +136,9 @@ def _middleware(settings: ServerSettings, live: LiveRequests) -> list[Middleware
                 expose_headers=["x-request-id"],
             )
         )
-    if settings.api_key:
-        stack.append(Middleware(RequireKey, api_key=settings.api_key))
-    admit = Middleware(Admit, admission=live.admission)
-    return [*stack, admit, Middleware(BodyLimit, max_bytes=settings.max_body_bytes)]
+    return [
+        *stack,
+        Middleware(RequireKey, keys=api_keys(settings)),
+        Middleware(Admit, admission=live.admission),
+        Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
+    ]

@@ -16,7 +16,9 @@ HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = None  # the one key of all clients; an operator's key too if there is no other
+    operator_key: str | None = None  # of who may read metrics and delete caches
+    api_keys_file: str | None = None  # file of several keys: see api/keys.py
     allow_public_without_key: bool = False
     served_model_names: tuple[str, ...] = ("model",)  # an answer has the requested name, or the first
     old_model_names: tuple[str, ...] = ()  # names of earlier releases: accepted in requests, not listed
@@ -57,14 +59,20 @@ class ServerSettings:
                     f"--allowed-hosts {host}: give a name such as example.org or *.example.org, or * for any, "
                     "without a scheme or a port"
                 )
-        key = self.api_key
-        if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
-            raise InvalidConfig("the API key must be printable ASCII without spaces, and not empty")
-        if not (self.is_loopback or self.api_key or self.allow_public_without_key):
+        for key in (self.api_key, self.operator_key):
+            if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
+                raise InvalidConfig("the API key must be printable ASCII without spaces, and not empty")
+        if self.operator_key is not None and self.operator_key == self.api_key:
+            raise InvalidConfig("--operator-key and --api-key are the same: leave --operator-key out")
+        if not (self.is_loopback or self.needs_key or self.allow_public_without_key):
             raise InvalidConfig(
-                f"other machines may reach {self.host}, and no API key is set. Set a key (--api-key or "
-                "OUTRIDER_API_KEY), bind 127.0.0.1, or pass --allow-public-without-key."
+                f"other machines may reach {self.host}, and no API key is set. Set a key (--api-key, "
+                "OUTRIDER_API_KEY or --api-keys-file), bind 127.0.0.1, or pass --allow-public-without-key."
             )
+
+    @property
+    def needs_key(self) -> bool:
+        return any(given is not None for given in (self.api_key, self.operator_key, self.api_keys_file))
 
     @property
     def is_loopback(self) -> bool:

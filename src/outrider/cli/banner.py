@@ -46,6 +46,6 @@ def _drafts(facts: ModelFacts, auto_depth: DraftDepth) -> str:
 
 def _access(settings: ServerSettings) -> str:
     machines = "this machine only" if settings.is_loopback else "all machines that reach the address"
-    key = "with the API key" if settings.api_key else "without an API key"
+    key = "with an API key" if settings.needs_key else "without an API key"
     origins = f", web pages of {', '.join(settings.cors_origins)}" if settings.cors_origins else ""
     return f"{machines}, {key}{origins}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from outrider import __version__
 from outrider.cli.bench import add_bench
 from outrider.cli.chat import add_chat
+from outrider.cli.keys import add_keys
 from outrider.cli.models import add_models
 from outrider.cli.mtp import add_mtp
 from outrider.cli.serve import add_serve
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_serve(commands)
     add_chat(commands)
+    add_keys(commands)
     add_models(commands)
     add_mtp(commands)
     add_bench(commands)

@@ -50,12 +50,14 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run_serve(args: argparse.Namespace) -> int:
     """The supervisor, which starts this command again as its worker; the worker; or both in one process."""
+    from outrider.api.keys import api_keys
+
     worker = inherited()
     if worker is not None:
         worker.settle()
     options = resolve(args)
     config = engine_config(options)
-    _settings(options, ("model",))  # built here too: a bad value is reported before the model is loaded
+    api_keys(_settings(options, ("model",)))  # built here too: a bad value is reported before the model loads
     media_limits(options)
     if worker is not None:
         _log_to_terminal(options["log_level"], args.log_level)
@@ -136,6 +138,8 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         host=options["host"],
         port=options["port"],
         api_key=options["api_key"],
+        operator_key=options["operator_key"],
+        api_keys_file=options["api_keys_file"],
         allow_public_without_key=options["allow_public_without_key"],
         served_model_names=options["served_model_name"] or names,
         max_tokens=options["max_tokens"],

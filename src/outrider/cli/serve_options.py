@@ -106,6 +106,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("host", "address to listen on (127.0.0.1)", default="127.0.0.1", metavar="HOST"),
         Option("port", "port to listen on; 0: any free port (8000)", whole_number, 8000, "PORT"),
         Option("api-key", "key that clients must send; OUTRIDER_API_KEY hides it from `ps`", metavar="KEY"),
+        Option("api-keys-file", "file of several keys, made by `outrider keys new`", metavar="FILE"),
+        Option(
+            "operator-key", "key for /metrics, /v1/status and DELETE /v1/cache (the API key)", metavar="KEY"
+        ),
         Option("allow-public-without-key", "allow a public --host without --api-key", is_switch=True),
         Option(
             "served-model-name", "name of the model in the API (its folder's)", metavar="NAME", is_list=True
