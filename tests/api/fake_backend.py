@@ -84,6 +84,7 @@ class FakeStream:
         self.request_id = request_id
         self.prompt_ids = tuple(range(7))
         self.aborted = False
+        self.num_generated = USAGE.num_generated
         self._events = events
         self._gate = gate
 

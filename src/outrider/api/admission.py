@@ -13,7 +13,9 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.api.errors import ApiError, error_response
+from outrider.api.keys import ApiKey
 from outrider.api.middleware import current_tenant
+from outrider.api.rate_limits import KeyUsage, current_usage
 from outrider.api.settings import ServerSettings
 
 
@@ -47,8 +49,9 @@ WORDS = {
 class Reservation:
     """What one API request holds. `add` before the server takes more of it; `release` at its end."""
 
-    def __init__(self, admission: Admission, tenant: str) -> None:
+    def __init__(self, admission: Admission, tenant: str, usage: KeyUsage | None = None) -> None:
         self.tenant = tenant
+        self.usage = usage or KeyUsage(ApiKey(tenant))  # of the key's own limits
         self.held = Load()
         self._admission = admission
 
@@ -56,12 +59,15 @@ class Reservation:
         """Raises ApiError: 429 if there is no room now, 400 if there will never be."""
         more = Load(num_requests, num_bytes, num_tokens)
         self._admission.check(self, more)
+        self.usage.take_rows(self.held.num_requests, num_requests)
+        self.usage.count_tokens(num_tokens)
         self.held += more
         self._admission.held += more
 
     def release(self) -> None:
         """Give everything back. A second call has no effect."""
         self._admission.held -= self.held
+        self.usage.free_rows(self.held.num_requests)
         self.held = Load()
 
 
@@ -74,12 +80,12 @@ class Admission:
         self.is_draining = False
         self._headers = {"Retry-After": str(retry_after_s)}
 
-    def open(self, tenant: str = "") -> Reservation:
+    def open(self, tenant: str = "", usage: KeyUsage | None = None) -> Reservation:
         """A place for one request. Raises ApiError: 503 during a shutdown, 429 if the server is full."""
         if self.is_draining:
             headers = self._headers | {"Connection": "close"}
             raise ApiError(503, "the server is shutting down", headers=headers)
-        reservation = Reservation(self, tenant)
+        reservation = Reservation(self, tenant, usage)
         reservation.add(num_requests=1)
         return reservation
 
@@ -129,7 +135,7 @@ class Admit:
             await self._app(scope, receive, send)
             return
         try:
-            reservation = self._admission.open(current_tenant.get())
+            reservation = self._admission.open(current_tenant.get(), current_usage.get())
         except ApiError as error:
             await error_response(HTTPConnection(scope), error)(scope, receive, send)
             return

@@ -35,6 +35,11 @@ class EventStream(Protocol):
     @property
     def prompt_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far, read or not."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[ChatEvent]: ...
 
     def abort(self) -> None: ...
@@ -92,6 +97,7 @@ class LiveRequests:
         `prompts` is read only after the answers are admitted. Raises ApiError if they are not: see Admission.
         """
         reservation = current_reservation.get()
+        reservation.usage.check_tokens()
         reservation.add(num_requests=num_answers - 1)  # the request itself holds a place already
         prepared: list[PreparedAnswers] = []
         for prepare in prompts:
@@ -156,6 +162,7 @@ class Answers:
                 stream.abort()
         if self._live.answers.pop(id(self), None) is not None:
             self._reservation.release()
+            self._reservation.usage.count_tokens(sum(stream.num_generated for stream in self._streams))
             for state in self.choices:
                 self._live.metrics.count_answer(self.api, state.finished)
 

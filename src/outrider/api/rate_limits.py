@@ -19,6 +19,7 @@ from outrider.api.errors import ApiError
 from outrider.api.keys import ApiKey, KeyLimits
 
 MINUTE_S = 60.0
+RETRY_ROWS_S = 2  # seconds after which a client may look for a free row; chosen by hand
 
 
 class TokenBucket:
@@ -59,6 +60,31 @@ class KeyUsage:
         """The operator has changed them: the buckets are full again, the rows stay counted."""
         self.limits = limits
         self._buckets = _buckets(limits, self._clock)
+
+    def take_rows(self, num_held: int, num_more: int) -> None:
+        """Count more rows of a request that holds `num_held` of them.
+
+        Raises ApiError: 400 if the request alone is over the limit, 429 if it has to wait.
+        """
+        limit = self.limits.max_rows
+        if limit is not None and num_held + num_more > limit:
+            raise ApiError(
+                400,
+                f"this request asks for {num_held + num_more} answers, and the key {self.name!r} may have "
+                f"{limit} at once: ask for fewer",
+            )
+        if limit is not None and self.num_rows + num_more > limit:
+            raise ApiError(
+                429,
+                f"the key {self.name!r} has {self.num_rows} answers that run or wait, of at most {limit}. "
+                "Try again when one of them has ended.",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(RETRY_ROWS_S)},
+            )
+        self.num_rows += num_more
+
+    def free_rows(self, num_rows: int) -> None:
+        self.num_rows -= num_rows
 
     def count_request(self) -> None:
         """Raises ApiError 429 if the request is one too many."""

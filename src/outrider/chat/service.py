@@ -150,6 +150,11 @@ class ChatStream:
     def request_id(self) -> str:
         return self._deltas.request_id
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far, read or not."""
+        return self._deltas.num_tokens
+
     def __aiter__(self) -> AsyncIterator[ChatEvent]:
         return self
 

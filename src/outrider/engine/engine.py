@@ -273,6 +273,11 @@ class AsyncStream:
     def __del__(self) -> None:
         self.abort()
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far, read or not."""
+        return self._outbox.num_tokens
+
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
 

@@ -35,12 +35,14 @@ class Outbox:
     """
 
     def __init__(self) -> None:
+        self.num_tokens = 0  # of all deltas so far, read or not
         self._changed = threading.Condition()
         self._unread: Delta | None = None
         self._wake: Callable[[], None] | None = None
 
     def put(self, delta: Delta) -> None:
         with self._changed:
+            self.num_tokens += len(delta.token_ids)
             self._unread = delta if self._unread is None else self._unread.merged(delta)
             self._changed.notify_all()
             wake = self._wake

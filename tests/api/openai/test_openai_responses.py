@@ -237,23 +237,24 @@ def stored(name: str, size: int = 0) -> StoredResponse:
 
 def test_store_forgets_the_one_not_used_for_longest() -> None:
     store = ResponseStore(max_responses=2, max_bytes=1 << 20)
-    store.put(stored("a"))
-    store.put(stored("b"))
-    store.get("a")
-    store.put(stored("c"))
-    assert store.get("b") is None
-    assert store.get("a") is not None
+    store.put("", stored("a"))
+    store.put("", stored("b"))
+    store.get("", "a")
+    store.put("", stored("c"))
+    assert store.get("", "b") is None
+    assert store.get("", "a") is not None
+    assert store.get("another tenant", "a") is None
     assert len(store) == 2
 
 
 def test_store_keeps_within_its_bytes() -> None:
     store = ResponseStore(max_responses=100, max_bytes=2000)
     for i in range(10):
-        store.put(stored(str(i), 500))
+        store.put("", stored(str(i), 500))
         assert store.num_bytes <= 2000
-    store.put(stored("huge", 5000))
-    assert store.get("huge") is None
+    store.put("", stored("huge", 5000))
+    assert store.get("", "huge") is None
     assert 0 < len(store) < 10
     for i in range(10):
-        store.delete(str(i))
+        store.delete("", str(i))
     assert store.num_bytes == 0

@@ -24,37 +24,37 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Used from the event loop only."""
+    """The responses of all tenants. A tenant finds its own only. Used from the event loop only."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self._stored: OrderedDict[tuple[str, str], tuple[StoredResponse, int]] = OrderedDict()
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def get(self, response_id: str) -> StoredResponse | None:
-        found = self._stored.get(response_id)
+    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        found = self._stored.get((tenant, response_id))
         if found is None:
             return None
-        self._stored.move_to_end(response_id)
+        self._stored.move_to_end((tenant, response_id))
         return found[0]
 
-    def put(self, stored: StoredResponse) -> None:
+    def put(self, tenant: str, stored: StoredResponse) -> None:
         """A response larger than the whole store is not stored."""
         size = _size(stored)
         if size > self._max_bytes:
             return
-        self._stored[stored.response["id"]] = (stored, size)
+        self._stored[tenant, stored.response["id"]] = (stored, size)
         self.num_bytes += size
         while len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes:
             _, (_, dropped) = self._stored.popitem(last=False)
             self.num_bytes -= dropped
 
-    def delete(self, response_id: str) -> bool:
-        found = self._stored.pop(response_id, None)
+    def delete(self, tenant: str, response_id: str) -> bool:
+        found = self._stored.pop((tenant, response_id), None)
         if found is None:
             return False
         self.num_bytes -= found[1]

@@ -13,6 +13,7 @@ from outrider.api import sse
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
 from outrider.api.errors import ApiError
+from outrider.api.middleware import current_tenant
 from outrider.api.openai.response_store import ResponseStore, StoredResponse
 from outrider.api.openai.responses_events import ResponseBuilder
 from outrider.api.openai.responses_request import (
@@ -57,7 +58,7 @@ class Responses:
             with_logprobs,
             context.new_id,
             context.now_s,
-            partial(self._put, body, messages),
+            partial(self._put, current_tenant.get(), body, messages),
         )
         if body.stream:
             frames = sse.named_frames(builder, answers.events(with_logprobs))
@@ -83,7 +84,7 @@ class Responses:
 
     async def delete(self, response_id: str) -> Response:
         self._find(response_id)
-        self._store.delete(response_id)
+        self._store.delete(current_tenant.get(), response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     def _read(self, body: ResponsesRequest) -> tuple[str, list[Message], ChatRequest]:
@@ -93,16 +94,19 @@ class Responses:
         messages = [*self._earlier(body.previous_response_id), *input_messages(body.input)]
         return model, messages, response_request(body, messages, self._context.settings.max_tokens)
 
-    def _put(self, body: ResponsesRequest, messages: list[Message], response: dict[str, Any]) -> None:
+    def _put(
+        self, tenant: str, body: ResponsesRequest, messages: list[Message], response: dict[str, Any]
+    ) -> None:
         """Store a response that has ended, unless the request has store: false."""
         if body.store is not False:
             answer = input_messages(OUTPUT_ITEMS.validate_python(response["output"]))
-            self._store.put(StoredResponse(response, input_items(body.input), (*messages, *answer)))
+            stored = StoredResponse(response, input_items(body.input), (*messages, *answer))
+            self._store.put(tenant, stored)
 
     def _earlier(self, response_id: str | None) -> tuple[Message, ...]:
         if response_id is None:
             return ()
-        found = self._store.get(response_id)
+        found = self._store.get(current_tenant.get(), response_id)
         if found is None:
             raise ApiError(
                 400,
@@ -114,7 +118,7 @@ class Responses:
         return found.messages
 
     def _find(self, response_id: str) -> StoredResponse:
-        found = self._store.get(response_id)
+        found = self._store.get(current_tenant.get(), response_id)
         if found is None:
             raise ApiError(404, f"the response {response_id[:100]!r} is not stored here", code="not_found")
         return found
