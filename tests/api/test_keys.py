@@ -242,4 +242,3 @@ def test_nobody_finds_a_response_of_another_key(file: Path, stream: bool) -> Non
     assert client(made, bob).post("/v1/responses", follow_up).status_code == 400
     assert client(made, alice).post("/v1/responses", follow_up).status_code == 200
     assert client(made, alice).request("DELETE", path).status_code == 200
-

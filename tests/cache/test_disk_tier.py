@@ -362,7 +362,7 @@ def test_a_new_folder_and_its_key_are_for_their_owner_alone(tmp_path: Path) -> N
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
-    with pytest.raises(PermissionError, match="other users may write to it.*chmod go-w"):
+    with pytest.raises(PermissionError, match=r"other users may write to it.*chmod go-w"):
         BlockFolder(tmp_path, MODEL, PLENTY)
     assert list(tmp_path.iterdir()) == []
 

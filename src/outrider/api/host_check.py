@@ -1,8 +1,9 @@
 """ASGI middleware against web pages that use a visitor's browser to reach this server.
 
-- DNS rebinding: a page at evil.example lets that name point to 127.0.0.1. For the browser both are one site, so
-  the page may read answers. Its requests carry `Host: evil.example`, and are refused by that.
-- Cross-site requests: a page sends a request that it may not read. Browsers mark it by Sec-Fetch-Site or Origin.
+- DNS rebinding: a page at evil.example lets that name point to 127.0.0.1. For the browser both are one site,
+  so the page may read answers. Its requests carry `Host: evil.example`, and are refused by that.
+- Cross-site requests: a page sends a request whose answer it may not read. Browsers mark such requests by
+  Sec-Fetch-Site or Origin.
 
 curl and the SDKs send neither header, and name the server by an address or a name that the operator knows.
 """
@@ -48,7 +49,7 @@ class HostNames:
 
 
 def host_names(settings: ServerSettings) -> HostNames:
-    """localhost, --host, --allowed-hosts, and the machine's own name if other machines can reach the server."""
+    """localhost, --host, --allowed-hosts, and the machine's own name if other machines reach the server."""
     names = ["localhost", "*.localhost", settings.host, *settings.allowed_hosts]
     if not settings.is_loopback:
         own = socket.gethostname()
@@ -58,7 +59,7 @@ def host_names(settings: ServerSettings) -> HostNames:
 
 
 class HostCheck:
-    """Answers 403 to a Host that is no name of this server, and to state-changing requests of foreign pages."""
+    """Answers 403 to a Host that is no name of this server, and to foreign pages that would change something."""
 
     def __init__(self, app: ASGIApp, names: HostNames, origins: Sequence[str]) -> None:
         self._app = app

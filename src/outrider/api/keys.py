@@ -72,8 +72,7 @@ def parse_keys(text: str) -> dict[str, ApiKey]:
     """The keys of a file, by hash. Raises ValueError."""
     found: dict[str, ApiKey] = {}
     for name, table in tomllib.loads(text).items():
-        if not NAME.fullmatch(name) or name in FLAG_NAMES:
-            raise ValueError(f"[{name}]: a name has up to 64 letters, digits, - and _, and is not api-key")
+        _check_name(name)
         if not isinstance(table, dict):
             raise ValueError(f"{name!r} is not a table: a key begins with a line [NAME]")
         unknown = sorted(set(table) - {"sha256", "role", *LIMITS})
@@ -91,6 +90,13 @@ def parse_keys(text: str) -> dict[str, ApiKey]:
     return found
 
 
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name) or name in FLAG_NAMES:
+        raise ValueError(
+            f"[{name}]: a name has up to 64 letters, digits, - and _, and is not {' or '.join(FLAG_NAMES)}"
+        )
+
+
 def _limit(name: str, field: str, table: Mapping[str, Any]) -> int | None:
     value = table.get(field)
     if value is not None and (type(value) is not int or value < 1):
@@ -99,7 +105,8 @@ def _limit(name: str, field: str, table: Mapping[str, Any]) -> int | None:
 
 
 def new_key(name: str, is_operator: bool = False, limits: KeyLimits | None = None) -> tuple[str, str]:
-    """A new random key, and its table for the file."""
+    """A new random key, and its table for the file. Raises ValueError."""
+    _check_name(name)
     key = f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
     lines = [f"[{name}]", f'sha256 = "{key_hash(key)}"', f'role = "{ROLES[is_operator]}"']
     for field in LIMITS:
@@ -133,7 +140,7 @@ class KeysFile:
             log.info("%s has changed: %d API keys", self._path, len(self.keys))
         except InvalidConfig as error:
             self._version = version  # the error is logged once
-            log.error("%s. The keys from before remain valid", error)  # noqa: TRY400
+            log.error("%s. The keys from before remain valid", error)
         finally:
             self._is_reading = False
 

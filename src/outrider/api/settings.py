@@ -56,8 +56,8 @@ class ServerSettings:
         for host in self.allowed_hosts:
             if not HOST_NAME.fullmatch(host):
                 raise InvalidConfig(
-                    f"--allowed-hosts {host}: give a name such as example.org or *.example.org, or * for any, "
-                    "without a scheme or a port"
+                    f"--allowed-hosts {host}: give a name without a scheme or a port, such as example.org or "
+                    "*.example.org, or * for any"
                 )
         for key in (self.api_key, self.operator_key):
             if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):

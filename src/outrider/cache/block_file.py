@@ -50,7 +50,9 @@ def write_block_file(path: Path, labels: Mapping[str, str], arrays: Arrays, key:
     body = [np.ascontiguousarray(array.data).reshape(-1).view(np.uint8).data for array in arrays.values()]
     metadata = {"format": FORMAT, "version": str(VERSION), **labels}
     header = SafetensorsHeader(_laid_out(arrays), metadata)
-    encoded = replace(header, metadata=metadata | {"checksum": _checksum(key, header.as_json(), body)}).encode()
+    encoded = replace(
+        header, metadata=metadata | {"checksum": _checksum(key, header.as_json(), body)}
+    ).encode()
     with atomic_file(path, mode=0o600) as file:
         file.write(encoded)
         for part in body:

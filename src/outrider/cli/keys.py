@@ -50,10 +50,10 @@ def run_new(args: argparse.Namespace) -> int:
     if not args.file:
         raise InvalidConfig(f"name the file for the key: --file FILE, or {VARIABLE}")
     limits = KeyLimits(args.requests_per_minute, args.tokens_per_minute, args.max_rows)
-    key, table = new_key(args.name, args.operator, limits)
     file = Path(args.file).expanduser()
     try:
-        _append(file, table)
+        key, table = new_key(args.name, args.operator, limits)
+        _append(file, args.name, table)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidConfig(f"no key was added to {file}: {reason}") from None
@@ -62,7 +62,7 @@ def run_new(args: argparse.Namespace) -> int:
     return 0
 
 
-def _append(file: Path, table: str) -> None:
+def _append(file: Path, name: str, table: str) -> None:
     """Add a table in one write, if the file is valid with it. Raises OSError or ValueError."""
     from outrider.api.keys import parse_keys
     from outrider.files.private import refuse_if_others_may_write
@@ -72,6 +72,8 @@ def _append(file: Path, table: str) -> None:
         fcntl.flock(opened, fcntl.LOCK_EX)  # another `outrider keys new` waits
         refuse_if_others_may_write(file, os.fstat(handle))
         before = opened.read().decode()
+        if any(key.name == name for key in parse_keys(before).values()):
+            raise ValueError(f"it has a key {name} already: delete the table [{name}] to replace the key")
         gap = "" if not before else "\n" if before.endswith("\n") else "\n\n"
         parse_keys(before + gap + table)
         opened.write((gap + table).encode())
