@@ -45,6 +45,7 @@ class ModelChoice:
     head: str | Path | None = None  # None: a head beside the model or in its checkpoint, if there is one
     draft_vocabulary: int | None = None  # draft from this many most frequent tokens only
     dtype: str = "auto"
+    revision: str | None = None  # commit, tag or branch of a Hugging Face id; None: its main branch
 
 
 def build_engine(
@@ -58,7 +59,7 @@ def build_engine(
 
     def build() -> EngineParts:
         machine.settle()
-        loaded = loader.load(choice.model, choice.dtype)
+        loaded = loader.load(choice.model, choice.dtype, choice.revision)
         tokenizers.append(loaded.tokenizer)
         return _parts(loaded, choice, config, notify)
 

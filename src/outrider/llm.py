@@ -155,6 +155,7 @@ class LLM:
         head: str | Path | None = None,
         draft_vocabulary: int | None = None,
         dtype: str = "auto",
+        revision: str | None = None,
         max_rows: int = 16,
         max_context: int | None = None,
         memory_budget_bytes: int | None = None,
@@ -173,7 +174,8 @@ class LLM:
             prefix_cache_dir=None if prefix_cache_dir is None else str(prefix_cache_dir),
             prefix_cache_disk_bytes=prefix_cache_disk_bytes,
         )
-        choice = ModelChoice(default_model() if model is None else model, head, draft_vocabulary, dtype)
+        model = default_model() if model is None else model
+        choice = ModelChoice(model, head, draft_vocabulary, dtype, revision)
         self.engine, self.tokenizer = build_engine(choice, config)
         try:
             no_images_reason = self.engine.facts.no_images_reason

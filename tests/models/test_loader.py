@@ -248,16 +248,35 @@ def test_a_checkpoint_that_brings_code_is_not_run(folder: Path) -> None:
 
 
 def test_a_hub_id_is_the_folder_that_was_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, list[str]]] = []
+    asked: list[tuple[str, str | None, list[str]]] = []
 
-    def download(repo_id: str, allow_patterns: list[str]) -> str:
-        asked.append((repo_id, allow_patterns))
+    def download(repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repo_id, revision, allow_patterns))
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert find_folder("owner/name") == folder
-    assert asked[0][0] == "owner/name"
-    assert {"*.json", "*.safetensors"} <= set(asked[0][1])
+    assert find_folder("owner/name", "v1.0") == folder
+    assert [one[:2] for one in asked] == [("owner/name", None), ("owner/name", "v1.0")]
+    assert {"*.json", "*.safetensors"} <= set(asked[0][2])
+
+
+def test_the_commit_of_a_downloaded_model_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "models--owner--name" / "snapshots" / ("0123456789" * 4)
+    folder.mkdir(parents=True)
+    write_checkpoint(folder, "llama")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
+    caplog.set_level("INFO", logger="outrider")
+    load("owner/name", revision="main")
+    assert f"owner/name: commit {folder.name}" in caplog.text
+
+
+@pytest.mark.parametrize("model", ["a folder", "SmolLM2-135M-Instruct"])
+def test_only_a_hub_id_has_a_revision(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ModelLoadError, match="--revision v1 needs a Hugging Face id"):
+        find_folder(tmp_path if model == "a folder" else model, "v1")
 
 
 @pytest.mark.parametrize("failure", [OSError("offline\nmore"), TimeoutError()])

@@ -59,7 +59,7 @@ def host_names(settings: ServerSettings) -> HostNames:
 
 
 class HostCheck:
-    """Answers 403 to a Host that is no name of this server, and to foreign pages that would change something."""
+    """Answers 403 to a Host that is no name of this server, and to foreign pages that change something."""
 
     def __init__(self, app: ASGIApp, names: HostNames, origins: Sequence[str]) -> None:
         self._app = app

@@ -27,6 +27,9 @@ def add_models(commands: Commands[argparse.ArgumentParser]) -> None:
     verbs = models.add_subparsers(metavar="VERB")
     pull = verbs.add_parser("pull", help="download a model", description="Downloads a model into the cache.")
     pull.add_argument("name", help="a Hugging Face id, SmolLM2-135M-Instruct or outrider-vision-135m")
+    pull.add_argument(
+        "--revision", metavar="REVISION", help="commit, tag or branch of a Hugging Face id (main)"
+    )
     pull.set_defaults(run=run_pull)
     rm = verbs.add_parser(
         "rm", help="remove a cached model", description="Asks, then removes a model from the cache."
@@ -58,7 +61,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_pull(args: argparse.Namespace) -> int:
-    path = _pull(args.name)
+    path = _pull(args.name, args.revision)
     print(f"{args.name} is in {path}")
     return 0
 
@@ -76,15 +79,15 @@ def run_rm(args: argparse.Namespace) -> int:
     return 0
 
 
-def _pull(name: str) -> Path:
+def _pull(name: str, revision: str | None) -> Path:
     from outrider.models import loader
     from outrider.models.files.named import make_ready, named_model
 
-    if (own := named_model(name)) is not None:
+    if (own := named_model(name)) is not None and revision is None:
         return make_ready(own)
     if Path(name).expanduser().exists():
         raise ModelUnavailable(f"{name} is on this machine already: there is nothing to download.")
-    return loader.find_folder(name)
+    return loader.find_folder(name, revision)
 
 
 def _is_confirmed(question: str) -> bool:

@@ -205,9 +205,10 @@ def _serve(
     name = model_name(model)
     named = named_model(name)
     settings = replace(_settings(options, (name,)), old_model_names=named.OLD_NAMES if named else ())
-    choice = ModelChoice(model, options["head"], options["draft_vocabulary"], options["dtype"])
+    revision = options["revision"]
+    choice = ModelChoice(model, options["head"], options["draft_vocabulary"], options["dtype"], revision)
     metrics = Metrics()
-    with loading_bar(find_folder(model), name) as notify:
+    with loading_bar(find_folder(model, revision), name) as notify:
         engine, tokenizer = build_engine(choice, config, metrics.steps, notify)
     try:
         _check_drafter(options, engine)

@@ -152,6 +152,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             seconds,
             60.0,
         ),
+        Option("revision", "commit, tag or branch of a Hugging Face id (main)", metavar="REVISION"),
         Option("dtype", f"type of the weights: {', '.join(DTYPES)} (auto)", one_of(*DTYPES), "auto", "NAME"),
     ),
     "prefix cache": (

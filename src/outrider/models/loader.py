@@ -52,11 +52,16 @@ class LoadedModel:
     no_images_reason: str | None = None  # why a vision model reads no images
 
 
-def load(model: str | Path, dtype: str = "auto") -> LoadedModel:
-    """`dtype` is one of DTYPES. "auto": float32 on the CPU, elsewhere the dtype of the checkpoint."""
+def load(model: str | Path, dtype: str = "auto", revision: str | None = None) -> LoadedModel:
+    """`dtype` is one of DTYPES. "auto": float32 on the CPU, elsewhere the dtype of the checkpoint.
+
+    `revision`: commit, tag or branch of a Hugging Face id.
+    """
     if dtype not in DTYPES:
         raise ModelLoadError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
-    path = find_folder(model)
+    path = find_folder(model, revision)
+    if path.parent.name == "snapshots":  # a folder of the Hugging Face cache has the name of its commit
+        log.info("%s: commit %s", model, path.name)
     config = _read_config(path)
     vision = vision_family(config)
     family = _family(config, vision)
@@ -72,9 +77,11 @@ def load(model: str | Path, dtype: str = "auto") -> LoadedModel:
     return LoadedModel(path, family, trunk, tokenizer, config, eos_ids, loaded_vision, no_images_reason)
 
 
-def find_folder(model: str | Path) -> Path:
+def find_folder(model: str | Path, revision: str | None = None) -> Path:
     """Return a model's local folder. Convert a GGUF file; download a named model or a Hugging Face id."""
     path = Path(model).expanduser()
+    if revision is not None and (path.exists() or named_model(model) is not None):
+        raise ModelLoadError(f"--revision {revision} needs a Hugging Face id (owner/name), not {model}.")
     if path.is_dir():
         return path
     if path.is_file() and path.suffix == ".gguf":
@@ -90,18 +97,19 @@ def find_folder(model: str | Path) -> Path:
             f"{model}: no such folder, and not a Hugging Face id of the form owner/name. "
             f"Names without an owner: {', '.join(named.NAME for named in NAMED)}."
         )
-    return _download(str(model))
+    return _download(str(model), revision)
 
 
-def _download(repo_id: str) -> Path:
+def _download(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=patterns))
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
     except Exception as error:
+        at = "" if revision is None else f" at revision {revision}"
         raise ModelLoadError(
-            f"{repo_id}: there is no such local folder, and it could not be downloaded "
+            f"{repo_id}: there is no such local folder, and it could not be downloaded{at} "
             f"({type(error).__name__}: {str(error).partition(chr(10))[0]})."
         ) from error
 
