@@ -13,7 +13,8 @@ from fake_backend import USER, Client, FakeBackend, server, settings
 
 from outrider.api import keys
 from outrider.api.keys import ApiKey, KeyLimits, KeysFile, api_keys, key_hash, new_key, parse_keys
-from outrider.api.middleware import OPEN_PATHS, OPERATOR_PATHS
+from outrider.api.middleware import OPEN_PATHS
+from outrider.api.require_key import OPERATOR_PATHS
 from outrider.config import InvalidConfig
 
 CHAT = "/v1/chat/completions"

@@ -21,7 +21,7 @@ from outrider.api.errors import HANDLERS
 from outrider.api.host_check import HostCheck, host_names
 from outrider.api.keys import api_keys
 from outrider.api.logprobs import TokenText
-from outrider.api.middleware import BodyLimit, RequestLog, RequireKey
+from outrider.api.middleware import BodyLimit, RequestLog
 from outrider.api.openai.chat import chat_router
 from outrider.api.openai.completions import completions_router
 from outrider.api.openai.models import models_router
@@ -30,6 +30,7 @@ from outrider.api.operations.health import health_router
 from outrider.api.operations.liveness import LivenessMetrics
 from outrider.api.operations.metrics import Metrics, metrics_router
 from outrider.api.operations.prefix_cache import PrefixMetrics, prefix_cache_router
+from outrider.api.require_key import RequireKey
 from outrider.api.settings import ServerSettings
 from outrider.engine.validation import ModelFacts
 
