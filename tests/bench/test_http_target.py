@@ -274,6 +274,16 @@ def test_a_foreign_server_is_one_that_has_no_status() -> None:
     assert asyncio.run(target.draft_counts()) is None
 
 
+def test_a_users_key_is_not_enough_for_an_outrider() -> None:
+    body = b'{"error": {"message": "/v1/status needs an operator\'s key, and \'alice\' is a user\'s key"}}'
+    refusal = [head(f"content-length: {len(body)}", status="403 Forbidden"), body]
+    with (
+        raw_server(refusal, refusal) as url,
+        pytest.raises(BenchFailed, match="Give an operator's key with --api-key"),
+    ):
+        asyncio.run(connect("x", ServerAddress.parse(url), "m", 5.0))
+
+
 def test_nobody_there_is_said_even_if_the_model_is_named() -> None:
     for model in (None, "m"):
         with pytest.raises(BenchFailed, match=r"cannot reach http://127.0.0.1:9: Connection refused"):

@@ -147,7 +147,11 @@ async def _first_model(client: ChatClient) -> str | None:
 async def _status(client: ChatClient) -> dict[str, Any] | None:
     try:
         status = json.loads(await client.get("/v1/status"))
-    except (ServerError, ValueError):
+    except ServerError as error:
+        if "an operator's key" in str(error):  # an Outrider that would not report its drafts
+            raise BenchFailed(f"{error}. Give an operator's key with --api-key.") from None
+        return None
+    except ValueError:
         return None
     is_outrider = isinstance(status, dict) and str(status.get("server", "")).startswith("outrider")
     return status if is_outrider else None

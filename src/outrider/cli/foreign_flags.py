@@ -45,7 +45,7 @@ UNNEEDED: dict[str, tuple[bool, str]] = {
     "continuous-batching": (False, "requests are always batched"),
     "enable-prefix-caching": (False, "prefixes are cached unless --no-prefix-cache is given"),
     "enable-prefix-cache": (False, "prefixes are cached unless --no-prefix-cache is given"),
-    "enable-metrics": (False, "/metrics is always served; with an API key, it needs the key too"),
+    "enable-metrics": (False, "/metrics is always served; with API keys, it needs an operator's key"),
     "mllm": (False, "the model's files show whether it reads images"),
     "enable-auto-tool-choice": (False, "tools are always available"),
     "tool-call-parser": (True, "the chat template shows the tool format"),
