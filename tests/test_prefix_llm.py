@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_map
 
 from outrider import LLM, InvalidConfig, SamplingParams
+from outrider.cache.block_folder import KEY_FILE, SUFFIX
 from outrider.models.files.fingerprint import fingerprint
 from patience import wait_until
 from server_process import write_tiny_model
@@ -84,7 +85,7 @@ def test_clearing_gives_the_memory_back(folder: Path, expected: list[int], tmp_p
         assert mx.get_active_memory() <= at_first + 100_000
         assert llm.engine._loop.parts.disk is not None
         assert llm.engine._loop.parts.disk.flush()
-        assert list(tmp_path.iterdir()) == []
+        assert [path.name for path in tmp_path.iterdir()] == [KEY_FILE]
         assert _ask(llm) == (expected, 0)
 
 
@@ -123,7 +124,7 @@ def test_damaged_files_cost_a_computation_and_no_token(
 ) -> None:
     with LLM(folder, prefix_cache_dir=tmp_path) as llm:
         _ask(llm)
-    for path in tmp_path.iterdir():
+    for path in tmp_path.glob(f"*{SUFFIX}"):
         whole = bytearray(path.read_bytes())
         whole[-1] ^= 1
         path.write_bytes(whole)
@@ -136,6 +137,10 @@ def test_a_folder_that_cannot_be_is_said_at_the_start(folder: Path, tmp_path: Pa
     (tmp_path / "x").write_text("a file")
     with pytest.raises(InvalidConfig, match="the prefix cache cannot use the folder"):
         LLM(folder, prefix_cache_dir=tmp_path / "x")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    with pytest.raises(InvalidConfig, match="other users may write to it"):
+        LLM(folder, prefix_cache_dir=tmp_path / "shared")
 
 
 KILLED = """
