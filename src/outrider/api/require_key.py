@@ -28,10 +28,10 @@ class RequireKey:
     The paths in OPEN_PATHS need no key. `keys` is None if the server needs none: then everybody is let in.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None, usages: KeyUsages | None = None) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
         self._app = app
         self._keys = keys
-        self._usages = usages or KeyUsages()
+        self._usages = KeyUsages()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -44,18 +44,22 @@ class RequireKey:
             return
         try:
             key = await self._check(self._keys, scope, headers)
-            usage = self._usages.of(key)
-            if scope["method"] == "POST":
-                usage.count_request()
         except ApiError as error:
             await error_response(HTTPConnection(scope), error)(scope, receive, send)
             return
+        usage = self._usages.of(key)
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(usage.headers())
             await send(message)
 
+        try:
+            if scope["method"] == "POST":
+                usage.count_request()
+        except ApiError as error:
+            await error_response(HTTPConnection(scope), error)(scope, receive, send_with_limits)
+            return
         with _set(current_tenant, key.name), _set(current_usage, usage):
             await self._app(scope, receive, send_with_limits)
 
