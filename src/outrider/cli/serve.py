@@ -57,7 +57,9 @@ def run_serve(args: argparse.Namespace) -> int:
         worker.settle()
     options = resolve(args)
     config = engine_config(options)
-    api_keys(_settings(options, ("model",)))  # built here too: a bad value is reported before the model loads
+    settings = _settings(options, ("model",))  # built here too: a bad value is reported before the model loads
+    if worker is None:
+        api_keys(settings)
     media_limits(options)
     if worker is not None:
         _log_to_terminal(options["log_level"], args.log_level)
