@@ -57,7 +57,7 @@ def run_serve(args: argparse.Namespace) -> int:
         worker.settle()
     options = resolve(args)
     config = engine_config(options)
-    settings = _settings(options, ("model",))  # built here too: a bad value is reported before the model loads
+    settings = _settings(options, ("model",))  # built here too: a bad value is reported at once
     if worker is None:
         api_keys(settings)
     media_limits(options)
