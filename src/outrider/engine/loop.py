@@ -323,7 +323,9 @@ class EngineLoop:
         self.end_all("cancelled" if error is None else "error", error)
         try:
             while self.scheduler.in_flight:  # the device must be idle when the process ends
-                self._executor.finish(self.scheduler.in_flight.popleft())
+                step = self.scheduler.in_flight.popleft()
+                if step.launched is not None:  # else its launch failed
+                    self._executor.finish(step)
         except BaseException:
             log.exception("a step failed while the engine stopped")
         try:
