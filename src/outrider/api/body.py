@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from outrider.api.errors import ApiError, refused
+from outrider.api.limits import check_depth, check_num_values, parse_int
 from outrider.chat.json_text import refuse_constant
 
 log = logging.getLogger(__name__)
@@ -24,12 +25,13 @@ UNSET: tuple[Any, ...] = (None, False, [], {}, "")  # values with no effect
 
 
 def parse_json(data: bytes) -> Any:
+    check_num_values(data)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
     try:
-        value = json.loads(text, parse_constant=refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant, parse_int=parse_int)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ApiError(400, f"the body is not valid JSON: {error.msg} ({where})") from None
@@ -37,6 +39,7 @@ def parse_json(data: bytes) -> Any:
         raise ApiError(400, "the body is not valid JSON: it is nested too deeply") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    check_depth(value)
     if b"\\ud" in data or b"\\uD" in data:
         _refuse_lone_surrogates(value)
     return value
@@ -96,6 +99,6 @@ def check_extra(body: BaseModel, refusals: Mapping[str, str]) -> None:
     for name, reason in refusals.items():
         if name in extra and extra[name] not in UNSET:
             raise refused(name, reason)
-    unknown = sorted(name for name in extra if name not in refusals)
+    unknown = [name for name in extra if name not in refusals]
     if unknown:
         log.info("unknown fields ignored: %s", ", ".join(name[:40] for name in unknown[:20]))

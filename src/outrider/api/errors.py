@@ -142,11 +142,13 @@ def _problems(errors: Sequence[Any], body: Any) -> list[tuple[str, str]]:
     the client meant, so errors at the field itself are dropped.
     """
     found = list(dict.fromkeys((_path(tuple(error["loc"]), body), str(error["msg"])) for error in errors))
-    return [
-        (path, message)
-        for path, message in found
-        if not path or not any(other.startswith((f"{path}.", f"{path}[")) for other, _ in found)
-    ]
+    outer = {path[:end] for path, _ in found for end in _ends_of_outer_fields(path)}
+    return [(path, message) for path, message in found if path not in outer]
+
+
+def _ends_of_outer_fields(path: str) -> list[int]:
+    """Where the paths of the fields around a field end: `a[0].b` is in `a[0]` and in `a`."""
+    return [at for at, character in enumerate(path) if at and character in ".["]
 
 
 def _path(loc: tuple[Any, ...], body: Any) -> str:

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.api.errors import invalid, refused
+from outrider.api.limits import (
+    CHOICES,
+    GRAMMAR,
+    LOGIT_BIAS,
+    STOP_IDS,
+    AtMost,
+    GrammarText,
+    JsonObject,
+    Word,
+)
 from outrider.api.middleware import current_tenant
 from outrider.chat.conversation import NamedTool, Tool, ToolChoice
 from outrider.request import Grammar, SamplingParams
-
-MAX_STOP_STRINGS = 4  # OpenAI's limit
 
 # Fields of other servers that change the answer there and that Outrider does not implement.
 UNSUPPORTED = {
@@ -52,10 +61,10 @@ class RequestModel(BaseModel):
 class StructuredOutputs(RequestModel):
     """The form of the answer. Exactly one of the fields may be set."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json", description="JSON schema")
-    regex: str | None = None
-    choice: list[str] | None = Field(None, description="One of these strings")
-    grammar: str | None = Field(None, description="Lark grammar")
+    json_: JsonObject | GrammarText | None = Field(None, alias="json", description="JSON schema")
+    regex: GrammarText | None = None
+    choice: Annotated[list[str], AtMost(CHOICES)] | None = Field(None, description="One of these strings")
+    grammar: GrammarText | None = Field(None, description="Lark grammar")
     json_object: bool | None = None
 
 
@@ -64,7 +73,9 @@ class SamplingFields(RequestModel):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token id to bias")
+    logit_bias: Annotated[dict[str, float], AtMost(LOGIT_BIAS)] | None = Field(
+        None, description="Token id to bias"
+    )
     seed: int | None = Field(None, description="The same seed gives the same answer")
 
     top_k: int | None = Field(None, description="Extension. 0 or -1: off")
@@ -72,24 +83,26 @@ class SamplingFields(RequestModel):
     repetition_penalty: float | None = Field(None, description="Extension: over prompt and answer")
     min_tokens: int | None = Field(None, description="Extension")
     ignore_eos: bool | None = Field(None, description="Extension")
-    stop_token_ids: list[int] | None = Field(None, description="Extension")
+    stop_token_ids: Annotated[list[int], AtMost(STOP_IDS)] | None = Field(None, description="Extension")
     skip_special_tokens: bool | None = Field(None, description="Extension")
-    cache_salt: str | None = Field(
+    cache_salt: Word | None = Field(
         None, description="Extension: only requests of the same salt (and API key) share cached prefixes"
     )
     draft_depth: int | Literal["auto"] | None = Field(
         None, description="Extension: drafts per step, 0..8; changes the speed, never the answer"
     )
 
-    guided_json: dict[str, Any] | str | None = Field(None, description="Extension: JSON schema")
-    guided_regex: str | None = Field(None, description="Extension")
-    guided_grammar: str | None = Field(None, description="Extension: Lark grammar")
-    guided_choice: list[str] | None = Field(None, description="Extension: one of these strings")
+    guided_json: JsonObject | GrammarText | None = Field(None, description="Extension: JSON schema")
+    guided_regex: GrammarText | None = Field(None, description="Extension")
+    guided_grammar: GrammarText | None = Field(None, description="Extension: Lark grammar")
+    guided_choice: Annotated[list[str], AtMost(CHOICES)] | None = Field(
+        None, description="Extension: one of these strings"
+    )
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension")
 
 
 class ChatFields(SamplingFields):
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: JsonObject | None = Field(
         None, description="Extension: variables for the chat template"
     )
     enable_thinking: bool | None = Field(
@@ -218,6 +231,8 @@ def _choice_grammar(param: str, strings: list[str] | None) -> Grammar | None:
         return None
     if not strings or "" in strings:
         raise invalid(param, "needs at least one string, and no empty string")
+    if (num_characters := sum(map(len, strings))) > GRAMMAR.most:
+        raise invalid(param, f"has {num_characters:,} characters together, of at most {GRAMMAR.most:,}")
     return Grammar("regex", "|".join(re.escape(string) for string in strings))
 
 
@@ -243,16 +258,18 @@ def named_tool(tools: Sequence[Tool], name: str) -> NamedTool:
 
 def keep_allowed(tools: Sequence[Tool], names: Sequence[Any], mode: str) -> tuple[list[Tool], ToolChoice]:
     """OpenAI's allowed_tools: the prompt shows only the allowed tools."""
+    known = {tool.name for tool in tools}
     for name in names:
-        if name not in {tool.name for tool in tools}:
-            raise invalid("tool_choice", f"allows {name!r}, which is not among the tools")
-    allowed = [tool for tool in tools if tool.name in names]
+        if not isinstance(name, str) or name not in known:
+            raise invalid("tool_choice", f"allows {str(name)[:100]!r}, which is not among the tools")
+    wanted = set(names)
+    allowed = [tool for tool in tools if tool.name in wanted]
     return allowed, tool_choice_of(allowed, mode)
 
 
 def _check_tool_names(tools: Sequence[Tool]) -> None:
-    names = [tool.name for tool in tools]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    names = Counter(tool.name for tool in tools)
+    twice = [name for name, count in names.items() if count > 1]
     if twice:
         raise invalid("tools", f"the name {twice[0]!r} is used twice: give each tool its own name")
     if "" in names:
@@ -260,11 +277,6 @@ def _check_tool_names(tools: Sequence[Tool]) -> None:
 
 
 # -- other options ---------------------------------------------------------------------------------------
-
-
-def check_stop(stop: str | list[str] | None) -> None:
-    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
-        raise invalid("stop", f"at most {MAX_STOP_STRINGS} strings are allowed, and there are {len(stop)}")
 
 
 def check_verbosity(param: str, verbosity: str | None) -> None:

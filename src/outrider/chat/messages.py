@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from outrider.chat.conversation import Message, Part, Role, TextPart, Tool
 from outrider.chat.json_text import dumps
@@ -63,12 +64,12 @@ def hoist_system(messages: Conversation) -> Conversation:
 def merge_neighbours(messages: Conversation) -> Conversation:
     """Join consecutive messages of one role, if both are a single text without calls or media."""
     merged: Conversation = []
-    for message in messages:
-        if merged and merged[-1].role == message.role and _is_plain(merged[-1]) and _is_plain(message):
-            text = "\n\n".join(filter(None, (merged[-1].text, message.text)))
-            merged[-1] = replace(merged[-1], content=(TextPart(text),))
-        else:
-            merged.append(message)
+    for (_, is_plain), run in groupby(messages, lambda message: (message.role, _is_plain(message))):
+        neighbours = list(run)
+        if is_plain and len(neighbours) > 1:
+            text = "\n\n".join(message.text for message in neighbours if message.text)
+            neighbours = [replace(neighbours[0], content=(TextPart(text),))]
+        merged += neighbours
     return merged
 
 
@@ -94,16 +95,14 @@ def separate_calls(messages: Conversation) -> Conversation:
         if len(message.tool_calls) <= 1:
             separate.append(message)
             continue
-        results = []
+        results: dict[str | None, Conversation] = {}  # by call id
         while at < len(messages) and messages[at].role == "tool":
-            results.append(messages[at])
+            results.setdefault(messages[at].tool_call_id, []).append(messages[at])
             at += 1
         for i, call in enumerate(message.tool_calls):
             turn = message if i == 0 else replace(message, content=(), reasoning=None)
-            answers = [result for result in results if result.tool_call_id == call.id]
-            separate += [replace(turn, tool_calls=(call,)), *answers]
-            results = [result for result in results if result not in answers]
-        separate += results
+            separate += [replace(turn, tool_calls=(call,)), *results.pop(call.id, ())]
+        separate += [result for of_unknown_call in results.values() for result in of_unknown_call]
     return separate
 
 

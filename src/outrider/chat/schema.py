@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MAX_SCHEMA_DEPTH = 64  # nested schemas that are checked; deeper ones allow everything. Chosen by hand
+# A schema can refer to itself: depth alone does not bound the work. What is over a limit allows everything.
+MAX_SCHEMA_DEPTH = 64  # nested schemas that are checked; chosen by hand
+MAX_CHECKS = 20_000  # comparisons of a value with a schema or an enum's choice, for one call; chosen by hand
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -30,11 +32,15 @@ def problem(value: Any, schema: Any) -> str | None:
 class _Check:
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._num_checks = 0
 
     def problem(self, value: Any, schema: Any, where: str, depth: int) -> str | None:
         if schema is False:
             return f"{where} is not allowed"
         if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
+            return None
+        self._num_checks += 1 + len(_list(schema.get("enum")))
+        if self._num_checks > MAX_CHECKS:
             return None
         return (
             self._reference_problem(value, schema, where, depth)

@@ -134,12 +134,6 @@ class RequestValidator:
     def _check_prompt(self, request: Request) -> None:
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
-        vocab_size = self._facts.vocab_size
-        outside = [i for i in request.prompt_ids if not 0 <= i < vocab_size]
-        if outside:
-            raise InvalidRequest(
-                f"the prompt has token id {outside[0]}, outside the vocabulary of {vocab_size}"
-            )
         length, limit = len(request.prompt_ids), self._facts.max_context
         if length >= limit:
             raise InvalidRequest(
@@ -149,6 +143,12 @@ class RequestValidator:
             raise InvalidRequest(
                 f"the prompt has {length} tokens and the memory budget allows {self._longest_context}, "
                 "answer included: shorten it or raise the budget"
+            )
+        vocab_size = self._facts.vocab_size
+        outside = [i for i in request.prompt_ids if not 0 <= i < vocab_size]
+        if outside:
+            raise InvalidRequest(
+                f"the prompt has token id {outside[0]}, outside the vocabulary of {vocab_size}"
             )
 
     def _max_drafts(self, params: SamplingParams) -> int:

@@ -16,7 +16,12 @@ from starlette.responses import JSONResponse
 
 from outrider.api import sse
 from outrider.api.answers import Answers, failure_of
-from outrider.api.anthropic.messages_request import CountTokensRequest, MessagesRequest, messages_request
+from outrider.api.anthropic.messages_request import (
+    CountTokensRequest,
+    MessagesRequest,
+    asks_for_caching,
+    messages_request,
+)
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
 from outrider.api.errors import anthropic_error
@@ -75,7 +80,7 @@ class Messages:
             answers.choices[0].num_prompt,
             body.max_tokens,
             shows_thinking=not (body.thinking and body.thinking.display == "omitted"),
-            asks_for_caching='"cache_control":' in body.model_dump_json(exclude_none=True),
+            asks_for_caching=asks_for_caching(body),
         )
 
 

@@ -13,6 +13,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from outrider.api.errors import invalid, refused
+from outrider.api.limits import (
+    MESSAGES,
+    STOP_SEQUENCES,
+    TOOLS,
+    AtMost,
+    JsonObject,
+    Name,
+    Word,
+    check_stops,
+)
 from outrider.api.request_fields import (
     ChatFields,
     RequestModel,
@@ -49,11 +59,11 @@ class TextBlock(RequestModel):
 
 
 class BlockSource(RequestModel):
-    type: str
-    media_type: str | None = None
+    type: Word
+    media_type: Word | None = None
     data: str | None = None
     url: str | None = None
-    content: str | list[TextBlock] | None = None
+    content: str | Annotated[list[TextBlock], AtMost(MESSAGES)] | None = None
 
 
 class ImageBlock(RequestModel):
@@ -76,9 +86,9 @@ class ThinkingBlock(RequestModel):
 
 class ToolUseBlock(RequestModel):
     type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
+    id: Word
+    name: Name
+    input: JsonObject
 
 
 ResultPart = Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]
@@ -86,8 +96,8 @@ ResultPart = Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminat
 
 class ToolResultBlock(RequestModel):
     type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[ResultPart] | None = None
+    tool_use_id: Word
+    content: str | Annotated[list[ResultPart], AtMost(MESSAGES)] | None = None
     is_error: bool | None = None
 
 
@@ -97,17 +107,17 @@ AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discr
 
 class UserMessageParam(RequestModel):
     role: Literal["user"]
-    content: str | list[UserBlock]
+    content: str | Annotated[list[UserBlock], AtMost(MESSAGES)]
 
 
 class AssistantMessageParam(RequestModel):
     role: Literal["assistant"]
-    content: str | list[AssistantBlock]
+    content: str | Annotated[list[AssistantBlock], AtMost(MESSAGES)]
 
 
 class SystemMessageParam(RequestModel):
     role: Literal["system"]
-    content: str | list[TextBlock]
+    content: str | Annotated[list[TextBlock], AtMost(MESSAGES)]
 
 
 MessageParam = Annotated[
@@ -116,16 +126,16 @@ MessageParam = Annotated[
 
 
 class ToolParam(RequestModel):
-    name: str
-    type: str | None = None
+    name: Name
+    type: Word | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: JsonObject | None = None
     strict: bool | None = None
 
 
 class ToolChoiceParam(RequestModel):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: Name | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -137,40 +147,40 @@ class ThinkingParam(RequestModel):
 
 class OutputFormat(RequestModel):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(RequestModel):
-    effort: str | None = Field(None, description="Passed to the chat template as reasoning_effort")
+    effort: Word | None = Field(None, description="Passed to the chat template as reasoning_effort")
     format: OutputFormat | None = None
 
 
 class CountTokensRequest(ChatFields):
-    model: str | None = None
-    messages: list[MessageParam] = Field(min_length=1)
-    system: str | list[TextBlock] | None = None
-    tools: list[ToolParam] | None = None
+    model: Word | None = None
+    messages: Annotated[list[MessageParam], AtMost(MESSAGES)] = Field(min_length=1)
+    system: str | Annotated[list[TextBlock], AtMost(MESSAGES)] | None = None
+    tools: Annotated[list[ToolParam], AtMost(TOOLS)] | None = None
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
     output_config: OutputConfig | None = None
 
-    cache_control: dict[str, Any] | None = Field(
+    cache_control: JsonObject | None = Field(
         None, description="Caching is automatic; with this field, usage reports cache writes"
     )
-    speed: str | None = Field(None, description="No effect: there is one speed")
-    user_profile_id: str | None = Field(None, description="No effect")
-    workspace_id: str | None = Field(None, description="No effect")
+    speed: Word | None = Field(None, description="No effect: there is one speed")
+    user_profile_id: Word | None = Field(None, description="No effect")
+    workspace_id: Word | None = Field(None, description="No effect")
 
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: int
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], AtMost(STOP_SEQUENCES)] | None = None
 
-    metadata: dict[str, Any] | None = Field(None, description="No effect")
-    service_tier: str | None = Field(None, description="There is one tier: standard")
-    inference_geo: str | None = Field(None, description="No effect")
-    diagnostics: dict[str, Any] | None = Field(None, description="No effect")
+    metadata: JsonObject | None = Field(None, description="No effect")
+    service_tier: Word | None = Field(None, description="There is one tier: standard")
+    inference_geo: Word | None = Field(None, description="No effect")
+    diagnostics: JsonObject | None = Field(None, description="No effect")
 
 
 # -- translation -----------------------------------------------------------------------------------------
@@ -182,6 +192,7 @@ def messages_request(body: CountTokensRequest) -> ChatRequest:
     format_ = body.output_config.format if body.output_config else None
     grammar = None if format_ is None else schema_grammar(format_.schema_)
     if isinstance(body, MessagesRequest):
+        check_stops("stop_sequences", body.stop_sequences)
         params = sampling_params(body, max_tokens=body.max_tokens, stop=body.stop_sequences)
     else:
         params = sampling_params(body, max_tokens=1)
@@ -195,6 +206,21 @@ def messages_request(body: CountTokensRequest) -> ChatRequest:
         grammar=grammar_of(body, ("output_config.format", grammar)),
         template_kwargs=_template_kwargs(body),
     )
+
+
+def asks_for_caching(body: MessagesRequest) -> bool:
+    """True if the request itself, a tool or a content block has cache_control."""
+    contents = [body.system, *(message.content for message in body.messages)]
+    blocks = [*(body.tools or ()), *(block for content in contents for block in _blocks(content))]
+    inner = [
+        part for block in blocks if isinstance(block, ToolResultBlock) for part in _blocks(block.content)
+    ]
+    marks = [(block.model_extra or {}).get("cache_control") for block in (*blocks, *inner)]
+    return any(mark is not None for mark in (body.cache_control, *marks))
+
+
+def _blocks(content: str | Sequence[Any] | None) -> Sequence[Any]:
+    return () if content is None or isinstance(content, str) else content
 
 
 def _template_kwargs(body: CountTokensRequest) -> dict[str, Any]:

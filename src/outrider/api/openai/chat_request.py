@@ -11,11 +11,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from outrider.api.errors import invalid, refused
+from outrider.api.limits import (
+    ANSWERS,
+    MESSAGES,
+    OPTIONS,
+    TOOLS,
+    TOP_LOGPROBS,
+    AtMost,
+    JsonObject,
+    Metadata,
+    Name,
+    StopStrings,
+    Word,
+    check_stops,
+)
 from outrider.api.request_fields import (
     ChatFields,
     RequestModel,
     StreamOptions,
-    check_stop,
     check_stream_options,
     check_verbosity,
     format_grammar,
@@ -66,7 +79,7 @@ class ChatVideoPart(RequestModel):
 
 class AudioData(RequestModel):
     data: str = Field(description="base64")
-    format: str
+    format: Word
 
 
 class ChatAudioPart(RequestModel):
@@ -83,44 +96,44 @@ AssistantPart = Annotated[ChatTextPart | ChatRefusalPart, Field(discriminator="t
 
 class ChatSystemMessage(RequestModel):
     role: Literal["system", "developer"]
-    content: str | list[ChatTextPart]
-    name: str | None = None
+    content: str | Annotated[list[ChatTextPart], AtMost(MESSAGES)]
+    name: Word | None = None
 
 
 class ChatUserMessage(RequestModel):
     role: Literal["user"]
-    content: str | list[UserPart]
-    name: str | None = None
+    content: str | Annotated[list[UserPart], AtMost(MESSAGES)]
+    name: Word | None = None
 
 
 class ChatFunctionCall(RequestModel):
-    name: str
+    name: Name
     arguments: str
 
 
 class ChatToolCall(RequestModel):
-    id: str
+    id: Word
     type: Literal["function"] = "function"
     function: ChatFunctionCall
 
 
 class ChatAssistantMessage(RequestModel):
     role: Literal["assistant"]
-    content: str | list[AssistantPart] | None = None
+    content: str | Annotated[list[AssistantPart], AtMost(MESSAGES)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="Another name of reasoning_content")
     refusal: str | None = None
-    tool_calls: list[ChatToolCall] | None = None
-    name: str | None = None
-    function_call: dict[str, Any] | None = Field(None, description="Refused: use tool_calls")
-    audio: dict[str, Any] | None = Field(None, description="Refused")
+    tool_calls: Annotated[list[ChatToolCall], AtMost(MESSAGES)] | None = None
+    name: Word | None = None
+    function_call: JsonObject | None = Field(None, description="Refused: use tool_calls")
+    audio: JsonObject | None = Field(None, description="Refused")
 
 
 class ChatToolMessage(RequestModel):
     role: Literal["tool"]
-    content: str | list[ToolPart]
-    tool_call_id: str
-    name: str | None = None
+    content: str | Annotated[list[ToolPart], AtMost(MESSAGES)]
+    tool_call_id: Word
+    name: Word | None = None
 
 
 ChatMessage = Annotated[
@@ -129,36 +142,36 @@ ChatMessage = Annotated[
 
 
 class FunctionSpec(RequestModel):
-    name: str
+    name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
 class ToolSpec(RequestModel):
-    type: str
+    type: Word
     function: FunctionSpec | None = None
 
 
 class NamedFunction(RequestModel):
-    name: str
+    name: Name
 
 
 class AllowedTools(RequestModel):
     mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
+    tools: Annotated[list[JsonObject], AtMost(TOOLS)]
 
 
 class ChatToolChoice(RequestModel):
-    type: str
+    type: Word
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
 
 
 class JsonSchema(RequestModel):
-    name: str | None = None
+    name: Word | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -169,37 +182,37 @@ class ResponseFormat(RequestModel):
 
 class Prediction(RequestModel):
     type: Literal["content"]
-    content: str | list[ChatTextPart]
+    content: str | Annotated[list[ChatTextPart], AtMost(MESSAGES)]
 
 
 class ChatCompletionRequest(ChatFields):
-    model: str | None = None
-    messages: list[ChatMessage] = Field(min_length=1)
-    n: int | None = Field(None, ge=1, le=128)
+    model: Word | None = None
+    messages: Annotated[list[ChatMessage], AtMost(MESSAGES)] = Field(min_length=1)
+    n: int | None = Field(None, ge=1, le=ANSWERS.most)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: StopStrings | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[ToolSpec] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS.most)
+    tools: Annotated[list[ToolSpec], AtMost(TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    reasoning_effort: str | None = Field(None, description="Passed to the chat template; none: no thinking")
-    modalities: list[str] | None = None
-    verbosity: str | None = None
+    reasoning_effort: Word | None = Field(None, description="Passed to the chat template; none: no thinking")
+    modalities: Annotated[list[Word], AtMost(OPTIONS)] | None = None
+    verbosity: Word | None = None
 
-    metadata: dict[str, str] | None = Field(None, description="Echoed")
-    service_tier: str | None = Field(None, description="There is one tier: default")
+    metadata: Metadata | None = Field(None, description="Echoed")
+    service_tier: Word | None = Field(None, description="There is one tier: default")
     store: bool | None = Field(None, description="Chat completions are not stored")
-    user: str | None = Field(None, description="No effect")
-    safety_identifier: str | None = Field(None, description="No effect")
-    prompt_cache_key: str | None = Field(None, description="No effect: caching needs no key")
-    prompt_cache_retention: str | None = Field(None, description="No effect")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="No effect")
+    user: Word | None = Field(None, description="No effect")
+    safety_identifier: Word | None = Field(None, description="No effect")
+    prompt_cache_key: Word | None = Field(None, description="No effect: caching needs no key")
+    prompt_cache_retention: Word | None = Field(None, description="No effect")
+    prompt_cache_options: JsonObject | None = Field(None, description="No effect")
 
 
 # -- translation -----------------------------------------------------------------------------------------
@@ -231,7 +244,7 @@ def chat_request(body: ChatCompletionRequest, default_max_tokens: int | None) ->
 
 
 def _check_options(body: ChatCompletionRequest) -> None:
-    check_stop(body.stop)
+    check_stops("stop", body.stop)
     check_stream_options(body.stream_options, body.stream)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")

@@ -15,13 +15,22 @@ from outrider.api.answers import Answers, failure_of
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.errors import openai_error, refused
+from outrider.api.limits import (
+    ANSWERS,
+    JSON_VALUES,
+    PROMPTS,
+    TOP_LOGPROBS,
+    AtMost,
+    StopStrings,
+    Word,
+    check_stops,
+)
 from outrider.api.logprobs import MIN_LOGPROB, TokenText
 from outrider.api.openai.chat import FINISH_REASONS, usage_of
 from outrider.api.request_fields import (
     UNSUPPORTED,
     SamplingFields,
     StreamOptions,
-    check_stop,
     check_stream_options,
     grammar_of,
     sampling_params,
@@ -47,25 +56,25 @@ def _prompt_kind(prompt: Any) -> str:
 
 Prompts = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[str], Tag("texts"), Field(min_length=1)]
-    | Annotated[list[int], Tag("ids")]
-    | Annotated[list[list[int]], Tag("lists of ids")],
+    | Annotated[list[str], AtMost(PROMPTS), Tag("texts"), Field(min_length=1)]
+    | Annotated[list[int], AtMost(JSON_VALUES), Tag("ids")]
+    | Annotated[list[Annotated[list[int], AtMost(JSON_VALUES)]], AtMost(PROMPTS), Tag("lists of ids")],
     Discriminator(_prompt_kind),
 ]
 
 
 class CompletionRequest(SamplingFields):
-    model: str | None = None
+    model: Word | None = None
     prompt: Prompts
-    n: int | None = Field(None, ge=1, le=128)
+    n: int | None = Field(None, ge=1, le=ANSWERS.most)
     best_of: int | None = Field(None, description="Must equal n")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, description="Default: 16")
-    stop: str | list[str] | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    stop: StopStrings | None = None
+    logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS.most)
     echo: bool | None = None
-    user: str | None = Field(None, description="No effect")
+    user: Word | None = Field(None, description="No effect")
 
 
 class Completions:
@@ -104,7 +113,7 @@ class Completions:
 
 
 def _check_options(body: CompletionRequest) -> None:
-    check_stop(body.stop)
+    check_stops("stop", body.stop)
     check_stream_options(body.stream_options, body.stream)
     if body.best_of not in (None, body.n or 1):
         raise refused("best_of", "must equal n, since all answers are returned: use n")

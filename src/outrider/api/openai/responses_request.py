@@ -11,10 +11,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from outrider.api.errors import invalid, refused
+from outrider.api.limits import (
+    MESSAGES,
+    OPTIONS,
+    TOOLS,
+    TOP_LOGPROBS,
+    AtMost,
+    JsonObject,
+    Metadata,
+    Name,
+    StopStrings,
+    Word,
+    check_stops,
+)
 from outrider.api.request_fields import (
     ChatFields,
     RequestModel,
-    check_stop,
     check_verbosity,
     format_grammar,
     grammar_of,
@@ -55,8 +67,8 @@ class InputRefusalContent(RequestModel):
 class InputImageContent(RequestModel):
     type: Literal["input_image"]
     image_url: str | None = None
-    file_id: str | None = Field(None, description="Refused: this server stores no files")
-    detail: str | None = None
+    file_id: Word | None = Field(None, description="Refused: this server stores no files")
+    detail: Word | None = None
 
 
 InputContent = Annotated[
@@ -66,41 +78,41 @@ InputContent = Annotated[
 
 class MessageItem(RequestModel):
     type: Literal["message"] = "message"
-    id: str | None = None
+    id: Word | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputContent]
-    status: str | None = None
+    content: str | Annotated[list[InputContent], AtMost(MESSAGES)]
+    status: Word | None = None
 
 
 class FunctionCallItem(RequestModel):
     type: Literal["function_call"]
-    id: str | None = None
-    call_id: str
-    name: str
+    id: Word | None = None
+    call_id: Word
+    name: Name
     arguments: str
-    status: str | None = None
+    status: Word | None = None
 
 
 class FunctionCallOutputItem(RequestModel):
     type: Literal["function_call_output"]
-    id: str | None = None
-    call_id: str
-    output: str | list[InputContent]
-    status: str | None = None
+    id: Word | None = None
+    call_id: Word
+    output: str | Annotated[list[InputContent], AtMost(MESSAGES)]
+    status: Word | None = None
 
 
 class ReasoningText(RequestModel):
-    type: str
+    type: Word
     text: str
 
 
 class ReasoningItem(RequestModel):
     type: Literal["reasoning"]
-    id: str | None = None
-    summary: list[ReasoningText] | None = None
-    content: list[ReasoningText] | None = None
+    id: Word | None = None
+    summary: Annotated[list[ReasoningText], AtMost(MESSAGES)] | None = None
+    content: Annotated[list[ReasoningText], AtMost(MESSAGES)] | None = None
     encrypted_content: str | None = None
-    status: str | None = None
+    status: Word | None = None
 
 
 def _item_kind(item: Any) -> str:
@@ -118,39 +130,39 @@ InputItem = Annotated[
 
 
 class FunctionTool(RequestModel):
-    type: str
-    name: str | None = None
+    type: Word
+    name: Name | None = None
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
 class ResponseToolChoice(RequestModel):
-    type: str
-    name: str | None = None
+    type: Word
+    name: Name | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[JsonObject], AtMost(TOOLS)] | None = None
 
 
 class ResponseTextFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: Word | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
 class ResponseTextConfig(RequestModel):
     format: ResponseTextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Word | None = None
 
 
 class ReasoningConfig(RequestModel):
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-    context: str | None = None
-    mode: str | None = None
+    effort: Word | None = None
+    summary: Word | None = None
+    generate_summary: Word | None = None
+    context: Word | None = None
+    mode: Word | None = None
 
 
 class ResponseStreamOptions(RequestModel):
@@ -158,34 +170,34 @@ class ResponseStreamOptions(RequestModel):
 
 
 class ResponsesRequest(ChatFields):
-    model: str | None = None
-    input: str | list[InputItem]
+    model: Word | None = None
+    input: str | Annotated[list[InputItem], AtMost(MESSAGES)]
     instructions: str | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Word | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = Field(
         None, description="No effect: it limits built-in tools, and there are none"
     )
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    stop: str | list[str] | None = Field(None, description="Extension")
-    tools: list[FunctionTool] | None = None
+    stop: StopStrings | None = Field(None, description="Extension")
+    tools: Annotated[list[FunctionTool], AtMost(TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: ResponseTextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[str] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    truncation: str | None = None
+    include: Annotated[list[Word], AtMost(OPTIONS)] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS.most)
+    truncation: Word | None = None
     store: bool | None = Field(None, description="Stored in memory, up to a limit, unless false")
 
-    metadata: dict[str, str] | None = Field(None, description="Echoed")
-    service_tier: str | None = Field(None, description="There is one tier: default")
-    user: str | None = Field(None, description="Echoed")
-    safety_identifier: str | None = Field(None, description="Echoed")
-    prompt_cache_key: str | None = Field(None, description="Echoed; no effect: caching needs no key")
-    prompt_cache_retention: str | None = Field(None, description="No effect")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="No effect")
+    metadata: Metadata | None = Field(None, description="Echoed")
+    service_tier: Word | None = Field(None, description="There is one tier: default")
+    user: Word | None = Field(None, description="Echoed")
+    safety_identifier: Word | None = Field(None, description="Echoed")
+    prompt_cache_key: Word | None = Field(None, description="Echoed; no effect: caching needs no key")
+    prompt_cache_retention: Word | None = Field(None, description="No effect")
+    prompt_cache_options: JsonObject | None = Field(None, description="No effect")
 
 
 # -- translation -----------------------------------------------------------------------------------------
@@ -213,7 +225,7 @@ def response_request(
 
 
 def _check_options(body: ResponsesRequest) -> None:
-    check_stop(body.stop)
+    check_stops("stop", body.stop)
     for name in body.include or ():
         if name not in INCLUDABLE:
             raise refused("include", f"{name!r} is not supported")

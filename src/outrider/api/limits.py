@@ -1,0 +1,152 @@
+"""The limits of a request's fields. docs/SERVING.md has the same table, and a test compares the two.
+
+They are checked in time linear in the size of the body, before anything is rendered, tokenized or queued. All
+values are chosen by hand: several times what clients send, and small enough that a body of this size blocks
+the event loop for a fraction of a second. The length of a prompt is limited in `chat.service`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from outrider.api.errors import ApiError, invalid
+
+
+@dataclass(frozen=True)
+class Limit:
+    most: int
+    what: str  # its row in docs/SERVING.md
+
+
+JSON_VALUES = Limit(300_000, "commas and opening brackets of a body, those inside texts included")
+JSON_DEPTH = Limit(128, "nested lists and objects of a body")
+INT_DIGITS = Limit(64, "digits of an integer")
+
+MESSAGES = Limit(10_000, "messages; input items; content parts of one of them; tool calls of one of them")
+TOOLS = Limit(1024, "tools; tools in `allowed_tools`")
+NAME = Limit(256, "characters of a tool's name")
+WORD = Limit(1024, "characters of a model name, an id, `cache_salt`, `user` and other short texts")
+OBJECT_VALUES = Limit(20_000, "values of a JSON schema, a call's arguments or `chat_template_kwargs`")
+OBJECT_CHARACTERS = Limit(1 << 20, "characters of one of these")
+GRAMMAR = Limit(1 << 18, "characters of a regular expression, a Lark grammar or a schema given as text")
+CHOICES = Limit(1024, "strings of `guided_choice` and `structured_outputs.choice`")
+
+ANSWERS = Limit(128, "answers to one prompt (`n`)")
+PROMPTS = Limit(10_000, "prompts of a completion")
+STOPS = Limit(4, "stop strings (`stop`)")
+STOP_SEQUENCES = Limit(64, "stop strings (`stop_sequences`)")
+STOPS_TOTAL = Limit(4096, "characters of all stop strings together")
+STOP_IDS = Limit(1024, "`stop_token_ids`")
+LOGIT_BIAS = Limit(4096, "entries of `logit_bias`")
+TOP_LOGPROBS = Limit(20, "`top_logprobs`; `logprobs` of a completion")
+METADATA = Limit(16, "entries of `metadata`")
+METADATA_KEY = Limit(64, "characters of a key of `metadata`")
+METADATA_VALUE = Limit(512, "characters of a value of `metadata`")
+OPTIONS = Limit(64, "strings in `include` and `modalities`")
+
+
+# -- JSON ------------------------------------------------------------------------------------------------
+
+
+def check_num_values(body: bytes) -> None:
+    """Refuse too many values before they are parsed: a value follows a comma or an opening bracket."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > JSON_VALUES.most:
+        raise ApiError(
+            400, f"the body has more than {JSON_VALUES.most:,} {JSON_VALUES.what}: send less at once"
+        )
+
+
+def check_depth(value: Any) -> None:
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(JSON_DEPTH.most):
+        members = (member for outer in level for member in _members(outer))
+        level = [member for member in members if isinstance(member, (dict, list))]
+        if not level:
+            return
+    raise ApiError(400, f"the body is nested too deeply: at most {JSON_DEPTH.most} {JSON_DEPTH.what}")
+
+
+def parse_int(digits: str) -> int:
+    """The time that int() takes grows with the square of the number of digits."""
+    if len(digits) > INT_DIGITS.most:
+        raise ValueError(f"an integer has {len(digits)} digits, of at most {INT_DIGITS.most}")
+    return int(digits)
+
+
+def _members(outer: dict[str, Any] | list[Any]) -> Any:
+    return outer.values() if isinstance(outer, dict) else outer
+
+
+# -- types of fields -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """The limit of a string, list or dict.
+
+    A list is refused at its first bad item and a dict before its entries are checked: the number of errors,
+    each of which costs time, does not grow with the body.
+    """
+
+    limit: Limit
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: Any = handler(source)
+        schema["max_length"] = self.limit.most
+        if schema["type"] == "list":
+            schema["fail_fast"] = True
+        if schema["type"] == "dict":
+            return core_schema.no_info_before_validator_function(self._check_count, schema)
+        return schema  # type: ignore[no-any-return]
+
+    def _check_count(self, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > self.limit.most:
+            raise PydanticCustomError(
+                "too_long", "has {count} entries, of at most {most}", self._numbers(value)
+            )
+        return value
+
+    def _numbers(self, value: Any) -> dict[str, int]:
+        return {"count": len(value), "most": self.limit.most}
+
+
+def _check_object(value: dict[str, Any]) -> dict[str, Any]:
+    num_values = num_characters = 0
+    unseen: list[Any] = [value]
+    while unseen:
+        outer = unseen.pop()
+        num_values += len(outer)
+        num_characters += sum(map(len, outer)) if isinstance(outer, dict) else 0
+        num_characters += sum(len(member) for member in _members(outer) if isinstance(member, str))
+        unseen += [member for member in _members(outer) if isinstance(member, (dict, list))]
+    for num, limit in ((num_values, OBJECT_VALUES), (num_characters, OBJECT_CHARACTERS)):
+        if num > limit.most:
+            unit = limit.what.split()[0]
+            raise PydanticCustomError(
+                "too_long",
+                "has {num} {unit}, of at most {most}",
+                {"num": num, "unit": unit, "most": limit.most},
+            )
+    return value
+
+
+Word = Annotated[str, AtMost(WORD)]
+Name = Annotated[str, AtMost(NAME)]
+GrammarText = Annotated[str, AtMost(GRAMMAR)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
+Metadata = Annotated[
+    dict[Annotated[str, AtMost(METADATA_KEY)], Annotated[str, AtMost(METADATA_VALUE)]], AtMost(METADATA)
+]
+StopStrings = str | Annotated[list[str], AtMost(STOPS)]
+
+
+def check_stops(param: str, stops: str | Sequence[str] | None) -> None:
+    """The engine builds a state for each character of a stop string."""
+    num_characters = len(stops) if isinstance(stops, str) else sum(map(len, stops or ()))
+    if num_characters > STOPS_TOTAL.most:
+        raise invalid(param, f"has {num_characters:,} characters together, of at most {STOPS_TOTAL.most:,}")
