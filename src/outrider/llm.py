@@ -179,7 +179,8 @@ class LLM:
         self.engine, self.tokenizer = build_engine(choice, config)
         try:
             no_images_reason = self.engine.facts.no_images_reason
-            self.renderer = ChatRenderer(self.tokenizer, self.engine.reader, no_images_reason)
+            max_context = self.engine.facts.max_context
+            self.renderer = ChatRenderer(self.tokenizer, self.engine.reader, no_images_reason, max_context)
         except BaseException:
             self.engine.close()
             raise

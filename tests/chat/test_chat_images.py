@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from chat_tokenizers import new_tokenizer
 from fake_engine import FakeEngine
+from hypothesis import given
+from hypothesis import strategies as st
 
 from image_files import data_url, encoded, noise
 from outrider.chat.conversation import ChatRequest, ImagePart, MediaPart, Message, Role, TextPart, ToolCall
@@ -71,6 +73,16 @@ def test_images_are_placed_where_they_were_shown(source: str) -> None:
 def test_a_template_that_takes_lists_only_gets_lists_for_text_too() -> None:
     assert render(LISTS_ONLY, says("user", "hi")).text == "<|im_start|>user\nhi<|im_end|>\n"
     assert render(LISTS_ONLY, Message("user")).text == "<|im_start|>user\n<|im_end|>\n"
+
+
+@given(st.lists(st.sampled_from([*SPECIAL, "<", "|im_", "end|>", "<|im_start|", ">", "a", ""]), max_size=6))
+def test_text_parts_that_a_template_joins_do_not_become_a_special_token(parts: list[str]) -> None:
+    tokenizer = new_tokenizer(LISTS_ONLY, SPECIAL)
+    found = render(LISTS_ONLY, says("user", *parts))
+    special_ids = [i for i in found.ids if i < len(SPECIAL)]
+    assert special_ids == [i for i in render(LISTS_ONLY, says("user", "u")).ids if i < len(SPECIAL)]
+    assert "".join(parts) in found.text
+    assert tokenizer.decode(list(found.ids)) == found.text
 
 
 def test_the_frames_of_a_video_are_shown_one_after_the_other() -> None:

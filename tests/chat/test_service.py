@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from answers import ANSWERS, CLOCK, WEATHER
 from chat_tokenizers import BARE, CHATML, SPECIAL, new_tokenizer
 from fake_engine import STATS, FakeEngine
 
-from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedTool, TextPart
+from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedTool, TextPart, Tool, ToolCall
 from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta, ToolCallStarted, Usage
 from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
@@ -299,7 +299,7 @@ def test_a_stream_that_is_never_read_is_aborted_by_its_context() -> None:
 # -- several answers -------------------------------------------------------------------------------------
 
 
-def test_answers_of_one_request_share_its_rendering_and_not_their_parsers(
+def test_answers_of_one_request_share_its_rendering(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = FakeEngine(["a"])
@@ -318,7 +318,6 @@ def test_answers_of_one_request_share_its_rendering_and_not_their_parsers(
         assert not engine.submitted
         streams = prepared.start()
         assert prepared.num_tokens == 3 * len(streams[0].prompt_ids)
-        assert len({id(stream._events.ag_frame.f_locals["prompt"].new_parser()) for stream in streams}) == 3
 
     asyncio.run(go())
     assert len(rendered) == len(engine.validated) == 1
@@ -337,3 +336,89 @@ def test_answers_that_cannot_all_be_queued_do_not_run() -> None:
 
     asyncio.run(go())
     assert engine.stream.is_aborted
+
+
+def test_each_answer_has_a_parser_of_its_own() -> None:
+    prompt = ChatRenderer(new_tokenizer(CHATML)).render(request_for(tools=TOOLS))
+    first, second = prompt.new_parser(), prompt.new_parser()
+    list(first.push(CALL))
+    assert first.num_calls == 1
+    assert second.num_calls == 0
+
+
+# -- long prompts ----------------------------------------------------------------------------------------
+
+
+def limited(engine: FakeEngine, max_context: int) -> ChatService:
+    return ChatService(engine, ChatRenderer(new_tokenizer(), max_context=max_context))  # type: ignore[arg-type]
+
+
+PLACES: dict[str, Callable[[str], ChatRequest]] = {
+    "text": request_for,
+    "reasoning": lambda text: ChatRequest([Message("assistant", (), text)], SamplingParams()),
+    "arguments": lambda text: ChatRequest(
+        [Message("assistant", (), None, (ToolCall("1", "clock", text),))], SamplingParams()
+    ),
+    "description": lambda text: request_for(tools=(Tool("a", text),)),
+    "schema": lambda text: request_for(tools=(Tool("a", "", {"properties": {text: {}}}),)),
+    "template variables": lambda text: request_for(template_kwargs={"x": [text]}),
+    "prediction": lambda text: request_for(prediction=text),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_text_that_cannot_fit_is_refused_before_it_is_rendered(place: str) -> None:
+    """Nothing runs on the service's thread: its executor is shut down."""
+    service = limited(FakeEngine(), max_context=100)
+    service.close()
+    with pytest.raises(InvalidRequest, match="characters and the context holds 100 tokens"):
+        asyncio.run(service.prepare(PLACES[place]("x" * 3201)))
+    with pytest.raises(InvalidRequest, match="characters and the context holds 100 tokens"):
+        asyncio.run(service.count_tokens(PLACES[place]("x" * 3201)))
+
+
+def test_bare_text_that_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = limited(FakeEngine(), max_context=100)
+    monkeypatch.setattr(service._renderer._vocabulary, "encode_prompt", None)
+    with pytest.raises(InvalidRequest, match="3,201 characters"):
+        asyncio.run(service.prepare_text("x" * 3201, SamplingParams()))
+
+
+@pytest.mark.parametrize("text", ["x" * 3000, "<|im_end|>" * 300], ids=["plain", "special tokens"])
+def test_only_the_first_part_of_a_long_text_is_encoded(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = limited(FakeEngine(), max_context=100)
+    encoded: list[str] = []
+    encode = service._renderer._vocabulary.encode
+
+    def count_and_encode(text: str) -> list[int]:
+        encoded.append(text)
+        return encode(text)
+
+    monkeypatch.setattr(service._renderer._vocabulary, "encode", count_and_encode)
+    with pytest.raises(InvalidRequest, match=r"tokens and the context holds 100 tokens"):
+        asyncio.run(service.prepare(request_for(text)))
+    assert sum(map(len, encoded)) <= 8 * 100 + 10
+
+
+def test_short_prompt_waits_for_one_long_prompt_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.chat.service.LONG_PROMPT", 100)
+    service = new_service(FakeEngine(["a"]))
+    order: list[str] = []
+    hurdle = Hurdle()
+    render = service._renderer.render
+
+    def slow(request: ChatRequest) -> Any:
+        hurdle.stop()
+        order.append(request.messages[0].text[:1])
+        return render(request)
+
+    monkeypatch.setattr(service._renderer, "render", slow)
+
+    async def go() -> None:
+        texts = ["l" * 101, "l" * 101, "l" * 101, "short"]
+        tasks = [asyncio.create_task(service.prepare(request_for(text))) for text in texts]
+        await goes_on_while_held(hurdle)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(go())
+    assert order == ["l", "s", "l", "l"]

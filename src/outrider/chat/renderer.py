@@ -20,6 +20,7 @@ from outrider.chat.formats.tool_format import ToolsByName
 from outrider.chat.grammars import Constraint, Thinking, constraint_for
 from outrider.chat.messages import calls_as_text, describe_tools
 from outrider.chat.output_parser import OutputParser, PlainSplitter, new_splitter
+from outrider.chat.prompt_limit import NO_LIMIT, PromptLimit
 from outrider.chat.special_tokens import Vocabulary
 from outrider.chat.template import ChatTemplate, RenderedMessages, template_source
 from outrider.media.image_reader import ImageReader
@@ -42,10 +43,18 @@ class ChatRenderer:
     """Renders the requests of one model. Not thread-safe: a tokenizer must not encode two texts at once."""
 
     def __init__(
-        self, tokenizer: Any, image_reader: ImageReader | None = None, no_images_reason: str | None = None
+        self,
+        tokenizer: Any,
+        image_reader: ImageReader | None = None,
+        no_images_reason: str | None = None,
+        max_context: int | None = None,
     ) -> None:
-        """`image_reader`: None for a model that reads text only, with the reason if it is a vision model."""
+        """`image_reader`: None for a model that reads text only, with the reason if it is a vision model.
+
+        `max_context`: prompts far longer than this are refused before they are rendered.
+        """
         self.image_reader = image_reader
+        self.limit = NO_LIMIT if max_context is None else PromptLimit(max_context)
         self._vocabulary = Vocabulary(tokenizer)
         tool_format, self._reasoning = detect(template_source(tokenizer), tokenizer)
         self._tool_format = tool_format or DEFAULT_TOOL_FORMAT
@@ -55,6 +64,7 @@ class ChatRenderer:
             assistant_tokens=self._reasoning.markers if self._reasoning is not None else (),
             placeholder=image_reader.placeholder if image_reader is not None else None,
             no_images_reason=no_images_reason,
+            limit=self.limit,
         )
 
     @property
@@ -87,7 +97,11 @@ class ChatRenderer:
 
     def render_text(self, prompt: str | Sequence[int], params: SamplingParams) -> ChatPrompt:
         """A bare prompt. The answer is text: no reasoning and no calls are looked for."""
-        ids = self._vocabulary.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            self.limit.check_characters(len(prompt))
+            ids: Sequence[int] = self.limit.encode([prompt], self._vocabulary.encode_prompt)
+        else:
+            ids = prompt
         return ChatPrompt(
             tuple(ids), params, lambda: OutputParser(PlainSplitter(), {}), continues_prompt=True
         )
@@ -121,7 +135,8 @@ class ChatRenderer:
         tools = request.active_tools
         params = replace(request.params, grammar=constraint.grammar)
         if request.prediction:
-            params = replace(params, prediction_ids=tuple(self._vocabulary.encode(request.prediction)))
+            prediction_ids = self.limit.encode([request.prediction], self._vocabulary.encode)
+            params = replace(params, prediction_ids=tuple(prediction_ids))
         if tools and self._tool_format.stops:
             stop_ids = (*params.stop_token_ids, *self._vocabulary.ids_of(self._tool_format.stops))
             params = replace(params, stop_token_ids=stop_ids)

@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from outrider.chat.conversation import ChatRequest, ImagePart, MediaPart, Part
 from outrider.chat.events import ChatEvent
 from outrider.chat.output_parser import finished_event
+from outrider.chat.prompt_limit import num_characters
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
 from outrider.engine.engine import AsyncEngine, AsyncStream
 from outrider.engine.validation import ValidatedRequest
@@ -25,6 +27,8 @@ from outrider.media.loader import MediaItem, MediaLoader
 from outrider.request import InvalidRequest, SamplingParams
 
 T = TypeVar("T")
+
+LONG_PROMPT = 100_000  # characters: it takes a tenth of a second or more to encode. Chosen by hand
 
 
 class ChatService:
@@ -41,6 +45,7 @@ class ChatService:
         self._renderer = renderer
         self._media_loader = media_loader
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-chat")
+        self._long_prompts = asyncio.Lock()
 
     async def start(self, request: ChatRequest) -> ChatStream:
         """Queue one answer to a conversation. Raises InvalidRequest, as `prepare` does."""
@@ -52,20 +57,25 @@ class ChatService:
 
         Raises InvalidRequest if the conversation cannot be served.
         """
-        request = await self.with_images(request)
-        return await self._off_loop(self._prepare, partial(self._renderer.render, request), num_answers)
+        size = self._checked_size(request)
+        render = partial(self._renderer.render, await self.with_images(request))
+        async with self._turn(size):
+            return await self._off_loop(self._prepare, render, num_answers)
 
     async def prepare_text(
         self, prompt: str | Sequence[int], params: SamplingParams, num_answers: int = 1
     ) -> PreparedAnswers:
         """The same for a bare prompt. Its streams have text, logprobs and the end."""
         render = partial(self._renderer.render_text, prompt, params)
-        return await self._off_loop(self._prepare, render, num_answers)
+        async with self._turn(self._checked_size(prompt)):
+            return await self._off_loop(self._prepare, render, num_answers)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """The number of tokens of the request's prompt."""
+        size = self._checked_size(request)
         request = await self.with_images(request)
-        return len((await self._off_loop(self._renderer.render_messages, request)).ids)
+        async with self._turn(size):
+            return len((await self._off_loop(self._renderer.render_messages, request)).ids)
 
     async def with_images(self, request: ChatRequest) -> ChatRequest:
         """The request with its images loaded."""
@@ -85,6 +95,18 @@ class ChatService:
         self._thread.shutdown(wait=False)
         if self._media_loader is not None:
             self._media_loader.close()
+
+    def _checked_size(self, prompt: ChatRequest | str | Sequence[int]) -> int:
+        """Characters or token ids of a prompt. Raises InvalidRequest for a text that is far too long."""
+        if not isinstance(prompt, (ChatRequest, str)):
+            return len(prompt)
+        size = len(prompt) if isinstance(prompt, str) else num_characters(prompt)
+        self._renderer.limit.check_characters(size)
+        return size
+
+    def _turn(self, size: int) -> AbstractAsyncContextManager[object]:
+        """Long prompts take turns, so that a short one never waits for more than one of them."""
+        return self._long_prompts if size > LONG_PROMPT else nullcontext()
 
     def _prepare(self, render: Callable[[], ChatPrompt], num_answers: int) -> PreparedAnswers:
         prompt = render()

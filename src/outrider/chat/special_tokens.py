@@ -14,8 +14,10 @@ A conversation without such text is not changed at all.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 _PRIVATE_USE = range(0xE000, 0xF900)
@@ -49,9 +51,10 @@ class SpecialTokenEscape:
     `separator` is None if the conversation contains none of the tokens; then every method is the identity.
     """
 
-    def __init__(self, tokens: frozenset[str], conversation: Any) -> None:
+    def __init__(self, tokens: frozenset[str], messages: Sequence[Mapping[str, Any]], others: Any) -> None:
+        """`others`: everything else in the conversation that clients write."""
         self._tokens = tokens
-        strings = list(_strings(conversation))
+        strings = [*strings_in([messages, others]), *map(_joined_parts, messages)]
         self.separator: str | None = None
         if any(_pattern(tokens).search(text) for text in strings):
             used = set().union(*strings)
@@ -62,24 +65,42 @@ class SpecialTokenEscape:
         if self.separator is None:
             return value
         pattern = _pattern(self._tokens - allowed)
-        return _map_strings(value, lambda text: self._escape_text(pattern, text))
+        return _map_strings(value, lambda text: self._escape_texts(pattern, [text])[0])
 
-    def encode(self, rendered: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The token ids of a rendered conversation that may contain separators."""
-        if self.separator is None:
-            return encode(rendered)
-        return [token_id for chunk in rendered.split(self.separator) if chunk for token_id in encode(chunk)]
+    def escape_message(self, message: dict[str, Any], allowed: frozenset[str]) -> dict[str, Any]:
+        """The same for a message. A template may join its text parts, so their joined text is escaped."""
+        escaped: dict[str, Any] = self.escape(message, allowed)
+        parts = message["content"]
+        if self.separator is None or isinstance(parts, str):
+            return escaped
+        texts = self._escape_texts(_pattern(self._tokens - allowed), [part.get("text", "") for part in parts])
+        both = zip(parts, texts, strict=True)
+        escaped["content"] = [part | {"text": text} if "text" in part else part for part, text in both]
+        return escaped
+
+    def chunks(self, rendered: str) -> list[str]:
+        """A rendered conversation, cut at the separators: each chunk is encoded by itself."""
+        return [rendered] if self.separator is None else list(filter(None, rendered.split(self.separator)))
 
     def unescape(self, rendered: str) -> str:
         return rendered if self.separator is None else rendered.replace(self.separator, "")
 
-    def _escape_text(self, pattern: re.Pattern[str], text: str) -> str:
-        """Cut each token after its first character and search again from there: two tokens may overlap."""
-        chunks, at = [], 0
-        while found := pattern.search(text, at):
-            chunks.append(text[at : found.start() + 1])
-            at = found.start() + 1
-        return (self.separator or "").join([*chunks, text[at:]])
+    def _escape_texts(self, pattern: re.Pattern[str], texts: Sequence[str]) -> list[str]:
+        """Cut each token of the joined texts after its first character.
+
+        The search goes on from there: two tokens may overlap.
+        """
+        joined = "".join(texts)
+        cuts: list[int] = []
+        while found := pattern.search(joined, cuts[-1] if cuts else 0):
+            cuts.append(found.start() + 1)
+        escaped, start, num_done = [], 0, 0
+        for end in accumulate(map(len, texts)):
+            num_cut = bisect_right(cuts, end)
+            bounds = [start, *cuts[num_done:num_cut], end]
+            escaped.append((self.separator or "").join(joined[a:b] for a, b in pairwise(bounds)))
+            start, num_done = end, num_cut
+        return escaped
 
 
 @lru_cache(maxsize=8)
@@ -94,16 +115,23 @@ def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"{re.escape(s)}(?:{'|'.join(ends)})" for s, ends in groups.items()) or "(?!)")
 
 
-def _strings(value: Any) -> Iterable[str]:
+def strings_in(value: Any) -> Iterable[str]:
+    """All strings of a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, member in value.items():
-            yield from _strings(key)
-            yield from _strings(member)
+            yield from strings_in(key)
+            yield from strings_in(member)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _strings(item)
+            yield from strings_in(item)
+
+
+def _joined_parts(message: Mapping[str, Any]) -> str:
+    """The text parts of a message as one text."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

@@ -18,6 +18,7 @@ from jinja2.meta import find_undeclared_variables
 from outrider.chat.conversation import ImagePart, MediaPart, Message, TextPart, Tool, ToolCall
 from outrider.chat.json_text import loads
 from outrider.chat.messages import variants
+from outrider.chat.prompt_limit import NO_LIMIT, PromptLimit
 from outrider.chat.special_tokens import SpecialTokenEscape, Vocabulary
 from outrider.media.image_reader import ProcessedImage
 from outrider.request import InvalidRequest
@@ -69,8 +70,10 @@ class ChatTemplate:
         assistant_tokens: Sequence[str] = (),
         placeholder: str | None = None,
         no_images_reason: str | None = None,
+        limit: PromptLimit = NO_LIMIT,
     ) -> None:
         self._tokenizer = tokenizer
+        self._limit = limit
         self._placeholder = placeholder
         self._no_images_reason = no_images_reason
         self._vocabulary = vocabulary
@@ -101,6 +104,8 @@ class ChatTemplate:
         for candidate, arguments_as in _candidates(messages):
             try:
                 rendered = self._render(candidate, tools, settings, arguments_as)
+            except InvalidRequest:  # too long, in any variant
+                raise
             except Exception as failure:  # a template may raise anything
                 error = failure
                 continue
@@ -121,11 +126,11 @@ class ChatTemplate:
         names = _names_of_calls(messages)
         dicts = [_message_dict(m, names, arguments_as, self._takes_lists_only) for m in messages]
         tool_dicts = [_tool_dict(tool) for tool in tools]
-        special = SpecialTokenEscape(self._escaped, [dicts, tool_dicts, dict(settings)])
+        special = SpecialTokenEscape(self._escaped, dicts, [tool_dicts, dict(settings)])
         nothing: frozenset[str] = frozenset()
         text = self._tokenizer.apply_chat_template(
             [
-                special.escape(m, self._assistant_tokens if m["role"] == "assistant" else nothing)
+                special.escape_message(m, self._assistant_tokens if m["role"] == "assistant" else nothing)
                 for m in dicts
             ],
             tools=special.escape(tool_dicts) or None,
@@ -135,7 +140,7 @@ class ChatTemplate:
         images = tuple(image for message in messages for part in message.image_parts for image in part.images)
         if images and self._placeholder is not None:
             text = _with_images(text, self._placeholder, images)
-        ids = special.encode(text, self._vocabulary.encode)
+        ids = self._limit.encode(special.chunks(text), self._vocabulary.encode)
         return RenderedMessages(tuple(ids), special.unescape(text), images)
 
     def _settings(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -216,7 +216,8 @@ def _serve(
         _check_drafter(options, engine)
         async_engine = AsyncEngine(engine)
         reader = engine.reader
-        renderer = ChatRenderer(tokenizer, reader, engine.facts.no_images_reason)
+        facts = engine.facts
+        renderer = ChatRenderer(tokenizer, reader, facts.no_images_reason, facts.max_context)
         loader = MediaLoader(media_limits(options), reader.read) if reader is not None else None
         service = ChatService(async_engine, renderer, loader)
         watchdog = Watchdog(engine, settings.step_timeout_s, worker.restarts if worker else {})

@@ -10,8 +10,9 @@ that begins a stop string: exactly the text that must not be shown yet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
             raise ValueError("a stop string must not be empty")
-        self._root = _build_trie(stops)
+        self._root = _build_trie(tuple(stops))
         self._state = self._root
         self._held = ""
         self._matched: str | None = None
@@ -89,7 +90,8 @@ class _State:
         return state.children[character]
 
 
-def _build_trie(stops: Iterable[str]) -> _State:
+@lru_cache(maxsize=8)  # n answers of a request share the trie: it does not change
+def _build_trie(stops: tuple[str, ...]) -> _State:
     root = _State(depth=0)
     for stop in stops:
         state = root

@@ -1,0 +1,73 @@
+"""Owns the refusal of prompts that are far too long, before time is spent on them.
+
+The exact check counts the tokens of the whole prompt (`engine.validation`). To encode a million characters
+takes a second or more, so a long text is refused earlier: by its length, or by the tokens of its first part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from outrider.chat.conversation import ChatRequest, Message, TextPart
+from outrider.chat.special_tokens import strings_in
+from outrider.request import InvalidRequest
+
+# Characters of a prompt for each token of the context; chosen by hand. Prose has about 4 characters for each
+# token and indented code 8. Only long runs of one character have more than 32.
+MAX_CHARACTERS_PER_TOKEN = 32
+FIRST_PART = 8  # characters for each token of the context that are encoded first; chosen by hand
+# The first part's tokens depend a little on the text after it. So that no prompt is refused that fits, the
+# first part must have this many times the tokens of the context. Chosen by hand.
+MARGIN = 2
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    max_tokens: int  # the context: prompt and answer
+
+    def check_characters(self, count: int) -> None:
+        if count > MAX_CHARACTERS_PER_TOKEN * self.max_tokens:
+            self._refuse(f"{count:,} characters")
+
+    def encode(self, texts: Iterable[str], encode: Callable[[str], list[int]]) -> list[int]:
+        """The ids of all texts. Stops when they are far over the context."""
+        ids: list[int] = []
+        for text in texts:
+            first_part = text[: FIRST_PART * self.max_tokens]
+            if len(first_part) < len(text):
+                self._check_tokens(len(ids) + len(encode(first_part)))
+            ids += encode(text)
+            self._check_tokens(len(ids))
+        return ids
+
+    def _check_tokens(self, count: int) -> None:
+        if count > MARGIN * self.max_tokens:
+            self._refuse(f"more than {count:,} tokens")
+
+    def _refuse(self, size: str) -> None:
+        raise InvalidRequest(
+            f"the prompt has {size} and the context holds {self.max_tokens} tokens, answer included: "
+            "shorten it"
+        )
+
+
+NO_LIMIT = PromptLimit(max_tokens=sys.maxsize)
+
+
+def num_characters(request: ChatRequest) -> int:
+    """Characters of all texts that the prompt may contain, and of the prediction."""
+    others = [
+        [[tool.name, tool.description, tool.parameters] for tool in request.active_tools.values()],
+        request.template_kwargs,
+        request.prediction,
+    ]
+    return sum(map(_message_characters, request.messages)) + sum(map(len, strings_in(others)))
+
+
+def _message_characters(message: Message) -> int:
+    texts = [part.text for part in message.content if isinstance(part, TextPart)]
+    calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
+    names = [message.reasoning or "", message.tool_call_id or "", message.name or ""]
+    return sum(map(len, (*texts, *calls, *names)))
