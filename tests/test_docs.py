@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider.api import limits
+from outrider.chat.prompt_limit import MAX_CHARACTERS_PER_TOKEN
 from outrider.cli.foreign_flags import ALIASES, REFUSED, SWITCH_ALIASES, UNNEEDED
 from outrider.cli.serve_options import OPTIONS
 
@@ -69,3 +71,13 @@ def test_anchors_in_the_docs_are_headings(file: Path) -> None:
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
+
+
+def test_limits_in_the_docs_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "SERVING.md").read_text()
+    table = text.partition("**Limits of a request.**")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (.+) \| ([\d,]+) \|$", table, re.MULTILINE)
+    documented = {what: int(most.replace(",", "")) for what, most in rows}
+    in_code = {limit.what: limit.most for limit in vars(limits).values() if isinstance(limit, limits.Limit)}
+    (characters,) = (what for what in documented if what.startswith("characters of a prompt"))
+    assert documented == in_code | {characters: MAX_CHARACTERS_PER_TOKEN}

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status code
 MAX_SHOWN_PROBLEMS = 3  # schema errors that one message lists; chosen by hand
+MAX_SHOWN_CHARACTERS = 200  # of an error's path and text, which may contain the client's own; chosen by hand
 
 OPENAI_TYPES = {429: "rate_limit_error"}
 ANTHROPIC_TYPES = {
@@ -141,7 +142,12 @@ def _problems(errors: Sequence[Any], body: Any) -> list[tuple[str, str]]:
     Pydantic reports an error for every member of a union. An error deeper inside a field shows which member
     the client meant, so errors at the field itself are dropped.
     """
-    found = list(dict.fromkeys((_path(tuple(error["loc"]), body), str(error["msg"])) for error in errors))
+    found = list(
+        dict.fromkeys(
+            (_path(tuple(error["loc"]), body)[:MAX_SHOWN_CHARACTERS], error["msg"][:MAX_SHOWN_CHARACTERS])
+            for error in errors
+        )
+    )
     outer = {path[:end] for path, _ in found for end in _ends_of_outer_fields(path)}
     return [(path, message) for path, message in found if path not in outer]
 

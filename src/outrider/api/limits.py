@@ -138,7 +138,7 @@ def _check_object(value: dict[str, Any]) -> dict[str, Any]:
 Word = Annotated[str, AtMost(WORD)]
 Name = Annotated[str, AtMost(NAME)]
 GrammarText = Annotated[str, AtMost(GRAMMAR)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(_check_object)]
+JsonObject = Annotated[dict[str, Any], AtMost(OBJECT_VALUES), AfterValidator(_check_object)]
 Metadata = Annotated[
     dict[Annotated[str, AtMost(METADATA_KEY)], Annotated[str, AtMost(METADATA_VALUE)]], AtMost(METADATA)
 ]

@@ -6,13 +6,14 @@ rejects it, or drops a system message, are the variants of messages.py tried.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from jinja2 import Environment, TemplateSyntaxError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from outrider.chat.conversation import ImagePart, MediaPart, Message, TextPart, Tool, ToolCall
@@ -22,6 +23,8 @@ from outrider.chat.prompt_limit import NO_LIMIT, PromptLimit
 from outrider.chat.special_tokens import SpecialTokenEscape, Vocabulary
 from outrider.media.image_reader import ProcessedImage
 from outrider.request import InvalidRequest
+
+log = logging.getLogger(__name__)
 
 # Arguments of apply_chat_template that a client may not set: Outrider sets them, or they would let a client
 # do more than fill in a template.
@@ -43,6 +46,7 @@ RESERVED = frozenset(
     }
 )
 
+MAX_REASON = 500  # characters of a template's message that are shown; chosen by hand
 PROBE = "outrider"  # the content of the message that probes a template
 
 ArgumentsAs = Literal["mapping", "text"]  # how a template gets the arguments of earlier calls
@@ -113,7 +117,9 @@ class ChatTemplate:
                 return rendered
             fallback = fallback or rendered
         if fallback is None:
-            raise InvalidRequest(f"the model's chat template rejects this conversation: {error}") from error
+            raise InvalidRequest(
+                f"the model's chat template rejects this conversation: {_reason(error)}"
+            ) from error
         return fallback
 
     def _render(
@@ -180,6 +186,14 @@ class ChatTemplate:
             )
         except Exception:  # a template may raise anything
             return False
+
+
+def _reason(error: Exception | None) -> str:
+    """The template's own words. The text of any other exception is for the log only."""
+    if isinstance(error, TemplateError):
+        return str(error)[:MAX_REASON]
+    log.warning("the chat template failed", exc_info=error)
+    return "it fails on it, and the log has the details"
 
 
 def template_source(tokenizer: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -90,10 +91,11 @@ class Completions:
         prompts: list[Any] = [body.prompt] if is_single else list(body.prompt)
         answers = await self._start(body, prompts)
         try:
-            rendering = _CompletionRendering(self._context, body, model, prompts, answers)
+            echoes = await asyncio.to_thread(self._echoes, body, prompts)
         except BaseException:
             answers.close()
             raise
+        rendering = _CompletionRendering(self._context, body, model, echoes, answers)
         if body.stream:
             keep_alive_s = self._context.settings.keep_alive_s
             return sse.EventStreamResponse(rendering.frames(), answers.close, keep_alive_s)
@@ -110,6 +112,13 @@ class Completions:
         n = body.n or 1
         prepares = (partial(self._context.backend.prepare_text, prompt, params, n) for prompt in prompts)
         return await self._context.live.start("completions", n * len(prompts), prepares)
+
+    def _echoes(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[str]:
+        """The text before each answer: the prompt, if the request asks for it. Decoding takes a while."""
+        echoed = prompts if body.echo else [""] * len(prompts)
+        decode = self._context.tokens.decode
+        texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in echoed]
+        return [text for text in texts for _ in range(body.n or 1)]
 
 
 def _check_options(body: CompletionRequest) -> None:
@@ -129,7 +138,7 @@ class _CompletionRendering:
         context: ServerContext,
         body: CompletionRequest,
         model: str,
-        prompts: Sequence[Prompt],
+        echoes: Sequence[str],
         answers: Answers,
     ) -> None:
         self._body = body
@@ -143,9 +152,7 @@ class _CompletionRendering:
         }
         self._n = body.n or 1
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        echoed = prompts if body.echo else [""] * len(prompts)
-        texts = [prompt if isinstance(prompt, str) else context.tokens.decode(prompt) for prompt in echoed]
-        self._echoes = [text for text in texts for _ in range(self._n)]
+        self._echoes = echoes
         with_top = bool(body.logprobs)
         self._logprobs = [CompletionLogprobs(context.tokens, len(echo), with_top) for echo in self._echoes]
         self._usages: dict[int, Usage] = {}
