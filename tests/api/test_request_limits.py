@@ -136,6 +136,7 @@ TOO_MUCH: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "digits": (CHAT, {"seed": 10**65}, "digits"),
     "values": (CHAT, {"unknown": [0] * 300_001}, "300,000"),
+    "objects": (CHAT, {"unknown": [{}] * 50_001}, "50,000"),
     "allowed tools": (
         CHAT,
         {

@@ -24,6 +24,7 @@ class Limit:
 
 
 JSON_VALUES = Limit(300_000, "commas and opening brackets of a body, those inside texts included")
+JSON_OBJECTS = Limit(50_000, "opening braces of a body, those inside texts included")
 JSON_DEPTH = Limit(128, "nested lists and objects of a body")
 INT_DIGITS = Limit(64, "digits of an integer")
 
@@ -53,12 +54,12 @@ OPTIONS = Limit(64, "strings in `include` and `modalities`")
 # -- JSON ------------------------------------------------------------------------------------------------
 
 
-def check_num_values(body: bytes) -> None:
+def check_counts(body: bytes) -> None:
     """Refuse too many values before they are parsed: a value follows a comma or an opening bracket."""
-    if sum(map(body.count, (b",", b"[", b"{"))) > JSON_VALUES.most:
-        raise ApiError(
-            400, f"the body has more than {JSON_VALUES.most:,} {JSON_VALUES.what}: send less at once"
-        )
+    num_commas, num_lists, num_objects = map(body.count, (b",", b"[", b"{"))
+    for num, limit in ((num_commas + num_lists + num_objects, JSON_VALUES), (num_objects, JSON_OBJECTS)):
+        if num > limit.most:
+            raise ApiError(400, f"the body has {num:,} {limit.what}; the limit is {limit.most:,}")
 
 
 def check_depth(value: Any) -> None:
