@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -290,7 +291,17 @@ def _run(
     http = HttpServer(http_config(server.app), on_ready, server.drain, watchdog.event_loop)
     for number in signals:
         signal.signal(number, on_first_signal)
+    _collect_garbage_less_often()
     http.run(sockets=[listener])
+
+
+def _collect_garbage_less_often() -> None:
+    """A collection stops all threads. Measured, with Python's defaults: to validate a request of 90,000 parts
+    took 380 ms, and the collector 270 ms of it.
+    """
+    gc.collect()
+    gc.freeze()  # what is loaded now stays, so collections need not look at it
+    gc.set_threshold(10_000, 10, 10)  # Python 3.11: 700, 10, 10. Above 10,000 the time stays the same
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
