@@ -241,7 +241,7 @@ def _with_images(text: str, placeholder: str, images: Sequence[ProcessedImage]) 
     """Replace each placeholder by the text that the model needs for that image."""
     between = text.split(placeholder)
     if len(between) != len(images) + 1:
-        raise ValueError(f"the template shows {len(between) - 1} of {len(images)} images")
+        raise TemplateError(f"the template shows {len(between) - 1} of {len(images)} images")
     return between[0] + "".join(image.text + t for image, t in zip(images, between[1:], strict=True))
 
 
