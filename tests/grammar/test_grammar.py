@@ -246,17 +246,3 @@ def test_a_validated_request_with_a_grammar_can_be_submitted_again(llm: LLM) -> 
         assert reason == "stop"
     assert texts[0] == texts[1]
     assert len(texts[0]) == 4
-
-
-def test_cached_grammars_are_bounded_by_number_and_size(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.grammar.compiler.MAX_CACHED", 3)
-    for i in range(5):
-        compiler.new_row(Grammar("regex", f"a{i}"))
-    assert [grammar.text for grammar in compiler._compiled] == ["a2", "a3", "a4"]
-    monkeypatch.setattr("outrider.grammar.compiler.MAX_CACHED_CHARACTERS", 10)
-    compiler.new_row(Grammar("regex", "b" * 8))
-    assert [grammar.text for grammar in compiler._compiled] == ["a4", "b" * 8]
-    compiler.new_row(Grammar("regex", "c" * 11))
-    assert not compiler._compiled

@@ -12,9 +12,6 @@ from outrider.grammar.matcher import RowGrammar
 from outrider.request import Grammar, InvalidRequest
 
 MAX_CACHED = 64  # compiled grammars; chosen by hand
-# Characters of the cached grammars' texts together: the memory of a compiled grammar grows with its text.
-# Chosen by hand.
-MAX_CACHED_CHARACTERS = 1 << 20
 
 
 class GrammarCompiler:
@@ -41,13 +38,9 @@ class GrammarCompiler:
         with self._compiled_lock:
             self._compiled[key] = matcher
             self._compiled.move_to_end(key)
-            while self._is_cache_full():
+            if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
         return matcher
-
-    def _is_cache_full(self) -> bool:
-        num_characters = sum(len(grammar.text) for grammar in self._compiled)
-        return len(self._compiled) > MAX_CACHED or num_characters > MAX_CACHED_CHARACTERS
 
     def _new_matcher(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher
