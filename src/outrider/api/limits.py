@@ -107,13 +107,8 @@ class AtMost:
 
     def _check_count(self, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > self.limit.most:
-            raise PydanticCustomError(
-                "too_long", "has {count} entries, of at most {most}", self._numbers(value)
-            )
+            raise _too_long(len(value), "entries", self.limit)
         return value
-
-    def _numbers(self, value: Any) -> dict[str, int]:
-        return {"count": len(value), "most": self.limit.most}
 
 
 def _check_object(value: dict[str, Any]) -> dict[str, Any]:
@@ -127,13 +122,13 @@ def _check_object(value: dict[str, Any]) -> dict[str, Any]:
         unseen += [member for member in _members(outer) if isinstance(member, (dict, list))]
     for num, limit in ((num_values, OBJECT_VALUES), (num_characters, OBJECT_CHARACTERS)):
         if num > limit.most:
-            unit = limit.what.split()[0]
-            raise PydanticCustomError(
-                "too_long",
-                "has {num} {unit}, of at most {most}",
-                {"num": num, "unit": unit, "most": limit.most},
-            )
+            raise _too_long(num, limit.what.split()[0], limit)
     return value
+
+
+def _too_long(num: int, unit: str, limit: Limit) -> PydanticCustomError:
+    numbers = {"num": num, "unit": unit, "most": limit.most}
+    return PydanticCustomError("too_long", "has {num} {unit}, of at most {most}", numbers)
 
 
 Word = Annotated[str, AtMost(WORD)]
