@@ -266,3 +266,15 @@ def test_schema_of_a_tool_that_refers_to_itself_is_checked_in_bounded_time() -> 
     check = _Check(schema)
     assert check.problem({}, schema, "arguments", 0) is None
     assert check._num_checks < 2 * MAX_CHECKS + 1000
+
+
+@pytest.mark.parametrize("text", ["a,b,c\n" * 100_000, '{"a\\": [1]}, \\' * 60_000])
+def test_what_a_prompt_holds_does_not_count_as_json(text: str) -> None:
+    body = {"messages": [{"role": "user", "content": text}]}
+    assert parse_json(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize("value", ["[]", '""', "{}", '{"a\\\\":"{"}', '"\\""'])
+def test_values_outside_of_texts_count(value: str) -> None:
+    with pytest.raises(ApiError, match="the limit is"):
+        parse_json(f"[{','.join([value] * 310_000)}]".encode())

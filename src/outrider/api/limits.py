@@ -23,8 +23,8 @@ class Limit:
     what: str  # its row in docs/SERVING.md
 
 
-JSON_VALUES = Limit(300_000, "commas and opening brackets of a body, those inside texts included")
-JSON_OBJECTS = Limit(50_000, "opening braces of a body, those inside texts included")
+JSON_VALUES = Limit(300_000, "commas and opening brackets of a body, outside of its texts")
+JSON_OBJECTS = Limit(50_000, "opening braces of a body, outside of its texts")
 JSON_DEPTH = Limit(128, "nested lists and objects of a body")
 INT_DIGITS = Limit(64, "digits of an integer")
 
@@ -56,10 +56,22 @@ OPTIONS = Limit(64, "strings in `include` and `modalities`")
 
 def check_counts(body: bytes) -> None:
     """Refuse too many values before they are parsed: a value follows a comma or an opening bracket."""
+    if _excess(body) is None:
+        return
+    # Prompts hold code and tables, so only what lies outside of texts counts.
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if unescaped.count(b'"') <= 4 * JSON_VALUES.most:  # a value has a key and a text at most
+        unescaped = b"".join(unescaped.split(b'"')[::2])
+    if excess := _excess(unescaped):
+        num, limit = excess
+        raise ApiError(400, f"the body has {num:,} {limit.what}; the limit is {limit.most:,}")
+
+
+def _excess(body: bytes) -> tuple[int, Limit] | None:
+    """The first count over its limit."""
     num_commas, num_lists, num_objects = map(body.count, (b",", b"[", b"{"))
-    for num, limit in ((num_commas + num_lists + num_objects, JSON_VALUES), (num_objects, JSON_OBJECTS)):
-        if num > limit.most:
-            raise ApiError(400, f"the body has {num:,} {limit.what}; the limit is {limit.most:,}")
+    counts = ((num_commas + num_lists + num_objects, JSON_VALUES), (num_objects, JSON_OBJECTS))
+    return next(((num, limit) for num, limit in counts if num > limit.most), None)
 
 
 def check_depth(value: Any) -> None:
