@@ -1,4 +1,7 @@
-"""GPU kernels without a GPU: their source for Metal or CUDA, compiled as C++; 32 threads are a group's lanes.
+"""GPU kernels without a GPU: their source for Metal or CUDA, compiled as C++.
+
+The 32 lanes of a group run one after the other in a single thread: a lane hands over to the next where it has to
+wait for the others' numbers. Threads would compute the same and spend most of their time waking each other.
 
 What the two languages bring along is stood in for: where a thread is, sums and shuffles over a group, shapes
 and strides as MLX declares them. Types are as strict as Metal's: nothing becomes a bfloat unless told to.
@@ -21,46 +24,68 @@ import numpy as np
 import pytest
 
 from outrider.models.recurrent import gpu_kernels
-from outrider.models.recurrent.gpu_kernels import LANES, GpuKernel
+from outrider.models.recurrent.gpu_kernels import GpuKernel
 
 START = """
-#include <array>
-#include <barrier>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <thread>
-#include <vector>
-using Shape = std::array<int32_t, 8>;
-using Strides = std::array<int64_t, 8>;
+#define _XOPEN_SOURCE 700
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+struct Shape { int32_t sizes[8]; int32_t operator[](int i) const { return sizes[i]; } };
+struct Strides { int64_t sizes[8]; int64_t operator[](int i) const { return sizes[i]; } };
 struct Place { unsigned x, y, z; };
-static std::barrier<> meet(32);
+static ucontext_t caller, contexts[32];
+alignas(64) static char stacks[32][1 << 16];
+static bool has_ended[32];
+static int current;  // lane
 static float shared[32];
+static void wait_for_all_lanes() {
+    const int lane = current;
+    current = (lane + 1) % 32;
+    if (has_ended[current]) abort();  // it should have waited too
+    swapcontext(&contexts[lane], &contexts[current]);
+}
+template <class Lane> static void run_lanes(const Lane& one) {
+    static const Lane* running;
+    running = &one;
+    for (int lane = 0; lane < 32; ++lane) {
+        has_ended[lane] = false;
+        getcontext(&contexts[lane]);
+        contexts[lane].uc_stack.ss_sp = stacks[lane];
+        contexts[lane].uc_stack.ss_size = sizeof(stacks[lane]);
+        contexts[lane].uc_link = lane < 31 ? &contexts[lane + 1] : &caller;
+        makecontext(&contexts[lane], [] { (*running)(); has_ended[current++] = true; }, 0);
+    }
+    current = 0;
+    swapcontext(&caller, &contexts[0]);
+}
 struct bfloat {
     uint16_t bits;
     bfloat() = default;
     explicit bfloat(float x) {
         uint32_t all;
-        std::memcpy(&all, &x, 4);
+        memcpy(&all, &x, 4);
         bits = (all + 0x7fff + ((all >> 16) & 1)) >> 16;
     }
     explicit operator float() const {
         uint32_t all = uint32_t(bits) << 16;
         float x;
-        std::memcpy(&x, &all, 4);
+        memcpy(&x, &all, 4);
         return x;
     }
 };
 """
 METAL = """
-namespace metal { using std::exp; using std::fma; using std::log; using std::sqrt; }
-static thread_local Place thread_position_in_threadgroup, thread_position_in_grid;
+namespace metal { using ::exp; using ::fma; using ::log; using ::sqrt; }
+static Place thread_position_in_threadgroup, thread_position_in_grid;
 static float simd_sum(float x) {
-    shared[thread_position_in_threadgroup.x] = x;
-    meet.arrive_and_wait();
+    shared[current] = x;
+    wait_for_all_lanes();
     float total = 0;
     for (int i = 0; i < 32; ++i) total += shared[i];
-    meet.arrive_and_wait();
+    wait_for_all_lanes();
     return total;
 }
 static void stand_at(unsigned x, unsigned y, unsigned z, unsigned y_together) {
@@ -69,12 +94,12 @@ static void stand_at(unsigned x, unsigned y, unsigned z, unsigned y_together) {
 }
 """
 CUDA = """
-static thread_local Place threadIdx, blockIdx, blockDim;
+static Place threadIdx, blockIdx, blockDim;
 static float __shfl_xor_sync(unsigned, float x, int step) {
-    shared[threadIdx.x] = x;
-    meet.arrive_and_wait();
-    const float other = shared[threadIdx.x ^ step];
-    meet.arrive_and_wait();
+    shared[current] = x;
+    wait_for_all_lanes();
+    const float other = shared[current ^ step];
+    wait_for_all_lanes();
     return other;
 }
 static void stand_at(unsigned x, unsigned y, unsigned z, unsigned y_together) {
@@ -138,15 +163,13 @@ class CppKernel:
         return f"""{START}{own}{constants}
         extern "C" void run({", ".join(arguments)}, int num_y, int num_z, int y_together) {{
             {layouts}
-            std::vector<std::thread> lanes;
-            for (int x = 0; x < {LANES}; ++x) lanes.emplace_back([=] {{
+            run_lanes([=] {{
                 for (int z_of_grid = 0; z_of_grid < num_z; ++z_of_grid)
                 for (int y_of_grid = 0; y_of_grid < num_y; ++y_of_grid) {{
-                    stand_at(x, y_of_grid, z_of_grid, y_together);
+                    stand_at(current, y_of_grid, z_of_grid, y_together);
                     {{ {start}{kernel.body} }}
                 }}
             }});
-            for (auto& lane : lanes) lane.join();
         }}"""
 
 
@@ -204,6 +227,6 @@ def _compiled(source: str, folder: Path) -> Any:
     file = folder / f"kernel{len(list(folder.glob('*.cpp')))}.cpp"  # a library is loaded once by its name
     file.write_text(source)
     library = file.with_suffix(".so")
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", str(file), "-o", str(library)]
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", str(file), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library)).run
