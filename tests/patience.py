@@ -17,15 +17,28 @@ from typing import Any
 import pytest
 
 PATIENCE_S = 240.0
+IN_SOAK = "OUTRIDER_SOAK_SECONDS" in os.environ
 
-_only_in_soak = pytest.mark.skipif(
-    "OUTRIDER_SOAK_SECONDS" not in os.environ, reason="compares durations: runs under `make soak` only"
-)
+_only_in_soak = pytest.mark.skipif(not IN_SOAK, reason="compares durations: runs under `make soak` only")
 
 
 def measures_time(test: Any) -> Any:
     """Marks a test whose result depends on the speed and the load of the machine."""
     return pytest.mark.soak(_only_in_soak(test))
+
+
+def in_test_or_soak(in_test: int, in_soak: int) -> int:
+    """How many random cases a test runs: few under `make test`, all under `make soak`.
+
+    The test needs `pytest.mark.soak`, without which `make soak` leaves it out.
+    """
+    return in_soak if IN_SOAK else in_test
+
+
+def case_only_in_soak(*values: Any) -> Any:
+    """A case of `pytest.mark.parametrize` that `make test` leaves out, because similar cases take its place."""
+    marks = [pytest.mark.soak, pytest.mark.skipif(not IN_SOAK, reason="runs under `make soak` only")]
+    return pytest.param(*values, marks=marks)
 
 
 def wait_until(happened: Callable[[], object]) -> None:

@@ -12,6 +12,7 @@ from outrider.cpu import fast_math
 from outrider.models import machine, merged_linear
 from outrider.models.heads import LoadedHead
 from outrider.step.runner import Runner
+from patience import in_test_or_soak
 from step.histories import Tally, World, play, random_history
 from test_head_layouts_served import answers, write_model
 
@@ -46,6 +47,7 @@ def test_engines_on_the_cpu_merge_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert answers(folder)[1] > 0
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_histories_are_the_same_with_merged_layers(family: str) -> None:
@@ -58,7 +60,7 @@ def test_histories_are_the_same_with_merged_layers(family: str) -> None:
         "reduced": Runner(tiny.trunk, head, compiles=True),
     }
     tally = Tally()
-    for seed in range(900, 908):
+    for seed in range(900, 900 + in_test_or_soak(3, 8)):
         tally.add(play(tiny, random_history(seed, tiny.vocab_size)))
     assert tally.tokens > 0
     assert tally.excused * 1000 <= tally.tokens

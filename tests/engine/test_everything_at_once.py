@@ -15,9 +15,10 @@ from outrider.engine.sequence import Sequence
 from outrider.plan import CacheGeometry
 from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.speculate.ngram import NgramDrafter
+from patience import in_test_or_soak
 from restless_controller import RestlessController
 
-NUM_HISTORIES = 80
+NUM_HISTORIES = in_test_or_soak(24, 80)
 BAD_PICTURE = "not a picture"
 
 
@@ -124,6 +125,7 @@ class History:
         return earlier.tokens[:end], [piece for piece in pieces if piece.first < end]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("most_copied", [8, 32, 256 << 20])
 def test_every_request_gets_its_true_tokens(most_copied: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.engine.prefix.cache.MAX_COPIED_BYTES", most_copied)
@@ -138,6 +140,6 @@ def test_every_request_gets_its_true_tokens(most_copied: int, monkeypatch: pytes
         num_loaded += history.harness.runner.num_loaded
         num_caught_up += history.num_caught_up
         preemptions += sum(sequence.counters.preemptions for sequence in history.harness.sequences)
-    assert num_loaded > 1000
-    assert num_caught_up > 100
+    assert num_loaded > 300
+    assert num_caught_up > 30
     assert preemptions > 0

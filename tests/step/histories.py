@@ -152,8 +152,14 @@ class World:
             "reduced": Runner(self.trunk, LoadedHead((self.head,), "random", some)),
         }
 
+        self._answers: dict[str, Answer] = {}
+
     def answer(self, ask: Ask, so_far: Sequence[int] = ()) -> Answer:
-        return solo_answer(self.model, ask.prompt, ask.params, so_far)
+        """The same request is asked by several histories, and by all controls."""
+        asked = repr((ask.prompt, ask.params, so_far))
+        if asked not in self._answers:
+            self._answers[asked] = solo_answer(self.model, ask.prompt, ask.params, so_far)
+        return self._answers[asked]
 
 
 def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step import forward
 from outrider.step.compiled import NEUTRAL_PARAMS, is_traceable
 from outrider.step.runner import LaunchedPasses, Runner
+from patience import IN_SOAK, in_test_or_soak
 from plan_rows import plan_row
 from step.histories import History, Tally, World, play, random_history, world
 from step.reference import solo_answer
@@ -34,7 +34,16 @@ def not_compiled() -> None:
     mx.disable_compile()
 
 
-@pytest.mark.parametrize(("family", "num"), [("llama", 24), ("qwen3_5", 8), ("gpt_oss", 8)])
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("family", "num"),
+    [
+        ("llama", in_test_or_soak(8, 24)),
+        ("qwen3_5", in_test_or_soak(3, 8)),
+        ("gpt_oss", in_test_or_soak(3, 8)),
+    ],
+    ids=["llama", "qwen3_5", "gpt_oss"],
+)
 @pytest.mark.usefixtures("not_compiled")
 def test_histories_are_the_same_from_traces(family: str, num: int) -> None:
     tiny = world(family)
@@ -84,7 +93,7 @@ def compiled() -> Iterator[None]:
 
 
 really_compiled = pytest.mark.skipif(
-    "OUTRIDER_SOAK_SECONDS" not in os.environ or shutil.which("g++") is None,
+    not IN_SOAK or shutil.which("g++") is None,
     reason="MLX compiles for CPUs with a C++ compiler, slowly: runs under `make soak` only",
 )
 

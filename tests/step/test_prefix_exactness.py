@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from patience import in_test_or_soak
 from step.histories import world
 from step.prefix_sessions import SessionTally, play_session
 
-NUM_SESSIONS = {
-    "llama": 24,  # attention
-    "gemma3_text": 6,  # sliding windows
-    "gpt_oss": 4,
-    "deepseek_v3": 6,  # latent attention
-    "qwen3_5": 10,  # recurrent layers
-    "qwen3_next": 4,
+NUM_SESSIONS = {  # in `make test`, in `make soak`
+    "llama": in_test_or_soak(6, 24),  # attention
+    "gemma3_text": in_test_or_soak(2, 6),  # sliding windows
+    "gpt_oss": in_test_or_soak(2, 4),
+    "deepseek_v3": in_test_or_soak(2, 6),  # latent attention
+    "qwen3_5": in_test_or_soak(3, 10),  # recurrent layers
+    "qwen3_next": in_test_or_soak(2, 4),
 }
 
 
@@ -29,6 +30,7 @@ def _play(family: str, seed: int, folder: Path) -> SessionTally:
         raise
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("family", NUM_SESSIONS)
 def test_a_cached_prefix_never_changes_an_answer(family: str, tmp_path: Path) -> None:
     tally = SessionTally()
@@ -36,7 +38,7 @@ def test_a_cached_prefix_never_changes_an_answer(family: str, tmp_path: Path) ->
         tally.add(_play(family, seed, tmp_path / str(seed)))
     print(family, tally.summary())
     assert tally.played.excused * 10_000 <= tally.played.tokens
-    assert tally.hit_cells > 20 * NUM_SESSIONS[family], "nothing counts unless the cache was used"
+    assert tally.hit_cells > 10 * NUM_SESSIONS[family], "nothing counts unless the cache was used"
     assert tally.evictions > 0
     assert tally.restarts > NUM_SESSIONS[family]
     assert tally.disk_reads > 0
