@@ -36,7 +36,7 @@ def in_test_or_soak(in_test: int, in_soak: int) -> int:
 
 
 def case_only_in_soak(*values: Any) -> Any:
-    """A case of `pytest.mark.parametrize` that `make test` leaves out, because similar cases take its place."""
+    """A case of `pytest.mark.parametrize` that `make test` leaves out: similar ones run there."""
     marks = [pytest.mark.soak, pytest.mark.skipif(not IN_SOAK, reason="runs under `make soak` only")]
     return pytest.param(*values, marks=marks)
 

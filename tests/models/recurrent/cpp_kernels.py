@@ -1,7 +1,7 @@
 """GPU kernels without a GPU: their source for Metal or CUDA, compiled as C++.
 
 The 32 lanes of a group run one after the other in a single thread: a lane hands over to the next where it has
-to wait for the others' numbers. Threads would compute the same and spend most of their time waking each other.
+to wait for the others' numbers. Threads would compute the same, but would mostly be waking each other.
 
 What the two languages bring along is stood in for: where a thread is, sums and shuffles over a group, shapes
 and strides as MLX declares them. Types are as strict as Metal's: nothing becomes a bfloat unless told to.
