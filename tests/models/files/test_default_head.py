@@ -15,9 +15,13 @@ from outrider import LLM, SamplingParams
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import default_model
 from outrider.models.files.shipped_head import DATA, shipped_head
+from patience import IN_SOAK, in_test_or_soak
 
 PROMPTS = json.loads((DATA / "smollm2-135m-instruct" / "held_out_prompts.json").read_text())
-TOLERANCE = 0.08  # other processors round differently, so answers differ
+NUM_PROMPTS = in_test_or_soak(8, 40)
+# Other processors round differently, so answers differ. With 8 prompts there are about 120 drafts at the first
+# place, and the acceptance of 0.6 has a standard deviation of 0.04. A head that is fed wrongly has almost none.
+TOLERANCE = 0.08 if IN_SOAK else 0.15
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,7 @@ def folder() -> Path:
 def acceptance(folder: Path, temperature: float, draft_vocabulary: int | None) -> tuple[list[float], float]:
     """Return, at depth 3, the acceptance of each draft after accepted drafts, and the tokens per step."""
     params = SamplingParams(max_tokens=32, temperature=temperature, seed=1, draft_depth=3)
-    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:: len(PROMPTS) // NUM_PROMPTS]]
     with LLM(folder, draft_vocabulary=draft_vocabulary) as llm:
         outs = llm.chat(chats, params)
     accepted = [_total([out.stats.accepted for out in outs], place) for place in range(3)]
@@ -55,6 +59,7 @@ def test_default_model_finds_its_head(folder: Path) -> None:
     assert file.stat().st_size < 9_000_000
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("temperature", "draft_vocabulary", "stands", "tokens_a_step"),
     [
@@ -71,4 +76,4 @@ def test_drafts_stand_on_held_out_prompts(
         f"temperature {temperature}, draft vocabulary {draft_vocabulary}: {found}, {stride:.2f} tokens a step"
     )
     assert found == pytest.approx(stands, abs=TOLERANCE)
-    assert stride == pytest.approx(tokens_a_step, abs=0.1)
+    assert stride == pytest.approx(tokens_a_step, abs=0.1 if IN_SOAK else 0.3)
