@@ -126,8 +126,7 @@ def exit_status_of(*args: str) -> int:
     try:
         return main(["bench", *args])
     except SystemExit as left:  # the parser's own errors
-        assert isinstance(left.code, int)
-        return left.code
+        return int(left.code or 0)
 
 
 @pytest.mark.parametrize(

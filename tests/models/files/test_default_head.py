@@ -19,8 +19,8 @@ from patience import IN_SOAK, in_test_or_soak
 
 PROMPTS = json.loads((DATA / "smollm2-135m-instruct" / "held_out_prompts.json").read_text())
 NUM_PROMPTS = in_test_or_soak(8, 40)
-# Other processors round differently, so answers differ. With 8 prompts there are about 120 drafts at the first
-# place, and the acceptance of 0.6 has a standard deviation of 0.04. A head that is fed wrongly has almost none.
+# Other processors round differently, so answers differ. With 8 prompts there are about 120 first drafts:
+# their acceptance has a standard deviation of 0.04. A head that is fed wrongly has almost none.
 TOLERANCE = 0.08 if IN_SOAK else 0.15
 
 
