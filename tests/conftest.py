@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
@@ -16,6 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first importe
 import outrider  # noqa: E402, F401, I001  (first: it loads the fast BLAS, which must come before mlx)
 import mlx.core as mx  # noqa: E402
 from outrider.speculate import calibration, cost_store  # noqa: E402
+from patience import in_test_or_soak  # noqa: E402
 
 mx.set_default_device(mx.cpu)
 
@@ -23,11 +24,31 @@ _measurements = tempfile.TemporaryDirectory(prefix="outrider-depth-")
 cost_store.folder = lambda: Path(_measurements.name)
 calibration.BUDGET_S = 0.05
 
-# A slow example on a busy machine is no failure.
-settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A slow example on a busy machine is no failure. 100 examples are Hypothesis's own default.
+settings.register_profile(
+    "outrider",
+    max_examples=in_test_or_soak(40, 100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("outrider")
 
 
+# The folders whose files take longest, the longest first.
+LONGEST = ("step", "golden_tokens", "train", "files", "recurrent", "bench", "api")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for `-m soak`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that two workers end at about the same time."""
-    items.sort(key=lambda item: "step" not in item.path.parts)
+    """Sorts the longest files first, so that two workers end at about the same time.
+
+    Marks all tests of Hypothesis, which run with more examples under `make soak`.
+    """
+    items.sort(key=lambda item: _place(item.path))
+    for item in items:
+        if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+            item.add_marker(pytest.mark.soak)
+
+
+def _place(path: Path) -> int:
+    return next((i for i, folder in enumerate(LONGEST) if path.parent.name == folder), len(LONGEST))

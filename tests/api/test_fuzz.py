@@ -12,6 +12,8 @@ from fake_backend import CALLS, Client, FakeBackend, server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from patience import in_test_or_soak
+
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
 FULL: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
@@ -153,11 +155,12 @@ def test_unchanged_request_is_served(path: str) -> None:
     assert response.status_code == 200, response.text
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("path", FULL)
 def test_no_body_is_a_500(path: str) -> None:
     client = Client(server(FakeBackend(CALLS)))
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=in_test_or_soak(120, 300), deadline=None, suppress_health_check=list(HealthCheck))
     @given(body=bodies(path))
     def check(body: Any) -> None:
         response: httpx.Response = client.request(

@@ -19,11 +19,12 @@ import pytest
 from drawn_images import SHAPE_AND_COLOUR, Question, questions_about_shapes
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import vision_model
-from patience import PATIENCE_S
+from patience import PATIENCE_S, in_test_or_soak
 from server_process import ServerProcess, serving
 
-QUESTIONS = questions_about_shapes()
-SINGLE = [question for question in QUESTIONS if question.num_shapes == 1]
+ALL_QUESTIONS = questions_about_shapes()
+SINGLE = [question for question in ALL_QUESTIONS if question.num_shapes == 1]
+QUESTIONS = ALL_QUESTIONS[:: in_test_or_soak(3, 1)]
 LEAST_RIGHT = 0.9
 EXAMPLE = Path(__file__).parents[2] / "examples" / "image.py"
 
@@ -101,13 +102,14 @@ def beside_text(client: openai.OpenAI) -> tuple[list[str], int]:
     return answers, sum(begin_s < arrival_s < end_s for arrival_s in stream.arrivals_s)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", SHAPE_AND_COLOUR)
 @pytest.mark.parametrize(
     ("fits", "num_asked"),
     [
-        pytest.param(lambda num_shapes: num_shapes >= 1, 38, id="all"),
-        pytest.param(lambda num_shapes: num_shapes == 1, 22, id="one shape"),
-        pytest.param(lambda num_shapes: num_shapes > 1, 16, id="one of several shapes"),
+        pytest.param(lambda num_shapes: num_shapes >= 1, in_test_or_soak(12, 38), id="all"),
+        pytest.param(lambda num_shapes: num_shapes == 1, in_test_or_soak(7, 22), id="one shape"),
+        pytest.param(lambda num_shapes: num_shapes > 1, in_test_or_soak(5, 16), id="one of several shapes"),
     ],
 )
 def test_held_out_pictures_are_seen_while_text_streams(
@@ -120,7 +122,7 @@ def test_held_out_pictures_are_seen_while_text_streams(
         if question.kind == kind and fits(question.num_shapes)
     ]
     wrong = [one for one in asked if one[1] != one[2]]
-    assert len(asked) == num_asked
+    assert len(asked) >= num_asked
     assert len(asked) - len(wrong) >= LEAST_RIGHT * len(asked), wrong
     assert pieces > 20
 

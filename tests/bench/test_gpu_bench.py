@@ -22,6 +22,7 @@ from outrider.request import DraftDepth
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import MeasuredCosts
 from outrider.step import verify
+from patience import case_only_in_soak
 
 LOAD = Load(rows=3, num_prompt=12, steps=12, seconds=60)
 QUICK = ["--rows", "2", "--depths", "1", "--steps", "8", "--seconds", "0.2", "--rounds", "1"]
@@ -152,7 +153,14 @@ def test_a_step_moves_at_least_its_weights_states_keys_and_drafts(hybrid: Subjec
 # -- cells -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("4b", "bf16"), ("27b", "4bit"), ("dense-4b", "f32")])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("4b", "bf16"),
+        ("dense-4b", "f32"),
+        case_only_in_soak("27b", "4bit"),  # quantised products are slow on a CPU
+    ],
+)
 def test_all_cells_of_a_model(model: str, dtype: str, tmp_path: Path) -> None:
     code, found = run(tmp_path, "--tiny", "--models", model, "--dtypes", dtype, "--only", "tiny-*")
     own = f"tiny-{model}/{dtype}"
@@ -218,7 +226,7 @@ def test_what_makes_no_sense_is_refused(args: list[str]) -> None:
 # -- checks ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [case_only_in_soak(0.0), 0.8])
 def test_drafts_leave_tokens_as_they_are_and_a_wrong_step_is_noticed(
     hybrid: Subject, temperature: float
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,8 +30,12 @@ def result(id: str) -> Message:
     return Message("tool", (TextPart("rain"),), tool_call_id=id)
 
 
+tokenizer_of = cache(new_tokenizer)
+
+
+@cache
 def template_of(source: str | None, assistant_tokens: tuple[str, ...] = ()) -> ChatTemplate:
-    tokenizer = new_tokenizer(source)
+    tokenizer = tokenizer_of(source)
     return ChatTemplate(tokenizer, Vocabulary(tokenizer), assistant_tokens)
 
 
@@ -255,6 +260,6 @@ def test_no_text_becomes_a_special_token(parts: list[str]) -> None:
 
 @given(st.text(alphabet="ab <>|é\n", max_size=30))
 def test_harmless_text_is_encoded_as_the_tokenizer_would(text: str) -> None:
-    tokenizer = new_tokenizer(BARE)
+    tokenizer = tokenizer_of(BARE)
     expected = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     assert list(render(BARE, says("user", text)).ids) == expected
