@@ -2,7 +2,7 @@
 
 The answers are the trunk's own greedy answers, so a draft is accepted if it equals the text. One pass
 compares the guesses of all chains with the text; then the engine's steps over the text are simulated. The
-counts equal the engine's counts exactly (tests/train/test_agreement.py).
+counts equal the engine's counts exactly (tests/train/test_trained_head.py).
 """
 
 from __future__ import annotations
