@@ -17,10 +17,12 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.llm import Completion
+from patience import in_test_or_soak
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests/data/tiny-hybrid"
 QUESTIONS: list[str] = json.loads((FOLDER / "held_out_prompts.json").read_text())
+ASKED = QUESTIONS[: in_test_or_soak(10, 24)]
 Plain = dict[str, list[list[int]]]
 GREEDY = SamplingParams(temperature=0, max_tokens=96, draft_depth=0)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=96, draft_depth=0)
@@ -37,7 +39,7 @@ def plain() -> Plain:
     """What the same model answers without its head, a question at a time."""
     with LLM(FOLDER, drafter="none", max_rows=1) as llm:
         asked = {"greedy": GREEDY, "sampled": SAMPLED}
-        return {name: tokens(ask(llm, QUESTIONS, params)) for name, params in asked.items()}
+        return {name: tokens(ask(llm, ASKED, params)) for name, params in asked.items()}
 
 
 def ask(llm: LLM, questions: Sequence[str], params: SamplingParams) -> list[Completion]:
@@ -73,17 +75,19 @@ def test_the_checkpoint_is_small() -> None:
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 3_000_000
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("depth", [2, 3])
 def test_greedy_drafts_stand_and_change_nothing(llm: LLM, plain: Plain, depth: int) -> None:
-    answers = ask(llm, QUESTIONS, replace(GREEDY, draft_depth=depth))
+    answers = ask(llm, ASKED, replace(GREEDY, draft_depth=depth))
     print(f"depth {depth}: first drafts {share_of_first_drafts(answers):.3f}, stride {stride(answers):.2f}")
     assert share_of_first_drafts(answers) > 0.5
     assert stride(answers) > 1.5
     assert tokens(answers) == plain["greedy"]
 
 
+@pytest.mark.soak
 def test_sampled_drafts_stand_and_change_nothing(llm: LLM, plain: Plain) -> None:
-    answers = ask(llm, QUESTIONS, replace(SAMPLED, draft_depth=3))
+    answers = ask(llm, ASKED, replace(SAMPLED, draft_depth=3))
     print(f"sampled: first drafts {share_of_first_drafts(answers):.3f}, stride {stride(answers):.2f}")
     assert share_of_first_drafts(answers) > 0.35
     assert stride(answers) > 1.5
@@ -92,7 +96,7 @@ def test_sampled_drafts_stand_and_change_nothing(llm: LLM, plain: Plain) -> None
 
 
 def test_four_rows_of_uneven_lengths_answer_as_each_does_alone(llm: LLM) -> None:
-    questions = [" ".join(QUESTIONS[:1] * 9), QUESTIONS[2], " ".join(QUESTIONS[1:2] * 4), QUESTIONS[7]]
+    questions = [" ".join(ASKED[:1] * 9), ASKED[2], " ".join(ASKED[1:2] * 4), ASKED[7]]
     params = [
         SamplingParams(temperature=0.8 * (row % 2), seed=row, max_tokens=20 + 19 * row, draft_depth=depth)
         for row, depth in enumerate((3, 0, 2, 3))
@@ -106,9 +110,9 @@ def test_four_rows_of_uneven_lengths_answer_as_each_does_alone(llm: LLM) -> None
 
 def test_it_answers_in_the_form_that_was_asked_for(llm: LLM) -> None:
     """The model is small and mixes up names, but it knows what a record and a function look like."""
-    record, function = ask(llm, [QUESTIONS[1], QUESTIONS[4]], replace(GREEDY, draft_depth=2))
+    record, function = ask(llm, [ASKED[1], ASKED[4]], replace(GREEDY, draft_depth=2))
     assert list(json.loads(record.text)) == ["name", "age", "city", "email", "likes", "active"]
-    number = re.search(r"\d+", QUESTIONS[4])
+    number = re.search(r"\d+", ASKED[4])
     assert number is not None
     assert f"_{number[0]}(" in function.text
     assert record.finish_reason == function.finish_reason == "stop"
