@@ -140,6 +140,6 @@ def test_every_request_gets_its_true_tokens(most_copied: int, monkeypatch: pytes
         num_loaded += history.harness.runner.num_loaded
         num_caught_up += history.num_caught_up
         preemptions += sum(sequence.counters.preemptions for sequence in history.harness.sequences)
-    assert num_loaded > 300
-    assert num_caught_up > 30
+    assert num_loaded > in_test_or_soak(300, 1000)
+    assert num_caught_up > in_test_or_soak(30, 100)
     assert preemptions > 0
