@@ -99,6 +99,9 @@ class FakeStream:
     def abort(self) -> None:
         self.aborted = True
 
+    def abort_if_waiting(self) -> None:
+        """Streams of this backend have their row at once."""
+
 
 @dataclass
 class FakeAnswers:

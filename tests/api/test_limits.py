@@ -313,7 +313,7 @@ def test_draining_server_is_not_ready_and_takes_nobody() -> None:
 
 
 def test_places_are_freed_once() -> None:
-    live = LiveRequests(Admission(Load(num_requests=2, num_tokens=100)), Metrics())
+    live = LiveRequests(Admission(Load(num_requests=2, num_tokens=100)), Metrics(), settings())
 
     async def prepare() -> FakeAnswers:
         return FakeAnswers([lambda: FakeStream("req", HELLO)] * 2)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_backend import HELLO, USAGE, USER, FakeBackend, Gate, server
+from fake_backend import HELLO, USAGE, USER, FakeBackend, FakeStream, Gate, server
 
 from outrider.api.app import Server
 from outrider.chat.events import ChatEvent, Finished, TextDelta
@@ -205,3 +205,96 @@ def test_drain_lets_answers_end_and_then_stops_the_engine() -> None:
     assert num_stops == 1
     assert "shutting down" in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+def test_disconnect_in_the_middle_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    gate = Gate(num_events=1)
+    made = server(FakeBackend(MANY, gate=gate))
+
+    async def run() -> None:
+        for streams in (True, False):
+            caller = Caller("/v1/chat/completions", {"messages": USER, "stream": streams})
+            calling = asyncio.create_task(caller.call(made))
+            await asyncio.wait_for(gate.holds.wait(), GUARD_S)
+            caller.gone.set()
+            await asyncio.wait_for(calling, GUARD_S)
+        uploading = Caller("/v1/chat/completions", {})
+        uploading._body = None
+        uploading.gone.set()
+        await asyncio.wait_for(uploading.call(made), GUARD_S)
+
+    asyncio.run(run())
+    lines = [record.getMessage() for record in caplog.records if record.name == "outrider.access"]
+    assert len(lines) == 3
+    for line in lines:
+        assert line.startswith("POST /v1/chat/completions 499 ")
+        assert line.endswith("(client_closed)")
+    assert not next(iter(made.context.live.metrics.refusals.collect())).samples
+
+
+@pytest.mark.parametrize("is_draining", [True, False])
+def test_body_is_not_read_while_no_answer_can_be_started(is_draining: bool) -> None:
+    made = server(FakeBackend(), max_rows=1, max_queue=0)
+    made.context.live.admission.open()
+    made.context.live.admission.is_draining = is_draining
+
+    async def run() -> int | None:
+        caller = Caller("/v1/chat/completions", {"messages": USER})
+
+        async def receive() -> dict[str, Any]:
+            raise AssertionError("the body is read")
+
+        await made.app(caller.scope, receive, caller.send)  # type: ignore[arg-type]
+        return caller.status
+
+    assert asyncio.run(run()) == (503 if is_draining else 429)
+
+
+class WaitingBackend(FakeBackend):
+    """Its requests never get a row."""
+
+    def _stream(self, request: Any) -> FakeStream:
+        stream = super()._stream(request)
+        given_up = asyncio.Event()
+        stream.abort_if_waiting = given_up.set  # type: ignore[method-assign]
+        stream._gate = given_up.wait  # type: ignore[assignment]
+        stream._events = (Finished("queue_timeout", USAGE),)
+        return stream
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_request_without_a_row_ends_with_a_503(path: str) -> None:
+    made = server(WaitingBackend(), queue_timeout_s=0.01)
+
+    async def run(streams: bool) -> Caller:
+        caller = Caller(path, BODIES[path] | {"stream": streams})
+        await asyncio.wait_for(caller.call(made), GUARD_S)
+        return caller
+
+    assert asyncio.run(run(False)).status == 503
+    assert b"--queue-timeout" in asyncio.run(run(True)).received
+    assert made.context.live.num_live == 0
+    assert made.context.live.metrics.refusals.labels("queue_timeout")._value.get() == 2
+
+
+def test_time_limit_holds_while_the_request_is_prepared() -> None:
+    class Slow(FakeBackend):
+        async def prepare(self, request: Any, num_answers: int = 1) -> Any:
+            await asyncio.sleep(GUARD_S)
+
+        async def count_tokens(self, request: Any) -> int:
+            await asyncio.sleep(GUARD_S)
+            return 0
+
+    async def run(path: str = "/v1/chat/completions", **limits: Any) -> int | None:
+        made = server(Slow(), **limits)
+        caller = Caller(path, {"messages": USER, "input": "Hi", "stream": True})
+        await asyncio.wait_for(caller.call(made), GUARD_S)
+        assert made.context.live.num_live == 0
+        return caller.status
+
+    assert asyncio.run(run(request_timeout_s=0.01)) == 504
+    assert asyncio.run(run(queue_timeout_s=0.01)) == 503
+    for path in ("/v1/messages/count_tokens", "/v1/responses/input_tokens"):
+        assert asyncio.run(run(path, request_timeout_s=0.01)) == 504

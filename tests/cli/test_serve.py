@@ -70,6 +70,7 @@ def test_every_option_has_all_three_sources(option: Any, tmp_path: Path) -> None
         "drafter": "ngram",
         "dtype": "bfloat16",
         "log-level": "debug",
+        "log-format": "json",
         "memory-budget": "5MB",
         "draft-depth": "3",
     }

@@ -424,3 +424,27 @@ def test_marker_that_can_never_come_is_refused(engine: Engine, token_id: int) ->
 def test_min_tokens_is_refused_with_a_grammar(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="min_tokens"):
         engine.validate([1], SamplingParams(grammar=Grammar("regex", "a"), min_tokens=3))
+
+
+# -- waiting for a row -----------------------------------------------------------------------------------
+
+
+def test_only_a_request_without_a_row_is_given_up(runner: EngineRunner) -> None:
+    engine = Engine(EngineConfig(max_rows=1), lambda: parts(runner))
+    try:
+        running, waiting = engine.validate([1], ENDLESS), engine.validate([2], ENDLESS)
+        outboxes = [engine.submit(running), engine.submit(waiting)]
+        wait_until(lambda: engine.num_steps > 3)
+        for request, outbox in zip((running, waiting), outboxes, strict=True):
+            engine.cancel_if_waiting(request.id, outbox)
+        end = end_of(outboxes[1])
+        assert end.finish_reason == "queue_timeout"
+        assert not end.token_ids
+        num_steps = engine.num_steps
+        wait_until(lambda: engine.num_steps > num_steps + 3)  # the other one goes on
+        engine.cancel(running.id)
+        assert end_of(outboxes[0]).finish_reason == "cancelled"
+        engine.cancel_if_waiting(running.id, outboxes[0])
+        assert end_of(submit(engine, [1], SHORT)).finish_reason == "length"
+    finally:
+        engine.close()

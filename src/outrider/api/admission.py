@@ -44,6 +44,7 @@ WORDS = {
     "num_bytes": ("bytes of request bodies", "--max-live-bytes"),
     "num_tokens": ("prompt tokens that run or wait", "--max-live-tokens"),
 }
+REASONS = {"num_requests": "queue_full", "num_bytes": "live_bytes", "num_tokens": "live_tokens"}  # of a 429
 
 
 class Reservation:
@@ -107,6 +108,7 @@ class Admission:
                 f"the server is busy: {num:,} {what}, of at most {limit:,}. Try again later.",
                 code="rate_limit_exceeded",
                 headers=self._headers,
+                reason=REASONS[name],
             )
 
 

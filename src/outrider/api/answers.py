@@ -9,13 +9,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.api.admission import Admission, Reservation, current_reservation
 from outrider.api.errors import ApiError, internal_error
-from outrider.api.middleware import current_request_id
+from outrider.api.middleware import current_request_id, note_refusal
 from outrider.api.operations.metrics import Metrics
+from outrider.api.settings import ServerSettings
 from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,10 @@ class EventStream(Protocol):
     def __aiter__(self) -> AsyncIterator[ChatEvent]: ...
 
     def abort(self) -> None: ...
+
+    def abort_if_waiting(self) -> None:
+        """End with a Finished("queue_timeout"), unless the request has got a row."""
+        ...
 
 
 class PreparedAnswers(Protocol):
@@ -77,8 +83,9 @@ class LiveRequests:
     Admission decides how many there may be; below its limits, the engine decides which requests run.
     """
 
-    def __init__(self, admission: Admission, metrics: Metrics) -> None:
+    def __init__(self, admission: Admission, metrics: Metrics, settings: ServerSettings) -> None:
         self.admission = admission
+        self._settings = settings
         self.answers: dict[int, Answers] = {}  # by id()
         self.metrics = metrics
 
@@ -91,27 +98,36 @@ class LiveRequests:
     def is_draining(self) -> bool:
         return self.admission.is_draining
 
-    async def start(self, api: str, num_answers: int, prompts: Iterable[Prepare]) -> Answers:
+    async def start(
+        self, api: str, num_answers: int, prompts: Iterable[Prepare], timeout_s: float | None = None
+    ) -> Answers:
         """Prepare all prompts, then start all their answers. If one cannot start, none runs.
 
-        `prompts` is read only after the answers are admitted. Raises ApiError if they are not: see Admission.
+        `prompts` is read only after the answers are admitted. Raises ApiError if they are not: see Admission;
+        also if a time limit ends before they have started. `timeout_s`: the client's limit.
         """
+        limits = self.time_limits(timeout_s)
         reservation = current_reservation.get()
         reservation.usage.check_tokens()
         reservation.add(num_requests=num_answers - 1)  # the request itself holds a place already
         prepared: list[PreparedAnswers] = []
-        for prepare in prompts:
-            prepared.append(await prepare())
-            reservation.add(num_tokens=prepared[-1].num_tokens)
+        async with limits.preparing():
+            for prepare in prompts:
+                prepared.append(await prepare())
+                reservation.add(num_tokens=prepared[-1].num_tokens)
         streams: list[EventStream] = []
         try:
             for one in prepared:
                 streams += one.start()
-            return Answers(api, streams, self, reservation)
+            return Answers(api, streams, self, reservation, limits)
         except BaseException:
             for stream in streams:
                 stream.abort()
             raise
+
+    def time_limits(self, timeout_s: float | None) -> TimeLimits:
+        """The deadlines of a request that begins now. `timeout_s`: the client's own limit."""
+        return TimeLimits(self._settings, timeout_s)
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -122,11 +138,53 @@ class LiveRequests:
             await asyncio.sleep(DRAIN_LOOK_S)
 
 
+class TimeLimits:
+    """The deadlines of one API request, on the event loop's clock: for its row, and for its whole answer."""
+
+    def __init__(self, settings: ServerSettings, timeout_s: float | None) -> None:
+        """`timeout_s`: the client's own limit. The server's limit holds for every request."""
+        given = [seconds for seconds in (timeout_s, settings.request_timeout_s) if seconds]
+        self.timeout_s = min(given, default=None)
+        self._settings = settings
+        now_s = asyncio.get_running_loop().time()
+        self.end_s = None if self.timeout_s is None else now_s + self.timeout_s
+        self.row_s = now_s + settings.queue_timeout_s if settings.queue_timeout_s else None
+
+    @asynccontextmanager
+    async def preparing(self) -> AsyncIterator[None]:
+        """The time to load images, render and tokenize. Raises ApiError if there is none left."""
+        deadlines_s = [deadline_s for deadline_s in (self.end_s, self.row_s) if deadline_s is not None]
+        time_limit = asyncio.timeout_at(min(deadlines_s, default=None))
+        try:
+            async with time_limit:
+                yield
+        except TimeoutError:
+            if not time_limit.expired():
+                raise
+            if time_limit.when() == self.end_s:
+                raise _timeout_error(self.timeout_message) from None
+            raise _queue_timeout_error() from None
+
+    @property
+    def timeout_message(self) -> str:
+        limit_s = self._settings.request_timeout_s
+        most = f", at most {limit_s:g} s, the limit of this server (--request-timeout)" if limit_s else ""
+        return (
+            f"the answer was not complete within {self.timeout_s:g} s. Ask for fewer tokens, or set a larger "
+            f"timeout{most}"
+        )
+
+
 class Answers:
     """All choices of one API request. Iterate `events` once, and `close` at the end or to give up."""
 
     def __init__(
-        self, api: str, streams: Sequence[EventStream], live: LiveRequests, reservation: Reservation
+        self,
+        api: str,
+        streams: Sequence[EventStream],
+        live: LiveRequests,
+        reservation: Reservation,
+        limits: TimeLimits,
     ) -> None:
         self.api = api
         self.request_id = current_request_id.get()
@@ -136,6 +194,11 @@ class Answers:
         self._live = live
         self._reservation = reservation
         self._queue: asyncio.Queue[tuple[int, ChatEvent]] = asyncio.Queue(MAX_QUEUED_EVENTS)
+        self._limits = limits
+        self._queue_timer: asyncio.TimerHandle | None = None
+        if limits.row_s is not None:  # rows are given in order: the first choice gets the first one
+            loop = asyncio.get_running_loop()
+            self._queue_timer = loop.call_at(limits.row_s, streams[0].abort_if_waiting)
         self._pumps = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(streams)]
         live.answers[id(self)] = self
 
@@ -155,6 +218,8 @@ class Answers:
 
     def close(self) -> None:
         """Abort the choices that still run and free their places. A second call has no effect."""
+        if self._queue_timer is not None:
+            self._queue_timer.cancel()
         for pump in self._pumps:
             pump.cancel()
         for stream, state in zip(self._streams, self.choices, strict=True):
@@ -173,25 +238,32 @@ class Answers:
             self._measure(self.choices[choice], event)
             if isinstance(event, Finished):
                 num_running -= 1
+                if error := failure_of(event):
+                    note_refusal(error.reason)
             yield choice, event
 
     async def _pump(self, choice: int, stream: EventStream) -> None:
         last: ChatEvent = Finished("cancelled", Usage(), error="the stream ended without a Finished event")
         try:
-            async for event in stream:
-                await self._queue.put((choice, event))
-                if isinstance(event, Finished):
-                    return
-        except Exception:  # a fault in the chat service: the client still gets a last event
-            log.exception("stream %s failed", stream.request_id)
-            last = Finished("error", Usage())
+            async with asyncio.timeout_at(self._limits.end_s) as time_limit:
+                async for event in stream:
+                    await self._queue.put((choice, event))
+                    if isinstance(event, Finished):
+                        return
+        except Exception:
+            if time_limit.expired():
+                stream.abort()
+                last = Finished("timeout", Usage(), error=self._limits.timeout_message)
+            else:  # a fault in the chat service: the client still gets a last event
+                log.exception("stream %s failed", stream.request_id)
+                last = Finished("error", Usage())
         await self._queue.put((choice, last))
 
     def _measure(self, state: ChoiceState, event: ChatEvent) -> None:
         now_s = time.perf_counter()
         if isinstance(event, Finished):
             state.finished = event
-            if event.error is not None:
+            if event.error is not None and event.reason != "timeout":
                 log.error("answer %s failed: %s", state.engine_id, event.error)
             return
         if isinstance(event, Logprobs):
@@ -228,6 +300,21 @@ def failure_of(finished: Finished) -> ApiError | None:
     if finished.reason == "cancelled":
         message = "the answer was cancelled: the server is shutting down"
         return ApiError(503, message, headers={"Retry-After": "5"})
+    if finished.reason == "queue_timeout":
+        return _queue_timeout_error()
+    if finished.reason == "timeout":
+        return _timeout_error(finished.error or "the answer was not complete in time")
     if finished.reason == "error":
         return internal_error(current_request_id.get())
     return None
+
+
+def _queue_timeout_error() -> ApiError:
+    message = "the request waited too long for a free row (--queue-timeout). Try again later."
+    return ApiError(503, message, headers={"Retry-After": "5"}, reason="queue_timeout")
+
+
+def _timeout_error(message: str) -> ApiError:
+    # The header is for OpenAI's and Anthropic's clients: a second try would take as long.
+    headers = {"x-should-retry": "false"}
+    return ApiError(504, message, code="timeout", headers=headers, reason="request_timeout")

@@ -21,7 +21,7 @@ from outrider.api.errors import HANDLERS
 from outrider.api.host_check import HostCheck, host_names
 from outrider.api.keys import api_keys
 from outrider.api.logprobs import TokenText
-from outrider.api.middleware import BodyLimit, RequestLog
+from outrider.api.middleware import RequestLimits, RequestLog
 from outrider.api.openai.chat import chat_router
 from outrider.api.openai.completions import completions_router
 from outrider.api.openai.models import models_router
@@ -98,7 +98,7 @@ def create_server(
         await stop_engine()
 
     metrics = metrics or Metrics()
-    live = LiveRequests(admission_of(settings, facts.max_context), metrics)
+    live = LiveRequests(admission_of(settings, facts.max_context), metrics, settings)
     metrics.watch_live_requests(lambda: live.num_live)
     context = ServerContext(backend, facts, settings, TokenText(tokenizer), live, **context_parts)
     app = FastAPI(
@@ -140,6 +140,6 @@ def _middleware(settings: ServerSettings, live: LiveRequests) -> list[Middleware
     return [
         *stack,
         Middleware(RequireKey, keys=api_keys(settings)),
+        Middleware(RequestLimits, settings=settings),
         Middleware(Admit, admission=live.admission),
-        Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
     ]

@@ -23,6 +23,21 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status code
 MAX_SHOWN_PROBLEMS = 3  # schema errors that one message lists; chosen by hand
 MAX_SHOWN_CHARACTERS = 200  # of an error's path and text, which may contain the client's own; chosen by hand
 
+REFUSAL = "refusal"  # key of the request's state (scope["state"]): why it was refused, for log and metrics
+REASONS = {  # by status, for errors that name no reason
+    400: "invalid_request",
+    401: "api_key",
+    403: "forbidden",
+    404: "not_found",
+    405: "method",
+    413: "body_size",
+    414: "headers",
+    415: "content_type",
+    429: "queue_full",
+    431: "headers",
+    499: "client_closed",
+    503: "shutting_down",
+}
 OPENAI_TYPES = {429: "rate_limit_error"}
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -30,13 +45,18 @@ ANTHROPIC_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    408: "timeout_error",
     503: "overloaded_error",
+    504: "timeout_error",
     529: "overloaded_error",
 }
 
 
 class ApiError(HTTPException):
-    """An HTTP error. `param` is the field at fault; `code` is OpenAI's machine-readable name of the error."""
+    """An HTTP error. `param` is the field at fault; `code` is OpenAI's machine-readable name of the error.
+
+    `reason` is the label of the error in the log and in outrider_refusals_total.
+    """
 
     def __init__(
         self,
@@ -46,8 +66,10 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(status, message, dict(headers) if headers else None)
+        self.reason = reason or REASONS.get(status, "fault" if status >= 500 else "other")
         self.param = param
         self.code = code
 
@@ -86,8 +108,10 @@ def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str,
 
 
 def error_response(connection: HTTPConnection, error: ApiError) -> JSONResponse:
-    """The error in the JSON shape of the requested API."""
-    request_id = connection.scope.get("state", {}).get("request_id")
+    """The error in the JSON shape of the requested API. Notes its reason for the log and the metrics."""
+    state = connection.scope.setdefault("state", {})
+    state.setdefault(REFUSAL, error.reason)
+    request_id = state.get("request_id")
     path = connection.scope.get("path", "")
     is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in connection.headers
     body = anthropic_error(error, request_id) if is_anthropic else openai_error(error)

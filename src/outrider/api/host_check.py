@@ -83,6 +83,7 @@ class HostCheck:
                 f"the Host header says {foreign[0][:100]!r}, which is not a name of this server. If clients "
                 "use this name, start the server with --allowed-hosts NAME",
                 code="host_not_allowed",
+                reason="host",
             )
         if scope["method"] not in SAFE_METHODS and _is_cross_site(headers, self._origins):
             origin = headers.get("origin", "another site")
@@ -91,6 +92,7 @@ class HostCheck:
                 f"a web page of {origin[:100]!r} sent this request. If its pages may use this server, start "
                 "the server with --cors-origin ORIGIN",
                 code="origin_not_allowed",
+                reason="origin",
             )
         return None
 

@@ -1,34 +1,52 @@
-"""ASGI middleware in front of the routes: request id and access log, body size.
+"""ASGI middleware in front of the routes: request id and access log, limits of what a client sends.
 
 Plain ASGI, not Starlette's BaseHTTPMiddleware: the chunks of a stream pass through without buffering.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
 import uuid
 from contextvars import ContextVar
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.api.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
+from outrider.api.errors import CLIENT_CLOSED_REQUEST, REFUSAL, ApiError, ClientGone, error_response
 from outrider.api.operations.metrics import Metrics
+from outrider.api.settings import ServerSettings
 
 log = logging.getLogger("outrider.access")
 
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH")
 OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/docs", "/openapi.json")  # served without a key
+KEY_NAME = "key_name"  # key of the request's state (scope["state"]): the name of its API key, for the log
 LOGGABLE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+# Of the headers of a request. Chosen by hand: common servers allow 8 to 32 KiB.
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 16 << 10
+MAX_URL_BYTES = 8 << 10
+MIN_BODY_RATE = 32 << 10  # bytes/s of a long body on average; chosen by hand: a slow mobile uplink
 
 # Set for the time of one HTTP request.
 current_request_id: ContextVar[str] = ContextVar("current_request_id", default="-")
 # Whose request it is: the name of its API key, or a hash of the key that it sent if the server needs none.
 # Tenants share no cached prefixes, no cached images and no stored responses.
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
+_current_state: ContextVar[dict[str, Any] | None] = ContextVar("_current_state", default=None)
+
+
+def note_refusal(reason: str) -> None:
+    """Name the reason why the current request fails, for the log and the metrics. The first reason stays."""
+    state = _current_state.get()
+    if state is not None:
+        state.setdefault(REFUSAL, reason)
 
 
 class RequestIdFilter(logging.Filter):
@@ -53,25 +71,32 @@ class RequestLog:
         headers = Headers(scope=scope)
         client_id = headers.get("x-request-id", "")
         request_id = client_id if LOGGABLE_ID.fullmatch(client_id) else f"req_{uuid.uuid4().hex}"
-        scope.setdefault("state", {})["request_id"] = request_id
-        status, started_s = CLIENT_CLOSED_REQUEST, time.perf_counter()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        status, started_s, is_complete = CLIENT_CLOSED_REQUEST, time.perf_counter(), False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
+            nonlocal status, is_complete
+            if message["type"] == "http.response.body":
+                is_complete = not message.get("more_body", False)
+            elif message["type"] == "http.response.start":
                 status = message["status"]
                 response_headers = MutableHeaders(scope=message)
                 response_headers["x-request-id"] = response_headers["request-id"] = request_id
             await send(message)
 
         id_token = current_request_id.set(request_id)
+        state_token = _current_state.set(state)
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            status = 500
+            status, is_complete = 500, True
             raise
         finally:
+            if not is_complete:  # the client left, or did not read, in the middle of its answer
+                status = CLIENT_CLOSED_REQUEST
             self._count_and_log(scope, status, time.perf_counter() - started_s)
+            _current_state.reset(state_token)
             current_request_id.reset(id_token)
 
     def _count_and_log(self, scope: Scope, status: int, seconds: float) -> None:
@@ -79,40 +104,106 @@ class RequestLog:
         method = scope["method"] if scope["method"] in METHODS else "other"
         self._metrics.http.labels(route, method, str(status)).inc()
         self._metrics.http_s.labels(route).observe(seconds)
+        reason = scope["state"].get(REFUSAL) or ("client_closed" if status == CLIENT_CLOSED_REQUEST else None)
+        if reason not in (None, "client_closed", "fault"):
+            self._metrics.refusals.labels(reason).inc()
         level = logging.DEBUG if route in OPEN_PATHS or route == "/metrics" else logging.INFO
-        log.log(level, "%s %s %d %.0f ms", scope["method"], scope["path"], status, seconds * 1000)
+        fields = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "route": route,
+            "status": status,
+            "duration_s": round(seconds, 6),
+            "key": scope["state"].get(KEY_NAME),
+            "reason": reason,
+        }
+        shown = f" ({reason})" if reason else ""
+        text = "%s %s %d %.0f ms%s"
+        extra = {"fields": fields}
+        log.log(level, text, scope["method"], scope["path"], status, seconds * 1000, shown, extra=extra)
 
 
-class BodyLimit:
-    """Answers 413 to a body over the limit: at once if Content-Length is over it, else during the upload."""
+class RequestLimits:
+    """Limits of what one request sends: size of its headers and of its body, time of its body.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    The body of a request that is refused for its headers is not read.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
-        self._max_bytes = max_bytes
+        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        content_length = Headers(scope=scope).get("content-length", "")
-        if content_length.isdigit() and int(content_length) > self._max_bytes:
-            await error_response(HTTPConnection(scope), self._error())(scope, receive, send)
+        try:
+            self._check_headers(scope)
+        except ApiError as error:
+            await error_response(HTTPConnection(scope), error)(scope, receive, send)
             return
-        num_bytes = 0
+        body = _Body(self._settings.body_timeout_s)
 
-        async def receive_counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise self._error()
+        async def receive_limited() -> Message:
+            try:
+                async with asyncio.timeout_at(body.deadline_s):
+                    message = await receive()
+            except TimeoutError:
+                raise self._body_timeout(body) from None
+            self._count(body, message)
             return message
 
-        await self._app(scope, receive_counted, send)
+        await self._app(scope, receive_limited, send)
 
-    def _error(self) -> ApiError:
+    def _check_headers(self, scope: Scope) -> None:
+        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+        if len(scope["headers"]) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
+            raise ApiError(
+                431, f"the headers exceed {MAX_HEADERS} headers or {MAX_HEADER_BYTES:,} bytes: send fewer"
+            )
+        if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_URL_BYTES:
+            raise ApiError(414, f"the URL is longer than {MAX_URL_BYTES:,} bytes")
+        content_length = Headers(scope=scope).get("content-length", "")
+        if content_length.isdigit() and int(content_length) > self._settings.max_body_bytes:
+            raise self._too_large()
+
+    def _count(self, body: _Body, message: Message) -> None:
+        if message["type"] == "http.disconnect" and not body.is_complete:
+            raise ClientGone
+        body.received(message)
+        if body.num_bytes > self._settings.max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        limit = f"{self._settings.max_body_bytes:,} bytes, the limit of this server (--max-body)"
+        return ApiError(413, f"the body is larger than {limit}", code="request_too_large")
+
+    def _body_timeout(self, body: _Body) -> ApiError:
         return ApiError(
-            413,
-            f"the body is larger than {self._max_bytes:,} bytes, the limit of this server (--max-body)",
-            code="request_too_large",
+            408,
+            f"the body did not arrive in time: {body.num_bytes:,} bytes came. This server waits "
+            f"{self._settings.body_timeout_s:g} s (--body-timeout), and 1 s more for each "
+            f"{MIN_BODY_RATE:,} bytes received",
+            headers={"Connection": "close"},
+            reason="body_timeout",
         )
+
+
+class _Body:
+    """The body of one request while it arrives."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.num_bytes = 0
+        self.deadline_s: float | None = asyncio.get_running_loop().time() + timeout_s  # None: it is complete
+
+    @property
+    def is_complete(self) -> bool:
+        return self.deadline_s is None
+
+    def received(self, message: Message) -> None:
+        num_bytes = len(message.get("body", b""))
+        self.num_bytes += num_bytes
+        if not message.get("more_body", False):
+            self.deadline_s = None
+        elif self.deadline_s is not None:
+            self.deadline_s += num_bytes / MIN_BODY_RATE

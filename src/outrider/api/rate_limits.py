@@ -80,6 +80,7 @@ class KeyUsage:
                 "Try again when one of them has ended.",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(RETRY_ROWS_S)},
+                reason="key_limit",
             )
         self.num_rows += num_more
 
@@ -120,6 +121,7 @@ class KeyUsage:
             f"try again in {wait_s:,} s",
             code="rate_limit_exceeded",
             headers={"Retry-After": str(wait_s)},
+            reason="key_limit",
         )
 
 

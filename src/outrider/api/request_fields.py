@@ -88,6 +88,9 @@ class SamplingFields(RequestModel):
     cache_salt: Word | None = Field(
         None, description="Extension: only requests of the same salt (and API key) share cached prefixes"
     )
+    timeout: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Extension: seconds for the whole request"
+    )
     draft_depth: int | Literal["auto"] | None = Field(
         None, description="Extension: drafts per step, 0..8; changes the speed, never the answer"
     )

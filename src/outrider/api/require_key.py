@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.api.errors import ApiError, error_response
 from outrider.api.keys import ApiKey, ApiKeys
-from outrider.api.middleware import OPEN_PATHS, current_tenant
+from outrider.api.middleware import KEY_NAME, OPEN_PATHS, current_tenant
 from outrider.api.rate_limits import KeyUsages, current_usage
 
 T = TypeVar("T")
@@ -47,6 +47,7 @@ class RequireKey:
         except ApiError as error:
             await error_response(HTTPConnection(scope), error)(scope, receive, send)
             return
+        scope.setdefault("state", {})[KEY_NAME] = key.name
         usage = self._usages.of(key)
 
         async def send_with_limits(message: Message) -> None:
@@ -77,6 +78,7 @@ class RequireKey:
                 403,
                 f"{scope['path']} needs an operator's key, and {found[0].name!r} is a user's key",
                 code="operator_key_required",
+                reason="operator_key",
             )
         return found[0]
 

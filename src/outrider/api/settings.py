@@ -28,6 +28,12 @@ class ServerSettings:
     max_body_bytes: int = 32 * MIB  # of a request; larger ones get a 413
     max_live_bytes: int = 256 * MIB  # bodies of all requests that run or wait; more get a 429. Chosen by hand
     max_live_tokens: int = 4 << 20  # prompt tokens of these; chosen by hand: about 160 MB of Python objects
+    max_connections: int = 1024
+    header_timeout_s: float = 15.0  # for the headers of a request, and for the first byte of a connection
+    body_timeout_s: float = 30.0  # for the body of a request; more for long ones (see middleware)
+    write_timeout_s: float = 60.0  # for a client to read what waits for it
+    queue_timeout_s: float = 600.0  # from the request to its row; 0: no limit
+    request_timeout_s: float = 0.0  # from the request to the end of its answer; 0: no limit
     max_stored_responses: int = 1000  # /v1/responses: answers that previous_response_id can name
     max_stored_bytes: int = 64 * MIB  # all stored responses together
     retry_after_s: int = 2  # the Retry-After header of a 429 or 503
@@ -43,6 +49,13 @@ class ServerSettings:
         for name in ("max_rows", "max_body_bytes", "max_stored_responses", "max_stored_bytes"):
             _at_least(name, getattr(self, name), 1)
         _at_least("max_queue", self.max_queue, 0)
+        _at_least("max_connections", self.max_connections, 1)
+        for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s"):
+            if not getattr(self, name) > 0:  # also refuses NaN
+                raise InvalidConfig(f"{name} must be above 0 seconds, not {getattr(self, name)}")
+        for name in ("queue_timeout_s", "request_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise InvalidConfig(f"{name} must be 0 (no limit) or more seconds, not {getattr(self, name)}")
         _at_least("max_live_bytes", self.max_live_bytes, self.max_body_bytes)
         _at_least("max_live_tokens", self.max_live_tokens, 1)
         _at_least("drain_s", self.drain_s, 0)

@@ -8,7 +8,7 @@ from typing import Literal
 from outrider.engine.sequence import Stats
 from outrider.plan import TokenLogprobs
 
-FinishedReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
+FinishedReason = Literal["stop", "length", "tool_calls", "cancelled", "queue_timeout", "timeout", "error"]
 
 
 @dataclass(frozen=True)

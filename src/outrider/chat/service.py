@@ -196,6 +196,10 @@ class ChatStream:
         """Stop the answer before the next step; the stream ends. An ended answer is left as it is."""
         self._deltas.abort()
 
+    def abort_if_waiting(self) -> None:
+        """End the answer with the reason "queue_timeout", unless its request has got a row."""
+        self._deltas.abort_if_waiting()
+
 
 async def _read(
     engine: AsyncEngine,

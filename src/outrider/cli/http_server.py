@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from outrider.api.operations.metrics import Metrics
+from outrider.api.settings import ServerSettings
+from outrider.cli.http_protocol import ConnectionLimits, limited_protocol
 from outrider.engine.heartbeat import IDLE, Heartbeat
 
 log = logging.getLogger(__name__)
@@ -21,7 +25,15 @@ KEEP_ALIVE_S = 75
 GRACE_S = 5  # time after the drain to send the last bytes; chosen by hand
 
 
-def http_config(app: ASGIApp) -> uvicorn.Config:
+def http_config(
+    app: ASGIApp, settings: ServerSettings, metrics: Metrics, tls: ssl.SSLContext | None
+) -> uvicorn.Config:
+    limits = ConnectionLimits(
+        settings.max_connections,
+        settings.header_timeout_s,
+        settings.write_timeout_s,
+        lambda reason: metrics.refusals.labels(reason).inc(),
+    )
     return uvicorn.Config(
         app,
         log_config=None,
@@ -29,6 +41,9 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
         access_log=False,  # RequestLog writes the access log, with request ids
         timeout_graceful_shutdown=GRACE_S,
         server_header=False,
+        http=limited_protocol(limits),
+        ws="none",  # there are no WebSocket routes, and their connections would have no time limits
+        ssl_context_factory=None if tls is None else lambda *_: tls,
     )
 
 

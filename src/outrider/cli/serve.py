@@ -14,12 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.cli.connection_setup import allow_connections, tls_context
 from outrider.cli.foreign_flags import notes
+from outrider.cli.log_format import add_request_ids, log_to_terminal
 from outrider.cli.serve_options import add_options, resolve
 from outrider.cli.worker import ENGINE_FAILED, HARD_END_S, Worker, inherited
 from outrider.config import EngineConfig, InvalidConfig
 
 if TYPE_CHECKING:
+    import ssl
+
     from outrider.api.app import Server
     from outrider.api.settings import ServerSettings
     from outrider.cli.watchdog import Watchdog
@@ -33,7 +37,6 @@ DESCRIPTION = """Serves a model over OpenAI's and Anthropic's HTTP APIs.
 Every option can also be set by an environment variable (--max-rows is OUTRIDER_MAX_ROWS) or in a TOML file
 (max-rows = 8). A flag overrides the variable, and the variable overrides the file."""
 BACKLOG = 2048  # connections that wait while the model is loaded or the server is busy; uvicorn's default
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s"
 
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -62,8 +65,10 @@ def run_serve(args: argparse.Namespace) -> int:
     if worker is None:
         api_keys(settings)
     media_limits(options)
+    tls_context(options["tls_cert"], options["tls_key"])
+    allow_connections(options["max_connections"])
+    log_to_terminal(options["log_level"], args.log_level, options["log_format"])
     if worker is not None:
-        _log_to_terminal(options["log_level"], args.log_level)
         with worker.listener:
             return _serve(options, config, worker.listener, worker)
     for note in notes(args):
@@ -71,14 +76,12 @@ def run_serve(args: argparse.Namespace) -> int:
     with _listening_socket(options["host"], options["port"]) as listener:
         if not options["no_supervisor"]:
             return _supervise(args, options, listener)
-        _log_to_terminal(options["log_level"], args.log_level)
         return _serve(options, config, listener, None)
 
 
 def _supervise(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> int:
     from outrider.cli.supervisor import Supervisor
 
-    _log_to(logging.StreamHandler(), options["log_level"], args.log_level)
     stop_timeout_s = options["drain"] + HARD_END_S
     return Supervisor(args.command, listener, stop_timeout_s, options["step_timeout"]).run()
 
@@ -151,6 +154,12 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         max_body_bytes=options["max_body"],
         max_live_bytes=options["max_live_bytes"],
         max_live_tokens=options["max_live_tokens"],
+        max_connections=options["max_connections"],
+        header_timeout_s=options["header_timeout"],
+        body_timeout_s=options["body_timeout"],
+        queue_timeout_s=options["queue_timeout"],
+        request_timeout_s=options["request_timeout"],
+        write_timeout_s=options["write_timeout"],
         max_stored_responses=options["max_stored_responses"],
         keep_alive_s=options["keep_alive"],
         drain_s=options["drain"],
@@ -203,10 +212,12 @@ def _serve(
     from outrider.models.files.named import named_model
     from outrider.models.loader import find_folder
 
+    add_request_ids()
     faulthandler.enable()  # a crash in native code writes the stacks of all threads into the log
     model = options["model"] or default_model()
     name = model_name(model)
     named = named_model(name)
+    tls = tls_context(options["tls_cert"], options["tls_key"])
     settings = replace(_settings(options, (name,)), old_model_names=named.OLD_NAMES if named else ())
     revision = options["revision"]
     choice = ModelChoice(model, options["head"], options["draft_vocabulary"], options["dtype"], revision)
@@ -237,10 +248,10 @@ def _serve(
             settings,
             engine.budget_bytes,
             config.auto_depth,
-            _url(listener),
+            _url(listener, "http" if tls is None else "https"),
             _prefixes(engine, config),
         )
-        _run(server, listener, text, watchdog, worker)
+        _run(server, listener, text, watchdog, worker, tls)
         service.close()
     finally:
         engine.close()
@@ -259,7 +270,12 @@ def _prefixes(engine: Engine, config: EngineConfig) -> str:
 
 
 def _run(
-    server: Server, listener: socket.socket, banner_text: str, watchdog: Watchdog, worker: Worker | None
+    server: Server,
+    listener: socket.socket,
+    banner_text: str,
+    watchdog: Watchdog,
+    worker: Worker | None,
+    tls: ssl.SSLContext | None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then until running requests end or the drain time is over."""
     from outrider.cli.http_server import HttpServer, http_config
@@ -288,7 +304,10 @@ def _run(
 
     # A worker ignores SIGINT: a Ctrl-C in the terminal reaches the supervisor too, which sends SIGTERM.
     signals = (signal.SIGTERM,) if worker else (signal.SIGTERM, signal.SIGINT)
-    http = HttpServer(http_config(server.app), on_ready, server.drain, watchdog.event_loop)
+    metrics = server.context.live.metrics
+    http_settings = http_config(server.app, server.context.settings, metrics, tls)
+    http = HttpServer(http_settings, on_ready, server.drain, watchdog.event_loop)
+    metrics.watch_connections(lambda: len(http.server_state.connections))
     for number in signals:
         signal.signal(number, on_first_signal)
     _collect_garbage_less_often()
@@ -321,23 +340,6 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _log_to_terminal(level: str | None, outer_level: str) -> None:
-    from outrider.api.middleware import RequestIdFilter
-
-    handler = logging.StreamHandler()
-    handler.addFilter(RequestIdFilter())
-    _log_to(handler, level, outer_level)
-
-
-def _log_to(handler: logging.Handler, level: str | None, outer_level: str) -> None:
-    """`serve` logs at INFO by default. `outrider --log-level debug serve` logs more."""
-    numbers = logging.getLevelNamesMapping()
-    chosen = numbers[level.upper()] if level else min(logging.INFO, numbers[outer_level.upper()])
-    handler.setFormatter(logging.Formatter(LOG_FORMAT, defaults={"request_id": "-"}))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("outrider").setLevel(chosen)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

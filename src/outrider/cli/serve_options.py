@@ -23,6 +23,7 @@ PREFIX = "OUTRIDER_"
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 MTP = ("auto", "on", "off")
+LOG_FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -121,7 +122,16 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             is_list=True,
         ),
         Option("cors-origin", "web origin that may call the API; *: any", metavar="ORIGIN", is_list=True),
+        Option("tls-cert", "file of the certificate chain (PEM): serve https", metavar="FILE"),
+        Option("tls-key", "file of the certificate's private key (in --tls-cert)", metavar="FILE"),
         Option("log-level", "debug, info, warning or error (info)", one_of(*LEVELS), metavar="LEVEL"),
+        Option(
+            "log-format",
+            "text, or json: one object per line (text)",
+            one_of(*LOG_FORMATS),
+            "text",
+            "|".join(LOG_FORMATS),
+        ),
         Option("no-supervisor", "serve in one process, which nothing restarts", is_switch=True),
     ),
     "drafts": (
@@ -171,12 +181,20 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("allow-private-urls", "also fetch images from private addresses", is_switch=True),
         Option("image-cache", "memory for embeddings of images (256MiB)", size_bytes, 256 << 20),
     ),
+    "time limits": (
+        Option("header-timeout", "seconds for the headers of a request (15)", seconds, 15.0),
+        Option("body-timeout", "seconds for its body; long bodies get more (30)", seconds, 30.0),
+        Option("queue-timeout", "seconds to wait for a row; 0: no limit (600)", seconds, 600.0),
+        Option("request-timeout", "seconds for a whole request; 0: no limit (0)", seconds, 0.0),
+        Option("write-timeout", "seconds for a client to read what waits for it (60)", seconds, 60.0),
+    ),
     "requests": (
         Option("max-tokens", "default maximum tokens of an answer (up to --max-context)", whole_number),
         Option("max-queue", "requests that may wait; more get a 429 (256)", whole_number, 256),
         Option("max-body", "largest request body (32MiB)", size_bytes, 32 << 20),
         Option("max-live-bytes", "bodies of all live requests (256MiB)", size_bytes, 256 << 20),
         Option("max-live-tokens", "prompt tokens of all live requests (4194304)", whole_number, 4 << 20),
+        Option("max-connections", "maximum open connections (1024)", whole_number, 1024),
         Option("max-stored-responses", "stored for previous_response_id (1000)", whole_number, 1000),
         Option("keep-alive", "seconds without a token until a stream sends a ping (5)", seconds, 5.0),
         Option("drain", "seconds that a shutdown gives to running requests (30)", seconds, 30.0),

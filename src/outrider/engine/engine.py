@@ -113,6 +113,12 @@ class Engine:
             if not self._stopping.is_set():
                 self._inbox.put(lambda: self._loop.cancel(request_id, outbox))
 
+    def cancel_if_waiting(self, request_id: str, outbox: Outbox) -> None:
+        """End a request with the reason "queue_timeout", unless it has got a row."""
+        with self._gate:
+            if not self._stopping.is_set():
+                self._inbox.put(lambda: self._loop.cancel_if_waiting(request_id, outbox))
+
     def prefix_status(self) -> PrefixStatus | None:
         """What the prefix cache holds and has done; None if the engine has none."""
         return self._loop.prefix_status
@@ -304,6 +310,11 @@ class AsyncStream:
         if not self._finished:
             self._finished = True
             self._engine.cancel(self.request_id, self._outbox)
+
+    def abort_if_waiting(self) -> None:
+        """End the stream with the reason "queue_timeout", unless the request has got a row."""
+        if not self._finished:
+            self._engine.cancel_if_waiting(self.request_id, self._outbox)
 
 
 class AsyncEngine:

@@ -160,6 +160,14 @@ class EngineLoop:
         self._deliver(self.scheduler.cancel(sequence))
         self._clean_up_if_idle()
 
+    def cancel_if_waiting(self, request_id: str, outbox: Outbox) -> None:
+        """End a request that has not got a row yet."""
+        sequence, live_outbox = self.live.get(request_id, (None, None))
+        if sequence is None or outbox is not live_outbox or sequence.counters.started_s is not None:
+            return
+        self._deliver(replace(self.scheduler.cancel(sequence), finish_reason="queue_timeout"))
+        self._clean_up_if_idle()
+
     def clear_prefixes(self) -> int:
         num_bytes = self.scheduler.prefix_bytes
         self.scheduler.clear_prefix_cache()

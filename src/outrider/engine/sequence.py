@@ -18,7 +18,7 @@ from outrider.request import MAX_DEPTH, Request, SamplingParams
 from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.drafter import Drafter
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "queue_timeout", "error"]
 
 
 class OutputText(Protocol):

@@ -56,7 +56,7 @@ class Messages:
         model = self._context.resolve_model(body.model)
         chat = messages_request(body)
         prepare = partial(self._context.backend.prepare, chat)
-        answers = await self._context.live.start("messages", 1, [prepare])
+        answers = await self._context.live.start("messages", 1, [prepare], body.timeout)
         builder = self._new_builder(body, model, answers)
         if body.stream:
             frames = sse.named_frames(builder, answers.events())
@@ -70,7 +70,8 @@ class Messages:
         """Count the tokens of a conversation."""
         check_extra(body, REFUSED)
         self._context.resolve_model(body.model)
-        num_tokens = await self._context.backend.count_tokens(messages_request(body))
+        async with self._context.live.time_limits(body.timeout).preparing():
+            num_tokens = await self._context.backend.count_tokens(messages_request(body))
         return JSONResponse({"input_tokens": num_tokens})
 
     def _new_builder(self, body: MessagesRequest, model: str, answers: Answers) -> MessageBuilder:

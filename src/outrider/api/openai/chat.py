@@ -59,7 +59,7 @@ class ChatCompletions:
         request = chat_request(body, self._context.settings.max_tokens)
         num_answers = body.n or 1
         prepare = partial(self._context.backend.prepare, request, num_answers)
-        return await self._context.live.start("chat", num_answers, [prepare])
+        return await self._context.live.start("chat", num_answers, [prepare], body.timeout)
 
     def _envelope(self, body: ChatCompletionRequest, model: str) -> dict[str, Any]:
         """The fields that an answer and all its chunks have in common."""

@@ -111,7 +111,7 @@ class Completions:
         )
         n = body.n or 1
         prepares = (partial(self._context.backend.prepare_text, prompt, params, n) for prompt in prompts)
-        return await self._context.live.start("completions", n * len(prompts), prepares)
+        return await self._context.live.start("completions", n * len(prompts), prepares, body.timeout)
 
     def _echoes(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[str]:
         """The text before each answer: the prompt, if the request asks for it. Decoding takes a while."""

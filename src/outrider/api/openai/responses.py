@@ -50,7 +50,8 @@ class Responses:
         """Answer an input, whole or as a stream of events."""
         model, messages, chat = self._read(body)
         context = self._context
-        answers = await context.live.start("responses", 1, [partial(context.backend.prepare, chat)])
+        prepare = partial(context.backend.prepare, chat)
+        answers = await context.live.start("responses", 1, [prepare], body.timeout)
         with_logprobs = chat.params.logprobs is not None
         builder = ResponseBuilder(
             _new_response(context, body, model, chat),
@@ -70,7 +71,8 @@ class Responses:
     async def count(self, body: ResponsesRequest) -> Response:
         """Count the tokens of an input."""
         _, _, chat = self._read(body)
-        num_tokens = await self._context.backend.count_tokens(chat)
+        async with self._context.live.time_limits(body.timeout).preparing():
+            num_tokens = await self._context.backend.count_tokens(chat)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def retrieve(self, response_id: str) -> Response:

@@ -33,6 +33,8 @@ class Metrics:
         registry.register(self.steps)
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
         self.http = counter("outrider_http_requests", "HTTP requests", ["route", "method", "status"])
+        text = "Requests and connections that were refused or cut off, by reason"
+        self.refusals = counter("outrider_refusals", text, ["reason"])
         text = "From the request to the last byte of its response"
         self.http_s = histogram("outrider_http_seconds", text, ["route"], buckets=TOTAL_S)
         self.finished = counter("outrider_requests", "Answers, by API and finish reason", ["api", "finish"])
@@ -66,6 +68,11 @@ class Metrics:
             self.queue_s.observe(finished.stats.queue_s)
         if finished.stats.total_s is not None:
             self.total_s.labels(api).observe(finished.stats.total_s)
+
+    def watch_connections(self, num_open: Callable[[], int]) -> None:
+        """Read the number of open connections at each scrape."""
+        gauge = Gauge("outrider_connections", "Open client connections", registry=self.registry)
+        gauge.set_function(num_open)
 
     def watch_live_requests(self, num_live: Callable[[], int]) -> None:
         """Read the number of live requests at each scrape. At 0, the rows of the last step are outdated."""
