@@ -98,8 +98,15 @@ def test_idle_and_half_sent_requests_are_closed(logged: LoggedServer) -> None:
     assert b"HTTP/1.1 408 " in answer
     assert logged.refusals("idle_connection") >= 1
     assert logged.refusals("header_timeout") == 2
-    assert logged.refusals("body_timeout") == 1
+    assert logged.refusals("body_timeout") >= 1
     assert "408" in logged.line_with("(body_timeout)")
+
+
+def test_slow_uploads_hold_no_place(logged: LoggedServer) -> None:
+    halves = [logged.connect(post(CHAT, b'{"messages": [', length=1000)) for _ in range(ROWS)]
+    wait_until(lambda: logged.server.metric("outrider_connections") > ROWS)
+    assert logged.server.post(CHAT, {"messages": USER, "max_tokens": 1}).status_code == 200
+    assert all(read_to_end(half).startswith(b"HTTP/1.1 408 ") for half in halves)
 
 
 def test_a_new_connection_takes_the_place_of_an_idle_one(logged: LoggedServer) -> None:

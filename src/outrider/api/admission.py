@@ -1,7 +1,10 @@
-"""Admission: what each API request holds of the server's limits, from its headers to the end of its answer.
+"""Admission: what each API request holds of the server's limits, until the end of its answer.
 
 Three sums are limited: engine requests (one per answer), bytes of bodies, and tokens of prompts. A request
 reserves each part before the server spends anything on it. Used from the event loop only.
+
+A request is refused by its headers if no place is free. It holds its place from the end of its body, so that
+clients that send slowly keep nobody out.
 """
 
 from __future__ import annotations
@@ -141,11 +144,14 @@ class Admit:
         except ApiError as error:
             await error_response(HTTPConnection(scope), error)(scope, receive, send)
             return
+        reservation.release()  # until its body is there
         token = current_reservation.set(reservation)
 
         async def receive_counted() -> Message:
             message = await receive()
-            reservation.add(num_bytes=len(message.get("body", b"")))
+            if message["type"] == "http.request":
+                is_last = not message.get("more_body", False)
+                reservation.add(num_requests=int(is_last), num_bytes=len(message.get("body", b"")))
             return message
 
         try:
