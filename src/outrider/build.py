@@ -21,7 +21,8 @@ from outrider.cpu import blas
 from outrider.engine.engine import Engine
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.validation import ModelFacts
-from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
+from outrider.grammar.backend import tokenizer_source
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.models import heads, loader, machine
 from outrider.models.files.fingerprint import fingerprint
 from outrider.models.files.shipped_head import shipped_head
@@ -103,7 +104,7 @@ def _parts(
     budget, prefix_budget = _budgets(config)
     tokenizer, eos_ids, vocab_size = loaded.tokenizer, loaded.eos_ids, trunk.vocab_size
     # The lambda outlives the engine's parts, so it must not hold the trunk.
-    grammars = GrammarCompiler(lambda: build_tokenizer(tokenizer, vocab_size, eos_ids), eos_ids)
+    grammars = GrammarCompiler(lambda: tokenizer_source(tokenizer, vocab_size, eos_ids))
     controller, save_measurements = DepthController(few_shapes=outruns), lambda: None
     if config.auto_depth == "auto":
         name = _fingerprint(loaded, head, choice, facts, config.max_rows)

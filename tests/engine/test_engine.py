@@ -74,7 +74,7 @@ def parts(runner: EngineRunner, budget_bytes: int = 10**9, overlaps_steps: bool 
         facts,
         budget_bytes,
         lambda request: FakeText(),
-        GrammarCompiler(no_tokenizer, frozenset()),
+        GrammarCompiler(no_tokenizer),
         overlaps_steps=overlaps_steps,
     )
 

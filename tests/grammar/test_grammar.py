@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from outrider import LLM, InvalidRequest, SamplingParams
-from outrider.grammar.compiler import GrammarCompiler, build_tokenizer
+from outrider.grammar import compiler as compiler_module
+from outrider.grammar.backend import tokenizer_source
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import GrammarStuck
 from outrider.request import Grammar
 from patience import PATIENCE_S
@@ -39,8 +41,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def compiler(llm: LLM) -> GrammarCompiler:
     facts = llm.engine.facts
-    eos_ids = facts.eos_ids
-    return GrammarCompiler(lambda: build_tokenizer(llm.tokenizer, facts.vocab_size, eos_ids), eos_ids)
+    return GrammarCompiler(lambda: tokenizer_source(llm.tokenizer, facts.vocab_size, facts.eos_ids))
 
 
 def params(grammar: Grammar | None, seed: int = 1, **changes: object) -> SamplingParams:
@@ -182,19 +183,19 @@ def test_end_in_the_drafts_changes_nothing(llm: LLM) -> None:
             assert (drafted.token_ids, drafted.finish_reason) == (plain.token_ids, "stop")
 
 
-def test_slow_grammar_of_one_client_does_not_hold_up_the_rows_of_others(llm: LLM) -> None:
-    facts, compiling, may_go_on = llm.engine.facts, threading.Event(), threading.Event()
+def test_slow_grammar_of_one_client_does_not_hold_up_the_rows_of_others(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, may_go_on = threading.Event(), threading.Event()
+    new_matcher = compiler_module.new_matcher
 
-    class SlowCompiler(GrammarCompiler):
-        def _new_matcher(self, grammar: Grammar) -> Any:
-            if grammar.text == "slow":
-                compiling.set()
-                assert may_go_on.wait(PATIENCE_S)
-            return super()._new_matcher(grammar)
+    def slow_new_matcher(tokenizer: Any, grammar: Grammar) -> Any:
+        if grammar.text == "slow":
+            compiling.set()
+            assert may_go_on.wait(PATIENCE_S)
+        return new_matcher(tokenizer, grammar)
 
-    compiler = SlowCompiler(
-        lambda: build_tokenizer(llm.tokenizer, facts.vocab_size, facts.eos_ids), facts.eos_ids
-    )
+    monkeypatch.setattr(compiler_module, "new_matcher", slow_new_matcher)
     compiler.new_row(SCHEMA)
     slow = threading.Thread(target=compiler.new_row, args=(Grammar("regex", "slow"),))
     slow.start()

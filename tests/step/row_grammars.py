@@ -10,13 +10,12 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from outrider.grammar.backend import TokenizerSource, tokenizer_source
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.request import Grammar, SamplingParams
 from tiny_models import END_ID, SPECIAL_TOKENS, VOCAB_SIZE
@@ -43,8 +42,7 @@ GRAMMARS = (
 AllowedNow = Callable[[Sequence[int]], np.ndarray | None]  # of an answer so far; None: everything
 
 
-@functools.cache
-def _tables() -> Any:
+def _tables() -> TokenizerSource:
     """ASCII characters and a few longer pieces that are made of them."""
     letters = [symbol for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()) if symbol.isascii()]
     symbols = [*SPECIAL_TOKENS, *letters, "Ġ", "Ċ", "ĉ"]
@@ -59,12 +57,12 @@ def _tables() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[END_ID])
-    return from_tokenizer(fast, n_vocab=VOCAB_SIZE, eos_token=sorted(EOS_IDS))
+    return tokenizer_source(fast, VOCAB_SIZE, EOS_IDS)
 
 
 @functools.cache
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(_tables, EOS_IDS)
+    return GrammarCompiler(_tables)
 
 
 def with_random_grammar(rng: random.Random, params: SamplingParams, vocab_size: int) -> SamplingParams:
@@ -86,7 +84,7 @@ def allowed_by(grammar: Grammar | None) -> AllowedNow:
     """What a grammar allows after an answer that only ever grows."""
     if grammar is None:
         return lambda answer: None
-    matcher = compiler()._compile(replace(grammar, after_ids=())).deep_copy()
+    matcher = compiler()._compile(replace(grammar, after_ids=())).root.deep_copy()
     num_fed = 0
 
     def allowed(answer: Sequence[int]) -> np.ndarray | None:

@@ -236,12 +236,13 @@ def masks_are_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
         def rollback(self, num: int) -> None:
             pass
 
-    init = RowGrammar.__init__
+    reset = RowGrammar._reset
 
-    def wrong(self: RowGrammar, matcher: Any, *args: Any) -> None:
-        init(self, Forward(matcher), *args)
+    def wrong(self: RowGrammar) -> None:
+        reset(self)
+        self._matcher = Forward(self._matcher)
 
-    patch.setattr(RowGrammar, "__init__", wrong)
+    patch.setattr(RowGrammar, "_reset", wrong)
 
 
 def waiting_grammar_lets_drafts_past_the_marker(patch: pytest.MonkeyPatch) -> None:

@@ -305,6 +305,8 @@ def failure_of(finished: Finished) -> ApiError | None:
     if finished.reason == "timeout":
         return _timeout_error(finished.error or "the answer was not complete in time")
     if finished.reason == "error":
+        if finished.is_client_error:
+            return ApiError(400, finished.error or "the answer could not be finished")
         return internal_error(current_request_id.get())
     return None
 

@@ -71,6 +71,7 @@ class Finished:
     stats: Stats = field(default_factory=Stats)
     stop_string: str | None = None  # the stop string that ended the answer, if one did
     error: str | None = None
+    is_client_error: bool = False  # the error is of the request, not of the server
 
 
 ChatEvent = (

@@ -222,7 +222,9 @@ def finished_event(delta: Delta, parser: OutputParser, num_reasoning: int) -> Fi
         num_accepted=num_accepted,
         num_rejected=sum(stats.drafted) - num_accepted,
     )
-    return Finished(finish_reason(delta, parser), usage, stats, delta.stop_string, delta.error)
+    return Finished(
+        finish_reason(delta, parser), usage, stats, delta.stop_string, delta.error, delta.is_client_error
+    )
 
 
 class _TokenFilter:

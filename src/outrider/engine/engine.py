@@ -26,7 +26,7 @@ from outrider.engine.prefix.status import PrefixStatus
 from outrider.engine.sequence import Delta
 from outrider.engine.validation import RequestValidator, ValidatedRequest
 from outrider.prompt_media import PromptMedia
-from outrider.request import Request, SamplingParams
+from outrider.request import InvalidRequest, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -248,6 +248,9 @@ class Engine:
             return
         try:
             sequence = self._validator.new_sequence(request)
+        except InvalidRequest as error:  # its grammar has failed since it was validated
+            outbox.put(Delta(request.id, finish_reason="error", error=str(error), is_client_error=True))
+            return
         except Exception as error:
             log.exception("request %s could not be started", request.id)
             outbox.put(Delta(request.id, finish_reason="error", error=f"{type(error).__name__}: {error}"))

@@ -342,4 +342,5 @@ class EngineLoop:
             log.exception("the measured costs could not be saved")
         if self.parts.disk is not None:
             self.parts.disk.close()
+        self.parts.grammars.close()
         del self.parts, self.scheduler, self._executor  # and with them the weights

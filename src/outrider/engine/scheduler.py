@@ -35,6 +35,7 @@ from outrider.plan import (
     StepResult,
 )
 from outrider.prompt_media import MediaPiece
+from outrider.request import InvalidRequest
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import StepShape
 
@@ -223,6 +224,9 @@ class Scheduler:
                 continue  # cancelled, or finished by the step before, while this one ran
             try:
                 delta = self._commit_row(sequence, planned, result)
+            except InvalidRequest as error:  # its grammar cannot go on
+                log.warning("request %s ends: %s", sequence.request.id, error)
+                delta = replace(self._finish(sequence, "error", str(error)), is_client_error=True)
             except Exception as error:  # in its own text or drafter: the other rows are committed
                 log.exception("request %s ends: its tokens could not be committed", sequence.request.id)
                 delta = self._finish(sequence, "error", f"{type(error).__name__}: {error}")

@@ -67,6 +67,7 @@ class Delta:
     error: str | None = None
     stats: Stats | None = None  # with the finish
     stop_string: str | None = None  # the stop string that ended the answer
+    is_client_error: bool = False  # the error is of the request, such as its grammar, not of the engine
 
     def merged(self, later: Delta) -> Delta:
         return Delta(
@@ -78,6 +79,7 @@ class Delta:
             later.error,
             later.stats,
             self.stop_string or later.stop_string,
+            later.is_client_error,
         )
 
 
@@ -197,6 +199,8 @@ class DraftState:
         self.drafts = self.proposals[which].token_ids[:num] if self.proposals else ()
         if self.grammar is not None and self.drafts:
             self.masks = self.grammar.masks(self.drafts)
+            if self.masks is not None:  # fewer than the drafts if the grammar fails there
+                self.drafts = self.drafts[: len(self.masks) - 1]
         else:
             self._drop_draft_masks()
 

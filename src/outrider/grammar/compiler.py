@@ -1,81 +1,78 @@
-"""Owns the compilation of grammars: each is compiled once, and each row gets a copy of the matcher."""
+"""Owns the compilation of grammars: each is checked by the grammar worker, then compiled once for all rows."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from outrider.grammar.matcher import RowGrammar
-from outrider.request import Grammar, InvalidRequest
+from outrider.grammar.backend import TokenizerSource, new_matcher
+from outrider.grammar.checker import GrammarChecker
+from outrider.grammar.matcher import CompiledGrammar, RowGrammar
+from outrider.isolation.stacks import run_with_stack
+from outrider.request import Grammar
 
+MIB = 1 << 20
 MAX_CACHED = 64  # compiled grammars; chosen by hand
+MAX_CACHED_BYTES = 256 * MIB  # of all of them, without lexer states (at most 16 MB each); chosen by hand
+BYTES_PER_CHARACTER = 150  # of a compiled grammar, where its size cannot be measured; measured for schemas
+COMPILE_STACK_BYTES = 64 * MIB  # four times the grammar worker's: a grammar that fits there fits here
 
 
 class GrammarCompiler:
-    """Thread-safe. The tokenizer's tables take about a second to build, so the first grammar builds them."""
+    """Thread-safe. The tokenizer's tables take a while to build, so the first grammar builds them."""
 
-    def __init__(self, build_tokenizer: Callable[[], Any], eos_ids: frozenset[int]) -> None:
-        self._build_tokenizer = build_tokenizer
-        self._eos_ids = eos_ids
+    def __init__(self, source: Callable[[], TokenizerSource]) -> None:
+        self._new_source = source
+        self._source_lock = threading.Lock()
+        self._source: TokenizerSource | None = None
         self._tokenizer: Any = None
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
-        self._compiled_lock = threading.Lock()  # never held during a compilation
         self._tokenizer_lock = threading.Lock()
+        self._checker = GrammarChecker(self._get_source)
+        self._compiled: OrderedDict[Grammar, tuple[CompiledGrammar, int]] = OrderedDict()
+        self._compiled_lock = threading.Lock()  # never held during a compilation
 
     def new_row(self, grammar: Grammar) -> RowGrammar:
-        """Raise InvalidRequest, with the compiler's message, if this grammar cannot be used."""
-        return RowGrammar(self._compile(grammar).deep_copy(), self._eos_ids, grammar.after_ids)
+        """Raise InvalidRequest, with the reason, if this grammar cannot be used."""
+        compiled = self._compile(Grammar(grammar.kind, grammar.text))
+        source = self._get_source()
+        return RowGrammar(compiled, source.vocab_size, frozenset(source.eos_ids), grammar.after_ids)
 
-    def _compile(self, grammar: Grammar) -> Any:
-        key = Grammar(grammar.kind, grammar.text)
+    def close(self) -> None:
+        """End the grammar worker."""
+        self._checker.close()
+
+    def _compile(self, key: Grammar) -> CompiledGrammar:
         with self._compiled_lock:
-            matcher = self._compiled.get(key)
-        if matcher is None:
-            matcher = self._new_matcher(key)  # without the lock: other requests must not wait for this one
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key][0]
+        # Without the lock: other requests must not wait for this one.
+        num_bytes = self._checker.check(key) or BYTES_PER_CHARACTER * len(key.text)
+        tokenizer = self._get_tokenizer()
+        compiled = CompiledGrammar(
+            lambda: run_with_stack(COMPILE_STACK_BYTES, lambda: new_matcher(tokenizer, key))
+        )
         with self._compiled_lock:
-            self._compiled[key] = matcher
-            self._compiled.move_to_end(key)
-            if len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
-        return matcher
+            self._compiled[key] = compiled, num_bytes + len(key.text)
+            self._drop_oldest()
+        return compiled
 
-    def _new_matcher(self, grammar: Grammar) -> Any:
-        from llguidance import LLMatcher
+    def _drop_oldest(self) -> None:
+        num_bytes = sum(size for _, size in self._compiled.values())
+        while len(self._compiled) > MAX_CACHED or (num_bytes > MAX_CACHED_BYTES and len(self._compiled) > 1):
+            _, (_, size) = self._compiled.popitem(last=False)
+            num_bytes -= size
 
+    def _get_source(self) -> TokenizerSource:
+        with self._source_lock:
+            if self._source is None:
+                self._source = self._new_source()
+            return self._source
+
+    def _get_tokenizer(self) -> Any:
         with self._tokenizer_lock:
             if self._tokenizer is None:
-                self._tokenizer = self._build_tokenizer()
-        definition = _definition(grammar)
-        problem = LLMatcher.validate_grammar(definition, self._tokenizer)
-        if problem:
-            raise InvalidRequest(f"the {grammar.kind} grammar cannot be used: {problem}")
-        matcher = LLMatcher(self._tokenizer, definition)
-        if matcher.is_error():
-            raise InvalidRequest(f"the {grammar.kind} grammar cannot be used: {matcher.get_error()}")
-        if not RowGrammar(matcher.deep_copy(), self._eos_ids).can_begin():
-            raise InvalidRequest(f"the {grammar.kind} grammar allows only an empty answer")
-        return matcher
-
-
-def build_tokenizer(tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Any:
-    """llguidance's form of a Hugging Face tokenizer, over the model's whole vocabulary."""
-    from llguidance.hf import from_tokenizer
-
-    plain = getattr(tokenizer, "_tokenizer", tokenizer)
-    return from_tokenizer(plain, n_vocab=vocab_size, eos_token=sorted(eos_ids))
-
-
-def _definition(grammar: Grammar) -> str:
-    from llguidance import grammar_from
-
-    try:
-        if grammar.kind == "json_object":
-            return str(grammar_from("json_schema", '{"type": "object"}'))
-        if grammar.kind == "json_schema":
-            json.loads(grammar.text)
-        return str(grammar_from(grammar.kind, grammar.text))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the {grammar.kind} grammar cannot be read: {error}") from error
+                self._tokenizer = self._get_source().build()
+            return self._tokenizer

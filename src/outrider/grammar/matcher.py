@@ -5,15 +5,45 @@ Drafts never change the state: the matcher walks over the drafts to compute thei
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection, Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
+from outrider.grammar.backend import error_of
+from outrider.request import InvalidRequest
 
-class GrammarStuck(RuntimeError):
-    """The grammar does not allow a committed token, or allows no token at all."""
+# Processor time of one call of a matcher, after which its row ends: other rows wait meanwhile. Chosen by hand;
+# common grammars take 1 ms. The grammar worker refuses grammars that begin with slower calls.
+MAX_CALL_S = 1.0
+
+T = TypeVar("T")
+
+
+class GrammarStuck(InvalidRequest):
+    """The grammar cannot go on: it allows no token, not the committed one, or takes too much to compute."""
+
+
+class CompiledGrammar:
+    """A compiled grammar, for any number of rows. Thread-safe.
+
+    Its matchers share their lexer states. When these reach their limit, the grammar is compiled again.
+    """
+
+    def __init__(self, compile: Callable[[], Any]) -> None:
+        self._compile = compile
+        self._lock = threading.Lock()
+        self.root: Any = compile()
+
+    def replace(self, root: Any) -> None:
+        """Compile again, unless another row has replaced this root already."""
+        with self._lock:
+            if self.root is root:
+                self.root = self._compile()
 
 
 class RowGrammar:
@@ -23,24 +53,42 @@ class RowGrammar:
     window                pending  d1  d2  d3     masks: after pending, after d1, …
     """
 
-    def __init__(self, matcher: Any, eos_ids: Collection[int], after_ids: Sequence[int] = ()) -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        after_ids: Sequence[int] = (),
+    ) -> None:
+        self._compiled = compiled
+        self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._after_ids = list(after_ids)
         self._tail: list[int] = []  # while waiting: the last committed tokens
         self._is_waiting = bool(after_ids)
+        self._committed: list[int] = []  # since the grammar began
+        self._slowest_s = 0.0  # processor time of the slowest call
+        self._reset()
 
     def copy(self) -> RowGrammar:
         """The same grammar at its start, for another row. Only before the first commit."""
-        return RowGrammar(self._matcher.deep_copy(), self._eos_ids, self._after_ids)
+        return RowGrammar(self._compiled, self._vocab_size, self._eos_ids, self._after_ids)
 
     def commit(self, token_id: int) -> None:
-        """Take a committed token."""
+        """Take a committed token. Raises GrammarStuck."""
         if self._is_waiting:
             self._tail = [*self._tail, token_id][-len(self._after_ids) :]
             self._is_waiting = self._tail != self._after_ids
-        elif not self._matcher.consume_token(token_id):
-            raise GrammarStuck(f"the grammar does not allow token {token_id}: {self._matcher.get_error()}")
+            return
+        if self._slowest_s > MAX_CALL_S:
+            raise GrammarStuck(
+                f"the grammar is too complex: the tokens allowed at one position took {self._slowest_s:.1f} s "
+                f"to compute, and the limit is {MAX_CALL_S:g} s"
+            )
+        _, error = self._call(lambda matcher: matcher.consume_token(token_id))
+        if error:
+            raise GrammarStuck(f"the grammar does not allow token {token_id}: {error}")
+        self._committed.append(token_id)
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
         """The number of leading drafts that the grammar allows.
@@ -49,8 +97,9 @@ class RowGrammar:
         allowed as a draft: nothing follows it, and the matcher cannot roll back over it.
         """
         if not self._is_waiting:
-            before_end = list(itertools.takewhile(lambda draft: draft not in self._eos_ids, drafts))
-            return int(self._matcher.validate_tokens(before_end)) if before_end else 0
+            usable = list(itertools.takewhile(self._is_usable, drafts))
+            found, error = self._call(lambda matcher: matcher.validate_tokens(usable)) if usable else (0, "")
+            return 0 if error else int(found)
         tail = list(self._tail)
         for i, draft in enumerate(drafts):
             tail = [*tail, draft][-len(self._after_ids) :]
@@ -61,36 +110,73 @@ class RowGrammar:
     def masks(self, drafts: Sequence[int]) -> np.ndarray | None:
         """One bit per token, for the position after the pending token and after each (allowed) draft.
 
-        uint32 [1 + drafts, words]; None while waiting: all tokens are allowed.
+        uint32 [1 + drafts, words]; None while waiting: all tokens are allowed. Fewer rows if the grammar
+        fails after one of the drafts: the drafts from there on must not be fed. Raises GrammarStuck if it
+        fails after the pending token.
         """
         if self._is_waiting:
             return None
-        rows = [self._mask()]
-        num_walked = 0
-        try:
-            for draft in drafts:
-                if not self._matcher.consume_token(draft):
-                    raise GrammarStuck(f"draft {draft} was not allowed")
-                num_walked += 1
-                rows.append(self._mask())
-        finally:
-            if num_walked:
-                self._matcher.rollback(num_walked)
-        return np.stack(rows)
-
-    def can_begin(self) -> bool:
-        """True if any token except EOS is allowed now."""
-        allowed = np.unpackbits(self._mask().view(np.uint8), bitorder="little").nonzero()[0]
-        return not set(allowed.tolist()) <= set(self._eos_ids)
+        found, error = self._call(lambda matcher: _window(matcher, drafts, self._vocab_size))
+        if not found:
+            raise GrammarStuck(f"the grammar allows no token here: {error or 'it has no way on'}")
+        return np.stack(found)
 
     def forced(self, max_tokens: int) -> list[int]:
         """The tokens that the grammar forces next, at most `max_tokens` of them."""
         if self._is_waiting or max_tokens <= 0 or self._matcher.is_stopped():
             return []
-        return list(self._matcher.compute_ff_tokens())[:max_tokens]
+        found, error = self._call(lambda matcher: matcher.compute_ff_tokens())
+        return [] if error else list(itertools.takewhile(self._is_usable, found))[:max_tokens]
 
-    def _mask(self) -> np.ndarray:
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        if not mask.any():
-            raise GrammarStuck(f"the grammar allows no token here: {self._matcher.get_error()}")
-        return mask
+    def _is_usable(self, draft: int) -> bool:
+        return draft not in self._eos_ids and draft < self._vocab_size
+
+    def _call(self, work: Callable[[Any], T]) -> tuple[T, str]:
+        """The result of `work`, and the matcher's error or "". After an error the matcher is as before."""
+        result = self._timed(work)
+        if self._matcher.is_error() and self._matcher.stop_reason() == "LexerTooComplex":
+            self._compiled.replace(self._root)
+            self._reset()
+            result = self._timed(work)
+        if not self._matcher.is_error():
+            return result, ""
+        error = error_of(self._matcher)
+        self._reset()
+        return result, error
+
+    def _timed(self, work: Callable[[Any], T]) -> T:
+        started_s = time.thread_time()
+        result = work(self._matcher)
+        self._slowest_s = max(self._slowest_s, time.thread_time() - started_s)
+        return result
+
+    def _reset(self) -> None:
+        """A new matcher, at the place of the old one: a matcher never leaves its error state."""
+        self._root = self._compiled.root
+        self._matcher = self._root.deep_copy()
+        if self._committed:
+            self._matcher.consume_tokens(self._committed)
+
+
+@functools.cache
+def _ids_of_model(num_words: int, vocab_size: int) -> np.ndarray:
+    """The mask of the model's ids: a tokenizer may have more ids than the model."""
+    return np.packbits(np.arange(num_words * 32) < vocab_size, bitorder="little").view(np.uint32)
+
+
+def _window(matcher: Any, drafts: Sequence[int], vocab_size: int) -> list[np.ndarray]:
+    """The masks after the pending token and after each draft, until the matcher fails or allows no token."""
+    masks: list[np.ndarray] = []
+    num_walked = 0
+    while True:
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        mask = mask & _ids_of_model(len(mask), vocab_size)
+        if matcher.is_error() or not mask.any():
+            break
+        masks.append(mask)
+        if num_walked == len(drafts) or not matcher.consume_token(drafts[num_walked]):
+            break
+        num_walked += 1
+    if num_walked and not matcher.is_error():
+        matcher.rollback(num_walked)
+    return masks
