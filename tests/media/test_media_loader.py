@@ -5,6 +5,7 @@ import pytest
 
 from image_files import animation, data_url, encoded, noise
 from outrider.media import loader as loader_module
+from outrider.media.decoder import MediaDecoder
 from outrider.media.images import image_from_pixels
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.loader import MediaItem, MediaLoader
@@ -74,18 +75,24 @@ def test_decoding_runs_off_the_event_loop_two_at_a_time():
     assert max(most) == 2
 
 
-@pytest.mark.parametrize("work", ["read_inline", "decode_image", "decode_frames"])
-def test_the_event_loops_thread_never_decodes(monkeypatch, work):
-    real, threads = getattr(loader_module, work), []
+def test_the_event_loops_thread_never_decodes(monkeypatch):
+    threads = []
 
-    def watched(*args):
-        threads.append(threading.current_thread())
-        return real(*args)
+    def watch(owner, work):
+        real = getattr(owner, work)
 
-    monkeypatch.setattr(loader_module, work, watched)
+        def watched(*args):
+            threads.append(threading.current_thread())
+            return real(*args)
+
+        monkeypatch.setattr(owner, work, watched)
+
+    watch(loader_module, "read_inline")
+    for work in ("decode_image", "count_frames", "decode_frames"):
+        watch(MediaDecoder, work)
     jpeg = MediaItem("image", data_url(encoded(noise(), "JPEG"), "image/jpeg"))
     load([jpeg, MediaItem("video", data_url(animation(2), "image/gif"))])
-    assert threads
+    assert len(threads) == 5
     assert all(thread.name.startswith("outrider-media") for thread in threads)
 
 

@@ -40,7 +40,7 @@ def tokenizer_source(tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) 
     plain = getattr(tokenizer, "_tokenizer", tokenizer)
     if not hasattr(plain, "backend_tokenizer"):
         raise InvalidRequest(
-            "this model's tokenizer cannot be used with grammars: it is not a fast tokenizer"
+            "grammars need a fast tokenizer, and this model has a slow one"
         )
     backend = copy.copy(plain.backend_tokenizer)
     backend.no_padding()

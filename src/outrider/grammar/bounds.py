@@ -8,8 +8,8 @@ from typing import Any
 from outrider.request import Grammar, InvalidRequest
 
 MAX_GRAMMAR_CHARACTERS = 512 * 1024  # chosen by hand: OpenAI allows schemas 120,000 characters of names
-# Properties of one object that are not required. Chosen by hand: with 1,000 a step takes up to 50 ms, with 2,000
-# up to 200 ms. Required properties have a fixed order and cost nothing.
+# Properties of one object that are not required. Chosen by hand: with 1,000 a step takes up to 50 ms, with
+# 2,000 up to 200 ms. Required properties have a fixed order and cost nothing.
 MAX_OPTIONAL_PROPERTIES = 1_000
 
 

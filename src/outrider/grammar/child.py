@@ -10,6 +10,7 @@ import ctypes
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ class _Checker:
                 return position
             closing = np.intersect1d(allowed, self._closing_ids) if prefers_closing else allowed[:0]
             token_id = int(choice.choice(closing if len(closing) else allowed))
-            _limited(matcher, lambda token_id=token_id: matcher.consume_token(token_id))
+            _limited(matcher, partial(matcher.consume_token, token_id))
         return min(most, NUM_POSITIONS // 2)
 
     def _allowed(self, matcher: Any) -> np.ndarray:
@@ -114,7 +115,7 @@ def _limited(matcher: Any, work: Callable[[], Any]) -> Any:
 class _MallocInfo(ctypes.Structure):
     """glibc's struct mallinfo2."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
             "arena", "ordblks", "smblks", "hblks", "hblkhd",

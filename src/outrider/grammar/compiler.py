@@ -1,4 +1,4 @@
-"""Owns the compilation of grammars: each is checked by the grammar worker, then compiled once for all rows."""
+"""Owns the compilation of grammars: the grammar worker checks each, then it is compiled once for all rows."""
 
 from __future__ import annotations
 

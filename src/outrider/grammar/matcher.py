@@ -17,8 +17,8 @@ import numpy as np
 from outrider.grammar.backend import error_of
 from outrider.request import InvalidRequest
 
-# Processor time of one call of a matcher, after which its row ends: other rows wait meanwhile. Chosen by hand;
-# common grammars take 1 ms. The grammar worker refuses grammars that begin with slower calls.
+# Processor time of one call of a matcher, after which its row ends: other rows wait meanwhile. Chosen by
+# hand; common grammars take 1 ms. The grammar worker refuses grammars that begin with slower calls.
 MAX_CALL_S = 1.0
 
 T = TypeVar("T")
@@ -82,8 +82,8 @@ class RowGrammar:
             return
         if self._slowest_s > MAX_CALL_S:
             raise GrammarStuck(
-                f"the grammar is too complex: the tokens allowed at one position took {self._slowest_s:.1f} s "
-                f"to compute, and the limit is {MAX_CALL_S:g} s"
+                "the grammar is too complex: the tokens allowed in one step took "
+                f"{self._slowest_s:.1f} s to compute, and the limit is {MAX_CALL_S:g} s"
             )
         _, error = self._call(lambda matcher: matcher.consume_token(token_id))
         if error:

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outrider.isolation.messages import ConnectionEnded, Message, receive, send
+from outrider.isolation.messages import Buffer, ConnectionEnded, Message, receive, send
 
 # A job's reply: its fields, and the parts of its data.
-Reply = tuple[dict[str, Any], Sequence[bytes | memoryview]]
+Reply = tuple[dict[str, Any], Sequence[Buffer]]
 Handler = Callable[[Message], Reply]
 
 MAX_REQUEST_BYTES = 1 << 40  # the server has checked the size of what it sends

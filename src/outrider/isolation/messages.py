@@ -13,16 +13,19 @@ HEADER = struct.Struct(">QQ")  # bytes of the JSON object, bytes of the data
 MAX_JSON_BYTES = 1 << 20  # chosen by hand: the objects have a few short fields
 
 
+Buffer = bytes | bytearray | memoryview
+
+
 class Message(NamedTuple):
     fields: dict[str, Any]
-    data: bytes | bytearray | memoryview = b""
+    data: Buffer = b""
 
 
 class ConnectionEnded(ConnectionError):
     """The other side has closed the connection."""
 
 
-def send(connection: socket.socket, fields: dict[str, Any], data: Sequence[bytes | memoryview] = ()) -> None:
+def send(connection: socket.socket, fields: dict[str, Any], data: Sequence[Buffer] = ()) -> None:
     """`data`: the parts of the message's data, sent one after the other."""
     text = json.dumps(fields).encode()
     connection.sendall(HEADER.pack(len(text), sum(map(len, data))) + text)

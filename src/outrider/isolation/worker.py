@@ -1,7 +1,7 @@
 """The server's side of a worker process: starts the process, sends it jobs, and starts it again if it dies.
 
-The process runs `python -m MODULE`; the module calls `child.serve`. If a job crashes the process, or exceeds a
-limit, only that job fails.
+The process runs `python -m MODULE`; the module calls `child.serve`. If a job crashes the process, or exceeds
+a limit, only that job fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.isolation.messages import ConnectionEnded, Message, receive, send
+from outrider.isolation.messages import Buffer, ConnectionEnded, Message, receive, send
 
 START_S = 120.0  # seconds for the start of a process and its set-up, on a busy machine; chosen by hand
 MIB = 1 << 20
@@ -70,7 +70,7 @@ class IsolatedWorker:
         self._process: _Process | None = None
         self._is_closed = False
 
-    def call(self, fields: dict[str, Any], data: bytes | bytearray = b"") -> Message:
+    def call(self, fields: dict[str, Any], data: Buffer = b"") -> Message:
         """The process's reply to one job. Raises JobFailed.
 
         If a process dies that has done other jobs before, a new process gets the job once more: the first
@@ -98,7 +98,7 @@ class IsolatedWorker:
         process = self._process
         return None if process is None else process.popen.pid
 
-    def _ask(self, fields: dict[str, Any], data: bytes | bytearray) -> Message:
+    def _ask(self, fields: dict[str, Any], data: Buffer) -> Message:
         process = self._process = self._process or self._start()
         try:
             reply = process.ask(fields, data, self._limits)
@@ -131,7 +131,7 @@ class _Process:
         try:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", module, json.dumps(asdict(limits))],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,  # native decoders write there as they like
                 stderr=subprocess.DEVNULL,
                 env=variables,
@@ -153,7 +153,7 @@ class _Process:
         if "failed" in reply.fields:
             raise WorkerUnavailable(f"a worker process could not be set up: {reply.fields['failed']}")
 
-    def ask(self, fields: dict[str, Any], data: bytes | bytearray, limits: WorkerLimits) -> Message:
+    def ask(self, fields: dict[str, Any], data: Buffer, limits: WorkerLimits) -> Message:
         deadline_s = time.monotonic() + limits.answer_s
         try:
             self._connection.settimeout(limits.answer_s)

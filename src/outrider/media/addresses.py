@@ -14,8 +14,11 @@ from outrider.media.limits import InvalidMedia
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# IPv6 networks whose addresses hold an IPv4 address in the last 32 bits; a gateway connects to this address.
-NAT64_NETWORKS = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+# An IPv6 address here holds an IPv4 address in its last 32 bits, and a gateway connects to that one (RFC 6052).
+NAT64_NETWORK = ipaddress.ip_network("64:ff9b::/96")
+# For translation inside one's own network (RFC 8215): not public, whatever IPv4 address is in it, and its place
+# in the address depends on the gateway's settings.
+LOCAL_NAT64_NETWORK = ipaddress.ip_network("64:ff9b:1::/48")
 
 
 async def resolve(host: str, port: int, allow_private: bool) -> list[str]:
@@ -51,8 +54,8 @@ def _is_public(address: Address) -> bool:
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if inner is not None:
             return _is_public(inner)
-        if any(address in network for network in NAT64_NETWORKS):
+        if address in NAT64_NETWORK:
             return _is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        if address.is_site_local:
+        if address.is_site_local or address in LOCAL_NAT64_NETWORK:
             return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)

@@ -1,4 +1,4 @@
-"""Decodes images with Pillow. Runs on a worker thread.
+"""Decodes images with Pillow. For clients' images this runs in a worker process: see decoder.py.
 
 The content decides the format, and only a few formats are allowed. An image whose header announces too many
 pixels is refused before it is decoded.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from outrider.media.limits import InvalidMedia, MediaLimits, import_extra
-from outrider.media.video import read_frames, video_kind
+from outrider.media.video import Buffer, count_video_frames, read_frames, video_kind
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -57,30 +57,43 @@ class DecodedImage:
         return self.pixels.shape[1], self.pixels.shape[0]
 
 
-def decode_image(data: bytes, declared: str, limits: MediaLimits) -> DecodedImage:
+def decode_image(data: Buffer, declared: str, limits: MediaLimits) -> DecodedImage:
     """Decode an image, or the first frame of an animation. `declared`: its media type, "" if unknown."""
-    return _open(data, declared, limits, _decode)
+    return image_from_pixels(image_pixels(data, declared, limits))
 
 
-def decode_frames(data: bytes, declared: str, limits: MediaLimits) -> list[DecodedImage]:
+def decode_frames(data: Buffer, declared: str, limits: MediaLimits) -> list[DecodedImage]:
     """Decode frames of a video or an animation, evenly spread from the first to the last."""
-    if video_kind(data) is not None:
-        return [image_from_pixels(frame) for frame in read_frames(data, declared, limits)]
+    return [image_from_pixels(frame) for frame in frame_pixels(data, declared, limits)]
 
-    def frames(image: Image.Image) -> list[DecodedImage]:
-        count = int(getattr(image, "n_frames", 1))
-        if count * image.width * image.height > limits.max_image_pixels * limits.max_images:
-            raise InvalidMedia(
-                f"a video has {count} frames of {image.width} x {image.height} pixels: too many"
-            )
+
+def image_pixels(data: Buffer, declared: str, limits: MediaLimits) -> np.ndarray:
+    return _open(data, declared, limits, _pixels)
+
+
+def frame_pixels(data: Buffer, declared: str, limits: MediaLimits) -> list[np.ndarray]:
+    if video_kind(data) is not None:
+        return read_frames(data, declared, limits)
+
+    def frames(image: Image.Image) -> list[np.ndarray]:
+        count = _checked_count(image, limits)
         chosen = np.linspace(0, count - 1, min(count, limits.max_frames)).round().astype(int).tolist()
         decoded = []
         for number in chosen:
             image.seek(number)
-            decoded.append(_decode(image))
+            decoded.append(_pixels(image))
         return decoded
 
     return _open(data, declared, limits, frames)
+
+
+def count_frames(data: Buffer, declared: str, limits: MediaLimits) -> int:
+    """The number of frames that `frame_pixels` returns, at most. No pixels are decoded."""
+    if video_kind(data) is not None:
+        count = count_video_frames(data, declared, limits)
+    else:
+        count = _open(data, declared, limits, lambda image: _checked_count(image, limits))
+    return min(count, limits.max_frames)
 
 
 def image_from_pixels(pixels: np.ndarray) -> DecodedImage:
@@ -92,14 +105,22 @@ def image_from_pixels(pixels: np.ndarray) -> DecodedImage:
     return DecodedImage(pixels, digest.hexdigest())
 
 
-def _decode(image: Image.Image) -> DecodedImage:
+def _pixels(image: Image.Image) -> np.ndarray:
+    """uint8 [height, width, 3]"""
     from PIL import ImageOps
 
     upright = ImageOps.exif_transpose(image)
-    return image_from_pixels(np.asarray(upright.convert("RGB")))
+    return np.asarray(upright.convert("RGB"))
 
 
-def _open(data: bytes, declared: str, limits: MediaLimits, use: Callable[[Image.Image], T]) -> T:
+def _checked_count(image: Image.Image, limits: MediaLimits) -> int:
+    count = int(getattr(image, "n_frames", 1))
+    if count * image.width * image.height > limits.max_image_pixels * limits.max_images:
+        raise InvalidMedia(f"a video has {count} frames of {image.width} x {image.height} pixels: too many")
+    return count
+
+
+def _open(data: Buffer, declared: str, limits: MediaLimits, use: Callable[[Image.Image], T]) -> T:
     """Open the image, check the header, then call `use`. Any exception of Pillow refuses the image."""
     pillow = import_extra("PIL.Image", "images")
     try:

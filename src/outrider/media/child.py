@@ -1,0 +1,49 @@
+"""The media worker process: decodes clients' images and videos. Its pixels go back to the server."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from outrider.isolation.child import Handler, Reply, serve
+from outrider.isolation.messages import Message
+from outrider.media.images import count_frames, frame_pixels, image_pixels
+from outrider.media.limits import InvalidMedia, MediaLimits
+
+# FFmpeg opens nothing but the file itself, and decodes on one thread: other threads need more memory.
+FFMPEG_OPTIONS = "protocol_whitelist;file|threads;1"
+
+
+def new_handler(message: Message) -> Handler:
+    limits = MediaLimits(**message.fields)
+    os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = FFMPEG_OPTIONS
+
+    def handle(job: Message) -> Reply:
+        try:
+            return _done(job, limits)
+        except InvalidMedia as refusal:
+            return {"refused": str(refusal)}, ()
+
+    return handle
+
+
+def _done(job: Message, limits: MediaLimits) -> Reply:
+    declared = job.fields["declared"]
+    match job.fields["work"]:
+        case "count_frames":
+            return {"count": count_frames(job.data, declared, limits)}, ()
+        case "decode_frames":
+            return _images(frame_pixels(job.data, declared, limits))
+        case "decode_image":
+            return _images([image_pixels(job.data, declared, limits)])
+    raise ValueError(f"unknown work: {job.fields['work']}")
+
+
+def _images(arrays: list[np.ndarray]) -> Reply:
+    parts = [memoryview(np.ascontiguousarray(array)).cast("B") for array in arrays]
+    return {"sizes": [array.shape[:2] for array in arrays]}, parts
+
+
+if __name__ == "__main__":
+    serve(new_handler)
