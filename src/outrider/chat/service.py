@@ -1,7 +1,7 @@
 """Owns a chat request for asyncio: load images, render, validate, queue, and read the answer as events.
 
 Must not know HTTP. Rendering and validation run on one worker thread: they never block the event loop, and
-the tokenizer never encodes two texts at once.
+the tokenizer never encodes two texts at once. Grammars are compiled on other threads.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from outrider.media.image_reader import ProcessedImage
 from outrider.media.loader import MediaItem, MediaLoader
 from outrider.request import InvalidRequest, SamplingParams
 
+# Requests with a grammar that are validated at a time; chosen by hand. They mostly wait for the grammar worker.
+NUM_GRAMMAR_THREADS = 4
+
 T = TypeVar("T")
 
 LONG_PROMPT = 100_000  # characters: it takes a tenth of a second or more to encode. Chosen by hand
@@ -46,6 +49,7 @@ class ChatService:
         self._media_loader = media_loader
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-chat")
         self._long_prompts = asyncio.Lock()
+        self._grammar_threads = ThreadPoolExecutor(NUM_GRAMMAR_THREADS, thread_name_prefix="outrider-grammar")
 
     async def start(self, request: ChatRequest) -> ChatStream:
         """Queue one answer to a conversation. Raises InvalidRequest, as `prepare` does."""
@@ -58,17 +62,15 @@ class ChatService:
         Raises InvalidRequest if the conversation cannot be served.
         """
         size = self._checked_size(request)
-        render = partial(self._renderer.render, await self.with_images(request))
-        async with self._turn(size):
-            return await self._off_loop(self._prepare, render, num_answers)
+        request = await self.with_images(request)
+        return await self._prepare(partial(self._renderer.render, request), size, num_answers)
 
     async def prepare_text(
         self, prompt: str | Sequence[int], params: SamplingParams, num_answers: int = 1
     ) -> PreparedAnswers:
         """The same for a bare prompt. Its streams have text, logprobs and the end."""
         render = partial(self._renderer.render_text, prompt, params)
-        async with self._turn(self._checked_size(prompt)):
-            return await self._off_loop(self._prepare, render, num_answers)
+        return await self._prepare(render, self._checked_size(prompt), num_answers)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """The number of tokens of the request's prompt."""
@@ -93,6 +95,7 @@ class ChatService:
     def close(self) -> None:
         """End the service's threads. The engine stays open."""
         self._thread.shutdown(wait=False)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         if self._media_loader is not None:
             self._media_loader.close()
 
@@ -108,16 +111,29 @@ class ChatService:
         """Long prompts take turns, so that a short one never waits for more than one of them."""
         return self._long_prompts if size > LONG_PROMPT else nullcontext()
 
-    def _prepare(self, render: Callable[[], ChatPrompt], num_answers: int) -> PreparedAnswers:
-        prompt = render()
-        first = self._engine.engine.validate(
-            prompt.ids, prompt.params, continues_prompt=prompt.continues_prompt, media=prompt.media
-        )
+    async def _prepare(
+        self, render: Callable[[], ChatPrompt], size: int, num_answers: int
+    ) -> PreparedAnswers:
+        async with self._turn(size):
+            prompt, first = await self._off_loop(self._render, render)
+        if first is None:
+            loop = asyncio.get_running_loop()
+            first = await loop.run_in_executor(self._grammar_threads, self._validate, prompt)
         others = [
             first.for_answer(uuid.uuid4().hex, prompt.params.for_answer(i)) for i in range(1, num_answers)
         ]
         count_tokens = partial(self._off_loop, self._renderer.count_tokens)
         return PreparedAnswers(self._engine, prompt, [first, *others], count_tokens)
+
+    def _render(self, render: Callable[[], ChatPrompt]) -> tuple[ChatPrompt, ValidatedRequest | None]:
+        """The prompt, and the validated request if it has no grammar: that one may take long to compile."""
+        prompt = render()
+        return prompt, None if prompt.params.grammar is not None else self._validate(prompt)
+
+    def _validate(self, prompt: ChatPrompt) -> ValidatedRequest:
+        return self._engine.engine.validate(
+            prompt.ids, prompt.params, continues_prompt=prompt.continues_prompt, media=prompt.media
+        )
 
     async def _off_loop(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)

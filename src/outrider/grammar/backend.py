@@ -37,12 +37,9 @@ class TokenizerSource:
 
 def tokenizer_source(tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> TokenizerSource:
     """Of a Hugging Face tokenizer, which may be wrapped by mlx-lm."""
-    plain = getattr(tokenizer, "_tokenizer", tokenizer)
-    if not hasattr(plain, "backend_tokenizer"):
-        raise InvalidRequest(
-            "grammars need a fast tokenizer, and this model has a slow one"
-        )
-    backend = copy.copy(plain.backend_tokenizer)
+    backend = copy.copy(getattr(tokenizer, "backend_tokenizer", None))
+    if backend is None:
+        raise InvalidRequest("grammars need a fast tokenizer, and this model has a slow one")
     backend.no_padding()
     backend.no_truncation()
     return TokenizerSource(backend.to_str(), vocab_size, tuple(sorted(eos_ids)))

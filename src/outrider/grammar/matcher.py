@@ -21,6 +21,8 @@ from outrider.request import InvalidRequest
 # hand; common grammars take 1 ms. The grammar worker refuses grammars that begin with slower calls.
 MAX_CALL_S = 1.0
 
+LEXER_IS_FULL = "too many states"  # in llguidance's message: it has no other sign of this error
+
 T = TypeVar("T")
 
 
@@ -134,7 +136,7 @@ class RowGrammar:
     def _call(self, work: Callable[[Any], T]) -> tuple[T, str]:
         """The result of `work`, and the matcher's error or "". After an error the matcher is as before."""
         result = self._timed(work)
-        if self._matcher.is_error() and self._matcher.stop_reason() == "LexerTooComplex":
+        if self._matcher.is_error() and LEXER_IS_FULL in error_of(self._matcher):
             self._compiled.replace(self._root)
             self._reset()
             result = self._timed(work)

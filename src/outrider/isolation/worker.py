@@ -89,9 +89,7 @@ class IsolatedWorker:
     def close(self) -> None:
         """End the process. A job that runs fails."""
         self._is_closed = True
-        process = self._process
-        if process is not None:
-            process.end()
+        self._end(self._process)
 
     @property
     def process_id(self) -> int | None:
@@ -104,7 +102,7 @@ class IsolatedWorker:
             reply = process.ask(fields, data, self._limits)
         except BaseException:
             self._process = None
-            process.end()
+            self._end(process)
             raise
         return reply
 
@@ -112,15 +110,20 @@ class IsolatedWorker:
         if self._is_closed:
             raise JobFailed("the server is shutting down")
         process = _Process(self._module, self._limits)
-        weakref.finalize(self, process.end)
+        self._finalizer = weakref.finalize(self, process.end)  # also if this worker is never closed
         try:
             process.set_up(self._set_up())
         except BaseException:
-            process.end()
+            self._end(process)
             raise
         if self._is_closed:  # closed meanwhile
-            process.end()
+            self._end(process)
         return process
+
+    def _end(self, process: _Process | None) -> None:
+        if process is not None:
+            self._finalizer.detach()
+            process.end()
 
 
 class _Process:

@@ -1,0 +1,293 @@
+"""Grammars that clients choose to do harm: each is refused or served, and the process and the other rows live."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hostile_grammars import ambiguous, lark, reference_chain, rule_chain, schema, wide_schema
+from outrider import LLM, InvalidRequest, SamplingParams
+from outrider.grammar import backend, matcher
+from outrider.grammar import compiler as compiler_module
+from outrider.grammar.backend import TokenizerSource, new_matcher, tokenizer_source
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.matcher import CompiledGrammar, GrammarStuck, RowGrammar
+from outrider.llm import GenerationFailed
+from outrider.request import Grammar
+from tiny_models import write_checkpoint
+
+EXPLODING = Grammar("regex", "(a|b)*a(a|b){12}c")  # its lexer has thousands of states
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(folder, "llama")
+    with LLM(folder, max_rows=4, drafter="ngram") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def source(llm: LLM) -> TokenizerSource:
+    return tokenizer_source(llm.tokenizer, llm.engine.facts.vocab_size, llm.engine.facts.eos_ids)
+
+
+@pytest.fixture(scope="module")
+def compiler(source: TokenizerSource) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(lambda: source)
+    yield compiler
+    compiler.close()
+
+
+def row_of(source: TokenizerSource, grammar: Grammar) -> RowGrammar:
+    """A row whose grammar the worker has not seen."""
+    tokenizer = source.build()
+    compiled = CompiledGrammar(lambda: new_matcher(tokenizer, grammar))
+    return RowGrammar(compiled, source.vocab_size, source.eos_ids)
+
+
+def allowed(row: RowGrammar) -> list[int]:
+    masks = row.masks(())
+    assert masks is not None
+    return [int(i) for i in np.unpackbits(masks[0].view(np.uint8), bitorder="little").nonzero()[0]]
+
+
+@pytest.mark.parametrize("grammar", [lark(rule_chain(20_000)), schema(reference_chain(5_000))])
+def test_chain_that_overflows_the_stack_is_refused(compiler: GrammarCompiler, grammar: Grammar) -> None:
+    for _ in range(2):  # the second time by the verdict
+        with pytest.raises(InvalidRequest, match="too complex"):
+            compiler.new_row(grammar)
+    assert allowed(compiler.new_row(Grammar("regex", "[ab]")))
+
+
+@pytest.mark.parametrize(
+    "grammar", [lark(rule_chain(3_000)), schema(reference_chain(1_000)), schema(wide_schema(500))]
+)
+def test_large_grammar_is_served(compiler: GrammarCompiler, grammar: Grammar) -> None:
+    row = compiler.new_row(grammar)
+    for _ in range(6):
+        row.commit(allowed(row)[0])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (schema(wide_schema(10_000)), "10,000 optional properties; the limit is 1,000"),
+        (schema({"items": {"anyOf": [wide_schema(1_001)]}}), "1,001 optional properties"),
+        (lark(f"start: %json {json.dumps(wide_schema(3_000))}"), "too complex"),
+        (schema({"enum": ["x" * 600_000]}), "the limit is 524,288"),
+        (lark(ambiguous(400)), "too complex"),
+        (Grammar("regex", "\ud800"), "Unicode"),
+        (Grammar("regex", ""), "empty answer"),
+    ],
+)
+def test_grammar_that_takes_too_much_is_refused(
+    compiler: GrammarCompiler, grammar: Grammar, reason: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(reason)):
+        compiler.new_row(grammar)
+
+
+def test_required_properties_are_not_bounded(compiler: GrammarCompiler) -> None:
+    wide = wide_schema(3_000)
+    assert allowed(compiler.new_row(schema({**wide, "required": list(wide["properties"])})))
+
+
+def test_cached_grammars_have_a_bound_in_bytes(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = [schema({"enum": [letter * 2_000]}) for letter in "abcd"]
+    for grammar in grammars:
+        compiler.new_row(grammar)
+    sizes = [compiler._compiled[grammar][1] for grammar in grammars]
+    assert min(sizes) > 2_000
+    monkeypatch.setattr(compiler_module, "MAX_CACHED_BYTES", sum(sizes[1:]) - 1)
+    compiler.new_row(schema({"enum": ["e"]}))
+    assert len([grammar for grammar in grammars if grammar in compiler._compiled]) < len(grammars)
+    compiler.new_row(grammars[0])
+
+
+def test_rows_go_on_when_their_shared_lexer_is_full(
+    source: TokenizerSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matchers of a grammar share lexer states: without a new lexer one row would end them all."""
+    unlimited = [row_of(source, EXPLODING) for _ in range(3)]
+    monkeypatch.setattr(backend, "MAX_LEXER_STATES", 300)
+    tokenizer, num_compiled = source.build(), 0
+
+    def compile() -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return new_matcher(tokenizer, EXPLODING)
+
+    compiled = CompiledGrammar(compile)
+    rows = [RowGrammar(compiled, source.vocab_size, source.eos_ids) for _ in range(3)]
+    choice = np.random.default_rng(0)
+    for _ in range(60):
+        for row, reference in zip(rows, unlimited, strict=True):
+            expected = allowed(reference)
+            assert allowed(row) == expected
+            token_id = int(choice.choice(expected[:2]))  # a or b
+            row.commit(token_id)
+            reference.commit(token_id)
+    assert num_compiled > 1
+
+
+def test_grammar_that_fails_after_a_draft_cuts_the_drafts(llm: LLM, source: TokenizerSource) -> None:
+    """The engine plans with these masks: an error there would end all rows."""
+    row = row_of(source, lark(f'start: "x" (wide | "y")\nwide: %json {json.dumps(wide_schema(3_000))}'))
+    drafts = llm.tokenizer.encode('x{"p1":', add_special_tokens=False)
+    masks = row.masks(drafts)
+    assert masks is not None
+    assert len(masks) == 2  # before "x" and before "{"
+    assert row.masks(drafts[:1]) is not None  # the row is as before
+    row.commit(drafts[0])
+    with pytest.raises(GrammarStuck, match="items"):
+        row.commit(drafts[1])
+
+
+def test_row_whose_masks_take_too_long_ends(
+    source: TokenizerSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = row_of(source, Grammar("regex", "[ab]*"))
+    monkeypatch.setattr(matcher, "MAX_CALL_S", 0.0)
+    with pytest.raises(GrammarStuck, match="too complex"):
+        row.commit(allowed(row)[0])
+        row.commit(allowed(row)[0])
+
+
+def test_grammar_that_fails_in_an_answer_ends_that_answer_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker sees the first positions only; a later one fails here."""
+    params = SamplingParams(max_tokens=60, temperature=0, seed=1)
+    free = SamplingParams(max_tokens=40, temperature=1, seed=3, ignore_eos=True)
+    (alone,) = llm.generate("q", free)
+    late = lark(f'start: /[x-z]{{40}}/ %json {json.dumps(wide_schema(3_000))}')
+    streams = [llm.stream("p", SamplingParams(max_tokens=60, grammar=late)), llm.stream("q", free)]
+    with pytest.raises(GenerationFailed, match="items"):
+        list(streams[0])
+    assert tuple(i for delta in streams[1] for i in delta.token_ids) == tuple(alone.token_ids)
+    assert llm.generate("x", params)[0].finish_reason in ("length", "stop")
+
+
+def test_tokenizer_with_more_ids_than_the_model(llm: LLM, source: TokenizerSource) -> None:
+    small = TokenizerSource(source.text, source.vocab_size - 20, source.eos_ids)
+    compiler = GrammarCompiler(lambda: small)
+    row = compiler.new_row(Grammar("regex", "[ -~]{5}"))
+    for _ in range(5):
+        ids = allowed(row)
+        assert ids
+        assert max(ids) < small.vocab_size
+        row.commit(ids[-1])
+    compiler.close()
+
+
+SOAK_S = float(os.environ.get("OUTRIDER_SOAK_SECONDS", 0))
+NAMES = st.sampled_from(["a", "b", "name", "x y", "é", "$ref", ""])
+LEAVES = st.one_of(
+    st.sampled_from([True, {}, {"type": "string"}, {"type": "integer"}, {"type": "null"}, {"$ref": "#"}]),
+    st.builds(lambda n, m: {"type": "string", "minLength": n, "maxLength": m}, *[st.integers(0, 10**6)] * 2),
+    st.builds(lambda n, m: {"type": "number", "minimum": n, "maximum": m}, *[st.floats(-1e9, 1e9)] * 2),
+    st.builds(lambda n: {"type": "integer", "multipleOf": n}, st.integers(1, 10**7)),
+    st.builds(lambda values: {"enum": values}, st.lists(st.text(max_size=6) | st.integers(), max_size=30)),
+    st.builds(lambda format: {"type": "string", "format": format}, st.sampled_from(["date", "uuid", "no"])),
+    st.builds(lambda name: {"$ref": f"#/properties/{name}"}, NAMES),
+)
+REGEXES = st.recursive(
+    st.sampled_from(["a", "b", ".", "[^a]", "\\d", "[a-z0-9]", "\\w", "é", "x*", ""]),
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a + b, inner, inner),
+        st.builds(lambda a, b: f"(?:{a}|{b})", inner, inner),
+        st.builds(lambda a, n, m: f"(?:{a}){{{n},{n + m}}}", inner, st.integers(0, 99), st.integers(0, 999)),
+        st.builds(lambda a, how: f"({a}){how}", inner, st.sampled_from("*+?")),
+    ),
+    max_leaves=12,
+)
+SCHEMAS = st.recursive(
+    LEAVES | st.builds(lambda pattern: {"type": "string", "pattern": pattern}, REGEXES),
+    lambda inner: st.one_of(
+        st.builds(
+            lambda properties, required, others: {
+                "type": "object",
+                "properties": properties,
+                "required": required,
+                "additionalProperties": others,
+            },
+            st.dictionaries(NAMES, inner, max_size=6),
+            st.lists(NAMES, max_size=3, unique=True),
+            st.booleans() | inner,
+        ),
+        st.builds(
+            lambda items, n, m: {"type": "array", "items": items, "minItems": n, "maxItems": m},
+            inner,
+            st.integers(0, 1000),
+            st.integers(0, 1000),
+        ),
+        st.builds(
+            lambda word, parts: {word: parts},
+            st.sampled_from(["anyOf", "oneOf", "allOf", "prefixItems"]),
+            st.lists(inner, max_size=5),
+        ),
+    ),
+    max_leaves=20,
+)
+PARTS = st.one_of(
+    st.sampled_from(['"a"', '"b"', "start", "r1", "r2", "T1", "T2", '""', "<[3]>", "/./", "%json {}", "("]),
+    REGEXES.map(lambda regex: "/" + regex.replace("/", "") + "/"),
+)
+LARKS = st.builds(
+    lambda rules: "\n".join(f"{name}: {body}" for name, body in rules.items()),
+    st.dictionaries(
+        st.sampled_from(["start", "r1", "r2", "T1", "T2"]),
+        st.lists(
+            st.builds(lambda part, how: part + how, PARTS, st.sampled_from(["", "", "*", "+", "?", " |"])),
+            max_size=6,
+        ).map(" ".join),
+        max_size=5,
+    ),
+)
+GRAMMARS = st.one_of(
+    SCHEMAS.map(schema),
+    REGEXES.map(lambda text: Grammar("regex", text)),
+    LARKS.map(lark),
+    st.builds(Grammar, st.sampled_from(["regex", "lark", "json_schema"]), st.text(max_size=60)),
+)
+
+
+def tries(num_in_tests: int, num_in_soak: int) -> Any:
+    return settings(
+        max_examples=num_in_soak if SOAK_S else num_in_tests,
+        deadline=None,
+        database=None,
+        derandomize=not SOAK_S,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@tries(60, 5_000)
+@given(grammar=GRAMMARS, choice=st.randoms(use_true_random=False))
+def test_any_grammar_is_refused_or_served(compiler: GrammarCompiler, grammar: Grammar, choice: Any) -> None:
+    try:
+        row = compiler.new_row(grammar)
+    except InvalidRequest:
+        return
+    try:
+        for _ in range(20):
+            ids = [i for i in allowed(row) if i not in row._eos_ids]
+            if not ids:
+                return
+            drafts = row.forced(8) or [choice.choice(ids)]
+            assert 1 <= len(row.masks(drafts[: row.num_allowed(drafts)])) <= 9  # type: ignore[arg-type]
+            row.commit(choice.choice(ids))
+    except GrammarStuck:
+        return
