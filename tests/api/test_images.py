@@ -57,7 +57,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield llm
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def seeing(llm: LLM) -> Iterator[Seeing]:
     seeing = Seeing(llm, LIMITS)
     yield seeing

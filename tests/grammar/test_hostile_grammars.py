@@ -155,9 +155,7 @@ def test_grammar_that_fails_after_a_draft_cuts_the_drafts(llm: LLM, source: Toke
         row.commit(drafts[1])
 
 
-def test_row_whose_masks_take_too_long_ends(
-    source: TokenizerSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_whose_masks_take_too_long_ends(source: TokenizerSource, monkeypatch: pytest.MonkeyPatch) -> None:
     row = row_of(source, Grammar("regex", "[ab]*"))
     monkeypatch.setattr(matcher, "MAX_CALL_S", 0.0)
     with pytest.raises(GrammarStuck, match="too complex"):
@@ -172,7 +170,7 @@ def test_grammar_that_fails_in_an_answer_ends_that_answer_only(
     params = SamplingParams(max_tokens=60, temperature=0, seed=1)
     free = SamplingParams(max_tokens=40, temperature=1, seed=3, ignore_eos=True)
     (alone,) = llm.generate("q", free)
-    late = lark(f'start: /[x-z]{{40}}/ %json {json.dumps(wide_schema(3_000))}')
+    late = lark(f"start: /[x-z]{{40}}/ %json {json.dumps(wide_schema(3_000))}")
     streams = [llm.stream("p", SamplingParams(max_tokens=60, grammar=late)), llm.stream("q", free)]
     with pytest.raises(GenerationFailed, match="items"):
         list(streams[0])

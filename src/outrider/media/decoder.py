@@ -38,7 +38,9 @@ class MediaDecoder:
             IsolatedWorker("outrider.media.child", worker_limits, lambda: set_up)
             for _ in range(num_processes)
         ]
-        self._free: queue.LifoQueue[IsolatedWorker] = queue.LifoQueue()  # the last used one is the first taken
+        self._free: queue.LifoQueue[IsolatedWorker] = (
+            queue.LifoQueue()
+        )  # the last used one is the first taken
         for worker in self._workers:
             self._free.put(worker)
 

@@ -63,9 +63,7 @@ class MediaLoader(Generic[T]):
             for item, source, data in zip(items, sources, fetched, strict=True)
         )
         self._check_count(sum(content.num_images for content in contents))  # before anything is decoded
-        return await _all(
-            loop.run_in_executor(self._threads, self._decode, content) for content in contents
-        )
+        return await _all(loop.run_in_executor(self._threads, self._decode, content) for content in contents)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -83,7 +83,9 @@ def _checked_count(capture: Any, limits: MediaLimits) -> int:
     if width * height > limits.max_image_pixels:
         raise InvalidMedia(f"a video has {width} x {height} pixels; the limit is {limits.max_image_pixels:,}")
     if count > MAX_VIDEO_FRAMES:
-        raise InvalidMedia(f"a video has {count:,} frames; the limit is {MAX_VIDEO_FRAMES:,}: send a part of it")
+        raise InvalidMedia(
+            f"a video has {count:,} frames; the limit is {MAX_VIDEO_FRAMES:,}: send a part of it"
+        )
     return max(count, 1)  # some files do not say
 
 
