@@ -26,8 +26,7 @@ from outrider.media.image_reader import ProcessedImage
 from outrider.media.loader import MediaItem, MediaLoader
 from outrider.request import InvalidRequest, SamplingParams
 
-# Requests with a grammar that are validated at a time; chosen by hand. They mostly wait for the grammar worker.
-NUM_GRAMMAR_THREADS = 4
+NUM_GRAMMAR_THREADS = 4  # chosen by hand; they mostly wait for the grammar worker
 
 T = TypeVar("T")
 

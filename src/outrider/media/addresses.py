@@ -14,10 +14,9 @@ from outrider.media.limits import InvalidMedia
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# An IPv6 address here holds an IPv4 address in its last 32 bits, and a gateway connects to that one (RFC 6052).
+# An IPv6 address here holds an IPv4 address in its last 32 bits; a gateway connects to that one (RFC 6052).
 NAT64_NETWORK = ipaddress.ip_network("64:ff9b::/96")
-# For translation inside one's own network (RFC 8215): not public, whatever IPv4 address is in it, and its place
-# in the address depends on the gateway's settings.
+# For gateways inside one's own network (RFC 8215): not public, whatever IPv4 address is in it.
 LOCAL_NAT64_NETWORK = ipaddress.ip_network("64:ff9b:1::/48")
 
 

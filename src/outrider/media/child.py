@@ -29,19 +29,19 @@ def new_handler(message: Message) -> Handler:
 
 
 def _done(job: Message, limits: MediaLimits) -> Reply:
-    declared = job.fields["declared"]
+    data, declared = bytes(job.data), job.fields["declared"]
     match job.fields["work"]:
         case "count_frames":
-            return {"count": count_frames(job.data, declared, limits)}, ()
+            return {"count": count_frames(data, declared, limits)}, ()
         case "decode_frames":
-            return _images(frame_pixels(job.data, declared, limits))
+            return _images(frame_pixels(data, declared, limits))
         case "decode_image":
-            return _images([image_pixels(job.data, declared, limits)])
+            return _images([image_pixels(data, declared, limits)])
     raise ValueError(f"unknown work: {job.fields['work']}")
 
 
 def _images(arrays: list[np.ndarray]) -> Reply:
-    parts = [memoryview(np.ascontiguousarray(array)).cast("B") for array in arrays]
+    parts = [np.ascontiguousarray(array).data.cast("B") for array in arrays]
     return {"sizes": [array.shape[:2] for array in arrays]}, parts
 
 

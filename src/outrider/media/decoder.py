@@ -54,7 +54,7 @@ class MediaDecoder:
         return _images(self._ask("decode_frames", data, declared))
 
     def count_frames(self, data: bytes, declared: str) -> int:
-        """The number of frames that `decode_frames` returns, at most, by the header. No pixels are decoded."""
+        """The most frames that `decode_frames` returns, by the header. No pixels are decoded."""
         return int(self._ask("count_frames", data, declared).fields["count"])
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from outrider.media.limits import InvalidMedia, MediaLimits, import_extra
-from outrider.media.video import Buffer, count_video_frames, read_frames, video_kind
+from outrider.media.video import count_video_frames, read_frames, video_kind
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -57,21 +57,21 @@ class DecodedImage:
         return self.pixels.shape[1], self.pixels.shape[0]
 
 
-def decode_image(data: Buffer, declared: str, limits: MediaLimits) -> DecodedImage:
+def decode_image(data: bytes, declared: str, limits: MediaLimits) -> DecodedImage:
     """Decode an image, or the first frame of an animation. `declared`: its media type, "" if unknown."""
     return image_from_pixels(image_pixels(data, declared, limits))
 
 
-def decode_frames(data: Buffer, declared: str, limits: MediaLimits) -> list[DecodedImage]:
+def decode_frames(data: bytes, declared: str, limits: MediaLimits) -> list[DecodedImage]:
     """Decode frames of a video or an animation, evenly spread from the first to the last."""
     return [image_from_pixels(frame) for frame in frame_pixels(data, declared, limits)]
 
 
-def image_pixels(data: Buffer, declared: str, limits: MediaLimits) -> np.ndarray:
+def image_pixels(data: bytes, declared: str, limits: MediaLimits) -> np.ndarray:
     return _open(data, declared, limits, _pixels)
 
 
-def frame_pixels(data: Buffer, declared: str, limits: MediaLimits) -> list[np.ndarray]:
+def frame_pixels(data: bytes, declared: str, limits: MediaLimits) -> list[np.ndarray]:
     if video_kind(data) is not None:
         return read_frames(data, declared, limits)
 
@@ -87,7 +87,7 @@ def frame_pixels(data: Buffer, declared: str, limits: MediaLimits) -> list[np.nd
     return _open(data, declared, limits, frames)
 
 
-def count_frames(data: Buffer, declared: str, limits: MediaLimits) -> int:
+def count_frames(data: bytes, declared: str, limits: MediaLimits) -> int:
     """The number of frames that `frame_pixels` returns, at most. No pixels are decoded."""
     if video_kind(data) is not None:
         count = count_video_frames(data, declared, limits)
@@ -120,7 +120,7 @@ def _checked_count(image: Image.Image, limits: MediaLimits) -> int:
     return count
 
 
-def _open(data: Buffer, declared: str, limits: MediaLimits, use: Callable[[Image.Image], T]) -> T:
+def _open(data: bytes, declared: str, limits: MediaLimits, use: Callable[[Image.Image], T]) -> T:
     """Open the image, check the header, then call `use`. Any exception of Pillow refuses the image."""
     pillow = import_extra("PIL.Image", "images")
     try:

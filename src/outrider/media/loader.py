@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from outrider.media.fetching import fetch
 from outrider.media.decoder import MediaDecoder
+from outrider.media.fetching import fetch
 from outrider.media.images import DecodedImage
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.sources import DataUrl, FileUrl, Source, WebUrl, parse_source, read_inline

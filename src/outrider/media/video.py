@@ -18,7 +18,6 @@ import numpy as np
 
 from outrider.media.limits import InvalidMedia, MediaLimits, import_extra
 
-Buffer = bytes | bytearray
 DAMAGED = "a video is damaged or has no frames"
 MAX_VIDEO_FRAMES = 200_000  # by the file's header: almost two hours at 30 frames a second; chosen by hand
 MEDIA_TYPES = {
@@ -27,20 +26,20 @@ MEDIA_TYPES = {
 }
 
 
-def video_kind(data: Buffer) -> str | None:
+def video_kind(data: bytes) -> str | None:
     """Return "mp4" (also for MOV), "webm" (also for Matroska), or None for other data."""
     if data[4:8] == b"ftyp":
         return "mp4"
     return "webm" if data[:4] == b"\x1a\x45\xdf\xa3" else None
 
 
-def count_video_frames(data: Buffer, declared: str, limits: MediaLimits) -> int:
+def count_video_frames(data: bytes, declared: str, limits: MediaLimits) -> int:
     """The number of frames by the file's header, 1 or more. No pixels are decoded."""
     with _opened(data, declared) as capture:
         return _checked_count(capture, limits)
 
 
-def read_frames(data: Buffer, declared: str, limits: MediaLimits) -> list[np.ndarray]:
+def read_frames(data: bytes, declared: str, limits: MediaLimits) -> list[np.ndarray]:
     """Return frames, evenly spread from the first to the last.  uint8 [height, width, 3] each"""
     with _opened(data, declared) as capture:
         frames = list(_sampled(capture, limits))
@@ -50,7 +49,7 @@ def read_frames(data: Buffer, declared: str, limits: MediaLimits) -> list[np.nda
 
 
 @contextlib.contextmanager
-def _opened(data: Buffer, declared: str) -> Iterator[Any]:
+def _opened(data: bytes, declared: str) -> Iterator[Any]:
     kind = video_kind(data)
     assert kind is not None
     if declared.startswith(("video/", "image/")) and declared not in MEDIA_TYPES[kind]:
