@@ -49,6 +49,8 @@ class GrammarCompiler:
                 self._compiled.move_to_end(key)
                 return self._compiled[key][0]
         # Without the lock: other requests must not wait for this one.
+        if self._tokenizer is None:  # built here while the grammar worker starts
+            threading.Thread(target=self._get_tokenizer, name="outrider-grammar-tables", daemon=True).start()
         num_bytes = self._checker.check(key) or BYTES_PER_CHARACTER * len(key.text)
         tokenizer = self._get_tokenizer()
         compiled = CompiledGrammar(
