@@ -178,7 +178,21 @@ def test_grammar_that_fails_in_an_answer_ends_that_answer_only(
     assert llm.generate("x", params)[0].finish_reason in ("length", "stop")
 
 
-def test_tokenizer_with_more_ids_than_the_model(llm: LLM, source: TokenizerSource) -> None:
+def test_answer_of_a_model_with_fewer_ids_than_its_tokenizer(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    first = len(tokenizer["model"]["vocab"])
+    tokenizer["added_tokens"] += [{**more, "id": first + i, "content": f"<ab{i}>"} for i in range(60)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with LLM(tmp_path, max_rows=1) as llm:
+        assert len(llm.tokenizer.get_vocab()) > llm.engine.facts.vocab_size
+        params = SamplingParams(max_tokens=30, seed=1, grammar=Grammar("regex", "<ab[0-9]{2}>"))
+        (out,) = llm.generate("x", params)
+    assert re.fullmatch("<ab[0-9]{2}>", out.text)
+
+
+def test_masks_are_cut_to_the_ids_of_the_model(source: TokenizerSource) -> None:
     small = TokenizerSource(source.text, source.vocab_size - 20, source.eos_ids)
     compiler = GrammarCompiler(lambda: small)
     row = compiler.new_row(Grammar("regex", "[ -~]{5}"))

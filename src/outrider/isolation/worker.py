@@ -30,6 +30,7 @@ OWN_VARIABLES = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
+    "MALLOC_ARENA_MAX": "2",  # each arena takes 64 MiB of address space
 }
 
 
