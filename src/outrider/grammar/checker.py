@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 from outrider.grammar.backend import TokenizerSource
 from outrider.grammar.bounds import check_bounds
 from outrider.isolation.messages import Message
-from outrider.isolation.worker import IsolatedWorker, JobFailed, WorkerLimits
+from outrider.isolation.worker import IsolatedWorker, JobFailed, JobKilled, WorkerLimits
 from outrider.request import Grammar, InvalidRequest
+
+log = logging.getLogger(__name__)
 
 MAX_VERDICTS = 4096  # about 1 KB each at most; chosen by hand
 MAX_REASON_CHARACTERS = 600
@@ -41,7 +44,10 @@ class GrammarChecker:
         with self._lock:
             verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._ask(grammar)
+            try:
+                verdict = self._ask(grammar)
+            except JobKilled as failure:
+                raise InvalidRequest(f"the {grammar.kind} grammar could not be checked: {failure}") from None
         with self._lock:
             self._verdicts[key] = verdict
             self._verdicts.move_to_end(key)
@@ -61,7 +67,10 @@ class GrammarChecker:
             return _Verdict(f"the {grammar.kind} grammar is not valid Unicode text")
         try:
             reply = self._worker.call({"kind": grammar.kind}, text).fields
+        except JobKilled:
+            raise
         except JobFailed as failure:
+            log.warning("a %s grammar of %d characters is refused: %s", grammar.kind, len(text), failure)
             return _Verdict(f"the {grammar.kind} grammar is too complex: {failure}")
         if "refused" in reply:
             return _Verdict(str(reply["refused"])[:MAX_REASON_CHARACTERS])

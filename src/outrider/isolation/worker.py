@@ -53,6 +53,10 @@ class JobTimedOut(JobFailed):
     """The job took more than its processor time, or than its time by the clock."""
 
 
+class JobKilled(JobFailed):
+    """Somebody else has killed the process: another time the job may succeed."""
+
+
 class WorkerUnavailable(RuntimeError):
     """No process could be started: a fault of the server, not of the job."""
 
@@ -184,6 +188,8 @@ class _Process:
         code = self.popen.wait()
         if code == -signal.SIGXCPU:
             return JobTimedOut(f"it took more than {limits.cpu_s} s of processor time")
+        if code == -signal.SIGKILL:
+            return JobKilled("its process was killed, perhaps because the machine had no memory left")
         if code == -signal.SIGABRT:
             return JobFailed(f"it needed more than {limits.memory_bytes // MIB} MiB of memory, or crashed")
         return JobFailed("it crashed the process that reads it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -14,6 +15,8 @@ from outrider.isolation.messages import Message
 from outrider.isolation.worker import IsolatedWorker, JobFailed, WorkerLimits
 from outrider.media.images import DecodedImage, image_from_pixels
 from outrider.media.limits import MIB, InvalidMedia, MediaLimits
+
+log = logging.getLogger(__name__)
 
 CPU_S = 30  # processor time for one image or video; chosen by hand: the largest image takes 1 s
 ANSWER_S = 120.0  # by the clock; chosen by hand
@@ -71,6 +74,7 @@ class MediaDecoder:
             with self._free_worker() as worker:
                 reply = worker.call(fields, data)
         except JobFailed as failure:
+            log.warning("an image or video of %d bytes is refused: %s", len(data), failure)
             raise InvalidMedia(f"an image or video cannot be decoded: {failure}") from None
         if "refused" in reply.fields:
             raise InvalidMedia(str(reply.fields["refused"]))
