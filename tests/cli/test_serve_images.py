@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,16 @@ from tiny_vision import write_vision_checkpoint
 
 def image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def media_processes(ancestor: int) -> list[int]:
+    """The processes that decode images for a server. Empty where there is no /proc."""
+    found = []
+    for folder in Path("/proc").glob(f"{ancestor}/task/*/children"):
+        for child in map(int, folder.read_text().split()):
+            is_media = b"outrider.media.child" in Path(f"/proc/{child}/cmdline").read_bytes()
+            found += [child] if is_media else media_processes(child)
+    return found
 
 
 def test_pictures_over_http_while_text_streams_run(tmp_path: Path) -> None:
@@ -68,6 +80,11 @@ def test_pictures_over_http_while_text_streams_run(tmp_path: Path) -> None:
         )
         assert "".join(streamed) == again.choices[0].text
 
+        decoders = media_processes(server.process.pid)
+        assert decoders or not Path("/proc/self").exists()
+        for process_id in decoders:
+            os.kill(process_id, signal.SIGKILL)
+        assert ask(image(pictures[1])) == busy[1]
         with pytest.raises(openai.BadRequestError, match="3 images"):
             ask(*[image(pictures[0])] * 3)
         claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
