@@ -145,7 +145,10 @@ def _load_network(
     get_classes = _get_classes if vision is None else text_classes(vision, path) or _get_classes
     try:
         network, _ = load_model(
-            path, lazy=True, get_model_classes=lambda config: _without_head(config, *get_classes(config))
+            path,
+            lazy=True,
+            get_model_classes=lambda config: _without_head(config, *get_classes(config)),
+            trust_remote_code=False,
         )
         mrope = None if vision is None else mrope_sections(vision, config)
         mx.eval(network.parameters())
@@ -205,7 +208,9 @@ def _load_tokenizer(path: Path) -> Any:
     if not any(found for pattern in TOKENIZER_FILES for found in path.glob(pattern)):
         raise ModelLoadError(f"{path} has no tokenizer (tokenizer.json or tokenizer.model).")
     try:
-        return load_tokenizer(path, eos_token_ids=load_config(path).get("eos_token_id"))
+        # Without this, transformers asks on the terminal whether to run code from the folder.
+        settings = {"trust_remote_code": False}
+        return load_tokenizer(path, settings, load_config(path).get("eos_token_id"))
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise ModelLoadError(f"the tokenizer in {path} cannot be loaded: {error}") from error
 

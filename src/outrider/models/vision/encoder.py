@@ -108,7 +108,7 @@ def _load_processor(path: Path, family: VisionFamily) -> Any:
     processor_class = getattr(module, next(n for n in module.__all__ if n.endswith("Processor")))
     try:
         with _quiet():
-            return processor_class.from_pretrained(path)
+            return processor_class.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of exceptions
         raise ModelUnavailable(f"the image processor in {path} cannot be loaded: {error}") from error
 
