@@ -101,7 +101,10 @@ class SamplingParams:
 
     def for_answer(self, index: int) -> SamplingParams:
         """Answer i of a seeded request gets seed + i: answers differ, and a second request repeats them."""
-        return self if self.seed is None or index == 0 else replace(self, seed=self.seed + index)
+        if self.seed is None or index == 0:
+            return self
+        seed = self.seed + index
+        return replace(self, seed=seed if seed < 1 << 64 else seed - (1 << 64))
 
     def with_seed(self) -> SamplingParams:
         """The same parameters with a seed that is not None: the given one, or a fresh random one."""

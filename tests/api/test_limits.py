@@ -146,7 +146,7 @@ def test_unknown_route_and_method_have_the_shape_too() -> None:
 
 def test_embeddings_are_declined_clearly() -> None:
     response = Client(server(FakeBackend())).post("/v1/embeddings", {"input": "x", "model": "tiny"})
-    assert response.status_code == 501
+    assert response.status_code == 404
     assert "embedding" in message_of(response)
 
 
@@ -320,7 +320,7 @@ def test_places_are_freed_once() -> None:
 
     async def run() -> None:
         current_reservation.set(live.admission.open())
-        answers = await live.start("chat", 2, [prepare])
+        answers = await live.start("chat", "tiny", 2, [prepare])
         with pytest.raises(ApiError) as caught:
             live.admission.open()
         assert caught.value.status_code == 429

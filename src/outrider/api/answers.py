@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from outrider.api.admission import Admission, Reservation, current_reservation
 from outrider.api.errors import ApiError, internal_error
@@ -19,6 +19,9 @@ from outrider.api.middleware import current_request_id, note_refusal
 from outrider.api.operations.metrics import Metrics
 from outrider.api.settings import ServerSettings
 from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
+
+if TYPE_CHECKING:
+    from outrider.api.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +86,18 @@ class LiveRequests:
     Admission decides how many there may be; below its limits, the engine decides which requests run.
     """
 
-    def __init__(self, admission: Admission, metrics: Metrics, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        metrics: Metrics,
+        settings: ServerSettings,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.admission = admission
         self._settings = settings
         self.answers: dict[int, Answers] = {}  # by id()
         self.metrics = metrics
+        self.tracing = tracing
 
     @property
     def num_live(self) -> int:
@@ -99,14 +109,19 @@ class LiveRequests:
         return self.admission.is_draining
 
     async def start(
-        self, api: str, num_answers: int, prompts: Iterable[Prepare], timeout_s: float | None = None
+        self,
+        api: str,
+        model: str,
+        num_answers: int,
+        prompts: Iterable[Prepare],
+        timeout_s: float | None = None,
     ) -> Answers:
         """Prepare all prompts, then start all their answers. If one cannot start, none runs.
 
         `prompts` is read only after the answers are admitted. Raises ApiError if they are not: see Admission;
         also if a time limit ends before they have started. `timeout_s`: the client's limit.
         """
-        limits = self.time_limits(timeout_s)
+        limits, arrived_s = self.time_limits(timeout_s), time.perf_counter()
         reservation = current_reservation.get()
         reservation.usage.check_tokens()
         reservation.add(num_requests=num_answers - 1)  # the request itself holds a place already
@@ -119,7 +134,7 @@ class LiveRequests:
         try:
             for one in prepared:
                 streams += one.start()
-            return Answers(api, streams, self, reservation, limits)
+            return Answers(api, model, arrived_s, streams, self, reservation, limits)
         except BaseException:
             for stream in streams:
                 stream.abort()
@@ -181,12 +196,16 @@ class Answers:
     def __init__(
         self,
         api: str,
+        model: str,
+        arrived_s: float,
         streams: Sequence[EventStream],
         live: LiveRequests,
         reservation: Reservation,
         limits: TimeLimits,
     ) -> None:
         self.api = api
+        self.model = model  # the name that the answer carries
+        self.arrived_s = arrived_s  # before the prompt was rendered
         self.request_id = current_request_id.get()
         self.started_s = time.perf_counter()
         self.choices = [ChoiceState(stream.request_id, len(stream.prompt_ids)) for stream in streams]
@@ -230,6 +249,8 @@ class Answers:
             self._reservation.usage.count_tokens(sum(stream.num_generated for stream in self._streams))
             for state in self.choices:
                 self._live.metrics.count_answer(self.api, state.finished)
+            if self._live.tracing is not None:
+                self._live.tracing.record(self)
 
     async def _merged(self) -> AsyncIterator[tuple[int, ChatEvent]]:
         num_running = len(self._streams)

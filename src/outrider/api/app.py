@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from fastapi.telemetry import TelemetryConfig
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
@@ -21,11 +23,12 @@ from outrider.api.errors import HANDLERS
 from outrider.api.host_check import HostCheck, host_names
 from outrider.api.keys import api_keys
 from outrider.api.logprobs import TokenText
-from outrider.api.middleware import RequestLimits, RequestLog
+from outrider.api.middleware import OPEN_PATHS, RequestLimits, RequestLog
 from outrider.api.openai.chat import chat_router
 from outrider.api.openai.completions import completions_router
 from outrider.api.openai.models import models_router
 from outrider.api.openai.responses import responses_router
+from outrider.api.openapi import describe
 from outrider.api.operations.health import health_router
 from outrider.api.operations.liveness import LivenessMetrics
 from outrider.api.operations.metrics import Metrics, metrics_router
@@ -33,6 +36,9 @@ from outrider.api.operations.prefix_cache import PrefixMetrics, prefix_cache_rou
 from outrider.api.require_key import RequireKey
 from outrider.api.settings import ServerSettings
 from outrider.engine.validation import ModelFacts
+
+if TYPE_CHECKING:
+    from outrider.api.tracing import Tracing
 
 DESCRIPTION = "OpenAI's and Anthropic's APIs over one engine."
 ROUTERS = (
@@ -84,6 +90,7 @@ def create_server(
     settings: ServerSettings,
     *,
     metrics: Metrics | None = None,
+    tracing: Tracing | None = None,
     stop_engine: StopEngine = _do_nothing,
     **context_parts: Any,
 ) -> Server:
@@ -98,7 +105,7 @@ def create_server(
         await stop_engine()
 
     metrics = metrics or Metrics()
-    live = LiveRequests(admission_of(settings, facts.max_context), metrics, settings)
+    live = LiveRequests(admission_of(settings, facts.max_context), metrics, settings, tracing)
     metrics.watch_live_requests(lambda: live.num_live)
     context = ServerContext(backend, facts, settings, TokenText(tokenizer), live, **context_parts)
     app = FastAPI(
@@ -109,16 +116,43 @@ def create_server(
         exception_handlers=HANDLERS,
         lifespan=lifespan,
         redoc_url=None,
+        telemetry=_telemetry(tracing),
     )
     if context.prefix_cache is not None:
         metrics.registry.register(PrefixMetrics(context.prefix_cache))
     if context.liveness is not None:
         metrics.registry.register(LivenessMetrics(context.liveness))
-    for router in ROUTERS:
-        app.include_router(router(context))
-    app.include_router(metrics_router(metrics))
-    app.include_router(prefix_cache_router(context.prefix_cache))
+    routers = [*(router(context) for router in ROUTERS), metrics_router(metrics)]
+    routers.append(prefix_cache_router(context.prefix_cache))
+    for router in routers:
+        app.include_router(router)
+    app.state.methods = _methods_by_path(routers)
+    describe(app, needs_key=settings.needs_key, open_paths=OPEN_PATHS)
     return Server(app, context, stop_engine)
+
+
+def _telemetry(tracing: Tracing | None) -> TelemetryConfig:
+    """FastAPI's spans of HTTP requests only: its logs have exceptions, which may quote prompts."""
+    telemetry: TelemetryConfig = {
+        "tracing": tracing is not None,
+        "metrics": False,
+        "logs": False,
+        "operation_spans": False,
+        "auto_configure": False,
+    }
+    if tracing is not None:
+        telemetry |= {"tracer_provider": tracing.provider, "exclude": tracing.is_untraced}
+    return telemetry
+
+
+def _methods_by_path(routers: list[APIRouter]) -> dict[str, set[str]]:
+    """All methods of each path, for the Allow header of a 405: Starlette names those of one route only."""
+    methods: dict[str, set[str]] = {}
+    for router in routers:
+        for route in router.routes:
+            assert isinstance(route, APIRoute)
+            methods.setdefault(route.path, set()).update(route.methods or ())
+    return methods
 
 
 def _middleware(settings: ServerSettings, live: LiveRequests) -> list[Middleware]:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from outrider.api.errors import ApiError, refused
 from outrider.api.limits import check_counts, check_depth, parse_int
+from outrider.api.openapi import Responses
 from outrider.chat.json_text import refuse_constant
 
 log = logging.getLogger(__name__)
@@ -91,11 +92,13 @@ def _check_content_type(content_type: str) -> None:
         raise ApiError(415, f"Content-Type must be application/json, and is {sent}")
 
 
-def json_router(tag: str, *routes: tuple[str, str, Callable[..., Any], str]) -> APIRouter:
-    """A router of endpoints with JSON bodies. A route is (method, path, endpoint, summary)."""
+def json_router(tag: str, *routes: tuple[str, str, Callable[..., Any], str, Responses]) -> APIRouter:
+    """A router of endpoints with JSON bodies. A route is (method, path, endpoint, summary, answers)."""
     router = APIRouter(tags=[tag], route_class=JsonRoute)
-    for method, path, endpoint, summary in routes:
-        router.add_api_route(path, endpoint, methods=[method], summary=summary, response_model=None)
+    for method, path, endpoint, summary, responses in routes:
+        router.add_api_route(
+            path, endpoint, methods=[method], summary=summary, response_model=None, responses=responses
+        )
     return router
 
 

@@ -125,7 +125,11 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if not isinstance(error, ApiError):
         message = f"{request.method} {request.url.path}: {error.detail}"
-        error = ApiError(error.status_code, message, headers=error.headers)
+        headers = dict(error.headers or {})
+        path = getattr(request.scope.get("route"), "path", None)
+        if error.status_code == 405 and path in request.app.state.methods:
+            headers["Allow"] = ", ".join(sorted(request.app.state.methods[path]))
+        error = ApiError(error.status_code, message, headers=headers)
     return error_response(request, error)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, GetCoreSchemaHandler
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from outrider.api.errors import ApiError, invalid
@@ -143,6 +143,7 @@ def _too_long(num: int, unit: str, limit: Limit) -> PydanticCustomError:
     return PydanticCustomError("too_long", "has {num} {unit}, of at most {most}", numbers)
 
 
+AnyText = Annotated[str, Field(json_schema_extra={"minLength": 1})]  # a string that must not be empty
 Word = Annotated[str, AtMost(WORD)]
 Name = Annotated[str, AtMost(NAME)]
 GrammarText = Annotated[str, AtMost(GRAMMAR)]
@@ -150,7 +151,8 @@ JsonObject = Annotated[dict[str, Any], AtMost(OBJECT_VALUES), AfterValidator(_ch
 Metadata = Annotated[
     dict[Annotated[str, AtMost(METADATA_KEY)], Annotated[str, AtMost(METADATA_VALUE)]], AtMost(METADATA)
 ]
-StopStrings = str | Annotated[list[str], AtMost(STOPS)]
+StopString = Annotated[str, Field(json_schema_extra={"maxLength": STOPS_TOTAL.most})]
+StopStrings = StopString | Annotated[list[AnyText], AtMost(STOPS)]
 
 
 def check_stops(param: str, stops: str | Sequence[str] | None) -> None:

@@ -12,22 +12,33 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from outrider.api.errors import invalid, refused
 from outrider.api.limits import (
+    ANSWERS,
     CHOICES,
     GRAMMAR,
     LOGIT_BIAS,
     STOP_IDS,
+    TOP_LOGPROBS,
+    AnyText,
     AtMost,
     GrammarText,
     JsonObject,
+    Name,
     Word,
 )
 from outrider.api.middleware import current_tenant
 from outrider.chat.conversation import NamedTool, Tool, ToolChoice
-from outrider.request import Grammar, SamplingParams
+from outrider.request import (
+    MAX_BIAS,
+    MAX_DEPTH,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+    Grammar,
+    SamplingParams,
+)
 
 # Fields of other servers that change the answer there and that Outrider does not implement.
 UNSUPPORTED = {
@@ -52,10 +63,48 @@ UNSUPPORTED_IN_CHAT = UNSUPPORTED | {
 }
 
 
+NOT_NULL: dict[str, Any] = {"not": {"type": "null"}}  # JSON Schema of an optional field that is required here
+
+
+def documented(description: str | None = None, /, **schema: Any) -> Any:
+    """An optional field. `schema` is JSON Schema for /openapi.json; the code that reads the field checks it.
+
+    The checks are not pydantic's, because theirs say more: what the server supports instead, for instance.
+    """
+    return Field(None, description=description, json_schema_extra=schema)
+
+
+def one_of_types(**required: list[str]) -> dict[str, Any]:
+    """JSON Schema of an object: the values of its `type`, and the fields that each of them requires."""
+    return {
+        "oneOf": [
+            {
+                "properties": {"type": {"const": kind}} | dict.fromkeys(names, NOT_NULL),
+                "required": ["type", *names],
+            }
+            for kind, names in required.items()
+        ]
+    }
+
+
 class RequestModel(BaseModel):
     """Strict JSON types: the string "1" is no number. Unknown fields stay in `model_extra`, for the log."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+
+def whole(value: Any) -> Any:
+    """2.0 as 2: JSON has one type of number, and some clients write all of them with a point."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+Bias = Annotated[float, Field(json_schema_extra={"minimum": -MAX_BIAS, "maximum": MAX_BIAS})]
+TokenId = Annotated[Whole, Field(json_schema_extra={"minimum": 0})]
+ToolName = Annotated[Name, Field(json_schema_extra={"minLength": 1})]
+Choices = Annotated[list[AnyText], AtMost(CHOICES)]
+NumAnswers = Annotated[int, Field(ge=1, le=ANSWERS.most), BeforeValidator(whole)]
+NumLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS.most), BeforeValidator(whole)]
 
 
 class StructuredOutputs(RequestModel):
@@ -63,27 +112,31 @@ class StructuredOutputs(RequestModel):
 
     json_: JsonObject | GrammarText | None = Field(None, alias="json", description="JSON schema")
     regex: GrammarText | None = None
-    choice: Annotated[list[str], AtMost(CHOICES)] | None = Field(None, description="One of these strings")
+    choice: Choices | None = documented("One of these strings", minItems=1)
     grammar: GrammarText | None = Field(None, description="Lark grammar")
     json_object: bool | None = None
 
 
 class SamplingFields(RequestModel):
-    temperature: float | None = Field(None, description="0 is greedy")
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], AtMost(LOGIT_BIAS)] | None = Field(
-        None, description="Token id to bias"
+    temperature: float | None = documented("0 is greedy", minimum=0, maximum=100)
+    top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
+    presence_penalty: float | None = documented(minimum=-2, maximum=2)
+    frequency_penalty: float | None = documented(minimum=-2, maximum=2)
+    logit_bias: Annotated[dict[str, Bias], AtMost(LOGIT_BIAS)] | None = documented(
+        "Token id to bias", propertyNames={"pattern": "^[0-9]+$"}
     )
-    seed: int | None = Field(None, description="The same seed gives the same answer")
+    seed: Whole | None = documented(
+        "The same seed gives the same answer", minimum=-(2**63), exclusiveMaximum=2**64
+    )
 
-    top_k: int | None = Field(None, description="Extension. 0 or -1: off")
-    min_p: float | None = Field(None, description="Extension")
-    repetition_penalty: float | None = Field(None, description="Extension: over prompt and answer")
-    min_tokens: int | None = Field(None, description="Extension")
+    top_k: Whole | None = documented("Extension. 0 or -1: off", minimum=-1)
+    min_p: float | None = documented("Extension", minimum=0, maximum=1)
+    repetition_penalty: float | None = documented(
+        "Extension: over prompt and answer", minimum=MIN_REPETITION_PENALTY, maximum=MAX_REPETITION_PENALTY
+    )
+    min_tokens: Whole | None = documented("Extension: at most max_tokens", minimum=0)
     ignore_eos: bool | None = Field(None, description="Extension")
-    stop_token_ids: Annotated[list[int], AtMost(STOP_IDS)] | None = Field(None, description="Extension")
+    stop_token_ids: Annotated[list[TokenId], AtMost(STOP_IDS)] | None = Field(None, description="Extension")
     skip_special_tokens: bool | None = Field(None, description="Extension")
     cache_salt: Word | None = Field(
         None, description="Extension: only requests of the same salt (and API key) share cached prefixes"
@@ -91,16 +144,14 @@ class SamplingFields(RequestModel):
     timeout: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Extension: seconds for the whole request"
     )
-    draft_depth: int | Literal["auto"] | None = Field(
-        None, description="Extension: drafts per step, 0..8; changes the speed, never the answer"
+    draft_depth: Whole | Literal["auto"] | None = documented(
+        "Extension: drafts per step; changes the speed, never the answer", minimum=0, maximum=MAX_DEPTH
     )
 
     guided_json: JsonObject | GrammarText | None = Field(None, description="Extension: JSON schema")
     guided_regex: GrammarText | None = Field(None, description="Extension")
     guided_grammar: GrammarText | None = Field(None, description="Extension: Lark grammar")
-    guided_choice: Annotated[list[str], AtMost(CHOICES)] | None = Field(
-        None, description="Extension: one of these strings"
-    )
+    guided_choice: Choices | None = documented("Extension: one of these strings", minItems=1)
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension")
 
 
@@ -121,7 +172,7 @@ class ChatFields(SamplingFields):
 
 class StreamOptions(RequestModel):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: bool | None = documented("Not supported", enum=[False, None])
 
 
 # -- sampling --------------------------------------------------------------------------------------------
@@ -165,10 +216,9 @@ def sampling_params(
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
-    try:
-        return {int(token_id): value for token_id, value in bias.items()}
-    except ValueError:
-        raise invalid("logit_bias", "its keys must be token ids, such as {'42': -100}") from None
+    if not all(token_id.isascii() and token_id.isdigit() for token_id in bias):
+        raise invalid("logit_bias", "its keys must be token ids, such as {'42': -100}")
+    return {int(token_id): value for token_id, value in bias.items()}
 
 
 def template_kwargs(body: ChatFields, effort: str | None = None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from outrider.cli.connection_setup import allow_connections, tls_context
 from outrider.cli.foreign_flags import notes
 from outrider.cli.log_format import add_request_ids, log_to_terminal
 from outrider.cli.serve_options import add_options, resolve
+from outrider.cli.tracing import is_tracing_on, new_tracing
 from outrider.cli.worker import ENGINE_FAILED, HARD_END_S, Worker, inherited
 from outrider.config import EngineConfig, InvalidConfig
 
@@ -65,6 +66,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if worker is None:
         api_keys(settings)
     media_limits(options)
+    is_tracing_on(options["otlp_endpoint"])
     tls_context(options["tls_cert"], options["tls_key"])
     allow_connections(options["max_connections"])
     log_to_terminal(options["log_level"], args.log_level, options["log_format"])
@@ -221,7 +223,7 @@ def _serve(
     settings = replace(_settings(options, (name,)), old_model_names=named.OLD_NAMES if named else ())
     revision = options["revision"]
     choice = ModelChoice(model, options["head"], options["draft_vocabulary"], options["dtype"], revision)
-    metrics = Metrics()
+    metrics, tracing = Metrics(), new_tracing(options["otlp_endpoint"])
     with loading_bar(find_folder(model, revision), name) as notify:
         engine, tokenizer = build_engine(choice, config, metrics.steps, notify)
     try:
@@ -239,6 +241,7 @@ def _serve(
             tokenizer,
             settings,
             metrics=metrics,
+            tracing=tracing,
             stop_engine=async_engine.close,
             prefix_cache=engine,
             liveness=watchdog,
@@ -255,6 +258,8 @@ def _serve(
         service.close()
     finally:
         engine.close()
+        if tracing is not None:
+            tracing.close()
     return 0 if engine.failure is None else ENGINE_FAILED
 
 

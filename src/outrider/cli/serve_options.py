@@ -124,6 +124,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("cors-origin", "web origin that may call the API; *: any", metavar="ORIGIN", is_list=True),
         Option("tls-cert", "file of the certificate chain (PEM): serve https", metavar="FILE"),
         Option("tls-key", "file of the certificate's private key (in --tls-cert)", metavar="FILE"),
+        Option(
+            "otlp-endpoint", "OpenTelemetry collector for traces: http://localhost:4318 (none)", metavar="URL"
+        ),
         Option("log-level", "debug, info, warning or error (info)", one_of(*LEVELS), metavar="LEVEL"),
         Option(
             "log-format",

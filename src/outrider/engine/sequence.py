@@ -45,6 +45,7 @@ class Stats:
     drafted: list[int] = field(default_factory=list)  # by draft position
     accepted: list[int] = field(default_factory=list)  # by draft position
     preemptions: int = 0
+    submitted_s: float | None = None  # a time of `time.perf_counter`
     queue_s: float | None = None  # from submission to the first step
     ttft_s: float | None = None  # from submission to the first token
     total_s: float | None = None
@@ -114,6 +115,7 @@ class SequenceCounters:
             drafted=self.drafted[:deepest],
             accepted=self.accepted[:deepest],
             preemptions=self.preemptions,
+            submitted_s=self.submitted_s,
             queue_s=None if self.started_s is None else self.started_s - self.submitted_s,
             ttft_s=None if self.first_token_s is None else self.first_token_s - self.submitted_s,
             total_s=time.perf_counter() - self.submitted_s,

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 
 from outrider.api import sse
 from outrider.api.answers import Answers, failure_of
+from outrider.api.anthropic.answer_models import MessageAnswer, MessageEvent, TokenCount
 from outrider.api.anthropic.messages_request import (
     CountTokensRequest,
     MessagesRequest,
@@ -25,6 +26,7 @@ from outrider.api.anthropic.messages_request import (
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
 from outrider.api.errors import anthropic_error
+from outrider.api.openapi import answer
 from outrider.api.request_fields import UNSUPPORTED_IN_CHAT
 from outrider.chat.events import (
     ChatEvent,
@@ -56,7 +58,7 @@ class Messages:
         model = self._context.resolve_model(body.model)
         chat = messages_request(body)
         prepare = partial(self._context.backend.prepare, chat)
-        answers = await self._context.live.start("messages", 1, [prepare], body.timeout)
+        answers = await self._context.live.start("messages", model, 1, [prepare], body.timeout)
         builder = self._new_builder(body, model, answers)
         if body.stream:
             frames = sse.named_frames(builder, answers.events())
@@ -223,6 +225,6 @@ def messages_router(context: ServerContext) -> APIRouter:
     api = Messages(context)
     return json_router(
         "Anthropic",
-        ("POST", "/v1/messages", api.create, "Message"),
-        ("POST", "/v1/messages/count_tokens", api.count, "Count a conversation's tokens"),
+        ("POST", "/v1/messages", api.create, "Message", answer(MessageAnswer, event=MessageEvent)),
+        ("POST", "/v1/messages/count_tokens", api.count, "Count a conversation's tokens", answer(TokenCount)),
     )

@@ -10,13 +10,14 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from outrider.api.errors import invalid, refused
 from outrider.api.limits import (
     MESSAGES,
     STOP_SEQUENCES,
     TOOLS,
+    AnyText,
     AtMost,
     JsonObject,
     Name,
@@ -24,10 +25,15 @@ from outrider.api.limits import (
     check_stops,
 )
 from outrider.api.request_fields import (
+    NOT_NULL,
     ChatFields,
     RequestModel,
+    ToolName,
+    Whole,
+    documented,
     grammar_of,
     named_tool,
+    one_of_types,
     sampling_params,
     schema_grammar,
     template_kwargs,
@@ -68,12 +74,12 @@ class BlockSource(RequestModel):
 
 class ImageBlock(RequestModel):
     type: Literal["image"]
-    source: BlockSource
+    source: BlockSource = Field(json_schema_extra=one_of_types(url=["url"], base64=["data", "media_type"]))
 
 
 class DocumentBlock(RequestModel):
     type: Literal["document"]
-    source: BlockSource
+    source: BlockSource = Field(json_schema_extra=one_of_types(text=["data"], content=["content"]))
     title: str | None = None
     context: str | None = None
 
@@ -126,14 +132,18 @@ MessageParam = Annotated[
 
 
 class ToolParam(RequestModel):
-    name: Name
-    type: Word | None = None
+    model_config = ConfigDict(json_schema_extra={"required": ["name", "input_schema"]})
+
+    name: ToolName
+    type: Word | None = documented(enum=["custom", None])
     description: str | None = None
-    input_schema: JsonObject | None = None
+    input_schema: JsonObject | None = documented(**NOT_NULL)
     strict: bool | None = None
 
 
 class ToolChoiceParam(RequestModel):
+    model_config = ConfigDict(json_schema_extra=one_of_types(auto=[], any=[], tool=["name"], none=[]))
+
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
@@ -141,7 +151,7 @@ class ToolChoiceParam(RequestModel):
 
 class ThinkingParam(RequestModel):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, description="Passed to the chat template as thinking_budget")
+    budget_tokens: Whole | None = Field(None, description="Passed to the chat template as thinking_budget")
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -173,9 +183,9 @@ class CountTokensRequest(ChatFields):
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: int
+    max_tokens: Whole = Field(json_schema_extra={"minimum": 1})
     stream: bool | None = None
-    stop_sequences: Annotated[list[str], AtMost(STOP_SEQUENCES)] | None = None
+    stop_sequences: Annotated[list[AnyText], AtMost(STOP_SEQUENCES)] | None = None
 
     metadata: JsonObject | None = Field(None, description="No effect")
     service_tier: Word | None = Field(None, description="There is one tier: standard")

@@ -15,7 +15,9 @@ from outrider.api.body import check_extra, json_router
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.errors import openai_error
 from outrider.api.logprobs import chat_logprobs
+from outrider.api.openai.answer_models import ChatCompletion, ChatCompletionChunk
 from outrider.api.openai.chat_request import ChatCompletionRequest, chat_request
+from outrider.api.openapi import OpenAIError, answer
 from outrider.api.request_fields import UNSUPPORTED_IN_CHAT
 from outrider.chat.events import (
     ChatEvent,
@@ -47,7 +49,7 @@ class ChatCompletions:
         """Continue a conversation: one answer or n answers, whole or as a stream of chunks."""
         check_extra(body, REFUSED)
         model = self._context.resolve_model(body.model)
-        answers = await self._start(body)
+        answers = await self._start(body, model)
         envelope = self._envelope(body, model)
         if body.stream:
             chunks = _ChunkStream(self._context, body, envelope, answers).frames()
@@ -55,11 +57,11 @@ class ChatCompletions:
         whole = self._whole(body, envelope, answers)
         return JSONResponse(await sse.until_disconnected(request.receive, whole))
 
-    async def _start(self, body: ChatCompletionRequest) -> Answers:
+    async def _start(self, body: ChatCompletionRequest, model: str) -> Answers:
         request = chat_request(body, self._context.settings.max_tokens)
         num_answers = body.n or 1
         prepare = partial(self._context.backend.prepare, request, num_answers)
-        return await self._context.live.start("chat", num_answers, [prepare], body.timeout)
+        return await self._context.live.start("chat", model, num_answers, [prepare], body.timeout)
 
     def _envelope(self, body: ChatCompletionRequest, model: str) -> dict[str, Any]:
         """The fields that an answer and all its chunks have in common."""
@@ -220,4 +222,5 @@ def _delta(event: ChatEvent) -> dict[str, Any] | None:
 
 def chat_router(context: ServerContext) -> APIRouter:
     create = ChatCompletions(context).create
-    return json_router("OpenAI", ("POST", "/v1/chat/completions", create, "Chat completion"))
+    answers = answer(ChatCompletion, event=ChatCompletionChunk | OpenAIError, ends_with_done=True)
+    return json_router("OpenAI", ("POST", "/v1/chat/completions", create, "Chat completion", answers))

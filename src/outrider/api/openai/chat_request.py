@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from outrider.api.errors import invalid, refused
 from outrider.api.limits import (
-    ANSWERS,
     MESSAGES,
     OPTIONS,
     TOOLS,
-    TOP_LOGPROBS,
     AtMost,
     JsonObject,
     Metadata,
@@ -26,15 +24,22 @@ from outrider.api.limits import (
     check_stops,
 )
 from outrider.api.request_fields import (
+    NOT_NULL,
     ChatFields,
+    NumAnswers,
+    NumLogprobs,
     RequestModel,
     StreamOptions,
+    ToolName,
+    Whole,
     check_stream_options,
     check_verbosity,
+    documented,
     format_grammar,
     grammar_of,
     keep_allowed,
     named_tool,
+    one_of_types,
     sampling_params,
     template_kwargs,
     tool_choice_of,
@@ -125,8 +130,8 @@ class ChatAssistantMessage(RequestModel):
     refusal: str | None = None
     tool_calls: Annotated[list[ChatToolCall], AtMost(MESSAGES)] | None = None
     name: Word | None = None
-    function_call: JsonObject | None = Field(None, description="Refused: use tool_calls")
-    audio: JsonObject | None = Field(None, description="Refused")
+    function_call: JsonObject | None = documented("Refused: use tool_calls", type="null")
+    audio: JsonObject | None = documented("Refused", type="null")
 
 
 class ChatToolMessage(RequestModel):
@@ -142,15 +147,17 @@ ChatMessage = Annotated[
 
 
 class FunctionSpec(RequestModel):
-    name: Name
+    name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
 
 
 class ToolSpec(RequestModel):
-    type: Word
-    function: FunctionSpec | None = None
+    model_config = ConfigDict(json_schema_extra={"required": ["type", "function"]})
+
+    type: Word = Field(json_schema_extra={"const": "function"})
+    function: FunctionSpec | None = documented(**NOT_NULL)
 
 
 class NamedFunction(RequestModel):
@@ -163,19 +170,29 @@ class AllowedTools(RequestModel):
 
 
 class ChatToolChoice(RequestModel):
+    model_config = ConfigDict(
+        json_schema_extra=one_of_types(function=["function"], allowed_tools=["allowed_tools"])
+    )
+
     type: Word
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
 
 
 class JsonSchema(RequestModel):
+    model_config = ConfigDict(json_schema_extra={"required": ["schema"]})
+
     name: Word | None = None
     description: str | None = None
-    schema_: JsonObject | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema", json_schema_extra=NOT_NULL)
     strict: bool | None = None
 
 
 class ResponseFormat(RequestModel):
+    model_config = ConfigDict(
+        json_schema_extra=one_of_types(text=[], json_object=[], json_schema=["json_schema"])
+    )
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -188,22 +205,22 @@ class Prediction(RequestModel):
 class ChatCompletionRequest(ChatFields):
     model: Word | None = None
     messages: Annotated[list[ChatMessage], AtMost(MESSAGES)] = Field(min_length=1)
-    n: int | None = Field(None, ge=1, le=ANSWERS.most)
+    n: NumAnswers | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Whole | None = documented("The deprecated name of max_completion_tokens", minimum=1)
+    max_completion_tokens: Whole | None = documented(minimum=1)
     stop: StopStrings | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS.most)
+    top_logprobs: NumLogprobs | None = Field(None, description="Needs logprobs: true")
     tools: Annotated[list[ToolSpec], AtMost(TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
     reasoning_effort: Word | None = Field(None, description="Passed to the chat template; none: no thinking")
-    modalities: Annotated[list[Word], AtMost(OPTIONS)] | None = None
-    verbosity: Word | None = None
+    modalities: Annotated[list[Word], AtMost(OPTIONS)] | None = documented(enum=[["text"], None])
+    verbosity: Word | None = documented(enum=["medium", None])
 
     metadata: Metadata | None = Field(None, description="Echoed")
     service_tier: Word | None = Field(None, description="There is one tier: default")
@@ -218,7 +235,7 @@ class ChatCompletionRequest(ChatFields):
 # -- translation -----------------------------------------------------------------------------------------
 
 
-def chat_request(body: ChatCompletionRequest, default_max_tokens: int | None) -> ChatRequest:
+def chat_request(body: ChatCompletionRequest, default_max_tokens: Whole | None) -> ChatRequest:
     _check_options(body)
     tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
     tools, choice = _choose(tools, body.tool_choice)

@@ -8,7 +8,14 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Discriminator, Field, Tag
+from pydantic import (
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from starlette.responses import JSONResponse
 
 from outrider.api import sse
@@ -20,21 +27,27 @@ from outrider.api.limits import (
     ANSWERS,
     JSON_VALUES,
     PROMPTS,
-    TOP_LOGPROBS,
     AtMost,
     StopStrings,
     Word,
     check_stops,
 )
 from outrider.api.logprobs import MIN_LOGPROB, TokenText
+from outrider.api.openai.answer_models import Completion, CompletionChunk
 from outrider.api.openai.chat import FINISH_REASONS, usage_of
+from outrider.api.openapi import OpenAIError, answer
 from outrider.api.request_fields import (
     UNSUPPORTED,
+    NumAnswers,
+    NumLogprobs,
     SamplingFields,
     StreamOptions,
+    Whole,
     check_stream_options,
+    documented,
     grammar_of,
     sampling_params,
+    whole,
 )
 from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
 from outrider.plan import TokenLogprobs
@@ -52,14 +65,25 @@ def _prompt_kind(prompt: Any) -> str:
     first = prompt[0] if isinstance(prompt, list) and prompt else None
     if isinstance(first, list):
         return "lists of ids"
-    return "ids" if isinstance(first, int) else "texts"
+    return "ids" if isinstance(first, (int, float)) else "texts"
 
 
+def _whole_ids(ids: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Numbers with a point are rare: a long list is searched for them only if it is not valid as it is."""
+    try:
+        return validate(ids)
+    except ValidationError:
+        if not isinstance(ids, list):
+            raise
+        return validate([whole(i) for i in ids])
+
+
+PromptIds = Annotated[list[Annotated[int, Field(ge=0)]], AtMost(JSON_VALUES), WrapValidator(_whole_ids)]
 Prompts = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[list[str], AtMost(PROMPTS), Tag("texts"), Field(min_length=1)]
-    | Annotated[list[int], AtMost(JSON_VALUES), Tag("ids")]
-    | Annotated[list[Annotated[list[int], AtMost(JSON_VALUES)]], AtMost(PROMPTS), Tag("lists of ids")],
+    | Annotated[PromptIds, Tag("ids")]
+    | Annotated[list[PromptIds], AtMost(PROMPTS), Tag("lists of ids")],
     Discriminator(_prompt_kind),
 ]
 
@@ -67,14 +91,14 @@ Prompts = Annotated[
 class CompletionRequest(SamplingFields):
     model: Word | None = None
     prompt: Prompts
-    n: int | None = Field(None, ge=1, le=ANSWERS.most)
-    best_of: int | None = Field(None, description="Must equal n")
+    n: NumAnswers | None = None
+    best_of: Whole | None = documented("Must equal n", minimum=1, maximum=ANSWERS.most)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, description="Default: 16")
+    max_tokens: Whole | None = documented("Default: 16", minimum=1)
     stop: StopStrings | None = None
-    logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS.most)
-    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = Field(None, description="Cannot be combined with logprobs")
     user: Word | None = Field(None, description="No effect")
 
 
@@ -89,7 +113,7 @@ class Completions:
         model = self._context.resolve_model(body.model)
         is_single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
         prompts: list[Any] = [body.prompt] if is_single else list(body.prompt)
-        answers = await self._start(body, prompts)
+        answers = await self._start(body, model, prompts)
         try:
             echoes = await asyncio.to_thread(self._echoes, body, prompts)
         except BaseException:
@@ -101,7 +125,7 @@ class Completions:
             return sse.EventStreamResponse(rendering.frames(), answers.close, keep_alive_s)
         return JSONResponse(await sse.until_disconnected(request.receive, rendering.whole()))
 
-    async def _start(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> Answers:
+    async def _start(self, body: CompletionRequest, model: str, prompts: Sequence[Prompt]) -> Answers:
         max_tokens = body.max_tokens
         if max_tokens is None:
             default = self._context.settings.max_tokens
@@ -111,7 +135,8 @@ class Completions:
         )
         n = body.n or 1
         prepares = (partial(self._context.backend.prepare_text, prompt, params, n) for prompt in prompts)
-        return await self._context.live.start("completions", n * len(prompts), prepares, body.timeout)
+        num_answers = n * len(prompts)
+        return await self._context.live.start("completions", model, num_answers, prepares, body.timeout)
 
     def _echoes(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[str]:
         """The text before each answer: the prompt, if the request asks for it. Decoding takes a while."""
@@ -254,4 +279,5 @@ class CompletionLogprobs:
 
 def completions_router(context: ServerContext) -> APIRouter:
     create = Completions(context).create
-    return json_router("OpenAI", ("POST", "/v1/completions", create, "Text completion"))
+    answers = answer(Completion, event=CompletionChunk | OpenAIError, ends_with_done=True)
+    return json_router("OpenAI", ("POST", "/v1/completions", create, "Text completion", answers))

@@ -1,4 +1,4 @@
-"""/v1/models, in a form that OpenAI's and Anthropic's clients both read; /v1/embeddings, which is a 501."""
+"""/v1/models, in a form that OpenAI's and Anthropic's clients both read; /v1/embeddings, which is a 404."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from starlette.responses import JSONResponse
 
 from outrider.api.context import ServerContext
 from outrider.api.errors import ApiError
+from outrider.api.openai.answer_models import Model, ModelList
+from outrider.api.openapi import AnthropicError, OpenAIError, answer
 
 
 def _model(context: ServerContext, name: str) -> dict[str, Any]:
@@ -32,22 +34,31 @@ def models_router(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
     names = context.settings.served_model_names
 
-    @router.get("/v1/models", summary="The model, once for each of its served names", response_model=None)
+    summary = "The model, once for each of its served names"
+
+    @router.get("/v1/models", summary=summary, response_model=None, responses=answer(ModelList))
     async def list_models() -> Response:
         models = [_model(context, name) for name in names]
         page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": models, **page})
 
-    @router.get("/v1/models/{name:path}", summary="The model", response_model=None)
+    @router.get("/v1/models/{name:path}", summary="The model", response_model=None, responses=answer(Model))
     async def retrieve_model(name: str) -> Response:
         return JSONResponse(_model(context, context.resolve_model(name)))
 
-    @router.post("/v1/embeddings", summary="Not served: 501", status_code=501, response_model=None)
+    # Not a 501: the SDKs would repeat the request.
+    @router.post(
+        "/v1/embeddings",
+        summary="Not served: 404",
+        status_code=404,
+        response_model=None,
+        responses={404: {"model": OpenAIError | AnthropicError}},
+    )
     async def embed() -> Response:
         raise ApiError(
-            501,
+            404,
             f"{context.settings.model_name} generates text; this server has no embedding model",
-            code="not_implemented",
+            code="not_supported",
         )
 
     return router

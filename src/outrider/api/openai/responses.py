@@ -14,6 +14,13 @@ from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
 from outrider.api.errors import ApiError
 from outrider.api.middleware import current_tenant
+from outrider.api.openai.answer_models import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseEvent,
+    ResponseObject,
+)
 from outrider.api.openai.response_store import ResponseStore, StoredResponse
 from outrider.api.openai.responses_events import ResponseBuilder
 from outrider.api.openai.responses_request import (
@@ -23,6 +30,7 @@ from outrider.api.openai.responses_request import (
     input_messages,
     response_request,
 )
+from outrider.api.openapi import answer
 from outrider.api.request_fields import UNSUPPORTED_IN_CHAT
 from outrider.chat.conversation import ChatRequest, Message
 
@@ -51,7 +59,7 @@ class Responses:
         model, messages, chat = self._read(body)
         context = self._context
         prepare = partial(context.backend.prepare, chat)
-        answers = await context.live.start("responses", 1, [prepare], body.timeout)
+        answers = await context.live.start("responses", model, 1, [prepare], body.timeout)
         with_logprobs = chat.params.logprobs is not None
         builder = ResponseBuilder(
             _new_response(context, body, model, chat),
@@ -185,9 +193,9 @@ def responses_router(context: ServerContext) -> APIRouter:
     api, path = Responses(context), "/v1/responses/{response_id}"
     return json_router(
         "OpenAI",
-        ("POST", "/v1/responses", api.create, "Response"),
-        ("POST", "/v1/responses/input_tokens", api.count, "Count an input's tokens"),
-        ("GET", path, api.retrieve, "A stored response"),
-        ("GET", f"{path}/input_items", api.list_input, "The input of a stored response"),
-        ("DELETE", path, api.delete, "Delete a stored response"),
+        ("POST", "/v1/responses", api.create, "Response", answer(ResponseObject, event=ResponseEvent)),
+        ("POST", "/v1/responses/input_tokens", api.count, "Count an input's tokens", answer(InputTokens)),
+        ("GET", path, api.retrieve, "A stored response", answer(ResponseObject)),
+        ("GET", f"{path}/input_items", api.list_input, "The input of a stored response", answer(InputItems)),
+        ("DELETE", path, api.delete, "Delete a stored response", answer(DeletedResponse)),
     )

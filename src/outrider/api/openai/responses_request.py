@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from outrider.api.errors import invalid, refused
 from outrider.api.limits import (
     MESSAGES,
     OPTIONS,
     TOOLS,
-    TOP_LOGPROBS,
     AtMost,
     JsonObject,
     Metadata,
@@ -25,13 +24,18 @@ from outrider.api.limits import (
     check_stops,
 )
 from outrider.api.request_fields import (
+    NOT_NULL,
     ChatFields,
+    NumLogprobs,
     RequestModel,
+    Whole,
     check_verbosity,
+    documented,
     format_grammar,
     grammar_of,
     keep_allowed,
     named_tool,
+    one_of_types,
     sampling_params,
     template_kwargs,
     tool_choice_of,
@@ -52,6 +56,7 @@ from outrider.request import Grammar
 LOGPROBS = "message.output_text.logprobs"
 # Reasoning is returned as plain text and read back as plain text, so no encrypted copy is needed.
 INCLUDABLE = {LOGPROBS, "reasoning.encrypted_content"}
+Includable = Annotated[Word, Field(json_schema_extra={"enum": sorted(INCLUDABLE)})]
 
 
 class InputTextContent(RequestModel):
@@ -65,9 +70,11 @@ class InputRefusalContent(RequestModel):
 
 
 class InputImageContent(RequestModel):
+    model_config = ConfigDict(json_schema_extra={"required": ["type", "image_url"]})
+
     type: Literal["input_image"]
-    image_url: str | None = None
-    file_id: Word | None = Field(None, description="Refused: this server stores no files")
+    image_url: str | None = documented(**NOT_NULL)
+    file_id: Word | None = Field(None, description="No effect: this server stores no files")
     detail: Word | None = None
 
 
@@ -130,14 +137,18 @@ InputItem = Annotated[
 
 
 class FunctionTool(RequestModel):
-    type: Word
-    name: Name | None = None
+    model_config = ConfigDict(json_schema_extra={"required": ["type", "name"]})
+
+    type: Word = Field(json_schema_extra={"const": "function"})
+    name: Name | None = documented(**NOT_NULL, minLength=1)
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
 
 
 class ResponseToolChoice(RequestModel):
+    model_config = ConfigDict(json_schema_extra=one_of_types(function=["name"], allowed_tools=["tools"]))
+
     type: Word
     name: Name | None = None
     mode: Literal["auto", "required"] | None = None
@@ -145,6 +156,8 @@ class ResponseToolChoice(RequestModel):
 
 
 class ResponseTextFormat(RequestModel):
+    model_config = ConfigDict(json_schema_extra=one_of_types(text=[], json_object=[], json_schema=["schema"]))
+
     type: Literal["text", "json_object", "json_schema"]
     name: Word | None = None
     description: str | None = None
@@ -154,19 +167,19 @@ class ResponseTextFormat(RequestModel):
 
 class ResponseTextConfig(RequestModel):
     format: ResponseTextFormat | None = None
-    verbosity: Word | None = None
+    verbosity: Word | None = documented(enum=["medium", None])
 
 
 class ReasoningConfig(RequestModel):
     effort: Word | None = None
-    summary: Word | None = None
-    generate_summary: Word | None = None
-    context: Word | None = None
-    mode: Word | None = None
+    summary: Word | None = documented(enum=["auto", None])
+    generate_summary: Word | None = documented(enum=["auto", None])
+    context: Word | None = documented(enum=["auto", None])
+    mode: Word | None = documented(enum=["standard", None])
 
 
 class ResponseStreamOptions(RequestModel):
-    include_obfuscation: bool | None = None
+    include_obfuscation: bool | None = documented("Not supported", enum=[False, None])
 
 
 class ResponsesRequest(ChatFields):
@@ -174,8 +187,8 @@ class ResponsesRequest(ChatFields):
     input: str | Annotated[list[InputItem], AtMost(MESSAGES)]
     instructions: str | None = None
     previous_response_id: Word | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = Field(
+    max_output_tokens: Whole | None = documented(minimum=1)
+    max_tool_calls: Whole | None = Field(
         None, description="No effect: it limits built-in tools, and there are none"
     )
     stream: bool | None = None
@@ -186,9 +199,9 @@ class ResponsesRequest(ChatFields):
     parallel_tool_calls: bool | None = None
     text: ResponseTextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: Annotated[list[Word], AtMost(OPTIONS)] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS.most)
-    truncation: Word | None = None
+    include: Annotated[list[Includable], AtMost(OPTIONS)] | None = None
+    top_logprobs: NumLogprobs | None = None
+    truncation: Word | None = documented(enum=["disabled", None])
     store: bool | None = Field(None, description="Stored in memory, up to a limit, unless false")
 
     metadata: Metadata | None = Field(None, description="Echoed")

@@ -10,6 +10,8 @@ from starlette.responses import JSONResponse
 
 from outrider.api.answers import Answers
 from outrider.api.context import FINGERPRINT, ServerContext
+from outrider.api.openapi import answer
+from outrider.api.operations.answer_models import Health, Status
 from outrider.api.operations.prefix_cache import status_of
 
 LIVE = "200 while the engine works, 503 if it has failed or hangs"
@@ -20,22 +22,24 @@ NOT_READY_HEADERS = {"Retry-After": "5", "Connection": "close"}
 
 def health_router(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["operations"])
+    not_working = {"model": Health, "description": "The engine does not work, or the server stops"}
+    working_or_not = answer(Health) | {503: not_working}
 
-    @router.get("/health/live", summary=LIVE, response_model=None)
+    @router.get("/health/live", summary=LIVE, response_model=None, responses=working_or_not)
     async def live() -> Response:
         if (fault := context.fault()) is not None:
             return JSONResponse({"status": fault}, 503, NOT_READY_HEADERS)
         return JSONResponse({"status": "live"})
 
-    @router.get("/health", summary=READY, response_model=None)
-    @router.get("/health/ready", summary=READY, response_model=None)
+    @router.get("/health", summary=READY, response_model=None, responses=working_or_not)
+    @router.get("/health/ready", summary=READY, response_model=None, responses=working_or_not)
     async def ready() -> Response:
         status = _readiness(context)
         if status != "ready":
             return JSONResponse({"status": status}, 503, NOT_READY_HEADERS)
         return JSONResponse({"status": status})
 
-    @router.get("/v1/status", summary="What runs now", response_model=None)
+    @router.get("/v1/status", summary="What runs now", response_model=None, responses=answer(Status))
     async def status() -> Response:
         return JSONResponse(_status(context))
 

@@ -14,6 +14,7 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
+from starlette.responses import PlainTextResponse
 
 from outrider.api.operations.step_metrics import StepMetrics
 from outrider.chat.events import Finished
@@ -84,7 +85,7 @@ class Metrics:
 def metrics_router(metrics: Metrics) -> APIRouter:
     router = APIRouter(tags=["operations"])
 
-    @router.get("/metrics", summary="Prometheus metrics")
+    @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def scrape() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 

@@ -11,6 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.responses import JSONResponse
 
 from outrider.api.errors import ApiError
+from outrider.api.openapi import answer
+from outrider.api.operations.answer_models import ClearedCache
 
 DESCRIPTIONS = {
     "bytes": "Bytes of cached prefixes",
@@ -68,7 +70,9 @@ class PrefixMetrics:
 def prefix_cache_router(engine: PrefixControl | None) -> APIRouter:
     router = APIRouter(tags=["operations"])
 
-    @router.delete("/v1/cache", summary="Delete all cached prefixes", response_model=None)
+    summary = "Delete all cached prefixes"
+
+    @router.delete("/v1/cache", summary=summary, response_model=None, responses=answer(ClearedCache))
     async def clear() -> Response:
         if engine is None or engine.prefix_status() is None:
             raise ApiError(404, "this server runs without a prefix cache", code="no_prefix_cache")

@@ -1,0 +1,343 @@
+"""The JSON that OpenAI's routes send, for /openapi.json only: no answer is validated."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+# -- chat completions and completions --------------------------------------------------------------------
+
+
+class AlternativeToken(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(AlternativeToken):
+    top_logprobs: list[AlternativeToken]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class FunctionCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[FunctionCall]]
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class CompletionUsage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    service_tier: Literal["default"]
+    system_fingerprint: str
+    metadata: NotRequired[dict[str, str]]
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class FunctionCallDelta(TypedDict):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[FunctionCallDelta]]
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(TypedDict):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    service_tier: Literal["default"]
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[CompletionUsage | None]
+
+
+class CompletionLogprobLists(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobLists | None
+    finish_reason: FinishReason
+
+
+class CompletionChunkChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobLists | None
+    finish_reason: FinishReason | None
+
+
+class Completion(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: CompletionUsage
+
+
+class CompletionChunk(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChunkChoice]
+    usage: NotRequired[CompletionUsage | None]
+
+
+# -- responses -------------------------------------------------------------------------------------------
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(TypedDict):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class OutputReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(TypedDict):
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[OutputReasoningText]
+    status: ItemStatus
+
+
+class OutputFunctionCall(TypedDict):
+    id: str
+    type: Literal["function_call"]
+    status: ItemStatus
+    arguments: str
+    call_id: str
+    name: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
+
+
+class InputTokensDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class ResponseError(TypedDict):
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseReasoning(TypedDict):
+    effort: str | None
+    summary: None
+
+
+class ResponseText(TypedDict):
+    format: dict[str, Any]
+    verbosity: Literal["medium"]
+
+
+class ResponseTool(TypedDict):
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any]
+    strict: bool
+
+
+class ResponseObject(TypedDict):
+    """Most fields repeat those of the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: NotRequired[int]
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ResponseReasoning
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float
+    text: ResponseText
+    tool_choice: str | dict[str, Any]
+    tools: list[ResponseTool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class ResponseEvent(TypedDict):
+    """The events of OpenAI's responses API. `type` tells which of the optional fields an event has."""
+
+    type: str
+    sequence_number: int
+    response: NotRequired[ResponseObject]
+    output_index: NotRequired[int]
+    item: NotRequired[OutputItem]
+    item_id: NotRequired[str]
+    content_index: NotRequired[int]
+    part: NotRequired[OutputText | OutputReasoningText]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    logprobs: NotRequired[list[TokenLogprob]]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+
+
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class InputItems(TypedDict):
+    object: Literal["list"]
+    data: list[dict[str, Any]]  # the items as the client sent them
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
+
+
+class DeletedResponse(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+# -- models ----------------------------------------------------------------------------------------------
+
+
+class Model(TypedDict):
+    """Read by OpenAI's and by Anthropic's clients."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str

@@ -1,0 +1,64 @@
+"""The JSON that the operators' routes send, for /openapi.json only: no answer is validated."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+
+class Health(TypedDict):
+    status: str  # "live", "ready", "shutting down", or why the engine does not work
+
+
+class ServedModel(TypedDict):
+    name: str
+    path: str
+    dtype: str
+    device: str
+    max_context: int
+    drafter: str
+    head: str | None
+
+
+class StatusRow(TypedDict):
+    sequence: int
+    kind: str
+    cells: int
+    drafts: int
+
+
+class StatusRequest(TypedDict):
+    request_id: str
+    engine_id: str
+    api: str
+    state: Literal["waiting", "answering", "finished"]
+    age_s: float
+    prompt_tokens: int
+    deltas: int
+
+
+class Status(TypedDict):
+    server: str
+    status: str  # as in Health
+    up_s: float
+    model: ServedModel
+    live_requests: int
+    capacity: int
+    live_bytes: int
+    live_tokens: int
+    waiting: int
+    cache_bytes: int
+    prefix_cache: dict[str, int] | None
+    steps: int
+    since_last_step_s: float | None
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+    rows: list[StatusRow]
+    requests: list[StatusRequest]
+
+
+class ClearedCache(TypedDict):
+    object: Literal["cache.deleted"]
+    deleted: Literal[True]
+    freed_bytes: int
