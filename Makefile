@@ -15,7 +15,13 @@ UV      = uv>=0.13,<0.14
 UPGRADE ?=
 BEYOND  ?=
 
-.PHONY: setup serve chat test check soak bench lock newest clean
+# Tools that look at the dependencies, in an environment of their own: they must not change the versions under test.
+TOOLS   := .venv-tools
+CYCLONEDX = cyclonedx-bom>=7.5,<8
+PIP_AUDIT = pip-audit>=2.10.1,<3
+SBOM    ?= sbom.cdx.json
+
+.PHONY: setup serve chat test check soak bench lock newest sbom audit clean
 
 setup: $(STAMP)
 
@@ -71,5 +77,19 @@ lock: $(STAMP)
 newest:
 	.ci/newest $(if $(BEYOND),--beyond)
 
+# The packages of requirements.lock with versions and hashes, as a CycloneDX document.
+sbom: $(TOOLS)/.installed
+	$(TOOLS)/bin/cyclonedx-py requirements requirements.lock --pyproject pyproject.toml --output-reproducible \
+	  --output-file $(SBOM)
+
+# Known vulnerabilities of the packages in requirements.lock; needs the network.
+audit: $(TOOLS)/.installed
+	.ci/audit $(TOOLS)
+
+$(TOOLS)/.installed: Makefile
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check '$(CYCLONEDX)' '$(PIP_AUDIT)'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-newest $(TOOLS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
