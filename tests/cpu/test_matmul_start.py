@@ -52,6 +52,7 @@ def test_mlx_multiplies_with_it_and_a_token_stays_the_same(cache: Path) -> None:
 
 THREADS_BEFORE = """
 import hashlib
+import numpy as np  # starts threads of its own
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
 mx.eval(mx.ones((2, 2)) @ mx.ones((2, 2)))
