@@ -37,6 +37,7 @@ def http_config(
     return uvicorn.Config(
         app,
         log_config=None,
+        log_level="error",  # no line for every client that does not speak HTTP: a metric counts them
         timeout_keep_alive=KEEP_ALIVE_S,
         access_log=False,  # RequestLog writes the access log, with request ids
         timeout_graceful_shutdown=GRACE_S,
