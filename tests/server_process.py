@@ -78,18 +78,21 @@ def serving(
         env={name: value for name, value in os.environ.items() if not name.startswith("OUTRIDER_")}
         | variables,
     )
-    lines = []
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("Ready: "):
-                break
-        else:
-            raise AssertionError("the server did not start:\n" + "".join(lines))
-        url = line.removeprefix("Ready: ").strip()
-        yield ServerProcess(process, url, "".join(lines), model.name)
+        url, banner = read_until_ready(process)
+        yield ServerProcess(process, url, banner, model.name)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
         process.wait(PATIENCE_S)
+
+
+def read_until_ready(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """The server's address and its banner."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("Ready: "):
+            return line.removeprefix("Ready: ").strip(), "".join(lines)
+    raise AssertionError("the server did not start:\n" + "".join(lines))
