@@ -21,14 +21,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 
 from patience import PATIENCE_S
 from server_process import read_until_ready
 from soak.conversations import CHAT, Answer, ApiRequest, new_request, next_turn, read_events, read_whole, same
-from soak.hostile import attack
+from soak.hostile import Attack, attack, posted
 
 HERE = Path(__file__).parent
 FLAGS = (
@@ -37,6 +37,7 @@ FLAGS = (
     *("--header-timeout", "4", "--body-timeout", "6", "--write-timeout", "6", "--step-timeout", "20"),
 )
 RETRY_S = 0.2  # pause of a client that was refused
+FUZZED_SHARE = 0.3  # of the attacks
 SETTLE_S = 1.0  # after a fault, until its victims have noticed
 
 # Faults that end the worker, and faults that it must survive.
@@ -54,6 +55,7 @@ class SoakPlan:
     deadly: tuple[str, ...] = DEADLY
     idle_every_s: float = 60.0
     num_replayed: int = 60
+    num_fuzzed: int = 4000  # bodies made from /openapi.json
     seed: int = 0
 
 
@@ -237,6 +239,7 @@ class Soak:
         self._ends_s = time.monotonic() + plan.seconds
         self._sample: list[tuple[ApiRequest, Answer]] = []
         self._rng = random.Random(plan.seed)
+        self._fuzzed: Iterator[Attack] = iter(())
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         self._client = httpx.AsyncClient(
             base_url=server.url, timeout=httpx.Timeout(PATIENCE_S), limits=limits, trust_env=False
@@ -250,7 +253,7 @@ class Soak:
         attackers = [
             self._attack(random.Random(f"a{self._plan.seed}/{i}")) for i in range(self._plan.num_attackers)
         ]
-        with self._probing() as probes:
+        with self._probing() as probes, self._fuzzing() as self._fuzzed:
             self._may_run.set()
             await asyncio.gather(*clients, *attackers, self._direct())
             await self._wait_until_idle()
@@ -452,12 +455,12 @@ class Soak:
 
     async def _attack(self, rng: random.Random) -> None:
         while time.monotonic() < self._ends_s:
-            made = attack(rng)
+            made = (next(self._fuzzed, None) if rng.random() < FUZZED_SHARE else None) or attack(rng)
             async with self._turn():
                 began_s = time.monotonic()
                 status = await self._send(made.data, made.then)
             is_withstood = status in ("closed", "left") or (
-                status.isdigit() and (400 <= int(status) < 500 or status in ("501", "503", "505"))
+                status.isdigit() and (400 <= int(status) < 500 or status in ("501", "503", "504", "505"))
             )
             if not is_withstood and not (made.may_succeed and status == "200"):
                 if not self._is_disturbed(began_s):
@@ -465,6 +468,23 @@ class Soak:
                 status = "disturbed"
             self.report.attacks[f"{made.name}: {status}"] += 1
             await asyncio.sleep(0.1 * rng.random())
+
+    @contextlib.contextmanager
+    def _fuzzing(self) -> Iterator[Iterator[Attack]]:
+        """Attacks with bodies made from /openapi.json; none while the next one is not ready."""
+        folder = self._server.log_path.parent
+        description, path = folder / "openapi.json", folder / "bodies"
+        description.write_text(httpx.get(f"{self._server.url}/openapi.json", timeout=PATIENCE_S).text)
+        numbers = (str(self._plan.num_fuzzed), str(self._plan.seed))
+        command = [sys.executable, str(HERE / "fuzzer.py"), str(description), str(path), *numbers]
+        path.touch()
+        process = subprocess.Popen(command)
+        try:
+            with open(path) as file:
+                yield FuzzedBodies(file)
+        finally:
+            process.kill()
+            process.wait()
 
     async def _send(self, data: bytes, then: str) -> str:
         """The status of the answer, or "closed", "left", "open": still open after a long time."""
@@ -520,3 +540,19 @@ class Soak:
             self.report.health_s.append(float(took))
             if status != "200":
                 self.report.problem(f"/health/live was answered with {status} while the server was alive")
+
+
+class FuzzedBodies(Iterator[Attack]):
+    """The bodies in a file that still grows."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._rest = ""
+
+    def __next__(self) -> Attack:
+        self._rest += self._file.readline()
+        if not self._rest.endswith("\n"):
+            raise StopIteration
+        path, body = json.loads(self._rest)
+        self._rest = ""
+        return Attack("fuzzed_body", posted(path, body), may_succeed=True)
