@@ -1,4 +1,4 @@
-"""A worker process for tests: its jobs crash, hang, and take memory and time."""
+"""A child process for tests: its jobs crash, hang, and take memory and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The media worker process, with a decoder that crashes and one that hangs on some data."""
+"""The media child process, with a decoder that crashes and one that hangs on some data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images and videos in worker processes: the same pixels as in this process, and a crash costs one image."""
+"""Images and videos in child processes: the same pixels as in this process, and a crash costs one image."""
 
 from __future__ import annotations
 

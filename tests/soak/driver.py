@@ -148,7 +148,7 @@ class SoakReport:
         return [[f for f in self.footprints if f.pid == pid] for pid in pids]
 
     def check_footprints(self) -> None:
-        """Of each worker, what it holds at its end against what it held when it was first idle."""
+        """Compare what each worker holds when idle with what it held when it was first idle."""
         for one_worker in self._by_worker():
             first, *rest = one_worker
             for later in rest:
@@ -163,7 +163,7 @@ class SoakReport:
 
 
 class SoakServer:
-    """A server with faults on request. `restart` takes the same port again."""
+    """A server with faults on request. After `stop`, `start` takes the same port again."""
 
     def __init__(self, model: Path, folder: Path, *flags: str) -> None:
         self._model = model
@@ -267,7 +267,7 @@ class Soak:
     # -- the course ----------------------------------------------------------------------------------------
 
     async def _direct(self) -> None:
-        """Faults and idle times, by the clock."""
+        """Inject faults and let the server become idle, at fixed intervals."""
         plan = self._plan
         fault_s = time.monotonic() + plan.fault_every_s
         idle_s = time.monotonic() + plan.idle_every_s

@@ -1,4 +1,4 @@
-"""What a server must stand: half requests, false bodies, grammars and pictures that break parsers.
+"""Attacks that a server must withstand: half requests, malformed bodies, hostile grammars and images.
 
 Each attack is a function of a seed that returns the bytes to send and what to do with the connection. A
 server withstands one if it answers with a 4xx or a 503, or closes the connection within its own time limits.

@@ -1,10 +1,10 @@
-"""Admission: what each API request holds of the server's limits, until the end of its answer.
+"""Admission: limits what all API requests hold together, each until the end of its answer.
 
 Three sums are limited: engine requests (one per answer), bytes of bodies, and tokens of prompts. A request
-reserves each part before the server spends anything on it. Used from the event loop only.
+reserves its part of a sum before the server works on that part. Used from the event loop only.
 
-A request is refused by its headers if no place is free. It holds its place from the end of its body, so that
-clients that send slowly keep nobody out.
+If no place is free when the headers of a request arrive, it is refused. Otherwise it takes its place when its
+body is complete: clients that send slowly keep nobody out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REASONS = {"num_requests": "queue_full", "num_bytes": "live_bytes", "num_tokens"
 
 
 class Reservation:
-    """What one API request holds. `add` before the server takes more of it; `release` at its end."""
+    """What one API request holds. Call `add` before it needs more, and `release` at its end."""
 
     def __init__(self, admission: Admission, tenant: str, usage: KeyUsage | None = None) -> None:
         self.tenant = tenant
@@ -144,7 +144,7 @@ class Admit:
         except ApiError as error:
             await error_response(HTTPConnection(scope), error)(scope, receive, send)
             return
-        reservation.release()  # until its body is there
+        reservation.release()  # taken again when the body is complete
         token = current_reservation.set(reservation)
 
         async def receive_counted() -> Message:

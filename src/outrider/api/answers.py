@@ -101,7 +101,7 @@ class LiveRequests:
 
     @property
     def num_live(self) -> int:
-        """Engine requests that run, wait or are being received."""
+        """Engine requests that run or wait, and other POST requests whose body is complete."""
         return self.admission.held.num_requests
 
     @property

@@ -2,7 +2,7 @@
 
 They are checked in time linear in the size of the body, before anything is rendered, tokenized or queued. All
 values are chosen by hand: several times what clients send, and small enough that a body of this size blocks
-the event loop for a fraction of a second. The length of a prompt is limited in `chat.service`.
+the event loop for a fraction of a second. The length of a prompt is limited in `chat.prompt_limit`.
 """
 
 from __future__ import annotations

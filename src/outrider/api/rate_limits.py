@@ -4,8 +4,8 @@
     tokens a minute      prompt: counted when it is rendered; answer: when it ends or its client is gone
     rows at once         answers that run or wait: reserved before anything is computed
 
-A request is accepted while tokens are left, though its answer may need more of them. What it used too much
-is owed: the next request waits until the debt is paid. So the rate holds over the minutes.
+A request is accepted while a token is left, although its answer may need more. The excess is a debt: further
+requests get a 429 until it is paid. So the average rate holds.
 """
 
 from __future__ import annotations

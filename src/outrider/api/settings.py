@@ -31,7 +31,7 @@ class ServerSettings:
     max_connections: int = 1024
     header_timeout_s: float = 15.0  # for the headers of a request, and for the first byte of a connection
     body_timeout_s: float = 30.0  # for the body of a request; more for long ones (see middleware)
-    write_timeout_s: float = 60.0  # for a client to read what waits for it
+    write_timeout_s: float = 60.0  # for a client to read the answer that waits for it
     queue_timeout_s: float = 600.0  # from the request to its row; 0: no limit
     request_timeout_s: float = 0.0  # from the request to the end of its answer; 0: no limit
     max_stored_responses: int = 1000  # /v1/responses: answers that previous_response_id can name

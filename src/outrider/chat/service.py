@@ -26,7 +26,7 @@ from outrider.media.image_reader import ProcessedImage
 from outrider.media.loader import MediaItem, MediaLoader
 from outrider.request import InvalidRequest, SamplingParams
 
-NUM_GRAMMAR_THREADS = 4  # chosen by hand; they mostly wait for the grammar worker
+NUM_GRAMMAR_THREADS = 4  # chosen by hand; they mostly wait for the grammar child
 
 T = TypeVar("T")
 

@@ -36,8 +36,8 @@ MIN_CHUNK_BYTES = 256
 @dataclass(frozen=True)
 class ConnectionLimits:
     max_connections: int
-    header_s: float  # for the headers of a request, from its first byte; for the first also from the connect
-    write_s: float  # for the client to read what waits for it
+    header_s: float  # for headers, from their first byte; for those of the first request, from the connect
+    write_s: float  # for the client to read the answer that waits for it
     count_refusal: Callable[[str], None]
 
 

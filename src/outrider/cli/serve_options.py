@@ -111,7 +111,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             "operator-key", "key for /metrics, /v1/status and DELETE /v1/cache (the API key)", metavar="KEY"
         ),
-        Option("allow-public-without-key", "allow a public --host without --api-key", is_switch=True),
+        Option("allow-public-without-key", "allow a public --host without a key", is_switch=True),
         Option(
             "served-model-name", "name of the model in the API (its folder's)", metavar="NAME", is_list=True
         ),
@@ -161,7 +161,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "step-timeout",
-            "seconds after which a step that hangs ends the process, at the least; 0: never (60)",
+            "least seconds after which a hung step ends the process; 0: never (60)",
             seconds,
             60.0,
         ),
@@ -169,9 +169,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("dtype", f"type of the weights: {', '.join(DTYPES)} (auto)", one_of(*DTYPES), "auto", "NAME"),
     ),
     "prefix cache": (
-        Option("prefix-cache-bytes", "memory for cached prefixes (a quarter of that for caches)", size_bytes),
+        Option("prefix-cache-bytes", "memory for cached prefixes (a quarter of all caches)", size_bytes),
         Option("prefix-cache-dir", "folder that stores prefixes across restarts (none)", metavar="DIR"),
-        Option("prefix-cache-disk-bytes", "maximum bytes in that folder (16GiB)", size_bytes),
+        Option("prefix-cache-disk-bytes", "maximum size of --prefix-cache-dir (16GiB)", size_bytes),
         Option("no-prefix-cache", "compute every prompt from its first token", is_switch=True),
     ),
     "images": (
@@ -186,19 +186,24 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
     "time limits": (
         Option("header-timeout", "seconds for the headers of a request (15)", seconds, 15.0),
-        Option("body-timeout", "seconds for its body; long bodies get more (30)", seconds, 30.0),
-        Option("queue-timeout", "seconds to wait for a row; 0: no limit (600)", seconds, 600.0),
+        Option("body-timeout", "seconds for the body; a long body gets more (30)", seconds, 30.0),
+        Option("queue-timeout", "seconds until a request has a row; 0: no limit (600)", seconds, 600.0),
         Option("request-timeout", "seconds for a whole request; 0: no limit (0)", seconds, 0.0),
-        Option("write-timeout", "seconds for a client to read what waits for it (60)", seconds, 60.0),
+        Option("write-timeout", "seconds until an unread stream is cut off (60)", seconds, 60.0),
     ),
     "requests": (
         Option("max-tokens", "default maximum tokens of an answer (up to --max-context)", whole_number),
-        Option("max-queue", "requests that may wait; more get a 429 (256)", whole_number, 256),
+        Option("max-queue", "requests that may wait for a row (256)", whole_number, 256),
         Option("max-body", "largest request body (32MiB)", size_bytes, 32 << 20),
-        Option("max-live-bytes", "bodies of all live requests (256MiB)", size_bytes, 256 << 20),
-        Option("max-live-tokens", "prompt tokens of all live requests (4194304)", whole_number, 4 << 20),
+        Option("max-live-bytes", "bodies of all requests that run or wait (256MiB)", size_bytes, 256 << 20),
+        Option(
+            "max-live-tokens",
+            "prompt tokens of all requests that run or wait (4194304)",
+            whole_number,
+            4 << 20,
+        ),
         Option("max-connections", "maximum open connections (1024)", whole_number, 1024),
-        Option("max-stored-responses", "stored for previous_response_id (1000)", whole_number, 1000),
+        Option("max-stored-responses", "responses for previous_response_id (1000)", whole_number, 1000),
         Option("keep-alive", "seconds without a token until a stream sends a ping (5)", seconds, 5.0),
         Option("drain", "seconds that a shutdown gives to running requests (30)", seconds, 30.0),
     ),

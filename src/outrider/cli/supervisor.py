@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0  # seconds between two looks at the worker; chosen by hand
 MAX_DELAY_S = 60.0  # between a crash and the next start; chosen by hand
 STABLE_S = 60.0  # a worker that was ready for this long does not belong to a crash loop; chosen by hand
-EXTRA_S = 5.0  # after the worker's own hard end; chosen by hand
+EXTRA_S = 5.0  # from the time by which the worker ends itself until it is killed; chosen by hand
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 SIGNAL_NOTES = {
@@ -104,7 +104,7 @@ class Supervisor:
     _time_left_s: float = float("inf")  # until a worker that was asked to end is killed
 
     def run(self) -> int:
-        """Until a signal ends it, or the first worker fails before it is ready. Gives the exit status."""
+        """Run until a signal, or until the first worker fails before it is ready. Returns the exit status."""
         wakeup = self._catch_signals()
         has_served = False
         while not self._signals:
@@ -148,7 +148,7 @@ class Supervisor:
 
     def _start_worker(self) -> RunningWorker:
         channel, worker_end = socket.socketpair()
-        # Blocked in the worker until it has a handler: a Ctrl-C in the terminal reaches both processes.
+        # SIGINT stays blocked until the worker ignores it: a Ctrl-C in the terminal reaches both processes.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = subprocess.Popen(
@@ -185,7 +185,7 @@ class Supervisor:
                     self._on_signal(worker, number, is_first=num_seen == 1)
                 _wait((wakeup, worker.channel), LOOK_S)
                 now_s = time.monotonic()
-                # At most two looks' time: this process, too, may have been stopped, or have got no CPU.
+                # Two periods at most: this process itself may have been stopped, or have got no CPU.
                 self._look(worker, min(now_s - looked_s, 2 * LOOK_S))
                 looked_s = now_s
             worker.hear()  # it may have been ready just before it ended

@@ -1,7 +1,7 @@
 """The watchdog: ends the server process if its engine or event loop hangs, or if a shutdown takes too long.
 
-The supervisor, or the operator's own one, then starts a new process. What hangs cannot be ended in any other
-way: a thread cannot be stopped from outside.
+The supervisor, or the operator's service manager, then starts a new process. A thread that hangs cannot be
+stopped from outside: only its process can be ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.engine.heartbeat import Heartbeat
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # seconds between two looks; chosen by hand
-REPORT_S = 5.0  # to write the last lines of the log, which may be what hangs; chosen by hand
+REPORT_S = 5.0  # for the last lines of the log: writing them may hang too; chosen by hand
 
 
 class WatchedEngine(Protocol):
@@ -82,7 +82,7 @@ class Watchdog:
             on_look()
             time.sleep(LOOK_S)
             now_s = time.monotonic()
-            # At most two looks' time: the process may have been stopped for a while, or have got no CPU.
+            # Two periods at most: the process may have been stopped for a while, or have got no CPU.
             self.look(min(now_s - looked_s, 2 * LOOK_S))
             looked_s = now_s
 
@@ -104,7 +104,7 @@ class Watchdog:
                 self._end(SHUTDOWN_TOO_LONG, "the shutdown takes too long. Stacks of the threads:")
 
     def _end(self, status: int, text: str) -> None:
-        """On a thread of its own: a log that nobody reads can hang too."""
+        """Reports on a thread of its own: writing to a log that nobody reads can hang."""
         report = threading.Thread(target=_report, args=(text,), daemon=True)
         report.start()
         report.join(REPORT_S)

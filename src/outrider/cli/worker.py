@@ -33,7 +33,7 @@ class Worker:
     """The worker's end of what it shares with its supervisor."""
 
     listener: socket.socket
-    supervisor: socket.socket  # one byte each second says that this process is alive; its end, that it is not
+    supervisor: socket.socket  # gets a byte each second; each process sees by its end that the other is gone
     restarts: Mapping[str, int]  # workers that ended before this one, by reason
 
     @property
@@ -71,7 +71,7 @@ def environment(
 
 
 def inherited(environ: MutableMapping[str, str] = os.environ) -> Worker | None:
-    """What the supervisor has left to this process; None if this process is no worker."""
+    """What the supervisor has passed on to this process; None if this process is no worker."""
     text = environ.pop(VARIABLE, None)  # popped: no child of the worker is a worker
     if text is None:
         return None

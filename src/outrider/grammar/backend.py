@@ -1,4 +1,4 @@
-"""llguidance as the server and the grammar worker both use it: tokenizer, parser limits, matchers."""
+"""llguidance as the server and the grammar child both use it: tokenizer, parser limits, matchers."""
 
 from __future__ import annotations
 

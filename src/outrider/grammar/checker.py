@@ -1,4 +1,4 @@
-"""Asks the grammar worker process whether a grammar can be used, and remembers its verdicts."""
+"""Asks the grammar child process whether a grammar can be used, and remembers its verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammar worker process: compiles a grammar, and walks along it, before the server does.
+"""The grammar child process: compiles a grammar, and walks along it, before the server does.
 
 llguidance recurses over rules and references without a limit, and some grammars take very long. Here that
 costs this process only. Stacks are smaller here than in the server: what fits here fits there.

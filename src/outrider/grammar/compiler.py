@@ -1,4 +1,4 @@
-"""Owns the compilation of grammars: the grammar worker checks each, then it is compiled once for all rows."""
+"""Owns the compilation of grammars: the grammar child checks each, then it is compiled once for all rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 MAX_CACHED = 64  # compiled grammars; chosen by hand
 MAX_CACHED_BYTES = 256 * MIB  # of all of them, without lexer states (at most 16 MB each); chosen by hand
 BYTES_PER_CHARACTER = 150  # of a compiled grammar, where its size cannot be measured; measured for schemas
-COMPILE_STACK_BYTES = 64 * MIB  # four times the grammar worker's: a grammar that fits there fits here
+COMPILE_STACK_BYTES = 64 * MIB  # four times the grammar child's: a grammar that fits there fits here
 
 
 class GrammarCompiler:
@@ -40,7 +40,7 @@ class GrammarCompiler:
         return RowGrammar(compiled, source.vocab_size, frozenset(source.eos_ids), grammar.after_ids)
 
     def close(self) -> None:
-        """End the grammar worker."""
+        """End the grammar child."""
         self._checker.close()
 
     def _compile(self, key: Grammar) -> CompiledGrammar:
@@ -49,7 +49,7 @@ class GrammarCompiler:
                 self._compiled.move_to_end(key)
                 return self._compiled[key][0]
         # Without the lock: other requests must not wait for this one.
-        if self._tokenizer is None:  # built here while the grammar worker starts
+        if self._tokenizer is None:  # built here while the grammar child starts
             threading.Thread(target=self._get_tokenizer, name="outrider-grammar-tables", daemon=True).start()
         num_bytes = self._checker.check(key) or BYTES_PER_CHARACTER * len(key.text)
         tokenizer = self._get_tokenizer()

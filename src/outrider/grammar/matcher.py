@@ -18,7 +18,7 @@ from outrider.grammar.backend import error_of
 from outrider.request import InvalidRequest
 
 # Processor time of one call of a matcher, after which its row ends: other rows wait meanwhile. Chosen by
-# hand; common grammars take 1 ms. The grammar worker refuses grammars that begin with slower calls.
+# hand; common grammars take 1 ms. The grammar child refuses grammars that begin with slower calls.
 MAX_CALL_S = 1.0
 
 LEXER_IS_FULL = "too many states"  # in llguidance's message: it has no other sign of this error

@@ -1,4 +1,4 @@
-"""The worker process's side: limits itself, then does one job after the other until the connection ends.
+"""The child process's side: limits itself, then does one job after the other until the connection ends.
 
 Linux enforces all limits. macOS has no limit of the address space; processor time, core files and file sizes
 are limited there too.

@@ -1,4 +1,4 @@
-"""Messages between the server and a worker process: a JSON object and raw bytes. Nothing is unpickled."""
+"""Messages between the server and a child process: a JSON object and raw bytes. Nothing is unpickled."""
 
 from __future__ import annotations
 

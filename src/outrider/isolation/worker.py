@@ -1,4 +1,4 @@
-"""The server's side of a worker process: starts the process, sends it jobs, and starts it again if it dies.
+"""The server's side of a child process: starts the process, sends it jobs, and starts it again if it dies.
 
 The process runs `python -m MODULE`; the module calls `child.serve`. If a job crashes the process, or exceeds
 a limit, only that job fails.
@@ -23,7 +23,7 @@ from outrider.isolation.messages import Buffer, ConnectionEnded, Message, receiv
 
 START_S = 120.0  # seconds for the start of a process and its set-up, on a busy machine; chosen by hand
 MIB = 1 << 20
-# All that a worker gets of the server's environment: no keys and no tokens.
+# All that a child gets of the server's environment: no keys and no tokens.
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV")
 OWN_VARIABLES = {
     "OUTRIDER_BLAS": "off",
@@ -36,11 +36,11 @@ OWN_VARIABLES = {
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Limits of a worker process. Those of the operating system hold where it has them (see child.py)."""
+    """Limits of a child process. Not every system enforces all of them: see child.py."""
 
     memory_bytes: int  # address space beyond what the set-up takes
     cpu_s: int  # processor time of one job
-    answer_s: float  # time of one job by the clock: ends a job that waits for ever
+    answer_s: float  # time of one job by the clock, also if it only waits
     file_bytes: int = 0  # size of a file that the process may write
     max_reply_bytes: int = 0  # data of a reply
 
@@ -54,7 +54,7 @@ class JobTimedOut(JobFailed):
 
 
 class JobKilled(JobFailed):
-    """Somebody else has killed the process: another time the job may succeed."""
+    """The process was killed from outside: the job may succeed another time."""
 
 
 class WorkerUnavailable(RuntimeError):
@@ -62,7 +62,7 @@ class WorkerUnavailable(RuntimeError):
 
 
 class IsolatedWorker:
-    """One worker process, which starts with the first job. Thread-safe: jobs take turns."""
+    """One child process, which starts with the first job. Thread-safe: jobs take turns."""
 
     def __init__(
         self, module: str, limits: WorkerLimits, set_up: Callable[[], Message] = lambda: Message({})
@@ -146,7 +146,7 @@ class _Process:
             )
         except OSError as error:
             self._connection.close()
-            raise WorkerUnavailable(f"a worker process could not be started: {error}") from error
+            raise WorkerUnavailable(f"a child process could not be started: {error}") from error
         finally:
             theirs.close()
 
@@ -157,9 +157,9 @@ class _Process:
             send(self._connection, message.fields, [message.data])
             reply = receive(self._connection, 0, deadline_s)
         except (OSError, ValueError) as error:
-            raise WorkerUnavailable(f"a worker process could not be set up: {error}") from error
+            raise WorkerUnavailable(f"a child process could not be set up: {error}") from error
         if "failed" in reply.fields:
-            raise WorkerUnavailable(f"a worker process could not be set up: {reply.fields['failed']}")
+            raise WorkerUnavailable(f"a child process could not be set up: {reply.fields['failed']}")
 
     def ask(self, fields: dict[str, Any], data: Buffer, limits: WorkerLimits) -> Message:
         deadline_s = time.monotonic() + limits.answer_s
@@ -171,7 +171,7 @@ class _Process:
             raise JobTimedOut(f"it took more than {limits.answer_s:g} s") from None
         except (ConnectionEnded, OSError):
             raise self._cause_of_death(limits) from None
-        except ValueError as error:  # not a message that a sane process sends
+        except ValueError as error:  # a process with damaged memory may send anything
             raise JobFailed(f"its result could not be read: {error}") from None
         if "failed" in reply.fields:
             raise JobFailed(str(reply.fields["failed"])[:200])

@@ -1,4 +1,4 @@
-"""The media worker process: decodes clients' images and videos. Its pixels go back to the server."""
+"""The media child process: decodes clients' images and videos. Only pixels go back to the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes clients' images and videos in worker processes: a decoder that crashes or hangs costs one image."""
+"""Decodes clients' images and videos in child processes: a decoder that crashes or hangs costs one image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes images with Pillow. For clients' images this runs in a worker process: see decoder.py.
+"""Decodes images with Pillow. For clients' images this runs in a child process: see decoder.py.
 
 The content decides the format, and only a few formats are allowed. An image whose header announces too many
 pixels is refused before it is decoded.

@@ -1,6 +1,6 @@
 """Loads all images of a request: fetches, decodes and preprocesses them.
 
-Downloads are async. Base64, files, decoding (in worker processes) and preprocessing run on two threads: the
+Downloads are async. Base64, files, decoding (in child processes) and preprocessing run on two threads: the
 event loop never decodes an image, and all requests together never decode more than two images at a time.
 """
 

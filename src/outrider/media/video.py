@@ -1,5 +1,5 @@
 """Decodes frames of MP4, MOV and WebM files with OpenCV (part of outrider[vision]). For clients' videos this
-runs in a worker process: see decoder.py.
+runs in a child process: see decoder.py.
 
 The first bytes must be those of an allowed container. Other kinds that the decoder knows, such as playlists,
 could name files and URLs of their own.
