@@ -173,6 +173,17 @@ def test_only_an_operator_reads_metrics_and_deletes_caches(file: Path) -> None:
     assert client(made, operator).post(CHAT, BODY).status_code == 200
 
 
+@pytest.mark.parametrize("spelled", ["{}%0A", "{}/", "{}?", "{};", "/.{}", "/health/..{}", "/health{}"])
+def test_no_spelling_of_a_path_lets_a_user_in(file: Path, spelled: str) -> None:
+    user = add(file, "alice")
+    made = server(FakeBackend(), api_keys_file=str(file))
+    for method, path in (("GET", "/metrics"), ("GET", "/v1/status"), ("DELETE", "/v1/cache")):
+        refused = client(made, user).request(method, spelled.format(path))
+        assert refused.status_code in (307, 403, 404)  # 307: to the path without the slash
+        assert b"no_prefix_cache" not in refused.content  # the answer of the route itself
+        assert client(made).request(method, spelled.format(path)).status_code == 401
+
+
 def test_every_management_route_is_open_or_the_operators() -> None:
     app: Any = server(FakeBackend()).app
     described = app.openapi()["paths"].items()

@@ -163,6 +163,8 @@ class RequestLimits:
             )
         if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_URL_BYTES:
             raise ApiError(414, f"the URL is longer than {MAX_URL_BYTES:,} bytes")
+        if not scope["path"].isprintable():  # a route would also match its path with a newline at the end
+            raise ApiError(404, "the path has control characters")
         content_length = Headers(scope=scope).get("content-length", "")
         if content_length.isdigit() and int(content_length) > self._settings.max_body_bytes:
             raise self._too_large()
