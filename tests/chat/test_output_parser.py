@@ -234,6 +234,12 @@ def test_kimi_keeps_the_ids_that_the_model_gave() -> None:
     ]
 
 
+def test_kimi_gives_out_no_endless_id() -> None:
+    answer = ANSWERS["kimi"][0][0].replace("clock:1", "clock:" + "1" * 2000)
+    events = events_of(new_parser("kimi"), [answer])
+    assert [e.id for e in events if isinstance(e, ToolCallStarted)] == ["functions.get_weather:0"]
+
+
 # -- reasoning ---------------------------------------------------------------------------------------------
 
 R, T = ReasoningDelta, TextDelta

@@ -14,7 +14,9 @@ from outrider.chat.formats.json_calls import arguments_of, call_with
 from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import ends_in_string, loads
 
-_HEADER = re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<]+?):\d+)\s*<\|tool_call_argument_begin\|>\s*")
+_HEADER = re.compile(
+    r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<]+?):\d{1,9})\s*<\|tool_call_argument_begin\|>\s*"
+)
 
 
 def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
