@@ -232,7 +232,7 @@ def test_input_tokens_are_counted_without_an_answer() -> None:
 
 
 def stored(name: str, size: int = 0) -> StoredResponse:
-    return StoredResponse({"id": name}, [], (Message("user", (TextPart("x" * size),)),))
+    return StoredResponse(name, b"", b"", (Message("user", (TextPart("x" * size),)),))
 
 
 def test_store_forgets_the_one_not_used_for_longest() -> None:
@@ -258,3 +258,10 @@ def test_store_keeps_within_its_bytes() -> None:
     for i in range(10):
         store.delete("", str(i))
     assert store.num_bytes == 0
+
+
+def test_store_counts_the_parts_of_a_conversation_though_they_are_empty() -> None:
+    store = ResponseStore(max_responses=100, max_bytes=1 << 20)
+    message = Message("user", (TextPart(""),) * 10_000)
+    store.put("", StoredResponse("a", b"", b"", (message,)))
+    assert store.get("", "a") is None

@@ -84,13 +84,10 @@ class Responses:
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def retrieve(self, response_id: str) -> Response:
-        return JSONResponse(self._find(response_id).response)
+        return Response(self._find(response_id).response, media_type="application/json")
 
     async def list_input(self, response_id: str) -> Response:
-        items = self._find(response_id).input_items
-        ids = [item.get("id") for item in items]
-        page = {"has_more": False, "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-        return JSONResponse({"object": "list", "data": items, **page})
+        return Response(self._find(response_id).input_items, media_type="application/json")
 
     async def delete(self, response_id: str) -> Response:
         self._find(response_id)
@@ -110,8 +107,9 @@ class Responses:
         """Store a response that has ended, unless the request has store: false."""
         if body.store is not False:
             answer = input_messages(OUTPUT_ITEMS.validate_python(response["output"]))
-            stored = StoredResponse(response, input_items(body.input), (*messages, *answer))
-            self._store.put(tenant, stored)
+            listed = sse.to_json(_page(input_items(body.input))).encode()
+            rendered = sse.to_json(response).encode()
+            self._store.put(tenant, StoredResponse(response["id"], rendered, listed, (*messages, *answer)))
 
     def _earlier(self, response_id: str | None) -> tuple[Message, ...]:
         if response_id is None:
@@ -173,6 +171,12 @@ def _new_response(
         "usage": None,
         "user": body.user,
     }
+
+
+def _page(items: list[dict[str, Any]]) -> dict[str, Any]:
+    ids = [item.get("id") for item in items]
+    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+    return {"object": "list", "data": items, "has_more": False, **ends}
 
 
 def _rendered_tool(tool: Any) -> dict[str, Any]:
