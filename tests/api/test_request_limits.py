@@ -80,6 +80,11 @@ def deep(depth: int) -> Any:
     return json.loads('{"a":' * depth + "1" + "}" * depth)
 
 
+def allowed(function: Any) -> dict[str, Any]:
+    tools = {"mode": "auto", "tools": [{"type": "function", "function": function}]}
+    return {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": tools}}
+
+
 TOO_MUCH: dict[str, tuple[str, dict[str, Any], str]] = {
     "messages": (CHAT, {"messages": USER * 10_001}, "messages"),
     "parts": (
@@ -137,18 +142,10 @@ TOO_MUCH: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "digits": (CHAT, {"seed": 10**65}, "digits"),
     "values": (CHAT, {"unknown": [0] * 300_001}, "300,000"),
-    "objects": (CHAT, {"unknown": [{}] * 50_001}, "50,000"),
-    "allowed tools": (
-        CHAT,
-        {
-            "tools": [TOOL],
-            "tool_choice": {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": {}}}]},
-            },
-        },
-        "not among the tools",
-    ),
+    "objects": (CHAT, {"unknown": [{}] * 20_001}, "20,000"),
+    "digits of a biased id": (CHAT, {"logit_bias": {"1" * 65: 1.0}}, "logit_bias"),
+    "allowed tools": (CHAT, allowed({"name": {}}), "not among the tools"),
+    "text as allowed tool": (CHAT, allowed("f"), "not among the tools"),
 }
 
 

@@ -24,7 +24,7 @@ class Limit:
 
 
 JSON_VALUES = Limit(300_000, "commas and opening brackets of a body, outside of its texts")
-JSON_OBJECTS = Limit(50_000, "opening braces of a body, outside of its texts")
+JSON_OBJECTS = Limit(20_000, "opening braces of a body, outside of its texts")
 JSON_DEPTH = Limit(128, "nested lists and objects of a body")
 INT_DIGITS = Limit(64, "digits of an integer")
 

@@ -19,6 +19,7 @@ from outrider.api.limits import (
     ANSWERS,
     CHOICES,
     GRAMMAR,
+    INT_DIGITS,
     LOGIT_BIAS,
     STOP_IDS,
     TOP_LOGPROBS,
@@ -216,9 +217,14 @@ def sampling_params(
 def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
-    if not all(token_id.isascii() and token_id.isdigit() for token_id in bias):
+    if not all(map(_is_token_id, bias)):
         raise invalid("logit_bias", "its keys must be token ids, such as {'42': -100}")
     return {int(token_id): value for token_id, value in bias.items()}
+
+
+def _is_token_id(key: str) -> bool:
+    """Short, since the time that int() takes grows with the square of the number of digits."""
+    return key.isascii() and key.isdigit() and len(key) <= INT_DIGITS.most
 
 
 def template_kwargs(body: ChatFields, effort: str | None = None) -> dict[str, Any]:

@@ -302,7 +302,8 @@ def _choose(tools: list[Tool], choice: str | ChatToolChoice | None) -> tuple[lis
         if choice.type == "function" and choice.function is not None:
             return tools, named_tool(tools, choice.function.name)
         if choice.type == "allowed_tools" and choice.allowed_tools is not None:
-            names = [(tool.get("function") or {}).get("name") for tool in choice.allowed_tools.tools]
+            functions = [tool.get("function") for tool in choice.allowed_tools.tools]
+            names = [function.get("name") if isinstance(function, dict) else None for function in functions]
             return keep_allowed(tools, names, choice.allowed_tools.mode)
         raise refused("tool_choice", f"choices of type {choice.type!r} are not supported")
     return tools, tool_choice_of(tools, choice)
