@@ -264,6 +264,47 @@ def test_one_connection_too_many_closes_the_one_that_is_idle_longest() -> None:
     asyncio.run(run())
 
 
+def test_one_connection_too_many_ends_an_answer_that_is_not_read() -> None:
+    async def run() -> None:
+        world = World(max_connections=3)
+        stalled, finished, busy = (world.connect() for _ in range(3))
+        world.may_answer.set()
+        finished[0].data_received(REQUEST + b"abc")
+        await turns()
+        world.may_answer.clear()
+        for protocol, _ in (stalled, busy):
+            protocol.data_received(REQUEST + b"abc")
+        await turns()
+        stalled[0].pause_writing()
+        for _, wire in (stalled, finished):
+            wire.num_unsent = 100
+        wires = [wire for _, wire in (stalled, finished, busy)]
+        world.connect()
+        assert [wire.end for wire in wires] == ["", "aborted", ""]  # closing would wait for its client
+        last = world.connect()
+        last[0].data_received(REQUEST + b"abc")
+        await turns()
+        world.connect()
+        assert [wire.end for wire in wires] == ["aborted", "aborted", ""]
+
+    asyncio.run(run())
+
+
+def test_body_with_two_lengths_is_refused() -> None:
+    async def run() -> None:
+        world = World()
+        protocol, wire = world.connect()
+        protocol.data_received(
+            REQUEST.replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n") + b"0\r\n\r\n"
+        )
+        await turns()
+        assert wire.written.startswith(b"HTTP/1.1 400 ")
+        assert wire.end == "closed"
+        assert not world.scopes
+
+    asyncio.run(run())
+
+
 def test_headers_of_any_length_are_refused_at_16_kib() -> None:
     async def run() -> None:
         world = World()

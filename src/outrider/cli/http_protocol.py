@@ -46,7 +46,7 @@ def limited_protocol(limits: ConnectionLimits) -> type[H11Protocol]:
 
 
 class LimitedParser(h11.Connection):
-    """Refuses bodies in tiny chunks."""
+    """Refuses bodies in tiny chunks, and bodies with two lengths: a proxy may have read the other one."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
@@ -57,6 +57,8 @@ class LimitedParser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("a request has Content-Length and Transfer-Encoding")
         elif isinstance(event, h11.Data):
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)
@@ -74,7 +76,7 @@ class LimitedProtocol(H11Protocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._timed: tuple[str, object] | None = None  # what the read timer waits for
-        self._idle_since_s = self.loop.time()
+        self._waits_since_s = self.loop.time()  # for the client to send a request, or to read its answer
 
     # -- events of the connection ------------------------------------------------------------------------
 
@@ -100,13 +102,14 @@ class LimitedProtocol(H11Protocol):
         self._watch_reading()
 
     def on_response_complete(self) -> None:
-        self._idle_since_s = self.loop.time()
+        self._waits_since_s = self.loop.time()
         super().on_response_complete()
         self._watch_reading()
         self._watch_writing()
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._waits_since_s = self.loop.time()
         self._watch_writing()
 
     def resume_writing(self) -> None:
@@ -201,14 +204,22 @@ class LimitedProtocol(H11Protocol):
         self.transport.close()
 
     def _make_room(self) -> bool:
-        """Close the connection that waits longest for a request. False: all connections have one."""
+        """Close the connection that waits longest for a request, or else for its client to read.
+
+        False: all connections are being answered.
+        """
         others = [c for c in self.connections if isinstance(c, LimitedProtocol) and c is not self]
         others = [c for c in others if not c.transport.is_closing()]
         if len(others) < self.limits.max_connections:
             return True
-        idle = [c for c in others if c.cycle is None or c.cycle.response_complete]
-        if not idle:
+        waiting = [c for c in others if c.cycle is None or c.cycle.response_complete or c.flow.write_paused]
+        if not waiting:
             return False
         self.limits.count_refusal("connections")
-        min(idle, key=lambda connection: connection._idle_since_s).transport.close()
+        closed = min(waiting, key=lambda other: (other.flow.write_paused, other._waits_since_s))
+        # `close` would wait until the client has read everything.
+        if closed.transport.get_write_buffer_size():
+            closed.transport.abort()
+        else:
+            closed.transport.close()
         return True
