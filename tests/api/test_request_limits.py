@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
-from fake_backend import USER, Client, FakeBackend, server
+from fake_backend import USER, Client, FakeBackend, server, settings
 from pydantic import BaseModel, ValidationError
 
 from outrider.api import limits
 from outrider.api.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from outrider.api.body import parse_json
 from outrider.api.errors import ApiError, _problems
+from outrider.api.middleware import RequestLimits
 from outrider.api.openai.chat_request import ChatCompletionRequest
 from outrider.api.openai.completions import CompletionRequest
 from outrider.api.openai.responses_request import ResponsesRequest
 from outrider.chat.schema import MAX_CHECKS, _Check
+from patience import PATIENCE_S
 
 CHAT, PLAIN, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 MODELS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
@@ -275,3 +279,26 @@ def test_what_a_prompt_holds_does_not_count_as_json(text: str) -> None:
 def test_values_outside_of_texts_count(value: str) -> None:
     with pytest.raises(ApiError, match="the limit is"):
         parse_json(f"[{','.join([value] * 310_000)}]".encode())
+
+
+def test_a_client_may_not_rest_after_the_first_part_of_a_body() -> None:
+    messages = [
+        {"type": "http.request", "body": b"x" * (16 << 20), "more_body": True}
+    ]  # of 512 s at 32 KiB/s
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+    async def read(scope: Any, receive: Any, send: Any) -> None:
+        while True:
+            await receive()
+
+    async def run() -> None:
+        limited = RequestLimits(read, settings(body_timeout_s=0.05))
+        scope = {"type": "http", "path": "/", "query_string": b"", "headers": []}
+        async with asyncio.timeout(PATIENCE_S):
+            await limited(scope, receive, AsyncMock())
+
+    with pytest.raises(ApiError, match="16,777,216 bytes came") as refused:
+        asyncio.run(run())
+    assert refused.value.status_code == 408

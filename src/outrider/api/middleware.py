@@ -32,7 +32,7 @@ LOGGABLE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 16 << 10
 MAX_URL_BYTES = 8 << 10
-MIN_BODY_RATE = 32 << 10  # bytes/s of a long body on average; chosen by hand: a slow mobile uplink
+MIN_BODY_RATE = 32 << 10  # bytes/s of a long body; chosen by hand: a slow mobile uplink
 
 # Set for the time of one HTTP request.
 current_request_id: ContextVar[str] = ContextVar("current_request_id", default="-")
@@ -183,20 +183,25 @@ class RequestLimits:
     def _body_timeout(self, body: _Body) -> ApiError:
         return ApiError(
             408,
-            f"the body did not arrive in time: {body.num_bytes:,} bytes came. This server waits "
-            f"{self._settings.body_timeout_s:g} s (--body-timeout), and 1 s more for each "
-            f"{MIN_BODY_RATE:,} bytes received",
+            f"the body did not arrive in time: {body.num_bytes:,} bytes came. A client may be at most "
+            f"{self._settings.body_timeout_s:g} s (--body-timeout) slower than {MIN_BODY_RATE:,} bytes/s",
             headers={"Connection": "close"},
             reason="body_timeout",
         )
 
 
 class _Body:
-    """The body of one request while it arrives."""
+    """The body of one request while it arrives.
+
+    Each MIN_BODY_RATE bytes give the client one second more, but never more than `timeout_s` from now: who
+    sends much at once may not rest on it, since the server holds what it has received.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.num_bytes = 0
-        self.deadline_s: float | None = asyncio.get_running_loop().time() + timeout_s  # None: it is complete
+        self._timeout_s = timeout_s
+        self._now_s = asyncio.get_running_loop().time
+        self.deadline_s: float | None = self._now_s() + timeout_s  # None: it is complete
 
     @property
     def is_complete(self) -> bool:
@@ -208,4 +213,5 @@ class _Body:
         if not message.get("more_body", False):
             self.deadline_s = None
         elif self.deadline_s is not None:
-            self.deadline_s += num_bytes / MIN_BODY_RATE
+            later_s = self.deadline_s + num_bytes / MIN_BODY_RATE
+            self.deadline_s = min(later_s, self._now_s() + self._timeout_s)
