@@ -422,3 +422,32 @@ def test_short_prompt_waits_for_one_long_prompt_at_most(monkeypatch: pytest.Monk
 
     asyncio.run(go())
     assert order == ["l", "s", "l", "l"]
+
+
+LONG: dict[str, ChatRequest] = {
+    "text": request_for("x" * 100_001),
+    "messages": ChatRequest(request_for("").messages * 5_000, SamplingParams()),  # type: ignore[operator]
+    "numbers": request_for(tools=(Tool("a", "", {"enum": [0] * 25_000}),)),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_long_prompts_take_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, rendered, hurdle = new_service(FakeEngine()), [], Hurdle()
+    short = request_for("short")
+
+    def render(request: ChatRequest) -> Any:
+        hurdle.stop()
+        rendered.append("short" if request is short else "long")
+        raise InvalidRequest("enough")
+
+    monkeypatch.setattr(service._renderer, "render", render)
+
+    async def go() -> None:
+        requests = (LONG[kind], LONG[kind], short)
+        prepared = [asyncio.create_task(service.prepare(request)) for request in requests]
+        await goes_on_while_held(hurdle)
+        await asyncio.gather(*prepared, return_exceptions=True)
+
+    asyncio.run(go())
+    assert rendered == ["long", "short", "long"]

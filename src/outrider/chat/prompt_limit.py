@@ -7,11 +7,11 @@ takes a second or more, so a long text is refused earlier: by its length, or by 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.chat.conversation import ChatRequest, Message, TextPart
-from outrider.chat.special_tokens import strings_in
 from outrider.request import InvalidRequest
 
 # Characters of a prompt for each token of the context; chosen by hand. Prose has about 4 characters for each
@@ -21,6 +21,8 @@ FIRST_PART = 8  # characters for each token of the context that are encoded firs
 # The first part's tokens depend a little on the text after it. So that no prompt is refused that fits, the
 # first part must have this many times the tokens of the context. Chosen by hand.
 MARGIN = 2
+AROUND_MESSAGE = 20  # characters that a template writes around a message or a call; chosen by hand
+AROUND_VALUE = 4  # the same for a JSON value
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,26 @@ NO_LIMIT = PromptLimit(max_tokens=sys.maxsize)
 
 
 def num_characters(request: ChatRequest) -> int:
-    """Characters of all texts that the prompt may contain, and of the prediction."""
-    others = [
-        [[tool.name, tool.description, tool.parameters] for tool in request.active_tools.values()],
-        request.template_kwargs,
-        request.prediction,
-    ]
-    return sum(map(_message_characters, request.messages)) + sum(map(len, strings_in(others)))
+    """About the characters of a prompt: those of all texts in it, of the prediction, and around them."""
+    tools = [[tool.name, tool.description, dict(tool.parameters)] for tool in request.active_tools.values()]
+    others = _json_characters([tools, dict(request.template_kwargs), request.prediction])
+    return sum(map(_message_characters, request.messages)) + others
 
 
 def _message_characters(message: Message) -> int:
     texts = [part.text for part in message.content if isinstance(part, TextPart)]
     calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
     names = [message.reasoning or "", message.tool_call_id or "", message.name or ""]
-    return sum(map(len, (*texts, *calls, *names)))
+    around = AROUND_MESSAGE * (1 + len(message.tool_calls))
+    return around + sum(map(len, (*texts, *calls, *names)))
+
+
+def _json_characters(value: Sequence[Any]) -> int:
+    count = 0
+    unseen: list[Any] = [value]
+    while unseen:
+        outer = unseen.pop()
+        members = [*outer, *outer.values()] if isinstance(outer, dict) else outer
+        count += AROUND_VALUE * len(members) + sum(len(text) for text in members if isinstance(text, str))
+        unseen += [member for member in members if isinstance(member, (dict, list, tuple))]
+    return count
