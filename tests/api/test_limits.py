@@ -320,7 +320,8 @@ def test_places_are_freed_once() -> None:
 
     async def run() -> None:
         current_reservation.set(live.admission.open())
-        answers = await live.start("chat", "tiny", 2, [prepare])
+        receive: Any = asyncio.Event().wait
+        answers = await live.start("chat", "tiny", 2, [prepare], receive)
         with pytest.raises(ApiError) as caught:
             live.admission.open()
         assert caught.value.status_code == 429

@@ -89,6 +89,33 @@ def test_client_that_leaves_frees_its_rows(path: str, streams: bool) -> None:
     assert abandoned._value.get() == len(backend.streams)
 
 
+@pytest.mark.parametrize("path", [*BODIES, "/v1/messages/count_tokens", "/v1/responses/input_tokens"])
+def test_client_that_leaves_early_frees_its_place(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for its prompt to be rendered."""
+    backend = FakeBackend()
+    made = server(backend)
+
+    async def run() -> None:
+        is_preparing = asyncio.Event()
+
+        async def never(*_: Any) -> None:
+            is_preparing.set()
+            await asyncio.get_running_loop().create_future()
+
+        for name in ("prepare", "prepare_text", "count_tokens"):
+            monkeypatch.setattr(backend, name, never)
+        caller = Caller(path, BODIES[next(known for known in BODIES if path.startswith(known))])
+        calling = asyncio.create_task(caller.call(made))
+        await asyncio.wait_for(is_preparing.wait(), GUARD_S)
+        assert made.context.live.num_live > 0
+        caller.gone.set()
+        await asyncio.wait_for(calling, GUARD_S)
+
+    asyncio.run(run())
+    assert made.context.live.num_live == 0
+    assert not backend.streams
+
+
 def _api(path: str) -> str:
     return path.removeprefix("/v1/").split("/")[0]
 

@@ -13,11 +13,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from starlette.types import Receive
+
 from outrider.api.admission import Admission, Reservation, current_reservation
 from outrider.api.errors import ApiError, internal_error
 from outrider.api.middleware import current_request_id, note_refusal
 from outrider.api.operations.metrics import Metrics
 from outrider.api.settings import ServerSettings
+from outrider.api.sse import until_disconnected
 from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
 
 if TYPE_CHECKING:
@@ -114,22 +117,21 @@ class LiveRequests:
         model: str,
         num_answers: int,
         prompts: Iterable[Prepare],
+        receive: Receive,
         timeout_s: float | None = None,
     ) -> Answers:
         """Prepare all prompts, then start all their answers. If one cannot start, none runs.
 
         `prompts` is read only after the answers are admitted. Raises ApiError if they are not: see Admission;
-        also if a time limit ends before they have started. `timeout_s`: the client's limit.
+        also if a time limit ends, or the client disconnects (`receive`), before they have started.
+        `timeout_s`: the client's limit.
         """
         limits, arrived_s = self.time_limits(timeout_s), time.perf_counter()
         reservation = current_reservation.get()
         reservation.usage.check_tokens()
         reservation.add(num_requests=num_answers - 1)  # the request itself holds a place already
-        prepared: list[PreparedAnswers] = []
         async with limits.preparing():
-            for prepare in prompts:
-                prepared.append(await prepare())
-                reservation.add(num_tokens=prepared[-1].num_tokens)
+            prepared = await until_disconnected(receive, _prepare_all(prompts, reservation))
         streams: list[EventStream] = []
         try:
             for one in prepared:
@@ -151,6 +153,14 @@ class LiveRequests:
     async def until_none_is_live(self) -> None:
         while self.num_live:
             await asyncio.sleep(DRAIN_LOOK_S)
+
+
+async def _prepare_all(prompts: Iterable[Prepare], reservation: Reservation) -> list[PreparedAnswers]:
+    prepared: list[PreparedAnswers] = []
+    for prepare in prompts:
+        prepared.append(await prepare())
+        reservation.add(num_tokens=prepared[-1].num_tokens)
+    return prepared
 
 
 class TimeLimits:

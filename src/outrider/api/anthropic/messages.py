@@ -58,7 +58,8 @@ class Messages:
         model = self._context.resolve_model(body.model)
         chat = messages_request(body)
         prepare = partial(self._context.backend.prepare, chat)
-        answers = await self._context.live.start("messages", model, 1, [prepare], body.timeout)
+        receive = request.receive
+        answers = await self._context.live.start("messages", model, 1, [prepare], receive, body.timeout)
         builder = self._new_builder(body, model, answers)
         if body.stream:
             frames = sse.named_frames(builder, answers.events())
@@ -68,12 +69,13 @@ class Messages:
         await sse.until_disconnected(request.receive, whole)
         return JSONResponse(builder.message)
 
-    async def count(self, body: CountTokensRequest) -> Response:
+    async def count(self, body: CountTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation."""
         check_extra(body, REFUSED)
         self._context.resolve_model(body.model)
         async with self._context.live.time_limits(body.timeout).preparing():
-            num_tokens = await self._context.backend.count_tokens(messages_request(body))
+            counting = self._context.backend.count_tokens(messages_request(body))
+            num_tokens = await sse.until_disconnected(request.receive, counting)
         return JSONResponse({"input_tokens": num_tokens})
 
     def _new_builder(self, body: MessagesRequest, model: str, answers: Answers) -> MessageBuilder:

@@ -49,7 +49,7 @@ class ChatCompletions:
         """Continue a conversation: one answer or n answers, whole or as a stream of chunks."""
         check_extra(body, REFUSED)
         model = self._context.resolve_model(body.model)
-        answers = await self._start(body, model)
+        answers = await self._start(body, model, request)
         envelope = self._envelope(body, model)
         if body.stream:
             chunks = _ChunkStream(self._context, body, envelope, answers).frames()
@@ -57,11 +57,13 @@ class ChatCompletions:
         whole = self._whole(body, envelope, answers)
         return JSONResponse(await sse.until_disconnected(request.receive, whole))
 
-    async def _start(self, body: ChatCompletionRequest, model: str) -> Answers:
-        request = chat_request(body, self._context.settings.max_tokens)
+    async def _start(self, body: ChatCompletionRequest, model: str, request: Request) -> Answers:
+        chat = chat_request(body, self._context.settings.max_tokens)
         num_answers = body.n or 1
-        prepare = partial(self._context.backend.prepare, request, num_answers)
-        return await self._context.live.start("chat", model, num_answers, [prepare], body.timeout)
+        prepare = partial(self._context.backend.prepare, chat, num_answers)
+        return await self._context.live.start(
+            "chat", model, num_answers, [prepare], request.receive, body.timeout
+        )
 
     def _envelope(self, body: ChatCompletionRequest, model: str) -> dict[str, Any]:
         """The fields that an answer and all its chunks have in common."""

@@ -113,7 +113,7 @@ class Completions:
         model = self._context.resolve_model(body.model)
         is_single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
         prompts: list[Any] = [body.prompt] if is_single else list(body.prompt)
-        answers = await self._start(body, model, prompts)
+        answers = await self._start(body, model, prompts, request)
         try:
             echoes = await asyncio.to_thread(self._echoes, body, prompts)
         except BaseException:
@@ -125,7 +125,9 @@ class Completions:
             return sse.EventStreamResponse(rendering.frames(), answers.close, keep_alive_s)
         return JSONResponse(await sse.until_disconnected(request.receive, rendering.whole()))
 
-    async def _start(self, body: CompletionRequest, model: str, prompts: Sequence[Prompt]) -> Answers:
+    async def _start(
+        self, body: CompletionRequest, model: str, prompts: Sequence[Prompt], request: Request
+    ) -> Answers:
         max_tokens = body.max_tokens
         if max_tokens is None:
             default = self._context.settings.max_tokens
@@ -135,8 +137,9 @@ class Completions:
         )
         n = body.n or 1
         prepares = (partial(self._context.backend.prepare_text, prompt, params, n) for prompt in prompts)
-        num_answers = n * len(prompts)
-        return await self._context.live.start("completions", model, num_answers, prepares, body.timeout)
+        return await self._context.live.start(
+            "completions", model, n * len(prompts), prepares, request.receive, body.timeout
+        )
 
     def _echoes(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[str]:
         """The text before each answer: the prompt, if the request asks for it. Decoding takes a while."""

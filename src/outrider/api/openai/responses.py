@@ -59,7 +59,8 @@ class Responses:
         model, messages, chat = self._read(body)
         context = self._context
         prepare = partial(context.backend.prepare, chat)
-        answers = await context.live.start("responses", model, 1, [prepare], body.timeout)
+        receive = request.receive
+        answers = await context.live.start("responses", model, 1, [prepare], receive, body.timeout)
         with_logprobs = chat.params.logprobs is not None
         builder = ResponseBuilder(
             _new_response(context, body, model, chat),
@@ -76,11 +77,12 @@ class Responses:
         await sse.until_disconnected(request.receive, whole)
         return JSONResponse(builder.response)
 
-    async def count(self, body: ResponsesRequest) -> Response:
+    async def count(self, body: ResponsesRequest, request: Request) -> Response:
         """Count the tokens of an input."""
         _, _, chat = self._read(body)
         async with self._context.live.time_limits(body.timeout).preparing():
-            num_tokens = await self._context.backend.count_tokens(chat)
+            counting = self._context.backend.count_tokens(chat)
+            num_tokens = await sse.until_disconnected(request.receive, counting)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def retrieve(self, response_id: str) -> Response:
