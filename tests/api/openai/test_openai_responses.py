@@ -265,3 +265,15 @@ def test_store_counts_the_parts_of_a_conversation_though_they_are_empty() -> Non
     message = Message("user", (TextPart(""),) * 10_000)
     store.put("", StoredResponse("a", b"", b"", (message,)))
     assert store.get("", "a") is None
+
+
+@pytest.mark.parametrize(("max_responses", "max_bytes"), [(3, 1 << 20), (100, 3_000)])
+def test_nobody_pushes_out_the_responses_of_others(max_responses: int, max_bytes: int) -> None:
+    store = ResponseStore(max_responses, max_bytes)
+    store.put("careful", stored("a", 500))
+    for i in range(10):
+        store.put("greedy", stored(str(i), 500))
+    assert store.get("careful", "a") is not None
+    assert store.get("greedy", "9") is not None
+    assert store.get("greedy", "0") is None
+    assert len(store) == 3

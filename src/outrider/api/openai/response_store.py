@@ -25,41 +25,59 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The responses of all tenants. A tenant finds its own only. Used from the event loop only."""
+    """The responses of all tenants. Used from the event loop only.
+
+    A tenant finds its own only. If there are too many, the tenant with the most loses its oldest: nobody can
+    push out the responses of others.
+    """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[tuple[str, str], tuple[StoredResponse, int]] = OrderedDict()
+        self._tenants: dict[str, _Stored] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return sum(map(len, self._tenants.values()))
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        found = self._stored.get((tenant, response_id))
-        if found is None:
+        own = self._tenants.get(tenant, _Stored())
+        if response_id not in own:
             return None
-        self._stored.move_to_end((tenant, response_id))
-        return found[0]
+        own.move_to_end(response_id)
+        return own[response_id][0]
 
     def put(self, tenant: str, stored: StoredResponse) -> None:
         """A response larger than the whole store is not stored."""
         size = _size(stored)
         if size > self._max_bytes:
             return
-        self._stored[tenant, stored.id] = (stored, size)
+        self._tenants.setdefault(tenant, _Stored())[stored.id] = (stored, size)
         self.num_bytes += size
-        while len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes:
-            _, (_, dropped) = self._stored.popitem(last=False)
-            self.num_bytes -= dropped
+        while len(self) > self._max_responses:
+            self._drop_oldest(max(self._tenants, key=lambda name: len(self._tenants[name])))
+        while self.num_bytes > self._max_bytes:
+            self._drop_oldest(max(self._tenants, key=lambda name: self._tenants[name].num_bytes))
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        found = self._stored.pop((tenant, response_id), None)
-        if found is None:
+        own = self._tenants.get(tenant, _Stored())
+        if response_id not in own:
             return False
-        self.num_bytes -= found[1]
+        self.num_bytes -= own.pop(response_id)[1]
+        if not own:
+            del self._tenants[tenant]
         return True
+
+    def _drop_oldest(self, tenant: str) -> None:
+        self.delete(tenant, next(iter(self._tenants[tenant])))
+
+
+class _Stored(OrderedDict[str, tuple[StoredResponse, int]]):
+    """The responses of one tenant and their sizes, the most recently used last."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.values())
 
 
 def _size(stored: StoredResponse) -> int:
