@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 # Idle connections close after this time. It is longer than the idle time of common proxies (nginx: 60 s), so
 # that they do not send a request into a connection that the server is closing.
 KEEP_ALIVE_S = 75
+# Connections that wait to be accepted. asyncio accepts so many at once, before --max-connections closes any:
+# they must fit into the spare file descriptors (connection_setup.OTHER_DESCRIPTORS). Chosen by hand.
+BACKLOG = 128
 GRACE_S = 5  # time after the drain to send the last bytes; chosen by hand
 
 
@@ -39,6 +42,7 @@ def http_config(
         log_config=None,
         log_level="error",  # no line for every client that does not speak HTTP: a metric counts them
         timeout_keep_alive=KEEP_ALIVE_S,
+        backlog=BACKLOG,
         access_log=False,  # RequestLog writes the access log, with request ids
         timeout_graceful_shutdown=GRACE_S,
         server_header=False,
