@@ -6,14 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import AsyncMock
 
 import uvicorn
 from uvicorn.server import ServerState
 
-from outrider.api.operations.metrics import Metrics
-from outrider.api.settings import ServerSettings
-from outrider.cli.connection_setup import OTHER_DESCRIPTORS
 from outrider.cli.http_protocol import (
     DISCARD_S,
     FREE_CHUNKS,
@@ -21,7 +17,6 @@ from outrider.cli.http_protocol import (
     LimitedProtocol,
     limited_protocol,
 )
-from outrider.cli.http_server import http_config
 
 HEADER_S, WRITE_S = 7.0, 11.0
 REQUEST = b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 3\r\n\r\n"
@@ -308,11 +303,6 @@ def test_body_with_two_lengths_is_refused() -> None:
         assert not world.scopes
 
     asyncio.run(run())
-
-
-def test_connections_that_are_accepted_at_once_have_file_descriptors() -> None:
-    config = http_config(AsyncMock(), ServerSettings(), Metrics(), None)
-    assert config.backlog < OTHER_DESCRIPTORS
 
 
 def test_headers_of_any_length_are_refused_at_16_kib() -> None:

@@ -8,12 +8,14 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from outrider.api.operations.metrics import Metrics
 from outrider.api.settings import ServerSettings
+from outrider.cli.acceptor import Acceptor
 from outrider.cli.http_protocol import ConnectionLimits, limited_protocol
 from outrider.engine.heartbeat import IDLE, Heartbeat
 
@@ -22,9 +24,6 @@ log = logging.getLogger(__name__)
 # Idle connections close after this time. It is longer than the idle time of common proxies (nginx: 60 s), so
 # that they do not send a request into a connection that the server is closing.
 KEEP_ALIVE_S = 75
-# Connections that wait to be accepted. asyncio accepts so many at once, before --max-connections closes any:
-# they must fit into the spare file descriptors (connection_setup.OTHER_DESCRIPTORS). Chosen by hand.
-BACKLOG = 128
 GRACE_S = 5  # time after the drain to send the last bytes; chosen by hand
 
 
@@ -42,7 +41,6 @@ def http_config(
         log_config=None,
         log_level="error",  # no line for every client that does not speak HTTP: a metric counts them
         timeout_keep_alive=KEEP_ALIVE_S,
-        backlog=BACKLOG,
         access_log=False,  # RequestLog writes the access log, with request ids
         timeout_graceful_shutdown=GRACE_S,
         server_header=False,
@@ -61,11 +59,14 @@ class HttpServer(uvicorn.Server):
         on_ready: Callable[[], None],
         drain: Callable[[], asyncio.Task[None]],
         heartbeat: Heartbeat,
+        handshake_s: float,
     ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
         self._drain = drain
         self._heartbeat = heartbeat  # of the event loop
+        self._handshake_s = handshake_s  # for a TLS handshake
+        self._acceptors: list[Acceptor] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def stop(self) -> None:
@@ -90,8 +91,19 @@ class HttpServer(uvicorn.Server):
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        self._acceptors = [
+            Acceptor(listener, self._new_protocol, self.config.ssl, self._handshake_s)
+            for listener in sockets or ()
+        ]
+        for acceptor in self._acceptors:
+            acceptor.start()
         self._on_ready()
+
+    def _new_protocol(self) -> asyncio.Protocol:
+        config, state = self.config, self.lifespan.state
+        protocol_class: Any = config.http_protocol_class
+        return cast(asyncio.Protocol, protocol_class(config, self.server_state, state))
 
     async def on_tick(self, counter: int) -> bool:
         self._heartbeat.enter("event loop")
@@ -99,4 +111,6 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._heartbeat.enter(IDLE)  # no more ticks; from here on the hard end is the limit
+        for acceptor in self._acceptors:
+            await acceptor.close()
         await super().shutdown(sockets)

@@ -310,8 +310,9 @@ def _run(
     # A worker ignores SIGINT: a Ctrl-C in the terminal reaches the supervisor too, which sends SIGTERM.
     signals = (signal.SIGTERM,) if worker else (signal.SIGTERM, signal.SIGINT)
     metrics = server.context.live.metrics
-    http_settings = http_config(server.app, server.context.settings, metrics, tls)
-    http = HttpServer(http_settings, on_ready, server.drain, watchdog.event_loop)
+    settings = server.context.settings
+    http_settings = http_config(server.app, settings, metrics, tls)
+    http = HttpServer(http_settings, on_ready, server.drain, watchdog.event_loop, settings.header_timeout_s)
     metrics.watch_connections(lambda: len(http.server_state.connections))
     for number in signals:
         signal.signal(number, on_first_signal)
