@@ -21,7 +21,9 @@ from outrider.request import InvalidRequest
 # hand; common grammars take 1 ms. The grammar child refuses grammars that begin with slower calls.
 MAX_CALL_S = 1.0
 
-LEXER_IS_FULL = "too many states"  # in llguidance's message: it has no other sign of this error
+# How llguidance's message begins when a lexer has too many states or has built too many expressions in one
+# step. It has no other sign of these errors. All matchers that share the lexer fail from then on.
+LEXER_IS_FULL = "lexer error"
 
 T = TypeVar("T")
 
@@ -33,7 +35,7 @@ class GrammarStuck(InvalidRequest):
 class CompiledGrammar:
     """A compiled grammar, for any number of rows. Thread-safe.
 
-    Its matchers share their lexer states. When these reach their limit, the grammar is compiled again.
+    Its matchers share a lexer. When that reaches one of its limits, the grammar is compiled again.
     """
 
     def __init__(self, compile: Callable[[], Any]) -> None:
@@ -69,7 +71,7 @@ class RowGrammar:
         self._tail: list[int] = []  # while waiting: the last committed tokens
         self._is_waiting = bool(after_ids)
         self._committed: list[int] = []  # since the grammar began
-        self._slowest_s = 0.0  # processor time of the slowest call
+        self._slowest_s = 0.0  # processor time of the slowest call of a matcher
         self._reset()
 
     def copy(self) -> RowGrammar:
@@ -84,10 +86,10 @@ class RowGrammar:
             return
         if self._slowest_s > MAX_CALL_S:
             raise GrammarStuck(
-                "the grammar is too complex: the tokens allowed in one step took "
+                "the grammar is too complex: the tokens allowed at one position took "
                 f"{self._slowest_s:.1f} s to compute, and the limit is {MAX_CALL_S:g} s"
             )
-        _, error = self._call(lambda matcher: matcher.consume_token(token_id))
+        _, error = self._call(lambda matcher: self._timed(matcher.consume_token, token_id))
         if error:
             raise GrammarStuck(f"the grammar does not allow token {token_id}: {error}")
         self._committed.append(token_id)
@@ -100,7 +102,9 @@ class RowGrammar:
         """
         if not self._is_waiting:
             usable = list(itertools.takewhile(self._is_usable, drafts))
-            found, error = self._call(lambda matcher: matcher.validate_tokens(usable)) if usable else (0, "")
+            if not usable:
+                return 0
+            found, error = self._call(lambda matcher: self._timed(matcher.validate_tokens, usable))
             return 0 if error else int(found)
         tail = list(self._tail)
         for i, draft in enumerate(drafts):
@@ -118,7 +122,7 @@ class RowGrammar:
         """
         if self._is_waiting:
             return None
-        found, error = self._call(lambda matcher: _window(matcher, drafts, self._vocab_size))
+        found, error = self._call(lambda matcher: self._window(matcher, drafts))
         if not found:
             raise GrammarStuck(f"the grammar allows no token here: {error or 'it has no way on'}")
         return np.stack(found)
@@ -127,7 +131,7 @@ class RowGrammar:
         """The tokens that the grammar forces next, at most `max_tokens` of them."""
         if self._is_waiting or max_tokens <= 0 or self._matcher.is_stopped():
             return []
-        found, error = self._call(lambda matcher: matcher.compute_ff_tokens())
+        found, error = self._call(lambda matcher: self._timed(matcher.compute_ff_tokens))
         return [] if error else list(itertools.takewhile(self._is_usable, found))[:max_tokens]
 
     def _is_usable(self, draft: int) -> bool:
@@ -135,20 +139,49 @@ class RowGrammar:
 
     def _call(self, work: Callable[[Any], T]) -> tuple[T, str]:
         """The result of `work`, and the matcher's error or "". After an error the matcher is as before."""
-        result = self._timed(work)
-        if self._matcher.is_error() and LEXER_IS_FULL in error_of(self._matcher):
-            self._compiled.replace(self._root)
-            self._reset()
-            result = self._timed(work)
+        result = work(self._matcher)
+        if self._is_lexer_full():
+            self._renew()
+            result = work(self._matcher)
         if not self._matcher.is_error():
             return result, ""
         error = error_of(self._matcher)
-        self._reset()
+        if self._is_lexer_full():  # by this call alone: other rows must not get this lexer
+            self._renew()
+        else:
+            self._reset()
         return result, error
 
-    def _timed(self, work: Callable[[Any], T]) -> T:
+    def _is_lexer_full(self) -> bool:
+        return self._matcher.is_error() and error_of(self._matcher).startswith(LEXER_IS_FULL)
+
+    def _renew(self) -> None:
+        self._compiled.replace(self._root)
+        self._reset()
+
+    def _window(self, matcher: Any, drafts: Sequence[int]) -> list[np.ndarray]:
+        """The masks after the pending token and after each draft, until the matcher fails or allows no token.
+
+        Each position is timed alone: whether a row ends must not depend on the number of its drafts.
+        """
+        masks: list[np.ndarray] = []
+        num_walked = 0
+        while True:
+            mask = np.frombuffer(self._timed(matcher.compute_bitmask), np.uint32)
+            mask = mask & _ids_of_model(len(mask), self._vocab_size)
+            if matcher.is_error() or not mask.any():
+                break
+            masks.append(mask)
+            if num_walked == len(drafts) or not self._timed(matcher.consume_token, drafts[num_walked]):
+                break
+            num_walked += 1
+        if num_walked and not matcher.is_error():
+            matcher.rollback(num_walked)
+        return masks
+
+    def _timed(self, method: Callable[..., T], *args: Any) -> T:
         started_s = time.thread_time()
-        result = work(self._matcher)
+        result = method(*args)
         self._slowest_s = max(self._slowest_s, time.thread_time() - started_s)
         return result
 
@@ -164,21 +197,3 @@ class RowGrammar:
 def _ids_of_model(num_words: int, vocab_size: int) -> np.ndarray:
     """The mask of the model's ids: a tokenizer may have more ids than the model."""
     return np.packbits(np.arange(num_words * 32) < vocab_size, bitorder="little").view(np.uint32)
-
-
-def _window(matcher: Any, drafts: Sequence[int], vocab_size: int) -> list[np.ndarray]:
-    """The masks after the pending token and after each draft, until the matcher fails or allows no token."""
-    masks: list[np.ndarray] = []
-    num_walked = 0
-    while True:
-        mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
-        mask = mask & _ids_of_model(len(mask), vocab_size)
-        if matcher.is_error() or not mask.any():
-            break
-        masks.append(mask)
-        if num_walked == len(drafts) or not matcher.consume_token(drafts[num_walked]):
-            break
-        num_walked += 1
-    if num_walked and not matcher.is_error():
-        matcher.rollback(num_walked)
-    return masks
