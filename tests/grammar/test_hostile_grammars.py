@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import llguidance
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,11 +20,15 @@ from hypothesis import strategies as st
 
 from hostile_grammars import ambiguous, lark, reference_chain, rule_chain, schema, wide_schema
 from outrider import LLM, InvalidRequest, SamplingParams
-from outrider.grammar import backend, matcher
+from outrider.grammar import backend, child, matcher
+from outrider.grammar import checker as checker_module
 from outrider.grammar import compiler as compiler_module
 from outrider.grammar.backend import TokenizerSource, new_matcher, tokenizer_source
+from outrider.grammar.checker import GrammarChecker
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import CompiledGrammar, GrammarStuck, RowGrammar
+from outrider.isolation.messages import Message
+from outrider.isolation.worker import IsolatedWorker, JobTimedOut
 from outrider.llm import GenerationFailed
 from outrider.request import Grammar
 from tiny_models import write_checkpoint
@@ -142,6 +150,31 @@ def test_rows_go_on_when_their_shared_lexer_is_full(
     assert num_compiled > 1
 
 
+def test_lexer_that_one_row_has_worn_out_ends_that_row_only(
+    source: TokenizerSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may build a limited number of expressions. Beyond it the shared lexer fails for good."""
+    limits = partial(llguidance.LLParserLimits, step_lexer_fuel=300)
+    monkeypatch.setattr(llguidance, "LLParserLimits", limits)
+    costly = Grammar("regex", "c+|(a|b)*a(a|b){60}")  # each a makes later steps more costly
+    tokenizer = source.build()
+    compiled = CompiledGrammar(lambda: new_matcher(tokenizer, costly))
+    first, neighbour = (RowGrammar(compiled, source.vocab_size, source.eos_ids) for _ in range(2))
+    a, b, c = expected = allowed(neighbour)[:3]
+    neighbour.commit(c)
+
+    def go_on() -> None:
+        for token_id in random.Random(0).choices([a, b], k=100):
+            first.masks(())
+            first.commit(token_id)
+
+    with pytest.raises(GrammarStuck, match="too many expressions"):
+        go_on()
+    assert c in allowed(neighbour)
+    neighbour.commit(c)
+    assert allowed(RowGrammar(compiled, source.vocab_size, source.eos_ids))[:3] == expected
+
+
 def test_grammar_that_fails_after_a_draft_cuts_the_drafts(llm: LLM, source: TokenizerSource) -> None:
     """The engine plans with these masks: an error there would end all rows."""
     row = row_of(source, lark(f'start: "x" (wide | "y")\nwide: %json {json.dumps(wide_schema(3_000))}'))
@@ -161,6 +194,68 @@ def test_row_whose_masks_take_too_long_ends(source: TokenizerSource, monkeypatch
     (first, *_) = allowed(row)
     with pytest.raises(GrammarStuck, match="too complex"):
         row.commit(first)
+
+
+def test_number_of_drafts_does_not_end_a_row(
+    source: TokenizerSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each position has the time limit for itself."""
+    row = row_of(source, Grammar("regex", "[ab]*"))
+    (first, *_) = allowed(row)
+    clock_s = 0.0
+    compute_bitmask = row._matcher.compute_bitmask
+
+    def compute_slowly() -> bytes:
+        nonlocal clock_s
+        clock_s += 0.9 * matcher.MAX_CALL_S
+        return bytes(compute_bitmask())
+
+    slow = Mock(wraps=row._matcher, compute_bitmask=compute_slowly)
+    monkeypatch.setattr(row, "_matcher", slow)
+    monkeypatch.setattr(matcher.time, "thread_time", lambda: clock_s)
+    masks = row.masks([first] * 4)
+    assert masks is not None
+    assert (len(masks), clock_s) == (5, pytest.approx(4.5 * matcher.MAX_CALL_S))
+    row.commit(first)
+
+
+@pytest.mark.parametrize("took_too_long", [True, False])
+def test_refusal_of_a_busy_machine_is_not_remembered(
+    source: TokenizerSource, monkeypatch: pytest.MonkeyPatch, took_too_long: bool
+) -> None:
+    replies = iter([{"refused": "no", "took_too_long": took_too_long}, {"num_bytes": 7}])
+    monkeypatch.setattr(IsolatedWorker, "call", lambda *_: Message(next(replies)))
+    checker, grammar = GrammarChecker(lambda: source), Grammar("regex", "a")
+    with pytest.raises(InvalidRequest, match="no"):
+        checker.check(grammar)
+    if took_too_long:
+        assert checker.check(grammar) == 7
+    else:
+        with pytest.raises(InvalidRequest, match="no"):
+            checker.check(grammar)
+
+
+def test_time_out_is_not_remembered(source: TokenizerSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*_: object) -> Message:
+        raise JobTimedOut("it took more than 60 s")
+
+    checker, grammar = GrammarChecker(lambda: source), Grammar("regex", "a")
+    monkeypatch.setattr(IsolatedWorker, "call", time_out)
+    with pytest.raises(InvalidRequest, match="60 s"):
+        checker.check(grammar)
+    monkeypatch.setattr(IsolatedWorker, "call", lambda *_: Message({"num_bytes": 7}))
+    assert checker.check(grammar) == 7
+
+
+def test_grammar_worker_says_if_its_refusal_is_a_matter_of_time(
+    source: TokenizerSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = child.new_handler(checker_module._set_up(source))
+    job = Message({"kind": "regex"}, b"[ab]*")
+    assert "refused" not in handle(job)[0]
+    assert handle(Message({"kind": "regex"}, b""))[0]["took_too_long"] is False
+    monkeypatch.setattr(child, "MAX_STEP_S", -1.0)
+    assert handle(job)[0]["took_too_long"] is True
 
 
 def test_grammar_that_fails_in_an_answer_ends_that_answer_only(

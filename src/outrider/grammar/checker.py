@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outrider.grammar.backend import TokenizerSource
 from outrider.grammar.bounds import check_bounds
 from outrider.isolation.messages import Message
-from outrider.isolation.worker import IsolatedWorker, JobFailed, JobKilled, WorkerLimits
+from outrider.isolation.worker import IsolatedWorker, JobFailed, JobKilled, JobTimedOut, WorkerLimits
 from outrider.request import Grammar, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ LIMITS = WorkerLimits(memory_bytes=1 << 30, cpu_s=5, answer_s=60.0)
 class _Verdict:
     refusal: str | None
     num_bytes: int = 0  # of the compiled grammar
+    is_final: bool = True  # False: it took too long, which may be the fault of a busy machine
 
 
 class GrammarChecker:
@@ -48,17 +49,21 @@ class GrammarChecker:
                 verdict = self._ask(grammar)
             except JobKilled as failure:
                 raise InvalidRequest(f"the {grammar.kind} grammar could not be checked: {failure}") from None
-        with self._lock:
-            self._verdicts[key] = verdict
-            self._verdicts.move_to_end(key)
-            if len(self._verdicts) > MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
+        if verdict.is_final:
+            self._remember(key, verdict)
         if verdict.refusal is not None:
             raise InvalidRequest(verdict.refusal)
         return verdict.num_bytes
 
     def close(self) -> None:
         self._worker.close()
+
+    def _remember(self, key: bytes, verdict: _Verdict) -> None:
+        with self._lock:
+            self._verdicts[key] = verdict
+            self._verdicts.move_to_end(key)
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
 
     def _ask(self, grammar: Grammar) -> _Verdict:
         try:
@@ -71,9 +76,11 @@ class GrammarChecker:
             raise
         except JobFailed as failure:
             log.warning("a %s grammar of %d characters is refused: %s", grammar.kind, len(text), failure)
-            return _Verdict(f"the {grammar.kind} grammar is too complex: {failure}")
+            is_final = not isinstance(failure, JobTimedOut)
+            return _Verdict(f"the {grammar.kind} grammar is too complex: {failure}", is_final=is_final)
         if "refused" in reply:
-            return _Verdict(str(reply["refused"])[:MAX_REASON_CHARACTERS])
+            refusal = str(reply["refused"])[:MAX_REASON_CHARACTERS]
+            return _Verdict(refusal, is_final=not reply.get("took_too_long", False))
         return _Verdict(None, int(reply["num_bytes"]))
 
 

@@ -31,6 +31,10 @@ MAX_STEP_S = 0.2  # processor time of one mask or token; chosen by hand: common 
 CLOSING = '"}],:'  # characters that lead through a JSON value quickly
 
 
+class TookTooLong(InvalidRequest):
+    """Another time, on a machine that is less busy, the same grammar may be quick enough."""
+
+
 def new_handler(message: Message) -> Handler:
     source = TokenizerSource(
         str(message.data, "utf-8"), message.fields["vocab_size"], tuple(message.fields["eos_ids"])
@@ -42,7 +46,7 @@ def new_handler(message: Message) -> Handler:
         try:
             return {"num_bytes": checker.check(Grammar(job.fields["kind"], str(job.data, "utf-8")))}, ()
         except InvalidRequest as refusal:
-            return {"refused": str(refusal)}, ()
+            return {"refused": str(refusal), "took_too_long": isinstance(refusal, TookTooLong)}, ()
 
     return handle
 
@@ -77,7 +81,7 @@ class _Checker:
             for seed in range(NUM_WALKS):
                 num_left -= self._walk(matcher.deep_copy(), random.Random(seed), seed % 2 == 1, num_left)
         except InvalidRequest as refusal:
-            raise InvalidRequest(f"the {kind} grammar {refusal}") from None
+            raise type(refusal)(f"the {kind} grammar {refusal}") from None
 
     def _walk(self, matcher: Any, choice: random.Random, prefers_closing: bool, most: int) -> int:
         """Walk over at most so many positions, and at most half of all. Returns their number."""
@@ -103,14 +107,14 @@ class _Checker:
 
 
 def _limited(matcher: Any, work: Callable[[], Any]) -> Any:
-    """The result of one call of the matcher. Raises InvalidRequest if it fails or takes too long."""
+    """The result of one call of the matcher. Raises InvalidRequest if it fails, TookTooLong."""
     started_s = time.thread_time()
     result = work()
     seconds = time.thread_time() - started_s
     if matcher.is_error():
         raise InvalidRequest(f"is too complex: {error_of(matcher)}")
     if seconds > MAX_STEP_S:
-        raise InvalidRequest(
+        raise TookTooLong(
             f"is too complex: the tokens allowed at one position took {seconds:.2f} s to compute, and the "
             f"limit is {MAX_STEP_S:g} s"
         )
