@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,30 @@ def test_process_gets_none_of_the_servers_secrets(
     assert "PATH" in names
     assert not {"OUTRIDER_API_KEY", "HF_TOKEN"} & set(names)
     fresh.close()
+
+
+def test_modules_of_the_current_folder_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('planted')")
+    monkeypatch.chdir(tmp_path)
+    worker = new_worker()
+    assert does_its_job(worker)
+    worker.close()
+
+
+def test_lower_limits_of_the_operator_stay() -> None:
+    code = (
+        "import resource\n"
+        "from test_worker import new_worker, does_its_job, LIMITS, replace\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "worker = new_worker(replace(LIMITS, memory_bytes=1 << 41, file_bytes=1 << 21))\n"
+        "assert does_its_job(worker)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_failed_set_up_is_the_servers_fault() -> None:

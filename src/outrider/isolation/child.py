@@ -67,19 +67,25 @@ def _ignore_signals() -> None:
 def _limit_process(file_bytes: int) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, this process is killed and not the server
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, file_bytes)
 
 
 def _limit_memory(num_bytes: int) -> None:
     """Limit the address space to what the process has now and `num_bytes` more."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
-        limit = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + num_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        _limit(resource.RLIMIT_AS, int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + num_bytes)
 
 
 def _limit_cpu_time(seconds: int) -> None:
     """At this limit the system sends SIGXCPU, which ends the process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, hard))
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds, is_final=False)
+
+
+def _limit(what: int, value: int, is_final: bool = True) -> None:
+    """A limit that the operator has set for the server stays if it is lower."""
+    _, hard = resource.getrlimit(what)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(what, (value, value if is_final else hard))

@@ -135,10 +135,14 @@ class _Process:
     def __init__(self, module: str, limits: WorkerLimits) -> None:
         self._connection, theirs = socket.socketpair()
         variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        variables |= {**OWN_VARIABLES, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        variables |= {
+            **OWN_VARIABLES,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        }
         try:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(asdict(limits))],
+                # -P: modules come from where the server's come from, and not from the current folder.
+                [sys.executable, "-P", "-m", module, json.dumps(asdict(limits))],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,  # native decoders write there as they like
                 stderr=subprocess.DEVNULL,
