@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import cv2
@@ -45,6 +46,19 @@ def test_frames_are_spread_from_the_first_to_the_last(tmp_path, empty_temp, suff
 
 def test_a_short_video_gives_what_it_has(tmp_path, empty_temp):
     assert len(decode_frames(video(tmp_path, count=1), "", LIMITS)) == 1
+
+
+def test_frames_are_read_where_an_opened_descriptor_keeps_its_position(tmp_path, empty_temp, monkeypatch):
+    """As on macOS, where opening /dev/fd/N gives a duplicate of N."""
+    data, positions, real = video(tmp_path), [], cv2.VideoCapture
+
+    def capture(path: str, api: int) -> cv2.VideoCapture:
+        positions.append(os.lseek(int(path.removeprefix("/dev/fd/")), 0, os.SEEK_CUR))
+        return real(path, api)
+
+    monkeypatch.setattr(cv2, "VideoCapture", capture)
+    assert decode_frames(data, "", LIMITS)
+    assert positions == [0]
 
 
 def test_damaged_and_mislabelled_videos_are_refused(tmp_path, empty_temp):

@@ -59,6 +59,7 @@ def _opened(data: bytes, declared: str) -> Iterator[Any]:
     with tempfile.TemporaryFile(prefix="outrider-") as file:
         file.write(data)
         file.flush()
+        file.seek(0)  # on macOS, what is opened by /dev/fd begins where this file is
         capture = cv2.VideoCapture(f"/dev/fd/{file.fileno()}", cv2.CAP_FFMPEG)
         try:
             if not capture.isOpened():
