@@ -159,6 +159,8 @@ def test_port_is_taken_before_the_model_is_loaded() -> None:
 def test_worker_that_dies_is_replaced_and_dies_with_its_supervisor(tmp_path: Path) -> None:
     model, hold_file = write_tiny_model(tmp_path / "tiny", with_head=False), tmp_path / "hold"
     with serving(model, program=faulty_engine.PROGRAM, HOLD_FILE=str(hold_file)) as server:
+        assert server.process.stdout is not None
+        server.process.stdout.close()  # the program that read the log has ended: the server goes on
         workers = [worker_of(server)]
         _kill_in_mid_stream(server, hold_file)
         assert post(server, seed=1).status_code == 200

@@ -18,6 +18,7 @@ from outrider.cli.connection_setup import allow_connections, tls_context
 from outrider.cli.foreign_flags import notes
 from outrider.cli.log_format import add_request_ids, log_to_terminal
 from outrider.cli.serve_options import add_options, resolve
+from outrider.cli.standard_streams import keep_standard_streams
 from outrider.cli.tracing import is_tracing_on, new_tracing
 from outrider.cli.worker import ENGINE_FAILED, HARD_END_S, Worker, inherited
 from outrider.config import EngineConfig, InvalidConfig
@@ -57,6 +58,7 @@ def run_serve(args: argparse.Namespace) -> int:
     """The supervisor, which starts this command again as its worker; the worker; or both in one process."""
     from outrider.api.keys import api_keys
 
+    keep_standard_streams()
     worker = inherited()
     if worker is not None:
         worker.settle()
