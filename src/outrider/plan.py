@@ -198,6 +198,11 @@ class StepPlan:
     copies: PrefixCopies = PrefixCopies()
     is_overlapped: bool = False  # one batch, with the rows of the unread step in front: see UNREAD
 
+    @property
+    def num_tokens(self) -> int:
+        """Fed in all batches, without padding."""
+        return sum(row.num_fed for batch in self.batches for row in batch)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

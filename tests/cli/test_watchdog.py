@@ -62,12 +62,12 @@ def test_step_that_hangs_ends_the_process(
     assert end_of(submit(engine, [1], SHORT)).finish_reason == "length"  # steps of both kinds are known now
     runner.may_run.clear()
     submit(engine, [1], ENDLESS)
-    wait_until(lambda: engine.heartbeat.activity == "prefill step")
+    wait_until(lambda: engine.heartbeat.activity.startswith("prefill step"))
     look(watchdog, TIMEOUT_S - 1)
     assert ends == []
     watchdog.look(2.0)
     assert ends == [HUNG]
-    assert "the engine hangs: prefill step for 101 s (--step-timeout)" in caplog.text
+    assert "the engine hangs: prefill step of up to 1 tokens for 101 s (--step-timeout)" in caplog.text
     assert "in finish" in capfd.readouterr().err  # where it hangs
 
 
@@ -76,12 +76,24 @@ def test_first_step_may_take_longer(
 ) -> None:
     runner.may_run.clear()
     submit(engine, [1], ENDLESS)
-    wait_until(lambda: engine.heartbeat.activity == "prefill step")
+    wait_until(lambda: engine.heartbeat.activity.startswith("prefill step"))
     look(watchdog, TIMEOUT_S + 1)
     assert (ends, watchdog.fault()) == ([], None)
-    assert str(Watchdog(engine, 1e-9, {}).fault()).startswith("the engine hangs: prefill step for")
+    assert str(Watchdog(engine, 1e-9, {}).fault()).startswith("the engine hangs: prefill step of")
     watchdog.look(FIRST_FACTOR * TIMEOUT_S)
     assert ends == [HUNG]
+
+
+def test_long_prompt_after_short_ones_may_take_longer(
+    engine: Engine, runner: EngineRunner, watchdog: Watchdog, ends: list[int]
+) -> None:
+    """On a slow machine it takes more than 100 times as long as a prompt whose prefix is cached."""
+    assert end_of(submit(engine, [1], SHORT)).finish_reason == "length"
+    runner.may_run.clear()
+    submit(engine, [1] * 100, ENDLESS)
+    wait_until(lambda: engine.heartbeat.activity == "prefill step of up to 128 tokens")
+    look(watchdog, TIMEOUT_S + 1)
+    assert (ends, watchdog.fault()) == ([], None)
 
 
 def test_engine_that_works_or_waits_goes_on(engine: Engine, watchdog: Watchdog, ends: list[int]) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from outrider.engine.heartbeat import FIRST_FACTOR, IDLE, SLOW_FACTOR, Heartbeat
+from outrider.engine.heartbeat import FIRST_FACTOR, IDLE, SLOW_FACTOR, Heartbeat, sized
 
 TIMEOUT_S = 60.0
 
@@ -63,3 +63,8 @@ def test_a_slow_time_is_forgotten_slowly(heartbeat: Heartbeat, clock: Clock) -> 
         limits.append(heartbeat.limit_s(TIMEOUT_S))
     assert limits[10] > SLOW_FACTOR * 20.0
     assert limits[-1] == TIMEOUT_S
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(0, 1), (1, 1), (2, 2), (3, 4), (512, 512), (513, 1024)])
+def test_sizes_are_powers_of_two(num_tokens: int, size: int) -> None:
+    assert sized("step", num_tokens) == f"step of up to {size} tokens"

@@ -16,6 +16,11 @@ FIRST_FACTOR = 10  # limit of an activity that has never ended yet (it may compi
 FORGET = 0.99  # by which the slowest duration shrinks each time that the activity ends
 
 
+def sized(name: str, num_tokens: int) -> str:
+    """An activity whose time grows with its tokens: its limit follows from others of about its size only."""
+    return f"{name} of up to {1 << max(0, num_tokens - 1).bit_length()} tokens"
+
+
 class Heartbeat:
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s

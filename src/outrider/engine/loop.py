@@ -17,7 +17,7 @@ from collections.abc import Sequence as Steps
 from dataclasses import replace
 
 from outrider.config import EngineConfig
-from outrider.engine.heartbeat import IDLE, Heartbeat
+from outrider.engine.heartbeat import IDLE, Heartbeat, sized
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix.cache import PrefixCache, new_prefix_cache
 from outrider.engine.prefix.status import PrefixStatus
@@ -78,7 +78,9 @@ class StepExecutor:
 
     def launch(self, step: InFlightStep, in_front: Steps[InFlightStep] = ()) -> None:
         """Hand a step to the device. `in_front` are the steps that were launched and not read yet."""
-        self._heartbeat.enter("decode step" if step.is_decode_only else "prefill step")
+        self._heartbeat.enter(
+            "decode step" if step.is_decode_only else sized("prefill step", step.plan.num_tokens)
+        )
         step.launched_s = time.perf_counter()
         step.launched = self._runner.launch(step.plan, in_front[-1].launched if in_front else None)
         step.is_typical = step.launched.is_as_planned
@@ -241,7 +243,7 @@ class EngineLoop:
             return
         started_s, encode_s = time.perf_counter(), None
         self._executor.forget_last_read()
-        self.heartbeat.enter("image encoding")
+        self.heartbeat.enter(sized("image encoding", piece.num_tokens))
         try:
             self.parts.runner.encode(piece)
             encode_s = time.perf_counter() - started_s
