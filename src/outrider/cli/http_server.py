@@ -70,10 +70,10 @@ class HttpServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def stop(self) -> None:
-        """Drain, then end. For any thread, and for signal handlers."""
+        """Drain, then end. For any thread, and for signal handlers. No effect on a server that has ended."""
         if self._loop is None:
             self.should_exit = True
-        else:
+        elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(lambda: self._drain().add_done_callback(self._end))
 
     def _end(self, drained: asyncio.Task[None]) -> None:
