@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from hostile_grammars import ambiguous, lark, reference_chain, rule_chain, schema, wide_schema
 from outrider import LLM, InvalidRequest, SamplingParams
+from outrider.engine.sequence import DraftState, Proposal
 from outrider.grammar import backend, child, matcher
 from outrider.grammar import checker as checker_module
 from outrider.grammar import compiler as compiler_module
@@ -186,6 +187,22 @@ def test_grammar_that_fails_after_a_draft_cuts_the_drafts(llm: LLM, source: Toke
     row.commit(drafts[0])
     with pytest.raises(GrammarStuck, match="items"):
         row.commit(drafts[1])
+
+
+def test_grammar_that_fails_over_its_drafts_costs_the_drafts_only(source: TokenizerSource) -> None:
+    """The engine plans all rows here: an error would end them all."""
+    row = row_of(source, Grammar("regex", "[ab]*"))
+    (a, *_) = allowed(row)
+    drafting = DraftState(grammar=row, proposals=[Proposal("ngram", [a, a])])
+    masks = drafting.masks
+    failing = Mock(wraps=row)
+    failing.masks.side_effect = GrammarStuck("too many expressions")
+    drafting.grammar = failing
+    drafting.use(0, 2)
+    assert not drafting.drafts
+    assert masks is not None
+    assert drafting.masks is not None
+    assert np.array_equal(drafting.masks, masks)
 
 
 def test_row_whose_masks_take_too_long_ends(source: TokenizerSource, monkeypatch: pytest.MonkeyPatch) -> None:

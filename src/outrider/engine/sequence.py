@@ -14,7 +14,7 @@ import numpy as np
 
 from outrider.cache.prefix_index import pair_key
 from outrider.plan import TokenLogprobs
-from outrider.request import MAX_DEPTH, Request, SamplingParams
+from outrider.request import MAX_DEPTH, InvalidRequest, Request, SamplingParams
 from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.drafter import Drafter
 
@@ -199,12 +199,17 @@ class DraftState:
     def use(self, which: int, num: int) -> None:
         """Feed the first `num` drafts of one proposal. Grammar masks are computed only for these drafts."""
         self.drafts = self.proposals[which].token_ids[:num] if self.proposals else ()
-        if self.grammar is not None and self.drafts:
-            self.masks = self.grammar.masks(self.drafts)
-            if self.masks is not None:  # fewer than the drafts if the grammar fails there
-                self.drafts = self.drafts[: len(self.masks) - 1]
-        else:
+        if self.grammar is None or not self.drafts:
             self._drop_draft_masks()
+            return
+        try:
+            self.masks = self.grammar.masks(self.drafts)
+        except InvalidRequest:  # without drafts the row still has its mask, and may end at its next commit
+            self.drafts = ()
+            self._drop_draft_masks()
+            return
+        if self.masks is not None:  # fewer than the drafts if the grammar fails there
+            self.drafts = self.drafts[: len(self.masks) - 1]
 
     def drop(self) -> None:
         self.drafts = self.proposals = ()
