@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from outrider.config import InvalidConfig
@@ -57,9 +58,11 @@ def allow_connections(max_connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise InvalidConfig(
-            f"--max-connections {max_connections} needs {needed} open files, and this process may have "
-            f"{hard} (ulimit -Hn): use a smaller number"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        with suppress(ValueError, OSError):  # macOS has a lower limit of its own than the one that it reports
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+            return
+    raise InvalidConfig(
+        f"--max-connections {max_connections} needs {needed} open files, and this process may not have so "
+        "many (ulimit -Hn): use a smaller number"
+    )
