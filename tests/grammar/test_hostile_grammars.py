@@ -264,7 +264,7 @@ def test_time_out_is_not_remembered(source: TokenizerSource, monkeypatch: pytest
     assert checker.check(grammar) == 7
 
 
-def test_grammar_worker_says_if_its_refusal_is_a_matter_of_time(
+def test_child_says_if_its_refusal_is_a_matter_of_time(
     source: TokenizerSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = child.new_handler(checker_module._set_up(source))
