@@ -21,6 +21,6 @@ def test_signal_after_the_end_has_no_effect() -> None:
         return asyncio.get_running_loop().create_task(asyncio.sleep(0))
 
     config = uvicorn.Config(app, port=0, lifespan="off", log_config=None)
-    server = HttpServer(config, lambda: server.stop(), drain, Heartbeat())
+    server = HttpServer(config, lambda: server.stop(), drain, Heartbeat(), 1.0)
     server.run()
     server.stop()

@@ -90,6 +90,7 @@ class SoakReport:
     footprints: list[Footprint] = field(default_factory=list)
     num_tokens: int = 0
     num_replayed: int = 0
+    num_different: int = 0
     health_s: list[float] = field(default_factory=list)  # of each probe, outside of deadly faults
     problems: list[str] = field(default_factory=list)
 
@@ -113,7 +114,10 @@ class SoakReport:
             ("… refused with a reason", f"{refused:,}"),
             ("… ended by an injected fault", f"{self.outcomes['disturbed']:,}"),
             ("Tokens", f"{self.num_tokens:,}"),
-            ("Answers asked again, alone and without drafts", f"{self.num_replayed:,}, all the same"),
+            (
+                "Answers asked again, alone and without drafts",
+                f"{self.num_replayed:,}, of which {self.num_different} differ",
+            ),
             ("Attacks", f"{sum(self.attacks.values()):,}"),
             ("Faults injected", ", ".join(f"{name} {n}" for name, n in sorted(self.faults.items()))),
             ("Longest until the next answer", self._longest()),
@@ -448,6 +452,7 @@ class Soak:
         for request, answer in self._sample:
             outcome, again = await self._ask(request.plain())
             if again is None or not same(answer, again):
+                self.report.num_different += 1
                 self.report.problem(f"{request} was answered with {answer}, alone with {outcome} {again}")
             self.report.num_replayed += 1
 
