@@ -35,7 +35,7 @@ settings.load_profile("outrider")
 
 
 # The folders whose files take longest, the longest first.
-LONGEST = ("step", "golden_tokens", "train", "files", "recurrent", "bench", "api")
+LONGEST = ("soak", "step", "golden_tokens", "train", "files", "recurrent", "bench", "api")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for `-m soak`

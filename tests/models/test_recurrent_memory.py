@@ -24,7 +24,7 @@ STATE_BYTES = NUM_ROWS * 48 * 128 * 128 * 4  # of one layer, all rows
 WINDOW_STATE_BYTES = (1 + DEPTH) * STATE_BYTES
 LAYERS_OF_27B = 48  # recurrent ones
 GREEDY = SamplingParams(temperature=0)
-NUM_TRIES = 12  # a host that runs far ahead of the device allocates more: the least of several steps counts
+NUM_TRIES = 6  # a host that runs far ahead of the device allocates more: the least of several steps counts
 
 CONFIG = {
     "model_type": "qwen3_5_text",
