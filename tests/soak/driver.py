@@ -51,7 +51,7 @@ class SoakPlan:
     num_clients: int = 64
     num_attackers: int = 8
     fault_every_s: float = 15.0
-    deadly_every: int = 4  # one of so many faults ends the worker
+    deadly_every: int = 12  # one of so many faults ends the worker
     deadly: tuple[str, ...] = DEADLY
     idle_every_s: float = 60.0
     num_replayed: int = 60

@@ -43,6 +43,7 @@ def test_a_server_stands_load_attacks_and_faults(tmp_path: Path) -> None:
         num_clients=24,
         num_attackers=4,
         fault_every_s=3.0,
+        deadly_every=4,
         idle_every_s=25.0,
         deadly=("kill", "hard", "term"),
         num_replayed=25,
