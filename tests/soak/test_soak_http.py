@@ -1,4 +1,4 @@
-"""A real server under load, attack and faults: for a minute here, as long as asked under `make soak`.
+"""A real server under load, attack and faults: for 40 seconds here, as long as asked under `make soak`.
 
 OUTRIDER_SOAK_SECONDS=3600 pytest -m soak -s tests/soak   (OUTRIDER_SOAK_REPORT=FILE writes the table)
 """
@@ -39,7 +39,7 @@ def run_soak(plan: SoakPlan, folder: Path) -> SoakReport:
 
 def test_a_server_stands_load_attacks_and_faults(tmp_path: Path) -> None:
     plan = SoakPlan(
-        seconds=60,
+        seconds=40,
         num_clients=24,
         num_attackers=4,
         fault_every_s=3.0,
