@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -52,3 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _place(path: Path) -> int:
     return next((i for i, folder in enumerate(LONGEST) if path.parent.name == folder), len(LONGEST))
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The files of a certificate for 127.0.0.1, signed by itself, and of its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test"]
+    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+    return cert, key

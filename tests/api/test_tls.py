@@ -25,17 +25,6 @@ USER = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """(certificate, key), signed by itself."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test"]
-    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
-    subprocess.run([*command, *files], check=True, capture_output=True)
-    return cert, key
-
-
-@pytest.fixture(scope="module")
 def server(tiny_folder: Path, certificate: tuple[str, str]) -> Iterator[ServerProcess]:
     cert, key = certificate
     flags = ("--tls-cert", cert, "--tls-key", key, "--log-format", "json", "--api-key", "secret")

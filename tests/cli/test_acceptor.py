@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import subprocess
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
 
@@ -25,18 +23,8 @@ class Echo(asyncio.Protocol):
         self._transport.write(data)
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate, signed by itself, and its key in one file."""
-    file = tmp_path_factory.mktemp("tls") / "both.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test"]
-    made = subprocess.run([*command, "-keyout", str(file)], check=True, capture_output=True, text=True)
-    file.write_text(file.read_text() + made.stdout)
-    return file
-
-
 def run(
-    certificate: Path | None,
+    certificate: tuple[str, str] | None,
     handshake_s: float,
     use: Callable[[int], Awaitable[None]],
     listener: socket.socket,
@@ -45,7 +33,7 @@ def run(
         tls = None
         if certificate is not None:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(certificate)
+            tls.load_cert_chain(*certificate)
         accepts = Acceptor(listener, Echo, tls, handshake_s)
         accepts.start()
         await asyncio.wait_for(use(listener.getsockname()[1]), PATIENCE_S)
@@ -74,7 +62,7 @@ async def is_echoed(port: int, tls: ssl.SSLContext | None) -> bool:
 
 
 def test_oldest_handshake_makes_room(
-    certificate: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    certificate: tuple[str, str], listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor, "MAX_HANDSHAKES", 3)
 
@@ -92,7 +80,7 @@ def test_oldest_handshake_makes_room(
 
 
 def test_handshake_has_a_time_limit_and_garbage_ends_one_connection(
-    certificate: Path, listener: socket.socket
+    certificate: tuple[str, str], listener: socket.socket
 ) -> None:
     async def use(port: int) -> None:
         silent, _ = await asyncio.open_connection("127.0.0.1", port)

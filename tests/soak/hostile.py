@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import random
-import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hostile_grammars import reference_chain, rule_chain, wide_schema
+from image_files import data_url, png_bomb
 from soak.conversations import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiRequest, new_request
 
 Then = Literal["read", "wait", "leave"]
@@ -225,24 +225,6 @@ def _hello() -> dict[str, Any]:
 # -- grammars ----------------------------------------------------------------------------------------------
 
 
-def lark_chain(num_rules: int) -> str:
-    rules = [f"r{i}: r{i + 1}" for i in range(num_rules)]
-    return "\n".join(["start: r0", *rules, f'r{num_rules}: "x"'])
-
-
-def ref_chain(length: int) -> dict[str, Any]:
-    definitions: dict[str, Any] = {
-        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
-        for i in range(length)
-    }
-    definitions[f"d{length}"] = {"type": "string"}
-    return {"$ref": "#/$defs/d0", "$defs": definitions}
-
-
-def wide_schema(num_properties: int) -> dict[str, Any]:
-    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(num_properties)}}
-
-
 def schema_request(path: str, schema: dict[str, Any]) -> ApiRequest:
     body: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
     if path == CHAT:
@@ -260,12 +242,12 @@ def schema_request(path: str, schema: dict[str, Any]) -> ApiRequest:
 
 
 def _chained_rules(rng: random.Random) -> Attack:
-    body = {**_hello(), "guided_grammar": lark_chain(rng.choice((300, 3000, 30_000)))}
+    body = {**_hello(), "guided_grammar": rule_chain(rng.choice((300, 3000, 30_000)))}
     return Attack("", posted(CHAT, body), may_succeed=True)
 
 
 def _chained_schema(rng: random.Random) -> Attack:
-    request = schema_request(rng.choice(APIS), ref_chain(rng.choice((50, 1000, 3000))))
+    request = schema_request(rng.choice(APIS), reference_chain(rng.choice((50, 1000, 3000))))
     return Attack("", posted(request.path, request.body), may_succeed=True)
 
 
@@ -305,30 +287,14 @@ def _random_schema(rng: random.Random) -> Attack:
 # -- pictures ----------------------------------------------------------------------------------------------
 
 
-def bomb_png(side: int) -> bytes:
-    """A few hundred bytes that say they are side x side pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    data = zlib.compress(b"\0" * 100_000)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-
-
 def _bad_picture(rng: random.Random) -> Attack:
-    import base64
-
-    data = rng.choice((bomb_png(60_000), bomb_png(3000), rng.randbytes(2000), b"GIF89a" + rng.randbytes(500)))
-    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    return Attack("", _with_media({"type": "image_url", "image_url": {"url": url}}))
+    data = rng.choice((png_bomb(60_000), png_bomb(3000), rng.randbytes(2000), b"GIF89a" + rng.randbytes(500)))
+    return Attack("", _with_media({"type": "image_url", "image_url": {"url": data_url(data)}}))
 
 
 def _bad_video(rng: random.Random) -> Attack:
-    import base64
-
     data = b"\0\0\0\x20ftypisom" + rng.randbytes(2000)
-    url = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+    url = data_url(data, "video/mp4")
     return Attack("", _with_media({"type": "video_url", "video_url": {"url": url}}))
 
 

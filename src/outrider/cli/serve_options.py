@@ -185,7 +185,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("image-cache", "memory for embeddings of images (256MiB)", size_bytes, 256 << 20),
     ),
     "time limits": (
-        Option("header-timeout", "seconds for the headers of a request (15)", seconds, 15.0),
+        Option(
+            "header-timeout",
+            "seconds for the headers of a request, and for a TLS handshake (15)",
+            seconds,
+            15.0,
+        ),
         Option("body-timeout", "seconds for the body; a long body gets more (30)", seconds, 30.0),
         Option("queue-timeout", "seconds until a request has a row; 0: no limit (600)", seconds, 600.0),
         Option("request-timeout", "seconds for a whole request; 0: no limit (0)", seconds, 0.0),
