@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from dataclasses import fields
+from dataclasses import astuple, fields
 from typing import Any
 
 import httpx
 import pytest
 from fake_backend import HELLO, USER, Client, FakeAnswers, FakeBackend, FakeStream, Gate, server, settings
 
-from outrider.api.admission import Admission, Load, Reservation, current_reservation
+from outrider.api.admission import Admission, Reservation, current_reservation
 from outrider.api.answers import LiveRequests
 from outrider.api.app import Server
 from outrider.api.errors import ApiError
+from outrider.api.load import Load, LoadLimit
 from outrider.api.middleware import RequestIdFilter
 from outrider.api.operations.metrics import Metrics
 from outrider.config import InvalidConfig
@@ -313,7 +314,7 @@ def test_draining_server_is_not_ready_and_takes_nobody() -> None:
 
 
 def test_places_are_freed_once() -> None:
-    live = LiveRequests(Admission(Load(num_requests=2, num_tokens=100)), Metrics(), settings())
+    live = LiveRequests(Admission(LoadLimit(num_requests=2, num_tokens=100)), Metrics(), settings())
 
     async def prepare() -> FakeAnswers:
         return FakeAnswers([lambda: FakeStream("req", HELLO)] * 2)
@@ -334,7 +335,7 @@ def test_places_are_freed_once() -> None:
 
 def fill(made: Server, load: Load) -> Reservation:
     """A reservation that leaves room for `load` only."""
-    limit = made.context.live.admission.limit
+    limit = Load(*astuple(made.context.live.admission.limit))
     held = made.context.live.admission.open("other")
     held.add(*(getattr(limit - load - held.held, f.name) for f in fields(Load)))
     return held

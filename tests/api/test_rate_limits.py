@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 
 from outrider.api.errors import ApiError
 from outrider.api.keys import ApiKey, KeyLimits, new_key
+from outrider.api.load import WORDS, Load
 from outrider.api.rate_limits import KeyUsage, KeyUsages, TokenBucket
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": USER}
-NUM_TOKENS = 7 + USAGE.num_generated  # prompt and answer of a FakeStream
+NUM_PROMPT_TOKENS = 7  # of a FakeStream
+NUM_TOKENS = NUM_PROMPT_TOKENS + USAGE.num_generated
 
 
 class Clock:
@@ -90,12 +93,28 @@ def test_headers_are_openais() -> None:
 def test_new_limits_hold_at_once_and_rows_stay_counted() -> None:
     usages = KeyUsages(Clock())
     alice = usages.of(ApiKey("alice", limits=KeyLimits(max_rows=2)))
-    alice.take_rows(0, 2)
+    alice.hold(Load(), Load(2))
     assert usages.of(ApiKey("alice", limits=KeyLimits(max_rows=3))) is alice
-    alice.take_rows(0, 1)
-    with pytest.raises(ApiError, match="3 answers that run or wait, of at most 3"):
-        alice.take_rows(0, 1)
+    alice.hold(Load(), Load(1))
+    with pytest.raises(ApiError, match="3 requests that run or wait, of at most 3"):
+        alice.hold(Load(), Load(1))
     assert usages.of(ApiKey("bob")) is not alice
+
+
+@pytest.mark.parametrize("name", ["num_requests", "num_bytes", "num_tokens"])
+def test_a_key_holds_no_more_than_its_limits(name: str) -> None:
+    alice, _ = usage(max_rows=10, max_live_bytes=10, max_live_tokens=10)
+    first = Load(**{name: 6})
+    alice.hold(Load(), first)
+    with pytest.raises(ApiError, match=f"6 {WORDS[name]}, of at most 10") as refused:
+        alice.hold(Load(), Load(**{name: 5}))
+    assert (refused.value.status_code, retry_after_s(refused)) == (429, 2)
+    with pytest.raises(ApiError, match=f"needs 11 {WORDS[name]}, and the key 'alice' may have 10") as refused:
+        alice.hold(first, Load(**{name: 5}))
+    assert refused.value.status_code == 400
+    alice.release(first)
+    alice.hold(Load(), Load(**{name: 10}))
+    assert alice.held == Load(**{name: 10})
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), max_size=50))
@@ -181,7 +200,27 @@ def test_rows_at_once(file: Path) -> None:
     asyncio.run(run())
     assert [answer.status_code for answer in refused] == [429, 400]
     assert refused[0].headers["retry-after"]
-    assert "2 answers that run or wait, of at most 2" in refused[0].json()["error"]["message"]
+    assert "2 requests that run or wait, of at most 2" in refused[0].json()["error"]["message"]
+    assert made.context.live.num_live == 0
+
+
+@pytest.mark.parametrize("limit", ["max_live_bytes", "max_live_tokens"])
+def test_bodies_and_prompts_at_once(file: Path, limit: str) -> None:
+    most = {"max_live_bytes": len(json.dumps(BODY)) + 5, "max_live_tokens": NUM_PROMPT_TOKENS + 1}[limit]
+    alice = add(file, "alice", **{limit: most})
+    gate = Gate(num_events=0)
+    made = server(FakeBackend(HELLO, gate=gate), api_keys_file=str(file))
+
+    async def run() -> list[int]:
+        transport: Any = httpx.ASGITransport(made.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            first = asyncio.create_task(http.post(CHAT, json=BODY, headers=alice))
+            await gate.holds.wait()
+            second = await http.post(CHAT, json=BODY, headers=alice)
+            gate.open()
+            return [(await first).status_code, second.status_code]
+
+    assert asyncio.run(run()) == [200, 429]
     assert made.context.live.num_live == 0
 
 

@@ -10,42 +10,22 @@ body is complete: clients that send slowly keep nobody out.
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.api.errors import ApiError, error_response
 from outrider.api.keys import ApiKey
+from outrider.api.load import WORDS, Load, LoadLimit
 from outrider.api.middleware import current_tenant
 from outrider.api.rate_limits import KeyUsage, current_usage
 from outrider.api.settings import ServerSettings
 
-
-@dataclass(frozen=True)
-class Load:
-    """What one request holds, or all of them, or the limit of all of them."""
-
-    num_requests: int = 0  # of the engine: a request for n answers counts n times
-    num_bytes: int = 0  # of bodies
-    num_tokens: int = 0  # of prompts: a prompt with n answers counts n times
-
-    def __add__(self, other: Load) -> Load:
-        return Load(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Load)))
-
-    def __sub__(self, other: Load) -> Load:
-        return Load(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(Load)))
-
-    def excess(self, limit: Load) -> str | None:
-        """The name of the first field that is over its limit."""
-        return next((f.name for f in fields(Load) if getattr(self, f.name) > getattr(limit, f.name)), None)
-
-
-# By field of Load: what it counts, and the flags that set its limit.
-WORDS = {
-    "num_requests": ("requests that run or wait", "--max-rows + --max-queue"),
-    "num_bytes": ("bytes of request bodies", "--max-live-bytes"),
-    "num_tokens": ("prompt tokens that run or wait", "--max-live-tokens"),
+# By field of Load: the flags that set its limit.
+FLAGS = {
+    "num_requests": "--max-rows + --max-queue",
+    "num_bytes": "--max-live-bytes",
+    "num_tokens": "--max-live-tokens",
 }
 REASONS = {"num_requests": "queue_full", "num_bytes": "live_bytes", "num_tokens": "live_tokens"}  # of a 429
 
@@ -63,7 +43,7 @@ class Reservation:
         """Raises ApiError: 429 if there is no room now, 400 if there will never be."""
         more = Load(num_requests, num_bytes, num_tokens)
         self._admission.check(self, more)
-        self.usage.take_rows(self.held.num_requests, num_requests)
+        self.usage.hold(self.held, more)
         self.usage.count_tokens(num_tokens)
         self.held += more
         self._admission.held += more
@@ -71,14 +51,14 @@ class Reservation:
     def release(self) -> None:
         """Give everything back. A second call has no effect."""
         self._admission.held -= self.held
-        self.usage.free_rows(self.held.num_requests)
+        self.usage.release(self.held)
         self.held = Load()
 
 
 class Admission:
     """The sum of all reservations, and its limit."""
 
-    def __init__(self, limit: Load, retry_after_s: int = 2) -> None:
+    def __init__(self, limit: LoadLimit, retry_after_s: int = 2) -> None:
         self.limit = limit
         self.held = Load()
         self.is_draining = False
@@ -96,19 +76,17 @@ class Admission:
     def check(self, reservation: Reservation, more: Load) -> None:
         """Raise ApiError if the reservation cannot hold `more`."""
         if name := (reservation.held + more).excess(self.limit):
-            what, flags = WORDS[name]
             num, limit = getattr(reservation.held + more, name), getattr(self.limit, name)
             raise ApiError(
                 400,
-                f"this request alone needs {num:,} {what}, and this server takes {limit:,} ({flags}): "
-                "ask for less",
+                f"this request alone needs {num:,} {WORDS[name]}, and this server takes {limit:,} "
+                f"({FLAGS[name]}): ask for less",
             )
         if name := (self.held + more).excess(self.limit):
-            what, _ = WORDS[name]
             num, limit = getattr(self.held, name), getattr(self.limit, name)
             raise ApiError(
                 429,
-                f"the server is busy: {num:,} {what}, of at most {limit:,}. Try again later.",
+                f"the server is busy: {num:,} {WORDS[name]}, of at most {limit:,}. Try again later.",
                 code="rate_limit_exceeded",
                 headers=self._headers,
                 reason=REASONS[name],
@@ -116,7 +94,7 @@ class Admission:
 
 
 def admission_of(settings: ServerSettings, max_context: int) -> Admission:
-    limit = Load(
+    limit = LoadLimit(
         settings.max_rows + settings.max_queue,
         settings.max_live_bytes,
         max(settings.max_live_tokens, max_context),  # one prompt always fits

@@ -8,6 +8,8 @@ The file is TOML, with a table for each key. `outrider keys new` adds one:
     requests-per-minute = 60          # limits are optional
     tokens-per-minute = 100000
     max-rows = 4
+    max-live-bytes = 33554432
+    max-live-tokens = 20000
 
 A key has 256 random bits. Nobody can find it by trying, so its hash needs no salt and need not be slow.
 """
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.api.load import LoadLimit
 from outrider.api.settings import ServerSettings
 from outrider.config import InvalidConfig
 from outrider.files.private import may_others_read, refuse_if_others_may_write
@@ -39,7 +42,7 @@ KEY_BYTES = 32  # of randomness in a new key
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 ROLES = ("user", "operator")
-LIMITS = ("requests-per-minute", "tokens-per-minute", "max-rows")
+LIMITS = ("requests-per-minute", "tokens-per-minute", "max-rows", "max-live-bytes", "max-live-tokens")
 FLAG_NAMES = ("api-key", "operator-key")  # names of the keys that --api-key and --operator-key give
 
 
@@ -50,6 +53,12 @@ class KeyLimits:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and answers
     max_rows: int | None = None  # answers that run or wait at once
+    max_live_bytes: int | None = None  # of the bodies of these requests
+    max_live_tokens: int | None = None  # of their prompts
+
+    @property
+    def held(self) -> LoadLimit:
+        return LoadLimit(self.max_rows, self.max_live_bytes, self.max_live_tokens)
 
 
 @dataclass(frozen=True)

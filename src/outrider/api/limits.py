@@ -7,7 +7,7 @@ the event loop for a fraction of a second. The length of a prompt is limited in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ JSON_VALUES = Limit(300_000, "commas and opening brackets of a body, outside of 
 JSON_OBJECTS = Limit(20_000, "opening braces of a body, outside of its texts")
 JSON_DEPTH = Limit(128, "nested lists and objects of a body")
 INT_DIGITS = Limit(64, "digits of an integer")
+SLICE_BYTES = 1 << 18  # of a body that is searched; chosen by hand: a slice of quotes takes 5 ms
 
 MESSAGES = Limit(10_000, "messages; input items; content parts of one of them; tool calls of one of them")
 TOOLS = Limit(1024, "tools; tools in `allowed_tools`")
@@ -56,22 +57,35 @@ OPTIONS = Limit(64, "strings in `include` and `modalities`")
 
 def check_counts(body: bytes) -> None:
     """Refuse too many values before they are parsed: a value follows a comma or an opening bracket."""
-    if _excess(body) is None:
-        return
     # Prompts hold code and tables, so only what lies outside of texts counts.
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if unescaped.count(b'"') <= 4 * JSON_VALUES.most:  # a value has a key and a text at most
-        unescaped = b"".join(unescaped.split(b'"')[::2])
-    if excess := _excess(unescaped):
+    if _excess([body]) and (excess := _excess(_without_texts(body))):
         num, limit = excess
         raise ApiError(400, f"the body has {num:,} {limit.what}; the limit is {limit.most:,}")
 
 
-def _excess(body: bytes) -> tuple[int, Limit] | None:
+def _excess(slices: Iterable[bytes]) -> tuple[int, Limit] | None:
     """The first count over its limit."""
-    num_commas, num_lists, num_objects = map(body.count, (b",", b"[", b"{"))
-    counts = ((num_commas + num_lists + num_objects, JSON_VALUES), (num_objects, JSON_OBJECTS))
+    num_values = num_objects = 0
+    for found in slices:
+        num_opened = found.count(b"{")
+        num_objects += num_opened
+        num_values += num_opened + found.count(b",") + found.count(b"[")
+    counts = ((num_values, JSON_VALUES), (num_objects, JSON_OBJECTS))
     return next(((num, limit) for num, limit in counts if num > limit.most), None)
+
+
+def _without_texts(body: bytes) -> Iterator[bytes]:
+    """The body without its texts, in slices: other threads can run between two of them."""
+    begin, is_text = 0, 0
+    while begin < len(body):
+        found = body[begin : begin + SLICE_BYTES]
+        num_backslashes = len(found) - len(found.rstrip(b"\\"))
+        if num_backslashes % 2 and len(found) > 1:
+            found = found[:-1]  # it escapes the first character of the next slice
+        begin += len(found)
+        parts = found.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield b"".join(parts[is_text::2])
+        is_text ^= (len(parts) - 1) % 2
 
 
 def check_depth(value: Any) -> None:

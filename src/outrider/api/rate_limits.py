@@ -2,7 +2,7 @@
 
     requests a minute    counted when the request comes
     tokens a minute      prompt: counted when it is rendered; answer: when it ends or its client is gone
-    rows at once         answers that run or wait: reserved before anything is computed
+    rows, bytes of bodies and tokens of prompts at once    reserved before the server works on them
 
 A request is accepted while a token is left, although its answer may need more. The excess is a debt: further
 requests get a 429 until it is paid. So the average rate holds.
@@ -17,9 +17,10 @@ from contextvars import ContextVar
 
 from outrider.api.errors import ApiError
 from outrider.api.keys import ApiKey, KeyLimits
+from outrider.api.load import WORDS, Load
 
 MINUTE_S = 60.0
-RETRY_ROWS_S = 2  # seconds after which a client may look for a free row; chosen by hand
+RETRY_HELD_S = 2  # seconds after which a client may look for a free place; chosen by hand
 
 
 class TokenBucket:
@@ -52,40 +53,40 @@ class KeyUsage:
     def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = key.name
         self.limits = key.limits
-        self.num_rows = 0  # answers that run or wait
+        self.held = Load()  # by the requests that run or wait
         self._buckets = _buckets(key.limits, clock)
         self._clock = clock
 
     def set_limits(self, limits: KeyLimits) -> None:
-        """The operator has changed them: the buckets are full again, the rows stay counted."""
+        """The operator has changed them: the buckets are full again, what requests hold stays counted."""
         self.limits = limits
         self._buckets = _buckets(limits, self._clock)
 
-    def take_rows(self, num_held: int, num_more: int) -> None:
-        """Count more rows of a request that holds `num_held` of them.
+    def hold(self, held: Load, more: Load) -> None:
+        """Count what a request needs, beyond what it has `held` until now.
 
-        Raises ApiError: 400 if the request alone is over the limit, 429 if it has to wait.
+        Raises ApiError: 400 if the request alone is over a limit, 429 if it has to wait.
         """
-        limit = self.limits.max_rows
-        if limit is not None and num_held + num_more > limit:
+        limit = self.limits.held
+        if name := (held + more).excess(limit):
             raise ApiError(
                 400,
-                f"this request asks for {num_held + num_more} answers, and the key {self.name!r} may have "
-                f"{limit} at once: ask for fewer",
+                f"this request alone needs {getattr(held + more, name):,} {WORDS[name]}, and the key "
+                f"{self.name!r} may have {getattr(limit, name):,} at once: ask for less",
             )
-        if limit is not None and self.num_rows + num_more > limit:
+        if name := (self.held + more).excess(limit):
             raise ApiError(
                 429,
-                f"the key {self.name!r} has {self.num_rows} answers that run or wait, of at most {limit}. "
-                "Try again when one of them has ended.",
+                f"the key {self.name!r} has {getattr(self.held, name):,} {WORDS[name]}, of at most "
+                f"{getattr(limit, name):,}. Try again when an answer has ended.",
                 code="rate_limit_exceeded",
-                headers={"Retry-After": str(RETRY_ROWS_S)},
+                headers={"Retry-After": str(RETRY_HELD_S)},
                 reason="key_limit",
             )
-        self.num_rows += num_more
+        self.held += more
 
-    def free_rows(self, num_rows: int) -> None:
-        self.num_rows -= num_rows
+    def release(self, held: Load) -> None:
+        self.held -= held
 
     def count_request(self) -> None:
         """Raises ApiError 429 if the request is one too many."""

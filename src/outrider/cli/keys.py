@@ -39,6 +39,8 @@ def add_keys(commands: Commands[argparse.ArgumentParser]) -> None:
         ("--requests-per-minute", "requests a minute"),
         ("--tokens-per-minute", "tokens of prompts and answers a minute"),
         ("--max-rows", "answers that run or wait at once"),
+        ("--max-live-bytes", "bytes of request bodies held at once"),
+        ("--max-live-tokens", "tokens of prompts that run or wait at once"),
     ):
         new.add_argument(flag, type=int, metavar="N", help=f"limit of {what} (none)")
     new.set_defaults(run=run_new)
@@ -49,7 +51,13 @@ def run_new(args: argparse.Namespace) -> int:
 
     if not args.file:
         raise InvalidConfig(f"name the file for the key: --file FILE, or {VARIABLE}")
-    limits = KeyLimits(args.requests_per_minute, args.tokens_per_minute, args.max_rows)
+    limits = KeyLimits(
+        args.requests_per_minute,
+        args.tokens_per_minute,
+        args.max_rows,
+        args.max_live_bytes,
+        args.max_live_tokens,
+    )
     file = Path(args.file).expanduser()
     try:
         key, table = new_key(args.name, args.operator, limits)
