@@ -7,6 +7,7 @@ a limit, only that job fails.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider.isolation.messages import Buffer, ConnectionEnded, Message, receive, send
+
+log = logging.getLogger(__name__)
 
 START_S = 120.0  # seconds for the start of a process and its set-up, on a busy machine; chosen by hand
 MIB = 1 << 20
@@ -46,7 +49,10 @@ class WorkerLimits:
 
 
 class JobFailed(Exception):
-    """The process died or exceeded a limit while it did the job. The message says which."""
+    """The process died or exceeded a limit while it did the job. The message says which.
+
+    Clients see the message: it has no text of an exception.
+    """
 
 
 class JobTimedOut(JobFailed):
@@ -176,8 +182,10 @@ class _Process:
         except (ConnectionEnded, OSError):
             raise self._cause_of_death(limits) from None
         except ValueError as error:  # a process with damaged memory may send anything
-            raise JobFailed(f"its result could not be read: {error}") from None
+            log.warning("the result of a child process could not be read: %s", error)
+            raise JobFailed("its result could not be read") from None
         if "failed" in reply.fields:
+            log.info("a job of a child process failed: %s", reply.fields)
             raise JobFailed(str(reply.fields["failed"])[:200])
         return reply
 
