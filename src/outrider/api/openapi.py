@@ -33,7 +33,8 @@ ERRORS = {
     429: "The server is busy: try again after the seconds in Retry-After.",
     431: "The headers are larger than this server accepts.",
     500: "A fault of the server: its log has the details under the request id.",
-    503: "The server stops, or its engine has stopped: try again after the seconds in Retry-After.",
+    503: "The server stops, its engine has stopped, or a child process was killed: try again after "
+    "the seconds in Retry-After.",
     504: "The request did not end within its time limit.",
 }
 RETRY_AFTER = {"Retry-After": {"description": "Seconds", "required": True, "schema": {"type": "integer"}}}
