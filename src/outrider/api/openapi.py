@@ -147,7 +147,7 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, 
 def _statuses(path: str, method: str, operation: dict[str, Any], needs_key: bool) -> Iterator[int]:
     yield from (408, 413, 414, 431, 500)
     if needs_key:
-        yield 401
+        yield from (401, 429)
     if not path.startswith(OPEN_PREFIX):
         yield 403
     if method == "post":
