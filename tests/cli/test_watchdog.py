@@ -87,7 +87,7 @@ def test_first_step_may_take_longer(
 def test_long_prompt_after_short_ones_may_take_longer(
     engine: Engine, runner: EngineRunner, watchdog: Watchdog, ends: list[int]
 ) -> None:
-    """On a slow machine it takes more than 100 times as long as a prompt whose prefix is cached."""
+    """On a slow machine it takes more than 20 times as long as a prompt whose prefix is cached."""
     assert end_of(submit(engine, [1], SHORT)).finish_reason == "length"
     runner.may_run.clear()
     submit(engine, [1] * 100, ENDLESS)
