@@ -119,16 +119,14 @@ def watch_loading(
 
 
 def _watch_loading(is_ready: threading.Event, timeout_s: float, end_process: Callable[[int], None]) -> None:
-    left_s = timeout_s
-    while left_s > 0:  # in small parts: while the process is stopped, no time passes
-        if is_ready.wait(min(left_s, LOOK_S)):
-            return
-        left_s -= LOOK_S
-    _report_in_time(
-        f"the model was not loaded within {timeout_s:g} s (--load-timeout). The process ends. Stacks of its "
-        "threads:"
-    )
-    end_process(HUNG)
+    # Native code that opens the files may keep Python's lock. Then no thread here goes on, and faulthandler,
+    # which needs no lock, writes the stacks and ends the process with status 1.
+    faulthandler.dump_traceback_later(timeout_s + 2 * REPORT_S, exit=True)
+    if not is_ready.wait(timeout_s):
+        text = f"the model was not loaded within {timeout_s:g} s (--load-timeout)"
+        _report_in_time(f"{text}. The process ends. Stacks of its threads:")
+        end_process(HUNG)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _report_in_time(text: str) -> None:
