@@ -337,7 +337,7 @@ def test_killed_child_process_is_a_503(seeing: Seeing, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(IsolatedWorker, "call", be_killed)
     grammar = {"guided_regex": "[ab]{3}[cde]", "ignore_eos": False}
-    for answer in (seeing.chat(picture(RED)), seeing.chat(text("what?"), **grammar)):
+    for answer in (seeing.chat(picture(RED)), seeing.chat(text("what?"), stream=True, **grammar)):
         assert answer.status_code == 503, answer.text
         assert int(answer.headers["retry-after"]) > 0
         assert "details" not in answer.text
