@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,31 @@ def test_what_cannot_be_read_is_refused(llm: LLM, tmp_path: Path) -> None:
             llm.chat(about(image), GREEDY)
     with pytest.raises(InvalidRequest, match="input_audio"):
         llm.chat(about(None, type="input_audio"), GREEDY)
+
+
+def test_image_that_crashes_its_decoder_is_refused_and_the_process_lives(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert llm._images is not None
+    (worker,) = llm._images.decoder._workers
+    monkeypatch.setattr(worker, "_module", "media.crashing_media_child")
+    if worker.process_id is not None:
+        os.kill(worker.process_id, signal.SIGKILL)  # the next one is of that module
+    with pytest.raises(InvalidRequest, match="cannot be decoded: it crashed"):
+        llm.chat(about(b"crash"), GREEDY)
+    assert len(llm.chat(about(encoded(noise())), GREEDY).token_ids) == 10
+
+
+def test_close_ends_the_decoders_process(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path, "smolvlm")
+    with LLM(tmp_path) as llm:
+        llm.chat(about(encoded(noise())), GREEDY)
+        assert llm._images is not None
+        (worker,) = llm._images.decoder._workers
+        process = worker._process
+        assert process is not None
+        assert process.popen.poll() is None
+    assert process.popen.poll() is not None
 
 
 def test_a_text_model_refuses_pictures_rather_than_not_seeing_them(tmp_path: Path) -> None:

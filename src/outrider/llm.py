@@ -16,7 +16,7 @@ from outrider.chat.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from outrider.chat.message_dicts import messages_from_dicts, tool_choice_from, tools_from_dicts
+from outrider.chat.message_dicts import ImageInput, messages_from_dicts, tool_choice_from, tools_from_dicts
 from outrider.chat.output_parser import finish_reason
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
 from outrider.config import DrafterName, EngineConfig
@@ -178,9 +178,11 @@ class LLM:
         choice = ModelChoice(model, head, draft_vocabulary, dtype, revision)
         self.engine, self.tokenizer = build_engine(choice, config)
         try:
+            reader = self.engine.reader
+            self._images = None if reader is None else ImageInput(reader)
             no_images_reason = self.engine.facts.no_images_reason
             max_context = self.engine.facts.max_context
-            self.renderer = ChatRenderer(self.tokenizer, self.engine.reader, no_images_reason, max_context)
+            self.renderer = ChatRenderer(self.tokenizer, reader, no_images_reason, max_context)
         except BaseException:
             self.engine.close()
             raise
@@ -262,6 +264,8 @@ class LLM:
 
     def close(self) -> None:
         self.engine.close()
+        if self._images is not None:
+            self._images.decoder.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -280,7 +284,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
         request = ChatRequest(
-            messages_from_dicts(messages, self.renderer.image_reader),
+            messages_from_dicts(messages, self._images),
             params or SamplingParams(),
             tools=tools_from_dicts(tools),
             tool_choice=tool_choice_from(tool_choice),

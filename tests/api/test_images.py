@@ -17,6 +17,7 @@ from image_files import animation, data_url, encoded, noise
 from outrider import LLM
 from outrider.api.app import create_server
 from outrider.chat.service import ChatService
+from outrider.isolation.worker import IsolatedWorker, WorkerUnavailable
 from outrider.media.limits import MediaLimits
 from outrider.media.loader import MediaLoader
 from patience import Hurdle, goes_on_while_held
@@ -325,9 +326,24 @@ def test_pictures_that_do_not_come_in_time_are_a_400(llm: LLM) -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.png"
         answer = seeing.chat(image(url), text("what?"))
         assert answer.status_code == 400
-        assert "within" in answer.json()["error"]["message"]
+        assert "image or video 1 of 1 cannot be fetched: timed out" in answer.json()["error"]["message"]
         assert seeing.client.get("/v1/status").json()["live_requests"] == 0
         seeing.service.close()
+
+
+def test_killed_child_process_is_a_503(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    def be_killed(*_: object) -> None:
+        raise WorkerUnavailable("a child process was killed: details")
+
+    monkeypatch.setattr(IsolatedWorker, "call", be_killed)
+    grammar = {"guided_regex": "[ab]{3}[cde]", "ignore_eos": False}
+    for answer in (seeing.chat(picture(RED)), seeing.chat(text("what?"), stream=True, **grammar)):
+        assert answer.status_code == 503, answer.text
+        assert int(answer.headers["retry-after"]) > 0
+        assert "details" not in answer.text
+    assert 'outrider_refusals_total{reason="child_process"} 2.0' in seeing.client.get("/metrics").text
+    monkeypatch.undo()
+    assert seeing.chat(text("what?"), **grammar).status_code == 200  # nothing is remembered
 
 
 def test_sound_is_refused_by_the_responses_api_too(seeing: Seeing) -> None:

@@ -158,10 +158,19 @@ def test_requests_a_minute(file: Path) -> None:
     assert [answer.headers.get("x-ratelimit-remaining-requests") for answer in answers] == ["1", "0", "0"]
     assert 1 <= int(answers[2].headers["retry-after"]) <= 30
     assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
-    assert Client(made, **alice).get("/v1/models").status_code == 200, "only POST requests count"
     other = Client(made, **bob).post(CHAT, BODY)
     assert other.status_code == 200
     assert not [name for name in other.headers if name.startswith("x-ratelimit")]
+
+
+def test_every_request_with_a_key_counts_except_health_checks(file: Path) -> None:
+    alice = add(file, "alice", requests_per_minute=3)
+    client = Client(server(FakeBackend(), api_keys_file=str(file)), **alice)
+    counted = [client.get(path) for path in ("/v1/models", "/metrics", "/no/such/route", "/v1/models")]
+    assert [answer.status_code for answer in counted] == [200, 403, 404, 429]
+    assert int(counted[3].headers["retry-after"]) >= 1
+    free = [client.get(path) for path in ("/health", "/health/live", "/health/ready")]
+    assert [answer.status_code for answer in free] == [200, 200, 200]
 
 
 def test_tokens_a_minute_count_prompt_and_answers(file: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import faulty_engine
 from outrider.cli.serve import _listening_socket
 from outrider.cli.supervisor import Supervisor
-from outrider.cli.worker import VARIABLE, inherited
+from outrider.cli.worker import HUNG, VARIABLE, inherited
 from outrider.config import InvalidConfig
 from patience import PATIENCE_S, wait_until
 from server_process import ServerProcess, serving, write_tiny_model
@@ -127,6 +127,37 @@ def test_second_signal_ends_at_once(number: signal.Signals) -> None:
         process.send_signal(number)
         assert "ends at once" in read_until(process, "ends at once")
         assert process.wait(PATIENCE_S) == 128 + number
+
+
+def serve_with_short_load_timeout(model: Path, program: str) -> subprocess.CompletedProcess[str]:
+    code = f"import runpy, threading\n{program}\nrunpy.run_module('outrider', run_name='__main__')"
+    flags = ["--port", "0", "--load-timeout", "0.1", "--no-supervisor"]
+    command = [sys.executable, "-c", code, "serve", str(model), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def test_server_whose_model_does_not_load_ends(tmp_path: Path) -> None:
+    done = serve_with_short_load_timeout(
+        write_tiny_model(tmp_path),
+        "import outrider.build\n"
+        "def hanging(*_): threading.Event().wait()\n"
+        "outrider.build.build_engine = hanging\n",
+    )
+    assert done.returncode == HUNG, done.stderr
+    assert "the model was not loaded within 0.1 s (--load-timeout)" in done.stderr
+    assert "in hanging" in done.stderr  # its stack
+
+
+def test_server_whose_model_file_cannot_be_opened_ends(tmp_path: Path) -> None:
+    """As on a network file system that hangs: MLX waits for the file and keeps Python's lock."""
+    weights = write_tiny_model(tmp_path) / "model.safetensors"
+    weights.unlink()
+    os.mkfifo(weights)
+    done = serve_with_short_load_timeout(
+        tmp_path, "import outrider.cli.watchdog\noutrider.cli.watchdog.REPORT_S = 0.5\n"
+    )
+    assert done.returncode in (1, HUNG), done.stderr
+    assert "in load" in done.stderr  # its stack
 
 
 def test_variable_that_the_supervisor_did_not_set_is_refused() -> None:

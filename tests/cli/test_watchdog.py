@@ -9,7 +9,7 @@ import pytest
 from test_engine import ENDLESS, SHORT, EngineRunner, end_of, parts, submit
 
 from outrider.cli import watchdog as watchdog_module
-from outrider.cli.watchdog import Watchdog
+from outrider.cli.watchdog import Watchdog, watch_loading
 from outrider.cli.worker import HUNG, SHUTDOWN_TOO_LONG
 from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
@@ -87,7 +87,7 @@ def test_first_step_may_take_longer(
 def test_long_prompt_after_short_ones_may_take_longer(
     engine: Engine, runner: EngineRunner, watchdog: Watchdog, ends: list[int]
 ) -> None:
-    """On a slow machine it takes more than 100 times as long as a prompt whose prefix is cached."""
+    """On a slow machine it takes more than 20 times as long as a prompt whose prefix is cached."""
     assert end_of(submit(engine, [1], SHORT)).finish_reason == "length"
     runner.may_run.clear()
     submit(engine, [1] * 100, ENDLESS)
@@ -122,6 +122,25 @@ def test_shutdown_that_takes_too_long_ends_the_process(watchdog: Watchdog, ends:
     assert ends == []
     watchdog.look(2.0)
     assert ends == [SHUTDOWN_TOO_LONG]
+
+
+@pytest.mark.parametrize(("is_ready", "expected"), [(False, [HUNG]), (True, [])])
+def test_model_that_is_not_loaded_in_time_ends_the_process(
+    is_ready: bool, expected: list[int], ends: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    ready = threading.Event()
+    if is_ready:
+        ready.set()
+    watch_loading(ready, 0.05, ends.append)
+    wait_until(lambda: not _is_running("outrider-load-watch"))
+    assert ends == expected
+    assert ("not loaded within 0.05 s (--load-timeout)" in caplog.text) != is_ready
+    watch_loading(threading.Event(), 0.0, ends.append)
+    assert not _is_running("outrider-load-watch")  # 0: no limit
+
+
+def _is_running(name: str) -> bool:
+    return any(thread.name == name for thread in threading.enumerate())
 
 
 def test_log_that_nobody_reads_does_not_keep_the_process(

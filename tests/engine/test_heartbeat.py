@@ -39,12 +39,12 @@ def test_waiting_for_work_has_no_limit_and_no_age(heartbeat: Heartbeat, clock: C
 
 
 def test_first_time_of_an_activity_may_take_longer(heartbeat: Heartbeat, clock: Clock) -> None:
-    spend(heartbeat, clock, "step", 3.0)
-    assert heartbeat.age_s == 3.0
+    spend(heartbeat, clock, "step", 4.0)
+    assert heartbeat.age_s == 4.0
     assert heartbeat.limit_s(TIMEOUT_S) == FIRST_FACTOR * TIMEOUT_S
     spend(heartbeat, clock, "commit", 0.0)
     spend(heartbeat, clock, "step", 0.0)
-    assert heartbeat.limit_s(TIMEOUT_S) == SLOW_FACTOR * 3.0
+    assert heartbeat.limit_s(TIMEOUT_S) == SLOW_FACTOR * 4.0
 
 
 def test_quick_activities_get_the_timeout(heartbeat: Heartbeat, clock: Clock) -> None:
@@ -52,6 +52,17 @@ def test_quick_activities_get_the_timeout(heartbeat: Heartbeat, clock: Clock) ->
         spend(heartbeat, clock, "step", 0.01)
     assert heartbeat.limit_s(TIMEOUT_S) == TIMEOUT_S
     assert heartbeat.limit_s(0) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("slowest_s", "timeout_s", "limit_s"), [(1.6, 20.0, 32.0), (1.6, 60.0, 60.0), (10.0, 60.0, 200.0)]
+)
+def test_hung_step_is_noticed_soon_also_under_load(
+    heartbeat: Heartbeat, clock: Clock, slowest_s: float, timeout_s: float, limit_s: float
+) -> None:
+    spend(heartbeat, clock, "step", slowest_s)
+    spend(heartbeat, clock, "step", 0.0)
+    assert heartbeat.limit_s(timeout_s) == pytest.approx(limit_s)
 
 
 def test_a_slow_time_is_forgotten_slowly(heartbeat: Heartbeat, clock: Clock) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import time
 
 from outrider.isolation.child import Handler, Reply, serve
@@ -22,6 +23,11 @@ def new_handler(message: Message) -> Handler:
                 ctypes.string_at(0)
             case "abort":
                 os.abort()
+            case "be_killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "close_connection":
+                os.close(0)
+                time.sleep(10_000)
             case "take_memory":
                 return {"taken": len(bytearray(job.fields["num_bytes"]))}, ()
             case "compute":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.isolation import worker as worker_module
 from outrider.isolation.messages import Message
 from outrider.isolation.stacks import run_with_stack
 from outrider.isolation.worker import IsolatedWorker, JobFailed, JobTimedOut, WorkerLimits, WorkerUnavailable
@@ -52,8 +53,8 @@ def is_alive(process_id: int) -> bool:
         ({"do": "crash"}, "crashed"),
         ({"do": "abort"}, "memory, or crashed"),
         ({"do": "compute"}, "1 s of processor time"),
-        ({"do": "raise"}, "KeyError"),
-        ({"do": "many_bytes", "num_bytes": 1001}, "too long"),
+        ({"do": "raise"}, "^it raised an exception$"),
+        ({"do": "many_bytes", "num_bytes": 1001}, "^its result could not be read$"),
         pytest.param({"do": "take_memory", "num_bytes": 128 << 20}, "too much memory", marks=needs_proc),
     ],
 )
@@ -87,6 +88,25 @@ def test_job_is_not_blamed_for_the_death_of_a_used_process(worker: IsolatedWorke
     os.kill(killed, signal.SIGKILL)
     assert does_its_job(worker)
     assert worker.process_id != killed
+
+
+def test_killed_process_is_not_the_jobs_fault() -> None:
+    """Such as by the system, because memory has run out."""
+    worker = new_worker()
+    with pytest.raises(WorkerUnavailable, match="killed"):
+        worker.call({"do": "be_killed"})
+    assert does_its_job(worker)
+    worker.close()
+
+
+def test_process_that_only_closes_its_connection_has_not_been_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "END_S", 0.1)
+    worker = new_worker()
+    with pytest.raises(JobFailed, match="closed the connection"):
+        worker.call({"do": "close_connection"})
+    worker.close()
 
 
 def test_signals_for_the_server_do_not_end_the_process(worker: IsolatedWorker) -> None:
@@ -157,7 +177,7 @@ def test_nothing_is_left_behind() -> None:
     del worker, dropped
     wait_until(lambda: not any(map(is_alive, ids)))  # neither a process nor a zombie
     assert len(os.listdir("/proc/self/fd")) == before
-    with pytest.raises(JobFailed, match="shutting down"):
+    with pytest.raises(WorkerUnavailable, match="shutting down"):
         closed.call({"do": "reverse"})
 
 
@@ -168,7 +188,7 @@ def test_close_ends_a_job_that_runs() -> None:
     def call() -> None:
         try:
             worker.call({"do": "wait"})
-        except JobFailed as failure:
+        except WorkerUnavailable as failure:
             failures.append(failure)
 
     thread = threading.Thread(target=call)

@@ -15,6 +15,7 @@ from outrider.media import addresses, fetching
 from outrider.media.addresses import is_public
 from outrider.media.fetching import fetch
 from outrider.media.limits import InvalidMedia, MediaLimits
+from outrider.media.loader import MediaItem, MediaLoader
 
 LIMITS = MediaLimits(max_image_bytes=1000, allow_private_urls=True)
 HASTY = replace(LIMITS, fetch_timeout_s=0.5, fetch_total_s=1.0)
@@ -98,7 +99,7 @@ def test_too_many_bytes_are_refused_whether_announced_or_not():
             writer.write(b"64\r\n" + bytes(100) + b"\r\n")
             await writer.drain()
 
-    refused(endless, "1,000")
+    refused(endless, "too large: the limit is 1,000 bytes")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,42 @@ def test_too_many_bytes_are_refused_whether_announced_or_not():
 )
 def test_other_answers_are_refused(answer, match):
     refused(answering(answer), match)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:{closed_port}/", "connection failed"),
+        ("http://no-such-host.invalid/", "the host cannot be resolved"),
+        ("{base}/redirect-to-http://secret.invalid/", "the host cannot be resolved"),
+        ("{base}/redirect-to-ftp://secret/", "the URL, and those that it redirects to, must begin with "
+         "http:// or https:// and a host"),
+        ("{base}/redirect-to-http://[secret", "the URL, or one that it redirects to, cannot be parsed"),
+        ("{base}/secret", "the answer is not valid HTTP"),
+    ],
+)  # fmt: skip
+def test_client_learns_which_image_and_a_fixed_reason(url, reason):
+    """Neither texts of exceptions nor what another server sent."""
+
+    async def handler(request: bytes, writer: asyncio.StreamWriter) -> None:
+        target = request.split()[1].decode()
+        writer.write(
+            redirect(target.partition("-to-")[2]) if "-to-" in target else b"HTTP/1.1 secret\r\n\r\n"
+        )
+
+    async def go():
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            closed_port = closed.getsockname()[1]
+        loader = MediaLoader(LIMITS, lambda image: image)
+        async with served(handler) as base:
+            wanted = url.format(base=base, closed_port=closed_port)
+            items = [MediaItem("image", "data:image/png;base64,AAAA"), MediaItem("image", wanted)]
+            with pytest.raises(InvalidMedia) as refusal:
+                await loader.load(items)
+        loader.close()
+        return str(refusal.value)
+
+    assert asyncio.run(go()) == f"image or video 2 of 2 cannot be fetched: {reason}"
 
 
 def test_a_redirect_is_followed_and_too_many_are_not():
@@ -142,7 +179,7 @@ def test_slow_and_silent_servers_are_given_up():
         writer.write(redirect("/again"))
 
     for handler in (silent, drip, slow_redirects):  # one that is not given up ends with another message
-        refused(handler, "within", HASTY)
+        refused(handler, "timed out after", HASTY)
 
 
 def test_private_addresses_are_refused_also_after_a_redirect(monkeypatch):
@@ -153,7 +190,7 @@ def test_private_addresses_are_refused_also_after_a_redirect(monkeypatch):
 
     monkeypatch.setattr(addresses, "is_public", lambda a: a == "127.0.0.1" or real(a))
     for host in ("127.0.0.2", "[::1]", "169.254.169.254", "10.0.0.1", "localhost.localdomain"):
-        refused(answering(redirect(f"http://{host}:1/"), ok(b"abc")), "public|not known", closed)
+        refused(answering(redirect(f"http://{host}:1/"), ok(b"abc")), "public|cannot be resolved", closed)
 
 
 def test_proxies_of_the_environment_are_not_used(monkeypatch):
@@ -215,7 +252,8 @@ def test_a_second_lookup_of_a_name_cannot_change_the_address(monkeypatch):
 CERTIFICATE = Path(__file__).with_name("pinned_test.pem")  # self-signed, for pinned.test
 
 
-def test_a_certificate_is_checked_by_name_while_the_address_is_pinned(monkeypatch):
+def test_a_certificate_is_checked_by_name_while_the_address_is_pinned(monkeypatch, caplog):
+    caplog.set_level("INFO")
     trusting, server = (
         ssl.create_default_context(cafile=str(CERTIFICATE)),
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
@@ -234,12 +272,14 @@ def test_a_certificate_is_checked_by_name_while_the_address_is_pinned(monkeypatc
             monkeypatch.setattr(socket, "getaddrinfo", lookup)
             return await fetch(f"https://{host}:{base.rpartition(':')[2]}/", LIMITS)
 
-    with pytest.raises(InvalidMedia, match="certificate verify failed"):
+    with pytest.raises(InvalidMedia, match=r"^connection failed$"):
         asyncio.run(go("pinned.test"))  # self-signed: no authority vouches for the certificate
+    assert "certificate verify failed" in caplog.text
     monkeypatch.setattr(fetching, "_tls_context", lambda: trusting)
     assert asyncio.run(go("pinned.test")) == b"abc"
-    with pytest.raises(InvalidMedia, match="Hostname mismatch"):
+    with pytest.raises(InvalidMedia, match=r"^connection failed$"):
         asyncio.run(go("other.test"))
+    assert "Hostname mismatch" in caplog.text
     assert names == ["pinned.test", "pinned.test", "other.test"]
 
 

@@ -66,7 +66,7 @@ def test_a_truncated_image_is_refused(format):
 
 def test_a_decompression_bomb_is_refused_by_its_header():
     """A few bytes announce 30,000 x 30,000 pixels. The image is refused before memory is allocated."""
-    for side, match in ((30_000, "bomb"), (9_000, "9000 x 9000")):
+    for side, match in ((30_000, "too many pixels"), (9_000, "9000 x 9000")):
         with pytest.raises(InvalidMedia, match=match):
             decode_image(png_bomb(side), "image/png", LIMITS)
     with pytest.raises(InvalidMedia, match="101 x 100"):

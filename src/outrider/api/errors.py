@@ -15,6 +15,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
 from outrider.engine.engine import EngineStopped
+from outrider.isolation.worker import WorkerUnavailable
 from outrider.request import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,13 @@ async def on_engine_stopped(request: Request, error: Exception) -> Response:
     return error_response(request, ApiError(503, "the server is shutting down", headers={"Retry-After": "5"}))
 
 
+async def on_worker_unavailable(request: Request, error: Exception) -> Response:
+    log.error("a grammar or an image could not be processed: %s", error)
+    message = "the child process that reads grammars or images could not be started or was killed: try again"
+    headers = {"Retry-After": "5"}
+    return error_response(request, ApiError(503, message, headers=headers, reason="child_process"))
+
+
 async def on_fault(request: Request, error: Exception) -> Response:
     """An exception that nothing else handles. The log has its traceback, with the same request id."""
     return error_response(request, internal_error(request.scope.get("state", {}).get("request_id", "-")))
@@ -160,6 +168,7 @@ HANDLERS: dict[int | type[Exception], Any] = {
     RequestValidationError: on_bad_body,
     InvalidRequest: on_invalid_request,
     EngineStopped: on_engine_stopped,
+    WorkerUnavailable: on_worker_unavailable,
     Exception: on_fault,
 }
 

@@ -33,7 +33,8 @@ ERRORS = {
     429: "The server is busy: try again after the seconds in Retry-After.",
     431: "The headers are larger than this server accepts.",
     500: "A fault of the server: its log has the details under the request id.",
-    503: "The server stops, or its engine has stopped: try again after the seconds in Retry-After.",
+    503: "The server stops, its engine has stopped, or a child process was killed: try again after "
+    "the seconds in Retry-After.",
     504: "The request did not end within its time limit.",
 }
 RETRY_AFTER = {"Retry-After": {"description": "Seconds", "required": True, "schema": {"type": "integer"}}}
@@ -146,7 +147,7 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, 
 def _statuses(path: str, method: str, operation: dict[str, Any], needs_key: bool) -> Iterator[int]:
     yield from (408, 413, 414, 431, 500)
     if needs_key:
-        yield 401
+        yield from (401, 429)
     if not path.startswith(OPEN_PREFIX):
         yield 403
     if method == "post":

@@ -1,6 +1,6 @@
 """What the holder of an API key has used of the key's limits. In memory: a restart forgets it.
 
-    requests a minute    counted when the request comes
+    requests a minute    every request with a valid key, counted when it comes
     tokens a minute      prompt: counted when it is rendered; answer: when it ends or its client is gone
     rows, bytes of bodies and tokens of prompts at once    reserved before the server works on them
 

@@ -43,7 +43,7 @@ class RequireKey:
                 await self._app(scope, receive, send)
             return
         try:
-            key = await self._check(self._keys, scope, headers)
+            key = await _valid_key(self._keys, headers)
         except ApiError as error:
             await error_response(HTTPConnection(scope), error)(scope, receive, send)
             return
@@ -56,31 +56,35 @@ class RequireKey:
             await send(message)
 
         try:
-            if scope["method"] == "POST":
-                usage.count_request()
+            usage.count_request()
+            _check_is_allowed(key, scope["path"])
         except ApiError as error:
             await error_response(HTTPConnection(scope), error)(scope, receive, send_with_limits)
             return
         with _set(current_tenant, key.name), _set(current_usage, usage):
             await self._app(scope, receive, send_with_limits)
 
-    async def _check(self, keys: ApiKeys, scope: Scope, headers: Headers) -> ApiKey:
-        found = [key for sent in _sent_keys(headers) if (key := await keys.find(sent)) is not None]
-        if not found:
-            raise ApiError(
-                401,
-                "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        if scope["path"] in OPERATOR_PATHS and not found[0].is_operator:
-            raise ApiError(
-                403,
-                f"{scope['path']} needs an operator's key, and {found[0].name!r} is a user's key",
-                code="operator_key_required",
-                reason="operator_key",
-            )
-        return found[0]
+
+async def _valid_key(keys: ApiKeys, headers: Headers) -> ApiKey:
+    for sent in _sent_keys(headers):
+        if (key := await keys.find(sent)) is not None:
+            return key
+    raise ApiError(
+        401,
+        "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _check_is_allowed(key: ApiKey, path: str) -> None:
+    if path in OPERATOR_PATHS and not key.is_operator:
+        raise ApiError(
+            403,
+            f"{path} needs an operator's key, and {key.name!r} is a user's key",
+            code="operator_key_required",
+            reason="operator_key",
+        )
 
 
 def _sent_key_hash(headers: Headers) -> str:

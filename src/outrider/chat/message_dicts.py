@@ -1,12 +1,14 @@
 """Owns the conversion of OpenAI-style message and tool dicts, as Python callers write them.
 
 Images may be arrays, Pillow images, bytes, files or data: URLs. The caller may name any file, unlike a client
-of the server. Nothing is fetched from the network.
+of the server. Nothing is fetched from the network. Encoded images are decoded in a child process, as those of
+the server's clients are: the caller may have them from elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ from outrider.chat.conversation import (
 )
 from outrider.chat.json_text import dumps
 from outrider.chat.messages import role_named
+from outrider.media.decoder import MediaDecoder
 from outrider.media.image_reader import ImageReader
-from outrider.media.images import DecodedImage, decode_image, image_from_pixels
+from outrider.media.images import DecodedImage, image_from_pixels
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.sources import DataUrl, parse_source, read_inline
 from outrider.request import InvalidRequest
@@ -35,14 +38,22 @@ LIMITS = MediaLimits()
 IMAGE_TYPES = ("image", "image_url", "input_image")
 
 
+@dataclass(frozen=True)
+class ImageInput:
+    """How images become parts of messages. The decoder's process starts with the first encoded image."""
+
+    reader: ImageReader
+    decoder: MediaDecoder = field(default_factory=lambda: MediaDecoder(LIMITS, num_processes=1))
+
+
 def messages_from_dicts(
-    messages: Iterable[Mapping[str, Any]], image_reader: ImageReader | None = None
+    messages: Iterable[Mapping[str, Any]], images: ImageInput | None = None
 ) -> list[Message]:
-    """Canonical messages. `image_reader`: None for a model that reads text only."""
+    """Canonical messages. `images`: None for a model that reads text only."""
     converted = []
     for i, message in enumerate(messages):
         try:
-            converted.append(_message(message, image_reader))
+            converted.append(_message(message, images))
         except (KeyError, TypeError, AttributeError) as error:
             raise InvalidRequest(f"messages[{i}] is not a chat message: {error!r}") from error
     return converted
@@ -77,9 +88,9 @@ def tool_choice_from(choice: str | Mapping[str, Any]) -> ToolChoice:
     return NamedTool(function["name"])
 
 
-def _message(message: Mapping[str, Any], image_reader: ImageReader | None) -> Message:
+def _message(message: Mapping[str, Any], images: ImageInput | None) -> Message:
     role = role_named(message["role"])
-    content = _content(message.get("content"), image_reader)
+    content = _content(message.get("content"), images)
     name = message.get("name")
     if role == "tool":
         return Message(role, content, tool_call_id=message.get("tool_call_id"), name=name)
@@ -99,43 +110,43 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     return ToolCall(str(call.get("id", "")), function["name"], text)
 
 
-def _content(content: Any, image_reader: ImageReader | None) -> tuple[Part, ...]:
+def _content(content: Any, images: ImageInput | None) -> tuple[Part, ...]:
     if content is None or isinstance(content, str):
         return (TextPart(content),) if content else ()
     if not isinstance(content, Sequence):
         raise TypeError(f"the content is a string or a list of parts, not {type(content).__name__}")
-    return tuple(_part(part, image_reader) for part in content)
+    return tuple(_part(part, images) for part in content)
 
 
-def _part(part: Mapping[str, Any], image_reader: ImageReader | None) -> Part:
+def _part(part: Mapping[str, Any], images: ImageInput | None) -> Part:
     kind = part.get("type")
     if kind in ("text", "refusal"):
         return TextPart(part[kind])
     if kind not in IMAGE_TYPES:
         raise InvalidRequest(f"content parts are text or images, not {kind!r}")
-    if image_reader is None:
+    if images is None:
         return MediaPart("image", "")  # the renderer refuses it, with the reason
-    return ImagePart((image_reader.read(_image(part)),))
+    return ImagePart((images.reader.read(_image(part, images.decoder)),))
 
 
-def _image(part: Mapping[str, Any]) -> DecodedImage:
+def _image(part: Mapping[str, Any], decoder: MediaDecoder) -> DecodedImage:
     given = part.get("image", part.get("image_url"))
     if isinstance(given, Mapping):
         given = given.get("url")
     if isinstance(given, np.ndarray):
         return image_from_pixels(given)
     if isinstance(given, bytes):
-        return decode_image(given, "", LIMITS)
+        return decoder.decode_image(given, "")
     if isinstance(given, Path) or (isinstance(given, str) and ":" not in given[:8]):
         try:
             data = Path(given).read_bytes()
         except OSError as error:
             raise InvalidMedia(f"{given} cannot be read: {error.strerror}") from None
-        return decode_image(data, "", LIMITS)
+        return decoder.decode_image(data, "")
     if isinstance(given, str):
         source = parse_source(given)
         if isinstance(source, DataUrl):
-            return decode_image(read_inline(source, LIMITS), source.media_type, LIMITS)
+            return decoder.decode_image(read_inline(source, LIMITS), source.media_type)
         raise InvalidMedia("the Python API fetches nothing: give an image's bytes, file, array or data: URL")
     if hasattr(given, "convert"):  # a Pillow image
         return image_from_pixels(np.asarray(given.convert("RGB")))

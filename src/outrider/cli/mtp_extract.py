@@ -21,6 +21,9 @@ def add_extract(verbs: Verbs[argparse.ArgumentParser]) -> None:
     extract.add_argument(
         "--into", type=Path, required=True, metavar="MODEL_DIR", help="folder of the converted model"
     )
+    extract.add_argument(
+        "--revision", metavar="REVISION", help="commit, tag or branch of a Hugging Face id (main)"
+    )
     extract.add_argument("--force", action="store_true", help="replace a head that is already there")
     extract.set_defaults(run=run_extract)
 
@@ -32,7 +35,8 @@ def run_extract(args: argparse.Namespace) -> int:
 
     bar = ProgressBar()
     try:
-        done = extract(original(args.source), args.into.expanduser(), args.force, bar)
+        source = original(args.source, args.revision)
+        done = extract(source, args.into.expanduser(), args.force, bar)
     finally:
         bar.close()
     depths = "one layer" if done.num_depths == 1 else f"{done.num_depths} layers"
@@ -40,5 +44,7 @@ def run_extract(args: argparse.Namespace) -> int:
         f"Wrote {done.file}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, "
         f"layout {done.layout}, {depths}."
     )
+    if source.commit is not None:
+        print(f"Taken from {source.name} at commit {source.commit} (--revision {source.commit} fixes it).")
     print(f"Measure its speed-up: {shlex.join(['outrider', 'mtp', 'inspect', str(args.into)])}")
     return 0

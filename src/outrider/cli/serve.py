@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,7 +210,7 @@ def _serve(
     from outrider.chat.service import ChatService
     from outrider.cli.banner import banner
     from outrider.cli.loading import loading_bar
-    from outrider.cli.watchdog import Watchdog
+    from outrider.cli.watchdog import Watchdog, watch_loading
     from outrider.engine.engine import AsyncEngine
     from outrider.llm import default_model
     from outrider.media.loader import MediaLoader
@@ -226,7 +227,9 @@ def _serve(
     revision = options["revision"]
     choice = ModelChoice(model, options["head"], options["draft_vocabulary"], options["dtype"], revision)
     metrics, tracing = Metrics(), new_tracing(options["otlp_endpoint"])
-    with loading_bar(find_folder(model, revision), name) as notify:
+    folder, is_ready = find_folder(model, revision), threading.Event()  # downloads it, if needed
+    watch_loading(is_ready, options["load_timeout"])
+    with loading_bar(folder, name) as notify:
         engine, tokenizer = build_engine(choice, config, metrics.steps, notify)
     try:
         _check_drafter(options, engine)
@@ -256,7 +259,7 @@ def _serve(
             _url(listener, "http" if tls is None else "https"),
             _prefixes(engine, config),
         )
-        _run(server, listener, text, watchdog, worker, tls)
+        _run(server, listener, text, watchdog, worker, tls, is_ready)
         service.close()
     finally:
         engine.close()
@@ -283,6 +286,7 @@ def _run(
     watchdog: Watchdog,
     worker: Worker | None,
     tls: ssl.SSLContext | None,
+    is_ready: threading.Event,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then until running requests end or the drain time is over."""
     from outrider.cli.http_server import HttpServer, http_config
@@ -292,6 +296,7 @@ def _run(
             print(banner_text, flush=True)
         else:
             log.warning("ready again: restart number %d", worker.num_restarts)
+        is_ready.set()
         watchdog.on_engine_failure = on_engine_failure
         watchdog.start(worker.report_alive if worker else lambda: None)
 

@@ -165,6 +165,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             seconds,
             60.0,
         ),
+        Option(
+            "load-timeout",
+            "seconds to load the model, downloads not counted; 0: no limit (1800)",
+            seconds,
+            1800.0,
+        ),
         Option("revision", "commit, tag or branch of a Hugging Face id (main)", metavar="REVISION"),
         Option("dtype", f"type of the weights: {', '.join(DTYPES)} (auto)", one_of(*DTYPES), "auto", "NAME"),
     ),

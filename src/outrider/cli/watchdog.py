@@ -1,4 +1,5 @@
-"""The watchdog: ends the server process if its engine or event loop hangs, or if a shutdown takes too long.
+"""The watchdog: ends the server process if its engine or event loop hangs, or if a start or a shutdown takes
+too long.
 
 The supervisor, or the operator's service manager, then starts a new process. A thread that hangs cannot be
 stopped from outside: only its process can be ended.
@@ -104,11 +105,35 @@ class Watchdog:
                 self._end(SHUTDOWN_TOO_LONG, "the shutdown takes too long. Stacks of the threads:")
 
     def _end(self, status: int, text: str) -> None:
-        """Reports on a thread of its own: writing to a log that nobody reads can hang."""
-        report = threading.Thread(target=_report, args=(text,), daemon=True)
-        report.start()
-        report.join(REPORT_S)
+        _report_in_time(text)
         self._end_process(status)
+
+
+def watch_loading(
+    is_ready: threading.Event, timeout_s: float, end_process: Callable[[int], None] = os._exit
+) -> None:
+    """End the process if the event is not set in time. 0: no limit."""
+    if timeout_s > 0:
+        args = (is_ready, timeout_s, end_process)
+        threading.Thread(target=_watch_loading, args=args, name="outrider-load-watch", daemon=True).start()
+
+
+def _watch_loading(is_ready: threading.Event, timeout_s: float, end_process: Callable[[int], None]) -> None:
+    # Native code that opens the files may keep Python's lock. Then no thread here goes on, and faulthandler,
+    # which needs no lock, writes the stacks and ends the process with status 1.
+    faulthandler.dump_traceback_later(timeout_s + 2 * REPORT_S, exit=True)
+    if not is_ready.wait(timeout_s):
+        text = f"the model was not loaded within {timeout_s:g} s (--load-timeout)"
+        _report_in_time(f"{text}. The process ends. Stacks of its threads:")
+        end_process(HUNG)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _report_in_time(text: str) -> None:
+    """Reports on a thread of its own: writing to a log that nobody reads can hang."""
+    report = threading.Thread(target=_report, args=(text,), daemon=True)
+    report.start()
+    report.join(REPORT_S)
 
 
 def _report(text: str) -> None:

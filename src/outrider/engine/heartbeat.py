@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable
 
 IDLE = "idle"  # the thread waits for work: no limit
-# Factors chosen by hand: far above what a busy machine causes, so that only a thread that hangs reaches them.
-SLOW_FACTOR = 100  # limit, in times of the slowest recent duration of the same activity
+# Factors chosen by hand: above what a busy machine causes, so that only a thread that hangs reaches them.
+# The slowest of about the last 100 durations of an activity contains the usual load already: 20 is for a
+# machine that becomes 20 times busier at once. With the default timeout of 60 s the factor matters above 3 s:
+# a step of 10 s gives a limit of 200 s. (With a factor of 100, a hung step was noticed after 161 s.)
+SLOW_FACTOR = 20  # limit, in times of the slowest recent duration of the same activity
 FIRST_FACTOR = 10  # limit of an activity that has never ended yet (it may compile), in times of the timeout
 FORGET = 0.99  # by which the slowest duration shrinks each time that the activity ends
 

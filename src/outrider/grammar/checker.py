@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outrider.grammar.backend import TokenizerSource
 from outrider.grammar.bounds import check_bounds
 from outrider.isolation.messages import Message
-from outrider.isolation.worker import IsolatedWorker, JobFailed, JobKilled, JobTimedOut, WorkerLimits
+from outrider.isolation.worker import IsolatedWorker, JobFailed, JobTimedOut, WorkerLimits
 from outrider.request import Grammar, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -39,16 +39,16 @@ class GrammarChecker:
         self._lock = threading.Lock()  # never held during a check
 
     def check(self, grammar: Grammar) -> int:
-        """The bytes that the compiled grammar takes. Raises InvalidRequest if it cannot be used."""
+        """The bytes that the compiled grammar takes.
+
+        Raises InvalidRequest if it cannot be used, WorkerUnavailable if it could not be checked.
+        """
         check_bounds(grammar)
         key = hashlib.sha256(f"{grammar.kind} {grammar.text}".encode(errors="surrogatepass")).digest()
         with self._lock:
             verdict = self._verdicts.get(key)
         if verdict is None:
-            try:
-                verdict = self._ask(grammar)
-            except JobKilled as failure:
-                raise InvalidRequest(f"the {grammar.kind} grammar could not be checked: {failure}") from None
+            verdict = self._ask(grammar)
         if verdict.is_final:
             self._remember(key, verdict)
         if verdict.refusal is not None:
@@ -72,8 +72,6 @@ class GrammarChecker:
             return _Verdict(f"the {grammar.kind} grammar is not valid Unicode text")
         try:
             reply = self._worker.call({"kind": grammar.kind}, text).fields
-        except JobKilled:
-            raise
         except JobFailed as failure:
             log.warning("a %s grammar of %d characters is refused: %s", grammar.kind, len(text), failure)
             is_final = not isinstance(failure, JobTimedOut)

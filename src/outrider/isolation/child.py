@@ -51,7 +51,7 @@ def _reply(handler: Handler, job: Message) -> Reply:
     except MemoryError:
         return {"failed": "it needed too much memory"}, ()
     except BaseException as error:  # a panic of Rust code is a BaseException
-        return {"failed": _described(error)}, ()
+        return {"failed": "it raised an exception", "details": _described(error)}, ()
 
 
 def _described(error: BaseException) -> str:

@@ -7,6 +7,7 @@ a limit, only that job fails.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -21,7 +22,10 @@ from typing import Any
 
 from outrider.isolation.messages import Buffer, ConnectionEnded, Message, receive, send
 
+log = logging.getLogger(__name__)
+
 START_S = 120.0  # seconds for the start of a process and its set-up, on a busy machine; chosen by hand
+END_S = 5.0  # seconds from the end of the connection to the end of the process; chosen by hand
 MIB = 1 << 20
 # All that a child gets of the server's environment: no keys and no tokens.
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -46,19 +50,22 @@ class WorkerLimits:
 
 
 class JobFailed(Exception):
-    """The process died or exceeded a limit while it did the job. The message says which."""
+    """The process died or exceeded a limit while it did the job. The message says which.
+
+    Clients see the message: it has no text of an exception.
+    """
 
 
 class JobTimedOut(JobFailed):
     """The job took more than its processor time, or than its time by the clock."""
 
 
-class JobKilled(JobFailed):
-    """The process was killed from outside: the job may succeed another time."""
-
-
 class WorkerUnavailable(RuntimeError):
-    """No process could be started: a fault of the server, not of the job."""
+    """No process could be started, or it was killed from outside: the job may succeed another time.
+
+    Limits of this project never end a process by SIGKILL that `_Process` has not sent itself. So another
+    SIGKILL is the system's (no memory left) or the operator's.
+    """
 
 
 class IsolatedWorker:
@@ -76,7 +83,7 @@ class IsolatedWorker:
         self._is_closed = False
 
     def call(self, fields: dict[str, Any], data: Buffer = b"") -> Message:
-        """The process's reply to one job. Raises JobFailed.
+        """The process's reply to one job. Raises JobFailed, WorkerUnavailable.
 
         If a process dies that has done other jobs before, a new process gets the job once more: the first
         one may have died of what those jobs left behind, or of a signal.
@@ -87,7 +94,7 @@ class IsolatedWorker:
                     return self._ask(fields, data)
                 except JobTimedOut:
                     raise
-                except JobFailed:
+                except (JobFailed, WorkerUnavailable):
                     pass
             return self._ask(fields, data)
 
@@ -113,7 +120,7 @@ class IsolatedWorker:
 
     def _start(self) -> _Process:
         if self._is_closed:
-            raise JobFailed("the server is shutting down")
+            raise WorkerUnavailable("the server is shutting down")
         process = _Process(self._module, self._limits)
         self._finalizer = weakref.finalize(self, process.end)  # also if this worker is never closed
         try:
@@ -176,8 +183,10 @@ class _Process:
         except (ConnectionEnded, OSError):
             raise self._cause_of_death(limits) from None
         except ValueError as error:  # a process with damaged memory may send anything
-            raise JobFailed(f"its result could not be read: {error}") from None
+            log.warning("the result of a child process could not be read: %s", error)
+            raise JobFailed("its result could not be read") from None
         if "failed" in reply.fields:
+            log.info("a job of a child process failed: %s", reply.fields)
             raise JobFailed(str(reply.fields["failed"])[:200])
         return reply
 
@@ -187,13 +196,15 @@ class _Process:
         self.popen.wait()
         self._connection.close()
 
-    def _cause_of_death(self, limits: WorkerLimits) -> JobFailed:
-        self.popen.kill()  # no effect on a process that has died; the connection may end a moment before that
-        code = self.popen.wait()
+    def _cause_of_death(self, limits: WorkerLimits) -> JobFailed | WorkerUnavailable:
+        try:
+            code = self.popen.wait(END_S)  # the connection may end a moment before the process
+        except subprocess.TimeoutExpired:
+            return JobFailed("its process closed the connection")
         if code == -signal.SIGXCPU:
             return JobTimedOut(f"it took more than {limits.cpu_s} s of processor time")
         if code == -signal.SIGKILL:
-            return JobKilled("its process was killed, perhaps because the machine had no memory left")
+            return WorkerUnavailable("a child process was killed, perhaps because memory ran out")
         if code == -signal.SIGABRT:
             return JobFailed(f"it needed more than {limits.memory_bytes // MIB} MiB of memory, or crashed")
         return JobFailed("it crashed the process that reads it")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import socket
 
 from outrider.media.limits import InvalidMedia
+
+log = logging.getLogger(__name__)
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -25,16 +28,18 @@ async def resolve(host: str, port: int, allow_private: bool) -> list[str]:
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-    except (OSError, UnicodeError):
-        raise InvalidMedia(f"the host {host[:100]!r} of an image's URL is not known") from None
+    except (OSError, UnicodeError) as error:
+        log.info("the host %r of an image's URL cannot be resolved: %r", host[:100], error)
+        raise InvalidMedia("the host cannot be resolved") from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     if not addresses:
-        raise InvalidMedia(f"the host {host[:100]!r} of an image's URL has no address")
+        raise InvalidMedia("the host cannot be resolved")
     if not allow_private:
         for address in addresses:
             if not is_public(address):
+                log.info("the host %r of an image's URL has the address %s", host[:100], address)
                 raise InvalidMedia(
-                    f"the host {host[:100]!r} of an image's URL is not on the public internet "
+                    "the host is not on the public internet "
                     "(the server's option --allow-private-urls allows private addresses)"
                 )
     return addresses

@@ -4,11 +4,15 @@ The client's URL must not reach the operator's own network. So each request, red
 host once, refuses private addresses, and connects to the checked address: httpx gets the address as the URL's
 host, and the name only for the Host header, SNI and the certificate check. httpx never resolves a name. Size
 and time are limited while the content arrives. No cookies, no credentials, no proxies, no decompression.
+
+The message of each InvalidMedia here is one of a few fixed reasons. Texts of libraries, of the system and of
+the web server go to the log only: they may describe the operator's network.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +22,9 @@ import httpx
 
 from outrider.media.addresses import resolve
 from outrider.media.limits import InvalidMedia, MediaLimits
-from outrider.media.sources import MAX_URL_LENGTH, check_size
+from outrider.media.sources import MAX_URL_LENGTH
+
+log = logging.getLogger(__name__)
 
 PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -51,17 +57,16 @@ async def fetch(url: str, limits: MediaLimits) -> bytes:
                     return found
                 url = _join(url, found)
     except TimeoutError:
-        raise InvalidMedia(f"an image's URL did not answer within {limits.fetch_total_s:g} s") from None
-    raise InvalidMedia(f"an image's URL was redirected more than {limits.max_redirects} times")
+        raise InvalidMedia(f"timed out after {limits.fetch_total_s:g} s") from None
+    raise InvalidMedia(f"redirected more than {limits.max_redirects} times")
 
 
 def _join(url: str, location: str) -> str:
     try:
         return urljoin(url, location)
     except ValueError:
-        raise InvalidMedia(
-            f"an image's URL redirects to an address that cannot be parsed: {location[:100]!r}"
-        ) from None
+        log.info("a redirect of an image's URL cannot be parsed: %r", location[:100])
+        raise InvalidMedia("the URL, or one that it redirects to, cannot be parsed") from None
 
 
 def _parse(url: str) -> _RequestTarget:
@@ -69,14 +74,16 @@ def _parse(url: str) -> _RequestTarget:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        raise InvalidMedia(f"an image's URL cannot be parsed: {url[:100]!r}") from None
+        raise InvalidMedia("the URL, or one that it redirects to, cannot be parsed") from None
     if parts.scheme not in PORTS or not host or len(url) > MAX_URL_LENGTH:
-        raise InvalidMedia(f"an image's URL must begin with http:// or https:// and a host: {url[:100]!r}")
+        raise InvalidMedia(
+            "the URL, and those that it redirects to, must begin with http:// or https:// and a host"
+        )
     if parts.username or parts.password:
-        raise InvalidMedia("an image's URL must not contain a user name or password")
+        raise InvalidMedia("the URL must not contain a user name or password")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not path.isascii() or any(ord(c) <= 32 or ord(c) == 127 for c in path):
-        raise InvalidMedia("an image's URL contains characters that must be percent-encoded")
+        raise InvalidMedia("the URL contains characters that must be percent-encoded")
     return _RequestTarget(parts.scheme, host, port or PORTS[parts.scheme], path)
 
 
@@ -86,13 +93,13 @@ async def _request(target: _RequestTarget, limits: MediaLimits) -> bytes | str:
     try:
         async with asyncio.timeout(limits.fetch_timeout_s), transport:
             response = await _connect(transport, target, limits)
-            return await _read(response, target.host, limits)
+            return await _read(response, limits)
     except TimeoutError:
-        raise InvalidMedia(f"{target.host} did not answer within {limits.fetch_timeout_s:g} s") from None
-    except httpx.ProtocolError as error:
-        raise InvalidMedia(f"{target.host} does not speak HTTP properly: {error}") from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise InvalidMedia(f"an image could not be fetched from {target.host}: {error}") from None
+        raise InvalidMedia(f"timed out after {limits.fetch_timeout_s:g} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        log.info("an image could not be fetched from %r: %r", target.host[:100], error)
+        is_protocol = isinstance(error, httpx.ProtocolError)
+        raise InvalidMedia("the answer is not valid HTTP" if is_protocol else "connection failed") from None
 
 
 async def _connect(
@@ -111,23 +118,28 @@ async def _connect(
     raise failure
 
 
-async def _read(response: httpx.Response, host: str, limits: MediaLimits) -> bytes | str:
+async def _read(response: httpx.Response, limits: MediaLimits) -> bytes | str:
     if response.status_code in REDIRECTS and "location" in response.headers:
         return str(response.headers["location"])
     if response.status_code != 200:
-        raise InvalidMedia(f"{host} answered {response.status_code} instead of an image")
+        raise InvalidMedia(f"HTTP status {response.status_code}")
     if response.headers.get("content-encoding", "identity") != "identity":
-        raise InvalidMedia(f"{host} compresses its answer, which was not requested")
+        raise InvalidMedia("the answer is compressed, which was not requested")
     length = response.headers.get("content-length", "")
     if length.isdigit():
-        check_size(int(length), limits)
+        _check_size(int(length), limits)
     data = bytearray()
     async for chunk in response.aiter_raw():  # as sent: httpx does not decompress
         data += chunk
-        check_size(len(data), limits)
+        _check_size(len(data), limits)
     if not data:
-        raise InvalidMedia("an image's URL answers with no content")
+        raise InvalidMedia("the answer has no content")
     return bytes(data)
+
+
+def _check_size(num_bytes: int, limits: MediaLimits) -> None:
+    if num_bytes > limits.max_image_bytes:
+        raise InvalidMedia(f"too large: the limit is {limits.max_image_bytes:,} bytes")
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +20,8 @@ from outrider.media.video import count_video_frames, read_frames, video_kind
 
 if TYPE_CHECKING:
     from PIL import Image
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -132,8 +135,11 @@ def _open(data: bytes, declared: str, limits: MediaLimits, use: Callable[[Image.
     except pillow.UnidentifiedImageError:
         known = ", ".join(FORMATS)
         refusal = f"the data is not an image in a known format ({known}; videos as MP4, WebM, GIF)"
+    except pillow.DecompressionBombError:  # Pillow's own limit, before `_check_header` can look
+        refusal = f"an image has too many pixels; the limit is {limits.max_image_pixels:,} in all"
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and others
-        refusal = f"an image is damaged or cut short ({type(error).__name__}: {str(error)[:100]})"
+        log.info("an image of %d bytes cannot be decoded: %r", len(data), error)
+        refusal = "an image is damaged or cut short"
     raise InvalidMedia(refusal)
 
 

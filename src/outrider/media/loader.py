@@ -80,15 +80,19 @@ class MediaLoader(Generic[T]):
         """Download the content of web URLs. The result is None for other sources."""
         gate = asyncio.Semaphore(MAX_FETCHES)
 
-        async def content(source: Source) -> bytes | None:
+        async def content(number: int, source: Source) -> bytes | None:
             if not isinstance(source, WebUrl):
                 return None
-            async with gate:
-                return await fetch(source.url, self.limits)
+            try:
+                async with gate:
+                    return await fetch(source.url, self.limits)
+            except InvalidMedia as refusal:
+                which = f"image or video {number} of {len(sources)}"
+                raise InvalidMedia(f"{which} cannot be fetched: {refusal}") from None
 
         try:
             async with asyncio.timeout(self.limits.fetch_total_s):
-                return await _all(asyncio.create_task(content(source)) for source in sources)
+                return await _all(asyncio.create_task(content(*one)) for one in enumerate(sources, 1))
         except TimeoutError:
             limit = self.limits.fetch_total_s
             raise InvalidMedia(f"the images could not be fetched within {limit:g} s") from None

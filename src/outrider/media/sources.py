@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import os
 import stat
 from dataclasses import dataclass
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urlsplit
 
 from outrider.media.limits import InvalidMedia, MediaLimits
+
+log = logging.getLogger(__name__)
 
 MAX_URL_LENGTH = 8192  # characters of a file: or web URL; chosen by hand
 
@@ -124,6 +127,7 @@ def _read_file(path: str, limits: MediaLimits) -> bytes:
             check_size(state.st_size, limits)
             data = file.read(limits.max_image_bytes + 1)
     except OSError as error:
-        raise InvalidMedia(f"a local image cannot be read: {error.strerror or error}") from None
+        log.info("a local image cannot be read: %r", error)
+        raise InvalidMedia("a local image cannot be read") from None
     check_size(len(data), limits)
     return data

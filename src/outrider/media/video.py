@@ -65,8 +65,8 @@ def _opened(data: bytes, declared: str) -> Iterator[Any]:
             if not capture.isOpened():
                 raise InvalidMedia(DAMAGED)
             yield capture
-        except cv2.error as error:
-            raise InvalidMedia(f"a video is damaged ({str(error)[:100]})") from None
+        except cv2.error:
+            raise InvalidMedia(DAMAGED) from None
         finally:
             capture.release()
 

@@ -18,6 +18,7 @@ from models.head_checkpoints import TinyHead, tiny_head, write
 from outrider.cli.main import main
 from outrider.models.heads import HeadError, LoadedHead, find_head, load_head
 from outrider.models.heads.extract import extract
+from outrider.models.heads.head_files import read_header
 from outrider.models.heads.originals import HubOriginal, LocalOriginal, original
 from tiny_models import save_checkpoint
 
@@ -84,7 +85,7 @@ def test_only_the_shard_with_the_head_is_fetched(
     source, into = write_original(tmp_path / "original", qwen), write_converted(tmp_path / "model", qwen)
     fetched = []
 
-    def download(repo_id: str, file: str) -> str:
+    def download(repo_id: str, file: str, revision: str | None) -> str:
         assert repo_id == "someone/a-model"
         fetched.append(file)
         return shutil.copy(source / file, tmp_path / file)
@@ -103,7 +104,7 @@ def test_a_repository_of_one_file(tmp_path: Path, qwen: TinyHead, monkeypatch: p
     source, into = write_original(tmp_path / "original", qwen), write_converted(tmp_path / "model", qwen)
     (source / HEAD).rename(source / "model.safetensors")
 
-    def download(repo_id: str, file: str) -> str:
+    def download(repo_id: str, file: str, revision: str | None) -> str:
         if file.endswith("index.json"):
             raise EntryNotFoundError("404")
         return str(source / file)
@@ -112,10 +113,30 @@ def test_a_repository_of_one_file(tmp_path: Path, qwen: TinyHead, monkeypatch: p
     assert extract(HubOriginal("someone/a-model"), into).num_tensors == len(qwen.published())
 
 
+def test_all_files_are_of_the_commit_of_the_first(
+    tmp_path: Path, qwen: TinyHead, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_original(tmp_path / "snapshots" / "c0ffee", qwen)
+    into, revisions = write_converted(tmp_path / "model", qwen), []
+
+    def download(repo_id: str, file: str, revision: str | None) -> str:
+        revisions.append(revision)
+        return str(source / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert main(["mtp", "extract", "someone/a-model", "--revision", "v1", "--into", str(into)]) == 0
+    assert revisions == ["v1", "c0ffee", "c0ffee"]
+    assert "someone/a-model at commit c0ffee (--revision c0ffee" in capsys.readouterr().out
+    metadata = read_header(into / "mtp" / "weights.safetensors")[1]
+    assert (metadata["taken_from"], metadata["commit"]) == ("someone/a-model", "c0ffee")
+    with pytest.raises(HeadError, match="--revision v1 needs a Hugging Face id"):
+        original(str(source), "v1")
+
+
 def test_a_hub_that_cannot_be_reached(
     qwen: TinyHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def download(repo_id: str, file: str) -> str:
+    def download(repo_id: str, file: str, revision: str | None) -> str:
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)

@@ -57,6 +57,8 @@ def extract(source: Original, into: Path, force: bool = False, progress: Listene
         missing = sorted(named.targets.keys() - (head.stored.keys() if head else set()))
         raise HeadError(f"{source.name} is incomplete: its files do not hold {missing[0]}.")
     metadata = {"format": _format(head), "taken_from": source.name}
+    if source.commit is not None:
+        metadata["commit"] = source.commit
     _write(target, head.stored, metadata, progress)
     return Extracted(target, named.layout.name, named.num_depths, len(head.stored), head.num_bytes)
 

@@ -15,6 +15,7 @@ CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.saf
 
 class Original(Protocol):
     name: str
+    commit: str | None  # of a Hugging Face repository, once a file of it was fetched
 
     def config(self) -> dict[str, Any]: ...
 
@@ -32,6 +33,7 @@ class LocalOriginal:
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
+        self.commit: str | None = None
         self._folder = folder
 
     def config(self) -> dict[str, Any]:
@@ -46,10 +48,16 @@ class LocalOriginal:
 
 
 class HubOriginal:
-    """A Hugging Face repository. Files go to the hub's cache, where interrupted downloads are resumed."""
+    """A Hugging Face repository. Files go to the hub's cache, where interrupted downloads are resumed.
 
-    def __init__(self, repo_id: str) -> None:
+    The first file fixes the commit of all others.
+    """
+
+    def __init__(self, repo_id: str, revision: str | None = None) -> None:
+        """`revision`: commit, tag or branch; None: its main branch."""
         self.name = repo_id
+        self.commit: str | None = None
+        self._revision = revision
 
     def config(self) -> dict[str, Any]:
         return _json(self._download(CONFIG))
@@ -77,24 +85,29 @@ class HubOriginal:
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
-            return Path(hf_hub_download(self.name, file))
+            path = Path(hf_hub_download(self.name, file, revision=self.commit or self._revision))
         except EntryNotFoundError:
             raise
         except Exception as error:  # errors of the hub, the network or the disk
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise HeadError(f"{self.name}: {file} could not be fetched ({reason}).") from error
+        if path.parent.parent.name == "snapshots":  # the hub's cache: snapshots/COMMIT/FILE
+            self.commit = path.parent.name
+        return path
 
 
-def original(source: str) -> Original:
-    """A folder, or a Hugging Face id of the form owner/name."""
+def original(source: str, revision: str | None = None) -> Original:
+    """A folder, or a Hugging Face id of the form owner/name (at a commit, tag or branch of it)."""
     folder = Path(source).expanduser()
+    if revision is not None and folder.exists():
+        raise HeadError(f"--revision {revision} needs a Hugging Face id (owner/name), not {source}.")
     if folder.is_dir():
         return LocalOriginal(folder)
     if folder.exists():
         raise HeadError(f"{source} is a file; an original is a checkpoint folder or a Hugging Face id.")
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise HeadError(f"{source}: no such folder, and not a Hugging Face id of the form owner/name.")
-    return HubOriginal(source)
+    return HubOriginal(source, revision)
 
 
 def _json(file: Path) -> dict[str, Any]:
