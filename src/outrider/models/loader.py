@@ -13,9 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
 
 from outrider.config import DTYPES
+from outrider.models.dtypes import settle_dtype
 from outrider.models.errors import ModelUnavailable
 from outrider.models.families import check_supported
 from outrider.models.files.named import NAMED, make_ready, named_model
@@ -67,7 +67,7 @@ def load(model: str | Path, dtype: str = "auto", revision: str | None = None) ->
     family = _family(config, vision)
     check_supported(family)
     network, mrope = _load_network(path, config, vision)
-    _settle_dtype(network, dtype)
+    settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
     vision_config = config["vision_config"] if vision is not None else {}
     num_deepstack = len(vision_config.get("deepstack_visual_indexes") or ())
@@ -219,29 +219,3 @@ def _max_context(config: dict[str, Any]) -> int:
     """Return the context limit. A model with learned positions has no position past the limit."""
     limits = (part.get(key) for part in (config, config.get("text_config") or {}) for key in CONTEXT_KEYS)
     return int(next((limit for limit in limits if limit), DEFAULT_CONTEXT))
-
-
-def _settle_dtype(network: nn.Module, dtype: str) -> None:
-    """Cast the weights. On the CPU also dequantise: MLX's quantised matrix products are slow there."""
-    from mlx_lm.utils import dequantize_model
-
-    is_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if dtype == "auto" and not is_cpu:
-        return
-    if is_cpu and any(hasattr(module, "bits") for _, module in network.named_modules()):
-        _cast(network, mx.float32)  # cast the scales first, so that dequantising does not round
-        dequantize_model(network)
-    _cast(network, mx.float32 if dtype == "auto" else getattr(mx, dtype))
-    mx.eval(network.parameters())
-
-
-def _cast(network: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast all floating-point weights, except those that the model definition wants in float32."""
-    may_cast = getattr(network, "cast_predicate", None) or (lambda name: True)
-
-    def cast(name: str, array: mx.array) -> mx.array:
-        if not mx.issubdtype(array.dtype, mx.floating):
-            return array
-        return array.astype(dtype if may_cast(name) else mx.float32)
-
-    network.update(tree_map_with_path(cast, network.parameters()))
