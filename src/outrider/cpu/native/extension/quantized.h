@@ -1,0 +1,60 @@
+// Matmuls with quantised weights.
+//
+// Weights stay as MLX stores them (affine: w = scale * code + bias). Tokens are rounded to 8 bits in blocks of 32
+// elements, each block with a scale of its own. Products of codes are added as integers, exactly, within a block; the
+// blocks are added in float32, in order. So a token's result is the same to the bit whatever tokens are beside it,
+// whatever the number of threads, and whatever instructions the CPU has.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace outrider {
+
+constexpr int BLOCK = 32;      // elements of a token that share a scale
+constexpr int TILE_ROWS = 16;  // rows of the weights that are computed together
+
+enum class FloatType { float32, float16, bfloat16 };
+
+struct QuantizedMatrix {
+    int num_rows, size;      // size: elements of a row, a multiple of group_size
+    int bits, group_size;    // bits: 2, 3, 4, 5, 6 or 8; group_size: a multiple of BLOCK
+    const uint32_t *codes;   // [num_rows, size * bits / 32]
+    const void *scales;      // [num_rows, size / group_size]
+    const void *biases;      // the same
+    FloatType type;          // of scales and biases
+};
+
+struct QuantizedTokens {
+    int num_tokens, size;  // size: a multiple of BLOCK
+    int8_t *codes;         // [num_tokens, size]; of every eight elements first those with even numbers, then the others
+    float *scales;         // [num_tokens, size / BLOCK]
+    float *sums;           // the same: the sum of a block's codes, times its scale
+};
+
+// Bytes of memory that `quantize` needs, and alignment of that memory.
+size_t token_bytes(int num_tokens, int size);
+constexpr size_t TOKEN_ALIGNMENT = 64;
+
+// Rounds tokens x [num_tokens, size], `stride` floats apart. A block with a NaN or an infinity becomes NaN.
+QuantizedTokens quantize(const float *x, int num_tokens, int size, ptrdiff_t stride, void *memory);
+
+// y = x @ w^T: y [num_tokens, num_rows], `stride` floats apart.
+struct Product {
+    QuantizedMatrix weights;
+    float *y;
+    ptrdiff_t stride;
+};
+
+// Computes products of the same tokens, on several threads.
+void multiply(const Product *products, int num_products, const QuantizedTokens &tokens);
+
+// Rows of the weights as float32, each `size` floats.
+void dequantize_row(const QuantizedMatrix &weights, int row, float *out);
+
+// The instructions in use: "avx512vnni", "avx2" or "portable". `use` chooses them ("" for the best that the CPU has);
+// false: the CPU does not have them.
+const char *instructions();
+bool use(const char *wanted);
+
+}  // namespace outrider
