@@ -105,6 +105,8 @@ void set_num_threads(int count) {
         pool.num_helpers.store(std::clamp(count, 1, MAX_THREADS) - 1);
 }
 
+int num_threads() { return pool.num_helpers.load() + 1; }
+
 void parallel(int num_chunks, const std::function<void(int)> &work) {
     int num_helpers = std::min(pool.num_helpers.load(), num_chunks - 1);
     if (num_helpers <= 0 || pool.is_taken.test_and_set()) {

@@ -7,6 +7,7 @@ namespace outrider {
 
 // The number of threads that one call of `parallel` may use, its caller included.
 void set_num_threads(int count);
+int num_threads();
 
 // Calls work(chunk) once for each chunk in [0, num_chunks), on several threads. The caller takes chunks like the other
 // threads do, and waits only for chunks that have begun: a thread that gets no core costs nothing. One caller at a

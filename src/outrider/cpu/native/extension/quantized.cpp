@@ -1,0 +1,562 @@
+#include "quantized.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "threads.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,bmi2,f16c,fma,avx2")))
+#define AVX2 __attribute__((target("avx2,bmi2,f16c,fma")))
+#endif
+#define INLINE inline __attribute__((always_inline))
+
+namespace outrider {
+namespace {
+
+constexpr int MAX_SIZE = 1024;  // elements of a row in a tile: it stays in the L1 cache
+constexpr int MAX_BLOCKS = MAX_SIZE / BLOCK;
+constexpr int QUADS = BLOCK / 4;           // four codes of a row are multiplied by one instruction
+constexpr int MAX_TOKENS = 8;              // that are computed together: one register each for integers and for floats
+constexpr int CHUNKS_PER_THREAD = 8;       // the last thread to finish is late by one chunk at most
+constexpr long MIN_SHARED = 100'000;       // elements of the weights from which several threads pay
+constexpr int FREE_TOKENS = 8;             // tokens that are computed in the time that the weights take to arrive
+
+// TILE_ROWS rows of the weights by up to MAX_SIZE elements, arranged for the kernels.
+struct alignas(64) Tile {
+    uint8_t codes[MAX_BLOCKS][QUADS][TILE_ROWS][4];  // elements in the order of QuantizedTokens::codes
+    float scales[MAX_BLOCKS][TILE_ROWS];             // by group
+    float biases[MAX_BLOCKS][TILE_ROWS];
+    int num_blocks, blocks_per_group, bits;
+};
+
+// Up to MAX_TOKENS tokens, from the tile's first element on.
+struct TokenBlock {
+    const int8_t *codes;
+    const float *scales, *sums;
+    ptrdiff_t code_stride, block_stride;  // from one token to the next
+};
+
+using Sums = float[MAX_TOKENS][TILE_ROWS];
+
+struct Kernels {
+    const char *name;
+    void (*quantize)(const float *x, int num_blocks, int8_t *codes, float *scales, float *sums);
+    void (*fill)(const QuantizedMatrix &w, int row, int first, int size, Tile &tile);
+    void (*add)(const Tile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums);
+};
+
+// -- floats ----------------------------------------------------------------------------------------------------------
+
+INLINE float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE float from_half(uint16_t half) {
+    uint32_t sign = (half & 0x8000u) << 16, rest = half & 0x7fffu;
+    if (rest >= 0x7c00u)  // infinity or NaN
+        return from_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+    // The exponent is rebiased by a multiplication, which is exact for subnormal numbers too.
+    return from_bits(sign | (rest << 13)) * 0x1p112f;
+}
+
+INLINE float load(const void *values, FloatType type, ptrdiff_t i) {
+    switch (type) {
+    case FloatType::float32: return static_cast<const float *>(values)[i];
+    case FloatType::float16: return from_half(static_cast<const uint16_t *>(values)[i]);
+    default: return from_bits(static_cast<uint32_t>(static_cast<const uint16_t *>(values)[i]) << 16);
+    }
+}
+
+// -- any CPU ---------------------------------------------------------------------------------------------------------
+
+// Position of element i of eight in QuantizedTokens::codes.
+constexpr int position(int i) { return i / 2 + i % 2 * 4; }
+
+INLINE int code_at(const uint8_t *row, int bits, int k) {
+    int bit = k * bits, byte = bit / 8, shift = bit % 8;
+    int two = row[byte];
+    if (shift + bits > 8)
+        two |= row[byte + 1] << 8;
+    return two >> shift & ((1 << bits) - 1);
+}
+
+INLINE void quantize_blocks(const float *x, int num_blocks, int8_t *codes, float *scales, float *sums) {
+    for (int b = 0; b < num_blocks; b++, x += BLOCK, codes += BLOCK) {
+        float most[8] = {}, odd[8] = {};
+        for (int i = 0; i < BLOCK; i += 8)
+            for (int lane = 0; lane < 8; lane++) {
+                float size = std::fabs(x[i + lane]);
+                most[lane] = size > most[lane] ? size : most[lane];
+                odd[lane] += x[i + lane] * 0.0f;  // NaN if the element is NaN or infinite
+            }
+        float amax = 0, nan = 0;
+        for (int lane = 0; lane < 8; lane++) {
+            amax = most[lane] > amax ? most[lane] : amax;
+            nan += odd[lane];
+        }
+        constexpr float TINY = 1e-30f;  // smaller elements count as zero: their scale's inverse would overflow
+        float inverse = amax > TINY ? 127.0f / amax : 0.0f;
+        if (nan != nan)
+            inverse = 0;
+        constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
+        int32_t rounded[BLOCK], sum = 0;
+        for (int i = 0; i < BLOCK; i++)
+            rounded[i] = inverse == 0 ? 0 : static_cast<int32_t>((x[i] * inverse + ROUND) - ROUND);
+        for (int i = 0; i < BLOCK; i++)
+            sum += rounded[i];
+        for (int i = 0; i < BLOCK; i++)
+            codes[i / 8 * 8 + position(i % 8)] = static_cast<int8_t>(rounded[i]);
+        scales[b] = nan != nan ? std::numeric_limits<float>::quiet_NaN() : inverse == 0 ? 0 : amax / 127.0f;
+        sums[b] = scales[b] * static_cast<float>(sum);
+    }
+}
+
+const uint8_t *row_of(const QuantizedMatrix &w, int row) {
+    row = std::min(row, w.num_rows - 1);  // a tile may have more rows than the weights: their results are not used
+    return reinterpret_cast<const uint8_t *>(w.codes) + static_cast<ptrdiff_t>(row) * w.size / 8 * w.bits;
+}
+
+INLINE void fill_scales(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
+    int per_row = w.size / w.group_size, begin = first / w.group_size, end = (first + size - 1) / w.group_size + 1;
+    for (int r = 0; r < TILE_ROWS; r++) {
+        ptrdiff_t at = static_cast<ptrdiff_t>(std::min(row + r, w.num_rows - 1)) * per_row + begin;
+        for (int group = 0; group < end - begin; group++) {
+            tile.scales[group][r] = load(w.scales, w.type, at + group);
+            tile.biases[group][r] = load(w.biases, w.type, at + group);
+        }
+    }
+    tile.num_blocks = size / BLOCK;
+    tile.blocks_per_group = w.group_size / BLOCK;
+    tile.bits = w.bits;
+}
+
+void portable_quantize(const float *x, int num_blocks, int8_t *codes, float *scales, float *sums) {
+    quantize_blocks(x, num_blocks, codes, scales, sums);
+}
+
+void portable_fill(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
+    fill_scales(w, row, first, size, tile);
+    for (int r = 0; r < TILE_ROWS; r++) {
+        const uint8_t *codes = row_of(w, row + r);
+        for (int k = 0; k < size; k++) {
+            int at = k % BLOCK / 8 * 8 + position(k % 8);
+            tile.codes[k / BLOCK][at / 4][r][at % 4] = static_cast<uint8_t>(code_at(codes, w.bits, first + k));
+        }
+    }
+}
+
+void portable_add(const Tile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums) {
+    for (int t = 0; t < num_tokens; t++)
+        for (int b = 0; b < tile.num_blocks; b++) {
+            const int8_t *x = tokens.codes + t * tokens.code_stride + b * BLOCK;
+            float scale = tokens.scales[t * tokens.block_stride + b], sum = tokens.sums[t * tokens.block_stride + b];
+            int group = b / tile.blocks_per_group;
+            for (int r = 0; r < TILE_ROWS; r++) {
+                int32_t total = 0;
+                for (int q = 0; q < QUADS; q++)
+                    for (int i = 0; i < 4; i++)
+                        total += tile.codes[b][q][r][i] * x[q * 4 + i];
+                float added = std::fma(static_cast<float>(total), tile.scales[group][r] * scale, sums[t][r]);
+                sums[t][r] = std::fma(tile.biases[group][r], sum, added);
+            }
+        }
+}
+
+constexpr Kernels PORTABLE = {"portable", portable_quantize, portable_fill, portable_add};
+
+#if defined(__x86_64__)
+
+// -- x86: both instruction sets --------------------------------------------------------------------------------------
+
+// The 32 codes of a block of one row, a byte each.
+AVX2 INLINE void spread(const uint8_t *block, int bits, uint8_t out[BLOCK]) {
+    if (bits == 8) {
+        std::memcpy(out, block, BLOCK);
+        return;
+    }
+    uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1);
+    for (int i = 0; i < BLOCK / 8; i++) {
+        uint64_t packed = 0;
+        std::memcpy(&packed, block + i * bits, bits);  // eight codes take `bits` bytes
+        uint64_t bytes = _pdep_u64(packed, mask);
+        std::memcpy(out + i * 8, &bytes, 8);
+    }
+}
+
+AVX2 INLINE __m128i evens_first(__m128i bytes) {
+    return _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+}
+
+AVX2 INLINE void fill_half_scales(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
+    if (w.type != FloatType::float16)
+        return fill_scales(w, row, first, size, tile);
+    int per_row = w.size / w.group_size, begin = first / w.group_size, end = (first + size - 1) / w.group_size + 1;
+    for (int r = 0; r < TILE_ROWS; r++) {
+        ptrdiff_t at = static_cast<ptrdiff_t>(std::min(row + r, w.num_rows - 1)) * per_row + begin;
+        const uint16_t *scales = static_cast<const uint16_t *>(w.scales) + at;
+        const uint16_t *biases = static_cast<const uint16_t *>(w.biases) + at;
+        for (int group = 0; group < end - begin; group++) {
+            tile.scales[group][r] = _cvtsh_ss(scales[group]);
+            tile.biases[group][r] = _cvtsh_ss(biases[group]);
+        }
+    }
+    tile.num_blocks = size / BLOCK;
+    tile.blocks_per_group = w.group_size / BLOCK;
+    tile.bits = w.bits;
+}
+
+// -- AVX-512 with VNNI -----------------------------------------------------------------------------------------------
+
+AVX512 void avx512_quantize(const float *x, int num_blocks, int8_t *codes, float *scales, float *sums) {
+    quantize_blocks(x, num_blocks, codes, scales, sums);
+}
+
+// Four 16-byte pieces of rows r, r + 4, r + 8 and r + 12, side by side.
+AVX512 INLINE __m512i four_rows(const uint8_t *const rows[TILE_ROWS], int r, ptrdiff_t offset) {
+    __m512i found = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[r] + offset)));
+    found = _mm512_inserti32x4(found, _mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[r + 4] + offset)), 1);
+    found = _mm512_inserti32x4(found, _mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[r + 8] + offset)), 2);
+    return _mm512_inserti32x4(found, _mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[r + 12] + offset)), 3);
+}
+
+// out[i]: bytes 4i to 4i + 3 of 16-byte pieces of all rows, in the order of the rows. With `reorders`, of every eight
+// bytes first those with even numbers.
+AVX512 INLINE void transpose(
+    const uint8_t *const rows[TILE_ROWS], ptrdiff_t offset, bool reorders, __m512i out[4]) {
+    __m512i a = four_rows(rows, 0, offset), b = four_rows(rows, 1, offset);
+    __m512i c = four_rows(rows, 2, offset), d = four_rows(rows, 3, offset);
+    if (reorders) {
+        const __m512i order =
+            _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+        a = _mm512_shuffle_epi8(a, order), b = _mm512_shuffle_epi8(b, order);
+        c = _mm512_shuffle_epi8(c, order), d = _mm512_shuffle_epi8(d, order);
+    }
+    __m512i ab_low = _mm512_unpacklo_epi32(a, b), ab_high = _mm512_unpackhi_epi32(a, b);
+    __m512i cd_low = _mm512_unpacklo_epi32(c, d), cd_high = _mm512_unpackhi_epi32(c, d);
+    out[0] = _mm512_unpacklo_epi64(ab_low, cd_low);
+    out[1] = _mm512_unpackhi_epi64(ab_low, cd_low);
+    out[2] = _mm512_unpacklo_epi64(ab_high, cd_high);
+    out[3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+}
+
+AVX512 void avx512_fill(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
+    fill_half_scales(w, row, first, size, tile);
+    const uint8_t *rows[TILE_ROWS];
+    for (int r = 0; r < TILE_ROWS; r++)
+        rows[r] = row_of(w, row + r) + first / 8 * w.bits;
+    __m512i found[4];
+    if (w.bits == 4) {
+        const __m512i low = _mm512_set1_epi8(15);
+        // The rows of the next tile follow those of this one, a block of 16 bytes of each row at a time.
+        const uint8_t *ahead = rows[TILE_ROWS - 1] + static_cast<ptrdiff_t>(w.size) / 2;
+        for (int b = 0; b < tile.num_blocks; b++) {
+            for (int line = 0; line < 4; line++)
+                __builtin_prefetch(ahead + b * 256 + line * 64, 0, 2);
+            transpose(rows, b * (BLOCK / 2), false, found);
+            for (int i = 0; i < 4; i++) {  // elements 8i to 8i + 7: even ones in the low halves of bytes
+                _mm512_store_si512(tile.codes[b][2 * i], _mm512_and_si512(found[i], low));
+                _mm512_store_si512(tile.codes[b][2 * i + 1], _mm512_and_si512(_mm512_srli_epi16(found[i], 4), low));
+            }
+        }
+        return;
+    }
+    alignas(64) uint8_t bytes[TILE_ROWS][BLOCK];
+    const uint8_t *spread_rows[TILE_ROWS];
+    for (int r = 0; r < TILE_ROWS; r++)
+        spread_rows[r] = bytes[r];
+    for (int b = 0; b < tile.num_blocks; b++) {
+        ptrdiff_t offset = static_cast<ptrdiff_t>(b) * (BLOCK / 8) * w.bits;
+        if (w.bits != 8)
+            for (int r = 0; r < TILE_ROWS; r++)
+                spread(rows[r] + offset, w.bits, bytes[r]);
+        for (int half = 0; half < 2; half++) {
+            if (w.bits == 8)
+                transpose(rows, offset + half * 16, true, found);
+            else
+                transpose(spread_rows, half * 16, true, found);
+            for (int i = 0; i < 4; i++)
+                _mm512_store_si512(tile.codes[b][half * 4 + i], found[i]);
+        }
+    }
+}
+
+template <int N>
+AVX512 void avx512_add_tokens(const Tile &tile, const TokenBlock &tokens, Sums &sums) {
+    constexpr int PARTS = N == 1 ? 4 : N <= 3 ? 2 : 1;  // sums that do not wait for each other; integers: exact
+    __m512 sum[N];
+#pragma GCC unroll 8
+    for (int t = 0; t < N; t++)
+        sum[t] = _mm512_loadu_ps(sums[t]);
+    const int8_t *x = tokens.codes;
+    for (int b = 0; b < tile.num_blocks; b++, x += BLOCK) {
+        __m512i total[N][PARTS];
+#pragma GCC unroll 8
+        for (int t = 0; t < N; t++)
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++)
+                total[t][part] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (int q = 0; q < QUADS; q++) {
+            __m512i codes = _mm512_load_si512(tile.codes[b][q]);
+#pragma GCC unroll 8
+            for (int t = 0; t < N; t++) {
+                int32_t four;
+                std::memcpy(&four, x + t * tokens.code_stride + q * 4, 4);
+                total[t][q % PARTS] = _mm512_dpbusd_epi32(total[t][q % PARTS], codes, _mm512_set1_epi32(four));
+            }
+        }
+        int group = b / tile.blocks_per_group;
+        __m512 scales = _mm512_load_ps(tile.scales[group]), biases = _mm512_load_ps(tile.biases[group]);
+#pragma GCC unroll 8
+        for (int t = 0; t < N; t++) {
+            __m512i all = total[t][0];
+#pragma GCC unroll 4
+            for (int part = 1; part < PARTS; part++)
+                all = _mm512_add_epi32(all, total[t][part]);
+            __m512 factor = _mm512_mul_ps(scales, _mm512_set1_ps(tokens.scales[t * tokens.block_stride + b]));
+            sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), factor, sum[t]);
+            sum[t] = _mm512_fmadd_ps(biases, _mm512_set1_ps(tokens.sums[t * tokens.block_stride + b]), sum[t]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < N; t++)
+        _mm512_storeu_ps(sums[t], sum[t]);
+}
+
+void avx512_add(const Tile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums) {
+    switch (num_tokens) {
+    case 1: return avx512_add_tokens<1>(tile, tokens, sums);
+    case 2: return avx512_add_tokens<2>(tile, tokens, sums);
+    case 3: return avx512_add_tokens<3>(tile, tokens, sums);
+    case 4: return avx512_add_tokens<4>(tile, tokens, sums);
+    case 5: return avx512_add_tokens<5>(tile, tokens, sums);
+    case 6: return avx512_add_tokens<6>(tile, tokens, sums);
+    case 7: return avx512_add_tokens<7>(tile, tokens, sums);
+    default: return avx512_add_tokens<8>(tile, tokens, sums);
+    }
+}
+
+constexpr Kernels AVX512_VNNI = {"avx512vnni", avx512_quantize, avx512_fill, avx512_add};
+
+// -- AVX2 ------------------------------------------------------------------------------------------------------------
+
+AVX2 void avx2_quantize(const float *x, int num_blocks, int8_t *codes, float *scales, float *sums) {
+    quantize_blocks(x, num_blocks, codes, scales, sums);
+}
+
+AVX2 void avx2_fill(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
+    fill_half_scales(w, row, first, size, tile);
+    const uint8_t *rows[TILE_ROWS];
+    for (int r = 0; r < TILE_ROWS; r++)
+        rows[r] = row_of(w, row + r) + first / 8 * w.bits;
+    alignas(32) uint8_t bytes[BLOCK];
+    for (int b = 0; b < tile.num_blocks; b++)
+        for (int r = 0; r < TILE_ROWS; r++) {
+            spread(rows[r] + static_cast<ptrdiff_t>(b) * (BLOCK / 8) * w.bits, w.bits, bytes);
+            for (int half = 0; half < 2; half++) {
+                alignas(16) uint32_t quads[4];
+                _mm_store_si128(reinterpret_cast<__m128i *>(quads),
+                                evens_first(_mm_load_si128(reinterpret_cast<__m128i *>(bytes + half * 16))));
+                for (int q = 0; q < 4; q++)
+                    std::memcpy(tile.codes[b][half * 4 + q][r], &quads[q], 4);
+            }
+        }
+}
+
+// Sums of four products of unsigned and signed bytes. Sums of two of them fit in 16 bits if codes have seven bits.
+AVX2 INLINE __m256i add_products(__m256i total, __m256i codes, __m256i x, bool has_eighth_bit) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    if (!has_eighth_bit)
+        return _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), ones));
+    __m256i low = _mm256_and_si256(codes, _mm256_set1_epi8(127));
+    __m256i high = _mm256_and_si256(_mm256_srli_epi16(codes, 7), _mm256_set1_epi8(1));
+    total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones));
+    return _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(high, x), _mm256_set1_epi16(128)));
+}
+
+template <int N, bool HAS_EIGHTH_BIT>
+AVX2 void avx2_add_tokens(const Tile &tile, const TokenBlock &tokens, int first, Sums &sums) {
+    for (int half = 0; half < TILE_ROWS; half += 8) {
+        __m256 sum[N];
+        for (int t = 0; t < N; t++)
+            sum[t] = _mm256_loadu_ps(sums[first + t] + half);
+        for (int b = 0; b < tile.num_blocks; b++) {
+            __m256i total[N];
+            for (int t = 0; t < N; t++)
+                total[t] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+            for (int q = 0; q < QUADS; q++) {
+                __m256i codes = _mm256_load_si256(reinterpret_cast<const __m256i *>(tile.codes[b][q][half]));
+#pragma GCC unroll 4
+                for (int t = 0; t < N; t++) {
+                    int32_t four;
+                    std::memcpy(&four, tokens.codes + (first + t) * tokens.code_stride + b * BLOCK + q * 4, 4);
+                    total[t] = add_products(total[t], codes, _mm256_set1_epi32(four), HAS_EIGHTH_BIT);
+                }
+            }
+            int group = b / tile.blocks_per_group;
+            __m256 scales = _mm256_load_ps(tile.scales[group] + half);
+            __m256 biases = _mm256_load_ps(tile.biases[group] + half);
+#pragma GCC unroll 4
+            for (int t = 0; t < N; t++) {
+                ptrdiff_t at = (first + t) * tokens.block_stride + b;
+                __m256 factor = _mm256_mul_ps(scales, _mm256_set1_ps(tokens.scales[at]));
+                sum[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total[t]), factor, sum[t]);
+                sum[t] = _mm256_fmadd_ps(biases, _mm256_set1_ps(tokens.sums[at]), sum[t]);
+            }
+        }
+        for (int t = 0; t < N; t++)
+            _mm256_storeu_ps(sums[first + t] + half, sum[t]);
+    }
+}
+
+template <bool HAS_EIGHTH_BIT>
+AVX2 void avx2_add_all(const Tile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums) {
+    int t = 0;
+    for (; t + 4 <= num_tokens; t += 4)
+        avx2_add_tokens<4, HAS_EIGHTH_BIT>(tile, tokens, t, sums);
+    for (; t < num_tokens; t++)
+        avx2_add_tokens<1, HAS_EIGHTH_BIT>(tile, tokens, t, sums);
+}
+
+void avx2_add(const Tile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums) {
+    (tile.bits == 8 ? avx2_add_all<true> : avx2_add_all<false>)(tile, tokens, num_tokens, sums);
+}
+
+constexpr Kernels AVX2_ONLY = {"avx2", avx2_quantize, avx2_fill, avx2_add};
+
+#endif
+
+// -- choice of the instructions --------------------------------------------------------------------------------------
+
+bool has(const Kernels &kernels) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+    if (&kernels == &AVX2_ONLY)
+        return has_avx2;
+    if (&kernels == &AVX512_VNNI)
+        return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512vnni");
+#endif
+    return &kernels == &PORTABLE;
+}
+
+const Kernels *const ALL_KERNELS[] = {
+#if defined(__x86_64__)
+    &AVX512_VNNI, &AVX2_ONLY,
+#endif
+    &PORTABLE};
+
+const Kernels *find_kernels(const char *wanted) {
+    for (const Kernels *kernels : ALL_KERNELS)
+        if (has(*kernels) && (!*wanted || !std::strcmp(wanted, kernels->name)))
+            return kernels;
+    return nullptr;
+}
+
+const Kernels *kernels = find_kernels("");
+
+// -- matmuls ---------------------------------------------------------------------------------------------------------
+
+// Rows [row, row + TILE_ROWS) of the weights times all tokens.
+void multiply_tile(const Product &product, int row, const QuantizedTokens &tokens) {
+    const QuantizedMatrix &w = product.weights;
+    Tile tile;
+    int num_rows = std::min(TILE_ROWS, w.num_rows - row), num_blocks = tokens.size / BLOCK;
+    // A tile begins and ends with a group, so that its groups are whole.
+    int most = std::max(MAX_SIZE / w.group_size, 1) * w.group_size;
+    for (int k = 0; k < w.size; k += most) {
+        kernels->fill(w, row, k, std::min(most, w.size - k), tile);
+        for (int t = 0; t < tokens.num_tokens; t += MAX_TOKENS) {
+            int count = std::min(MAX_TOKENS, tokens.num_tokens - t);
+            TokenBlock block = {
+                tokens.codes + static_cast<ptrdiff_t>(t) * tokens.size + k,
+                tokens.scales + static_cast<ptrdiff_t>(t) * num_blocks + k / BLOCK,
+                tokens.sums + static_cast<ptrdiff_t>(t) * num_blocks + k / BLOCK,
+                tokens.size,
+                num_blocks,
+            };
+            alignas(64) Sums sums = {};
+            float *y = product.y + t * product.stride + row;
+            if (k > 0)
+                for (int i = 0; i < count; i++)
+                    std::memcpy(sums[i], y + i * product.stride, num_rows * sizeof(float));
+            kernels->add(tile, block, count, sums);
+            for (int i = 0; i < count; i++)
+                std::memcpy(y + i * product.stride, sums[i], num_rows * sizeof(float));
+        }
+    }
+}
+
+int num_tiles(const Product &product) { return (product.weights.num_rows + TILE_ROWS - 1) / TILE_ROWS; }
+
+}  // namespace
+
+size_t token_bytes(int num_tokens, int size) {
+    size_t num_codes = static_cast<size_t>(num_tokens) * size;
+    return num_codes + 2 * sizeof(float) * (num_codes / BLOCK);
+}
+
+QuantizedTokens quantize(const float *x, int num_tokens, int size, ptrdiff_t stride, void *memory) {
+    int num_blocks = size / BLOCK;
+    auto *codes = static_cast<int8_t *>(memory);
+    auto *scales = reinterpret_cast<float *>(codes + static_cast<ptrdiff_t>(num_tokens) * size);
+    float *sums = scales + static_cast<ptrdiff_t>(num_tokens) * num_blocks;
+    constexpr int TOKENS_PER_CHUNK = 16;
+    int num_chunks = (num_tokens + TOKENS_PER_CHUNK - 1) / TOKENS_PER_CHUNK;
+    parallel(num_chunks, [=](int chunk) {
+        int end = std::min(num_tokens, (chunk + 1) * TOKENS_PER_CHUNK);
+        for (ptrdiff_t t = chunk * TOKENS_PER_CHUNK; t < end; t++)
+            kernels->quantize(
+                x + t * stride, num_blocks, codes + t * size, scales + t * num_blocks, sums + t * num_blocks);
+    });
+    return {num_tokens, size, codes, scales, sums};
+}
+
+void multiply(const Product *products, int num_products, const QuantizedTokens &tokens) {
+    int total = 0;
+    long work = 0;
+    for (int i = 0; i < num_products; i++) {
+        total += num_tiles(products[i]);
+        work += static_cast<long>(products[i].weights.num_rows) * tokens.size;
+    }
+    bool is_small = work * std::max(1, tokens.num_tokens / FREE_TOKENS) < MIN_SHARED;
+    int num_chunks = is_small ? 1 : std::min(total, CHUNKS_PER_THREAD * num_threads());
+    parallel(num_chunks, [&](int chunk) {
+        int first = static_cast<int>(static_cast<long>(total) * chunk / num_chunks);
+        int last = static_cast<int>(static_cast<long>(total) * (chunk + 1) / num_chunks);
+        for (int i = 0, before = 0; i < num_products; before += num_tiles(products[i++]))
+            for (int n = std::max(first, before); n < std::min(last, before + num_tiles(products[i])); n++)
+                multiply_tile(products[i], (n - before) * TILE_ROWS, tokens);
+    });
+}
+
+void dequantize_row(const QuantizedMatrix &w, int row, float *out) {
+    const uint8_t *codes = row_of(w, row);
+    ptrdiff_t per_row = w.size / w.group_size;
+    for (int k = 0; k < w.size; k++) {
+        ptrdiff_t group = row * per_row + k / w.group_size;
+        float scale = load(w.scales, w.type, group), bias = load(w.biases, w.type, group);
+        out[k] = scale * static_cast<float>(code_at(codes, w.bits, k)) + bias;
+    }
+}
+
+const char *instructions() { return kernels->name; }
+
+bool use(const char *wanted) {
+    const Kernels *found = find_kernels(wanted);
+    if (found)
+        kernels = found;
+    return found != nullptr;
+}
+
+}  // namespace outrider
