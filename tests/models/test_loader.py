@@ -12,6 +12,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from outrider.models.families import UnsupportedModel
+from outrider.cpu.extension import extension
+from outrider.cpu.quantized import is_kept
 from outrider.models.loader import (
     CONTEXT_KEYS,
     DEFAULT_CONTEXT,
@@ -106,20 +108,73 @@ def test_the_context_is_the_one_that_the_config_names(
         ("qwen3", "nvfp4", 4, 16),
     ],
 )
-def test_a_quantised_model_becomes_float32_on_the_cpu_with_the_same_logits(
+def test_with_dtype_float32_a_quantised_model_is_dequantised_on_the_cpu_with_the_same_logits(
     tmp_path: Path, family: str, mode: str, bits: int, group_size: int
 ) -> None:
-    quantised = tiny_model(family)
-    exact = solo_logits(quantised, TEXT)
-    settings = {"group_size": group_size, "bits": bits, "mode": mode}
-    nn.quantize(quantised, **settings, class_predicate=lambda _, module: _fits(module, group_size))
-    save_checkpoint(tmp_path, quantised, tiny_config(family) | {"quantization": settings})
-    loaded = load(tmp_path)
+    exact = solo_logits(tiny_model(family), TEXT)
+    quantised = _save_quantised(tmp_path, family, group_size, bits, mode)
+    loaded = load(tmp_path, "float32")
     want = solo_logits(quantised, TEXT)
     assert error(exact, want) > 1e-3  # quantising did something
     assert error(solo_logits(loaded.trunk.model, TEXT), want) <= 1e-5
     assert _dtypes(loaded) == {mx.float32}
     assert not any(hasattr(module, "bits") for _, module in loaded.trunk.model.named_modules())
+
+
+@pytest.mark.skipif(extension() is None, reason="needs the native extension")
+@pytest.mark.parametrize(
+    ("family", "bits", "group_size"),
+    [("llama", 4, 32), ("qwen3", 8, 64), ("qwen3", 5, 32), ("llama", 6, 32), ("qwen3_moe", 4, 32)],
+)
+def test_a_quantised_model_stays_quantised_on_the_cpu(
+    tmp_path: Path, family: str, bits: int, group_size: int
+) -> None:
+    quantised = _save_quantised(tmp_path, family, group_size, bits)
+    loaded = load(tmp_path)
+    layers = dict(loaded.trunk.model.named_modules())
+    for name, before in quantised.named_modules():
+        if hasattr(before, "bits"):
+            assert is_kept(layers[name]), name
+            for part in ("weight", "scales", "biases"):
+                assert mx.array_equal(layers[name][part], before[part])
+                assert layers[name][part].dtype == before[part].dtype
+    assert loaded.trunk.dtype == mx.float32
+    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(quantised, TEXT)) < 0.3
+
+
+def test_quantisations_without_operations_for_cpus_become_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantised = _save_quantised(tmp_path, "llama", 32, 4, "mxfp4")
+    loaded = load(tmp_path)
+    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(quantised, TEXT)) <= 1e-5
+    assert not any(hasattr(module, "bits") for _, module in loaded.trunk.model.named_modules())
+    if extension() is not None:
+        assert "layers become float32" in caplog.text
+
+
+def test_layers_of_one_model_may_have_different_quantisations(tmp_path: Path) -> None:
+    model, settings = tiny_model("llama"), {"group_size": 32, "bits": 4}
+    others = {"model.layers.0.mlp.gate_proj": {"group_size": 64, "bits": 8}, "lm_head": False}
+
+    def quantisation(name: str, module: nn.Module) -> bool | dict[str, int]:
+        return _fits(module, 32) and others.get(name, True)
+
+    nn.quantize(model, **settings, class_predicate=quantisation)
+    save_checkpoint(tmp_path, model, tiny_config("llama") | {"quantization": settings | others})
+    loaded = load(tmp_path)
+    found = loaded.trunk.model.model.layers[0].mlp
+    if extension() is not None:
+        assert (found.gate_proj.bits, found.gate_proj.group_size, found.up_proj.bits) == (8, 64, 4)
+    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(model, TEXT)) < 0.3
+
+
+def _save_quantised(folder: Path, family: str, group_size: int, bits: int, mode: str = "affine") -> nn.Module:
+    model = tiny_model(family)
+    settings = {"group_size": group_size, "bits": bits, "mode": mode}
+    nn.quantize(model, **settings, class_predicate=lambda _, module: _fits(module, group_size))
+    save_checkpoint(folder, model, tiny_config(family) | {"quantization": settings})
+    return model
 
 
 def _fits(module: nn.Module, group_size: int) -> bool:

@@ -63,7 +63,7 @@ def load_cached(recipe: Recipe, load: Callable[[str], Loaded]) -> tuple[Loaded, 
         return load(str(library)), True
 
 
-def failure_of(command: Sequence[str]) -> str:
+def failure_of(command: Sequence[str], timeout_s: float = BUILD_TIMEOUT_S) -> str:
     """Run a build program. Returns "" or why it failed; raises Unusable if it takes too long."""
     try:
         process = subprocess.Popen(
@@ -79,9 +79,9 @@ def failure_of(command: Sequence[str]) -> str:
         return f"cannot be run: {error}"
     with process:
         try:
-            stderr = process.communicate(timeout=BUILD_TIMEOUT_S)[1]
+            stderr = process.communicate(timeout=timeout_s)[1]
         except subprocess.TimeoutExpired:
-            raise Unusable(f"{command[0]} took longer than {BUILD_TIMEOUT_S} s") from None
+            raise Unusable(f"{command[0]} took longer than {timeout_s} s") from None
         finally:
             if process.returncode is None:  # still running, so the process id is still its own
                 os.killpg(process.pid, signal.SIGKILL)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_map_with_path, tree_unflatten
+
+from outrider.cpu.extension import extension
+from outrider.cpu.quantized import is_kept, keep_quantized, quantized_layers
+
+log = logging.getLogger(__name__)
 
 
 def settle_dtype(network: nn.Module, dtype: str, trunk_dtype: mx.Dtype | None = None) -> None:
-    """Cast the weights. On the CPU also dequantise: MLX's quantised matrix products are slow there.
+    """Cast the weights, and decide on a CPU which quantised layers stay quantised.
 
-    `dtype` is one of DTYPES. "auto": float32 on the CPU, elsewhere the dtype of the checkpoint.
-    `trunk_dtype` is given for an MTP head, which is cast to it whatever `dtype` is.
+    `dtype` is one of DTYPES. "auto": on the CPU float32 with quantised weights as they are, elsewhere the
+    dtype of the checkpoint. Any other dtype dequantises on the CPU. `trunk_dtype` is given for an MTP head,
+    which is cast to it whatever `dtype` is.
     """
     is_cpu = mx.default_device() == mx.Device(mx.cpu)
     if is_cpu:
-        _dequantize(network)
+        _settle_quantized(network, may_keep=dtype == "auto")
     if trunk_dtype is not None:
         _cast(network, trunk_dtype)
     elif dtype != "auto":
@@ -25,21 +34,47 @@ def settle_dtype(network: nn.Module, dtype: str, trunk_dtype: mx.Dtype | None = 
     mx.eval(network.parameters())
 
 
-def _dequantize(network: nn.Module) -> None:
-    """Turn quantised layers into plain ones, in float32."""
+def _settle_quantized(network: nn.Module, may_keep: bool) -> None:
+    """Keep the layers that the native extension computes; dequantise the others to float32.
+
+    MLX's own quantised matmuls on CPUs are slower than float32 ones.
+    """
+    names = [name for name, _ in quantized_layers(network)]
+    if names and may_keep and extension() is not None:
+        names = keep_quantized(network)
+        if names:
+            log.warning("%d layers become float32: their quantisation has no operations for CPUs", len(names))
+    if names:
+        _dequantize(network, names)
+
+
+def _dequantize(network: nn.Module, names: Sequence[str]) -> None:
     from mlx_lm.utils import dequantize_model
 
-    if any(hasattr(module, "bits") for _, module in network.named_modules()):
-        _cast(network, mx.float32)  # cast the scales first, so that dequantising does not round
-        dequantize_model(network)
+    layers = dict(network.named_modules())
+    for name in names:
+        holder = nn.Module()
+        holder.layer = layers[name]
+        _cast(holder, mx.float32)  # the scales first, so that dequantising does not round
+        dequantize_model(holder)
+        network.update_modules(tree_unflatten([(name, holder.layer)]))
 
 
 def _cast(network: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast all floating-point weights, except those that the model definition wants in float32."""
+    """Cast all floating-point weights, except those that the model definition wants in float32.
+
+    Scales and biases of layers that stay quantised on a CPU remain as they are stored.
+    """
     may_cast = getattr(network, "cast_predicate", None) or (lambda name: True)
+    kept = {
+        f"{name}.{part}"
+        for name, layer in quantized_layers(network)
+        if is_kept(layer)
+        for part in ("scales", "biases")
+    }
 
     def cast(name: str, array: mx.array) -> mx.array:
-        if not mx.issubdtype(array.dtype, mx.floating):
+        if not mx.issubdtype(array.dtype, mx.floating) or name in kept:
             return array
         return array.astype(dtype if may_cast(name) else mx.float32)
 

@@ -1,0 +1,107 @@
+"""Quantised layers that use the native extension on CPUs. Weights stay in memory as they are stored.
+
+MLX's own quantised matmuls on CPUs are slow, so without the extension these layers are dequantised. The
+arithmetic is that of native/extension/quantized.h: tokens are rounded to 8 bits in blocks of 32. It is part
+of the model: a layer computes the same to the bit in all passes, on one thread or several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+from outrider.cpu.extension import extension
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+
+
+def _native() -> ModuleType:
+    found = extension()
+    assert found is not None, "layers get these classes only if there is an extension"
+    return found
+
+
+class CpuQuantizedLinear(nn.QuantizedLinear):
+    def __call__(self, x: mx.array) -> mx.array:
+        y = _product(self, x)
+        return y + self["bias"] if "bias" in self else y
+
+
+class CpuQuantizedEmbedding(nn.QuantizedEmbedding):
+    def __call__(self, token_ids: mx.array) -> mx.array:
+        return mx.dequantize(
+            self["weight"][token_ids],
+            self["scales"][token_ids].astype(mx.float32),
+            self["biases"][token_ids].astype(mx.float32),
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return _product(self, x)
+
+
+class CpuQuantizedSwitchLinear(QuantizedSwitchLinear):
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """x [..., 1, size], whose leading dimensions broadcast to those of `indices` -> [..., 1, rows]"""
+        size = x.shape[-1]
+        tokens = mx.broadcast_to(x, (*indices.shape, 1, size)).reshape(-1, size)
+        y = (
+            _native()
+            .gather_quantized_matmul(
+                tokens.astype(mx.float32),
+                self["weight"],
+                self["scales"],
+                self["biases"],
+                indices.reshape(-1).astype(mx.int32),
+                self.group_size,
+                self.bits,
+            )
+            .reshape(*indices.shape, 1, -1)
+        )
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.QuantizedLinear: CpuQuantizedLinear,
+    nn.QuantizedEmbedding: CpuQuantizedEmbedding,
+    QuantizedSwitchLinear: CpuQuantizedSwitchLinear,
+}
+
+
+def keep_quantized(network: nn.Module) -> list[str]:
+    """Give the quantised layers of a model these classes. Returns the names of layers that cannot have them."""
+    others = []
+    for name, layer in quantized_layers(network):
+        if type(layer) in _CLASSES and _is_supported(layer):
+            layer.__class__ = _CLASSES[type(layer)]
+        elif type(layer) not in _CLASSES.values():
+            others.append(name)
+    return others
+
+
+def quantized_layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, layer) for name, layer in network.named_modules() if hasattr(layer, "bits"))
+
+
+def is_kept(layer: nn.Module) -> bool:
+    return type(layer) in _CLASSES.values()
+
+
+def _is_supported(layer: nn.Module) -> bool:
+    return (
+        layer.mode == "affine"
+        and layer.bits in BITS
+        and layer.group_size in GROUP_SIZES
+        and layer.scales.dtype == layer.biases.dtype
+    )
+
+
+def _product(layer: nn.Module, x: mx.array) -> mx.array:
+    weights = layer["weight"], layer["scales"], layer["biases"]
+    return _native().quantized_matmul(x.astype(mx.float32), *weights, layer.group_size, layer.bits)
