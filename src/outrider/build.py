@@ -18,6 +18,7 @@ from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import BLOCK_SIZE
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.cpu import blas
+from outrider.cpu.quantized import quantized_layers
 from outrider.engine.engine import Engine
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.validation import ModelFacts
@@ -97,6 +98,7 @@ def _parts(
         head_layers=len(head.layers) if head is not None else 0,
         can_pause_head=not outruns,  # a step in which a head catches up is neither traced nor overlapped
         dtype=str(trunk.dtype).removeprefix("mlx.core."),
+        weight_bits=tuple(sorted({layer.bits for _, layer in quantized_layers(trunk.model)})),
         device=machine.device_name(),
         reads_images=vision is not None,
         no_images_reason=loaded.no_images_reason,
@@ -172,6 +174,7 @@ def _fingerprint(
             "draft_vocabulary": choice.draft_vocabulary,
             "device": facts.device,
             "dtype": facts.dtype,
+            "weight_bits": facts.weight_bits,
             "drafter": facts.drafter,
             "rows": calibration.max_measured_rows(max_rows),
             "machine": (platform.machine(), os.cpu_count(), multiplies.name, multiplies.threads),

@@ -11,9 +11,9 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from outrider.models.families import UnsupportedModel
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import is_kept
+from outrider.models.families import UnsupportedModel
 from outrider.models.loader import (
     CONTEXT_KEYS,
     DEFAULT_CONTEXT,

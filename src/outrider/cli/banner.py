@@ -19,7 +19,7 @@ def banner(
 ) -> str:
     lines = {
         "model": f"{facts.name} (as {', '.join(settings.served_model_names)})",
-        "runs": f"{facts.dtype} on {facts.device}",
+        "runs": f"{facts.dtype} on {facts.device}{_weights(facts)}",
         "BLAS": str(blas.report()) if facts.device == "cpu" else None,
         "drafts": _drafts(facts, auto_depth),
         "rows": f"{settings.max_rows} at once, {settings.max_queue} may wait",
@@ -32,6 +32,11 @@ def banner(
     }
     body = "\n".join(f"  {name:<8} {value}" for name, value in lines.items() if value is not None)
     return f"Outrider {__version__}\n{body}\nReady: {url}"
+
+
+def _weights(facts: ModelFacts) -> str:
+    bits = " and ".join(map(str, facts.weight_bits))
+    return f", weights in {bits} bits" if bits else ""
 
 
 def _drafts(facts: ModelFacts, auto_depth: DraftDepth) -> str:

@@ -18,7 +18,6 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -41,10 +40,10 @@ BUILD_TIMEOUT_S = 600  # seconds for one file; chosen by hand: 7 s on an idle co
 
 
 @cache
-def extension(notify: Callable[[str], None] = log.info) -> ModuleType | None:
-    """The loaded extension, or None; then a warning has the reason. `notify` gets a line before a long build."""
+def extension() -> ModuleType | None:
+    """The loaded extension, or None; then a warning has the reason."""
     try:
-        return _load(notify)
+        return _load()
     except Unusable as reason:
         log.warning("no native operations for this CPU: %s", reason)
     except Exception:  # everything works without the extension
@@ -52,12 +51,12 @@ def extension(notify: Callable[[str], None] = log.info) -> ModuleType | None:
     return None
 
 
-def _load(notify: Callable[[str], None]) -> ModuleType:
+def _load() -> ModuleType:
     if os.environ.get(SWITCH, "on").lower() == "off":
         raise Unusable(f"{SWITCH}=off")
     if sys.platform != "linux":
         raise Unusable(f"not for {sys.platform}")
-    module, _is_cached = load_cached(Recipe(_stem(), partial(_compile, notify)), _open)
+    module, _is_cached = load_cached(Recipe(_stem(), _compile), _open)
     module.set_num_threads(thread_counts(os.environ).max)
     return module
 
@@ -107,14 +106,14 @@ def _stem() -> str:
     return f"libcpu-{digest.hexdigest()[:12]}"
 
 
-def _compile(notify: Callable[[str], None], library: Path) -> None:
+def _compile(library: Path) -> None:
     """Use the first compiler that works. Raises Unusable."""
     compilers = list(filter(None, map(shutil.which, COMPILERS)))
     if not compilers:
         raise Unusable(f"no C++ compiler ({', '.join(COMPILERS)})")
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         raise Unusable("Python's headers are not installed (python3-dev)")
-    notify("Compiling operations for this CPU (once) ...")
+    log.info("compiling operations for this CPU (once; some ten seconds)")
     failures = []
     for compiler in compilers:
         failure = _failure_with(compiler, library)
@@ -125,7 +124,7 @@ def _compile(notify: Callable[[str], None], library: Path) -> None:
 
 
 def _failure_with(compiler: str, library: Path) -> str:
-    import nanobind
+    import nanobind  # type: ignore[import-untyped]
 
     bindings = Path(nanobind.include_dir()).parent
     mlx = Path(mx.__file__).parent

@@ -32,6 +32,7 @@ class ModelFacts:
     head_layers: int = 0
     can_pause_head: bool = True  # False: feeding the head in every step is cheaper than catching up later
     dtype: str = ""
+    weight_bits: tuple[int, ...] = ()  # of quantised layers
     reads_images: bool = False
     no_images_reason: str | None = None  # why a vision model does not read images
     device: str = ""
