@@ -171,6 +171,24 @@ def test_a_rows_result_does_not_depend_on_its_neighbours() -> None:
     np.testing.assert_allclose(np.array(single[0]), np.array(together[0]), rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_sinks_take_a_share_of_the_weights(width: int) -> None:
+    """The result is mlx-lm's, and the same to the bit however far the view reaches."""
+    mx.random.seed(4)
+    queries, sinks = mx.random.normal((1, 6, width, 16)), mx.random.normal((6,))
+    new = [mx.random.normal((1, 2, width, 16)) for _ in range(2)]
+    near, far = (layer_of(placed([9], width), 2, 16, 16, mx.float32) for _ in range(2))
+    far._kv.keys, far._kv.values, far.placement.num_attended = near._kv.keys, near._kv.values, 48
+    found = []
+    for view in (near, far):
+        keys, values = view.update_and_fetch(*new)
+        call = queries, keys, values, view, 0.25, view.make_mask(width), sinks
+        found.append(fast_math.attention(*call))
+        np.testing.assert_allclose(found[-1], base.scaled_dot_product_attention(*call), rtol=0, atol=1e-6)
+        assert mx.abs(found[-1] - fast_math.attention(*call[:-1])).max() > 1e-2
+    assert mx.array_equal(*found)
+
+
 def test_what_is_not_ours_goes_to_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
     place = placed([4, 9], 3)
     view, half = (layer_of(place, 2, 8, 8, dtype) for dtype in (mx.float32, mx.float16))
@@ -180,14 +198,12 @@ def test_what_is_not_ours_goes_to_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> Non
     additive = mx.where(mask, 0.0, -1e9)
     per_head = mx.broadcast_to(mask, (2, 4, 3, keys.shape[2]))
     thin = [x.astype(mx.float16) for x in (queries, keys, values)]
-    sinks = mx.zeros(4)
     calls = [
         (queries, keys, values, KVCache(), 0.3, mask, None),
         (queries, keys, values, None, 0.3, "causal", None),
         (queries, keys, values, view, 0.3, "causal", None),
         (queries, keys, values, view, 0.3, additive, None),
         (queries, keys, values, view, 0.3, per_head, None),
-        (queries, keys, values, view, 0.3, mask, sinks),
         (*thin, half, 0.3, mask, None),
     ]
     expected = [base.scaled_dot_product_attention(*call) for call in calls]

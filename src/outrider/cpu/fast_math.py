@@ -52,9 +52,10 @@ def attention(
 ) -> mx.array:
     """mlx-lm's scaled_dot_product_attention.
 
-    queries [rows, heads, width, dim]; keys, values [rows, kv_heads, cells, dim]; mask [rows, 1, width, cells]
+    queries [rows, heads, width, dim]; keys, values [rows, kv_heads, cells, dim];
+    mask [rows, 1, width, cells]; sinks [heads]
     """
-    if sinks is not None or not isinstance(cache, LayerView) or not _is_plain(queries, keys, values, mask):
+    if not isinstance(cache, LayerView) or not _is_plain(queries, keys, values, mask):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     rows, num_heads, width, _ = queries.shape
     _, kv_heads, num_cells, _ = keys.shape
@@ -64,9 +65,15 @@ def attention(
         scores = scores.reshape(rows, kv_heads, -1, width, num_cells)
         scores = mx.minimum(scores, cache.placement.score_bound(mask)[:, :, None])
         scores = scores.reshape(*folded, num_cells)
-    weights = mx.power(_TWO, scores - scores.max(axis=-1, keepdims=True))
-    out = (weights @ values) / weights.sum(axis=-1, keepdims=True)
-    return out.reshape(rows, num_heads, width, -1)
+    largest = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:  # one more score for each head, without a value
+        sinks = mx.repeat(sinks.astype(mx.float32) * _LOG2_E, width).reshape(1, kv_heads, -1, 1)
+        largest = mx.maximum(largest, sinks)
+    weights = mx.power(_TWO, scores - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + mx.power(_TWO, sinks - largest)
+    return ((weights @ values) / total).reshape(rows, num_heads, width, -1)
 
 
 def _is_plain(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import is_kept, keep_quantized, quantized_layers
@@ -56,8 +57,19 @@ def _dequantize(network: nn.Module, names: Sequence[str]) -> None:
         holder = nn.Module()
         holder.layer = layers[name]
         _cast(holder, mx.float32)  # the scales first, so that dequantising does not round
-        dequantize_model(holder)
+        if isinstance(holder.layer, QuantizedMultiLinear):  # dequantize_model does not know it
+            holder.layer = _dequantized(holder.layer)
+        else:
+            dequantize_model(holder)
         network.update_modules(tree_unflatten([(name, holder.layer)]))
+
+
+def _dequantized(layer: QuantizedMultiLinear) -> MultiLinear:
+    weight = mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits, layer.mode)
+    num_heads, output_size, input_size = weight.shape
+    whole = MultiLinear(input_size, output_size, num_heads)
+    whole.weight = weight
+    return whole
 
 
 def _cast(network: nn.Module, dtype: mx.Dtype) -> None:
