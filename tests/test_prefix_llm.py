@@ -23,9 +23,9 @@ PROMPT = [5 + i * i % 90 for i in range(300)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+@pytest.fixture(scope="module", params=["llama", "llama-4bit"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", name=request.param)
 
 
 def _ask(llm: LLM, prompt: list[int] = PROMPT, params: SamplingParams = GREEDY) -> tuple[list[int], int]:

@@ -23,6 +23,7 @@ from mlx.utils import tree_map
 import sampling_oracle as oracle
 from outrider.cache.recurrent import RecurrentState
 from outrider.config import EngineConfig
+from outrider.cpu.quantized import is_kept, quantized_layers
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.loop import StepExecutor
 from outrider.engine.prefix.cache import PrefixCache
@@ -53,7 +54,7 @@ from step.reference import (
 )
 from step.row_grammars import compiler, with_random_grammar
 from step.scripted_drafter import ScriptedDrafter
-from tiny_models import is_quantized_name, quantized_tiny_model, tiny_model
+from tiny_models import SUMS_DEPEND_ON_WIDTH, is_quantized_name, quantized_tiny_model, tiny_model
 
 Kind = Literal[
     "plain", "scripted", "ngram", "prediction", "head", "scripted with head", "prediction with head"
@@ -81,10 +82,7 @@ class Tolerance:
 
 FLOAT32 = Tolerance(oracle.TOLERANCE, 1e-3, 1e-4)
 QUANTIZED = Tolerance(oracle.TOLERANCE, 1e-5, 0)  # the oracle alone rounds: logits and cells are equal
-# Latent attention and recurrent layers take other sums for other widths. These differ in the last bits, and
-# then, in rare tokens, rounding to 8 bits makes a step of it.
-QUANTIZED_BY_WIDTH = Tolerance(0.2, 0.2, 0.2, excused=0.005)
-DEPENDS_ON_WIDTH = ("deepseek_v3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+QUANTIZED_BY_WIDTH = Tolerance(0.2, 0.2, 0.2, excused=0.005)  # of the families in SUMS_DEPEND_ON_WIDTH
 
 
 class Divergence(AssertionError):
@@ -169,12 +167,15 @@ class World:
     """
 
     def __init__(self, name: str) -> None:
-        self.model, self.is_quantized = _model(name), is_quantized_name(name)
-        self.tolerance = _tolerance(name)
+        self.model = _model(name)
+        self._rounds_tokens = any(is_kept(layer) for _, layer in quantized_layers(self.model))
+        self.tolerance = FLOAT32
+        if self._rounds_tokens:
+            self.tolerance = QUANTIZED_BY_WIDTH if _family(name) in SUMS_DEPEND_ON_WIDTH else QUANTIZED
         self.trunk = Trunk(self.model, max_context=256)
         self.vocab_size = self.trunk.vocab_size
         self.head = random_head(self.trunk)
-        if self.is_quantized:
+        if is_quantized_name(name):
             nn.quantize(self.head, group_size=32, bits=4)
             settle_dtype(self.head, "auto", self.trunk.dtype)
         self.trunk.prepare_for_serving()  # as the engine does
@@ -192,14 +193,14 @@ class World:
         """The same request is asked by several histories, and by all controls."""
         asked = repr((ask.prompt, ask.params, so_far))
         if asked not in self._answers:
-            row = engine_row(self.trunk) if self.is_quantized else mlx_lm_row(self.model)
+            row = engine_row(self.trunk) if self._rounds_tokens else mlx_lm_row(self.model)
             self._answers[asked] = solo_answer(row, ask.prompt, ask.params, so_far, self.tolerance.logits)
         return self._answers[asked]
 
     def cells(self, token_ids: Sequence[int], has_head: bool) -> Cells:
         """What a decoding row with these tokens must hold."""
         head = self.head if has_head else None
-        if self.is_quantized:
+        if self._rounds_tokens:
             return engine_cells(self.trunk, head, token_ids)
         return fresh_cells(self.model, head, token_ids)
 
@@ -207,15 +208,13 @@ class World:
 def _model(name: str) -> nn.Module:
     if not is_quantized_name(name):
         return tiny_model(name, **SHALLOW.get(name, {}))
-    model, _ = quantized_tiny_model(name, **SHALLOW.get(name.rpartition("-")[0], {}))
+    model, _ = quantized_tiny_model(name, **SHALLOW.get(_family(name), {}))
     settle_dtype(model, "auto")
     return model
 
 
-def _tolerance(name: str) -> Tolerance:
-    if not is_quantized_name(name):
-        return FLOAT32
-    return QUANTIZED_BY_WIDTH if name.rpartition("-")[0] in DEPENDS_ON_WIDTH else QUANTIZED
+def _family(name: str) -> str:
+    return name.rpartition("-")[0]
 
 
 def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
