@@ -115,7 +115,8 @@ def test_a_layer_that_takes_over_another_ones_keys_has_its_queries_alone() -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-4bit", "qwen3-5bit", "qwen3_5-6bit", "qwen3_5_moe-8bit", "llama-mixed", "qwen3_next-mixed"]
+    "name",
+    ["llama-4bit", "qwen3-5bit", "qwen3_5-6bit", "qwen3_5_moe-8bit", "llama-mixed", "qwen3_next-mixed"],
 )
 def test_quantised_layers_are_merged_too(name: str) -> None:
     model, _ = quantized_tiny_model(name)

@@ -18,8 +18,10 @@ as one-layer heads are at every depth. Those cells are tentative too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -66,7 +68,7 @@ class MTPDrafter:
         self._takes_grids = any(isinstance(m, MRope) for h in head.layers for m in h.modules())
         self._trunk = trunk
         self._draft_ids = head.draft_ids
-        self._reduced_weight = None if head.draft_ids is None else _projection_rows(trunk, head.draft_ids)
+        self._project = trunk.logits if head.draft_ids is None else _projection_to(head.draft_ids, trunk)
 
     @property
     def num_layers(self) -> int:
@@ -133,10 +135,7 @@ class MTPDrafter:
 
     def _sample(self, out: mx.array, positions: mx.array, sampler: Sampler) -> mx.array:
         """[rows, 1, H] -> [rows, 1]"""
-        if self._reduced_weight is None:
-            logits = self._trunk.logits(out)
-        else:
-            logits = (out @ self._reduced_weight.T).astype(mx.float32)
+        logits = self._project(out).astype(mx.float32)
         return sampler.sample_drafts(logits, positions, self._draft_ids)
 
 
@@ -177,19 +176,11 @@ class _Tokens:
         self._num = self._num + 1
 
 
-def _projection_rows(trunk: Trunk, token_ids: mx.array) -> mx.array:
-    """The rows of the output projection for these tokens.  [ids, hidden]"""
-    output = getattr(trunk.model, "lm_head", None) or trunk.embedding
-    if hasattr(output, "bits"):
-        weight = mx.dequantize(
-            output.weight[token_ids],
-            output.scales[token_ids],
-            None if output.get("biases") is None else output.biases[token_ids],
-            output.group_size,
-            output.bits,
-            output.mode,
-        )
-    else:
-        weight = output.weight[token_ids]
-    mx.eval(weight)
-    return weight
+def _projection_to(token_ids: mx.array, trunk: Trunk) -> Callable[[mx.array], mx.array]:
+    """The output projection for these tokens alone.  [..., hidden] -> [..., ids]"""
+    layer: Any = copy.copy(getattr(trunk.model, "lm_head", None) or trunk.embedding)
+    for name, array in list(layer.items()):
+        if isinstance(array, mx.array):  # weight, bias; scales and biases of a quantised layer
+            layer[name] = array[token_ids]
+    mx.eval(layer.parameters())
+    return layer.as_linear if hasattr(layer, "as_linear") else layer
