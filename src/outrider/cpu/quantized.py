@@ -75,7 +75,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def keep_quantized(network: nn.Module) -> list[str]:
-    """Give the quantised layers of a model these classes. Returns the names of those that cannot have them."""
+    """Give the quantised layers of a model these classes. Returns the names of those that cannot."""
     others = []
     for name, layer in quantized_layers(network):
         if type(layer) in _CLASSES and _is_supported(layer):
