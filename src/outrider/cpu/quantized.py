@@ -96,6 +96,7 @@ def is_kept(layer: nn.Module) -> bool:
 def _is_supported(layer: nn.Module) -> bool:
     return (
         layer.mode == "affine"
+        and layer.get("biases") is not None
         and layer.bits in BITS
         and layer.group_size in GROUP_SIZES
         and layer.scales.dtype == layer.biases.dtype

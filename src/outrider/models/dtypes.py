@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import is_kept, keep_quantized, quantized_layers
@@ -34,18 +35,29 @@ def settle_dtype(network: nn.Module, dtype: str, trunk_dtype: mx.Dtype | None = 
     mx.eval(network.parameters())
 
 
+def arithmetic(network: nn.Module) -> str:
+    """Names how quantised layers compute: with the same weights, another arithmetic gives other results."""
+    return "int8 tokens" if any(is_kept(layer) for _, layer in quantized_layers(network)) else "mlx"
+
+
 def _settle_quantized(network: nn.Module, may_keep: bool) -> None:
     """Keep the layers that the native extension computes; dequantise the others to float32.
 
     MLX's own quantised matmuls on CPUs are slower than float32 ones.
     """
-    names = [name for name, _ in quantized_layers(network)]
+    names = [name for name, layer in quantized_layers(network) if _can_dequantize(layer)]
     if names and may_keep and extension() is not None:
-        names = keep_quantized(network)
+        others = keep_quantized(network)
+        names = [name for name in names if name in others]
         if names:
             log.warning("%d layers become float32: their quantisation has no operations for CPUs", len(names))
-    if names:
-        _dequantize(network, names)
+    _dequantize(network, names)
+
+
+def _can_dequantize(layer: nn.Module) -> bool:
+    """False for layers that only MLX's own operations compute on a CPU."""
+    kinds = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
+    return isinstance(layer, kinds) and getattr(layer, "global_scale", None) is None
 
 
 def _dequantize(network: nn.Module, names: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ void check_weights(
     check(group_size == 32 || group_size == 64 || group_size == 128,
           "groups have 32, 64 or 128 elements, not " + std::to_string(group_size));
     int size = x.shape(-1);
-    check(size % group_size == 0,
+    check(size > 0 && size % group_size == 0,
           "groups of " + std::to_string(group_size) + " do not divide rows of " + std::to_string(size));
     check(x.dtype() == mx::float32, "tokens must be float32");
     check(weight.dtype() == mx::uint32, "codes must be uint32");
@@ -152,6 +152,9 @@ class GatherQuantizedMatmul : public CpuPrimitive {
         std::vector<int> order(num_tokens);
         std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(), [=](int a, int b) { return experts[a] < experts[b]; });
+        if (num_tokens > 0)
+            check(experts[order.front()] >= 0 && experts[order.back()] < static_cast<int>(weights.size()),
+                  "there is no such expert");
         size_t num_bytes = token_bytes(num_tokens, size);
         Scratch scratch(num_bytes + sizeof(float) * num_tokens * (static_cast<size_t>(num_rows) + size) + 64);
         auto *products = reinterpret_cast<float *>(static_cast<char *>(scratch.data()) + (num_bytes + 63) / 64 * 64);
@@ -196,7 +199,7 @@ mx::array quantized_matmul(
 mx::array gather_quantized_matmul(
     const mx::array &x, const mx::array &weight, const mx::array &scales, const mx::array &biases,
     const mx::array &experts, int group_size, int bits) {
-    check(weight.ndim() == 3 && x.ndim() == 2, "the weights are not a matrix for each expert");
+    check(weight.ndim() == 3 && weight.shape(0) > 0 && x.ndim() == 2, "the weights are not a matrix for each expert");
     check(experts.dtype() == mx::int32 && experts.shape() == mx::Shape{x.shape(0)}, "each token needs an expert");
     check_weights(x, weight, scales, biases, group_size, bits);
     auto stream = mx::default_stream(mx::Device::cpu);

@@ -10,7 +10,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,bmi2,f16c,fma,avx2")))
-#define AVX2 __attribute__((target("avx2,bmi2,f16c,fma")))
+#define AVX2 __attribute__((target("avx2,f16c,fma")))
 #endif
 #define INLINE inline __attribute__((always_inline))
 
@@ -21,7 +21,8 @@ constexpr int MAX_SIZE = 1024;  // elements of a row in a tile: it stays in the 
 constexpr int MAX_BLOCKS = MAX_SIZE / BLOCK;
 constexpr int QUADS = BLOCK / 4;           // four codes of a row are multiplied by one instruction
 constexpr int MAX_TOKENS = 8;              // that are computed together: one register each for integers and for floats
-constexpr int CHUNKS_PER_THREAD = 8;       // the last thread to finish is late by one chunk at most
+constexpr int CHUNKS_PER_THREAD = 8;       // at least; the last thread to finish is late by one chunk at most
+constexpr long MAX_CHUNK = 500'000;        // products of weights and tokens, beyond the first tokens
 constexpr long MIN_SHARED = 100'000;       // elements of the weights from which several threads pay
 constexpr int FREE_TOKENS = 8;             // tokens that are computed in the time that the weights take to arrive
 
@@ -174,19 +175,11 @@ constexpr Kernels PORTABLE = {"portable", portable_quantize, portable_fill, port
 
 // -- x86: both instruction sets --------------------------------------------------------------------------------------
 
-// The 32 codes of a block of one row, a byte each.
-AVX2 INLINE void spread(const uint8_t *block, int bits, uint8_t out[BLOCK]) {
-    if (bits == 8) {
-        std::memcpy(out, block, BLOCK);
-        return;
-    }
-    uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1);
-    for (int i = 0; i < BLOCK / 8; i++) {
-        uint64_t packed = 0;
-        std::memcpy(&packed, block + i * bits, bits);  // eight codes take `bits` bytes
-        uint64_t bytes = _pdep_u64(packed, mask);
-        std::memcpy(out + i * 8, &bytes, 8);
-    }
+// Eight codes, which take `bits` bytes.
+INLINE uint64_t load_eight(const uint8_t *codes, int bits) {
+    uint64_t packed = 0;
+    std::memcpy(&packed, codes, bits);
+    return packed;
 }
 
 AVX2 INLINE __m128i evens_first(__m128i bytes) {
@@ -245,6 +238,15 @@ AVX512 INLINE void transpose(
     out[3] = _mm512_unpackhi_epi64(ab_high, cd_high);
 }
 
+// The 32 codes of a block of one row, a byte each.
+AVX512 INLINE void avx512_spread(const uint8_t *block, int bits, uint8_t out[BLOCK]) {
+    uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1);
+    for (int i = 0; i < BLOCK / 8; i++) {
+        uint64_t bytes = _pdep_u64(load_eight(block + i * bits, bits), mask);
+        std::memcpy(out + i * 8, &bytes, 8);
+    }
+}
+
 AVX512 void avx512_fill(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
     fill_half_scales(w, row, first, size, tile);
     const uint8_t *rows[TILE_ROWS];
@@ -274,7 +276,7 @@ AVX512 void avx512_fill(const QuantizedMatrix &w, int row, int first, int size, 
         ptrdiff_t offset = static_cast<ptrdiff_t>(b) * (BLOCK / 8) * w.bits;
         if (w.bits != 8)
             for (int r = 0; r < TILE_ROWS; r++)
-                spread(rows[r] + offset, w.bits, bytes[r]);
+                avx512_spread(rows[r] + offset, w.bits, bytes[r]);
         for (int half = 0; half < 2; half++) {
             if (w.bits == 8)
                 transpose(rows, offset + half * 16, true, found);
@@ -350,6 +352,24 @@ AVX2 void avx2_quantize(const float *x, int num_blocks, int8_t *codes, float *sc
     quantize_blocks(x, num_blocks, codes, scales, sums);
 }
 
+// The same. Some CPUs with AVX2 take hundreds of cycles for pdep.
+AVX2 INLINE void avx2_spread(const uint8_t *block, int bits, uint8_t out[BLOCK]) {
+    if (bits == 8) {
+        std::memcpy(out, block, BLOCK);
+    } else if (bits == 4) {
+        __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block)), low = _mm_set1_epi8(15);
+        __m128i evens = _mm_and_si128(packed, low), odds = _mm_and_si128(_mm_srli_epi16(packed, 4), low);
+        _mm_store_si128(reinterpret_cast<__m128i *>(out), _mm_unpacklo_epi8(evens, odds));
+        _mm_store_si128(reinterpret_cast<__m128i *>(out + 16), _mm_unpackhi_epi8(evens, odds));
+    } else {
+        for (int i = 0; i < BLOCK; i += 8) {
+            uint64_t packed = load_eight(block + i / 8 * bits, bits);
+            for (int k = 0; k < 8; k++)
+                out[i + k] = packed >> k * bits & ((1u << bits) - 1);
+        }
+    }
+}
+
 AVX2 void avx2_fill(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
     fill_half_scales(w, row, first, size, tile);
     const uint8_t *rows[TILE_ROWS];
@@ -358,7 +378,7 @@ AVX2 void avx2_fill(const QuantizedMatrix &w, int row, int first, int size, Tile
     alignas(32) uint8_t bytes[BLOCK];
     for (int b = 0; b < tile.num_blocks; b++)
         for (int r = 0; r < TILE_ROWS; r++) {
-            spread(rows[r] + static_cast<ptrdiff_t>(b) * (BLOCK / 8) * w.bits, w.bits, bytes);
+            avx2_spread(rows[r] + static_cast<ptrdiff_t>(b) * (BLOCK / 8) * w.bits, w.bits, bytes);
             for (int half = 0; half < 2; half++) {
                 alignas(16) uint32_t quads[4];
                 _mm_store_si128(reinterpret_cast<__m128i *>(quads),
@@ -438,12 +458,12 @@ constexpr Kernels AVX2_ONLY = {"avx2", avx2_quantize, avx2_fill, avx2_add};
 bool has(const Kernels &kernels) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+    bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (&kernels == &AVX2_ONLY)
         return has_avx2;
     if (&kernels == &AVX512_VNNI)
-        return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        return has_avx2 && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512vnni");
 #endif
@@ -529,8 +549,9 @@ void multiply(const Product *products, int num_products, const QuantizedTokens &
         total += num_tiles(products[i]);
         work += static_cast<long>(products[i].weights.num_rows) * tokens.size;
     }
-    bool is_small = work * std::max(1, tokens.num_tokens / FREE_TOKENS) < MIN_SHARED;
-    int num_chunks = is_small ? 1 : std::min(total, CHUNKS_PER_THREAD * num_threads());
+    work *= std::max(1, tokens.num_tokens / FREE_TOKENS);
+    long wanted = std::max<long>(CHUNKS_PER_THREAD * num_threads(), work / MAX_CHUNK);
+    int num_chunks = work < MIN_SHARED ? 1 : static_cast<int>(std::min<long>(total, wanted));
     parallel(num_chunks, [&](int chunk) {
         int first = static_cast<int>(static_cast<long>(total) * chunk / num_chunks);
         int last = static_cast<int>(static_cast<long>(total) * (chunk + 1) / num_chunks);
