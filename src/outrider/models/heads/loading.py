@@ -20,7 +20,7 @@ from outrider.models.heads.errors import HeadError, UnknownHead
 from outrider.models.heads.head_files import HeadFiles, locate, locate_file
 from outrider.models.heads.layouts import BLOCK, HeadSpec
 from outrider.models.heads.module import MTPHead, head_layout
-from outrider.models.heads.quantization import WrongTensor, declared_format, dtype_name, quantize_as_stored
+from outrider.models.heads.quantization import WrongTensor, dtype_name, quantize_as_stored
 from outrider.models.layer_swaps import swap_layers
 from outrider.models.trunk import Trunk
 
@@ -246,16 +246,20 @@ def _check_parameters(files: HeadFiles, module: MTPHead, tensors: Tensors, depth
 
 def _check_formats(files: HeadFiles, module: MTPHead, depth: int) -> None:
     """Compare the formats of quantised layers with those that the metadata of a head file declares."""
+    declared = files.quantization
+    if declared is None:
+        return
     for path, layer in module.named_modules():
-        if hasattr(layer, "bits"):
-            name = files.tensors.original(depth, f"{path}.weight")
-            declared = declared_format(files.metadata, name.removesuffix(".weight"))
-            if declared not in (None, (layer.bits, layer.group_size)):
-                raise HeadError(
-                    f"{files.source} cannot be used: its metadata declares {name} with {declared[0]} bits in "
-                    f"groups of {declared[1]}, and for this model it would have {layer.bits} bits in groups "
-                    f"of {layer.group_size}. Is this a head for another model?"
-                )
+        if not hasattr(layer, "bits"):
+            continue
+        name = files.tensors.original(depth, f"{path}.weight")
+        entry = declared | declared.get(name.removesuffix(".weight"), {})
+        if (entry["bits"], entry["group_size"]) != (layer.bits, layer.group_size):
+            raise HeadError(
+                f"{files.source} is a head for another model, or damaged: its metadata declares {name} with "
+                f"{entry['bits']} bits in groups of {entry['group_size']}, and in this model it would have "
+                f"{layer.bits} bits in groups of {layer.group_size}."
+            )
 
 
 # -- the draft vocabulary --------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ import mlx.nn as nn
 
 from outrider.config import DEFAULT_HEAD_GROUP_SIZE, HEAD_BITS, HEAD_GROUP_SIZES
 from outrider.models.heads.errors import HeadError
+from outrider.models.heads.head_files import QUANTIZATION
 from outrider.models.trunk import Trunk
 
 Tensors = dict[str, mx.array]
-METADATA_KEY = "quantization"  # of a head file; its value has the form of mlx-lm's entry in config.json
 AFFINE_BITS, AFFINE_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)  # that MLX can multiply
 UINT8_SCALES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}  # (bits, group size) -> mode
 
@@ -80,7 +80,7 @@ class QuantizedLayers:
     def metadata(self) -> dict[str, str]:
         """For a head file with these paths."""
         entry = {"group_size": self.how.group_size, "bits": self.how.bits, "mode": "affine", **self.others}
-        return {METADATA_KEY: json.dumps(entry)}
+        return {QUANTIZATION: json.dumps(entry)}
 
     def describe(self, bytes_before: int, bytes_after: int) -> str:
         text = f"Quantised to {self.how}: {bytes_before / 1e6:.1f} MB before, {bytes_after / 1e6:.1f} MB now."
@@ -127,10 +127,12 @@ def quantize_as_stored(head: nn.Module, tensors: Mapping[str, mx.array]) -> None
     """Give the head quantised layers where these tensors have scales. Raises WrongTensor."""
 
     def stored_format(path: str, layer: nn.Module) -> dict[str, Any] | bool:
-        is_whole = f"{path}.weight" in tensors and f"{path}.scales" in tensors
-        if not is_whole or not hasattr(layer, "to_quantized"):
+        codes, scales = tensors.get(f"{path}.weight"), tensors.get(f"{path}.scales")
+        if codes is None or not hasattr(layer, "to_quantized"):
             return False
-        return _stored_format(path, layer.weight.shape[-1], tensors)
+        if scales is None and codes.dtype == mx.uint32:
+            raise WrongTensor(f"{path}.scales", "is missing, and the weight is quantised (uint32)")
+        return scales is not None and _stored_format(path, layer.weight.shape[-1], tensors)
 
     nn.quantize(head, class_predicate=stored_format)
 
@@ -168,18 +170,6 @@ def _mode(path: str, scales: mx.array, bits: float, group_size: int) -> str:
         f"{path}.scales",
         f"is {dtype_name(scales)}, which is no dtype of scales for {bits:g} bits in groups of {group_size}",
     )
-
-
-def declared_format(metadata: Mapping[str, str], path: str) -> tuple[int, int] | None:
-    """Bits and group size of a layer according to a head file's metadata; None: it says nothing."""
-    if METADATA_KEY not in metadata:
-        return None
-    try:
-        entry = json.loads(metadata[METADATA_KEY])
-        entry |= entry.get(path, {})
-        return int(entry["bits"]), int(entry["group_size"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HeadError(f'the metadata "{METADATA_KEY}" of the head cannot be read: {error!r}') from error
 
 
 def dtype_name(array: mx.array) -> str:
