@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from models.head_checkpoints import FAMILIES, TinyHead, tiny_head, write
+from models.head_checkpoints import FAMILIES, TinyHead, packed, tiny_head, write
 from models.heads.test_extract import write_converted, write_original
 from models.heads.test_head_families import Cells
 from outrider.cli.main import main
@@ -45,24 +45,21 @@ MORE_BITS = [("qwen3_5_moe", bits) for bits in BITS] + [("mimo", bits) for bits 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantised layers stay quantised, as on a GPU."""
-    monkeypatch.setattr(dtypes, "keeps_quantized", lambda dtype: True)
+    keep_quantized(monkeypatch, True)
+
+
+@pytest.fixture
+def dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_quantized(monkeypatch, False)
+
+
+def keep_quantized(monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+    monkeypatch.setattr(dtypes, "keeps_quantized", lambda dtype: keeps)
 
 
 def parameters(head: LoadedHead | MTPHead, depth: int = 0) -> Tensors:
     layer = head.layers[depth] if isinstance(head, LoadedHead) else head
     return dict(tree_flatten(layer.parameters()))
-
-
-def packed(tensors: Tensors, how: Callable[[str], tuple[int, int]]) -> Tensors:
-    """As a converter writes them; `how` gives the bits and the group size of a tensor."""
-    stored = dict(tensors)
-    for name, array in tensors.items():
-        bits, group_size = how(name)
-        if array.ndim >= 2 and array.shape[-1] % group_size == 0 and not name.endswith("gate.weight"):
-            path = name.removesuffix(".weight")
-            parts = mx.quantize(array, group_size, bits)
-            stored |= dict(zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=True))
-    return stored
 
 
 def mixed(name: str) -> tuple[int, int]:
@@ -94,8 +91,9 @@ def test_a_quantised_head_stays_quantised(
 ) -> None:
     tiny = tiny_head(family)
     file = write(tmp_path / "mtp.safetensors", packed(tiny.converted(), lambda name: (bits, 32)))
+    keep_quantized(monkeypatch, False)
     plain = load_head(file, tiny.trunk, config=tiny.config)
-    monkeypatch.setattr(dtypes, "keeps_quantized", lambda dtype: True)
+    keep_quantized(monkeypatch, True)
     head = load_head(file, tiny.trunk, config=tiny.config)
     assert set(formats(head).values()) == {(bits, 32)}
     assert formats(head)["fc"] == (bits, 32)
@@ -155,9 +153,10 @@ def test_the_projections_of_latent_attention(tmp_path: Path, monkeypatch: pytest
     quantize_layers(saved, Quantization(6, 32), trunk)
     assert isinstance(saved.layers[0].self_attn.embed_q, QuantizedMultiLinear)
     file = write(tmp_path / "mtp.safetensors", {f"mtp.{n}": a for n, a in parameters(saved).items()})
+    keep_quantized(monkeypatch, False)
     plain = load_head(file, trunk)
     assert {array.dtype for array in parameters(plain).values()} == {mx.float32}
-    monkeypatch.setattr(dtypes, "keeps_quantized", lambda dtype: True)
+    keep_quantized(monkeypatch, True)
     head = load_head(file, trunk)
     assert isinstance(head.layers[0].layers[0].self_attn.unembed_out, QuantizedMultiLinear)
     assert error(outputs(head, trunk), outputs(plain, trunk)) <= 1e-4
@@ -293,8 +292,9 @@ def test_an_extracted_head_is_the_originals_quantised(
     metadata = read_header(done.file)[1]
     entry = json.loads(metadata["quantization"])
     assert (entry["bits"], entry["group_size"], entry["mode"]) == (bits, 32, "affine")
+    keep_quantized(monkeypatch, False)
     got = load_head(into, head.trunk, config=head.config)
-    monkeypatch.setattr(dtypes, "keeps_quantized", lambda dtype: True)
+    keep_quantized(monkeypatch, True)
     kept = load_head(into, head.trunk, config=head.config)
     for depth in range(len(plain.layers)):
         by_layer = formats(kept, depth)
@@ -309,7 +309,7 @@ def test_an_extracted_head_is_the_originals_quantised(
             np.testing.assert_array_equal(np.array(array), np.array(wanted[name]), err_msg=name)
 
 
-def test_eight_bit_floats_are_requantised(tmp_path: Path) -> None:
+def test_eight_bit_floats_are_requantised(tmp_path: Path, dequantised: None) -> None:
     head = tiny_head("deepseek_v3")
     source, into = write_original(tmp_path / "original", head), write_converted(tmp_path / "model", head)
     shard = source / "model-00002-of-00002.safetensors"
