@@ -17,7 +17,7 @@ from outrider.train import run
 from outrider.train.errors import TrainingError
 from outrider.train.evaluate import Acceptance, evaluate
 from outrider.train.head_file import quantized_weights, served_head, stored_weights
-from outrider.train.run_folder import RunFolder
+from outrider.train.run_folder import RunFolder, RunRecord
 from outrider.train.settings import TrainingSettings
 from tiny_models import write_checkpoint
 
@@ -50,7 +50,7 @@ def test_a_trained_head_is_written_and_measured_quantised(
 
     loaded: Any = mx.load(str(out), return_metadata=True)
     tensors, metadata = loaded
-    assert json.loads(metadata["quantization"]) == {"bits": 5, "group_size": 32, "mode": "affine"}
+    assert json.loads(metadata["head_quantization"]) == {"bits": 5, "group_size": 32, "mode": "affine"}
     assert json.loads(metadata["settings"])["bits"] == 5
     assert tensors["mtp.fc.weight"].dtype == mx.uint32
     assert tensors["mtp.fc.scales"].dtype == mx.float16
@@ -99,3 +99,15 @@ def test_a_group_size_that_fits_no_layer_is_refused_before_the_training(
     assert main(["mtp", "train", str(tmp_path), "--bits", "4", "--group-size", "128"]) == 2
     assert "Choose a smaller --group-size" in capsys.readouterr().err
     assert not RunFolder(tmp_path / "mtp" / "weights.safetensors").is_begun
+
+
+def test_a_run_that_was_begun_without_such_options_can_be_resumed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "weights.safetensors")
+    record = RunRecord({"trunk": "tiny"}, TrainingSettings(seed=3), [])
+    with folder.locked():
+        folder.begin(record)
+    file = folder.folder / "run.json"
+    stored = json.loads(file.read_text())
+    del stored["settings"]["bits"], stored["settings"]["group_size"]
+    file.write_text(json.dumps(stored))
+    assert folder.record() == record

@@ -248,15 +248,15 @@ def test_integers_without_scales_are_no_weights(tmp_path: Path) -> None:
         ({"bits": 4, "group_size": 32}, None),
         ({"bits": 8, "group_size": 32, "mtp.fc": {"bits": 4, "group_size": 32}}, r"_proj\.weight with 8"),
         ({"bits": 4, "group_size": 32, "mtp.fc": {"bits": 2, "group_size": 64}}, r"mtp\.fc\.weight with 2"),
-        ({"bits": 4}, r'metadata "quantization" of .* cannot be read'),
-        ([], r'metadata "quantization" of .* cannot be read'),
+        ({"bits": 4}, r'metadata "head_quantization" of .* cannot be read'),
+        ([], r'metadata "head_quantization" of .* cannot be read'),
     ],
 )
 def test_the_metadata_must_agree_with_the_tensors(tmp_path: Path, entry: Any, message: str | None) -> None:
     """The same bytes can stand for more inputs of fewer bits, as another model has them."""
     tiny = tiny_head("qwen3_5")
     tensors = packed(tiny.converted(), lambda name: (4, 32))
-    metadata = {"format": "mlx", "quantization": json.dumps(entry)}
+    metadata = {"format": "mlx", "head_quantization": json.dumps(entry)}
     file = write(tmp_path / "mtp.safetensors", tensors, metadata)
     if message is None:
         load_head(file, tiny.trunk)
@@ -290,7 +290,7 @@ def test_an_extracted_head_is_the_originals_quantised(
     assert done.quantized is not None
     assert done.num_bytes < 0.6 * done.num_bytes_before
     metadata = read_header(done.file)[1]
-    entry = json.loads(metadata["quantization"])
+    entry = json.loads(metadata["head_quantization"])
     assert (entry["bits"], entry["group_size"], entry["mode"]) == (bits, 32, "affine")
     keep_quantized(monkeypatch, False)
     got = load_head(into, head.trunk, config=head.config)

@@ -15,7 +15,7 @@ from outrider.files import safetensors
 from outrider.models.heads.errors import HeadError
 from outrider.models.heads.layouts import HeadTensors, recognise
 
-QUANTIZATION = "quantization"  # the key of the formats of quantised layers in a head file's metadata
+QUANTIZATION = "head_quantization"  # the key of the formats of quantised layers in a head file's metadata
 HEAD_FILES = ("mtp/weights.safetensors", "mtp.safetensors")
 
 
