@@ -24,6 +24,7 @@ from outrider.engine.validation import ModelFacts
 from outrider.grammar.backend import tokenizer_source
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.models import heads, loader, machine
+from outrider.models.dtypes import keeps_quantized
 from outrider.models.files.fingerprint import fingerprint
 from outrider.models.files.shipped_head import shipped_head
 from outrider.speculate import calibration, cost_store
@@ -172,6 +173,7 @@ def _fingerprint(
             "draft_vocabulary": choice.draft_vocabulary,
             "device": facts.device,
             "dtype": facts.dtype,
+            "keeps_quantized": keeps_quantized(choice.dtype),
             "drafter": facts.drafter,
             "rows": calibration.max_measured_rows(max_rows),
             "machine": (platform.machine(), os.cpu_count(), multiplies.name, multiplies.threads),

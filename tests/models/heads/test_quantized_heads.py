@@ -128,16 +128,22 @@ def test_experts_that_are_stored_one_by_one_may_be_quantised(tmp_path: Path, kep
         np.testing.assert_array_equal(np.array(array), np.array(parameters(other)[name]), err_msg=name)
 
 
-def test_microscaling_formats_are_kept_too(tmp_path: Path, kept: None) -> None:
+def test_microscaling_formats_are_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_head("mimo")
     tensors = tiny.converted()
     path = "model.mtp_layers.0.input_proj"
     tensors[f"{path}.weight"], tensors[f"{path}.scales"] = mx.quantize(
         tensors[f"{path}.weight"], group_size=32, bits=4, mode="mxfp4"
     )
-    head = load_head(write(tmp_path / "mtp.safetensors", tensors), tiny.trunk)
+    file = write(tmp_path / "mtp.safetensors", tensors)
+    keep_quantized(monkeypatch, False)
+    plain = load_head(file, tiny.trunk)
+    keep_quantized(monkeypatch, True)
+    head = load_head(file, tiny.trunk)
     assert head.layers[0].fc.mode == "mxfp4"
     assert formats(head) == {"fc": (4, 32)}
+    assert plain.layers[0].fc.weight.dtype == mx.float32
+    assert error(outputs(head, tiny.trunk), outputs(plain, tiny.trunk)) <= 1e-4
 
 
 def latent_head() -> tuple[Trunk, MTPHead]:

@@ -177,8 +177,9 @@ def _write(
         target.parent.mkdir(exist_ok=True)
         with atomic_file(target) as file:
             mx.save_safetensors(file, tensors, metadata=dict(metadata))
-    except (OSError, RuntimeError) as error:  # MLX does not always give the reason
-        raise HeadError(f"{target} cannot be written: {getattr(error, 'strerror', error)}.") from error
+    except (OSError, RuntimeError) as error:  # a RuntimeError is MLX's
+        reason = getattr(error, "strerror", None) or error
+        raise HeadError(f"{target} cannot be written: {reason}.") from error
 
 
 def _copy(

@@ -23,7 +23,6 @@ from outrider.models.heads.errors import HeadError
 from outrider.models.heads.head_files import QUANTIZATION
 from outrider.models.trunk import Trunk
 
-Tensors = dict[str, mx.array]
 AFFINE_BITS, AFFINE_GROUP_SIZES = (1, 2, 3, 4, 5, 6, 8), (32, 64, 128)  # that MLX can multiply
 UINT8_SCALES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}  # (bits, group size) -> mode
 
