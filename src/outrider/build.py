@@ -225,7 +225,7 @@ def _load_head(
         source = heads.locate(loaded.path) or shipped_head(loaded.path)
     if source is not None:
         try:
-            return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config)
+            return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config, choice.dtype)
         except heads.UnknownHead as error:
             if choice.head is not None or config.drafter == "mtp":
                 raise

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import is_kept, keep_quantized, quantized_layers
@@ -17,22 +15,26 @@ log = logging.getLogger(__name__)
 
 
 def settle_dtype(network: nn.Module, dtype: str, trunk_dtype: mx.Dtype | None = None) -> None:
-    """Cast the weights, and decide on a CPU which quantised layers stay quantised.
+    """Cast the weights, and dequantise layers that are not to stay quantised.
 
     `dtype` is one of DTYPES. "auto": on the CPU float32 with quantised weights as they are, elsewhere the
     dtype of the checkpoint. Any other dtype dequantises on the CPU. `trunk_dtype` is given for an MTP head,
     which is cast to it whatever `dtype` is.
     """
-    is_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if is_cpu:
-        _settle_quantized(network, may_keep=dtype == "auto")
+    if _is_cpu() and any(quantized_layers(network)):
+        _settle_quantized(network, dtype)
     if trunk_dtype is not None:
         _cast(network, trunk_dtype)
     elif dtype != "auto":
         _cast(network, getattr(mx, dtype))
-    elif is_cpu:
+    elif _is_cpu():
         _cast(network, mx.float32)
     mx.eval(network.parameters())
+
+
+def keeps_quantized(dtype: str) -> bool:
+    """On a CPU only with the native extension: MLX's own quantised matmuls are slower than float32 ones."""
+    return not _is_cpu() or (dtype == "auto" and extension() is not None)
 
 
 def arithmetic(network: nn.Module) -> str:
@@ -40,36 +42,40 @@ def arithmetic(network: nn.Module) -> str:
     return "int8 tokens" if any(is_kept(layer) for _, layer in quantized_layers(network)) else "mlx"
 
 
-def _settle_quantized(network: nn.Module, may_keep: bool) -> None:
-    """Keep the layers that the native extension computes; dequantise the others to float32.
-
-    MLX's own quantised matmuls on CPUs are slower than float32 ones.
-    """
-    names = [name for name, layer in quantized_layers(network) if _can_dequantize(layer)]
-    if names and may_keep and extension() is not None:
-        others = keep_quantized(network)
-        names = [name for name in names if name in others]
-        if names:
-            log.warning("%d layers become float32: their quantisation has no operations for CPUs", len(names))
-    _dequantize(network, names)
-
-
-def _can_dequantize(layer: nn.Module) -> bool:
-    """False for layers that only MLX's own operations compute on a CPU."""
-    kinds = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
-    return isinstance(layer, kinds) and getattr(layer, "global_scale", None) is None
+def _settle_quantized(network: nn.Module, dtype: str) -> None:
+    if not keeps_quantized(dtype):
+        dequantize(network)
+    elif extension() is not None and (others := keep_quantized(network)):
+        log.warning("%d layers become float32: their quantisation has no operations for CPUs", len(others))
+        layers = dict(network.named_modules())
+        for name in others:
+            holder = nn.Module()
+            holder.layer = layers[name]
+            dequantize(holder)
+            network.update_modules(tree_unflatten([(name, holder.layer)]))
 
 
-def _dequantize(network: nn.Module, names: Sequence[str]) -> None:
+def dequantize(network: nn.Module) -> None:
+    """Turn quantised layers into plain ones, in float32."""
+    from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
     from mlx_lm.utils import dequantize_model
 
-    layers = dict(network.named_modules())
-    for name in names:
-        holder = nn.Module()
-        holder.layer = layers[name]
-        _cast(holder, mx.float32)  # the scales first, so that dequantising does not round
-        dequantize_model(holder)
-        network.update_modules(tree_unflatten([(name, holder.layer)]))
+    if not any(quantized_layers(network)):
+        return
+    _cast(network, mx.float32)  # cast the scales first, so that dequantising does not round
+    dequantize_model(network)  # leaves out the layers of latent attention
+    plain = []
+    for path, layer in network.named_modules():
+        if isinstance(layer, QuantizedMultiLinear):
+            arrays = layer.weight, layer.scales, layer.biases
+            weight = mx.dequantize(*arrays, layer.group_size, layer.bits, layer.mode)
+            plain.append((path, MultiLinear(weight.shape[2], weight.shape[1], weight.shape[0])))
+            plain[-1][1].weight = weight
+    network.update_modules(tree_unflatten(plain))
+
+
+def _is_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
 def _cast(network: nn.Module, dtype: mx.Dtype) -> None:
