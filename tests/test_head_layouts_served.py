@@ -71,7 +71,7 @@ def test_a_quantised_head_drafts_and_changes_no_token(
     folder = write_model(tmp_path / "model", tiny, head)
     plain, _ = answers(folder, depths=PLAIN, drafter="none")
     drafted, num_drafts = answers(folder, prefill_step_size=4)
-    assert len(asked) == 2 + num_depths  # two trunks, and the head's layers
+    assert len(asked) == num_depths  # the layers of the head; the trunks are not quantised
     assert num_drafts > 20
     assert drafted == plain
 
