@@ -1,0 +1,256 @@
+"""Decoder layers of the common form as two native primitives instead of some twenty MLX operations.
+
+    attention   norm, q, k, v, rope, cache write, attention of each row over its own cells, o, residual
+    mlp         norm, gate, up, swiglu, down, residual          (native/extension/decoder_layer.h)
+
+A layer is recognised by its parts: RMS norms, quantised projections, a rope that turns the halves of a head.
+Before a layer is used its results are compared with those of the plain form, which shows what the parts do
+not: a scaled residual, a norm in another place. A recognised layer gets a subclass of its class.
+(models/layer_swaps.py)
+
+The primitives take float32 with Outrider's caches and masks. Every other call goes to the plain form.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import rope_utils
+
+from outrider.cache.placement import Placement
+from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
+
+log = logging.getLogger("outrider.cpu.layers")
+
+# The plain form may round elsewhere before tokens are rounded to 8 bits, or not round them: an error of 0.5 %.
+TOLERANCE = 0.03  # relative, of the root of the mean square; chosen by hand
+FAR_POSITION = 10_007  # beyond the positions at which ropes and scales of known families change; chosen by hand
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+_NUM_HEADS = ("n_heads", "num_heads", "num_attention_heads")
+_NUM_KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
+_SCALE = ("scale", "scaling")
+_ROPES = (  # that turn the halves of a head by angles which depend on the position only
+    nn.RoPE,
+    rope_utils.Llama3RoPE,
+    rope_utils.YarnRoPE,
+    rope_utils.SuScaledRoPE,
+    rope_utils.ProportionalRoPE,
+)
+
+
+class _NotFused(Exception):
+    """Why a layer is not of the form that the primitives compute."""
+
+
+def use_fused_layers(model: nn.Module, native: Any) -> None:
+    """Swap the decoder layers that `native`, the extension module, can compute. Weights must not change after."""
+    for path, layer in model.named_modules():
+        if "self_attn" not in layer or isinstance(layer, _FusedLayer):
+            continue
+        try:
+            parts = _parts(layer, native)
+            _check(layer, parts)
+        except _NotFused as reason:
+            log.debug("%s computes operation by operation: %s", path or type(layer).__name__, reason)
+            continue
+        layer._fused = parts
+        layer.__class__ = _fused_class(type(layer))
+
+
+def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a layer had before `use_fused_layers`."""
+    return kind.__bases__[1] if issubclass(kind, _FusedLayer) else kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A layer's primitives, and the rope whose angles they take."""
+
+    attention: Any
+    mlp: Any
+    rope: nn.Module
+    rope_dims: int
+    rope_key: Hashable  # the same for layers that share their angles
+
+    def __call__(self, x: mx.array, cache: LayerView, window: int) -> mx.array:
+        place = cache.placement
+        angles = place.angles.get(self.rope_key)
+        if angles is None:
+            angles = place.angles[self.rope_key] = self._angles(cache, x.shape[1])
+        fed = place.num_fed
+        h, keys, values = self.attention(
+            x, cache.keys, cache.values, angles, place.starts, fed, place.slot_ids, window
+        )
+        cache.put(keys, values)
+        return self.mlp(h, fed)
+
+    def _angles(self, cache: LayerView, width: int) -> mx.array:
+        """The cosines and the sines of every token: what the rope makes of (1, .., 1, 0, .., 0)."""
+        ones = mx.arange(self.rope_dims) < self.rope_dims // 2
+        rows = len(cache.placement.slots)
+        units = mx.broadcast_to(ones.astype(mx.float32), (rows, 1, width, self.rope_dims))
+        return self.rope(units, offset=cache.offset)
+
+
+class _FusedLayer:
+    _fused: _Parts
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if type(cache) is LayerView and x.dtype == mx.float32 == cache.keys.dtype:
+            window = cache.placement.window_of(mask)
+            if window is not None:
+                return self._fused(x, cache, window)
+        log.debug("a layer computes operation by operation: not float32, or not Outrider's cache and mask")
+        return super().__call__(x, mask, cache)  # type: ignore[misc, no-any-return]
+
+
+@cache
+def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (_FusedLayer, kind), names)
+
+
+# Recognition ------------------------------------------------------------------------------------------------
+
+
+def _parts(layer: nn.Module, native: Any) -> _Parts:
+    """Raises _NotFused."""
+    _require_members(layer, _LAYER)
+    attention, mlp = layer.self_attn, layer.mlp
+    _require_members(attention, _ATTENTION, _HEAD_NORMS)
+    _require_members(mlp, _MLP)
+    _require_call(layer, ["x", "mask", "cache"])
+    _require_call(attention, ["x", "mask", "cache"])
+    _require_call(mlp, ["x"])
+    rope, dims = _rope(attention.rope)
+    q, k, v, o, gate, up, down = (
+        _linear(part[name], native)
+        for part, name in [
+            *((attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+            *((mlp, name) for name in ("gate_proj", "up_proj", "down_proj")),
+        ]
+    )
+    try:
+        return _Parts(
+            native.Attention(
+                _norm(layer.input_layernorm, native),
+                q,
+                k,
+                v,
+                o,
+                _norm(attention["q_norm"], native) if "q_norm" in attention else None,
+                _norm(attention["k_norm"], native) if "k_norm" in attention else None,
+                _attribute(attention, _NUM_HEADS),
+                _attribute(attention, _NUM_KV_HEADS),
+                dims,
+                _attribute(attention, _SCALE),
+            ),
+            native.MLP(_norm(layer.post_attention_layernorm, native), gate, up, down),
+            rope,
+            dims,
+            _key(rope),
+        )
+    except ValueError as error:
+        raise _NotFused(str(error)) from None
+
+
+def _members(module: nn.Module) -> set[str]:
+    """The names of a module's arrays and of the modules in it."""
+    return {name for name, value in module.items() if isinstance(value, mx.array | dict | list)}
+
+
+def _require_members(module: Any, needed: set[str], allowed: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    found = _members(module) if isinstance(module, nn.Module) else set()
+    if not needed <= found <= needed | allowed:
+        raise _NotFused(f"a {type(module).__name__} has {sorted(found)}")
+
+
+def _require_call(module: nn.Module, parameters: Sequence[str]) -> None:
+    """mlx-lm's own code, called with these parameters: not that of another swap."""
+    call = type(module).__call__
+    if not call.__module__.startswith("mlx_lm.models."):
+        raise _NotFused(f"{type(module).__name__} is not mlx-lm's own")
+    if (found := list(inspect.signature(call).parameters)[1:]) != list(parameters):
+        raise _NotFused(f"{type(module).__name__} is called with {found}")
+
+
+def _attribute(module: nn.Module, names: Sequence[str]) -> Any:
+    for name in names:
+        if isinstance(value := getattr(module, name, None), int | float):
+            return value
+    raise _NotFused(f"a {type(module).__name__} has none of {names}")
+
+
+def _norm(norm: Any, native: Any) -> Any:
+    if type(norm) is not nn.RMSNorm:
+        raise _NotFused(f"a norm is a {type(norm).__name__}")
+    return native.RMSNorm(norm.weight, norm.eps)
+
+
+def _linear(linear: Any, native: Any) -> Any:
+    if not isinstance(linear, nn.QuantizedLinear) or linear.mode != "affine":
+        raise _NotFused(f"a projection is a {type(linear).__name__} in mode {getattr(linear, 'mode', None)}")
+    _require_members(linear, {"weight", "scales", "biases"}, {"bias"})
+    bias = linear["bias"] if "bias" in linear else None
+    try:
+        return native.Linear(
+            linear.weight, linear.scales, linear.biases, linear.bits, linear.group_size, bias
+        )
+    except ValueError as error:
+        raise _NotFused(str(error)) from None
+
+
+def _rope(rope: Any) -> tuple[nn.Module, int]:
+    """The rope, which may be the plain one inside an mrope, and how many elements of a head it turns."""
+    plain = getattr(rope, "plain", rope)
+    if not isinstance(plain, _ROPES) or getattr(plain, "traditional", False):
+        raise _NotFused(f"the rope is a {type(plain).__name__}, or turns neighbouring elements")
+    return rope, _attribute(plain, ("dims", "dim"))
+
+
+def _key(module: nn.Module) -> Hashable:
+    """Equal for modules that compute the same."""
+    scalars = {name: x for name, x in vars(module).items() if isinstance(x, int | float | str | None)}
+    parts = {
+        name: _key(part) if isinstance(part, nn.Module) else np.array(part).tobytes()
+        for name, part in module.items()
+    }
+    return type(module), tuple(sorted(scalars.items())), tuple(sorted(parts.items()))
+
+
+# The comparison with the plain form -------------------------------------------------------------------------
+
+
+def _check(layer: nn.Module, parts: _Parts) -> None:
+    """Raises _NotFused if attention, the layer or the cells differ from the plain form's."""
+    random = mx.random.key(0)
+    x = mx.random.normal((2, 3, layer.input_layernorm.weight.size), key=random)
+    place = Placement(
+        [1, 0], mx.array([0, 5]), mx.array([3, 2]), 3, 8, 16, positions=mx.array([0, FAR_POSITION])
+    )
+    attention = layer.self_attn
+    kv_heads = _attribute(attention, _NUM_KV_HEADS)
+    spec = KVSpec(kv_heads, *(attention[name].weight.shape[0] // kv_heads for name in ("k_proj", "v_proj")), mx.float32)
+    views = [LayerView(_filled(spec), place) for _ in range(3)]
+    mask = place.mask(None)
+    expected = [
+        layer(x, mask, views[0]) - x,
+        attention(layer.input_layernorm(x), mask, views[1]),
+        views[0].keys,
+        views[0].values,
+    ]
+    found_layer = parts(x, views[2], 0)
+    found = [found_layer - x, None, views[2].keys, views[2].values]
+    found[1] = parts.attend_only(x, LayerView(_filled(spec), place)) - x

@@ -1,0 +1,467 @@
+#include "decoder_layer.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "decoder_math.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/primitives.h"
+#include "threads.h"
+
+namespace mx = mlx::core;
+
+namespace outrider {
+namespace {
+
+constexpr int MAX_TOKENS = 256;        // that are computed at once: bounds the memory; chosen by hand
+constexpr int MIN_SHARED_TOKENS = 32;  // from which norms, ropes and activations pay several threads; chosen by hand
+constexpr int TOKENS_PER_CHUNK = 8;    // of those
+constexpr int MAX_QUERY_ROWS = 96;     // queries times heads that attend to a block of cells together; chosen by hand
+constexpr double MIN_SHARED_WORK = 2e5;  // multiplications of attention from which several threads pay: 10 us
+
+std::atomic<long> buffer_copies{0};
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Memory that a thread keeps for its next call.
+class Scratch {
+public:
+    float *floats(size_t count) { return reinterpret_cast<float *>(bytes(count * sizeof(float))); }
+
+    void *bytes(size_t count) {
+        if (count > size) {
+            std::free(memory);
+            size = (count + TOKEN_ALIGNMENT - 1) / TOKEN_ALIGNMENT * TOKEN_ALIGNMENT;
+            memory = std::aligned_alloc(TOKEN_ALIGNMENT, size);
+            if (!memory) {
+                size = 0;
+                throw std::bad_alloc();
+            }
+        }
+        return memory;
+    }
+
+    Scratch() = default;
+    Scratch(const Scratch &) = delete;
+    ~Scratch() { std::free(memory); }
+
+private:
+    void *memory = nullptr;
+    size_t size = 0;
+};
+
+// Calls work(t) for every token, on several threads if there are many.
+template <class Work>
+void for_tokens(int num, const Work &work) {
+    if (num < MIN_SHARED_TOKENS) {
+        for (int t = 0; t < num; t++)
+            work(t);
+        return;
+    }
+    parallel(ceil_div(num, TOKENS_PER_CHUNK), [&](int chunk) {
+        int first = chunk * TOKENS_PER_CHUNK;
+        for (int t = first; t < std::min(first + TOKENS_PER_CHUNK, num); t++)
+            work(t);
+    });
+}
+
+struct Token {
+    int row, column;
+    size_t index;  // row * width + column
+};
+
+// The tokens of a pass that are not padding.
+std::vector<Token> fed_tokens(const int *num_fed, int rows, int width) {
+    std::vector<Token> tokens;
+    for (int row = 0; row < rows; row++)
+        for (int column = 0; column < std::min(num_fed[row], width); column++)
+            tokens.push_back({row, column, size_t(row) * width + column});
+    return tokens;
+}
+
+// y = linear(tokens) without the bias
+Product product(const Linear &linear, float *y) { return {linear.matrix, y, linear.matrix.num_rows}; }
+
+void add_bias(const Math &math, const Linear &linear, float *y) {
+    if (!linear.bias.empty())
+        math.add(linear.bias.data(), linear.matrix.num_rows, y);
+}
+
+// out = x + y + bias, for the tokens [first, first + num)
+void add_residual(const Math &math, const Linear &linear, const Token *tokens, int num, const float *x, float *y,
+                  float *out) {
+    size_t size = linear.matrix.num_rows;
+    for_tokens(num, [&](int t) {
+        float *own = y + t * size;
+        add_bias(math, linear, own);
+        math.add(x + tokens[t].index * size, size, own);
+        std::memcpy(out + tokens[t].index * size, own, size * sizeof(float));
+    });
+}
+
+QuantizedTokens normed_tokens(const Math &math, const RMSNorm &norm, const Token *tokens, int num, const float *x) {
+    static thread_local Scratch floats, codes;
+    size_t size = norm.weight.size();
+    float *normed = floats.floats(num * size);
+    for_tokens(num, [&](int t) {
+        math.rms_norm(x + tokens[t].index * size, norm.weight.data(), size, norm.eps, normed + t * size);
+    });
+    return quantize(normed, num, size, size, codes.bytes(token_bytes(num, size)));
+}
+
+struct AttentionCall {
+    int rows, width, num_slots, num_cells, window;
+    const float *x, *angles;
+    const int *starts, *num_fed, *slots;
+    float *out, *keys, *values;
+};
+
+// Norms and turns a token's queries and keys, and writes its keys and values into its cell.
+void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall &call, const Token &token, float *q,
+                float *k, float *v) {
+    int dim = w.head_dim();
+    add_bias(math, w.q, q);
+    add_bias(math, w.k, k);
+    add_bias(math, w.v, v);
+    const float *angles = call.angles + token.index * w.rope_dims;
+    auto turn = [&](const std::optional<RMSNorm> &norm, float *head) {
+        if (norm)
+            math.rms_norm(head, norm->weight.data(), dim, norm->eps, head);
+        math.rope(head, angles, w.rope_dims);
+    };
+    for (int head = 0; head < w.num_heads; head++)
+        turn(w.q_norm, q + head * dim);
+    int cell = std::min(call.starts[token.row] + token.column, call.num_cells - 1);
+    for (int head = 0; head < w.num_kv_heads; head++) {
+        turn(w.k_norm, k + head * dim);
+        size_t at = ((size_t(call.slots[token.row]) * w.num_kv_heads + head) * call.num_cells + cell) * dim;
+        std::memcpy(call.keys + at, k + head * dim, dim * sizeof(float));
+        std::memcpy(call.values + at, v + head * dim, dim * sizeof(float));
+    }
+}
+
+// Attention of tokens [num, heads * dim], `q`, over the cells of their rows.
+void attend(const Math &math, const AttentionWeights &w, const AttentionCall &call, const Token *tokens, int num,
+            const float *q, float *out) {
+    int dim = w.head_dim(), group = w.num_heads / w.num_kv_heads;
+    int max_num = std::max(MAX_QUERY_ROWS / group, 1);
+    std::vector<Queries> all;
+    double work = 0;
+    for (int t = 0, next; t < num; t = next) {
+        for (next = t + 1; next < num && next - t < max_num && tokens[next].row == tokens[t].row;)
+            next++;
+        Queries queries = {.num = next - t,
+                           .group = group,
+                           .dim = dim,
+                           .cell = call.starts[tokens[t].row] + tokens[t].column,
+                           .max_cell = std::max(call.num_cells - 2, 0),
+                           .window = call.window,
+                           .scale = w.scale,
+                           .stride = ptrdiff_t(w.num_heads) * dim};
+        int num_cells = queries.end_cell(queries.num - 1) - queries.first_cell(0);
+        work += 2.0 * num_cells * queries.num * w.num_heads * dim;
+        for (int head = 0; head < w.num_kv_heads; head++) {
+            size_t at = (size_t(call.slots[tokens[t].row]) * w.num_kv_heads + head) * call.num_cells * dim;
+            ptrdiff_t first = t * queries.stride + ptrdiff_t(head) * group * dim;
+            queries.queries = q + first;
+            queries.out = out + first;
+            queries.keys = call.keys + at;
+            queries.values = call.values + at;
+            all.push_back(queries);
+        }
+    }
+    auto run = [&](int i) {
+        static thread_local Scratch scratch;
+        math.attend(all[i], scratch.floats(attention_scratch(all[i].num, group, dim)));
+    };
+    if (work >= MIN_SHARED_WORK)
+        return parallel(all.size(), run);
+    for (size_t i = 0; i < all.size(); i++)
+        run(i);
+}
+
+void run(const AttentionWeights &w, const AttentionCall &call) {
+    static thread_local Scratch qs, ks, vs, outs, ys, codes;
+    const Math &math = outrider::math();
+    size_t hidden = w.norm.weight.size(), q_size = w.q.matrix.num_rows, kv_size = w.k.matrix.num_rows;
+    std::memcpy(call.out, call.x, size_t(call.rows) * call.width * hidden * sizeof(float));
+    std::vector<Token> all = fed_tokens(call.num_fed, call.rows, call.width);
+    for (size_t first = 0; first < all.size(); first += MAX_TOKENS) {
+        const Token *tokens = all.data() + first;
+        int num = std::min<size_t>(MAX_TOKENS, all.size() - first);
+        float *q = qs.floats(num * q_size), *k = ks.floats(num * kv_size), *v = vs.floats(num * kv_size);
+        QuantizedTokens normed = normed_tokens(math, w.norm, tokens, num, call.x);
+        Product products[] = {product(w.q, q), product(w.k, k), product(w.v, v)};
+        multiply(products, 3, normed);
+        for_tokens(num, [&](int t) {
+            write_cell(math, w, call, tokens[t], q + t * q_size, k + t * kv_size, v + t * kv_size);
+        });
+        float *out = outs.floats(num * q_size), *y = ys.floats(num * hidden);
+        attend(math, w, call, tokens, num, q, out);
+        Product last = product(w.o, y);
+        multiply(&last, 1, quantize(out, num, q_size, q_size, codes.bytes(token_bytes(num, q_size))));
+        add_residual(math, w.o, tokens, num, call.x, y, call.out);
+    }
+}
+
+struct MLPCall {
+    int rows, width;
+    const float *x;
+    const int *num_fed;
+    float *out;
+};
+
+void run(const MLPWeights &w, const MLPCall &call) {
+    static thread_local Scratch gates, ups, ys, codes;
+    const Math &math = outrider::math();
+    size_t hidden = w.norm.weight.size(), size = w.gate.matrix.num_rows;
+    std::memcpy(call.out, call.x, size_t(call.rows) * call.width * hidden * sizeof(float));
+    std::vector<Token> all = fed_tokens(call.num_fed, call.rows, call.width);
+    for (size_t first = 0; first < all.size(); first += MAX_TOKENS) {
+        const Token *tokens = all.data() + first;
+        int num = std::min<size_t>(MAX_TOKENS, all.size() - first);
+        float *gate = gates.floats(num * size), *up = ups.floats(num * size), *y = ys.floats(num * hidden);
+        QuantizedTokens normed = normed_tokens(math, w.norm, tokens, num, call.x);
+        Product products[] = {product(w.gate, gate), product(w.up, up)};
+        multiply(products, 2, normed);
+        for_tokens(num, [&](int t) {
+            add_bias(math, w.gate, gate + t * size);
+            add_bias(math, w.up, up + t * size);
+            math.swiglu(gate + t * size, up + t * size, size);
+        });
+        Product last = product(w.down, y);
+        multiply(&last, 1, quantize(gate, num, size, size, codes.bytes(token_bytes(num, size))));
+        add_residual(math, w.down, tokens, num, call.x, y, call.out);
+    }
+}
+
+// MLX's side.
+
+// Copies elements of four bytes in the order of the shape.
+void copy_strided(const uint32_t *from, const mx::Shape &shape, const mx::Strides &strides, uint32_t *to) {
+    size_t rest = 1;
+    for (int size : shape)
+        rest *= size;
+    std::vector<int> at(shape.size(), 0);
+    for (size_t i = 0; i < rest; i++) {
+        int64_t offset = 0;
+        for (size_t axis = 0; axis < at.size(); axis++)
+            offset += at[axis] * strides[axis];
+        to[i] = from[offset];
+        for (int axis = int(at.size()) - 1; axis >= 0 && ++at[axis] == shape[axis]; axis--)
+            at[axis] = 0;
+    }
+}
+
+void copy(mx::cpu::CommandEncoder &encoder, const mx::array &from, mx::array &to) {
+    const uint32_t *source = from.data<uint32_t>();
+    uint32_t *target = to.data<uint32_t>();
+    if (from.flags().row_contiguous)
+        encoder.dispatch([=, bytes = from.nbytes()] { std::memcpy(target, source, bytes); });
+    else
+        encoder.dispatch([=, shape = from.shape(), strides = from.strides()] {
+            copy_strided(source, shape, strides, target);
+        });
+}
+
+// The elements of an input, one after the other.
+template <class T>
+const T *elements(mx::cpu::CommandEncoder &encoder, const mx::array &input) {
+    if (input.flags().row_contiguous)
+        return input.data<T>();
+    mx::array copied(input.shape(), input.dtype(), nullptr, {});
+    copied.set_data(mx::allocator::malloc(copied.nbytes()));
+    copy(encoder, input, copied);
+    encoder.add_temporary(copied);
+    return copied.data<T>();
+}
+
+// Gives an output the contents of an input: the input's own memory if nothing else uses it.
+void take_over(mx::cpu::CommandEncoder &encoder, const mx::array &input, mx::array &output) {
+    if (input.is_donatable() && input.flags().row_contiguous) {
+        output.copy_shared_buffer(input);
+        return;
+    }
+    buffer_copies++;
+    output.set_data(mx::allocator::malloc(output.nbytes()));
+    copy(encoder, input, output);
+}
+
+class CPUPrimitive : public mx::Primitive {
+public:
+    using mx::Primitive::Primitive;
+    void eval_gpu(const std::vector<mx::array> &, std::vector<mx::array> &) override {
+        throw std::runtime_error(std::string(name()) + " runs on CPUs only");
+    }
+};
+
+class AttentionPrimitive : public CPUPrimitive {
+public:
+    AttentionPrimitive(mx::Stream stream, std::shared_ptr<const AttentionWeights> weights, int window)
+        : CPUPrimitive(stream), weights(std::move(weights)), window(window) {}
+
+    const char *name() const override { return "OutriderAttention"; }
+
+    void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
+        auto &encoder = mx::cpu::get_command_encoder(stream());
+        const mx::array &x = inputs[0], &keys = inputs[1];
+        outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+        take_over(encoder, keys, outputs[1]);
+        take_over(encoder, inputs[2], outputs[2]);
+        AttentionCall call = {.rows = x.shape(0),
+                              .width = x.shape(1),
+                              .num_slots = keys.shape(0),
+                              .num_cells = keys.shape(2),
+                              .window = window,
+                              .x = elements<float>(encoder, x),
+                              .angles = elements<float>(encoder, inputs[3]),
+                              .starts = elements<int>(encoder, inputs[4]),
+                              .num_fed = elements<int>(encoder, inputs[5]),
+                              .slots = elements<int>(encoder, inputs[6]),
+                              .out = outputs[0].data<float>(),
+                              .keys = outputs[1].data<float>(),
+                              .values = outputs[2].data<float>()};
+        encoder.dispatch([weights = weights, call] { run(*weights, call); });
+    }
+
+private:
+    std::shared_ptr<const AttentionWeights> weights;
+    int window;
+};
+
+class MLPPrimitive : public CPUPrimitive {
+public:
+    MLPPrimitive(mx::Stream stream, std::shared_ptr<const MLPWeights> weights)
+        : CPUPrimitive(stream), weights(std::move(weights)) {}
+
+    const char *name() const override { return "OutriderMLP"; }
+
+    void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
+        auto &encoder = mx::cpu::get_command_encoder(stream());
+        const mx::array &x = inputs[0];
+        outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+        MLPCall call = {.rows = x.shape(0),
+                        .width = x.shape(1),
+                        .x = elements<float>(encoder, x),
+                        .num_fed = elements<int>(encoder, inputs[1]),
+                        .out = outputs[0].data<float>()};
+        encoder.dispatch([weights = weights, call] { run(*weights, call); });
+    }
+
+private:
+    std::shared_ptr<const MLPWeights> weights;
+};
+
+void require(bool holds, const char *what) {
+    if (!holds)
+        throw std::invalid_argument(what);
+}
+
+std::vector<float> to_floats(const mx::array &array) {
+    mx::array floats = mx::contiguous(mx::astype(array, mx::float32));
+    floats.eval();
+    return {floats.data<float>(), floats.data<float>() + floats.size()};
+}
+
+FloatType float_type(mx::Dtype dtype) {
+    require(dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16,
+            "scales must be float32, float16 or bfloat16");
+    return dtype == mx::float32 ? FloatType::float32 : dtype == mx::float16 ? FloatType::float16 : FloatType::bfloat16;
+}
+
+void check(const Linear &linear, size_t num_rows, size_t size) {
+    require(size_t(linear.matrix.num_rows) == num_rows && size_t(linear.matrix.size) == size,
+            "a weight of another shape than the layer's");
+    require(linear.bias.empty() || linear.bias.size() == num_rows, "a bias of another size than its weight");
+    require(num_rows % 16 == 0 && size % BLOCK == 0, "sizes must be multiples of 16 and 32");
+}
+
+}  // namespace
+
+Linear::Linear(const mx::array &weight, const mx::array &scales, const mx::array &biases, int bits, int group_size,
+               const std::optional<mx::array> &own_bias)
+    : held{mx::contiguous(weight), mx::contiguous(scales), mx::contiguous(biases)} {
+    require(weight.ndim() == 2 && weight.dtype() == mx::uint32 && scales.ndim() == 2, "not a quantised matrix");
+    require(bits == 2 || bits == 3 || bits == 4 || bits == 5 || bits == 6 || bits == 8, "bits: 2 to 6, or 8");
+    require(group_size > 0 && group_size % BLOCK == 0, "a group must be a multiple of 32 elements");
+    require(scales.shape() == biases.shape() && scales.dtype() == biases.dtype() &&
+                scales.shape(0) == weight.shape(0) &&
+                int64_t(scales.shape(1)) * group_size * bits == int64_t(weight.shape(1)) * 32,
+            "scales or biases of another shape than the weight's");
+    mx::eval(held);
+    matrix = {.num_rows = weight.shape(0),
+              .size = scales.shape(1) * group_size,
+              .bits = bits,
+              .group_size = group_size,
+              .codes = held[0].data<uint32_t>(),
+              .scales = held[1].data<void>(),
+              .biases = held[2].data<void>(),
+              .type = float_type(scales.dtype())};
+    if (own_bias)
+        bias = to_floats(*own_bias);
+}
+
+RMSNorm::RMSNorm(const mx::array &array, float eps) : weight(to_floats(array)), eps(eps) {}
+
+void AttentionWeights::check() const {
+    size_t hidden = norm.weight.size(), dim = head_dim();
+    require(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && dim * num_heads == size_t(q.matrix.num_rows),
+            "heads do not divide");
+    require(dim % 16 == 0 && rope_dims % 2 == 0 && size_t(rope_dims) <= dim, "heads must be multiples of 16");
+    outrider::check(q, dim * num_heads, hidden);
+    outrider::check(k, dim * num_kv_heads, hidden);
+    outrider::check(v, dim * num_kv_heads, hidden);
+    outrider::check(o, hidden, dim * num_heads);
+    require(!q_norm || q_norm->weight.size() == dim, "a query norm of another size than a head");
+    require(!k_norm || k_norm->weight.size() == dim, "a key norm of another size than a head");
+}
+
+void MLPWeights::check() const {
+    size_t hidden = norm.weight.size(), size = gate.matrix.num_rows;
+    outrider::check(gate, size, hidden);
+    outrider::check(up, size, hidden);
+    outrider::check(down, hidden, size);
+}
+
+Attention::Attention(AttentionWeights own) : weights(std::make_shared<const AttentionWeights>(std::move(own))) {
+    weights->check();
+}
+
+std::tuple<mx::array, mx::array, mx::array> Attention::operator()(
+    const mx::array &x, const mx::array &keys, const mx::array &values, const mx::array &angles,
+    const mx::array &starts, const mx::array &num_fed, const mx::array &slots, int window) const {
+    const AttentionWeights &w = *weights;
+    int hidden = w.norm.weight.size();
+    require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
+    int rows = x.shape(0), width = x.shape(1);
+    require(keys.ndim() == 4 && keys.shape(1) == w.num_kv_heads && keys.shape(3) == w.head_dim() &&
+                keys.dtype() == mx::float32 && values.shape() == keys.shape() && values.dtype() == mx::float32,
+            "keys, values: float32 [slots, heads, capacity + 1, dim]");
+    require(angles.shape() == mx::Shape{rows, 1, width, w.rope_dims} && angles.dtype() == mx::float32,
+            "angles: float32 [rows, 1, width, rope dims]");
+    for (const mx::array *each : {&starts, &num_fed, &slots})
+        require(each->size() == size_t(rows) && each->dtype() == mx::int32, "starts, fed counts, slots: int32 [rows]");
+    require(window >= 0, "window: 0 or more");
+    auto primitive = std::make_shared<AttentionPrimitive>(mx::default_stream(mx::Device::cpu), weights, window);
+    auto out = mx::array::make_arrays({x.shape(), keys.shape(), values.shape()}, {mx::float32, mx::float32, mx::float32},
+                                      primitive, {x, keys, values, angles, starts, num_fed, slots});
+    return {std::move(out[0]), std::move(out[1]), std::move(out[2])};
+}
+
+MLP::MLP(MLPWeights own) : weights(std::make_shared<const MLPWeights>(std::move(own))) { weights->check(); }
+
+mx::array MLP::operator()(const mx::array &x, const mx::array &num_fed) const {
+    int hidden = weights->norm.weight.size();
+    require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
+    require(num_fed.shape() == mx::Shape{x.shape(0)} && num_fed.dtype() == mx::int32, "fed counts: int32 [rows]");
+    auto primitive = std::make_shared<MLPPrimitive>(mx::default_stream(mx::Device::cpu), weights);
+    return mx::array(x.shape(), mx::float32, primitive, {x, num_fed});
+}
+
+long num_buffer_copies() { return buffer_copies; }
+
+}  // namespace outrider
