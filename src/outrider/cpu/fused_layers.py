@@ -18,6 +18,7 @@ import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,8 @@ from mlx_lm.models import rope_utils
 
 from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
+from outrider.cpu.extension import extension
+from outrider.cpu.quantized import CpuQuantizedLinear
 
 log = logging.getLogger("outrider.cpu.layers")
 
@@ -34,10 +37,11 @@ log = logging.getLogger("outrider.cpu.layers")
 TOLERANCE = 0.03  # relative, of the root of the mean square; chosen by hand
 FAR_POSITION = 10_007  # beyond the positions at which ropes and scales of known families change; chosen by hand
 
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "rope"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj"}
+_LAYER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ATTENTION = (*_PROJECTIONS, "rope")
+_HEAD_NORMS = ("q_norm", "k_norm")
+_MLP = ("gate_proj", "up_proj", "down_proj")
 _NUM_HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _NUM_KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
 _SCALE = ("scale", "scaling")
@@ -54,13 +58,13 @@ class _NotFused(Exception):
     """Why a layer is not of the form that the primitives compute."""
 
 
-def use_fused_layers(model: nn.Module, native: Any) -> None:
-    """Swap the decoder layers that `native`, the extension module, can compute. Weights must not change after."""
+def use_fused_layers(model: nn.Module) -> None:
+    """Swap the decoder layers that the primitives can compute. Weights must not be changed afterwards."""
     for path, layer in model.named_modules():
         if "self_attn" not in layer or isinstance(layer, _FusedLayer):
             continue
         try:
-            parts = _parts(layer, native)
+            parts = _parts(layer)
             _check(layer, parts)
         except _NotFused as reason:
             log.debug("%s computes operation by operation: %s", path or type(layer).__name__, reason)
@@ -85,16 +89,18 @@ class _Parts:
     rope_key: Hashable  # the same for layers that share their angles
 
     def __call__(self, x: mx.array, cache: LayerView, window: int) -> mx.array:
+        return self.mlp(self.attend(x, cache, window), cache.placement.num_fed)
+
+    def attend(self, x: mx.array, cache: LayerView, window: int) -> mx.array:
         place = cache.placement
         angles = place.angles.get(self.rope_key)
         if angles is None:
             angles = place.angles[self.rope_key] = self._angles(cache, x.shape[1])
-        fed = place.num_fed
         h, keys, values = self.attention(
-            x, cache.keys, cache.values, angles, place.starts, fed, place.slot_ids, window
+            x, cache.keys, cache.values, angles, place.starts, place.num_fed, place.slot_ids, window
         )
         cache.put(keys, values)
-        return self.mlp(h, fed)
+        return h
 
     def _angles(self, cache: LayerView, width: int) -> mx.array:
         """The cosines and the sines of every token: what the rope makes of (1, .., 1, 0, .., 0)."""
@@ -125,39 +131,31 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
 # Recognition ------------------------------------------------------------------------------------------------
 
 
-def _parts(layer: nn.Module, native: Any) -> _Parts:
+def _parts(layer: nn.Module) -> _Parts:
     """Raises _NotFused."""
     _require_members(layer, _LAYER)
     attention, mlp = layer.self_attn, layer.mlp
     _require_members(attention, _ATTENTION, _HEAD_NORMS)
     _require_members(mlp, _MLP)
+    for projection in [*(attention[name] for name in _PROJECTIONS), *(mlp[name] for name in _MLP)]:
+        if type(projection) is not CpuQuantizedLinear:
+            raise _NotFused(f"a projection is a {type(projection).__name__}")
     _require_call(layer, ["x", "mask", "cache"])
     _require_call(attention, ["x", "mask", "cache"])
     _require_call(mlp, ["x"])
     rope, dims = _rope(attention.rope)
-    q, k, v, o, gate, up, down = (
-        _linear(part[name], native)
-        for part, name in [
-            *((attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-            *((mlp, name) for name in ("gate_proj", "up_proj", "down_proj")),
-        ]
-    )
     try:
         return _Parts(
-            native.Attention(
-                _norm(layer.input_layernorm, native),
-                q,
-                k,
-                v,
-                o,
-                _norm(attention["q_norm"], native) if "q_norm" in attention else None,
-                _norm(attention["k_norm"], native) if "k_norm" in attention else None,
+            _native().Attention(
+                _norm(layer.input_layernorm),
+                *(_linear(attention[name]) for name in _PROJECTIONS),
+                *(_norm(attention[name]) if name in attention else None for name in _HEAD_NORMS),
                 _attribute(attention, _NUM_HEADS),
                 _attribute(attention, _NUM_KV_HEADS),
                 dims,
                 _attribute(attention, _SCALE),
             ),
-            native.MLP(_norm(layer.post_attention_layernorm, native), gate, up, down),
+            _native().MLP(_norm(layer.post_attention_layernorm), *(_linear(mlp[name]) for name in _MLP)),
             rope,
             dims,
             _key(rope),
@@ -166,14 +164,20 @@ def _parts(layer: nn.Module, native: Any) -> _Parts:
         raise _NotFused(str(error)) from None
 
 
+def _native() -> ModuleType:
+    found = extension()
+    assert found is not None, "quantised layers stay quantised only if there is an extension"
+    return found
+
+
 def _members(module: nn.Module) -> set[str]:
     """The names of a module's arrays and of the modules in it."""
     return {name for name, value in module.items() if isinstance(value, mx.array | dict | list)}
 
 
-def _require_members(module: Any, needed: set[str], allowed: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def _require_members(module: Any, needed: Sequence[str], allowed: Sequence[str] = ()) -> None:
     found = _members(module) if isinstance(module, nn.Module) else set()
-    if not needed <= found <= needed | allowed:
+    if not {*needed} <= found <= {*needed, *allowed}:
         raise _NotFused(f"a {type(module).__name__} has {sorted(found)}")
 
 
@@ -193,23 +197,18 @@ def _attribute(module: nn.Module, names: Sequence[str]) -> Any:
     raise _NotFused(f"a {type(module).__name__} has none of {names}")
 
 
-def _norm(norm: Any, native: Any) -> Any:
+def _norm(norm: Any) -> Any:
     if type(norm) is not nn.RMSNorm:
         raise _NotFused(f"a norm is a {type(norm).__name__}")
-    return native.RMSNorm(norm.weight, norm.eps)
+    return _native().RMSNorm(norm.weight, norm.eps)
 
 
-def _linear(linear: Any, native: Any) -> Any:
-    if not isinstance(linear, nn.QuantizedLinear) or linear.mode != "affine":
-        raise _NotFused(f"a projection is a {type(linear).__name__} in mode {getattr(linear, 'mode', None)}")
-    _require_members(linear, {"weight", "scales", "biases"}, {"bias"})
+def _linear(linear: nn.QuantizedLinear) -> Any:
+    _require_members(linear, ("weight", "scales", "biases"), ("bias",))
     bias = linear["bias"] if "bias" in linear else None
-    try:
-        return native.Linear(
-            linear.weight, linear.scales, linear.biases, linear.bits, linear.group_size, bias
-        )
-    except ValueError as error:
-        raise _NotFused(str(error)) from None
+    return _native().Linear(
+        linear.weight, linear.scales, linear.biases, linear.bits, linear.group_size, bias
+    )
 
 
 def _rope(rope: Any) -> tuple[nn.Module, int]:
@@ -234,23 +233,35 @@ def _key(module: nn.Module) -> Hashable:
 
 
 def _check(layer: nn.Module, parts: _Parts) -> None:
-    """Raises _NotFused if attention, the layer or the cells differ from the plain form's."""
-    random = mx.random.key(0)
-    x = mx.random.normal((2, 3, layer.input_layernorm.weight.size), key=random)
-    place = Placement(
-        [1, 0], mx.array([0, 5]), mx.array([3, 2]), 3, 8, 16, positions=mx.array([0, FAR_POSITION])
-    )
-    attention = layer.self_attn
-    kv_heads = _attribute(attention, _NUM_KV_HEADS)
-    spec = KVSpec(kv_heads, *(attention[name].weight.shape[0] // kv_heads for name in ("k_proj", "v_proj")), mx.float32)
-    views = [LayerView(_filled(spec), place) for _ in range(3)]
+    """Raises _NotFused if attention, the whole layer or the cells differ from the plain form's."""
+    attention, norm = layer.self_attn, layer.input_layernorm
+    x = mx.random.normal((2, 3, norm.weight.size), key=mx.random.key(0))
+    positions = mx.array([FAR_POSITION, 0])
+    place = Placement([1, 0], mx.array([5, 0]), mx.array([3, 3]), 3, 8, 16, positions=positions)
+    plain, plain_attention, fused, fused_attention = (_filled_view(attention, place) for _ in range(4))
     mask = place.mask(None)
-    expected = [
-        layer(x, mask, views[0]) - x,
-        attention(layer.input_layernorm(x), mask, views[1]),
-        views[0].keys,
-        views[0].values,
-    ]
-    found_layer = parts(x, views[2], 0)
-    found = [found_layer - x, None, views[2].keys, views[2].values]
-    found[1] = parts.attend_only(x, LayerView(_filled(spec), place)) - x
+    pairs = {
+        "the layer": (parts(x, fused, 0) - x, layer(x, mask, plain) - x),
+        "attention": (
+            parts.attend(x, fused_attention, 0) - x,
+            attention(norm(x), mask, plain_attention),
+        ),
+        "keys": (fused.keys, plain.keys),
+        "values": (fused.values, plain.values),
+    }
+    for name, (found, expected) in pairs.items():
+        error = mx.linalg.norm(found - expected) / mx.linalg.norm(expected)
+        if not error.item() <= TOLERANCE:
+            raise _NotFused(f"{name} differs from the plain form by {error.item():.2g}")
+
+
+def _filled_view(attention: nn.Module, place: Placement) -> LayerView:
+    """Buffers whose cells are filled, the same each time."""
+    num_heads = _attribute(attention, _NUM_KV_HEADS)
+    key_dim, value_dim = (attention[name].weight.shape[0] // num_heads for name in ("k_proj", "v_proj"))
+    kv = RaggedKV(KVSpec(num_heads, key_dim, value_dim, mx.float32))
+    kv.resize(len(place.slots), place.capacity)
+    key, value = mx.random.split(mx.random.key(1))
+    kv.keys = mx.random.normal(kv.keys.shape, key=key)
+    kv.values = mx.random.normal(kv.values.shape, key=value)
+    return LayerView(kv, place)

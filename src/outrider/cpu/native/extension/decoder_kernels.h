@@ -2,8 +2,7 @@
 // with NAME (a namespace), TARGET (a function attribute), LANES (floats of a register), MAX_ROWS and MAX_VECTORS (of a
 // product's registers) defined.
 //
-// Every number is computed by the same operations in the same order whatever LANES is, so all sets that have a fused
-// multiply-add give the same bits. Therefore `fma` is written out: no other expression may be contracted to one.
+// Every number is computed by the same operations in the same order whatever LANES is, so all sets give the same bits.
 
 namespace NAME {
 
@@ -22,18 +21,17 @@ INLINE Vec fma(Vec a, Vec b, Vec c) {
     return reinterpret_cast<Vec>(_mm512_fmadd_ps(a, b, c));
 #elif LANES == 8
     return reinterpret_cast<Vec>(_mm256_fmadd_ps(a, b, c));
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
 #else
-    return a * b + c;
+    Vec sums;
+    for (int i = 0; i < LANES; i++)
+        sums[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return sums;
 #endif
 }
 
-INLINE float fma(float a, float b, float c) {
-#if LANES >= 8
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
+INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 // The sum of 16 floats. The order does not depend on LANES.
 INLINE float sum(const float *parts) {
