@@ -3,9 +3,11 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 
 #include "decoder_math.h"
 #include "mlx/backend/cpu/encoder.h"
@@ -280,9 +282,61 @@ const T *elements(mx::cpu::CommandEncoder &encoder, const mx::array &input) {
     return copied.data<T>();
 }
 
+// Each output of a primitive holds the inputs until it has been evaluated. Here only the one that is being evaluated
+// goes on holding them, so that inputs can be donated.
+void release_inputs(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) {
+    for (mx::array &output : outputs)
+        if (&output.inputs() != &inputs && !output.is_tracer())
+            output.inputs().clear();
+}
+
+// How often MLX holds the memory of an array only until dispatched work has been done. It holds the outputs of an
+// operation beside the one that is being evaluated in this way.
+class Holds {
+public:
+    void add(const mx::array &array) {
+        std::lock_guard lock(mutex);
+        counts[array.data_shared_ptr().get()]++;
+    }
+
+    void remove(const void *data) {
+        std::lock_guard lock(mutex);
+        if (--counts[data] == 0)
+            counts.erase(data);
+    }
+
+    long count(const mx::array &array) {
+        std::lock_guard lock(mutex);
+        auto found = counts.find(array.data_shared_ptr().get());
+        return found == counts.end() ? 0 : found->second;
+    }
+
+private:
+    std::mutex mutex;
+    std::unordered_map<const void *, long> counts;
+};
+
+Holds holds;
+
+// The number of arrays that are the same node of the graph, which MLX keeps private.
+template <auto MEMBER>
+struct NodeCount {
+    friend long node_count(const mx::array &array) { return (array.*MEMBER).use_count(); }
+};
+long node_count(const mx::array &array);
+template struct NodeCount<&mx::array::array_desc_>;
+
+// As array::is_donatable, but holds that end before the next work begins do not count: so passes that follow each
+// other in one evaluation write the same buffer.
+bool may_take_over(const mx::array &input) {
+    const auto &data = input.data_shared_ptr();
+    return input.flags().row_contiguous && node_count(input) == 1 && data->is_owned() &&
+           data.use_count() - holds.count(input) == 1;
+}
+
 // Gives an output the contents of an input: the input's own memory if nothing else uses it.
 void take_over(mx::cpu::CommandEncoder &encoder, const mx::array &input, mx::array &output) {
-    if (input.is_donatable() && input.flags().row_contiguous) {
+    if (may_take_over(input)) {
         output.copy_shared_buffer(input);
         return;
     }
@@ -310,6 +364,7 @@ public:
         auto &encoder = mx::cpu::get_command_encoder(stream());
         const mx::array &x = inputs[0], &keys = inputs[1];
         outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+        release_inputs(inputs, outputs);
         take_over(encoder, keys, outputs[1]);
         take_over(encoder, inputs[2], outputs[2]);
         AttentionCall call = {.rows = x.shape(0),
@@ -325,7 +380,17 @@ public:
                               .out = outputs[0].data<float>(),
                               .keys = outputs[1].data<float>(),
                               .values = outputs[2].data<float>()};
-        encoder.dispatch([weights = weights, call] { run(*weights, call); });
+        std::vector<const void *> held;
+        for (int i : {1, 2})
+            if (&outputs[i].inputs() != &inputs) {
+                holds.add(outputs[i]);
+                held.push_back(outputs[i].data_shared_ptr().get());
+            }
+        encoder.dispatch([weights = weights, call, held = std::move(held)] {
+            run(*weights, call);
+            for (const void *data : held)
+                holds.remove(data);
+        });
     }
 
 private:
