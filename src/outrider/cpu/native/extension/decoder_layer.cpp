@@ -290,33 +290,34 @@ void release_inputs(const std::vector<mx::array> &inputs, std::vector<mx::array>
             output.inputs().clear();
 }
 
-// How often MLX holds the memory of an array only until dispatched work has been done. It holds the outputs of an
-// operation beside the one that is being evaluated in this way.
-class Holds {
+// MLX holds the memory of an operation's outputs, beside the one that is being evaluated, until the operation's work
+// has been done. A Hold lives as long as that work.
+class Hold {
 public:
-    void add(const mx::array &array) {
+    explicit Hold(const mx::array &array) : data(array.data_shared_ptr().get()) {
         std::lock_guard lock(mutex);
-        counts[array.data_shared_ptr().get()]++;
+        counts[data]++;
     }
 
-    void remove(const void *data) {
+    Hold(const Hold &) = delete;
+
+    ~Hold() {
         std::lock_guard lock(mutex);
         if (--counts[data] == 0)
             counts.erase(data);
     }
 
-    long count(const mx::array &array) {
+    static long count(const mx::array &array) {
         std::lock_guard lock(mutex);
         auto found = counts.find(array.data_shared_ptr().get());
         return found == counts.end() ? 0 : found->second;
     }
 
 private:
-    std::mutex mutex;
-    std::unordered_map<const void *, long> counts;
+    const void *data;
+    static inline std::mutex mutex;
+    static inline std::unordered_map<const void *, long> counts;
 };
-
-Holds holds;
 
 // The number of arrays that are the same node of the graph, which MLX keeps private.
 template <auto MEMBER>
@@ -331,7 +332,7 @@ template struct NodeCount<&mx::array::array_desc_>;
 bool may_take_over(const mx::array &input) {
     const auto &data = input.data_shared_ptr();
     return input.flags().row_contiguous && node_count(input) == 1 && data->is_owned() &&
-           data.use_count() - holds.count(input) == 1;
+           data.use_count() - Hold::count(input) == 1;
 }
 
 // Gives an output the contents of an input: the input's own memory if nothing else uses it.
@@ -380,17 +381,11 @@ public:
                               .out = outputs[0].data<float>(),
                               .keys = outputs[1].data<float>(),
                               .values = outputs[2].data<float>()};
-        std::vector<const void *> held;
+        std::vector<std::shared_ptr<Hold>> holds;
         for (int i : {1, 2})
-            if (&outputs[i].inputs() != &inputs) {
-                holds.add(outputs[i]);
-                held.push_back(outputs[i].data_shared_ptr().get());
-            }
-        encoder.dispatch([weights = weights, call, held = std::move(held)] {
-            run(*weights, call);
-            for (const void *data : held)
-                holds.remove(data);
-        });
+            if (&outputs[i].inputs() != &inputs)
+                holds.push_back(std::make_shared<Hold>(outputs[i]));
+        encoder.dispatch([weights = weights, call, holds = std::move(holds)] { run(*weights, call); });
     }
 
 private:
