@@ -171,7 +171,7 @@ class World:
         return self._answers[asked]
 
     def _alone(self) -> Feed:
-        """A row alone in the engine's own passes. mlx-lm's may round tokens for quantised weights otherwise."""
+        """A row alone in the engine's own passes: mlx-lm's may round a token to other 8-bit codes."""
         rows = RaggedRows(self.trunk, num_slots=1, capacity=256)
         rows.join("alone", slot=0)
         return lambda token_ids: rows.feed({"alone": token_ids})["alone"][-1]

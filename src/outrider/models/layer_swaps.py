@@ -12,8 +12,8 @@ where they are, and mlx-lm's own modules and other models of the process do not 
     4. CPU layers         Faster attention, swiglu and rope (cpu/fast_math.py).
                           For models that are served on Linux on x86.
     5. fused layers       Two native primitives for a decoder layer with quantised weights.
-                          For models whose quantised layers stay so on a CPU (cpu/quantized.py). After 4, which
-                          they use for calls that the primitives do not take.
+                          For models that stay quantised on a CPU (cpu/quantized.py). After 4, which computes
+                          the calls that the primitives do not take.
     6. merged linear      One matmul for layers that read the same input.
                           For models that are served on a GPU. Last, since a dry run of the final layers shows
                           which of them read the same input.
