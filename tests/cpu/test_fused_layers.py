@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with one head each": ("llama", {"num_key_value_heads": 4, "head_dim": 32}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "qwen3 with experts": ("qwen3_moe", {}),
 }
 
 
@@ -294,15 +295,14 @@ def test_float_layers_and_other_forms_stay_plain() -> None:
         "a scaled residual": quantized("granite"),
         "norms with an offset": quantized("gemma3_text"),
         "neighbouring elements turn": quantized("llama", rope_traditional=True),
-        "experts": quantized("qwen3_moe"),
         "a norm of all heads": quantized("olmo2"),
+        "no rope": quantized("smollm3", no_rope_layers=[0, 0, 0]),
         "mxfp4": tiny_model("llama"),
     }
     nn.quantize(plain["mxfp4"], group_size=32, bits=4, mode="mxfp4")
     for reason, model in plain.items():
         fused_layers.use_fused_layers(model)
-        unlike = model.layers[1:] if reason == "experts" else model.layers
-        assert not any(is_fused(layer) for layer in unlike), reason
+        assert not any(is_fused(layer) for layer in model.layers), reason
 
 
 def test_layers_of_another_swap_stay_plain() -> None:

@@ -4,9 +4,9 @@
     mlp         norm, gate, up, swiglu, down, residual          (native/extension/decoder_layer.h)
 
 A layer is recognised by its parts: RMS norms, quantised projections, a rope that turns the halves of a head.
-Before a layer is used its results are compared with those of the plain form, which shows what the parts do
-not: a scaled residual, a norm in another place. A recognised layer gets a subclass of its class.
-(models/layer_swaps.py)
+An MLP of another kind, such as experts, is computed as it is. Before a layer is used its results are compared
+with those of the plain form, which shows what the parts do not: a scaled residual, a norm in another place.
+A recognised layer gets a subclass of its class (models/layer_swaps.py).
 
 The primitives take float32 with Outrider's caches and masks. Every other call goes to the plain form.
 """
@@ -33,8 +33,8 @@ from outrider.cpu.quantized import CpuQuantizedLinear
 
 log = logging.getLogger("outrider.cpu.layers")
 
-# The error that still counts as rounding, relative to the norm of the result. Chosen by hand: the plain form may
-# round tokens to other 8-bit codes, which changes single elements by 0.5 %.
+# The error that still counts as rounding, relative to the norm of the result. Chosen by hand: the plain form
+# may round tokens to other 8-bit codes, which changes single elements by 0.5 %.
 TOLERANCE = 0.03
 FAR_POSITION = 10_007  # where scaled ropes differ from plain ones; chosen by hand
 
@@ -85,13 +85,10 @@ class _Parts:
     """A layer's primitives, and the rope whose angles they take."""
 
     attention: Any
-    mlp: Any
+    mlp: Any | None  # None: the layer's own
     rope: nn.Module
     rope_dims: int
     rope_key: Hashable  # the same for layers that share their angles
-
-    def __call__(self, x: mx.array, cache: LayerView, window: int) -> mx.array:
-        return self.mlp(self.attend(x, cache, window), cache.placement.num_fed)
 
     def attend(self, x: mx.array, cache: LayerView, window: int) -> mx.array:
         place = cache.placement
@@ -119,9 +116,16 @@ class _FusedLayer:
         if type(cache) is LayerView and x.dtype == mx.float32 == cache.keys.dtype:
             window = cache.placement.window_of(mask)
             if window is not None:
-                return self._fused(x, cache, window)
+                return _run(self, self._fused, x, cache, window)
         log.debug("a layer computes operation by operation: not float32, or not Outrider's cache and mask")
         return super().__call__(x, mask, cache)  # type: ignore[misc]
+
+
+def _run(layer: Any, parts: _Parts, x: mx.array, cache: LayerView, window: int) -> mx.array:
+    h = parts.attend(x, cache, window)
+    if parts.mlp is not None:
+        return parts.mlp(h, cache.placement.num_fed)
+    return h + layer.mlp(layer.post_attention_layernorm(h))
 
 
 @cache
@@ -136,34 +140,36 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
 def _parts(layer: nn.Module) -> _Parts:
     """Raises _NotFused."""
     _require_members(layer, _LAYER)
-    attention, mlp = layer.self_attn, layer.mlp
-    _require_members(attention, _ATTENTION, _HEAD_NORMS)
-    _require_members(mlp, _MLP)
-    for projection in [*(attention[name] for name in _PROJECTIONS), *(mlp[name] for name in _MLP)]:
-        if type(projection) is not CpuQuantizedLinear:
-            raise _NotFused(f"a projection is a {type(projection).__name__}")
     _require_call(layer, ["x", "mask", "cache"])
+    attention = layer.self_attn
+    _require_members(attention, _ATTENTION, _HEAD_NORMS)
     _require_call(attention, ["x", "mask", "cache"])
-    _require_call(mlp, ["x"])
     rope, dims = _rope(attention.rope)
     try:
-        return _Parts(
-            _native().Attention(
-                _norm(layer.input_layernorm),
-                *(_linear(attention[name]) for name in _PROJECTIONS),
-                *(_norm(attention[name]) if name in attention else None for name in _HEAD_NORMS),
-                _attribute(attention, _NUM_HEADS),
-                _attribute(attention, _NUM_KV_HEADS),
-                dims,
-                _attribute(attention, _SCALE),
-            ),
-            _native().MLP(_norm(layer.post_attention_layernorm), *(_linear(mlp[name]) for name in _MLP)),
-            rope,
+        native_attention = _native().Attention(
+            _norm(layer.input_layernorm),
+            *(_linear(attention[name]) for name in _PROJECTIONS),
+            *(_norm(attention[name]) if name in attention else None for name in _HEAD_NORMS),
+            _attribute(attention, _NUM_HEADS),
+            _attribute(attention, _NUM_KV_HEADS),
             dims,
-            _key(rope),
+            _attribute(attention, _SCALE),
         )
     except ValueError as error:
         raise _NotFused(str(error)) from None
+    return _Parts(native_attention, _mlp(layer), rope, dims, _key(rope))
+
+
+def _mlp(layer: nn.Module) -> Any | None:
+    try:
+        _require_members(layer.mlp, _MLP)
+        _require_call(layer.mlp, ["x"])
+        return _native().MLP(
+            _norm(layer.post_attention_layernorm), *(_linear(layer.mlp[name]) for name in _MLP)
+        )
+    except (_NotFused, ValueError) as reason:
+        log.debug("an MLP computes operation by operation: %s", reason)
+        return None
 
 
 def _native() -> ModuleType:
@@ -205,7 +211,9 @@ def _norm(norm: Any) -> Any:
     return _native().RMSNorm(norm.weight, norm.eps)
 
 
-def _linear(linear: nn.QuantizedLinear) -> Any:
+def _linear(linear: Any) -> Any:
+    if type(linear) is not CpuQuantizedLinear:
+        raise _NotFused(f"a projection is a {type(linear).__name__}")
     _require_members(linear, ("weight", "scales", "biases"), ("bias",))
     weights = linear["weight"], linear["scales"], linear["biases"]
     return _native().Linear(*weights, linear.bits, linear.group_size, linear.get("bias"))
@@ -241,7 +249,7 @@ def _check(layer: nn.Module, parts: _Parts) -> None:
     plain, plain_attention, fused, fused_attention = (_filled_view(attention, place) for _ in range(4))
     mask = place.mask(None)
     pairs = {
-        "the layer": (parts(x, fused, 0) - x, layer(x, mask, plain) - x),
+        "the layer": (_run(layer, parts, x, fused, 0) - x, layer(x, mask, plain) - x),
         "attention": (
             parts.attend(x, fused_attention, 0) - x,
             attention(norm(x), mask, plain_attention),

@@ -291,7 +291,7 @@ void release_inputs(const std::vector<mx::array> &inputs, std::vector<mx::array>
 }
 
 // MLX holds the memory of an operation's outputs, beside the one that is being evaluated, until the operation's work
-// has been done. A Hold lives as long as that work.
+// has been done. A Hold is there as long: it lies in a temporary array, which MLX drops at the same time.
 class Hold {
 public:
     explicit Hold(const mx::array &array) : data(array.data_shared_ptr().get()) {
@@ -305,6 +305,11 @@ public:
         std::lock_guard lock(mutex);
         if (--counts[data] == 0)
             counts.erase(data);
+    }
+
+    static mx::array of(const mx::array &array) {
+        auto drop = [hold = std::make_shared<Hold>(array)](mx::allocator::Buffer) {};
+        return mx::array(mx::allocator::Data(mx::allocator::Buffer(nullptr), drop), mx::Shape{0}, mx::uint8);
     }
 
     static long count(const mx::array &array) {
@@ -381,11 +386,10 @@ public:
                               .out = outputs[0].data<float>(),
                               .keys = outputs[1].data<float>(),
                               .values = outputs[2].data<float>()};
-        std::vector<std::shared_ptr<Hold>> holds;
+        encoder.dispatch([weights = weights, call] { run(*weights, call); });
         for (int i : {1, 2})
             if (&outputs[i].inputs() != &inputs)
-                holds.push_back(std::make_shared<Hold>(outputs[i]));
-        encoder.dispatch([weights = weights, call, holds = std::move(holds)] { run(*weights, call); });
+                encoder.add_temporary(Hold::of(outputs[i]));
     }
 
 private:
