@@ -83,12 +83,12 @@ class LayerView:
     def keys(self, _: mx.array) -> None:
         """Does nothing. Some mlx-lm models assign the keys to get them evaluated; here all buffers are."""
 
-    @property
-    def values(self) -> mx.array:
-        return self._kv.values
+    def arrays(self) -> list[mx.array]:
+        """The keys and values of all slots."""
+        return self._kv.arrays()
 
     def put(self, keys: mx.array, values: mx.array) -> None:
-        """Replace the buffers, by a layer that wrote them itself."""
+        """Replace the keys and values of all slots."""
         self._kv.keys, self._kv.values = keys, values
         self.placement.launch_every_few_layers(keys, values)
 

@@ -96,7 +96,7 @@ class _Parts:
         if angles is None:
             angles = place.angles[self.rope_key] = self._angles(cache, x.shape[1])
         h, keys, values = self.attention(
-            x, cache.keys, cache.values, angles, place.starts, place.num_fed, place.slot_ids, window
+            x, *cache.arrays(), angles, place.starts, place.num_fed, place.slot_ids, window
         )
         cache.put(keys, values)
         return h
@@ -255,7 +255,7 @@ def _check(layer: nn.Module, parts: _Parts) -> None:
             attention(norm(x), mask, plain_attention),
         ),
         "keys": (fused.keys, plain.keys),
-        "values": (fused.values, plain.values),
+        "values": (fused.arrays()[1], plain.arrays()[1]),
     }
     for name, (found, expected) in pairs.items():
         error = float(mx.linalg.norm(found - expected) / mx.linalg.norm(expected))
