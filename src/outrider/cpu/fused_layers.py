@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import rope_utils
 
-from outrider.cache.placement import Placement
+from outrider.cache.placement import Placement, Positions
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import CpuQuantizedLinear
@@ -61,11 +62,12 @@ class _NotFused(Exception):
 
 def use_fused_layers(model: nn.Module) -> None:
     """Swap the decoder layers that the primitives can compute. Weights must not be changed afterwards."""
+    ropes: dict[Hashable, _Rope] = {}
     for path, layer in model.named_modules():
         if "self_attn" not in layer or isinstance(layer, _FusedLayer):
             continue
         try:
-            parts = _parts(layer)
+            parts = _parts(layer, ropes)
             _check(layer, parts)
         except _NotFused as reason:
             log.debug("%s computes operation by operation: %s", path or type(layer).__name__, reason)
@@ -80,33 +82,44 @@ def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
     return kind.__bases__[1] if issubclass(kind, _FusedLayer) else kind
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Rope:
+    """A rope, as the angles that it turns the halves of a head by. Layers that turn alike share one."""
+
+    module: nn.Module
+    dims: int  # elements of a head that are turned
+    native: Any | None  # computes the same angles to the bit; None: only the module knows
+
+    def angles(self, place: Placement, width: int) -> mx.array:
+        """The cosines and then the sines of every token.  [rows, 1, width, dims]"""
+        if self.native is not None and isinstance(place.positions, mx.array):
+            return self.native(place.positions, width)
+        return self.turned(len(place.slots), width, place.positions)
+
+    def turned(self, rows: int, width: int, offset: Positions) -> mx.array:
+        """What the module makes of (1, .., 1, 0, .., 0): the cosines and the sines."""
+        ones = (mx.arange(self.dims) < self.dims // 2).astype(mx.float32)
+        return self.module(mx.broadcast_to(ones, (rows, 1, width, self.dims)), offset=offset)
+
+
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A layer's primitives, and the rope whose angles they take."""
+    """A layer's primitives, and its rope."""
 
     attention: Any
     mlp: Any | None  # None: the layer's own
-    rope: nn.Module
-    rope_dims: int
-    rope_key: Hashable  # the same for layers that share their angles
+    rope: _Rope
 
     def attend(self, x: mx.array, cache: LayerView, window: int) -> mx.array:
         place = cache.placement
-        angles = place.angles.get(self.rope_key)
+        angles = place.angles.get(self.rope)
         if angles is None:
-            angles = place.angles[self.rope_key] = self._angles(cache, x.shape[1])
+            angles = place.angles[self.rope] = self.rope.angles(place, x.shape[1])
         h, keys, values = self.attention(
             x, *cache.arrays(), angles, place.starts, place.num_fed, place.slot_ids, window
         )
         cache.put(keys, values)
         return h
-
-    def _angles(self, cache: LayerView, width: int) -> mx.array:
-        """The cosines and the sines of every token: what the rope makes of (1, .., 1, 0, .., 0)."""
-        ones = mx.arange(self.rope_dims) < self.rope_dims // 2
-        rows = len(cache.placement.slots)
-        units = mx.broadcast_to(ones.astype(mx.float32), (rows, 1, width, self.rope_dims))
-        return self.rope(units, offset=cache.offset)
 
 
 class _FusedLayer:
@@ -137,14 +150,14 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
 # Recognition ------------------------------------------------------------------------------------------------
 
 
-def _parts(layer: nn.Module) -> _Parts:
+def _parts(layer: nn.Module, ropes: dict[Hashable, _Rope]) -> _Parts:
     """Raises _NotFused."""
     _require_members(layer, _LAYER)
     _require_call(layer, ["x", "mask", "cache"])
     attention = layer.self_attn
     _require_members(attention, _ATTENTION, _HEAD_NORMS)
     _require_call(attention, ["x", "mask", "cache"])
-    rope, dims = _rope(attention.rope)
+    rope = _rope(attention.rope, ropes)
     try:
         native_attention = _native().Attention(
             _norm(layer.input_layernorm),
@@ -152,12 +165,12 @@ def _parts(layer: nn.Module) -> _Parts:
             *(_norm(attention[name]) if name in attention else None for name in _HEAD_NORMS),
             _attribute(attention, _NUM_HEADS),
             _attribute(attention, _NUM_KV_HEADS),
-            dims,
+            rope.dims,
             _attribute(attention, _SCALE),
         )
     except ValueError as error:
         raise _NotFused(str(error)) from None
-    return _Parts(native_attention, _mlp(layer), rope, dims, _key(rope))
+    return _Parts(native_attention, _mlp(layer), rope)
 
 
 def _mlp(layer: nn.Module) -> Any | None:
@@ -219,12 +232,29 @@ def _linear(linear: Any) -> Any:
     return _native().Linear(*weights, linear.bits, linear.group_size, linear.get("bias"))
 
 
-def _rope(rope: Any) -> tuple[nn.Module, int]:
-    """The rope, which may be the plain one inside an mrope, and how many elements of a head it turns."""
-    plain = getattr(rope, "plain", rope)
+def _rope(module: Any, known: dict[Hashable, _Rope]) -> _Rope:
+    plain = getattr(module, "plain", module)  # mrope has the plain one inside
     if not isinstance(plain, _ROPES) or getattr(plain, "traditional", False):
         raise _NotFused(f"the rope is a {type(plain).__name__}, or turns neighbouring elements")
-    return rope, _attribute(plain, ("dims", "dim"))
+    key = _key(module)
+    if key not in known:
+        dims = _attribute(plain, ("dims", "dim"))
+        known[key] = _Rope(module, dims, _native_angles(module, plain, dims))
+    return known[key]
+
+
+def _native_angles(module: nn.Module, plain: nn.Module, dims: int) -> Any | None:
+    """None if there are differences to the module, even of one bit."""
+    if isinstance(plain, nn.RoPE):
+        half = dims // 2
+        frequencies = mx.exp(mx.arange(half, dtype=mx.float32) * (-math.log(plain.base) / half))
+        native = _native().RopeAngles(frequencies, plain.scale, 1.0)
+    else:
+        magnitude = getattr(plain, "mscale", getattr(plain, "_scale", 1.0))
+        native = _native().RopeAngles(1 / plain._freqs, 1.0, magnitude)
+    positions = mx.array([0, 1000, FAR_POSITION])
+    expected = _Rope(module, dims, None).turned(3, 100, positions)
+    return native if mx.array_equal(native(positions, 100), expected) else None
 
 
 def _key(module: nn.Module) -> Hashable:

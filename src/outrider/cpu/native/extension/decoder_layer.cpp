@@ -11,6 +11,7 @@
 
 #include "decoder_math.h"
 #include "mlx/backend/cpu/encoder.h"
+#include "mlx/backend/cpu/simd/simd.h"
 #include "mlx/primitives.h"
 #include "threads.h"
 
@@ -420,6 +421,38 @@ private:
     std::shared_ptr<const MLPWeights> weights;
 };
 
+class RopeAnglesPrimitive : public CPUPrimitive {
+public:
+    RopeAnglesPrimitive(mx::Stream stream, std::shared_ptr<const std::vector<float>> frequencies, float scale,
+                        float magnitude)
+        : CPUPrimitive(stream), frequencies(std::move(frequencies)), scale(scale), magnitude(magnitude) {}
+
+    const char *name() const override { return "OutriderRopeAngles"; }
+
+    void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
+        auto &encoder = mx::cpu::get_command_encoder(stream());
+        outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+        encoder.dispatch([frequencies = frequencies, scale = scale, magnitude = magnitude,
+                          positions = elements<int>(encoder, inputs[0]), angles = outputs[0].data<float>(),
+                          rows = outputs[0].shape(0), width = outputs[0].shape(2)] {
+            size_t half = frequencies->size();
+            for_tokens(rows * width, [&](int t) {
+                float position = (float(positions[t / width]) + float(t % width)) * scale;
+                float *own = angles + t * 2 * half;
+                for (size_t i = 0; i < half; i++) {
+                    mx::simd::Simd<float, 1> angle(position * (*frequencies)[i]);  // as MLX's own cosines
+                    own[i] = mx::simd::cos(angle).value * magnitude;
+                    own[i + half] = mx::simd::sin(angle).value * magnitude;
+                }
+            });
+        });
+    }
+
+private:
+    std::shared_ptr<const std::vector<float>> frequencies;
+    float scale, magnitude;
+};
+
 void require(bool holds, const char *what) {
     if (!holds)
         throw std::invalid_argument(what);
@@ -524,6 +557,17 @@ mx::array MLP::operator()(const mx::array &x, const mx::array &num_fed) const {
     require(num_fed.shape() == mx::Shape{x.shape(0)} && num_fed.dtype() == mx::int32, "fed counts: int32 [rows]");
     auto primitive = std::make_shared<MLPPrimitive>(mx::default_stream(mx::Device::cpu), weights);
     return mx::array(x.shape(), mx::float32, primitive, {x, num_fed});
+}
+
+RopeAngles::RopeAngles(const mx::array &own, float scale, float magnitude)
+    : frequencies(std::make_shared<const std::vector<float>>(to_floats(own))), scale(scale), magnitude(magnitude) {}
+
+mx::array RopeAngles::operator()(const mx::array &positions, int width) const {
+    require(positions.ndim() == 1 && positions.dtype() == mx::int32 && width > 0, "positions: int32 [rows]");
+    auto stream = mx::default_stream(mx::Device::cpu);
+    auto primitive = std::make_shared<RopeAnglesPrimitive>(stream, frequencies, scale, magnitude);
+    mx::Shape shape = {positions.shape(0), 1, width, int(2 * frequencies->size())};
+    return mx::array(shape, mx::float32, primitive, {positions});
 }
 
 long num_buffer_copies() { return buffer_copies; }

@@ -83,6 +83,20 @@ private:
     std::shared_ptr<const MLPWeights> weights;
 };
 
+// The angles of a pass, for attention.
+class RopeAngles {
+public:
+    // frequencies [rope dims / 2]; positions are multiplied by `scale`, cosines and sines by `magnitude`.
+    RopeAngles(const mlx::core::array &frequencies, float scale, float magnitude);
+
+    // positions [rows] int32: of the first token of each row -> [rows, 1, width, rope dims]
+    mlx::core::array operator()(const mlx::core::array &positions, int width) const;
+
+private:
+    std::shared_ptr<const std::vector<float>> frequencies;
+    float scale, magnitude;
+};
+
 // How many key or value buffers have been copied because they could not be written in place.
 long num_buffer_copies();
 

@@ -32,6 +32,9 @@ void add_decoder_layers(nb::module_ &m) {
         .def("__init__", [](MLP *self, const RMSNorm &norm, const Linear &gate, const Linear &up,
                             const Linear &down) { new (self) MLP({norm, gate, up, down}); })
         .def("__call__", &MLP::operator());
+    nb::class_<RopeAngles>(m, "RopeAngles")
+        .def(nb::init<const array &, float, float>())
+        .def("__call__", &RopeAngles::operator());
     m.def("num_buffer_copies", &num_buffer_copies);
 }
 
