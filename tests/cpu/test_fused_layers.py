@@ -180,6 +180,19 @@ def test_a_row_may_run_over_the_end_of_the_buffers(llama: Trunk) -> None:
     assert not mx.any(kv.keys[1, :, 7:])
 
 
+def test_a_norm_outside_of_layers_is_one_operation(llama: Trunk, native: ModuleType) -> None:
+    x = mx.random.normal((2, 3, llama.hidden_size)) * 5
+    norm = llama.model.model.norm
+    assert type(norm) is not nn.RMSNorm
+    np.testing.assert_allclose(norm(x), mx.fast.rms_norm(x, norm.weight, norm.eps), rtol=1e-5)
+    half = x.astype(mx.float16)
+    assert mx.array_equal(norm(half), mx.fast.rms_norm(half, norm.weight, norm.eps))
+    turned = x.swapaxes(0, 1)
+    assert mx.array_equal(norm(turned), norm(x).swapaxes(0, 1))
+    with without_speed_swaps(llama.model):
+        assert type(norm) is nn.RMSNorm
+
+
 # What must not change it ------------------------------------------------------------------------------------
 
 

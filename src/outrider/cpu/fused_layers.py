@@ -75,10 +75,14 @@ def use_fused_layers(model: nn.Module) -> None:
         layer._fused = parts
         kind: type[nn.Module] = type(layer)
         layer.__class__ = _fused_class(kind)
+    if any(type(module) is CpuQuantizedLinear for _, module in model.named_modules()):
+        _use_native_norms(model)
 
 
 def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a layer had before `use_fused_layers`."""
+    """The class that a module had before `use_fused_layers`."""
+    if kind is _NativeNorm:
+        return nn.RMSNorm
     return kind.__bases__[1] if issubclass(kind, _FusedLayer) else kind
 
 
@@ -145,6 +149,22 @@ def _run(layer: Any, parts: _Parts, x: mx.array, cache: LayerView, window: int) 
 def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (_FusedLayer, kind), names)
+
+
+class _NativeNorm(nn.RMSNorm):
+    """A norm outside of fused layers: one operation instead of ten."""
+
+    _native: Any
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._native(x) if x.dtype == mx.float32 else super().__call__(x)
+
+
+def _use_native_norms(model: nn.Module) -> None:
+    for _, module in model.named_modules():
+        if type(module) is nn.RMSNorm and module.weight.size % 16 == 0:
+            module._native = _native().RMSNorm(module.weight, module.eps)
+            module.__class__ = _NativeNorm
 
 
 # Recognition ------------------------------------------------------------------------------------------------
@@ -219,7 +239,7 @@ def _attribute(module: nn.Module, names: Sequence[str]) -> Any:
 
 
 def _norm(norm: Any) -> Any:
-    if type(norm) is not nn.RMSNorm:
+    if type(norm) not in (nn.RMSNorm, _NativeNorm):
         raise _NotFused(f"a norm is a {type(norm).__name__}")
     return _native().RMSNorm(norm.weight, norm.eps)
 

@@ -108,10 +108,10 @@ void add_residual(const Math &math, const Linear &linear, const Token *tokens, i
 
 QuantizedTokens normed_tokens(const Math &math, const RMSNorm &norm, const Token *tokens, int num, const float *x) {
     static thread_local Scratch floats, codes;
-    size_t size = norm.weight.size();
+    size_t size = norm.size();
     float *normed = floats.floats(num * size);
     for_tokens(num, [&](int t) {
-        math.rms_norm(x + tokens[t].index * size, norm.weight.data(), size, norm.eps, normed + t * size);
+        math.rms_norm(x + tokens[t].index * size, norm.data(), size, norm.eps, normed + t * size);
     });
     return quantize(normed, num, size, size, codes.bytes(token_bytes(num, size)));
 }
@@ -133,7 +133,7 @@ void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall
     const float *angles = call.angles + token.index * w.rope_dims;
     auto turn = [&](const std::optional<RMSNorm> &norm, float *head) {
         if (norm)
-            math.rms_norm(head, norm->weight.data(), dim, norm->eps, head);
+            math.rms_norm(head, norm->data(), dim, norm->eps, head);
         math.rope(head, angles, w.rope_dims);
     };
     for (int head = 0; head < w.num_heads; head++)
@@ -190,7 +190,7 @@ void attend(const Math &math, const AttentionWeights &w, const AttentionCall &ca
 void run(const AttentionWeights &w, const AttentionCall &call) {
     static thread_local Scratch qs, ks, vs, outs, ys, codes;
     const Math &math = outrider::math();
-    size_t hidden = w.norm.weight.size(), q_size = w.q.matrix.num_rows, kv_size = w.k.matrix.num_rows;
+    size_t hidden = w.norm.size(), q_size = w.q.matrix.num_rows, kv_size = w.k.matrix.num_rows;
     std::memcpy(call.out, call.x, size_t(call.rows) * call.width * hidden * sizeof(float));
     std::vector<Token> all = fed_tokens(call.num_fed, call.rows, call.width);
     for (size_t first = 0; first < all.size(); first += MAX_TOKENS) {
@@ -221,7 +221,7 @@ struct MLPCall {
 void run(const MLPWeights &w, const MLPCall &call) {
     static thread_local Scratch gates, ups, ys, codes;
     const Math &math = outrider::math();
-    size_t hidden = w.norm.weight.size(), size = w.gate.matrix.num_rows;
+    size_t hidden = w.norm.size(), size = w.gate.matrix.num_rows;
     std::memcpy(call.out, call.x, size_t(call.rows) * call.width * hidden * sizeof(float));
     std::vector<Token> all = fed_tokens(call.num_fed, call.rows, call.width);
     for (size_t first = 0; first < all.size(); first += MAX_TOKENS) {
@@ -421,6 +421,29 @@ private:
     std::shared_ptr<const MLPWeights> weights;
 };
 
+class RMSNormPrimitive : public CPUPrimitive {
+public:
+    RMSNormPrimitive(mx::Stream stream, const RMSNorm &norm) : CPUPrimitive(stream), norm(norm) {}
+
+    const char *name() const override { return "OutriderRMSNorm"; }
+
+    void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
+        auto &encoder = mx::cpu::get_command_encoder(stream());
+        outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+        encoder.dispatch([norm = norm, x = elements<float>(encoder, inputs[0]), y = outputs[0].data<float>(),
+                          num = int(inputs[0].size() / norm.size())] {
+            size_t size = norm.size();
+            const Math &math = outrider::math();
+            for_tokens(num, [&](int t) {
+                math.rms_norm(x + t * size, norm.data(), size, norm.eps, y + t * size);
+            });
+        });
+    }
+
+private:
+    RMSNorm norm;
+};
+
 class RopeAnglesPrimitive : public CPUPrimitive {
 public:
     RopeAnglesPrimitive(mx::Stream stream, std::shared_ptr<const std::vector<float>> frequencies, float scale,
@@ -502,10 +525,20 @@ Linear::Linear(const mx::array &weight, const mx::array &scales, const mx::array
         bias = to_floats(*own_bias);
 }
 
-RMSNorm::RMSNorm(const mx::array &array, float eps) : weight(to_floats(array)), eps(eps) {}
+RMSNorm::RMSNorm(const mx::array &array, float eps)
+    : eps(eps), weight(std::make_shared<const std::vector<float>>(to_floats(array))) {
+    require(size() > 0 && size() % 16 == 0, "a norm's size must be a multiple of 16");
+}
+
+mx::array RMSNorm::operator()(const mx::array &x) const {
+    require(x.ndim() > 0 && size_t(x.shape(-1)) == size() && x.dtype() == mx::float32,
+            "x: float32 [..., size of the norm]");
+    auto primitive = std::make_shared<RMSNormPrimitive>(mx::default_stream(mx::Device::cpu), *this);
+    return mx::array(x.shape(), mx::float32, primitive, {x});
+}
 
 void AttentionWeights::check() const {
-    size_t hidden = norm.weight.size(), dim = head_dim();
+    size_t hidden = norm.size(), dim = head_dim();
     require(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && dim * num_heads == size_t(q.matrix.num_rows),
             "heads do not divide");
     require(dim % 16 == 0 && rope_dims % 2 == 0 && size_t(rope_dims) <= dim, "heads must be multiples of 16");
@@ -513,12 +546,12 @@ void AttentionWeights::check() const {
     outrider::check(k, dim * num_kv_heads, hidden);
     outrider::check(v, dim * num_kv_heads, hidden);
     outrider::check(o, hidden, dim * num_heads);
-    require(!q_norm || q_norm->weight.size() == dim, "a query norm of another size than a head");
-    require(!k_norm || k_norm->weight.size() == dim, "a key norm of another size than a head");
+    require(!q_norm || q_norm->size() == dim, "a query norm of another size than a head");
+    require(!k_norm || k_norm->size() == dim, "a key norm of another size than a head");
 }
 
 void MLPWeights::check() const {
-    size_t hidden = norm.weight.size(), size = gate.matrix.num_rows;
+    size_t hidden = norm.size(), size = gate.matrix.num_rows;
     outrider::check(gate, size, hidden);
     outrider::check(up, size, hidden);
     outrider::check(down, hidden, size);
@@ -532,7 +565,7 @@ std::tuple<mx::array, mx::array, mx::array> Attention::operator()(
     const mx::array &x, const mx::array &keys, const mx::array &values, const mx::array &angles,
     const mx::array &starts, const mx::array &num_fed, const mx::array &slots, int window) const {
     const AttentionWeights &w = *weights;
-    int hidden = w.norm.weight.size();
+    int hidden = w.norm.size();
     require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
     int rows = x.shape(0), width = x.shape(1);
     require(keys.ndim() == 4 && keys.shape(1) == w.num_kv_heads && keys.shape(3) == w.head_dim() &&
@@ -552,7 +585,7 @@ std::tuple<mx::array, mx::array, mx::array> Attention::operator()(
 MLP::MLP(MLPWeights own) : weights(std::make_shared<const MLPWeights>(std::move(own))) { weights->check(); }
 
 mx::array MLP::operator()(const mx::array &x, const mx::array &num_fed) const {
-    int hidden = weights->norm.weight.size();
+    int hidden = weights->norm.size();
     require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
     require(num_fed.shape() == mx::Shape{x.shape(0)} && num_fed.dtype() == mx::int32, "fed counts: int32 [rows]");
     auto primitive = std::make_shared<MLPPrimitive>(mx::default_stream(mx::Device::cpu), weights);

@@ -34,8 +34,15 @@ private:
 struct RMSNorm {
     RMSNorm(const mlx::core::array &weight, float eps);
 
-    std::vector<float> weight;
+    // x [..., size] float32
+    mlx::core::array operator()(const mlx::core::array &x) const;
+
+    size_t size() const { return weight->size(); }
+    const float *data() const { return weight->data(); }
     float eps;
+
+private:
+    std::shared_ptr<const std::vector<float>> weight;
 };
 
 struct AttentionWeights {

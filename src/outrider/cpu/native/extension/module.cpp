@@ -18,7 +18,9 @@ void add_decoder_layers(nb::module_ &m) {
     using mlx::core::array;
     nb::class_<Linear>(m, "Linear")
         .def(nb::init<const array &, const array &, const array &, int, int, const std::optional<array> &>());
-    nb::class_<RMSNorm>(m, "RMSNorm").def(nb::init<const array &, float>());
+    nb::class_<RMSNorm>(m, "RMSNorm")
+        .def(nb::init<const array &, float>())
+        .def("__call__", &RMSNorm::operator());
     nb::class_<Attention>(m, "Attention")
         .def("__init__",
              [](Attention *self, const RMSNorm &norm, const Linear &q, const Linear &k, const Linear &v,
@@ -44,6 +46,7 @@ NB_MODULE(_outrider_cpu, m) {
     add_decoder_layers(m);
     m.def("quantized_matmul", &outrider::quantized_matmul);
     m.def("gather_quantized_matmul", &outrider::gather_quantized_matmul);
+    m.def("quantized_embedding", &outrider::quantized_embedding);
     m.def("set_num_threads", &outrider::set_num_threads);
     m.def("instructions", []() { return std::string(outrider::instructions()); });
     m.def("use_instructions", [](const std::string &wanted) { return outrider::use(wanted.c_str()); });
