@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from outrider.cache.placement import Placement
+from outrider.cache.placement import GridPositions, Placement
 from outrider.cache.ragged_kv import LayerView
 from outrider.cpu import fused_layers
 from outrider.cpu.extension import extension
@@ -22,6 +22,7 @@ from outrider.cpu.threads import thread_counts
 from outrider.models.layer_swaps import without_speed_swaps
 from outrider.models.trunk import Trunk, TrunkCache
 from outrider.models.vision.deepstack import use_deepstack
+from outrider.models.vision.mrope import MRopeSections
 from ragged_rows import RaggedRows, error
 from step.histories import Tally, play, random_history, world
 from tiny_models import SLIDING_AND_FULL, VOCAB_SIZE, YARN, tiny_model
@@ -154,6 +155,29 @@ def test_angles_are_those_of_the_rope_to_the_bit(kind: str) -> None:
     assert rope.native is not None
     place = Placement([0, 1], mx.array([3, 200]), mx.array([5, 5]), 5, 205, 256)
     assert mx.array_equal(rope.angles(place, 5), rope.turned(2, 5, place.positions))
+
+
+def test_images_have_positions_in_three_directions() -> None:
+    model = quantized("qwen3")
+    trunk = Trunk(model, max_context=512, mrope=MRopeSections((4, 2, 2), "interleaved"))
+    trunk.prepare_for_serving()
+    layer, (kv, *_) = model.layers[0], list(TrunkCache(trunk.layout).buffers())
+    assert is_fused(layer)
+    grid = mx.array(np.random.default_rng(0).integers(0, 50, (3, 2, 6)), mx.int32)
+    x = mx.random.normal((2, 6, trunk.hidden_size))
+
+    def run(positions: GridPositions | None) -> np.ndarray:
+        kv.resize(0, 0)
+        kv.resize(2, 16)
+        starts, fed = mx.array([0, 0]), mx.array([6, 6])
+        place = Placement([0, 1], starts, fed, 6, 6, 16, positions=positions)
+        return np.array(layer(x, place.mask(None), LayerView(kv, place)) - x)
+
+    found = run(GridPositions(grid))
+    with without_speed_swaps(model):
+        expected = run(GridPositions(grid))
+    assert error(found, expected) <= 0.01
+    assert error(run(None), expected) > 0.1
 
 
 def test_padding_is_not_computed(llama: Trunk) -> None:

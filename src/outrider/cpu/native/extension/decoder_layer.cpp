@@ -117,7 +117,7 @@ QuantizedTokens normed_tokens(const Math &math, const RMSNorm &norm, const Token
 }
 
 struct AttentionCall {
-    int rows, width, num_slots, num_cells, window;
+    int rows, width, num_cells, window;
     const float *x, *angles;
     const int *starts, *num_fed, *slots;
     float *out, *keys, *values;
@@ -321,8 +321,8 @@ public:
 
 private:
     const void *data;
-    static inline std::mutex mutex;
-    static inline std::unordered_map<const void *, long> counts;
+    static inline std::mutex &mutex = *new std::mutex;  // never deleted: work may go on while the process ends
+    static inline auto &counts = *new std::unordered_map<const void *, long>;
 };
 
 // The number of arrays that are the same node of the graph, which MLX keeps private.
@@ -376,7 +376,6 @@ public:
         take_over(encoder, inputs[2], outputs[2]);
         AttentionCall call = {.rows = x.shape(0),
                               .width = x.shape(1),
-                              .num_slots = keys.shape(0),
                               .num_cells = keys.shape(2),
                               .window = window,
                               .x = elements<float>(encoder, x),
