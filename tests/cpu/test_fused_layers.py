@@ -352,6 +352,15 @@ def test_float_layers_and_other_forms_stay_plain() -> None:
         assert not any(is_fused(layer) for layer in model.layers), reason
 
 
+def test_a_model_without_quantised_layers_does_not_ask_for_the_extension(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_layers, "extension", None)
+    for model in (tiny_model("llama"), tiny_model("llama", rope_scaling=None)):
+        fused_layers.use_fused_layers(model)
+        assert not any(is_fused(layer) for layer in model.layers)
+
+
 def test_layers_of_another_swap_stay_plain() -> None:
     model = quantized("qwen3")
     use_deepstack(model.layers, 2)

@@ -177,6 +177,8 @@ def _parts(layer: nn.Module, ropes: dict[Hashable, _Rope]) -> _Parts:
     attention = layer.self_attn
     _require_members(attention, _ATTENTION, _HEAD_NORMS)
     _require_call(attention, ["x", "mask", "cache"])
+    for name in _PROJECTIONS:  # before anything asks for the extension, which is built only for such layers
+        _require_quantized(attention[name])
     rope = _rope(attention.rope, ropes)
     try:
         native_attention = _native().Attention(
@@ -244,9 +246,13 @@ def _norm(norm: Any) -> Any:
     return _native().RMSNorm(norm.weight, norm.eps)
 
 
-def _linear(linear: Any) -> Any:
+def _require_quantized(linear: Any) -> None:
     if type(linear) is not CpuQuantizedLinear:
         raise _NotFused(f"a projection is a {type(linear).__name__}")
+
+
+def _linear(linear: Any) -> Any:
+    _require_quantized(linear)
     _require_members(linear, ("weight", "scales", "biases"), ("bias",))
     weights = linear["weight"], linear["scales"], linear["biases"]
     return _native().Linear(*weights, linear.bits, linear.group_size, linear.get("bias"))

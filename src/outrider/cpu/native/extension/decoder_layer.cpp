@@ -1,18 +1,13 @@
 #include "decoder_layer.h"
 
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <new>
 #include <stdexcept>
-#include <string>
-#include <unordered_map>
 
 #include "decoder_math.h"
-#include "mlx/backend/cpu/encoder.h"
 #include "mlx/backend/cpu/simd/simd.h"
-#include "mlx/primitives.h"
+#include "primitive.h"
 #include "threads.h"
 
 namespace mx = mlx::core;
@@ -25,8 +20,6 @@ constexpr int MIN_SHARED_TOKENS = 32;  // from which norms, ropes and activation
 constexpr int TOKENS_PER_CHUNK = 8;    // of those
 constexpr int MAX_QUERY_ROWS = 96;     // queries times heads that attend to a block of cells together; chosen by hand
 constexpr double MIN_SHARED_WORK = 2e5;  // multiplications of attention from which several threads pay: 10 us
-
-std::atomic<long> buffer_copies{0};
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -242,128 +235,10 @@ void run(const MLPWeights &w, const MLPCall &call) {
     }
 }
 
-// MLX's side.
-
-// Copies elements of four bytes in the order of the shape.
-void copy_strided(const uint32_t *from, const mx::Shape &shape, const mx::Strides &strides, uint32_t *to) {
-    size_t rest = 1;
-    for (int size : shape)
-        rest *= size;
-    std::vector<int> at(shape.size(), 0);
-    for (size_t i = 0; i < rest; i++) {
-        int64_t offset = 0;
-        for (size_t axis = 0; axis < at.size(); axis++)
-            offset += at[axis] * strides[axis];
-        to[i] = from[offset];
-        for (int axis = int(at.size()) - 1; axis >= 0 && ++at[axis] == shape[axis]; axis--)
-            at[axis] = 0;
-    }
-}
-
-void copy(mx::cpu::CommandEncoder &encoder, const mx::array &from, mx::array &to) {
-    const uint32_t *source = from.data<uint32_t>();
-    uint32_t *target = to.data<uint32_t>();
-    if (from.flags().row_contiguous)
-        encoder.dispatch([=, bytes = from.nbytes()] { std::memcpy(target, source, bytes); });
-    else
-        encoder.dispatch([=, shape = from.shape(), strides = from.strides()] {
-            copy_strided(source, shape, strides, target);
-        });
-}
-
-// The elements of an input, one after the other.
-template <class T>
-const T *elements(mx::cpu::CommandEncoder &encoder, const mx::array &input) {
-    if (input.flags().row_contiguous)
-        return input.data<T>();
-    mx::array copied(input.shape(), input.dtype(), nullptr, {});
-    copied.set_data(mx::allocator::malloc(copied.nbytes()));
-    copy(encoder, input, copied);
-    encoder.add_temporary(copied);
-    return copied.data<T>();
-}
-
-// Each output of a primitive holds the inputs until it has been evaluated. Here only the one that is being evaluated
-// goes on holding them, so that inputs can be donated.
-void release_inputs(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) {
-    for (mx::array &output : outputs)
-        if (&output.inputs() != &inputs && !output.is_tracer())
-            output.inputs().clear();
-}
-
-// MLX holds the memory of an operation's outputs, beside the one that is being evaluated, until the operation's work
-// has been done. A Hold is there as long: it lies in a temporary array, which MLX drops at the same time.
-class Hold {
-public:
-    explicit Hold(const mx::array &array) : data(array.data_shared_ptr().get()) {
-        std::lock_guard lock(mutex);
-        counts[data]++;
-    }
-
-    Hold(const Hold &) = delete;
-
-    ~Hold() {
-        std::lock_guard lock(mutex);
-        if (--counts[data] == 0)
-            counts.erase(data);
-    }
-
-    static mx::array of(const mx::array &array) {
-        auto drop = [hold = std::make_shared<Hold>(array)](mx::allocator::Buffer) {};
-        return mx::array(mx::allocator::Data(mx::allocator::Buffer(nullptr), drop), mx::Shape{0}, mx::uint8);
-    }
-
-    static long count(const mx::array &array) {
-        std::lock_guard lock(mutex);
-        auto found = counts.find(array.data_shared_ptr().get());
-        return found == counts.end() ? 0 : found->second;
-    }
-
-private:
-    const void *data;
-    static inline std::mutex &mutex = *new std::mutex;  // never deleted: work may go on while the process ends
-    static inline auto &counts = *new std::unordered_map<const void *, long>;
-};
-
-// The number of arrays that are the same node of the graph, which MLX keeps private.
-template <auto MEMBER>
-struct NodeCount {
-    friend long node_count(const mx::array &array) { return (array.*MEMBER).use_count(); }
-};
-long node_count(const mx::array &array);
-template struct NodeCount<&mx::array::array_desc_>;
-
-// As array::is_donatable, but holds that end before the next work begins do not count: so passes that follow each
-// other in one evaluation write the same buffer.
-bool may_take_over(const mx::array &input) {
-    const auto &data = input.data_shared_ptr();
-    return input.flags().row_contiguous && node_count(input) == 1 && data->is_owned() &&
-           data.use_count() - Hold::count(input) == 1;
-}
-
-// Gives an output the contents of an input: the input's own memory if nothing else uses it.
-void take_over(mx::cpu::CommandEncoder &encoder, const mx::array &input, mx::array &output) {
-    if (may_take_over(input)) {
-        output.copy_shared_buffer(input);
-        return;
-    }
-    buffer_copies++;
-    output.set_data(mx::allocator::malloc(output.nbytes()));
-    copy(encoder, input, output);
-}
-
-class CPUPrimitive : public mx::Primitive {
-public:
-    using mx::Primitive::Primitive;
-    void eval_gpu(const std::vector<mx::array> &, std::vector<mx::array> &) override {
-        throw std::runtime_error(std::string(name()) + " runs on CPUs only");
-    }
-};
-
-class AttentionPrimitive : public CPUPrimitive {
+class AttentionPrimitive : public CpuPrimitive {
 public:
     AttentionPrimitive(mx::Stream stream, std::shared_ptr<const AttentionWeights> weights, int window)
-        : CPUPrimitive(stream), weights(std::move(weights)), window(window) {}
+        : CpuPrimitive(stream), weights(std::move(weights)), window(window) {}
 
     const char *name() const override { return "OutriderAttention"; }
 
@@ -387,9 +262,7 @@ public:
                               .keys = outputs[1].data<float>(),
                               .values = outputs[2].data<float>()};
         encoder.dispatch([weights = weights, call] { run(*weights, call); });
-        for (int i : {1, 2})
-            if (&outputs[i].inputs() != &inputs)
-                encoder.add_temporary(Hold::of(outputs[i]));
+        note_holds(encoder, inputs, outputs);
     }
 
 private:
@@ -397,10 +270,10 @@ private:
     int window;
 };
 
-class MLPPrimitive : public CPUPrimitive {
+class MLPPrimitive : public CpuPrimitive {
 public:
     MLPPrimitive(mx::Stream stream, std::shared_ptr<const MLPWeights> weights)
-        : CPUPrimitive(stream), weights(std::move(weights)) {}
+        : CpuPrimitive(stream), weights(std::move(weights)) {}
 
     const char *name() const override { return "OutriderMLP"; }
 
@@ -420,9 +293,9 @@ private:
     std::shared_ptr<const MLPWeights> weights;
 };
 
-class RMSNormPrimitive : public CPUPrimitive {
+class RMSNormPrimitive : public CpuPrimitive {
 public:
-    RMSNormPrimitive(mx::Stream stream, const RMSNorm &norm) : CPUPrimitive(stream), norm(norm) {}
+    RMSNormPrimitive(mx::Stream stream, const RMSNorm &norm) : CpuPrimitive(stream), norm(norm) {}
 
     const char *name() const override { return "OutriderRMSNorm"; }
 
@@ -443,11 +316,11 @@ private:
     RMSNorm norm;
 };
 
-class RopeAnglesPrimitive : public CPUPrimitive {
+class RopeAnglesPrimitive : public CpuPrimitive {
 public:
     RopeAnglesPrimitive(mx::Stream stream, std::shared_ptr<const std::vector<float>> frequencies, float scale,
                         float magnitude)
-        : CPUPrimitive(stream), frequencies(std::move(frequencies)), scale(scale), magnitude(magnitude) {}
+        : CpuPrimitive(stream), frequencies(std::move(frequencies)), scale(scale), magnitude(magnitude) {}
 
     const char *name() const override { return "OutriderRopeAngles"; }
 
@@ -486,12 +359,6 @@ std::vector<float> to_floats(const mx::array &array) {
     return {floats.data<float>(), floats.data<float>() + floats.size()};
 }
 
-FloatType float_type(mx::Dtype dtype) {
-    require(dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16,
-            "scales must be float32, float16 or bfloat16");
-    return dtype == mx::float32 ? FloatType::float32 : dtype == mx::float16 ? FloatType::float16 : FloatType::bfloat16;
-}
-
 void check(const Linear &linear, size_t num_rows, size_t size) {
     require(size_t(linear.matrix.num_rows) == num_rows && size_t(linear.matrix.size) == size,
             "a weight of another shape than the layer's");
@@ -511,6 +378,8 @@ Linear::Linear(const mx::array &weight, const mx::array &scales, const mx::array
                 scales.shape(0) == weight.shape(0) &&
                 int64_t(scales.shape(1)) * group_size * bits == int64_t(weight.shape(1)) * 32,
             "scales or biases of another shape than the weight's");
+    require(scales.dtype() == mx::float32 || scales.dtype() == mx::float16 || scales.dtype() == mx::bfloat16,
+            "scales must be float32, float16 or bfloat16");
     mx::eval(held);
     matrix = {.num_rows = weight.shape(0),
               .size = scales.shape(1) * group_size,
@@ -519,7 +388,7 @@ Linear::Linear(const mx::array &weight, const mx::array &scales, const mx::array
               .codes = held[0].data<uint32_t>(),
               .scales = held[1].data<void>(),
               .biases = held[2].data<void>(),
-              .type = float_type(scales.dtype())};
+              .type = float_type(scales)};
     if (own_bias)
         bias = to_floats(*own_bias);
 }
@@ -601,7 +470,5 @@ mx::array RopeAngles::operator()(const mx::array &positions, int width) const {
     mx::Shape shape = {positions.shape(0), 1, width, int(2 * frequencies->size())};
     return mx::array(shape, mx::float32, primitive, {positions});
 }
-
-long num_buffer_copies() { return buffer_copies; }
 
 }  // namespace outrider

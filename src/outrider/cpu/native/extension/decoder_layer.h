@@ -104,7 +104,4 @@ private:
     float scale, magnitude;
 };
 
-// How many key or value buffers have been copied because they could not be written in place.
-long num_buffer_copies();
-
 }  // namespace outrider

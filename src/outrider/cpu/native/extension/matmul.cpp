@@ -7,8 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "mlx/backend/cpu/encoder.h"
-#include "mlx/primitives.h"
+#include "primitive.h"
 #include "quantized.h"
 #include "threads.h"
 
@@ -16,12 +15,6 @@ namespace outrider {
 namespace {
 
 namespace mx = mlx::core;
-
-FloatType float_type(const mx::array &values) {
-    if (values.dtype() == mx::float32)
-        return FloatType::float32;
-    return values.dtype() == mx::float16 ? FloatType::float16 : FloatType::bfloat16;
-}
 
 void check(bool is_valid, const std::string &what) {
     if (!is_valid)
@@ -75,14 +68,6 @@ class Scratch {
   private:
     std::vector<char> own_;
     void *data_;
-};
-
-class CpuPrimitive : public mx::Primitive {
-  public:
-    using Primitive::Primitive;
-    void eval_gpu(const std::vector<mx::array> &, std::vector<mx::array> &) override {
-        throw std::runtime_error(std::string(name()) + " is for CPUs only");
-    }
 };
 
 class QuantizedMatmul : public CpuPrimitive {

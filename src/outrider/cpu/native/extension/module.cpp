@@ -6,6 +6,7 @@
 
 #include "decoder_layer.h"
 #include "matmul.h"
+#include "primitive.h"
 #include "quantized.h"
 #include "threads.h"
 
