@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama with windows": ("llama", SLIDING_AND_FULL),
     "llama with one head each": ("llama", {"num_key_value_heads": 4, "head_dim": 32}),
+    "layers without rope": ("smollm3", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen3 with experts": ("qwen3_moe", {}),
@@ -343,7 +344,6 @@ def test_float_layers_and_other_forms_stay_plain() -> None:
         "norms with an offset": quantized("gemma3_text"),
         "neighbouring elements turn": quantized("llama", rope_traditional=True),
         "a norm of all heads": quantized("olmo2"),
-        "no rope": quantized("smollm3", no_rope_layers=[0, 0, 0]),
         "mxfp4": tiny_model("llama"),
     }
     nn.quantize(plain["mxfp4"], group_size=32, bits=4, mode="mxfp4")

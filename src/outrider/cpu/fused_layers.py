@@ -26,6 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import rope_utils
+from mlx_lm.models.smollm3 import NoPE
 
 from outrider.cache.placement import Placement, Positions
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
@@ -53,6 +54,7 @@ _ROPES = (  # that turn the halves of a head by angles which depend on the posit
     rope_utils.YarnRoPE,
     rope_utils.SuScaledRoPE,
     rope_utils.ProportionalRoPE,
+    NoPE,  # turns nothing
 )
 
 
@@ -264,8 +266,8 @@ def _rope(module: Any, known: dict[Hashable, _Rope]) -> _Rope:
         raise _NotFused(f"the rope is a {type(plain).__name__}, or turns neighbouring elements")
     key = _key(module)
     if key not in known:
-        dims = _attribute(plain, ("dims", "dim"))
-        known[key] = _Rope(module, dims, _native_angles(module, plain, dims))
+        dims = 0 if isinstance(plain, NoPE) else _attribute(plain, ("dims", "dim"))
+        known[key] = _Rope(module, dims, _native_angles(module, plain, dims) if dims else None)
     return known[key]
 
 
