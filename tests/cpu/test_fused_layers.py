@@ -445,3 +445,15 @@ def test_every_request_gives_what_it_gives_alone(family: str, bits: int, first: 
     assert tally.excused == 0
     assert tally.tokens > 400
     assert {kind for kind, drafted, _ in tally.accepted if drafted} >= {"scripted", "head"}
+
+
+def test_a_step_of_the_engine_copies_no_buffer(native: ModuleType) -> None:
+    """Decoding rows, prompt chunks and several drafts of a head in one step."""
+    own = world("llama", 4)
+    for seed in (100, 108):  # steps that are not overlapped, as on CPUs
+        history = replace(random_history(seed, own.vocab_size), inspects=False, scribbles=False)
+        for ask in history.asks:
+            own.answer(ask)
+        copies = native.num_buffer_copies()
+        play(own, history)
+        assert native.num_buffer_copies() - copies <= 2  # by chance: see above

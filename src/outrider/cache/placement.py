@@ -141,8 +141,8 @@ class Placement:
             self._score_bounds[window] = mx.where(mask, mx.inf, -mx.inf)
         return self._score_bounds[window]
 
-    def launch_every_few_layers(self, *buffers: mx.array) -> None:
+    def launch_every_few_layers(self, *arrays: mx.array) -> None:
         """Called when a layer has written its cells: the device works while the host builds the rest."""
         self._num_layers_written += 1
         if self.launches and self._num_layers_written % LAUNCH_EVERY_LAYERS == 0:
-            mx.async_eval(*buffers)
+            mx.async_eval(*arrays)

@@ -90,11 +90,11 @@ class LayerView:
     def put(self, keys: mx.array, values: mx.array) -> None:
         """Replace the keys and values of all slots."""
         self._kv.keys, self._kv.values = keys, values
-        self.placement.launch_every_few_layers(keys, values)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         kv = self._kv
         self.put(self._write(kv.keys, keys), self._write(kv.values, values))
+        self.placement.launch_every_few_layers(*kv.arrays())
         return self._read(kv.keys), self._read(kv.values)
 
     def make_mask(

@@ -125,6 +125,7 @@ class _Parts:
             x, *cache.arrays(), angles, place.starts, place.num_fed, place.slot_ids, window
         )
         cache.put(keys, values)
+        place.launch_every_few_layers(h)  # not the buffers: MLX would hold them, and the next pass copy them
         return h
 
 
