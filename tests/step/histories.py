@@ -22,6 +22,7 @@ from mlx.utils import tree_map
 
 from outrider.cache.recurrent import RecurrentState
 from outrider.config import EngineConfig
+from outrider.cpu.quantized import keep_quantized
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.loop import StepExecutor
 from outrider.engine.prefix.cache import PrefixCache
@@ -37,9 +38,10 @@ from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
 from outrider.speculate.prediction import PredictionDrafter
 from outrider.step.runner import Runner
+from ragged_rows import RaggedRows
 from restless_controller import RestlessController
 from run_steps import run_step
-from step.reference import Answer, fresh_cells, solo_answer, stop_ids_of
+from step.reference import Answer, Feed, fresh_cells, solo_answer, stop_ids_of
 from step.row_grammars import compiler, with_random_grammar
 from step.scripted_drafter import ScriptedDrafter
 from tiny_models import tiny_model
@@ -138,11 +140,17 @@ class Tally:
 class World:
     """A tiny model with heads of random weights, and a runner for each."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, bits: int | None = None) -> None:
+        """With `bits` the model and its head are quantised."""
         self.model: nn.Module = tiny_model(family, **SHALLOW.get(family, {}))
+        self.bits = bits
+        if bits is not None:
+            _quantize(self.model, bits)
         self.trunk = Trunk(self.model, max_context=256)
         self.vocab_size = self.trunk.vocab_size
         self.head = random_head(self.trunk)
+        if bits is not None:
+            _quantize(self.head, bits)
         self.trunk.prepare_for_serving()  # as the engine does
         LoadedHead((self.head,), "random").prepare_for_serving(self.trunk)
         some = mx.array(sorted(random.Random(7).sample(range(self.vocab_size), self.vocab_size // 2)))
@@ -158,8 +166,20 @@ class World:
         """The same request is asked by several histories, and by all controls."""
         asked = repr((ask.prompt, ask.params, so_far))
         if asked not in self._answers:
-            self._answers[asked] = solo_answer(self.model, ask.prompt, ask.params, so_far)
+            feed = None if self.bits is None else self._alone()
+            self._answers[asked] = solo_answer(self.model, ask.prompt, ask.params, so_far, feed)
         return self._answers[asked]
+
+    def _alone(self) -> Feed:
+        """A row alone in the engine's own passes: mlx-lm's may round a token to other 8-bit codes."""
+        rows = RaggedRows(self.trunk, num_slots=1, capacity=256)
+        rows.join("alone", slot=0)
+        return lambda token_ids: rows.feed({"alone": token_ids})["alone"][-1]
+
+
+def _quantize(network: nn.Module, bits: int) -> None:
+    nn.quantize(network, group_size=32, bits=bits)
+    assert keep_quantized(network) == []
 
 
 def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
@@ -177,8 +197,8 @@ def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
 
 
 @functools.cache
-def world(family: str) -> World:
-    return World(family)
+def world(family: str, bits: int | None = None) -> World:
+    return World(family, bits)
 
 
 # -- making one ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ one pass over the whole text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ from outrider.models.layer_swaps import without_speed_swaps
 from outrider.request import SamplingParams
 from step.row_grammars import EOS_IDS, allowed_by
 
+Feed = Callable[[Sequence[int]], np.ndarray]  # more tokens of one row -> logits after the last of them
 Cells = list[tuple[np.ndarray, ...]]  # of each layer: keys and values [heads, cells, dim], or its states
 
 
@@ -30,19 +31,33 @@ class Answer:
     logprobs: tuple[np.ndarray, ...]  # the model's own, over the vocabulary, at each place
 
 
+def mlx_lms(model: nn.Module) -> Feed:
+    """A row of mlx-lm's own model and caches."""
+    cache = make_prompt_cache(model)
+
+    def feed(token_ids: Sequence[int]) -> np.ndarray:
+        with without_speed_swaps(model):
+            return np.array(model(mx.array([list(token_ids)]), cache=cache)[0, -1].astype(mx.float32))
+
+    return feed
+
+
 def solo_answer(
-    model: nn.Module, prompt: Sequence[int], params: SamplingParams, so_far: Sequence[int] = ()
+    model: nn.Module,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    so_far: Sequence[int] = (),
+    feed: Feed | None = None,
 ) -> Answer:
     """The plain answer from its beginning, or as it continues after `so_far`."""
     assert params.max_tokens is not None
-    cache = make_prompt_cache(model)
+    feed = feed or mlx_lms(model)
     answer, firm, logprobs = list(so_far), [True] * len(so_far), [np.zeros(0)] * len(so_far)
     fed: list[int] = [*prompt, *so_far]
     allowed_after = allowed_by(params.grammar)
     stop_ids = stop_ids_of(params)
     while len(answer) < params.max_tokens:
-        with without_speed_swaps(model):
-            logits = np.array(model(mx.array([fed]), cache=cache)[0, -1].astype(mx.float32), np.float64)
+        logits = feed(fed).astype(np.float64)
         edited = oracle.edited(logits, params, prompt, answer, stop_ids, allowed_after(answer))
         choice = oracle.choose(edited, len(prompt) + len(answer), params)
         answer.append(choice.token_id)

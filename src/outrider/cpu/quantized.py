@@ -34,13 +34,8 @@ class CpuQuantizedLinear(nn.QuantizedLinear):
 
 class CpuQuantizedEmbedding(nn.QuantizedEmbedding):
     def __call__(self, token_ids: mx.array) -> mx.array:
-        return mx.dequantize(
-            self["weight"][token_ids],
-            self["scales"][token_ids].astype(mx.float32),
-            self["biases"][token_ids].astype(mx.float32),
-            group_size=self.group_size,
-            bits=self.bits,
-        )
+        weights = self["weight"], self["scales"], self["biases"]
+        return _native().quantized_embedding(token_ids.astype(mx.int32), *weights, self.group_size, self.bits)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return _product(self, x)
