@@ -1,10 +1,12 @@
-"""Compares Outrider with other servers: starts each with the same BLAS and weights, measures them with
+"""Compares Outrider with other servers: starts each with the same model, measures them with
 `outrider bench --url`, and stops them.
 
     python -m benchmarks.peers [MODEL] [--peers mlx-lm vllm-mlx] [--vllm-mlx-python FILE] [-- bench options]
+    python -m benchmarks.peers [MODEL] --peers llama-cpp --llama-cpp-python FILE [--gguf FILE] [-- ...]
 
-On a CPU all servers get a float32 copy of the model. Options after `--` go to `outrider bench`.
-docs/BENCHMARKS.md says what the other servers need.
+On a CPU, servers on MLX get the same BLAS and a float32 copy of the model. llama.cpp gets a GGUF file; then
+Outrider gets the model as it is. Options after `--` go to `outrider bench`. docs/BENCHMARKS.md says what the
+other servers need.
 """
 
 from __future__ import annotations
@@ -25,25 +27,38 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.default_gguf import default_gguf
 from benchmarks.float32_copy import write_float32_copy
+from outrider.cpu.threads import usable_cpus
 from outrider.files.cache_folder import cache_folder
 from outrider.llm import default_model
 from outrider.models import machine
 from outrider.models.loader import find_folder
 
 HERE = Path(__file__).resolve().parent
-LAUNCHER = HERE / "peer.py"
+MLX_LAUNCHER = HERE / "peer.py"
+LLAMA_CPP_LAUNCHER = HERE / "llama_cpp_server.py"
+MLX_PEERS = ("mlx-lm", "vllm-mlx")
 START_TIMEOUT_S = 180.0  # seconds until a server must be healthy; chosen by hand
 STOP_TIMEOUT_S = 15.0  # seconds between SIGTERM and SIGKILL; chosen by hand
 
 
 @dataclass(frozen=True)
 class Peer:
-    """How a server is started. The words PORT and MODEL in the command are replaced."""
+    """How a server is started. The word PORT in the command is replaced."""
 
     name: str
     command: list[str]
     environ: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Models:
+    """One model, in the forms that the servers read."""
+
+    outrider: Path  # folder
+    mlx: Path  # folder for servers on MLX; its path is the model's name in all requests
+    gguf: Path | None  # None if llama.cpp is not measured
 
 
 @dataclass(frozen=True)
@@ -58,45 +73,77 @@ def main() -> int:
     args, bench_options = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped
     with tempfile.TemporaryDirectory(prefix="outrider-peers-") as scratch, contextlib.ExitStack() as stack:
-        model = _model(args.model or default_model(), Path(scratch))
+        models = _models(args, Path(scratch))
         running = [
-            stack.enter_context(_started(peer, model, Path(scratch))) for peer in _peers(args, Path(scratch))
+            stack.enter_context(_started(peer, Path(scratch))) for peer in _peers(args, models, Path(scratch))
         ]
         for one in running:
             _wait_until_healthy(one)
             print(f"{one.peer.name} listens on port {one.port}", flush=True)
-        return _bench(model, running, bench_options)
+        return _bench(models, running, bench_options)
 
 
-def _model(given: str | Path, scratch: Path) -> str:
-    folder = find_folder(given)
-    if machine.device_name() != "cpu":
-        return str(folder)
-    return str(write_float32_copy(folder, scratch / "models" / folder.name))
+def _models(args: argparse.Namespace, scratch: Path) -> Models:
+    gguf = _gguf(args) if "llama-cpp" in args.peers else None
+    folder = find_folder(args.model or args.gguf or default_model())
+    if machine.device_name() != "cpu" or not set(args.peers).intersection(MLX_PEERS):
+        return Models(folder, folder, gguf)
+    copy = write_float32_copy(folder, scratch / "models" / folder.name)
+    return Models(copy if gguf is None else folder, copy, gguf)
 
 
-def _peers(args: argparse.Namespace, scratch: Path) -> list[Peer]:
-    """Outrider first. A server that caches prompts on disk gets an empty home folder."""
+def _gguf(args: argparse.Namespace) -> Path:
+    """The file that llama.cpp serves."""
+    if args.gguf is not None:
+        return args.gguf
+    if args.model is None:
+        return default_gguf()
+    if Path(args.model).suffix == ".gguf":
+        return Path(args.model)
+    sys.exit(f"llama.cpp reads GGUF files: give one of {args.model} with --gguf FILE")
+
+
+def _peers(args: argparse.Namespace, models: Models, scratch: Path) -> list[Peer]:
+    """Outrider first."""
+    known = {"mlx-lm": _mlx_lm, "vllm-mlx": _vllm_mlx, "llama-cpp": _llama_cpp}
+    return [_outrider(args, models), *(known[name](args, models, scratch) for name in args.peers)]
+
+
+def _outrider(args: argparse.Namespace, models: Models) -> Peer:
+    command = [sys.executable, "-m", "outrider", "serve", str(models.outrider), "--port", "PORT"]
+    command += ["--served-model-name", str(models.mlx), "--max-rows", str(args.rows)]
+    command += ["--log-level", "warning"]
+    command.append("--no-supervisor")  # so that the process is the server, whose memory is measured
+    return Peer("outrider", command)
+
+
+def _mlx_lm(args: argparse.Namespace, models: Models, scratch: Path) -> Peer:
     rows = str(args.rows)
-    served = ["MODEL", "--port", "PORT"]
-    mlx_lm = [args.mlx_lm_python, str(LAUNCHER), "mlx_lm.server", "--model", *served]
-    mlx_lm += ["--decode-concurrency", rows, "--prompt-concurrency", rows, "--log-level", "WARNING"]
-    vllm_mlx = [args.vllm_mlx_python, str(LAUNCHER), "vllm_mlx.cli", "serve", *served]
-    vllm_mlx += ["--host", "127.0.0.1", "--continuous-batching", "--max-num-seqs", rows]
-    known = {
-        "mlx-lm": Peer("mlx-lm", mlx_lm),
-        "vllm-mlx": Peer("vllm-mlx", vllm_mlx, {"HOME": str(scratch), "OUTRIDER_CACHE": str(cache_folder())}),
-    }
-    ours = [sys.executable, "-m", "outrider", "serve", *served, "--max-rows", rows, "--log-level", "warning"]
-    ours.append("--no-supervisor")  # so that the process is the server, whose memory is measured
-    return [Peer("outrider", ours), *(known[name] for name in args.peers)]
+    command = [args.mlx_lm_python, str(MLX_LAUNCHER), "mlx_lm.server", "--model", str(models.mlx)]
+    command += ["--port", "PORT", "--decode-concurrency", rows, "--prompt-concurrency", rows]
+    return Peer("mlx-lm", [*command, "--log-level", "WARNING"])
+
+
+def _vllm_mlx(args: argparse.Namespace, models: Models, scratch: Path) -> Peer:
+    """Caches prompts on disk, hence the empty home folder."""
+    command = [args.vllm_mlx_python, str(MLX_LAUNCHER), "vllm_mlx.cli", "serve", str(models.mlx)]
+    command += ["--port", "PORT", "--host", "127.0.0.1", "--continuous-batching"]
+    environ = {"HOME": str(scratch), "OUTRIDER_CACHE": str(cache_folder())}
+    return Peer("vllm-mlx", [*command, "--max-num-seqs", str(args.rows)], environ)
+
+
+def _llama_cpp(args: argparse.Namespace, models: Models, scratch: Path) -> Peer:
+    command = [args.llama_cpp_python, str(LLAMA_CPP_LAUNCHER), str(models.gguf), "--port", "PORT"]
+    command += ["--slots", str(args.rows), "--context", str(args.context)]
+    if sys.platform == "linux":
+        command += ["--threads", str(usable_cpus())]
+    return Peer("llama-cpp", command)
 
 
 @contextlib.contextmanager
-def _started(peer: Peer, model: str, scratch: Path) -> Iterator[RunningServer]:
+def _started(peer: Peer, scratch: Path) -> Iterator[RunningServer]:
     port, log = _free_port(), scratch / f"{peer.name}.log"
-    values = {"PORT": str(port), "MODEL": model}
-    command = [values.get(word, word) for word in peer.command]
+    command = [str(port) if word == "PORT" else word for word in peer.command]
     if shutil.which(command[0]) is None:
         sys.exit(f"{peer.name}: no Python at {command[0]}")
     environ = {
@@ -137,8 +184,8 @@ def _is_healthy(port: int) -> bool:
         return False
 
 
-def _bench(model: str, running: Sequence[RunningServer], bench_options: Sequence[str]) -> int:
-    command = [sys.executable, "-m", "outrider", "bench", model]
+def _bench(models: Models, running: Sequence[RunningServer], bench_options: Sequence[str]) -> int:
+    command = [sys.executable, "-m", "outrider", "bench", str(models.mlx)]
     for one in running:
         command += ["--url", f"{one.peer.name}=http://127.0.0.1:{one.port}"]
         if sys.platform == "linux":
@@ -157,10 +204,9 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", help="model folder (default: the default model)")
-    parser.add_argument(
-        "--peers", nargs="+", default=["mlx-lm"], choices=["mlx-lm", "vllm-mlx"], help="(default: mlx-lm)"
-    )
+    parser.add_argument("model", nargs="?", help="model folder or GGUF file (default: the default model)")
+    known = [*MLX_PEERS, "llama-cpp"]
+    parser.add_argument("--peers", nargs="+", default=["mlx-lm"], choices=known, help="(default: mlx-lm)")
     parser.add_argument(
         "--mlx-lm-python",
         default=sys.executable,
@@ -171,9 +217,37 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
         "--vllm-mlx-python", default="python-with-vllm-mlx", metavar="FILE", help="Python with vllm-mlx"
     )
     parser.add_argument(
+        "--llama-cpp-python", default="python-with-xllamacpp", metavar="FILE", help="Python with xllamacpp"
+    )
+    parser.add_argument(
+        "--gguf",
+        type=Path,
+        metavar="FILE",
+        help="model for llama.cpp, and for Outrider unless MODEL is given (default: MODEL if it is a GGUF "
+        "file; without MODEL, the default model's file, which is downloaded once)",
+    )
+    parser.add_argument(
         "--rows", type=int, default=16, help="requests that each server may batch (default: 16)"
     )
-    return parser.parse_args(words[:split]), words[split + 1 :]
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=2048,
+        help="tokens of a prompt and its answer, for which llama.cpp reserves memory (default: 2048)",
+    )
+    args = parser.parse_args(words[:split])
+    _check(args, parser)
+    return args, words[split + 1 :]
+
+
+def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    for flag, value in (("--rows", args.rows), ("--context", args.context)):
+        if value < 1:
+            parser.error(f"{flag}: {value} is not at least 1")
+    if args.gguf is not None and "llama-cpp" not in args.peers:
+        parser.error("--gguf is for llama.cpp: add --peers llama-cpp")
+    if args.gguf is not None and not args.gguf.is_file():
+        parser.error(f"--gguf {args.gguf}: there is no such file")
 
 
 if __name__ == "__main__":

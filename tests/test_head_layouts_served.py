@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from models.head_checkpoints import QWENS, TinyHead, tiny_head, write
+from models.head_checkpoints import QWENS, TinyHead, packed, tiny_head, write
 from outrider import LLM, InvalidConfig, SamplingParams
 from outrider.models.heads import HeadError
 from tiny_models import END_ID, save_checkpoint
@@ -50,6 +50,28 @@ def test_a_models_own_head_drafts_and_changes_no_token(tmp_path: Path, family: s
     plain, none = answers(folder, depths=PLAIN, drafter="none")
     drafted, num_drafts = answers(folder, prefill_step_size=4)
     assert none == 0
+    assert num_drafts > 20
+    assert drafted == plain
+
+
+QUANTISED = [  # each layout once
+    ("qwen3_5_moe", 1, 4), ("glm4_moe", 2, 5), ("mimo", 2, 6), ("mimo_v2_flash", 2, 8), ("ernie4_5", 1, 4),
+    ("longcat_flash", 1, 5), ("nemotron_h", 1, 6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "num_depths", "bits"), QUANTISED)
+def test_a_quantised_head_drafts_and_changes_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, num_depths: int, bits: int
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("outrider.models.dtypes.keeps_quantized", lambda dtype: asked.append(dtype) is None)
+    tiny = tiny_head(family, num_depths)
+    head = packed(tiny.converted(), lambda name: (8 if "fc" in name else bits, 32))
+    folder = write_model(tmp_path / "model", tiny, head)
+    plain, _ = answers(folder, depths=PLAIN, drafter="none")
+    drafted, num_drafts = answers(folder, prefill_step_size=4)
+    assert len(asked) == num_depths  # the layers of the head; the trunks are not quantised
     assert num_drafts > 20
     assert drafted == plain
 

@@ -24,7 +24,7 @@ from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.validation import ModelFacts
 from outrider.grammar.backend import tokenizer_source
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.models import heads, loader, machine
+from outrider.models import dtypes, heads, loader, machine
 from outrider.models.files.fingerprint import fingerprint
 from outrider.models.files.shipped_head import shipped_head
 from outrider.speculate import calibration, cost_store
@@ -200,7 +200,8 @@ def _prefix_disk(
         return None
     layers = head.layers if head is not None else ()
     spec = head.spec if head is not None else None
-    name = fingerprint([loaded.trunk.model, *layers], loaded.trunk.layout, spec, loaded.config, BLOCK_SIZE)
+    facts = loaded.trunk.layout, spec, loaded.config, BLOCK_SIZE, dtypes.arithmetic(loaded.trunk.model)
+    name = fingerprint([loaded.trunk.model, *layers], *facts)
     try:
         folder = BlockFolder(Path(config.prefix_cache_dir).expanduser(), name, config.prefix_cache_disk_bytes)
     except OSError as error:
@@ -224,7 +225,7 @@ def _load_head(
         source = heads.locate(loaded.path) or shipped_head(loaded.path)
     if source is not None:
         try:
-            return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config)
+            return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config, choice.dtype)
         except heads.UnknownHead as error:
             if choice.head is not None or config.drafter == "mtp":
                 raise

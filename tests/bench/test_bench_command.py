@@ -89,6 +89,7 @@ def test_a_variant_that_fails_at_a_case_shows_its_error_and_sets_the_exit_status
     [
         (["--workloads", "poetry"], "there is no 'poetry'"),
         (["--streams", "0"], "--streams: 0"),
+        (["--workloads", "long", "--prompt-tokens", "9"], "--prompt-tokens: 9"),
         (["--depths", "0"], "depth 0 is always measured"),
         (["--depths", "deep"], "'deep' is not auto or a number"),
         (["--url", "127.0.0.1:9"], "cannot reach http://127.0.0.1:9"),

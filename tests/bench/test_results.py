@@ -13,7 +13,7 @@ import pytest
 from made_up import FakeTarget, a_round, answer, result
 from rich.console import Console, RenderableType
 
-from outrider.bench.answer import DraftCounts
+from outrider.bench.answer import DraftCounts, RoundResult
 from outrider.bench.environment import environment
 from outrider.bench.plot import check_plot_file, draw, write_plot
 from outrider.bench.record import record, write_record
@@ -84,6 +84,16 @@ def test_what_failed_and_what_is_no_json_is_said_beneath_the_table() -> None:
     text = plain(*tables([result(a_round("off", 0, 10, answers=answers), workload="json")], ["off"], ["off"]))
     assert "1 stream, off: 1 of 1 answers with a JSON schema are not valid JSON" in text
     assert "1 stream, off: 1 failed: the server answered 500: oh" in text
+
+
+def test_long_prompts_show_ratios_of_the_time_to_first_token() -> None:
+    def ttft(variant: str, s: float) -> RoundResult:
+        return a_round(variant, 0, 10, answers=(answer((s, 1)),))
+
+    found = result(ttft("ours", 3.0), ttft("theirs", 4.0), workload="long")
+    text = plain(*tables([found], ["ours", "theirs"], ["theirs"]))
+    assert "1 stream, ours: TTFT / TTFT of theirs: 0.75 (0.75-0.75)" in text
+    assert "theirs: TTFT" not in text
 
 
 def test_mixed_rows_show_their_pace_by_kind() -> None:

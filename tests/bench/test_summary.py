@@ -7,7 +7,7 @@ from made_up import a_round, answer, result
 
 from outrider.bench.answer import DraftCounts
 from outrider.bench.statistics import Spread
-from outrider.bench.summary import figures, ratios, same_texts, stalls, token_gaps
+from outrider.bench.summary import figures, ratios, same_texts, stalls, token_gaps, ttft_ratios
 
 
 def test_tokens_that_come_together_share_the_time_since_those_before() -> None:
@@ -42,6 +42,23 @@ def test_a_round_that_the_other_variant_has_not_finished_is_left_out() -> None:
     found = result(a_round("off", 0, 10), a_round("auto", 0, 20), a_round("auto", 1, 30))
     assert ratios(found, "auto", "off") == [pytest.approx(2.0)]
     assert ratios(found, "auto", "elsewhere") == []
+
+
+def test_ratios_of_the_time_to_first_token_are_taken_round_by_round() -> None:
+    """The mean of a round's answers; an answer that failed has no time."""
+    bad = answer(error="no", finish_reason=None)
+    found = result(
+        a_round("off", 0, 10, answers=(answer((1.0, 1)), answer((3.0, 1)), bad)),
+        a_round("auto", 0, 10, answers=(answer((1.0, 1)),)),
+        a_round("auto", 1, 10, answers=(answer((6.0, 1)),)),
+        a_round("off", 1, 10, answers=(answer((4.0, 1)),)),
+        a_round("off", 2, 10, answers=(bad,)),
+        a_round("auto", 2, 10),
+    )
+    assert ttft_ratios(found, "auto", "off") == [0.5, 1.5]
+    auto = figures(found, "auto", ["off"])
+    assert auto is not None
+    assert auto.ttft_ratios == {"off": Spread(1.0, 0.5, 1.5)}
 
 
 def test_figures_of_a_variant() -> None:

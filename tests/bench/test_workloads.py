@@ -72,6 +72,22 @@ def test_a_fresh_workload_never_begins_twice_alike() -> None:
     assert long.take(3, 5, 2) == long.take(3, 5, 2)
 
 
+@pytest.mark.parametrize("prompt_tokens", [100, 700, 1500, 6000])
+def test_prompts_have_the_length_that_is_asked_for(prompt_tokens: int) -> None:
+    """4.17 characters a token, and 31 in the chat template: measured with the default model's tokenizer."""
+    settings = BenchSettings(workloads=("long", "chat"), prompt_tokens=prompt_tokens)
+    tasks = settings.workload("long").take(0, 40, 1)
+    lengths = [31 + len(task.prompt) / 4.17 for task in tasks]
+    assert all(abs(length - prompt_tokens) < 50 + prompt_tokens * 0.03 for length in lengths)
+    assert len({task.prompt.partition("1. ")[0] for task in tasks}) == 40  # no two begin alike
+    assert settings.workload("chat") is WORKLOADS["chat"]
+
+
+def test_the_usual_long_prompts_are_those_of_700_tokens() -> None:
+    asked_for = BenchSettings(workloads=("long",), prompt_tokens=700).workload("long")
+    assert asked_for == BenchSettings(workloads=("long",)).workload("long") == WORKLOADS["long"]
+
+
 def test_a_third_of_the_mixed_rows_is_of_each_kind() -> None:
     kinds = [task.kind for task in WORKLOADS["mixed"].take(0, 6)]
     assert kinds == ["plain", "free", "constrained"] * 2
@@ -97,6 +113,8 @@ def test_the_shared_prefix_is_long_and_the_same() -> None:
         ({"rounds": 0}, "--rounds"),
         ({"requests": 0}, "--requests"),
         ({"max_tokens": 1}, "--max-tokens"),
+        ({"prompt_tokens": 1500}, "--prompt-tokens is for the workload long: add --workloads long"),
+        ({"workloads": ("long",), "prompt_tokens": 99}, "--prompt-tokens: 99 is not from 100"),
         ({"depths": (0,)}, "depth 0 is always measured"),
         ({"depths": (9,)}, "--depths: 9"),
         ({"timeout_s": 0}, "--timeout"),

@@ -177,6 +177,13 @@ def test_bad_weights_are_refused(native: ModuleType, change: dict[str, object], 
         native.quantized_matmul(*given.values())
 
 
+def test_bad_experts_are_refused(native: ModuleType) -> None:
+    parts = [part[None] for part in weights(24, 96, 4, 32)]
+    for expert in (-1, 1):
+        with pytest.raises((ValueError, RuntimeError), match="no such expert"):
+            mx.eval(native.gather_quantized_matmul(mx.zeros((2, 96)), *parts, mx.array([0, expert]), 32, 4))
+
+
 # -- layers ----------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ A head is made once, in the publisher's form; the converted form is worked out f
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,18 @@ def write(file: Path, tensors: dict[str, mx.array], metadata: dict[str, str] | N
     file.parent.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(file), tensors, metadata)
     return file
+
+
+def packed(tensors: dict[str, mx.array], how: Callable[[str], tuple[int, int]]) -> dict[str, mx.array]:
+    """The tensors as a converter quantises them; `how` gives the bits and the group size of a tensor."""
+    stored = dict(tensors)
+    for name, array in tensors.items():
+        bits, group_size = how(name)
+        if array.ndim >= 2 and array.shape[-1] % group_size == 0 and not name.endswith("gate.weight"):
+            path = name.removesuffix(".weight")
+            parts = mx.quantize(array, group_size, bits)
+            stored |= dict(zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=True))
+    return stored
 
 
 def _depth(family: str, model: nn.Module, rng: np.random.Generator) -> Tensors:

@@ -263,4 +263,11 @@ def same(one: Answer, other: Answer) -> bool:
 
 
 def _parsed(calls: dict[int, list[list[str]]]) -> dict[int, list[tuple[str, Any]]]:
-    return {i: [(name, json.loads(text or "{}")) for name, text in made] for i, made in calls.items() if made}
+    return {i: [(name, _arguments(text)) for name, text in made] for i, made in calls.items() if made}
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except json.JSONDecodeError:  # the answer ended at its last token
+        return text

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from outrider.api.errors import ApiError, refused
-from outrider.api.limits import check_counts, check_depth, parse_int
+from outrider.api.limits import check_counts, check_depth, parse_int, slices
 from outrider.api.openapi import Responses
 from outrider.chat.json_text import refuse_constant
 
@@ -45,7 +45,7 @@ def parse_json(data: bytes) -> Any:
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     check_depth(value)
-    if b"\\u" in data and (b"\\ud" in data or b"\\uD" in data):
+    if any(b"\\ud" in part or b"\\uD" in part for part in slices(data, overlap=2)):
         _refuse_lone_surrogates(value)
     return value
 

@@ -58,15 +58,20 @@ OPTIONS = Limit(64, "strings in `include` and `modalities`")
 def check_counts(body: bytes) -> None:
     """Refuse too many values before they are parsed: a value follows a comma or an opening bracket."""
     # Prompts hold code and tables, so only what lies outside of texts counts.
-    if _excess([body]) and (excess := _excess(_without_texts(body))):
+    if _excess(slices(body)) and (excess := _excess(_without_texts(body))):
         num, limit = excess
         raise ApiError(400, f"the body has {num:,} {limit.what}; the limit is {limit.most:,}")
 
 
-def _excess(slices: Iterable[bytes]) -> tuple[int, Limit] | None:
+def slices(body: bytes, overlap: int = 0) -> Iterator[bytes]:
+    """Parts of a body that are searched one by one: other threads can run between two of them."""
+    return (body[begin : begin + SLICE_BYTES + overlap] for begin in range(0, len(body), SLICE_BYTES))
+
+
+def _excess(parts: Iterable[bytes]) -> tuple[int, Limit] | None:
     """The first count over its limit."""
     num_values = num_objects = 0
-    for found in slices:
+    for found in parts:
         num_opened = found.count(b"{")
         num_objects += num_opened
         num_values += num_opened + found.count(b",") + found.count(b"[")
@@ -75,7 +80,7 @@ def _excess(slices: Iterable[bytes]) -> tuple[int, Limit] | None:
 
 
 def _without_texts(body: bytes) -> Iterator[bytes]:
-    """The body without its texts, in slices: other threads can run between two of them."""
+    """The body without its texts, in slices."""
     begin, is_text = 0, 0
     while begin < len(body):
         found = body[begin : begin + SLICE_BYTES]

@@ -92,6 +92,12 @@ class RoundResult:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
     @property
+    def mean_ttft_s(self) -> float | None:
+        """None if no answer had a token."""
+        known = [answer.ttft_s for answer in self.answers if answer.ttft_s is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
     def has_failed(self) -> bool:
         """True if every request failed."""
         return all(answer.error is not None for answer in self.answers)

@@ -12,7 +12,7 @@ from outrider.bench.answer import Answer, RoundResult
 from outrider.bench.errors import BenchFailed
 from outrider.bench.settings import BenchSettings
 from outrider.bench.target import RequestOptions, Variant
-from outrider.bench.workloads import WORKLOADS, Task, Workload
+from outrider.bench.workloads import Task, Workload
 from outrider.progress import Listener, Progress, ignore
 
 WARM_UP_TOKENS = 4  # tokens of an answer that is not timed; chosen by hand
@@ -53,7 +53,7 @@ class Benchmark:
 
     def cases(self) -> list[Case]:
         return [
-            Case(WORKLOADS[name], streams, temperature)
+            Case(self.settings.workload(name), streams, temperature)
             for name in self.settings.workloads
             for temperature in self.settings.temperatures
             for streams in self.settings.streams

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.bench.workloads import WORKLOADS
+from outrider.bench.workloads import WORKLOADS, Workload, long_workload
 from outrider.config import InvalidConfig
 from outrider.request import MAX_DEPTH, DraftDepth
 
@@ -23,6 +23,7 @@ class BenchSettings:
     rounds: int = 3
     requests: int = 2  # per stream and round; with only one, streams are idle for most of a round
     max_tokens: int = 64  # of an answer, which the model may end earlier
+    prompt_tokens: int | None = None  # about, of the workload `long`; None: its usual length
     depths: tuple[DraftDepth, ...] = ("auto",)  # one variant for each, beside the variant without drafts
     seed: int = 1
     timeout_s: float = 300.0  # without a byte from a server
@@ -41,6 +42,10 @@ class BenchSettings:
         _within("--rounds", self.rounds, 1, 10_000)
         _within("--requests", self.requests, 1, 10_000)
         _within("--max-tokens", self.max_tokens, 2, 1_000_000)
+        if self.prompt_tokens is not None:
+            _within("--prompt-tokens", self.prompt_tokens, 100, 1_000_000)
+            if "long" not in self.workloads:
+                raise InvalidConfig("--prompt-tokens is for the workload long: add --workloads long")
         _unique("--depths", self.depths)
         for depth in self.depths:
             if depth != "auto" and not 1 <= depth <= MAX_DEPTH:
@@ -48,6 +53,11 @@ class BenchSettings:
                     f"--depths: {depth} is not auto or 1..{MAX_DEPTH} (depth 0 is always measured)"
                 )
         _within("--timeout", self.timeout_s, 0.001, 86_400)
+
+    def workload(self, name: str) -> Workload:
+        if name == "long" and self.prompt_tokens is not None:
+            return long_workload(self.prompt_tokens)
+        return WORKLOADS[name]
 
     def requests_per_round(self, streams: int) -> int:
         return self.requests * streams

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from outrider.bench.answer import Answer, DraftCounts, TokenArrival
+from outrider.bench.answer import Answer, DraftCounts, RoundResult, TokenArrival
 from outrider.bench.rounds import CaseResult
 from outrider.bench.statistics import Spread, Weighted, percentile, weighted_percentile
 from outrider.bench.workloads import TaskKind
@@ -42,6 +42,7 @@ class VariantFigures:
     tokens_per_s: Spread | None
     ratios: dict[str, Spread | None]  # by baseline: tokens/s over the baseline's tokens/s in the same round
     ttft: Latency
+    ttft_ratios: dict[str, Spread | None]  # by baseline: mean TTFT over the baseline's in the same round
     inter_token: Latency
     stall: Latency  # between two arrivals, whatever number of tokens arrives
     pace_by_kind: dict[TaskKind, Latency]  # inter-token latency by the kind of row
@@ -91,6 +92,7 @@ def figures(result: CaseResult, variant: str, baselines: Sequence[str]) -> Varia
         tokens_per_s=Spread.of([one.tokens_per_s for one in rounds if not one.has_failed]),
         ratios={name: Spread.of(ratios(result, variant, name)) for name in baselines},
         ttft=Latency.of([answer.ttft_s for answer in good if answer.ttft_s is not None]),
+        ttft_ratios={name: Spread.of(ttft_ratios(result, variant, name)) for name in baselines},
         inter_token=Latency.per_token(good),
         stall=Latency.of(stalls(good)),
         pace_by_kind={kind: Latency.per_token([a for a in good if a.kind == kind]) for kind in kinds},
@@ -106,12 +108,23 @@ def figures(result: CaseResult, variant: str, baselines: Sequence[str]) -> Varia
 
 def ratios(result: CaseResult, variant: str, baseline: str) -> list[float]:
     """tokens/s of the variant over the baseline's, for each round that both have finished."""
-    speeds: dict[str, dict[int, float]] = {variant: {}, baseline: {}}
+    return _ratios(result, variant, baseline, lambda one: one.tokens_per_s)
+
+
+def ttft_ratios(result: CaseResult, variant: str, baseline: str) -> list[float]:
+    """Mean time to first token of the variant over the baseline's, for each round that both have finished."""
+    return _ratios(result, variant, baseline, lambda one: one.mean_ttft_s)
+
+
+def _ratios(
+    result: CaseResult, variant: str, baseline: str, figure: Callable[[RoundResult], float | None]
+) -> list[float]:
+    found: dict[str, dict[int, float]] = {variant: {}, baseline: {}}
     for one in result.rounds:
-        if one.variant in speeds and one.tokens_per_s > 0:
-            speeds[one.variant][one.index] = one.tokens_per_s
-    own, others = speeds[variant], speeds[baseline]
-    return [speed / others[index] for index, speed in own.items() if index in others]
+        if one.variant in found and (value := figure(one)):
+            found[one.variant][one.index] = value
+    own, others = found[variant], found[baseline]
+    return [value / others[index] for index, value in own.items() if index in others]
 
 
 def same_texts(result: CaseResult, variant: str, other: str) -> tuple[int, int]:

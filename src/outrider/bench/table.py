@@ -88,6 +88,12 @@ def _notes(result: CaseResult, found: VariantFigures) -> list[str]:
     if result.case.workload.name == "mixed":
         paces = ", ".join(f"{kind} {_latency(pace, 1)}" for kind, pace in found.pace_by_kind.items())
         notes.append(f"ITL ms by kind of row: {paces}")
+    if result.case.workload.name == "long":
+        notes += [
+            f"TTFT / TTFT of {name}: {spread.text(2)}"
+            for name, spread in found.ttft_ratios.items()
+            if spread is not None and name != found.variant
+        ]
     if found.json_valid is not None and found.json_valid[0] < found.json_valid[1]:
         valid, ended = found.json_valid
         notes.append(f"{ended - valid} of {ended} answers with a JSON schema are not valid JSON")

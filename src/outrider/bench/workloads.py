@@ -56,20 +56,28 @@ def _numbered(task: Task, number: int) -> Task:
     return replace(task, prompt=f"Report no. {number}\n\n{task.prompt}")
 
 
+def long_workload(prompt_tokens: int) -> Workload:
+    """Questions about reports, all different; each prompt has about `prompt_tokens` tokens."""
+    tasks = tuple(
+        Task(f"{reports.report(i, prompt_tokens)}\n\n{text}") for i, text in enumerate(reports.QUESTIONS)
+    )
+    about = f"questions about a report of about {prompt_tokens} tokens"
+    return Workload("long", about, tasks, is_fresh=True)
+
+
 def _workloads() -> Iterator[Workload]:
     everyday = tuple(Task(text) for text in chat.PROMPTS)
     programs = tuple(Task(text) for text in code.PROMPTS)
     constrained = tuple(
         Task(JSON_REQUEST + text, schema=schema, kind="constrained") for text, schema in records.PROMPTS
     )
-    long = tuple(Task(f"{reports.report(i)}\n\n{text}") for i, text in enumerate(reports.QUESTIONS))
     shared = tuple(Task(text, system=handbook.HANDBOOK) for text in handbook.QUESTIONS)
     plain = [replace(task, kind="plain") for task in everyday]
     mixed = itertools.chain(*zip(plain, programs, constrained, strict=True))
     yield Workload("chat", "everyday questions", everyday)
     yield Workload("code", "programs to write and repair", programs)
     yield Workload("json", "facts into JSON, with a schema", constrained)
-    yield Workload("long", "questions about a report of about 700 tokens", long, is_fresh=True)
+    yield long_workload(reports.REPORT_TOKENS)
     yield Workload("shared", "questions under one long system message", shared)
     yield Workload("mixed", "plain, drafting and constrained rows in turn", tuple(mixed))
 

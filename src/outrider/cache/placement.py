@@ -107,6 +107,7 @@ class Placement:
         self.limit = mx.arange(capacity, capacity + 1)
         own = mx.minimum(self.cells, self.limit)  # a row that drafts past its own depth may run over the end
         self.written = mx.where(self.fed, own, self.limit)  # [rows, width] the cells that the pass writes
+        self.angles: dict[Hashable, mx.array] = {}  # cosines and sines, by rope: see cpu/fused_layers.py
         self._masks: dict[int | None, mx.array] = {}
         self._score_bounds: dict[int | None, mx.array] = {}
         self._num_layers_written = 0
@@ -123,6 +124,10 @@ class Placement:
             self._masks[window] = mask
         return self._masks[window]
 
+    def window_of(self, mask: object) -> int | None:
+        """The window of a mask that `mask` made, 0 for none. None for another mask."""
+        return next((window or 0 for window, own in self._masks.items() if own is mask), None)
+
     def score_bound(self, mask: mx.array) -> mx.array:
         """The most that each attention score may be: infinity, or -infinity where `mask` hides the cell.
 
@@ -136,8 +141,8 @@ class Placement:
             self._score_bounds[window] = mx.where(mask, mx.inf, -mx.inf)
         return self._score_bounds[window]
 
-    def launch_every_few_layers(self, *buffers: mx.array) -> None:
+    def launch_every_few_layers(self, *arrays: mx.array) -> None:
         """Called when a layer has written its cells: the device works while the host builds the rest."""
         self._num_layers_written += 1
         if self.launches and self._num_layers_written % LAUNCH_EVERY_LAYERS == 0:
-            mx.async_eval(*buffers)
+            mx.async_eval(*arrays)

@@ -83,11 +83,18 @@ class LayerView:
     def keys(self, _: mx.array) -> None:
         """Does nothing. Some mlx-lm models assign the keys to get them evaluated; here all buffers are."""
 
+    def arrays(self) -> list[mx.array]:
+        """The keys and values of all slots."""
+        return self._kv.arrays()
+
+    def put(self, keys: mx.array, values: mx.array) -> None:
+        """Replace the keys and values of all slots."""
+        self._kv.keys, self._kv.values = keys, values
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         kv = self._kv
-        kv.keys = self._write(kv.keys, keys)
-        kv.values = self._write(kv.values, values)
-        self.placement.launch_every_few_layers(kv.keys, kv.values)
+        self.put(self._write(kv.keys, keys), self._write(kv.values, values))
+        self.placement.launch_every_few_layers(*kv.arrays())
         return self._read(kv.keys), self._read(kv.values)
 
     def make_mask(

@@ -59,7 +59,8 @@ def _settings(args: argparse.Namespace) -> BenchSettings:
     from outrider.bench.settings import PRESETS, BenchSettings
 
     preset = "quick" if args.quick else "full" if args.full else ""
-    names = ("workloads", "streams", "temperatures", "rounds", "requests", "max_tokens", "depths", "seed")
+    amounts = ("streams", "temperatures", "rounds", "requests", "max_tokens", "prompt_tokens")
+    names = ("workloads", *amounts, "depths", "seed")
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.timeout is not None:
         given["timeout_s"] = args.timeout

@@ -83,6 +83,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--requests", type=int, metavar="N", help="requests per stream and round (default: 2)")
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: 64)")
     group.add_argument(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="length of the prompts of the workload long, about, in tokens (default: 700)",
+    )
+    group.add_argument(
         "--depths",
         nargs="+",
         type=_depth,

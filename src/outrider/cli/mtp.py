@@ -8,7 +8,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from outrider.cli.mtp_extract import add_extract
+from outrider.cli.mtp_extract import add_extract, add_quantization
 from outrider.cli.mtp_inspect import add_inspect
 from outrider.request import MAX_DEPTH
 from outrider.train.errors import Interrupted, TrainingError
@@ -73,6 +73,7 @@ def _add_settings(train: argparse.ArgumentParser) -> None:
     option("depths", int, "N", f"draft positions to train, 1 to {MAX_DEPTH} (default: {defaults.depths})")
     option("learning-rate", float, "R", f"learning rate of the matrices (default: {defaults.learning_rate})")
     option("seed", int, "N", f"random seed (default: {defaults.seed})")
+    add_quantization(train)
 
 
 def run_train(args: argparse.Namespace) -> int:

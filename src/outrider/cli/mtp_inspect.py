@@ -121,6 +121,7 @@ def _facts(head: HeadFiles) -> dict[str, Any]:
         "layout": head.tensors.layout.name,
         "layers": head.tensors.num_depths,
         "dtypes": sorted(head.dtypes),
+        "quantization": head.quantization,
         "tensors": len(head.stored),
         "bytes": head.num_bytes,
     }
@@ -130,11 +131,13 @@ def _describe(head: HeadFiles) -> str:
     facts = _facts(head)
     place = "inside the checkpoint" if head.is_inside else "in a separate file"
     layers = "one layer" if facts["layers"] == 1 else f"{facts['layers']} layers, one for each depth"
+    formats = head.quantization
+    quantization = f", {formats['bits']} bits in groups of {formats['group_size']}" if formats else ""
     return "\n".join(
         (
             f"Head:    {head.source} ({place})",
             f"Layout:  {facts['layout']}, {layers}, {facts['tensors']} tensors, "
-            f"{', '.join(facts['dtypes'])}, {head.num_bytes / 1e6:.1f} MB",
+            f"{', '.join(facts['dtypes'])}{quantization}, {head.num_bytes / 1e6:.1f} MB",
         )
     )
 

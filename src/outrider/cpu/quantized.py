@@ -34,13 +34,8 @@ class CpuQuantizedLinear(nn.QuantizedLinear):
 
 class CpuQuantizedEmbedding(nn.QuantizedEmbedding):
     def __call__(self, token_ids: mx.array) -> mx.array:
-        return mx.dequantize(
-            self["weight"][token_ids],
-            self["scales"][token_ids].astype(mx.float32),
-            self["biases"][token_ids].astype(mx.float32),
-            group_size=self.group_size,
-            bits=self.bits,
-        )
+        weights = self["weight"], self["scales"], self["biases"]
+        return _native().quantized_embedding(token_ids.astype(mx.int32), *weights, self.group_size, self.bits)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return _product(self, x)
@@ -75,7 +70,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def keep_quantized(network: nn.Module) -> list[str]:
-    """Give the quantised layers of a model these classes. Returns the names of those that cannot have one."""
+    """Give the quantised layers of a model these classes. Returns the names of those that cannot."""
     others = []
     for name, layer in quantized_layers(network):
         if type(layer) in _CLASSES and _is_supported(layer):
@@ -96,6 +91,7 @@ def is_kept(layer: nn.Module) -> bool:
 def _is_supported(layer: nn.Module) -> bool:
     return (
         layer.mode == "affine"
+        and layer.get("biases") is not None
         and layer.bits in BITS
         and layer.group_size in GROUP_SIZES
         and layer.scales.dtype == layer.biases.dtype

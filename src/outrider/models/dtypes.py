@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import is_kept, keep_quantized, quantized_layers
@@ -17,59 +15,67 @@ log = logging.getLogger(__name__)
 
 
 def settle_dtype(network: nn.Module, dtype: str, trunk_dtype: mx.Dtype | None = None) -> None:
-    """Cast the weights, and decide on a CPU which quantised layers stay quantised.
+    """Cast the weights, and dequantise layers that are not to stay quantised.
 
     `dtype` is one of DTYPES. "auto": on the CPU float32 with quantised weights as they are, elsewhere the
     dtype of the checkpoint. Any other dtype dequantises on the CPU. `trunk_dtype` is given for an MTP head,
     which is cast to it whatever `dtype` is.
     """
-    is_cpu = mx.default_device() == mx.Device(mx.cpu)
-    if is_cpu:
-        _settle_quantized(network, may_keep=dtype == "auto")
+    if _is_cpu() and any(quantized_layers(network)):
+        _settle_quantized(network, dtype)
     if trunk_dtype is not None:
         _cast(network, trunk_dtype)
     elif dtype != "auto":
         _cast(network, getattr(mx, dtype))
-    elif is_cpu:
+    elif _is_cpu():
         _cast(network, mx.float32)
     mx.eval(network.parameters())
 
 
-def _settle_quantized(network: nn.Module, may_keep: bool) -> None:
-    """Keep the layers that the native extension computes; dequantise the others to float32.
-
-    MLX's own quantised matmuls on CPUs are slower than float32 ones.
-    """
-    names = [name for name, _ in quantized_layers(network)]
-    if names and may_keep and extension() is not None:
-        names = keep_quantized(network)
-        if names:
-            log.warning("%d layers become float32: their quantisation has no operations for CPUs", len(names))
-    if names:
-        _dequantize(network, names)
+def keeps_quantized(dtype: str) -> bool:
+    """On a CPU only with the native extension: MLX's own quantised matmuls are slower than float32 ones."""
+    return not _is_cpu() or (dtype == "auto" and extension() is not None)
 
 
-def _dequantize(network: nn.Module, names: Sequence[str]) -> None:
+def arithmetic(network: nn.Module) -> str:
+    """Names how quantised layers compute: with the same weights, another arithmetic gives other results."""
+    return "int8 tokens" if any(is_kept(layer) for _, layer in quantized_layers(network)) else "mlx"
+
+
+def _settle_quantized(network: nn.Module, dtype: str) -> None:
+    if not keeps_quantized(dtype):
+        dequantize(network)
+    elif extension() is not None and (others := keep_quantized(network)):
+        log.warning("%d layers become float32: their quantisation has no operations for CPUs", len(others))
+        layers = dict(network.named_modules())
+        for name in others:
+            holder = nn.Module()
+            holder.layer = layers[name]
+            dequantize(holder)
+            network.update_modules(tree_unflatten([(name, holder.layer)]))
+
+
+def dequantize(network: nn.Module) -> None:
+    """Turn quantised layers into plain ones, in float32."""
+    from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
     from mlx_lm.utils import dequantize_model
 
-    layers = dict(network.named_modules())
-    for name in names:
-        holder = nn.Module()
-        holder.layer = layers[name]
-        _cast(holder, mx.float32)  # the scales first, so that dequantising does not round
-        if isinstance(holder.layer, QuantizedMultiLinear):  # dequantize_model does not know it
-            holder.layer = _dequantized(holder.layer)
-        else:
-            dequantize_model(holder)
-        network.update_modules(tree_unflatten([(name, holder.layer)]))
+    if not any(quantized_layers(network)):
+        return
+    _cast(network, mx.float32)  # cast the scales first, so that dequantising does not round
+    dequantize_model(network)  # leaves out the layers of latent attention
+    plain = []
+    for path, layer in network.named_modules():
+        if isinstance(layer, QuantizedMultiLinear):
+            arrays = layer.weight, layer.scales, layer.biases
+            weight = mx.dequantize(*arrays, layer.group_size, layer.bits, layer.mode)
+            plain.append((path, MultiLinear(weight.shape[2], weight.shape[1], weight.shape[0])))
+            plain[-1][1].weight = weight
+    network.update_modules(tree_unflatten(plain))
 
 
-def _dequantized(layer: QuantizedMultiLinear) -> MultiLinear:
-    weight = mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits, layer.mode)
-    num_heads, output_size, input_size = weight.shape
-    whole = MultiLinear(input_size, output_size, num_heads)
-    whole.weight = weight
-    return whole
+def _is_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
 def _cast(network: nn.Module, dtype: mx.Dtype) -> None:

@@ -70,12 +70,27 @@ def load(model: str | Path, dtype: str = "auto", revision: str | None = None) ->
     network, mrope = _load_network(path, config, vision)
     settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
-    vision_config = config["vision_config"] if vision is not None else {}
-    num_deepstack = len(vision_config.get("deepstack_visual_indexes") or ())
-    trunk = Trunk(network, _max_context(config), mrope, num_deepstack)
+    trunk = _new_trunk(network, config, vision, mrope)
     loaded_vision, no_images_reason = _load_vision(path, vision, config, trunk)
     eos_ids = frozenset(tokenizer.eos_token_ids)
     return LoadedModel(path, family, trunk, tokenizer, config, eos_ids, loaded_vision, no_images_reason)
+
+
+def trunk_on_disk(folder: Path) -> Trunk:
+    """The trunk of a model folder as it is stored. A weight is read from the disk when it is first used."""
+    config = _read_config(folder)
+    vision = vision_family(config)
+    check_supported(_family(config, vision))
+    network, mrope = _load_network(folder, config, vision, lazy=True)
+    return _new_trunk(network, config, vision, mrope)
+
+
+def _new_trunk(
+    network: nn.Module, config: dict[str, Any], vision: VisionFamily | None, mrope: MRopeSections | None
+) -> Trunk:
+    vision_config = config["vision_config"] if vision is not None else {}
+    num_deepstack = len(vision_config.get("deepstack_visual_indexes") or ())
+    return Trunk(network, _max_context(config), mrope, num_deepstack)
 
 
 def find_folder(model: str | Path, revision: str | None = None) -> Path:
@@ -138,7 +153,7 @@ def _family(config: dict[str, Any], vision: VisionFamily | None) -> str:
 
 
 def _load_network(
-    path: Path, config: dict[str, Any], vision: VisionFamily | None
+    path: Path, config: dict[str, Any], vision: VisionFamily | None, lazy: bool = False
 ) -> tuple[nn.Module, MRopeSections | None]:
     """Load the text model, or the language part of a vision checkpoint. Also return its mrope sections."""
     from mlx_lm.utils import _get_classes, load_model
@@ -152,7 +167,8 @@ def _load_network(
             trust_remote_code=False,
         )
         mrope = None if vision is None else mrope_sections(vision, config)
-        mx.eval(network.parameters())
+        if not lazy:
+            mx.eval(network.parameters())
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path} has no weights (model*.safetensors).") from error
     except (RuntimeError, ValueError, KeyError, TypeError) as error:

@@ -18,16 +18,16 @@ as one-layer heads are at every depth. Those cells are tentative too.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from outrider.cache.embedding_cache import ImageInputs
 from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.placement import GridPositions, Placement, Positions
+from outrider.cpu.quantized import CpuQuantizedLinear, is_kept
 from outrider.models.heads import LoadedHead, head_layout
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.models.vision.mrope import MRope
@@ -68,7 +68,7 @@ class MTPDrafter:
         self._takes_grids = any(isinstance(m, MRope) for h in head.layers for m in h.modules())
         self._trunk = trunk
         self._draft_ids = head.draft_ids
-        self._project = trunk.logits if head.draft_ids is None else _projection_to(head.draft_ids, trunk)
+        self._reduced = None if head.draft_ids is None else _projection_rows(trunk, head.draft_ids)
 
     @property
     def num_layers(self) -> int:
@@ -135,7 +135,7 @@ class MTPDrafter:
 
     def _sample(self, out: mx.array, positions: mx.array, sampler: Sampler) -> mx.array:
         """[rows, 1, H] -> [rows, 1]"""
-        logits = self._project(out).astype(mx.float32)
+        logits = self._trunk.logits(out) if self._reduced is None else self._reduced(out).astype(mx.float32)
         return sampler.sample_drafts(logits, positions, self._draft_ids)
 
 
@@ -176,11 +176,22 @@ class _Tokens:
         self._num = self._num + 1
 
 
-def _projection_to(token_ids: mx.array, trunk: Trunk) -> Callable[[mx.array], mx.array]:
-    """The output projection for these tokens alone.  [..., hidden] -> [..., ids]"""
-    layer: Any = copy.copy(getattr(trunk.model, "lm_head", None) or trunk.embedding)
-    for name, array in list(layer.items()):
-        if isinstance(array, mx.array):  # weight, bias; scales and biases of a quantised layer
-            layer[name] = array[token_ids]
-    mx.eval(layer.parameters())
-    return layer.as_linear if hasattr(layer, "as_linear") else layer
+def _projection_rows(trunk: Trunk, token_ids: mx.array) -> nn.Module:
+    """A linear layer with the rows of the output projection for these tokens."""
+    output = getattr(trunk.model, "lm_head", None) or trunk.embedding
+    arrays = {name: output[name][token_ids] for name in ("weight", "scales", "biases") if name in output}
+    if is_kept(output):
+        rows: nn.Module = CpuQuantizedLinear(32, 1, bias=False, group_size=32, bits=8)
+        rows.group_size, rows.bits = output.group_size, output.bits
+    else:
+        rows = nn.Linear(1, 1, bias=False)
+        if "scales" in arrays:
+            arrays = {"weight": _dequantized(output, arrays)}
+    rows.update(arrays)
+    mx.eval(rows.parameters())
+    return rows
+
+
+def _dequantized(layer: nn.Module, arrays: dict[str, mx.array]) -> mx.array:
+    quantisation = layer.group_size, layer.bits, layer.mode
+    return mx.dequantize(arrays["weight"], arrays["scales"], arrays.get("biases"), *quantisation)

@@ -96,7 +96,7 @@ def simulate_steps(exchange: Exchange, hits: np.ndarray) -> Acceptance:
 
 def _hits(head: MTPHead, trunk: Trunk, batch: Batch, depths: int, draft_ids: mx.array | None) -> np.ndarray:
     """True where the draft of a depth equals the target's token.  [targets, depths]"""
-    dtype = head.fc.weight.dtype
+    dtype = head.norm.weight.dtype  # fc may be quantised
     hidden = trunk.inner(batch.token_ids).astype(dtype)
     guesses = batch.guesses(chain_outputs(head, hidden, trunk.embed(batch.token_ids).astype(dtype), depths))
     mx.eval(guesses)

@@ -1,7 +1,7 @@
 """The result of a run: a head file in the `mtp.*` layout that `LLM` and `serve` find beside a model.
 
-The file holds 16-bit weights, the draft vocabulary, and metadata: the model of the head and the measured
-acceptance. Must not know how the head was trained.
+The file holds 16-bit or quantised weights, the draft vocabulary, and metadata: the model of the head and the
+measured acceptance. Must not know how the head was trained.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from outrider.models.heads import LoadedHead, MTPHead, new_head
+from outrider.models.dtypes import settle_dtype
+from outrider.models.heads import (
+    LoadedHead,
+    MTPHead,
+    Quantization,
+    QuantizedLayers,
+    new_head,
+    quantize_as_stored,
+    quantize_layers,
+)
 from outrider.models.trunk import Trunk
 from outrider.step.mtp import MTPDrafter
 from outrider.train.checkpoint import Tree
@@ -34,11 +43,20 @@ def stored_weights(weights: Tree) -> Tree:
     return tree_map(lambda array: array.astype(dtype), weights)
 
 
+def quantized_weights(weights: Tree, how: Quantization, trunk: Trunk) -> tuple[Tree, QuantizedLayers]:
+    """The weights with quantised linear layers. HeadError: no layer can be quantised in this way."""
+    head = new_head(trunk)
+    head.update(weights)
+    layers = quantize_layers(head, how, trunk)
+    return head.parameters(), layers.renamed(lambda name: f"mtp.{name}")
+
+
 def served_head(weights: Tree, trunk: Trunk) -> MTPHead:
     """The head in the form that a server loads from the file."""
     head = new_head(trunk)
-    head.update(tree_map(lambda array: array.astype(trunk.dtype), weights))
-    mx.eval(head.parameters())
+    quantize_as_stored(head, _flat(weights))
+    head.update(weights)
+    settle_dtype(head, "auto", trunk.dtype)
     return head
 
 
@@ -53,6 +71,10 @@ def draft_vocabulary(exchanges: Iterable[Exchange], head: MTPHead, trunk: Trunk)
     except (AttributeError, TypeError, ValueError):
         return None  # the drafter cannot take rows out of this family's projection
     return draft_ids
+
+
+def num_bytes(weights: Tree) -> int:
+    return sum(array.nbytes for array in _flat(weights).values())
 
 
 def write_head(path: Path, weights: Tree, draft_ids: mx.array | None, metadata: Mapping[str, str]) -> None:

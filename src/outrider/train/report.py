@@ -22,6 +22,7 @@ class Figures:
     whole_vocabulary: Acceptance
     draft_vocabulary: Acceptance  # the engine drafts from this vocabulary
     num_draft_ids: int | None  # None: all
+    quantized: str | None = None  # for people: format and sizes
 
     def metadata(self) -> dict[str, str]:
         """As strings: safetensors stores no other metadata."""
@@ -55,6 +56,7 @@ def render(figures: Figures, path: Path) -> str:
         f"Accepted drafts on {figures.num_held_out} held-out answers (greedy, loops cut), by position,",
         f"each given that the drafts before were accepted, drafted from {vocabulary}:",
         *shares,
+        *([figures.quantized] if figures.quantized else []),
         f"Written: {path} ({path.stat().st_size / 1e6:.1f} MB).",
     ]
     return "\n".join(lines)

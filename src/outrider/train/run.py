@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from outrider.config import DEFAULT_HEAD_GROUP_SIZE
 from outrider.llm import LLM
 from outrider.models import heads, loader, machine
 from outrider.models.trunk import Trunk
@@ -28,6 +29,8 @@ from outrider.train.evaluate import Acceptance, evaluate
 from outrider.train.exchanges import Exchange, ExchangeFile
 from outrider.train.head_file import (
     draft_vocabulary,
+    num_bytes,
+    quantized_weights,
     served_head,
     stored_weights,
     trunk_fingerprint,
@@ -75,6 +78,8 @@ def train_head(
     _check_place(job, run_folder, folder)
     loaded = loader.load(folder)
     heads.head_kv_spec(heads.new_head(loaded.trunk), loaded.trunk)  # raises if its layer cannot be a head's
+    if (how := _quantization(TrainingSettings(**job.given))) is not None:
+        heads.quantize_layers(heads.new_head(loaded.trunk), how, loaded.trunk)  # raises if no layer fits
     fingerprint = trunk_fingerprint(folder.resolve().name, loaded.config)
     del loaded
     with run_folder.locked():
@@ -182,8 +187,20 @@ def _train(
     return trainer.run(state)
 
 
+def _quantization(settings: TrainingSettings) -> heads.Quantization | None:
+    if settings.bits is None:
+        return None
+    return heads.Quantization(settings.bits, settings.group_size or DEFAULT_HEAD_GROUP_SIZE)
+
+
 def _finish(trunk: Trunk, data: Data, record: RunRecord, state: TrainState, out: Path) -> Figures:
+    """Measure and write the head: if it is to be quantised, the quantised one."""
     weights = stored_weights(state.head)
+    metadata, quantized = {}, None
+    if (how := _quantization(record.settings)) is not None:
+        bytes_before = num_bytes(weights)
+        weights, layers = quantized_weights(weights, how, trunk)
+        metadata, quantized = layers.metadata(), layers.describe(bytes_before, num_bytes(weights))
     head = served_head(weights, trunk)
     draft_ids = draft_vocabulary(data.exchanges, head, trunk)
 
@@ -200,8 +217,9 @@ def _finish(trunk: Trunk, data: Data, record: RunRecord, state: TrainState, out:
         whole_vocabulary=whole,
         draft_vocabulary=whole if draft_ids is None else measured(mx.sort(draft_ids)),
         num_draft_ids=None if draft_ids is None else draft_ids.size,
+        quantized=quantized,
     )
     settings_used = {"settings": json.dumps(asdict(record.settings))}
-    write_head(out, weights, draft_ids, {**record.trunk, **figures.metadata(), **settings_used})
+    write_head(out, weights, draft_ids, {**record.trunk, **figures.metadata(), **settings_used, **metadata})
     heads.load_head(out, trunk)
     return figures

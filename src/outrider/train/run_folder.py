@@ -17,7 +17,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,7 @@ class RunFolder:
         path = self.folder / RECORD_NAME
         try:
             record = json.loads(path.read_text())
-            settings = {one.name: record["settings"][one.name] for one in fields(TrainingSettings)}
-            return RunRecord(record["trunk"], TrainingSettings(**settings), record["prompts"])
+            return RunRecord(record["trunk"], TrainingSettings(**record["settings"]), record["prompts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(f"{path} is damaged ({error!r}). Start afresh with --force.") from error
 

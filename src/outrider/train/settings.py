@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from outrider.config import HEAD_BITS, HEAD_GROUP_SIZES
 from outrider.request import MAX_DEPTH
 from outrider.train.errors import TrainingError
 
@@ -22,6 +23,8 @@ class TrainingSettings:
     learning_rate: float = 0.015  # of the matrices; the rate of recipes/default_head
     max_tokens: int = 256  # in an answer
     seed: int = 0
+    bits: int | None = None  # of the written head's linear layers; None: they are not quantised
+    group_size: int | None = None  # weights that share a scale; None: DEFAULT_HEAD_GROUP_SIZE
 
     def __post_init__(self) -> None:
         _at_least("--conversations", self.conversations, MIN_CONVERSATIONS)
@@ -35,6 +38,10 @@ class TrainingSettings:
             raise TrainingError(f"--depths must be 1..{MAX_DEPTH}, not {self.depths!r}.")
         if not 0 < self.learning_rate <= 1:
             raise TrainingError(f"--learning-rate must be above 0 and at most 1, not {self.learning_rate!r}.")
+        if self.bits is None and self.group_size is not None:
+            raise TrainingError("--group-size needs --bits.")
+        _one_of("--bits", self.bits, HEAD_BITS)
+        _one_of("--group-size", self.group_size, HEAD_GROUP_SIZES)
 
     @property
     def num_steps(self) -> int | None:
@@ -45,3 +52,8 @@ class TrainingSettings:
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise TrainingError(f"{name} must be at least {least}, not {value!r}.")
+
+
+def _one_of(name: str, value: int | None, known: tuple[int, ...]) -> None:
+    if value is not None and value not in known:
+        raise TrainingError(f"{name} must be one of {', '.join(map(str, known))}, not {value!r}.")

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from outrider.models.dtypes import dequantize
 from outrider.models.heads import MTPHead, head_kv_spec, new_head
 from outrider.models.trunk import Trunk
 from outrider.train.batches import Batch
@@ -67,9 +68,8 @@ def _names(module: nn.Module) -> set[str]:
 
 def _copy_layer(source: nn.Module, target: nn.Module) -> None:
     """Copy every parameter of the same name and shape, dequantised."""
-    from mlx_lm.utils import dequantize_model
-
-    plain = dequantize_model(copy.deepcopy(source))
+    plain = copy.deepcopy(source)
+    dequantize(plain)
     found = dict(tree_flatten(plain.parameters()))
     wanted: dict[str, mx.array] = dict(tree_flatten(target.parameters()))
     taken = [

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from mlx_lm.utils import load_tokenizer
 
 from outrider.models.errors import UnreadableGGUF
 from outrider.models.files import origin
+from outrider.models.files.shipped_head import HEADS, shipped_head
 from outrider.models.gguf import convert as gguf
 
 LLAMA = TinyModel()
@@ -273,6 +275,15 @@ def test_a_converted_file_is_kept_until_it_changes(tmp_path, monkeypatch):
     assert (folder / "config.json").stat().st_mtime_ns == written_at
     os.utime(path, ns=(1, 1))
     assert gguf.ensure_converted(path) != folder
+
+
+def test_the_head_for_a_known_file_is_found_wherever_the_file_lies(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path = LLAMA.file("F32").write(tmp_path / "tiny.gguf")
+    head = tmp_path / "head.safetensors"
+    head.touch()
+    monkeypatch.setitem(HEADS, hashlib.sha256(path.read_bytes()).hexdigest(), head)
+    assert shipped_head(gguf.ensure_converted(path)) == head
 
 
 def test_a_refused_file_leaves_nothing_in_the_cache(tmp_path, monkeypatch):

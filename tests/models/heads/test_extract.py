@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from models.head_checkpoints import TinyHead, tiny_head, write
 from outrider.cli.main import main
-from outrider.models.heads import HeadError, LoadedHead, find_head, load_head
+from outrider.models.heads import HeadError, LoadedHead, Quantization, find_head, load_head
 from outrider.models.heads.extract import extract
 from outrider.models.heads.head_files import read_header
 from outrider.models.heads.originals import HubOriginal, LocalOriginal, original
@@ -216,8 +216,9 @@ def test_a_source_that_is_neither_a_folder_nor_an_id(source: str) -> None:
         original(source)
 
 
+@pytest.mark.parametrize("how", [None, Quantization(4)])
 def test_a_full_disk_leaves_nothing_behind(
-    tmp_path: Path, qwen: TinyHead, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, qwen: TinyHead, monkeypatch: pytest.MonkeyPatch, how: Quantization | None
 ) -> None:
     source, into = write_original(tmp_path / "original", qwen), write_converted(tmp_path / "model", qwen)
 
@@ -226,7 +227,7 @@ def test_a_full_disk_leaves_nothing_behind(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(HeadError, match="cannot be written: No space left"):
-        extract(LocalOriginal(source), into)
+        extract(LocalOriginal(source), into, how=how)
     assert list((into / "mtp").iterdir()) == []
 
 

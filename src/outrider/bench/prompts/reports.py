@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 
-PARAGRAPHS_EACH = 9  # of a report: about 700 tokens
+REPORT_TOKENS = 700  # of a prompt with a report, unless another number is asked for
+PARAGRAPH_TOKENS = 75  # measured: the mean of PARAGRAPHS with the default model's tokenizer
+OTHER_TOKENS = 45  # measured with the same tokenizer: the chat template, the report's number, the question
 
 PARAGRAPHS = (
     "The old mill at the lower weir was measured again this spring. Its wheel turns freely, but two of "
@@ -119,7 +121,11 @@ QUESTIONS = (
 )
 
 
-def report(number: int) -> str:
-    """The document of prompt `number`, the same on every run."""
-    chosen = random.Random(number).sample(PARAGRAPHS, PARAGRAPHS_EACH)
+def report(number: int, prompt_tokens: int = REPORT_TOKENS) -> str:
+    """The document of prompt `number`, the same on every run. The whole prompt has about `prompt_tokens`."""
+    count = max(1, round((prompt_tokens - OTHER_TOKENS) / PARAGRAPH_TOKENS))
+    generator = random.Random(number)
+    chosen: list[str] = []
+    while len(chosen) < count:  # a long report has every paragraph several times, each time in another order
+        chosen += generator.sample(PARAGRAPHS, min(count - len(chosen), len(PARAGRAPHS)))
     return "\n\n".join(f"{place}. {text}" for place, text in enumerate(chosen, 1))

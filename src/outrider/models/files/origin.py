@@ -16,7 +16,7 @@ class Origin:
     name: str
     source: str  # of the weights: a description or a path
     license: str = "unknown"
-    sha256: str | None = None  # of the converted file, if it was checked
+    sha256: str | None = None  # of the converted file
 
 
 def write(folder: Path, origin: Origin) -> None:

@@ -67,7 +67,9 @@ def ensure_converted(path: Path) -> Path:
 
     def build(folder: Path) -> None:
         license = convert(path, folder)
-        origin.write(folder, origin.Origin(name=path.stem, source=str(path), license=license))
+        with open(path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # finds the head of a known file
+        origin.write(folder, origin.Origin(path.stem, str(path), license, sha256))
 
     return build_once(models_folder() / f"{path.stem}-{key}", build, origin.is_intact)
 

@@ -1,13 +1,14 @@
 """MTP heads: where they are stored, which layout they have, and the one module that all of them become.
 
-layouts    which tensors of a checkpoint are a head, by their names alone
-files      where the head of a model is stored, by the headers of the files alone
-blocks     the decoder block of a family's head, built from the trunk's own classes
-weights    turns published, converted or quantised tensors into parameters
-module     the forward pass, the same for all families
-loading    uses all of the above, and refuses heads that do not fit
-extract    copies the head of an original checkpoint beside a converted model
-originals  where original checkpoints come from
+layouts       which tensors of a checkpoint are a head, by their names alone
+files         where the head of a model is stored, by the headers of the files alone
+blocks        the decoder block of a family's head, built from the trunk's own classes
+weights       turns published or converted tensors into parameters
+module        the forward pass, the same for all families
+quantization  quantised layers: as files store them, and as `--bits` writes them
+loading       uses all of the above, and refuses heads that do not fit
+extract       copies the head of an original checkpoint beside a converted model
+originals     where original checkpoints come from
 """
 
 from outrider.models.heads.errors import HeadError, UnknownHead
@@ -15,6 +16,12 @@ from outrider.models.heads.head_files import HEAD_FILES, HeadFiles, find_head, l
 from outrider.models.heads.layouts import HeadSpec, expected, recognise
 from outrider.models.heads.loading import LoadedHead, load_head, new_head
 from outrider.models.heads.module import MTPHead, head_kv_spec, head_layout
+from outrider.models.heads.quantization import (
+    Quantization,
+    QuantizedLayers,
+    quantize_as_stored,
+    quantize_layers,
+)
 
 __all__ = [
     "HEAD_FILES",
@@ -23,6 +30,8 @@ __all__ = [
     "HeadSpec",
     "LoadedHead",
     "MTPHead",
+    "Quantization",
+    "QuantizedLayers",
     "UnknownHead",
     "expected",
     "find_head",
@@ -32,5 +41,7 @@ __all__ = [
     "locate",
     "locate_file",
     "new_head",
+    "quantize_as_stored",
+    "quantize_layers",
     "recognise",
 ]

@@ -15,6 +15,7 @@ from outrider.files import safetensors
 from outrider.models.heads.errors import HeadError
 from outrider.models.heads.layouts import HeadTensors, recognise
 
+QUANTIZATION = "head_quantization"  # the key of the formats of quantised layers in a head file's metadata
 HEAD_FILES = ("mtp/weights.safetensors", "mtp.safetensors")
 
 
@@ -49,6 +50,22 @@ class HeadFiles:
     @property
     def dtypes(self) -> frozenset[str]:
         return frozenset(tensor.dtype for tensor in self.stored.values())
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The formats of quantised layers that a head file declares, in the form of mlx-lm's config entry."""
+        if QUANTIZATION not in self.metadata:
+            return None
+        try:
+            found = json.loads(self.metadata[QUANTIZATION])
+            formats = [found, *(entry for entry in found.values() if isinstance(entry, dict))]
+            for entry in formats:
+                entry["bits"], entry["group_size"] = int(entry["bits"]), int(entry["group_size"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise HeadError(
+                f'the metadata "{QUANTIZATION}" of {self.source} cannot be read: {error!r}'
+            ) from error
+        return dict(found)
 
     @property
     def num_bytes(self) -> int:

@@ -13,17 +13,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from outrider.models.dtypes import settle_dtype
 from outrider.models.heads import weights
 from outrider.models.heads.blocks import Block, BlockHints, families, new_block, norm_eps
 from outrider.models.heads.errors import HeadError, UnknownHead
 from outrider.models.heads.head_files import HeadFiles, locate, locate_file
 from outrider.models.heads.layouts import BLOCK, HeadSpec
 from outrider.models.heads.module import MTPHead, head_layout
+from outrider.models.heads.quantization import WrongTensor, dtype_name, quantize_as_stored
 from outrider.models.layer_swaps import swap_layers
 from outrider.models.trunk import Trunk
 
 DRAFT_IDS = "draft_ids"
-FLOAT32_SUFFIX = "e_score_correction_bias"  # added to scores that every family computes in float32
 Tensors = dict[str, mx.array]
 
 
@@ -53,22 +54,31 @@ def load_head(
     trunk: Trunk,
     draft_vocabulary: int | None = None,
     config: Mapping[str, Any] | None = None,
+    dtype: str = "auto",
 ) -> LoadedHead:
-    """Read a head of any known layout, published or converted.
+    """Read a head of any known layout, published or converted. Quantised layers stay quantised on a GPU.
 
-    `source` is a head file, a folder, or a result of `locate`. `config` is the trunk's config.json.
-    `draft_vocabulary` limits drafts to that many of the most frequent ids.
+    `source` is a head file, a folder, or a result of `locate`. `config` is the trunk's config.json, `dtype`
+    the trunk's. `draft_vocabulary` limits drafts to that many of the most frequent ids.
     """
     files = _located(source, trunk, config or {})
-    stored = _read(files)
-    draft_ids = stored.pop(DRAFT_IDS, None)
+    layers, draft_ids = read_layers(files, trunk, config)
+    for layer in layers:
+        settle_dtype(layer, dtype, trunk.dtype)
     if draft_ids is None and not files.is_inside:
         draft_ids = _draft_ids_beside(files.source)
+    return LoadedHead(layers, str(files.source), _reduced(draft_ids, draft_vocabulary, trunk.vocab_size))
+
+
+def read_layers(
+    files: HeadFiles, trunk: Trunk, config: Mapping[str, Any] | None
+) -> tuple[tuple[MTPHead, ...], mx.array | None]:
+    """The modules of all depths and the draft ids, in the dtypes of the files. No weight is read yet."""
+    stored = _read(files)
+    draft_ids = stored.pop(DRAFT_IDS, None)
     _check_is_for(trunk, files)
     num_depths = files.tensors.num_depths
-    layers = tuple(_load_depth(files, stored, trunk, config, depth) for depth in range(num_depths))
-    mx.eval([layer.parameters() for layer in layers])
-    return LoadedHead(layers, str(files.source), _reduced(draft_ids, draft_vocabulary, trunk.vocab_size))
+    return tuple(_load_depth(files, stored, trunk, config, depth) for depth in range(num_depths)), draft_ids
 
 
 def _located(source: Path | HeadFiles, trunk: Trunk, config: Mapping[str, Any]) -> HeadFiles:
@@ -110,10 +120,14 @@ def _load_depth(
     module, block = _new_depth(trunk, files.tensors.layout.spec, BlockHints(in_block, config, depth))
     tensors = _sanitized(files, tensors, module, block, trunk, depth)
     tensors = _with_norms(files, tensors, trunk)
-    tensors = weights.dequantised(tensors, module)
-    _check_shapes(files, module, tensors, depth)
-    dtypes = {name: mx.float32 if name.endswith(FLOAT32_SUFFIX) else trunk.dtype for name in tensors}
-    module.load_weights([(name, array.astype(dtypes[name])) for name, array in tensors.items()])
+    try:
+        quantize_as_stored(module, tensors)
+    except WrongTensor as error:
+        name = files.tensors.original(depth, error.name)
+        raise HeadError(f"{files.source} cannot be used: {name} {error.problem}.") from error
+    _check_parameters(files, module, tensors, depth)
+    _check_formats(files, module, depth)
+    module.load_weights(list(tensors.items()))
     return module
 
 
@@ -207,7 +221,7 @@ def _incomplete_head(files: HeadFiles, name: str, count: str = "") -> HeadError:
     )
 
 
-def _check_shapes(files: HeadFiles, module: MTPHead, tensors: Tensors, depth: int) -> None:
+def _check_parameters(files: HeadFiles, module: MTPHead, tensors: Tensors, depth: int) -> None:
     parameters = _parameters(module)
     missing = sorted(parameters.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - parameters.keys())
@@ -222,6 +236,29 @@ def _check_shapes(files: HeadFiles, module: MTPHead, tensors: Tensors, depth: in
             raise HeadError(
                 f"{files.source} is a head for another model: {files.tensors.original(depth, name)} is "
                 f"{list(tensors[name].shape)}, this model needs {list(array.shape)}."
+            )
+        if mx.issubdtype(array.dtype, mx.floating) and not mx.issubdtype(tensors[name].dtype, mx.floating):
+            raise HeadError(
+                f"{files.source} cannot be used: {files.tensors.original(depth, name)} is "
+                f"{dtype_name(tensors[name])}, and there are no scales for it."
+            )
+
+
+def _check_formats(files: HeadFiles, module: MTPHead, depth: int) -> None:
+    """Compare the formats of quantised layers with those that the metadata of a head file declares."""
+    declared = files.quantization
+    if declared is None:
+        return
+    for path, layer in module.named_modules():
+        if not hasattr(layer, "bits"):
+            continue
+        name = files.tensors.original(depth, f"{path}.weight")
+        entry = declared | declared.get(name.removesuffix(".weight"), {})
+        if (entry["bits"], entry["group_size"]) != (layer.bits, layer.group_size):
+            raise HeadError(
+                f"{files.source} is a head for another model, or damaged: its metadata declares {name} with "
+                f"{entry['bits']} bits in groups of {entry['group_size']}, and in this model it would have "
+                f"{layer.bits} bits in groups of {layer.group_size}."
             )
 
 

@@ -21,6 +21,7 @@ from outrider.models.heads.errors import HeadError
 from outrider.models.heads.layouts import HeadSpec
 from outrider.models.trunk import Trunk, kv_spec
 
+FLOAT32_SUFFIX = "e_score_correction_bias"  # added to scores that every family computes in float32
 BlockLayout = KVSpec | tuple[KVSpec, ...]  # what a block stores for a cell: one pair of buffers, or several
 
 
@@ -56,6 +57,10 @@ class MTPHead(nn.Module):
         x = self.layers[0](x, mask=mask, cache=view)
         out = self.norm(x)
         return out, out if self.spec.recurse_after_norm else x
+
+    def cast_predicate(self, name: str) -> bool:
+        """False for a parameter that stays in float32. (mlx-lm's models have a predicate of this name.)"""
+        return not name.endswith(FLOAT32_SUFFIX)
 
 
 def head_layout(head: MTPHead, trunk: Trunk) -> BlockLayout:

@@ -4,7 +4,7 @@
 experts                          stacked into one tensor for each projection
 latent attention, other names    converted by the family's own `sanitize`, under the names of a trunk's layer
 zero-centred norms               1 is added if the files are as published (Qwen hybrids)
-MLX's quantised tensors          dequantised: a head runs in the trunk's 16 (or 32) bits
+MLX's quantised tensors          stay as they are (heads/quantization.py)
 """
 
 from __future__ import annotations
@@ -103,22 +103,3 @@ def is_as_published(files: HeadFiles) -> bool:
         f'no metadata "format" of "pt" or "mlx". Copy the head from the original checkpoint: '
         f"outrider mtp extract ORIGINAL --into MODEL_DIR."
     )
-
-
-def dequantised(tensors: Tensors, module: nn.Module) -> Tensors:
-    """Undo MLX's quantisation. Bits and group size follow from the shapes of the module's parameters."""
-    from mlx_lm.utils import infer_quant_config
-
-    whole = {name: array for name, array in tensors.items() if not name.endswith(QUANTISED)}
-    modules = dict(module.named_modules())
-    for name in tensors:
-        path = name.removesuffix(".scales")
-        if path == name:
-            continue
-        if path not in modules or "weight" not in modules[path]:
-            whole[name] = tensors[name]  # the module has no such parameter: refused later
-            continue
-        how = infer_quant_config(path, modules[path], tensors)
-        biases = tensors.get(f"{path}.biases")
-        whole[f"{path}.weight"] = mx.dequantize(tensors[f"{path}.weight"], tensors[name], biases, **how)
-    return whole

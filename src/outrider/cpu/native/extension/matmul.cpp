@@ -7,20 +7,14 @@
 #include <string>
 #include <vector>
 
-#include "mlx/backend/cpu/encoder.h"
-#include "mlx/primitives.h"
+#include "primitive.h"
 #include "quantized.h"
+#include "threads.h"
 
 namespace outrider {
 namespace {
 
 namespace mx = mlx::core;
-
-FloatType float_type(const mx::array &values) {
-    if (values.dtype() == mx::float32)
-        return FloatType::float32;
-    return values.dtype() == mx::float16 ? FloatType::float16 : FloatType::bfloat16;
-}
 
 void check(bool is_valid, const std::string &what) {
     if (!is_valid)
@@ -35,7 +29,7 @@ void check_weights(
     check(group_size == 32 || group_size == 64 || group_size == 128,
           "groups have 32, 64 or 128 elements, not " + std::to_string(group_size));
     int size = x.shape(-1);
-    check(size % group_size == 0,
+    check(size > 0 && size % group_size == 0,
           "groups of " + std::to_string(group_size) + " do not divide rows of " + std::to_string(size));
     check(x.dtype() == mx::float32, "tokens must be float32");
     check(weight.dtype() == mx::uint32, "codes must be uint32");
@@ -74,14 +68,6 @@ class Scratch {
   private:
     std::vector<char> own_;
     void *data_;
-};
-
-class CpuPrimitive : public mx::Primitive {
-  public:
-    using Primitive::Primitive;
-    void eval_gpu(const std::vector<mx::array> &, std::vector<mx::array> &) override {
-        throw std::runtime_error(std::string(name()) + " is for CPUs only");
-    }
 };
 
 class QuantizedMatmul : public CpuPrimitive {
@@ -152,6 +138,9 @@ class GatherQuantizedMatmul : public CpuPrimitive {
         std::vector<int> order(num_tokens);
         std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(), [=](int a, int b) { return experts[a] < experts[b]; });
+        if (num_tokens > 0)
+            check(experts[order.front()] >= 0 && experts[order.back()] < static_cast<int>(weights.size()),
+                  "there is no such expert");
         size_t num_bytes = token_bytes(num_tokens, size);
         Scratch scratch(num_bytes + sizeof(float) * num_tokens * (static_cast<size_t>(num_rows) + size) + 64);
         auto *products = reinterpret_cast<float *>(static_cast<char *>(scratch.data()) + (num_bytes + 63) / 64 * 64);
@@ -177,7 +166,61 @@ class GatherQuantizedMatmul : public CpuPrimitive {
     int group_size_, bits_;
 };
 
+class QuantizedEmbedding : public CpuPrimitive {
+  public:
+    QuantizedEmbedding(mx::Stream stream, int group_size, int bits)
+        : CpuPrimitive(stream), group_size_(group_size), bits_(bits) {}
+
+    void eval_cpu(const std::vector<mx::array> &in, std::vector<mx::array> &out) override {
+        out[0].set_data(mx::allocator::malloc(out[0].nbytes()));
+        auto &encoder = mx::cpu::get_command_encoder(stream());
+        QuantizedMatrix weights = matrix_of(in, group_size_, bits_);
+        encoder.dispatch([weights, token_ids = in[0].data<int32_t>(), y = out[0].data<float>(),
+                          num_tokens = static_cast<int>(in[0].size())]() {
+            constexpr int TOKENS_PER_CHUNK = 32;
+            parallel((num_tokens + TOKENS_PER_CHUNK - 1) / TOKENS_PER_CHUNK, [=](int chunk) {
+                int end = std::min(num_tokens, (chunk + 1) * TOKENS_PER_CHUNK);
+                for (int t = chunk * TOKENS_PER_CHUNK; t < end; t++) {
+                    int row = std::clamp(token_ids[t], 0, weights.num_rows - 1);
+                    dequantize_row(weights, row, y + static_cast<ptrdiff_t>(t) * weights.size);
+                }
+            });
+        });
+    }
+
+    bool is_equivalent(const mx::Primitive &other) const override {
+        auto &same = static_cast<const QuantizedEmbedding &>(other);
+        return same.group_size_ == group_size_ && same.bits_ == bits_;
+    }
+
+    const char *name() const override { return "OutriderQuantizedEmbedding"; }
+
+  private:
+    int group_size_, bits_;
+};
+
+// Without an operation for weights that are there already and lie as they should.
+mx::array contiguous(const mx::array &one, mx::Stream stream) {
+    bool is_there = one.status() == mx::array::Status::available && one.flags().row_contiguous;
+    return is_there ? one : mx::contiguous(one, false, stream);
+}
+
 }  // namespace
+
+mx::array quantized_embedding(
+    const mx::array &token_ids, const mx::array &weight, const mx::array &scales, const mx::array &biases,
+    int group_size, int bits) {
+    check(weight.ndim() == 2 && weight.shape(0) > 0, "the weights are not a matrix");
+    check(token_ids.dtype() == mx::int32 || token_ids.dtype() == mx::uint32, "token ids are integers of 32 bits");
+    mx::Shape shape(token_ids.shape());
+    shape.push_back(scales.shape(-1) * group_size);
+    check_weights(mx::zeros(shape), weight, scales, biases, group_size, bits);
+    auto stream = mx::default_stream(mx::Device::cpu);
+    std::vector<mx::array> inputs;
+    for (const mx::array &one : {token_ids, weight, scales, biases})
+        inputs.push_back(contiguous(one, stream));
+    return mx::array(shape, mx::float32, std::make_shared<QuantizedEmbedding>(stream, group_size, bits), inputs);
+}
 
 mx::array quantized_matmul(
     const mx::array &x, const mx::array &weight, const mx::array &scales, const mx::array &biases, int group_size,
@@ -187,22 +230,22 @@ mx::array quantized_matmul(
     mx::Shape shape(x.shape());
     shape.back() = weight.shape(0);
     auto stream = mx::default_stream(mx::Device::cpu);
-    std::vector<mx::array> inputs = {mx::contiguous(x, false, stream)};
+    std::vector<mx::array> inputs = {contiguous(x, stream)};
     for (const mx::array &one : {weight, scales, biases})
-        inputs.push_back(mx::contiguous(one, false, stream));
+        inputs.push_back(contiguous(one, stream));
     return mx::array(shape, mx::float32, std::make_shared<QuantizedMatmul>(stream, group_size, bits), inputs);
 }
 
 mx::array gather_quantized_matmul(
     const mx::array &x, const mx::array &weight, const mx::array &scales, const mx::array &biases,
     const mx::array &experts, int group_size, int bits) {
-    check(weight.ndim() == 3 && x.ndim() == 2, "the weights are not a matrix for each expert");
+    check(weight.ndim() == 3 && weight.shape(0) > 0 && x.ndim() == 2, "the weights are not a matrix for each expert");
     check(experts.dtype() == mx::int32 && experts.shape() == mx::Shape{x.shape(0)}, "each token needs an expert");
     check_weights(x, weight, scales, biases, group_size, bits);
     auto stream = mx::default_stream(mx::Device::cpu);
     std::vector<mx::array> inputs;
     for (const mx::array &one : {x, weight, scales, biases, experts})
-        inputs.push_back(mx::contiguous(one, false, stream));
+        inputs.push_back(contiguous(one, stream));
     mx::Shape shape = {x.shape(0), weight.shape(1)};
     return mx::array(shape, mx::float32, std::make_shared<GatherQuantizedMatmul>(stream, group_size, bits), inputs);
 }

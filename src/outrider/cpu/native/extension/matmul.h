@@ -16,4 +16,9 @@ mlx::core::array gather_quantized_matmul(
     const mlx::core::array &x, const mlx::core::array &weight, const mlx::core::array &scales,
     const mlx::core::array &biases, const mlx::core::array &experts, int group_size, int bits);
 
+// Rows of the weights in float32.  token_ids [...] int32 or uint32 -> [..., size]
+mlx::core::array quantized_embedding(
+    const mlx::core::array &token_ids, const mlx::core::array &weight, const mlx::core::array &scales,
+    const mlx::core::array &biases, int group_size, int bits);
+
 }  // namespace outrider

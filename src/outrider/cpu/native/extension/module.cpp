@@ -2,18 +2,54 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "decoder_layer.h"
 #include "matmul.h"
+#include "primitive.h"
 #include "quantized.h"
 #include "recurrence.h"
 #include "threads.h"
 
 namespace nb = nanobind;
 
+namespace {
+
+void add_decoder_layers(nb::module_ &m) {
+    using namespace outrider;
+    using mlx::core::array;
+    nb::class_<Linear>(m, "Linear")
+        .def(nb::init<const array &, const array &, const array &, int, int, const std::optional<array> &>());
+    nb::class_<RMSNorm>(m, "RMSNorm")
+        .def(nb::init<const array &, float>())
+        .def("__call__", &RMSNorm::operator());
+    nb::class_<Attention>(m, "Attention")
+        .def("__init__",
+             [](Attention *self, const RMSNorm &norm, const Linear &q, const Linear &k, const Linear &v,
+                const Linear &o, const std::optional<RMSNorm> &q_norm, const std::optional<RMSNorm> &k_norm,
+                int num_heads, int num_kv_heads, int rope_dims, float scale) {
+                 new (self)
+                     Attention({norm, q, k, v, o, q_norm, k_norm, num_heads, num_kv_heads, rope_dims, scale});
+             })
+        .def("__call__", &Attention::operator());
+    nb::class_<MLP>(m, "MLP")
+        .def("__init__", [](MLP *self, const RMSNorm &norm, const Linear &gate, const Linear &up,
+                            const Linear &down) { new (self) MLP({norm, gate, up, down}); })
+        .def("__call__", &MLP::operator());
+    nb::class_<RopeAngles>(m, "RopeAngles")
+        .def(nb::init<const array &, float, float>())
+        .def("__call__", &RopeAngles::operator());
+    m.def("num_buffer_copies", &num_buffer_copies);
+}
+
+}  // namespace
+
 NB_MODULE(_outrider_cpu, m) {
+    add_decoder_layers(m);
     m.def("quantized_matmul", &outrider::quantized_matmul);
     m.def("gather_quantized_matmul", &outrider::gather_quantized_matmul);
+    m.def("quantized_embedding", &outrider::quantized_embedding);
     m.def("recurrence", &outrider::recurrence, nb::arg("queries").none(), nb::arg("keys"), nb::arg("values"),
           nb::arg("gates"), nb::arg("betas"), nb::arg("state"), nb::arg("counts").none(), nb::arg("is_delta_rule"));
     m.def("set_num_threads", &outrider::set_num_threads);

@@ -10,20 +10,23 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,bmi2,f16c,fma,avx2")))
-#define AVX2 __attribute__((target("avx2,bmi2,f16c,fma")))
+#define AVX2 __attribute__((target("avx2,f16c,fma")))
 #endif
 #define INLINE inline __attribute__((always_inline))
 
 namespace outrider {
 namespace {
 
-constexpr int MAX_SIZE = 1024;  // elements of a row in a tile: it stays in the L1 cache
+constexpr int MAX_SIZE = 768;  // elements of a row in a tile: it stays in the L1 cache
 constexpr int MAX_BLOCKS = MAX_SIZE / BLOCK;
 constexpr int QUADS = BLOCK / 4;           // four codes of a row are multiplied by one instruction
 constexpr int MAX_TOKENS = 8;              // that are computed together: one register each for integers and for floats
-constexpr int CHUNKS_PER_THREAD = 8;       // the last thread to finish is late by one chunk at most
+constexpr int CHUNKS_PER_THREAD = 8;       // at least; the last thread to finish is late by one chunk at most
+constexpr long MAX_CHUNK = 500'000;        // products of weights and tokens, beyond the first tokens
 constexpr long MIN_SHARED = 100'000;       // elements of the weights from which several threads pay
 constexpr int FREE_TOKENS = 8;             // tokens that are computed in the time that the weights take to arrive
+
+constexpr float TINY = 1e-30f;  // smaller elements count as zero: the inverse of their scale would overflow
 
 // TILE_ROWS rows of the weights by up to MAX_SIZE elements, arranged for the kernels.
 struct alignas(64) Tile {
@@ -100,7 +103,6 @@ INLINE void quantize_blocks(const float *x, int num_blocks, int8_t *codes, float
             amax = most[lane] > amax ? most[lane] : amax;
             nan += odd[lane];
         }
-        constexpr float TINY = 1e-30f;  // smaller elements count as zero: their scale's inverse would overflow
         float inverse = amax > TINY ? 127.0f / amax : 0.0f;
         if (nan != nan)
             inverse = 0;
@@ -174,19 +176,11 @@ constexpr Kernels PORTABLE = {"portable", portable_quantize, portable_fill, port
 
 // -- x86: both instruction sets --------------------------------------------------------------------------------------
 
-// The 32 codes of a block of one row, a byte each.
-AVX2 INLINE void spread(const uint8_t *block, int bits, uint8_t out[BLOCK]) {
-    if (bits == 8) {
-        std::memcpy(out, block, BLOCK);
-        return;
-    }
-    uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1);
-    for (int i = 0; i < BLOCK / 8; i++) {
-        uint64_t packed = 0;
-        std::memcpy(&packed, block + i * bits, bits);  // eight codes take `bits` bytes
-        uint64_t bytes = _pdep_u64(packed, mask);
-        std::memcpy(out + i * 8, &bytes, 8);
-    }
+// Eight codes, which take `bits` bytes.
+INLINE uint64_t load_eight(const uint8_t *codes, int bits) {
+    uint64_t packed = 0;
+    std::memcpy(&packed, codes, bits);
+    return packed;
 }
 
 AVX2 INLINE __m128i evens_first(__m128i bytes) {
@@ -213,8 +207,27 @@ AVX2 INLINE void fill_half_scales(const QuantizedMatrix &w, int row, int first, 
 
 // -- AVX-512 with VNNI -----------------------------------------------------------------------------------------------
 
+// As quantize_blocks, 16 elements at a time.
 AVX512 void avx512_quantize(const float *x, int num_blocks, int8_t *codes, float *scales, float *sums) {
-    quantize_blocks(x, num_blocks, codes, scales, sums);
+    const __m512 largest = _mm512_set1_ps(std::numeric_limits<float>::max());
+    for (int b = 0; b < num_blocks; b++, x += BLOCK, codes += BLOCK) {
+        __m512 first = _mm512_loadu_ps(x), second = _mm512_loadu_ps(x + 16);
+        __m512 size = _mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second));
+        __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(first), largest, _CMP_LE_OQ) &
+                           _mm512_cmp_ps_mask(_mm512_abs_ps(second), largest, _CMP_LE_OQ);
+        bool is_finite = finite == 0xffff;
+        float amax = is_finite ? _mm512_reduce_max_ps(size) : 0;
+        float inverse = amax > TINY ? 127.0f / amax : 0.0f;
+        __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(first, _mm512_set1_ps(inverse)));
+        __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(second, _mm512_set1_ps(inverse)));
+        if (inverse == 0)
+            low = high = _mm512_setzero_si512();
+        auto *out = reinterpret_cast<__m128i *>(codes);
+        _mm_storeu_si128(out, evens_first(_mm512_cvtepi32_epi8(low)));
+        _mm_storeu_si128(out + 1, evens_first(_mm512_cvtepi32_epi8(high)));
+        scales[b] = !is_finite ? std::numeric_limits<float>::quiet_NaN() : inverse == 0 ? 0 : amax / 127.0f;
+        sums[b] = scales[b] * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(low, high)));
+    }
 }
 
 // Four 16-byte pieces of rows r, r + 4, r + 8 and r + 12, side by side.
@@ -225,61 +238,113 @@ AVX512 INLINE __m512i four_rows(const uint8_t *const rows[TILE_ROWS], int r, ptr
     return _mm512_inserti32x4(found, _mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[r + 12] + offset)), 3);
 }
 
-// out[i]: bytes 4i to 4i + 3 of 16-byte pieces of all rows, in the order of the rows. With `reorders`, of every eight
-// bytes first those with even numbers.
-AVX512 INLINE void transpose(
-    const uint8_t *const rows[TILE_ROWS], ptrdiff_t offset, bool reorders, __m512i out[4]) {
-    __m512i a = four_rows(rows, 0, offset), b = four_rows(rows, 1, offset);
-    __m512i c = four_rows(rows, 2, offset), d = four_rows(rows, 3, offset);
-    if (reorders) {
-        const __m512i order =
-            _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
-        a = _mm512_shuffle_epi8(a, order), b = _mm512_shuffle_epi8(b, order);
-        c = _mm512_shuffle_epi8(c, order), d = _mm512_shuffle_epi8(d, order);
+// in[i]: 16-byte pieces of four rows, as four_rows has them. out[i]: bytes 4i to 4i + 3 of the pieces of all rows.
+AVX512 INLINE void transpose(const __m512i in[4], __m512i out[4]) {
+    __m512i low = _mm512_unpacklo_epi32(in[0], in[1]), high = _mm512_unpackhi_epi32(in[0], in[1]);
+    __m512i other_low = _mm512_unpacklo_epi32(in[2], in[3]), other_high = _mm512_unpackhi_epi32(in[2], in[3]);
+    out[0] = _mm512_unpacklo_epi64(low, other_low);
+    out[1] = _mm512_unpackhi_epi64(low, other_low);
+    out[2] = _mm512_unpacklo_epi64(high, other_high);
+    out[3] = _mm512_unpackhi_epi64(high, other_high);
+}
+
+// The 32 codes of a block of one row, a byte each.
+AVX512 INLINE void avx512_spread(const uint8_t *block, int bits, uint8_t out[BLOCK]) {
+    uint64_t mask = 0x0101010101010101u * ((1u << bits) - 1);
+    for (int i = 0; i < BLOCK / 8; i++) {
+        uint64_t bytes = _pdep_u64(load_eight(block + i * bits, bits), mask);
+        std::memcpy(out + i * 8, &bytes, 8);
     }
-    __m512i ab_low = _mm512_unpacklo_epi32(a, b), ab_high = _mm512_unpackhi_epi32(a, b);
-    __m512i cd_low = _mm512_unpacklo_epi32(c, d), cd_high = _mm512_unpackhi_epi32(c, d);
-    out[0] = _mm512_unpacklo_epi64(ab_low, cd_low);
-    out[1] = _mm512_unpackhi_epi64(ab_low, cd_low);
-    out[2] = _mm512_unpacklo_epi64(ab_high, cd_high);
-    out[3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+}
+
+// Four pieces of `mask` bytes each, as four_rows has them.
+AVX512 INLINE __m512i four_pieces(const uint8_t *const rows[TILE_ROWS], int r, __mmask16 mask) {
+    __m512i found = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(mask, rows[r]));
+    found = _mm512_inserti32x4(found, _mm_maskz_loadu_epi8(mask, rows[r + 4]), 1);
+    found = _mm512_inserti32x4(found, _mm_maskz_loadu_epi8(mask, rows[r + 8]), 2);
+    return _mm512_inserti32x4(found, _mm_maskz_loadu_epi8(mask, rows[r + 12]), 3);
+}
+
+AVX512 INLINE __m512 widened(__m512i halves, FloatType type) {  // 16 numbers of 16 bits, in the low bits of lanes
+    if (type == FloatType::bfloat16)
+        return _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves));
+}
+
+// out[group][row] from 16-bit numbers, which begin at offsets[row].
+AVX512 INLINE void fill_halves(
+    const void *values, FloatType type, const ptrdiff_t offsets[TILE_ROWS], int num_groups,
+    float out[MAX_BLOCKS][TILE_ROWS]) {
+    constexpr int AT_ONCE = 8;  // numbers in 16 bytes
+    const __m512i low = _mm512_set1_epi32(0xffff);
+    for (int group = 0; group < num_groups; group += AT_ONCE) {
+        int num = std::min(AT_ONCE, num_groups - group);
+        const uint8_t *rows[TILE_ROWS];
+        for (int r = 0; r < TILE_ROWS; r++)
+            rows[r] = static_cast<const uint8_t *>(values) + 2 * (offsets[r] + group);
+        auto mask = static_cast<__mmask16>((1u << 2 * num) - 1);
+        __m512i pieces[4] = {four_pieces(rows, 0, mask), four_pieces(rows, 1, mask), four_pieces(rows, 2, mask),
+                             four_pieces(rows, 3, mask)};
+        __m512i pairs[4];
+        transpose(pieces, pairs);
+        for (int i = 0; i < num; i++) {
+            __m512i halves = i % 2 ? _mm512_srli_epi32(pairs[i / 2], 16) : _mm512_and_si512(pairs[i / 2], low);
+            _mm512_store_ps(out[group + i], widened(halves, type));
+        }
+    }
+}
+
+AVX512 INLINE void avx512_fill_scales(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
+    if (w.type == FloatType::float32)
+        return fill_scales(w, row, first, size, tile);
+    ptrdiff_t offsets[TILE_ROWS], per_row = w.size / w.group_size;
+    for (int r = 0; r < TILE_ROWS; r++)
+        offsets[r] = std::min(row + r, w.num_rows - 1) * per_row + first / w.group_size;
+    fill_halves(w.scales, w.type, offsets, size / w.group_size, tile.scales);
+    fill_halves(w.biases, w.type, offsets, size / w.group_size, tile.biases);
+    tile.num_blocks = size / BLOCK;
+    tile.blocks_per_group = w.group_size / BLOCK;
+    tile.bits = w.bits;
 }
 
 AVX512 void avx512_fill(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
-    fill_half_scales(w, row, first, size, tile);
+    avx512_fill_scales(w, row, first, size, tile);
     const uint8_t *rows[TILE_ROWS];
     for (int r = 0; r < TILE_ROWS; r++)
         rows[r] = row_of(w, row + r) + first / 8 * w.bits;
-    __m512i found[4];
-    if (w.bits == 4) {
-        const __m512i low = _mm512_set1_epi8(15);
-        // The rows of the next tile follow those of this one, a block of 16 bytes of each row at a time.
-        const uint8_t *ahead = rows[TILE_ROWS - 1] + static_cast<ptrdiff_t>(w.size) / 2;
-        for (int b = 0; b < tile.num_blocks; b++) {
-            for (int line = 0; line < 4; line++)
-                __builtin_prefetch(ahead + b * 256 + line * 64, 0, 2);
-            transpose(rows, b * (BLOCK / 2), false, found);
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+    const __m512i low = _mm512_set1_epi8(15);
+    alignas(64) uint8_t bytes[TILE_ROWS][BLOCK];
+    const uint8_t *spread[TILE_ROWS];
+    for (int r = 0; r < TILE_ROWS; r++)
+        spread[r] = bytes[r];
+    int block_bytes = BLOCK / 8 * w.bits;
+    // The rows of the next tile follow those of this one. They are fetched in the order in which they lie.
+    const uint8_t *ahead = row_of(w, row) + (static_cast<ptrdiff_t>(w.size) + first) / 8 * w.bits * TILE_ROWS;
+    __m512i pieces[4], found[4];
+    for (int b = 0; b < tile.num_blocks; b++) {
+        ptrdiff_t offset = static_cast<ptrdiff_t>(b) * block_bytes;
+        for (int line = 0; line < TILE_ROWS * block_bytes; line += 64)
+            __builtin_prefetch(ahead + offset * TILE_ROWS + line, 0, 2);
+        if (w.bits == 4) {
+            for (int r = 0; r < 4; r++)
+                pieces[r] = four_rows(rows, r, offset);
+            transpose(pieces, found);
             for (int i = 0; i < 4; i++) {  // elements 8i to 8i + 7: even ones in the low halves of bytes
                 _mm512_store_si512(tile.codes[b][2 * i], _mm512_and_si512(found[i], low));
                 _mm512_store_si512(tile.codes[b][2 * i + 1], _mm512_and_si512(_mm512_srli_epi16(found[i], 4), low));
             }
+            continue;
         }
-        return;
-    }
-    alignas(64) uint8_t bytes[TILE_ROWS][BLOCK];
-    const uint8_t *spread_rows[TILE_ROWS];
-    for (int r = 0; r < TILE_ROWS; r++)
-        spread_rows[r] = bytes[r];
-    for (int b = 0; b < tile.num_blocks; b++) {
-        ptrdiff_t offset = static_cast<ptrdiff_t>(b) * (BLOCK / 8) * w.bits;
         if (w.bits != 8)
             for (int r = 0; r < TILE_ROWS; r++)
-                spread(rows[r] + offset, w.bits, bytes[r]);
+                avx512_spread(rows[r] + offset, w.bits, bytes[r]);
         for (int half = 0; half < 2; half++) {
-            if (w.bits == 8)
-                transpose(rows, offset + half * 16, true, found);
-            else
-                transpose(spread_rows, half * 16, true, found);
+            for (int r = 0; r < 4; r++)
+                pieces[r] = _mm512_shuffle_epi8(
+                    w.bits == 8 ? four_rows(rows, r, offset + half * 16) : four_rows(spread, r, half * 16), order);
+            transpose(pieces, found);
             for (int i = 0; i < 4; i++)
                 _mm512_store_si512(tile.codes[b][half * 4 + i], found[i]);
         }
@@ -350,6 +415,24 @@ AVX2 void avx2_quantize(const float *x, int num_blocks, int8_t *codes, float *sc
     quantize_blocks(x, num_blocks, codes, scales, sums);
 }
 
+// The same. Some CPUs with AVX2 take hundreds of cycles for pdep.
+AVX2 INLINE void avx2_spread(const uint8_t *block, int bits, uint8_t out[BLOCK]) {
+    if (bits == 8) {
+        std::memcpy(out, block, BLOCK);
+    } else if (bits == 4) {
+        __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block)), low = _mm_set1_epi8(15);
+        __m128i evens = _mm_and_si128(packed, low), odds = _mm_and_si128(_mm_srli_epi16(packed, 4), low);
+        _mm_store_si128(reinterpret_cast<__m128i *>(out), _mm_unpacklo_epi8(evens, odds));
+        _mm_store_si128(reinterpret_cast<__m128i *>(out + 16), _mm_unpackhi_epi8(evens, odds));
+    } else {
+        for (int i = 0; i < BLOCK; i += 8) {
+            uint64_t packed = load_eight(block + i / 8 * bits, bits);
+            for (int k = 0; k < 8; k++)
+                out[i + k] = packed >> k * bits & ((1u << bits) - 1);
+        }
+    }
+}
+
 AVX2 void avx2_fill(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
     fill_half_scales(w, row, first, size, tile);
     const uint8_t *rows[TILE_ROWS];
@@ -358,7 +441,7 @@ AVX2 void avx2_fill(const QuantizedMatrix &w, int row, int first, int size, Tile
     alignas(32) uint8_t bytes[BLOCK];
     for (int b = 0; b < tile.num_blocks; b++)
         for (int r = 0; r < TILE_ROWS; r++) {
-            spread(rows[r] + static_cast<ptrdiff_t>(b) * (BLOCK / 8) * w.bits, w.bits, bytes);
+            avx2_spread(rows[r] + static_cast<ptrdiff_t>(b) * (BLOCK / 8) * w.bits, w.bits, bytes);
             for (int half = 0; half < 2; half++) {
                 alignas(16) uint32_t quads[4];
                 _mm_store_si128(reinterpret_cast<__m128i *>(quads),
@@ -438,12 +521,12 @@ constexpr Kernels AVX2_ONLY = {"avx2", avx2_quantize, avx2_fill, avx2_add};
 bool has(const Kernels &kernels) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+    bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (&kernels == &AVX2_ONLY)
         return has_avx2;
     if (&kernels == &AVX512_VNNI)
-        return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        return has_avx2 && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512vnni");
 #endif
@@ -472,8 +555,9 @@ void multiply_tile(const Product &product, int row, const QuantizedTokens &token
     const QuantizedMatrix &w = product.weights;
     Tile tile;
     int num_rows = std::min(TILE_ROWS, w.num_rows - row), num_blocks = tokens.size / BLOCK;
-    // A tile begins and ends with a group, so that its groups are whole.
-    int most = std::max(MAX_SIZE / w.group_size, 1) * w.group_size;
+    // Tiles of about the same size, which depends on the weights alone. They begin and end with a group.
+    int num_parts = (w.size + MAX_SIZE - 1) / MAX_SIZE, groups = w.size / w.group_size;
+    int most = (groups + num_parts - 1) / num_parts * w.group_size;
     for (int k = 0; k < w.size; k += most) {
         kernels->fill(w, row, k, std::min(most, w.size - k), tile);
         for (int t = 0; t < tokens.num_tokens; t += MAX_TOKENS) {
@@ -529,8 +613,9 @@ void multiply(const Product *products, int num_products, const QuantizedTokens &
         total += num_tiles(products[i]);
         work += static_cast<long>(products[i].weights.num_rows) * tokens.size;
     }
-    bool is_small = work * std::max(1, tokens.num_tokens / FREE_TOKENS) < MIN_SHARED;
-    int num_chunks = is_small ? 1 : std::min(total, CHUNKS_PER_THREAD * num_threads());
+    work *= std::max(1, tokens.num_tokens / FREE_TOKENS);
+    long wanted = std::max<long>(CHUNKS_PER_THREAD * num_threads(), work / MAX_CHUNK);
+    int num_chunks = work < MIN_SHARED ? 1 : static_cast<int>(std::min<long>(total, wanted));
     parallel(num_chunks, [&](int chunk) {
         int first = static_cast<int>(static_cast<long>(total) * chunk / num_chunks);
         int last = static_cast<int>(static_cast<long>(total) * (chunk + 1) / num_chunks);

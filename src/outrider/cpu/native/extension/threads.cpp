@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #ifdef __linux__
@@ -17,7 +18,9 @@ namespace outrider {
 namespace {
 
 constexpr int MAX_THREADS = 64;
-constexpr int SPINS = 4000;  // of a thread without work, before it sleeps: about 10 microseconds
+constexpr int SPIN_NS = 10'000;  // of a thread without work, before it sleeps: more would slow its neighbours down
+
+using Clock = std::chrono::steady_clock;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -52,7 +55,7 @@ void wake(std::atomic<int> &is_asleep) {
         syscall(SYS_futex, reinterpret_cast<int *>(&is_asleep), FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
 }
 
-bool help() {
+bool help() noexcept {
     int left = pool.num_left.load();
     while (left > 0 && !pool.num_left.compare_exchange_weak(left, left - 1)) {
     }
@@ -66,9 +69,9 @@ bool help() {
 void run_helper(int number) {
     std::atomic<int> &is_asleep = pool.helpers[number].is_asleep;
     for (;;) {
-        for (int spins = 0; spins < SPINS; spins++, pause())
+        for (auto since = Clock::now(); Clock::now() - since < std::chrono::nanoseconds(SPIN_NS); pause())
             while (number < pool.num_helpers.load() && help())
-                spins = 0;
+                since = Clock::now();
         is_asleep.store(1);
         if (number < pool.num_helpers.load() && pool.num_left.load() > 0)
             is_asleep.store(0);
@@ -76,6 +79,8 @@ void run_helper(int number) {
     }
 }
 
+// A helper inherits the rounding and flushing modes of the thread that starts it. All callers are assumed to have the
+// same modes.
 void start_helpers(int count) {
     sigset_t all, before;
     sigfillset(&all);
