@@ -11,11 +11,13 @@ where they are, and mlx-lm's own modules and other models of the process do not 
                           For Qwen3-VL. Before 4: undoing 4 then leaves deepstack in place.
     4. CPU layers         Faster attention, swiglu and rope (cpu/fast_math.py).
                           For models that are served on Linux on x86.
-    5. merged linear      One matmul for layers that read the same input.
+    5. flat matmuls       Quantised matmuls of all tokens of a pass at once (models/quantized_layers.py).
+                          For models that are served on CUDA. Before 6, which merges such layers too.
+    6. merged linear      One matmul for layers that read the same input.
                           For models that are served on a GPU. Last, since a dry run of the final layers shows
                           which of them read the same input.
 
-1 to 3 are needed for correct results: a Trunk and an MTP head apply them when they are made. 4 and 5 are for
+1 to 3 are needed for correct results: a Trunk and an MTP head apply them when they are made. 4 to 6 are for
 speed: they are applied when a model is built for serving. Training uses mlx-lm's own arithmetic.
 """
 
@@ -28,7 +30,7 @@ import mlx.nn as nn
 
 from outrider.cpu import fast_math
 from outrider.cpu import layers as cpu_layers
-from outrider.models import machine, merged_linear
+from outrider.models import machine, merged_linear, quantized_layers
 from outrider.models.recurrent.layer_classes import use_row_states
 from outrider.models.vision.deepstack import use_deepstack
 from outrider.models.vision.mrope import MRopeSections, use_mrope
@@ -54,16 +56,19 @@ def swap_layers(
         return
     if fast_math.applies():
         cpu_layers.use_fast_math(model)
+    if quantized_layers.applies():
+        quantized_layers.use_flat_matmuls(model)
     if machine.outruns_host():
         merged_linear.merge(model, dry_run)
 
 
 @contextmanager
 def without_speed_swaps(*models: nn.Module) -> Iterator[None]:
-    """mlx-lm's own arithmetic while the context is open, to compare with: swaps 4 and 5 are undone."""
+    """mlx-lm's own arithmetic while the context is open, to compare with: swaps 4 to 6 are undone."""
     kinds = [(module, type(module)) for model in models for _, module in model.named_modules()]
     for module, kind in kinds:
-        module.__class__ = cpu_layers.plain_class(merged_linear.plain_class(kind))
+        unmerged = merged_linear.plain_class(kind)
+        module.__class__ = cpu_layers.plain_class(quantized_layers.plain_class(unmerged))
     try:
         yield
     finally:

@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outrider.models.recurrent import fused_layer, gpu_kernels, recurrent_kernels
-from outrider.models.recurrent.gpu_kernels import GpuKernel
+from outrider.models import gpu_kernels
+from outrider.models.gpu_kernels import GpuKernel
+from outrider.models.recurrent import fused_layer, recurrent_kernels
 
 KERNELS = [value for module in (recurrent_kernels, fused_layer) for value in vars(module).values()]
 KERNELS = [value for value in KERNELS if isinstance(value, GpuKernel)]

@@ -1,0 +1,139 @@
+"""The quantised matmul of few tokens: its source for CUDA, compiled as C++, against dequantised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from outrider.models import cuda_qmm, gpu_kernels
+from recurrent.cpp_kernels import CppKernels, cpp_folder, kernels
+
+__all__ = ["cpp_folder", "kernels"]
+
+# What CUDA brings along, and the tensor cores' product: every lane shows the others what it holds.
+CPP = """
+    struct ushort4 { uint16_t x, y, z, w; };
+    struct uint4 { uint32_t x, y, z, w; };
+    #define __shared__ static
+    #define __syncthreads() wait_for_all_lanes()
+    auto __byte_perm = [](uint32_t x, uint32_t y, uint32_t places) {
+        const uint64_t bytes = (uint64_t(y) << 32) | x;
+        uint32_t found = 0;
+        for (int i = 0; i < 4; ++i) found |= uint32_t((bytes >> (8 * ((places >> (4 * i)) & 7))) & 255) << (8 * i);
+        return found;
+    };
+    auto __uint_as_float = [](uint32_t x) { float y; memcpy(&y, &x, 4); return y; };
+    auto __float_as_uint = [](float x) { uint32_t y; memcpy(&y, &x, 4); return y; };
+    auto product = [&](uint32_t x, uint32_t y) {  // of two pairs
+        return __uint_as_float(x << 16) * __uint_as_float(y << 16)
+            + __uint_as_float(x & 0xffff0000) * __uint_as_float(y & 0xffff0000);
+    };
+    auto multiply = [&](float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        static uint32_t held[32][6];
+        const uint32_t own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+        memcpy(held[lane], own, sizeof(own));
+        wait_for_all_lanes();
+        for (int i = 0; i < 4; ++i)
+            for (int q = 0; q < 4; ++q) {
+                const uint32_t *x = held[lane / 4 * 4 + q] + i / 2, *y = held[(lane % 4 * 2 + i % 2) * 4 + q] + 4;
+                sums[i] += product(x[0], y[0]) + product(x[2], y[1]);
+            }
+        wait_for_all_lanes();
+    };
+    auto read_weights = [](uint32_t (&words)[WORDS], const uint32_t* from) { memcpy(words, from, sizeof(words)); };
+"""
+
+
+@pytest.fixture
+def on_cpu(kernels: CppKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[CppKernels]:
+    kernels.language = "CUDA"
+    for name in ("QMM", "GATHER_QMM"):
+        kernel = getattr(cuda_qmm, name)
+        monkeypatch.setattr(cuda_qmm, name, replace(kernel, body=kernel.body.replace(cuda_qmm._PTX, CPP)))
+    monkeypatch.setattr(gpu_kernels, "is_available", lambda: True)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    forget = cuda_qmm._agrees.cache_clear
+    forget()
+    yield kernels
+    forget()
+
+
+def quantised(
+    shape: tuple[int, ...], bits: int = 4, group_size: int = 64, dtype: mx.Dtype = mx.bfloat16
+) -> nn.Module:
+    layer = cuda_qmm._random_layer(shape, bits, group_size, dtype, mx.random.key(1))
+    layer.mode = "affine"
+    return layer
+
+
+def as_float(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32))
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "counts"), [(4, 64, (1, 5, 8, 9, 16, 31)), (4, 128, (3,)), (8, 32, (8,))]
+)
+def test_few_tokens_give_what_dequantised_weights_give(
+    on_cpu: CppKernels, bits: int, group_size: int, counts: tuple[int, ...]
+) -> None:
+    layer = quantised(
+        (37, 5 * 4 * group_size), bits, group_size
+    )  # neither whole tiles nor whole turns of the warps
+    x = mx.random.normal((32, layer.scales.shape[-1] * group_size), key=mx.random.key(2)).astype(mx.bfloat16)
+    want = as_float(x) @ as_float(cuda_qmm._dequantized(layer)).T
+    first: mx.array | None = None
+    for num in counts:
+        found = cuda_qmm.matmul(x[:num], layer)
+        assert found.shape == (num, 37)
+        assert np.abs(as_float(found) - want[:num]).max() <= 2e-2  # a bfloat16 has 8 bits
+        first = found[0] if first is None else first
+        assert mx.array_equal(found[0], first)  # to the bit, whatever is beside it
+
+
+def test_experts_get_the_tokens_that_chose_them(on_cpu: CppKernels) -> None:
+    layer = quantised((3, 24, 512))
+    x = mx.random.normal((2, 512), key=mx.random.key(2)).astype(mx.bfloat16)
+    experts = [2, 0, 1, 2]
+    found = as_float(cuda_qmm.gather_matmul(x, mx.array(experts, mx.uint32), layer))
+    weights = as_float(cuda_qmm._dequantized(layer))
+    for i, expert in enumerate(experts):
+        assert np.abs(found[i] - as_float(x)[i // 2] @ weights[expert].T).max() <= 2e-2
+
+
+def test_layers_that_the_kernels_cannot_compute_are_left_to_mlx(
+    on_cpu: CppKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_qmm, "_agrees", lambda *_: True)
+    assert cuda_qmm.supports(quantised((24, 512)))
+    assert cuda_qmm.supports(quantised((24, 512), bits=8, group_size=128, dtype=mx.float16))
+    assert not cuda_qmm.supports(quantised((24, 512), bits=6))
+    assert not cuda_qmm.supports(quantised((24, 512), dtype=mx.float32))
+    assert not cuda_qmm.supports(quantised((24, 320)))  # five groups: not whole steps
+    other_mode = quantised((24, 512))
+    other_mode.mode = "mxfp4"
+    assert not cuda_qmm.supports(other_mode)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
+    assert not cuda_qmm.supports(quantised((24, 512)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fmaf(bias, totals[n][t], sum)", "sum"),  # wrong by the biases
+        (
+            "of_warp[w][token][row];",
+            "of_warp[w][token][row] + (TOKEN_TILES > 1 ? 1e-3f : 0);",
+        ),  # for many tokens
+    ],
+)
+def test_kernels_that_are_wrong_on_a_device_are_not_used(
+    on_cpu: CppKernels, old: str, new: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_cpu(cuda_qmm.QMM).break_it(old, new)
+    assert not cuda_qmm.supports(quantised((24, 512)))
+    assert "quantised-matmul kernels are off by" in caplog.text
