@@ -17,10 +17,10 @@ __all__ = ["cpp_folder", "kernels"]
 
 # What CUDA brings along, and the tensor cores' product: every lane shows the others what it holds.
 CPP = """
-    struct ushort4 { uint16_t x, y, z, w; };
     struct uint4 { uint32_t x, y, z, w; };
     #define __shared__ static
     #define __syncthreads() wait_for_all_lanes()
+    #define __syncwarp() wait_for_all_lanes()
     auto __byte_perm = [](uint32_t x, uint32_t y, uint32_t places) {
         const uint64_t bytes = (uint64_t(y) << 32) | x;
         uint32_t found = 0;
@@ -45,7 +45,10 @@ CPP = """
             }
         wait_for_all_lanes();
     };
-    auto read_weights = [](uint32_t (&words)[WORDS], const uint32_t* from) { memcpy(words, from, sizeof(words)); };
+    auto start_copy = [](void* to, const void* from) { memcpy(to, from, 16); };
+    auto start_copy_of_factors = [](void* to, const void* from) { memcpy(to, from, 2 * GROUPS); };
+    auto end_of_copies = []() {};
+    auto wait_for_oldest_copies = []() { wait_for_all_lanes(); };
 """
 
 
@@ -110,10 +113,10 @@ def test_layers_that_the_kernels_cannot_compute_are_left_to_mlx(
 ) -> None:
     monkeypatch.setattr(cuda_qmm, "_agrees", lambda *_: True)
     assert cuda_qmm.supports(quantised((24, 512)))
-    assert cuda_qmm.supports(quantised((24, 512), bits=8, group_size=128, dtype=mx.float16))
+    assert cuda_qmm.supports(quantised((24, 512), bits=8, group_size=32, dtype=mx.float16))
     assert not cuda_qmm.supports(quantised((24, 512), bits=6))
     assert not cuda_qmm.supports(quantised((24, 512), dtype=mx.float32))
-    assert not cuda_qmm.supports(quantised((24, 320)))  # five groups: not whole steps
+    assert not cuda_qmm.supports(quantised((24, 320)))  # not whole steps
     other_mode = quantised((24, 512))
     other_mode.mode = "mxfp4"
     assert not cuda_qmm.supports(other_mode)
@@ -124,7 +127,7 @@ def test_layers_that_the_kernels_cannot_compute_are_left_to_mlx(
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("fmaf(bias, totals[n][t], sum)", "sum"),  # wrong by the biases
+        ("fmaf(plus, totals[n][t], sum)", "sum"),  # wrong by the biases
         (
             "of_warp[w][token][row];",
             "of_warp[w][token][row] + (TOKEN_TILES > 1 ? 1e-3f : 0);",

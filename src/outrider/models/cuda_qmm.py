@@ -34,8 +34,8 @@ from outrider.models.gpu_kernels import GpuKernel
 
 MAX_TOKENS = 32  # measured: for 64 tokens MLX's kernel is as fast
 WARPS = 4  # of a block, as in gpu_kernels; measured: 8 are slower
-GROUPS_AT_ONCE = 4  # groups of weights that a warp reads at once
-BITS, GROUP_SIZES = (4, 8), (32, 64, 128)
+STEP_BITS = 1024  # of weights of an output that a warp reads at once
+FORMATS = {(4, 32), (4, 64), (4, 128), (8, 32), (8, 64)}  # bits and group size
 _TOLERANCE = {mx.bfloat16: 2e-2, mx.float16: 2e-3}  # absolute, for results around 1: rounding to this type
 
 _PTX = """
@@ -51,17 +51,18 @@ _PTX = """
                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     };
-    auto read_weights = [](uint32_t (&words)[WORDS], const uint32_t* from) {  // past the L1 cache: read once
-        if constexpr (WORDS == 1)
-            asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(words[0]) : "l"(from));
-        else if constexpr (WORDS == 2)
-            asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
-                         : "=r"(words[0]), "=r"(words[1]) : "l"(from));
-        else
-            for (int i = 0; i < WORDS; i += 4)
-                asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                             : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3])
-                             : "l"(from + i));
+    auto start_copy = [](void* to, const void* from) {  // of 16 bytes of weights: nobody reads them again
+        const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+    };
+    auto start_copy_of_factors = [](void* to, const void* from) {
+        const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(2 * GROUPS) : "memory");
+    };
+    auto end_of_copies = []() { asm volatile("cp.async.commit_group;" ::: "memory"); };
+    auto wait_for_oldest_copies = []() {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+        __syncwarp();
     };
 """
 
@@ -75,58 +76,51 @@ _BODY = """
     constexpr float OFFSET = !IS_BFLOAT ? 1024 : BITS == 4 ? 128 : 0;
     const int warp = group_y % WARPS, first_row = group_y / WARPS * ROWS;
     const int num_inputs = x_shape[1], num_groups = num_inputs / GROUP_SIZE;
-    const int row_words = num_groups * 4 * WORDS, num_steps = num_groups / GROUPS_AT_ONCE;
+    const int num_steps = num_groups / GROUPS;
     const int eighth = lane / 4, quarter = lane % 4;
 
-    const uint32_t* own_weight[2 * ROW_TILES];
-    const ushort4* own_scales[2 * ROW_TILES];
-    const ushort4* own_biases[2 * ROW_TILES];
-    for (int r = 0; r < 2 * ROW_TILES; ++r) {
-        const int row = first_row + 8 * r + eighth;
-        const int64_t at = expert * num_rows + (row < num_rows ? row : num_rows - 1);
-        own_weight[r] = weight + at * row_words + quarter * WORDS;
-        own_scales[r] = (const ushort4*)(scales + at * num_groups);
-        own_biases[r] = (const ushort4*)(biases + at * num_groups);
-    }
-    struct Step {
-        uint32_t words[GROUPS_AT_ONCE][2 * ROW_TILES][WORDS];
-        ushort4 scales[2 * ROW_TILES], biases[2 * ROW_TILES];
+    alignas(16) __shared__ unsigned char memory[WARPS * STAGES * ROWS * PITCH];
+    unsigned char* const own_memory = memory + warp * STAGES * ROWS * PITCH;
+    auto of_row = [&](int row) {
+        return expert * num_rows + (first_row + row < num_rows ? first_row + row : num_rows - 1);
     };
-    auto read_step = [&](Step& to, int step) {
-        #pragma unroll
-        for (int i = 0; i < GROUPS_AT_ONCE; ++i)
+    auto copy_step = [&](int step, int stage) {
+        unsigned char* const to = own_memory + stage * ROWS * PITCH;
+        if (step < num_steps) {
             #pragma unroll
-            for (int r = 0; r < 2 * ROW_TILES; ++r)
-                read_weights(to.words[i][r], own_weight[r] + (step * GROUPS_AT_ONCE + i) * 4 * WORDS);
-        #pragma unroll
-        for (int r = 0; r < 2 * ROW_TILES; ++r) {
-            to.scales[r] = own_scales[r][step];
-            to.biases[r] = own_biases[r][step];
+            for (int j = lane; j < 8 * ROWS; j += 32) {
+                const int64_t at = of_row(j / 8) * num_steps + step;
+                start_copy(to + j / 8 * PITCH + j % 8 * 16, (const unsigned char*)weight + at * STEP_BYTES + j % 8 * 16);
+            }
+            #pragma unroll
+            for (int j = lane; j < 2 * ROWS; j += 32) {
+                const int64_t at = of_row(j % ROWS) * num_groups + step * GROUPS;
+                const bool is_scale = j < ROWS;
+                start_copy_of_factors(
+                    to + j % ROWS * PITCH + (is_scale ? SCALES : BIASES), is_scale ? scales + at : biases + at);
+            }
         }
+        end_of_copies();
     };
-    auto to_float = [](uint16_t bits) {
-        X_TYPE x;
-        memcpy(&x, &bits, 2);
-        return (float)x;
-    };
+    struct alignas(4 * WORDS) Words { uint32_t word[WORDS]; };
 
     float sums[ROW_TILES][TOKEN_TILES][4] = {};
-    Step now, next;
-    if (READS_AHEAD && warp < num_steps) read_step(next, warp);
+    for (int stage = 0; stage < STAGES; ++stage) copy_step(warp + stage * WARPS, stage);
+    int stage = 0;
     for (int step = warp; step < num_steps; step += WARPS) {
-        if (READS_AHEAD) {
-            now = next;
-            if (step + WARPS < num_steps) read_step(next, step + WARPS);
-        } else {
-            read_step(now, step);
-        }
-        #pragma unroll
-        for (int i = 0; i < GROUPS_AT_ONCE; ++i) {
+        wait_for_oldest_copies();
+        const unsigned char* const own_rows = own_memory + (stage * ROWS + eighth) * PITCH;
+        #pragma unroll UNROLL
+        for (int i = 0; i < GROUPS; ++i) {
+            Words words[2 * ROW_TILES];
+            #pragma unroll
+            for (int r = 0; r < 2 * ROW_TILES; ++r)
+                words[r] = ((const Words*)(own_rows + 8 * r * PITCH))[4 * i + quarter];
             uint32_t inputs[TOKEN_TILES][PAIRS];
             #pragma unroll
             for (int n = 0; n < TOKEN_TILES; ++n) {
                 const int token = 8 * n + eighth;
-                const int at = (step * GROUPS_AT_ONCE + i) * GROUP_SIZE + quarter * (GROUP_SIZE / 4);
+                const int at = (step * GROUPS + i) * GROUP_SIZE + quarter * (GROUP_SIZE / 4);
                 const uint4* from = (const uint4*)(x + (int64_t)(first_input + token) * num_inputs + at);
                 #pragma unroll
                 for (int j = 0; j < PAIRS / 4; ++j) {
@@ -162,7 +156,7 @@ _BODY = """
                     uint32_t a[2][WORD_PAIRS];
                     #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const uint32_t packed = now.words[i][2 * r + half][word];
+                        const uint32_t packed = words[2 * r + half].word[word];
                         #pragma unroll
                         for (int p = 0; p < WORD_PAIRS; ++p) {
                             if constexpr (BITS == 4) {
@@ -188,22 +182,26 @@ _BODY = """
             }
             #pragma unroll
             for (int r = 0; r < 2 * ROW_TILES; ++r) {
-                const ushort4 s = now.scales[r], o = now.biases[r];
-                const float scale = to_float(i == 0 ? s.x : i == 1 ? s.y : i == 2 ? s.z : s.w);
-                const float bias = to_float(i == 0 ? o.x : i == 1 ? o.y : i == 2 ? o.z : o.w);
+                const unsigned char* const factors = own_rows + 8 * r * PITCH;
+                const float by = (float)((const X_TYPE*)(factors + SCALES))[i];
+                const float plus = (float)((const X_TYPE*)(factors + BIASES))[i];
                 #pragma unroll
                 for (int n = 0; n < TOKEN_TILES; ++n)
                     #pragma unroll
                     for (int t = 0; t < 2; ++t) {
                         float& sum = sums[r / 2][n][2 * (r % 2) + t];
                         const float dot = fmaf(-OFFSET, totals[n][t], dots[r / 2][n][2 * (r % 2) + t]);
-                        sum = fmaf(scale, dot, fmaf(bias, totals[n][t], sum));
+                        sum = fmaf(by, dot, fmaf(plus, totals[n][t], sum));
                     }
             }
         }
+        __syncwarp();  // all lanes have read the stage
+        copy_step(step + STAGES * WARPS, stage);
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
     }
 
-    __shared__ float of_warp[WARPS][TOKENS][ROWS + 4];  // four more: no two lanes write to one bank
+    __syncthreads();  // the sums of the warps take the place of the weights
+    auto of_warp = (float (*)[TOKENS][ROWS + 4])memory;  // four more: no two lanes write to one bank
     #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r)
         #pragma unroll
@@ -235,6 +233,10 @@ _ONE_TOKEN_OF_AN_EXPERT = """
 """
 _CONSTANTS = """
     constexpr int WORDS = GROUP_SIZE * BITS / 128;  // of weights of a group that one lane reads
+    constexpr int STEP_BYTES = 128;  // of weights of a row that a warp reads at once
+    constexpr int GROUPS = 8 / WORDS;  // in so many bytes
+    constexpr int SCALES = STEP_BYTES, BIASES = SCALES + 16;  // where they are in a row in shared memory
+    constexpr int PITCH = BIASES + 16;  // of these rows: the lanes that read them at once use different banks
 """
 QMM = GpuKernel("qmm", ("x", "weight", "scales", "biases"), ("out",), _CONSTANTS + _PTX + _ALL_TOKENS + _BODY)
 GATHER_QMM = GpuKernel(
@@ -253,10 +255,9 @@ def supports(layer: nn.Module) -> bool:
     return (
         is_available()
         and layer.mode == "affine"
-        and layer.bits in BITS
-        and layer.group_size in GROUP_SIZES
+        and (layer.bits, layer.group_size) in FORMATS
         and layer.scales.dtype in _TOLERANCE
-        and layer.scales.shape[-1] % GROUPS_AT_ONCE == 0
+        and layer.scales.shape[-1] * layer.group_size * layer.bits % STEP_BITS == 0
         and _agrees(layer.bits, layer.group_size, layer.scales.dtype, layer.weight.ndim == 3)
     )
 
@@ -296,9 +297,9 @@ def _run(
         "IS_BFLOAT": int(x.dtype == mx.bfloat16),
         "ROW_TILES": row_tiles,
         "TOKEN_TILES": token_tiles,
-        "READS_AHEAD": int(token_tiles == 1),  # measured: with more tokens the registers do not suffice
         "WARPS": WARPS,
-        "GROUPS_AT_ONCE": GROUPS_AT_ONCE,
+        "UNROLL": 1,
+        "STAGES": 4 - row_tiles,  # steps whose weights are on their way, as many as fit into the shared memory
     }
     row_blocks = -(-num_rows // (16 * row_tiles))
     outputs = [((num_outputs, num_rows), x.dtype)]
@@ -320,7 +321,7 @@ def _agrees(bits: int, group_size: int, dtype: mx.Dtype, has_experts: bool) -> b
 
 def _largest_error(bits: int, group_size: int, dtype: mx.Dtype, has_experts: bool) -> float:
     """Of all variants of the kernels, on a small layer. Infinite if a token's result depends on the others."""
-    num_inputs = 5 * GROUPS_AT_ONCE * group_size
+    num_inputs = 5 * STEP_BITS // bits
     keys = mx.random.split(mx.random.key(0), 2)
     x = mx.random.normal((MAX_TOKENS, num_inputs), key=keys[0]).astype(dtype)
     layer = _random_layer(

@@ -168,6 +168,7 @@ class CppKernel:
                 for (int y_of_grid = 0; y_of_grid < num_y; ++y_of_grid) {{
                     stand_at(current, y_of_grid, z_of_grid, y_together);
                     {{ {start}{kernel.body} }}
+                    wait_for_all_lanes();  // the next groups may use the same shared memory
                 }}
             }});
         }}"""
