@@ -18,7 +18,7 @@ __all__ = ["cpp_folder", "kernels"]
 # What CUDA brings along, and the tensor cores' product: every lane shows the others what it holds.
 CPP = """
     struct uint4 { uint32_t x, y, z, w; };
-    #define __shared__ static
+    alignas(16) static unsigned char memory[WARPS * STAGES * 16 * ROW_TILES * ROW_BYTES];
     #define __syncthreads() wait_for_all_lanes()
     #define __syncwarp() wait_for_all_lanes()
     auto __byte_perm = [](uint32_t x, uint32_t y, uint32_t places) {
@@ -55,7 +55,7 @@ CPP = """
 @pytest.fixture
 def on_cpu(kernels: CppKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[CppKernels]:
     kernels.language = "CUDA"
-    for name in ("QMM", "GATHER_QMM"):
+    for name in ("QMM", "WIDE_QMM", "GATHER_QMM"):
         kernel = getattr(cuda_qmm, name)
         monkeypatch.setattr(cuda_qmm, name, replace(kernel, body=kernel.body.replace(cuda_qmm._PTX, CPP)))
     monkeypatch.setattr(gpu_kernels, "is_available", lambda: True)
@@ -70,7 +70,6 @@ def quantised(
     shape: tuple[int, ...], bits: int = 4, group_size: int = 64, dtype: mx.Dtype = mx.bfloat16
 ) -> nn.Module:
     layer = cuda_qmm._random_layer(shape, bits, group_size, dtype, mx.random.key(1))
-    layer.mode = "affine"
     return layer
 
 
@@ -79,7 +78,7 @@ def as_float(x: mx.array) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("bits", "group_size", "counts"), [(4, 64, (1, 5, 8, 9, 16, 31)), (4, 128, (3,)), (8, 32, (8,))]
+    ("bits", "group_size", "counts"), [(4, 64, (1, 5, 8, 9, 16, 31, 40)), (4, 128, (3,)), (8, 32, (8,))]
 )
 def test_few_tokens_give_what_dequantised_weights_give(
     on_cpu: CppKernels, bits: int, group_size: int, counts: tuple[int, ...]
@@ -87,7 +86,7 @@ def test_few_tokens_give_what_dequantised_weights_give(
     layer = quantised(
         (37, 5 * 4 * group_size), bits, group_size
     )  # neither whole tiles nor whole turns of the warps
-    x = mx.random.normal((32, layer.scales.shape[-1] * group_size), key=mx.random.key(2)).astype(mx.bfloat16)
+    x = mx.random.normal((40, layer.scales.shape[-1] * group_size), key=mx.random.key(2)).astype(mx.bfloat16)
     want = as_float(x) @ as_float(cuda_qmm._dequantized(layer)).T
     first: mx.array | None = None
     for num in counts:
@@ -127,7 +126,7 @@ def test_layers_that_the_kernels_cannot_compute_are_left_to_mlx(
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("fmaf(plus, totals[n][t], sum)", "sum"),  # wrong by the biases
+        ("fmaf(bias, totals[n][t], sum)", "sum"),  # wrong by the biases
         (
             "of_warp[w][token][row];",
             "of_warp[w][token][row] + (TOKEN_TILES > 1 ? 1e-3f : 0);",
@@ -137,6 +136,7 @@ def test_layers_that_the_kernels_cannot_compute_are_left_to_mlx(
 def test_kernels_that_are_wrong_on_a_device_are_not_used(
     on_cpu: CppKernels, old: str, new: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_cpu(cuda_qmm.QMM).break_it(old, new)
+    for kernel in (cuda_qmm.QMM, cuda_qmm.WIDE_QMM):
+        on_cpu(kernel).break_it(old, new)
     assert not cuda_qmm.supports(quantised((24, 512)))
     assert "quantised-matmul kernels are off by" in caplog.text
