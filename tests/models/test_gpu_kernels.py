@@ -46,7 +46,7 @@ def test_another_source_has_another_name(made: list[dict[str, Any]]) -> None:
     kernel = recurrent_kernels.STEP
     gpu_kernels.compiled(kernel)
     gpu_kernels.compiled(kernel)
-    gpu_kernels.compiled(replace(kernel, body=kernel.body + " "))
+    gpu_kernels.compiled(replace(kernel, body=kernel.body + ";"))
     first, second = (one["name"] for one in made)
     assert first.startswith("outrider_delta_step_")
     assert first != second

@@ -166,7 +166,7 @@ _BODY = """
                                 a[half][p] = ((packed >> (4 * p)) & 0x000f000f) | MAGIC;
                             } else if constexpr (!IS_BFLOAT) {
                                 a[half][p] = __byte_perm(packed, MAGIC, p ? 0x7372 : 0x7170);
-                            } else {  // the last byte of the float32 2**23 + q is q; q fits into an upper half
+                            } else {  // the last byte of 2**23 + q is q; the upper half of q has all of q
                                 const uint32_t low = __byte_perm(packed, 0x4b000000, 0x7440 + 2 * p);
                                 const uint32_t high = __byte_perm(packed, 0x4b000000, 0x7441 + 2 * p);
                                 a[half][p] = __byte_perm(
@@ -335,7 +335,7 @@ def _agrees(bits: int, group_size: int, dtype: mx.Dtype, has_experts: bool) -> b
 
 
 def _largest_error(bits: int, group_size: int, dtype: mx.Dtype, has_experts: bool) -> float:
-    """Of all variants of the kernels, on a small layer. Infinite if a token's result depends on the others."""
+    """Of all variants, on a small layer. Infinite if a token's result depends on the others."""
     num_inputs = 9 * 8 * STEP_BYTES // bits  # a step for each warp, and a second one for the first
     keys = mx.random.split(mx.random.key(0), 2)
     x = mx.random.normal((40, num_inputs), key=keys[0]).astype(dtype)
