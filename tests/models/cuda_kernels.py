@@ -14,7 +14,7 @@ from outrider.models import cuda_qmm, gpu_kernels
 # What CUDA brings along, and the tensor cores' product: every lane shows the others what it holds.
 CPP = """
     struct uint4 { uint32_t x, y, z, w; };
-    alignas(16) static unsigned char memory[WARPS * STAGES * 16 * ROW_TILES * ROW_BYTES];
+    alignas(16) static unsigned char memory[1 << 20];
     #define __syncthreads() wait_for_all_lanes()
     #define __syncwarp() wait_for_all_lanes()
     auto __byte_perm = [](uint32_t x, uint32_t y, uint32_t places) {
@@ -52,12 +52,16 @@ CPP = """
 """
 
 
+def in_cpp(variant: cuda_qmm.Variant) -> cuda_qmm.Variant:
+    kernel = variant.kernel
+    return replace(variant, kernel=replace(kernel, body=kernel.body.replace(cuda_qmm._PTX, CPP)))
+
+
 @pytest.fixture
 def on_cpu(kernels: CppKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[CppKernels]:
     kernels.language = "CUDA"
-    for name in ("QMM", "WIDE_QMM", "GATHER_QMM"):
-        kernel = getattr(cuda_qmm, name)
-        monkeypatch.setattr(cuda_qmm, name, replace(kernel, body=kernel.body.replace(cuda_qmm._PTX, CPP)))
+    monkeypatch.setattr(cuda_qmm, "DENSE", tuple(in_cpp(variant) for variant in cuda_qmm.DENSE))
+    monkeypatch.setattr(cuda_qmm, "GATHERED", in_cpp(cuda_qmm.GATHERED))
     monkeypatch.setattr(gpu_kernels, "is_available", lambda: True)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     forget = cuda_qmm._agrees.cache_clear
