@@ -119,8 +119,8 @@ _BODY = """
     struct alignas(4 * WORDS) Words { uint32_t word[WORDS]; };
 
     using Sums = float[TOKENS][ROWS + 4];  // four more: lanes write to different banks
-    Sums* const first_sums = (Sums*)(memory + WARPS * STAGES * ROWS * ROW_BYTES);  // of parts that are not last
     Sums* const last_sums = (Sums*)memory;  // of the last WARPS parts, when no weights are in the memory
+    Sums* const first_sums = (Sums*)(memory + WARPS * STAGES * ROWS * ROW_BYTES);  // of the parts before
     float sums[ROW_TILES][TOKEN_TILES][4] = {};
     auto put_sums = [&](Sums& to) {
         #pragma unroll

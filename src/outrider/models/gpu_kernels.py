@@ -102,6 +102,7 @@ def run(
 def compiled(kernel: GpuKernel) -> Any:
     make, start = (mx.fast.metal_kernel, _METAL) if mx.metal.is_available() else (mx.fast.cuda_kernel, _CUDA)
     source = shortened(start + kernel.body)
+    more: dict[str, Any] = {"shared_memory": kernel.shared_bytes} if kernel.shared_bytes else {}
     return make(
         # MLX caches kernels on disk by their name, so each source needs its own name.
         name=f"outrider_{kernel.name}_{zlib.crc32(source.encode()):08x}",
@@ -109,7 +110,7 @@ def compiled(kernel: GpuKernel) -> Any:
         output_names=list(kernel.outputs),
         source=source,
         ensure_row_contiguous=not kernel.strided,
-        **({"shared_memory": kernel.shared_bytes} if kernel.shared_bytes else {}),
+        **more,
     )
 
 

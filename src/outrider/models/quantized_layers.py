@@ -1,9 +1,9 @@
 """Quantised layers whose matmuls are computed for all tokens of a pass at once. For CUDA.
 
 MLX's CUDA backend takes the leading dimensions of a quantised matmul for a batch of matmuls, and reads the
-weights for each of them. So rows and columns of a pass are made one dimension here. Up to cuda_qmm.MAX_TOKENS
-tokens are computed by Outrider's own kernels, more tokens and other formats by MLX's. (On Metal MLX's own
-kernels flatten: nothing is swapped there.) See models/layer_swaps.py.
+weights for each of them. So rows and columns of a pass become one dimension here. Up to cuda_qmm.MAX_TOKENS
+tokens are computed by Outrider's own kernels; more tokens and other formats by MLX's. On Metal MLX makes them
+one dimension by itself, so nothing is swapped there. See models/layer_swaps.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from outrider.models import cuda_qmm
 
-MAX_EXPERT_PAIRS = 512  # pairs of a token and an expert, up to which cuda_qmm is used
+MAX_EXPERT_PAIRS = 512  # of a token and an expert, for cuda_qmm; chosen by hand: 8 and 64 were measured
 
 
 def applies() -> bool:
