@@ -213,12 +213,6 @@ TARGET static void transpose(const float *keys, int num_cells, int dim, float *c
             columns[d * CELLS + i] = i < num_cells ? keys[i * dim + d] : 0;
 }
 
-// What one query's head has gathered from the cells so far.
-struct Softmax {
-    float most;       // the greatest score
-    float total[16];  // of the weights, in 16 parts
-};
-
 // Scores in [from, to) become weights; all others become 0. `out` [dim] and the total are rescaled to the new maximum.
 INLINE void weigh(float *scores, int from, int to, Softmax &state, float *out, int dim) {
     if (to - from < CELLS)
@@ -247,54 +241,76 @@ INLINE void weigh(float *scores, int from, int to, Softmax &state, float *out, i
         }
 }
 
-TARGET static void attend(const Queries &p, float *scratch) {
+// The tokens that have cells in [cell, end): from `first` to `last`.
+struct Range {
+    int first = 0, last;
+    Range(const Queries &p, int cell, int end) : last(p.num) {
+        while (first < last && p.end_cell(first) <= cell)
+            first++;
+        while (first < last && p.first_cell(last - 1) >= end)
+            last--;
+    }
+};
+
+TARGET static void attend_segment(const Queries &p, int segment, float *scratch, const Partial &result) {
     const int group = p.group, dim = p.dim, rows = p.num * group;
-    float *queries = scratch, *out = queries + rows * dim, *scores = out + rows * dim;
-    float *columns = scores + rows * CELLS;
-    Softmax *states = reinterpret_cast<Softmax *>(columns + dim * CELLS);
+    float *queries = scratch, *scores = queries + rows * dim, *columns = scores + rows * CELLS;
     Vec scale = all(p.scale * 1.44269504f);  // weights are powers of two
     for (int i = 0; i < p.num; i++)
-        for (int d = 0; d < group * dim; d += LANES) {
+        for (int d = 0; d < group * dim; d += LANES)
             store(queries + i * group * dim + d, load(p.queries + i * p.stride + d) * scale);
-            store(out + i * group * dim + d, Vec{});
-        }
-    for (int row = 0; row < rows; row++)
-        states[row] = {-INFINITY, {}};
-    const int begin = p.first_cell(0) / CELLS * CELLS, end = p.end_cell(p.num - 1);
+    clear(result, rows, dim);
+    const int begin = std::max(segment * SEGMENT, p.first_cell(0) / CELLS * CELLS);
+    const int end = std::min((segment + 1) * SEGMENT, p.end_cell(p.num - 1));
     for (int cell = begin; cell < end; cell += CELLS) {
+        Range tokens(p, cell, cell + CELLS);
+        int first = tokens.first, last = tokens.last;
         auto from = [&](int i) { return std::max(p.first_cell(i) - cell, 0); };
         auto to = [&](int i) { return std::min(p.end_cell(i) - cell, int(CELLS)); };
-        int first = 0, last = p.num;
-        while (to(first) <= 0)
-            first++;
-        while (from(last - 1) >= CELLS)
-            last--;
         transpose(p.keys + ptrdiff_t(cell) * dim, std::min(end - cell, int(CELLS)), dim, columns);
         float *block = scores + first * group * CELLS;
         product({queries + first * group * dim, dim, columns, CELLS, block, CELLS, dim, false},
                 (last - first) * group, CELLS);
         for (int i = first; i < last; i++)
             for (int row = i * group; row < (i + 1) * group; row++)
-                weigh(scores + row * CELLS, from(i), to(i), states[row], out + row * dim, dim);
+                weigh(scores + row * CELLS, from(i), to(i), result.states[row], result.out + row * dim, dim);
         for (int i = first, next; i < last; i = next) {
             for (next = i + 1; next < last && from(next) == from(i) && to(next) == to(i);)
                 next++;
             const float *values = p.values + ptrdiff_t(cell + from(i)) * dim;
-            product({scores + i * group * CELLS + from(i), CELLS, values, dim, out + i * group * dim, dim,
+            product({scores + i * group * CELLS + from(i), CELLS, values, dim, result.out + i * group * dim, dim,
                      to(i) - from(i), true},
                     (next - i) * group, dim);
         }
     }
+}
+
+TARGET static void merge(const Queries &p, int segment, const Partial &part, const Partial &sum) {
+    Range tokens(p, segment * SEGMENT, (segment + 1) * SEGMENT);
+    for (int row = tokens.first * p.group; row < tokens.last * p.group; row++) {
+        Softmax &own = part.states[row], &all_cells = sum.states[row];
+        float most = own.most > all_cells.most ? own.most : all_cells.most;
+        Vec before = power_of_two(all(all_cells.most - most)), now = power_of_two(all(own.most - most));
+        auto add_to = [&](const float *x, float *y) TARGET { store(y, fma(load(x), now, load(y) * before)); };
+        for (int lane = 0; lane < 16; lane += LANES)
+            add_to(own.total + lane, all_cells.total + lane);
+        for (int d = row * p.dim; d < (row + 1) * p.dim; d += LANES)
+            add_to(part.out + d, sum.out + d);
+        all_cells.most = most;
+    }
+}
+
+TARGET static void finish(const Queries &p, const Partial &result) {
     for (int i = 0; i < p.num; i++)
-        for (int head = 0; head < group; head++) {
-            int row = i * group + head;
-            Vec total = all(sum(states[row].total));
-            for (int d = 0; d < dim; d += LANES)
-                store(p.out + i * p.stride + head * dim + d, load(out + row * dim + d) / total);
+        for (int head = 0; head < p.group; head++) {
+            int row = i * p.group + head;
+            Vec total = all(sum(result.states[row].total));
+            for (int d = 0; d < p.dim; d += LANES)
+                store(p.out + i * p.stride + head * p.dim + d, load(result.out + row * p.dim + d) / total);
         }
 }
 
-const Math math = {rms_norm, rope, swiglu, add, attend};
+const Math math = {rms_norm, rope, swiglu, add, attend_segment, merge, finish};
 
 #undef INLINE
 
