@@ -67,13 +67,14 @@ CASES: tuple[tuple[tuple[str, ...], tuple[np.ndarray, ...]], ...] = (
 )
 
 
-def new_world(folder: Path, family: str) -> World:
-    model = write_vision_checkpoint(folder, family)
+def new_world(folder: Path, name: str) -> World:
+    """`name` is a family, or that of a model whose language part is quantised: "smolvlm-4bit"."""
+    model = write_vision_checkpoint(folder, name)
     head = new_head(load(folder).trunk)
     (folder / "mtp").mkdir()
     weights = {f"mtp.{name}": array for name, array in tree_flatten(head.parameters())}
     mx.save_safetensors(str(folder / "mtp" / "weights.safetensors"), weights, {"format": "mlx"})
-    return World(family, folder, model)
+    return World(name.rpartition("-")[0] or name, folder, model)
 
 
 def whole(outbox: Outbox) -> Delta:

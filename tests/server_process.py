@@ -31,8 +31,8 @@ ON_CPU = (  # the same program, which computes on the CPU where there is a GPU t
 )
 
 
-def write_tiny_model(folder: Path, with_head: bool = True) -> Path:
-    model = write_checkpoint(folder, "llama", max_position_embeddings=CONTEXT)
+def write_tiny_model(folder: Path, with_head: bool = True, name: str = "llama") -> Path:
+    model = write_checkpoint(folder, name, max_position_embeddings=CONTEXT)
     if with_head:
         head = new_head(Trunk(model, CONTEXT))
         weights = {f"mtp.{name}": array for name, array in tree_flatten(head.parameters())}

@@ -108,12 +108,13 @@ def _drafts(folder: Path) -> list[Any]:
     return [(list(out.token_ids), list(out.stats.drafted), list(out.stats.accepted)) for out in outs]
 
 
-def test_a_head_is_loaded_with_a_quantised_trunk(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "bits"), [("glm4_moe", 8), ("mimo", 4), ("ernie4_5", 6)])
+def test_a_head_is_loaded_with_a_quantised_trunk(tmp_path: Path, family: str, bits: int) -> None:
     import mlx.nn as nn
 
-    tiny = tiny_head("glm4_moe")
-    nn.quantize(tiny.model, group_size=32, bits=8)
-    tiny.config["quantization"] = {"group_size": 32, "bits": 8}
+    tiny = tiny_head(family)
+    nn.quantize(tiny.model, group_size=32, bits=bits)
+    tiny.config["quantization"] = {"group_size": 32, "bits": bits}
     head = {name: array.astype(mx.bfloat16) for name, array in tiny.published().items()}
     folder = write_model(tmp_path / "model", tiny, head)
     plain, _ = answers(folder, depths=PLAIN, drafter="none")

@@ -13,14 +13,17 @@ from outrider.models import machine, merged_linear
 from outrider.models.heads import LoadedHead
 from outrider.step.runner import Runner
 from patience import in_test_or_soak
+from step import histories
 from step.histories import Tally, World, play, random_history
 from test_head_layouts_served import answers, write_model
+from tiny_models import is_quantized_name
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_math, "applies", lambda: False)
     monkeypatch.setattr(machine, "outruns_host", lambda: True)
+    monkeypatch.setattr(histories, "settle_dtype", lambda *_: None)  # quantised layers stay MLX's own
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "glm4_moe", "deepseek_v3"])
@@ -49,10 +52,12 @@ def test_engines_on_the_cpu_merge_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_histories_are_the_same_with_merged_layers(family: str) -> None:
-    tiny = World(family)
-    assert any(isinstance(one, merged_linear.MergedLinearPart) for one in tiny.head.modules())
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3-mixed", "qwen3_5-4bit"])
+def test_histories_are_the_same_with_merged_layers(name: str) -> None:
+    tiny = World(name)
+    parts = merged_linear.MergedLinearPart, merged_linear.MergedQuantizedLinearPart
+    for module in (tiny.model, tiny.head):
+        assert any(isinstance(one, parts[is_quantized_name(name)]) for one in module.modules())
     head = LoadedHead((tiny.head,), "random")
     tiny.runners = {
         "none": Runner(tiny.trunk),
@@ -60,7 +65,7 @@ def test_histories_are_the_same_with_merged_layers(family: str) -> None:
         "reduced": Runner(tiny.trunk, head, compiles=True),
     }
     tally = Tally()
-    for seed in range(900, 900 + in_test_or_soak(3, 8)):
+    for seed in range(900, 900 + in_test_or_soak(2 if is_quantized_name(name) else 3, 8)):
         tally.add(play(tiny, random_history(seed, tiny.vocab_size)))
     assert tally.tokens > 0
     assert tally.excused * 1000 <= tally.tokens

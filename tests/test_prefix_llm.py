@@ -23,9 +23,9 @@ PROMPT = [5 + i * i % 90 for i in range(300)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+@pytest.fixture(scope="module", params=["llama", "llama-4bit"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", name=request.param)
 
 
 def _ask(llm: LLM, prompt: list[int] = PROMPT, params: SamplingParams = GREEDY) -> tuple[list[int], int]:
@@ -74,6 +74,7 @@ def test_requests_at_once_compute_their_common_part_once(folder: Path) -> None:
         assert sum(one.stats.num_cached for one in together) >= 5 * (len(PROMPT) - 1)
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_clearing_gives_the_memory_back(folder: Path, expected: list[int], tmp_path: Path) -> None:
     with LLM(folder, prefix_cache_dir=tmp_path) as llm:
         at_first = mx.get_active_memory()
@@ -89,6 +90,7 @@ def test_clearing_gives_the_memory_back(folder: Path, expected: list[int], tmp_p
         assert _ask(llm) == (expected, 0)
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_the_memory_stays_within_its_budget(folder: Path) -> None:
     with LLM(folder, prefix_cache_bytes=150_000) as llm:
         for i in range(12):
@@ -133,6 +135,7 @@ def test_damaged_files_cost_a_computation_and_no_token(
         assert _numbers(llm)["disk_refused"] > 0
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_a_folder_that_cannot_be_is_said_at_the_start(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "x").write_text("a file")
     with pytest.raises(InvalidConfig, match="the prefix cache cannot use the folder"):
@@ -154,6 +157,7 @@ with LLM(sys.argv[1], prefix_cache_dir=sys.argv[2]) as llm:
 """
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_a_server_that_is_killed_leaves_only_good_blocks(
     folder: Path, expected: list[int], tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import quantize_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB_SIZE = 113
@@ -590,6 +591,34 @@ REFUSED_TINY: dict[str, dict[str, Any]] = {
     },
 }
 
+# How a model is quantised, by the end of its name, as in "llama-4bit": the names of published models.
+QUANTIZATIONS: dict[str, dict[str, int]] = {
+    "4bit": {"bits": 4, "group_size": 32},
+    "5bit": {"bits": 5, "group_size": 32},
+    "6bit": {"bits": 6, "group_size": 64},
+    "8bit": {"bits": 8, "group_size": 32},
+    "mixed": {"bits": 4, "group_size": 32},
+}
+MIXED: dict[str, bool | dict[str, int]] = {  # layers of a mixed model that differ, by the end of their names
+    "v_proj": {"bits": 6, "group_size": 32},
+    "down_proj": {"bits": 5, "group_size": 32},
+    "embed_tokens": {"bits": 8, "group_size": 64},
+    "lm_head": {"bits": 6, "group_size": 64},
+    "o_proj": False,
+}
+WIDE_LATENT = {"kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+WIDE = {  # sizes that a group of 32 divides, for families whose tiny models have smaller ones
+    "mimo_v2_flash": {"v_head_dim": 16, "swa_v_head_dim": 16},  # OpenBLAS sums 8 columns in another order
+    **{family: WIDE_LATENT for family, own in TINY.items() if "kv_lora_rank" in own},
+}
+# Families with latent attention: mlx-lm computes it in another form for a single token, with other sums. They
+# differ in their last bits. In a quantised model the next layer rounds them to 8 bits, and some tokens then
+# differ by a step of that.
+SUMS_DEPEND_ON_WIDTH = frozenset({
+    "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25",
+    "kimi_linear", "kimi_vl", "longcat_flash", "mistral4",
+})  # fmt: skip
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -617,6 +646,28 @@ def _build(family: str, config: dict[str, Any]) -> nn.Module:
     return model
 
 
+def quantized_tiny_model(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model quantised by mlx-lm ("llama-4bit", "qwen3_moe-mixed"), and what its config.json says.
+
+    A layer whose inputs are no multiple of the group size stays as it is.
+    """
+    family, _, quantization = name.rpartition("-")
+    how = QUANTIZATIONS[quantization]
+    config = tiny_config(family) | WIDE.get(family, {}) | changes
+
+    def own(path: str, layer: nn.Module) -> bool | dict[str, int]:
+        found = MIXED.get(path.rpartition(".")[2], True) if quantization == "mixed" else True
+        if isinstance(found, dict) and layer.weight.shape[-1] % found["group_size"]:
+            return True
+        return found
+
+    return quantize_model(_build(family, config), config, **how, quant_predicate=own)
+
+
+def is_quantized_name(name: str) -> bool:
+    return name.rpartition("-")[2] in QUANTIZATIONS
+
+
 def fill(model: nn.Module, seed: int) -> None:
     """Give every parameter a random value, those that start as zeros or ones too, so that each one counts."""
     keys = mx.random.split(mx.random.key(seed), 4096)
@@ -637,10 +688,16 @@ def _filled(name: str, array: mx.array, key: mx.array) -> mx.array:
     return mx.round(array.astype(mx.float32)) + 0.1 * noise  # about 1 for norms, about 0 for biases
 
 
-def write_checkpoint(folder: Path, family: str, **changes: Any) -> nn.Module:
-    """Write a folder that can be loaded: config, weights, tokenizer. Returns the model that it holds."""
-    model = tiny_model(family, **changes)
-    save_checkpoint(folder, model, tiny_config(family) | {"eos_token_id": END_ID} | changes)
+def write_checkpoint(folder: Path, name: str, **changes: Any) -> nn.Module:
+    """Write a folder that can be loaded: config, weights, tokenizer. Returns the model that it holds.
+
+    `name` is a family, or that of a quantised model: "llama-4bit".
+    """
+    if is_quantized_name(name):
+        model, config = quantized_tiny_model(name, **changes)
+    else:
+        model, config = tiny_model(name, **changes), tiny_config(name) | changes
+    save_checkpoint(folder, model, {"eos_token_id": END_ID} | config)
     return model
 
 

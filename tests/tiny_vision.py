@@ -15,7 +15,15 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from tiny_models import COMMON, END_ID, SPECIAL_TOKENS, fill, write_tokenizer
+from tiny_models import (
+    COMMON,
+    END_ID,
+    QUANTIZATIONS,
+    SPECIAL_TOKENS,
+    fill,
+    is_quantized_name,
+    write_tokenizer,
+)
 
 TILE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 TILE_TOKENS += tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
@@ -192,13 +200,20 @@ def vision_model(family: str) -> nn.Module:
     return model
 
 
-def write_vision_checkpoint(folder: Path, family: str) -> nn.Module:
-    """A folder as mlx-vlm saves it: config, weights, tokenizer, processor. Returns mlx-vlm's own model."""
-    model = vision_model(family)
+def write_vision_checkpoint(folder: Path, name: str) -> nn.Module:
+    """A folder as mlx-vlm saves it: config, weights, tokenizer, processor. Returns mlx-vlm's own model.
+
+    `name` is a family, or that of a model whose language part is quantised: "smolvlm-4bit".
+    """
+    family = name.rpartition("-")[0] if is_quantized_name(name) else name
+    model, config = vision_model(family), vision_config(family)
+    if is_quantized_name(name):
+        config["quantization"] = quantization = QUANTIZATIONS[name.rpartition("-")[2]]
+        nn.quantize(model.language_model, **quantization)
     folder.mkdir(parents=True, exist_ok=True)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(vision_config(family), indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     if family in TILED:
         write_tokenizer(folder, (*SPECIAL_TOKENS, *TILE_TOKENS), TILE_TEMPLATE)
         picture: dict[str, Any] = {

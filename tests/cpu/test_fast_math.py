@@ -3,6 +3,8 @@
 import math
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,10 +16,17 @@ from mlx_lm.models.cache import KVCache
 from outrider.cache.placement import Placement, RopeOffsets
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu import fast_math
+from own_sgemm import WHERE_THEY_ARE
 
 pytestmark = pytest.mark.skipif(not fast_math.applies(), reason="for Linux on x86 without a GPU")
 
 ULP = 2.0**-23
+
+
+def needs_own_matmul(test: Any) -> Any:
+    for mark in WHERE_THEY_ARE:
+        test = mark(test)
+    return test
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -155,20 +164,60 @@ def test_huge_scores_do_not_overflow() -> None:
     np.testing.assert_array_equal(np.array(found), 3.0)  # one cell outweighs all others
 
 
-def test_a_rows_result_does_not_depend_on_its_neighbours() -> None:
-    """Nor on how far the view reaches because of them."""
+@needs_own_matmul
+@pytest.mark.parametrize(("length", "longest"), [(9, 40), (300, 900)])
+def test_a_rows_result_does_not_depend_on_its_neighbours(length: int, longest: int) -> None:
+    """Nor on how far the view reaches because of them, to the bit."""
     mx.random.seed(3)
     new = [mx.random.normal((2, 3, 1, 16)) for _ in range(2)]
     queries = mx.random.normal((2, 9, 1, 16))
-    both = layer_of(placed([9, 40], 1), 3, 16, 16, mx.float32)
+    both = layer_of(placed([length, longest], 1, capacity=1024), 3, 16, 16, mx.float32)
     kv_keys, kv_values = both.keys, both._kv.values
     keys, values = both.update_and_fetch(*new)
     together = fast_math.attention(queries, keys, values, both, 0.25, both.make_mask(1))
-    alone = layer_of(placed([9], 1), 3, 16, 16, mx.float32)
+    alone = layer_of(placed([length], 1, capacity=1024), 3, 16, 16, mx.float32)
     alone._kv.keys, alone._kv.values = kv_keys[:1], kv_values[:1]
     keys, values = alone.update_and_fetch(*(x[:1] for x in new))
     single = fast_math.attention(queries[:1], keys, values, alone, 0.25, alone.make_mask(1))
-    np.testing.assert_allclose(np.array(single[0]), np.array(together[0]), rtol=0, atol=1e-7)
+    assert mx.array_equal(single[0], together[0])
+
+
+@needs_own_matmul
+def test_a_long_prompt_is_the_same_to_the_bit_however_it_is_cut() -> None:
+    """With 3 heads for each key head, 300 tokens are 900 rows of a matmul, more than the own one takes."""
+    mx.random.seed(5)
+    queries = mx.random.normal((1, 6, 300, 64))
+    new = [mx.random.normal((1, 2, 300, 64)) for _ in range(2)]
+    found = []
+    for cuts in ((0, 300), (0, 40, 41, 140, 300)):
+        view = layer_of(placed([0], 300, capacity=320), 2, 64, 64, mx.float32)
+        parts = []
+        for begin, end in pairwise(cuts):
+            view = LayerView(view._kv, placed([begin], end - begin, capacity=320))
+            keys, values = view.update_and_fetch(*(x[:, :, begin:end] for x in new))
+            mask = view.make_mask(end - begin)
+            parts.append(fast_math.attention(queries[:, :, begin:end], keys, values, view, 0.125, mask))
+        found.append(mx.concatenate(parts, axis=2))
+    assert mx.array_equal(*found)
+
+
+@needs_own_matmul
+@pytest.mark.parametrize("width", [1, 3])
+def test_sinks_take_a_share_of_the_weights(width: int) -> None:
+    """The result is mlx-lm's, and the same to the bit however far the view reaches."""
+    mx.random.seed(4)
+    queries, sinks = mx.random.normal((1, 6, width, 16)), mx.random.normal((6,))
+    new = [mx.random.normal((1, 2, width, 16)) for _ in range(2)]
+    near, far = (layer_of(placed([9], width), 2, 16, 16, mx.float32) for _ in range(2))
+    far._kv.keys, far._kv.values, far.placement.num_attended = near._kv.keys, near._kv.values, 48
+    found = []
+    for view in (near, far):
+        keys, values = view.update_and_fetch(*new)
+        call = queries, keys, values, view, 0.25, view.make_mask(width), sinks
+        found.append(fast_math.attention(*call))
+        np.testing.assert_allclose(found[-1], base.scaled_dot_product_attention(*call), rtol=0, atol=1e-6)
+        assert mx.abs(found[-1] - fast_math.attention(*call[:-1])).max() > 1e-2
+    assert mx.array_equal(*found)
 
 
 def test_what_is_not_ours_goes_to_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,14 +229,12 @@ def test_what_is_not_ours_goes_to_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> Non
     additive = mx.where(mask, 0.0, -1e9)
     per_head = mx.broadcast_to(mask, (2, 4, 3, keys.shape[2]))
     thin = [x.astype(mx.float16) for x in (queries, keys, values)]
-    sinks = mx.zeros(4)
     calls = [
         (queries, keys, values, KVCache(), 0.3, mask, None),
         (queries, keys, values, None, 0.3, "causal", None),
         (queries, keys, values, view, 0.3, "causal", None),
         (queries, keys, values, view, 0.3, additive, None),
         (queries, keys, values, view, 0.3, per_head, None),
-        (queries, keys, values, view, 0.3, mask, sinks),
         (*thin, half, 0.3, mask, None),
     ]
     expected = [base.scaled_dot_product_attention(*call) for call in calls]

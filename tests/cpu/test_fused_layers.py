@@ -464,7 +464,7 @@ def test_bad_arrays_are_refused(native: ModuleType) -> None:
 @pytest.mark.parametrize(("family", "bits", "first"), [("llama", 4, 0), ("qwen3", 8, 1000)])
 def test_every_request_gives_what_it_gives_alone(family: str, bits: int, first: int) -> None:
     """Rows that join, leave and are preempted, drafts of every kind, failing steps: not one token differs."""
-    own = world(family, bits)
+    own = world(f"{family}-{bits}bit")
     assert all(is_fused(layer) for layer in [*own.model.layers, *own.head.layers])
     tally = Tally()
     for seed in range(first, first + 12):
@@ -476,7 +476,7 @@ def test_every_request_gives_what_it_gives_alone(family: str, bits: int, first: 
 
 def test_a_step_of_the_engine_copies_no_buffer(native: ModuleType) -> None:
     """Decoding rows, prompt chunks and several drafts of a head in one step."""
-    own = world("llama", 4)
+    own = world("llama-4bit")
     for seed in (100, 108):  # steps that are not overlapped, as on CPUs
         history = replace(random_history(seed, own.vocab_size), inspects=False, scribbles=False)
         for ask in history.asks:

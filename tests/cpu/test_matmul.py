@@ -162,6 +162,23 @@ def test_other_calls_are_passed_on(sgemm: Sgemm, how: dict[str, Any]) -> None:
     assert not y.any()
 
 
+def test_long_sums_over_cells_are_passed_on_in_parts(sgemm: Sgemm) -> None:
+    """So that a row gives the same in a pass with more cells, of which the last have no weight."""
+    x, v, y = numbers(0, 16, 600), numbers(1, 600, 16), np.zeros((16, 16), np.float32)
+    sgemm.passed.calls.clear()
+    address, apart = (lambda a: ctypes.c_void_p(a.ctypes.data)), (lambda a: a.strides[0] // 4)
+    one, half = ctypes.c_float(1), ctypes.c_float(0.5)
+    forms = ROW_MAJOR, NO_TRANSPOSE, NO_TRANSPOSE
+    sgemm.library.cblas_sgemm(
+        *(*forms, 16, 16, 600, one, address(x), apart(x), address(v), apart(v), half, address(y), apart(y))
+    )
+    calls, sgemm.passed.calls = list(sgemm.passed.calls), []
+    assert [call[5] for call in calls] == [256, 256, 88]
+    assert [call[7] - x.ctypes.data for call in calls] == [0, 256 * 4, 512 * 4]
+    assert [call[9] - v.ctypes.data for call in calls] == [0, 256 * 4 * 16, 512 * 4 * 16]
+    assert [call[11] for call in calls] == [0.5, 1, 1]
+
+
 def test_many_tokens_are_passed_on(sgemm: Sgemm) -> None:
     sgemm.passed.calls.clear()
     sgemm(numbers(0, MAX_TOKENS + 1, 16), numbers(1, 8, 16))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pkgutil
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,13 +16,25 @@ import numpy as np
 import pytest
 
 from outrider.cache.recurrent import RecurrentState
+from outrider.models.dtypes import settle_dtype
 from outrider.models.families import REFUSED, SUPPORTED, UnsupportedModel, check_supported
 from outrider.models.trunk import Trunk
 from ragged_rows import RaggedRows, error, solo_logits
-from tiny_models import REFUSED_TINY, TINY, VOCAB_SIZE, tiny_model
+from tiny_models import (
+    QUANTIZATIONS,
+    REFUSED_TINY,
+    SUMS_DEPEND_ON_WIDTH,
+    TINY,
+    VOCAB_SIZE,
+    quantized_tiny_model,
+    tiny_model,
+)
 
 TOLERANCE = 1e-5  # relative to the largest logit
 RECURRENT_TOLERANCE = 1e-4  # a norm over small states magnifies the rounding of another order of sums
+QUANTIZED_TOLERANCE = 0.1  # MLX multiplies floats, the layers for CPUs tokens of 8 bits
+BY_WIDTH_TOLERANCE = 0.1  # one step of these 8 bits, and what follows from it
+TEXT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(24)]
 SHARED_PARTS = {  # modules of mlx_lm.models that are no family
     "activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla", "pipeline", "rope_utils", "ssm",
     "switch_layers",
@@ -44,13 +57,18 @@ def _model(family: str) -> nn.Module:
 
 
 class History:
-    """Rows whose texts are known from the start, fed piece by piece and compared with solo runs."""
+    """Rows whose texts are known from the start, fed piece by piece and compared with solo runs.
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
+    `solo`: the logits of a text that runs alone.
+    """
+
+    def __init__(
+        self, trunk: Trunk, solo: Callable[[list[int]], np.ndarray], seed: int, length: int = 96
+    ) -> None:
         self.rng = random.Random(seed)
-        self.texts = {row: [self.rng.randrange(VOCAB_SIZE) for _ in range(96)] for row in "abcd"}
-        self.solo = {row: solo_logits(model, text) for row, text in self.texts.items()}
-        self.rows = RaggedRows(Trunk(model, max_context=256), num_slots=6, capacity=24)
+        self.texts = {row: [self.rng.randrange(VOCAB_SIZE) for _ in range(length)] for row in "abcd"}
+        self.solo = {row: solo(text) for row, text in self.texts.items()}
+        self.rows = RaggedRows(trunk, num_slots=6, capacity=24)
         self.rows.scribble()
         is_recurrent = any(isinstance(states, RecurrentState) for states in self.rows.cache.buffers())
         self.tolerance = RECURRENT_TOLERANCE if is_recurrent else TOLERANCE
@@ -100,7 +118,8 @@ class History:
 
 @pytest.mark.parametrize("family", sorted(SUPPORTED))
 def test_batched_rows_equal_solo_rows_after_uneven_rollbacks(family: str) -> None:
-    history = History(_model(family), seed=1)
+    model = _model(family)
+    history = History(Trunk(model, max_context=256), partial(solo_logits, model), seed=1)
     rows = history.rows
     for row, slot in zip("abc", (4, 1, 3), strict=True):
         history.join(row, slot)
@@ -124,6 +143,32 @@ def test_batched_rows_equal_solo_rows_after_uneven_rollbacks(family: str) -> Non
     history.join("d", slot=4)
     history.prefill({"a": 66, "d": 9})  # past the first view of 64 cells
     history.decode(4)
+
+
+def _alone(trunk: Trunk, text: list[int]) -> np.ndarray:
+    rows = RaggedRows(trunk, num_slots=1, capacity=len(text))
+    rows.join("a", slot=0)
+    return rows.feed({"a": text})["a"]
+
+
+@pytest.mark.parametrize(
+    "name", [f"{family}-{how}" for family, how in zip(sorted(SUPPORTED), cycle(QUANTIZATIONS), strict=False)]
+)
+def test_rows_of_a_quantised_model_are_the_same_to_the_bit_in_any_batch(name: str) -> None:
+    model, _ = quantized_tiny_model(name)
+    theirs = solo_logits(model, TEXT)
+    settle_dtype(model, "auto")
+    trunk = Trunk(model, max_context=256)
+    trunk.prepare_for_serving()
+    differences = np.abs(_alone(trunk, TEXT) - theirs).max(axis=1) / np.abs(theirs).max()
+    assert np.median(differences) < QUANTIZED_TOLERANCE
+    history = History(trunk, partial(_alone, trunk), seed=1, length=40)
+    history.tolerance = BY_WIDTH_TOLERANCE if name.rpartition("-")[0] in SUMS_DEPEND_ON_WIDTH else 0
+    for row, slot in zip("abc", (4, 1, 3), strict=True):
+        history.join(row, slot)
+    history.prefill({"a": 17, "b": 5, "c": 22})
+    history.rows.resize(num_slots=6, capacity=64)
+    history.decode(3)
 
 
 @pytest.mark.parametrize("family", sorted(SUPPORTED))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.mla import QuantizedMultiLinear
 
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import is_kept
@@ -153,6 +155,21 @@ def test_quantisations_without_operations_for_cpus_become_float32(
         assert "layers become float32" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_quantised_projections_of_latent_attention_become_float32_on_the_cpu(
+    tmp_path: Path, dtype: str
+) -> None:
+    quantised = write_checkpoint(tmp_path, "deepseek_v3-8bit")
+    assert isinstance(quantised.layers[0].self_attn.embed_q, QuantizedMultiLinear)
+    model = load(tmp_path, dtype).trunk.model
+    assert not any(isinstance(module, QuantizedMultiLinear) for module in model.modules())
+    x = mx.random.normal((1, 4, 3, 32))
+    for layer, before in zip(model.layers, quantised.layers, strict=True):
+        for part in ("embed_q", "unembed_out"):
+            theirs = before.self_attn[part](x)
+            assert mx.allclose(layer.self_attn[part](x), theirs, atol=1e-5)
+
+
 def test_layers_of_one_model_may_have_different_quantisations(tmp_path: Path) -> None:
     model, settings = tiny_model("llama"), {"group_size": 32, "bits": 4}
     others = {"model.layers.0.mlp.gate_proj": {"group_size": 64, "bits": 8}, "lm_head": False}
@@ -179,6 +196,95 @@ def _save_quantised(folder: Path, family: str, group_size: int, bits: int, mode:
 
 def _fits(module: nn.Module, group_size: int) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+
+
+UP = "model.layers.1.mlp.up_proj"  # 64 -> 96
+
+
+@pytest.fixture
+def quantised_folder(tmp_path: Path) -> Path:
+    """A sound quantised checkpoint, to be damaged."""
+    write_checkpoint(tmp_path / "quantised", "llama-4bit")
+    return tmp_path / "quantised"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"bits": 7}, "bits in the quantization in config.json must be one of 1, 2, 3, 4, 5, 6, 8, not 7"),
+        ({"bits": None}, "not None"),
+        ({"group_size": 48}, "group_size in the quantization in config.json must be one of 16, 32, 64, 128"),
+        ({UP: {"bits": 7, "group_size": 32}}, f"bits in the quantization of {UP}"),
+        ({UP: {"bits": "4", "group_size": 32}}, "not '4'"),
+        ({UP: {"bits": 4, "group_size": 48}}, f"group_size in the quantization of {UP}"),
+        (
+            {UP: {"bits": 4, "group_size": 128}},
+            f"{UP}.weight has rows of 64, which groups of 128 do not divide",
+        ),
+        ({UP: {"bits": 4}}, "group_size"),
+        ({UP: 4}, f"quantization of {UP} in config.json must be an object, not 4"),
+        ({UP: {"bits": 8, "group_size": 32}}, f"{UP}.weight"),
+        ({UP: False}, f"{UP}.scales"),
+    ],
+)
+def test_a_quantization_config_that_cannot_be_right(
+    quantised_folder: Path, changes: dict[str, Any], reason: str
+) -> None:
+    quantization = json.loads((quantised_folder / "config.json").read_text())["quantization"]
+    _rewrite_config(quantised_folder, quantization=quantization | changes)
+    assert reason in _damaged(quantised_folder)
+
+
+@pytest.mark.parametrize("content", [4, [4], "4bit"])
+def test_a_quantization_config_that_is_no_object(quantised_folder: Path, content: Any) -> None:
+    _rewrite_config(quantised_folder, quantization=content)
+    assert "quantization in config.json must be an object" in _damaged(quantised_folder)
+
+
+def test_quantised_weights_without_a_quantization_config(quantised_folder: Path) -> None:
+    file = quantised_folder / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization"], config["quantization_config"]
+    file.write_text(json.dumps(config))
+    assert f"{UP}.scales" in _damaged(quantised_folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "damage", "reason"),
+    [
+        ("scales", None, f"{UP}.scales is missing"),
+        ("biases", None, f"{UP}.biases is missing"),
+        ("weight", None, f"{UP}.weight is missing"),
+        ("scales", lambda x: x.astype(mx.int32), f"{UP}.scales is int32 [96, 2]"),
+        ("scales", lambda x: x[:-1], f"{UP}.scales is float32 [95, 2]"),
+        ("scales", lambda x: x[:, :0], f"{UP}.scales is float32 [96, 0]"),
+        ("scales", lambda x: x[:, 0], f"{UP}.scales is float32 [96]"),
+        ("scales", lambda x: mx.repeat(x, 2, axis=1), f"{UP}.scales is float32 [96, 4]"),
+        ("biases", lambda x: x[:-1], f"{UP}.biases is float32 [95, 2]"),
+        ("biases", lambda x: x.astype(mx.int8), f"{UP}.biases is int8 [96, 2]"),
+        ("weight", lambda x: x[:, :-1], f"{UP}.weight is uint32 [96, 7]"),
+        ("weight", lambda x: x.astype(mx.float32), f"{UP}.weight is float32 [96, 8]"),
+    ],
+)
+def test_a_quantised_tensor_that_cannot_be_right(
+    quantised_folder: Path, part: str, damage: Callable[[mx.array], mx.array] | None, reason: str
+) -> None:
+    file = str(quantised_folder / "model.safetensors")
+    tensors: dict[str, mx.array] = dict(mx.load(file))  # type: ignore[arg-type]
+    mx.eval(tensors)
+    old = tensors.pop(f"{UP}.{part}")
+    if damage is not None:
+        tensors[f"{UP}.{part}"] = damage(old)
+    mx.save_safetensors(file, tensors, {"format": "mlx"})
+    assert reason in _damaged(quantised_folder)
+
+
+@pytest.mark.parametrize("kept", [4, 0.5, 0.99])
+def test_quantised_weights_that_are_cut_short(quantised_folder: Path, kept: float) -> None:
+    file = quantised_folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept * len(content)) if kept < 1 else int(kept)])
+    _damaged(file)
 
 
 def test_half_precision_weights_become_float32_on_the_cpu(tmp_path: Path) -> None:

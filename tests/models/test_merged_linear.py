@@ -20,7 +20,7 @@ from outrider.models.layer_swaps import without_speed_swaps
 from outrider.models.merged_linear import MergedLinearPart, MergedQuantizedLinearPart, merge
 from outrider.models.trunk import Trunk
 from ragged_rows import RaggedRows, error, solo_logits
-from tiny_models import TINY, VOCAB_SIZE, fill, tiny_model
+from tiny_models import TINY, VOCAB_SIZE, fill, quantized_tiny_model, tiny_model
 
 TEXT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(24)]
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -114,10 +114,12 @@ def test_a_layer_that_takes_over_another_ones_keys_has_its_queries_alone() -> No
     assert groups(model.layers[-1]) == sets(GATE_UP)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_5_moe"])
-def test_quantised_layers_are_merged_too(family: str) -> None:
-    model = tiny_model(family)
-    nn.quantize(model, group_size=32, bits=4)
+@pytest.mark.parametrize(
+    "name",
+    ["llama-4bit", "qwen3-5bit", "qwen3_5-6bit", "qwen3_5_moe-8bit", "llama-mixed", "qwen3_next-mixed"],
+)
+def test_quantised_layers_are_merged_too(name: str) -> None:
+    model, _ = quantized_tiny_model(name)
     trunk = Trunk(model, max_context=256)
     before, num_bytes = ragged_logits(trunk), trunk.num_bytes
     merge(trunk.model, trunk.dry_run)

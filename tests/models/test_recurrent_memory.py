@@ -24,7 +24,7 @@ STATE_BYTES = NUM_ROWS * 48 * 128 * 128 * 4  # of one layer, all rows
 WINDOW_STATE_BYTES = (1 + DEPTH) * STATE_BYTES
 LAYERS_OF_27B = 48  # recurrent ones
 GREEDY = SamplingParams(temperature=0)
-NUM_TRIES = 6  # a host that runs far ahead of the device allocates more: the least of several steps counts
+NUM_TRIES = 4  # a host that runs far ahead of the device allocates more: the least of several steps counts
 
 CONFIG = {
     "model_type": "qwen3_5_text",
@@ -92,11 +92,12 @@ def test_nothing_of_a_verify_window_outlives_the_step(runner: Runner) -> None:
 
 def test_one_more_layer_takes_more_deltas_not_states(runner: Runner, deep: Runner) -> None:
     small = min(peak_of_a_step(runner) for _ in range(NUM_TRIES))
-    # From two or three layers on as many commits are under way at once as ever will be.
-    six, eighteen = (
-        min(peak_of_a_step(more) for _ in range(NUM_TRIES)) for more in (decoding_runner(8), deep)
+    # MLX has up to ten operations under way. From some eight layers on as many of them are commits as ever
+    # will be.
+    twelve, eighteen = (
+        min(peak_of_a_step(more) for _ in range(NUM_TRIES)) for more in (decoding_runner(16), deep)
     )
-    per_layer = (eighteen - six) / 12
+    per_layer = (eighteen - twelve) / 6
     whole = eighteen + (LAYERS_OF_27B - 18) * per_layer
     print(
         f"peak of a step: {small / MIB:.0f} MiB with 3 recurrent layers, "

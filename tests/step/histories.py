@@ -20,15 +20,17 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
+import sampling_oracle as oracle
 from outrider.cache.recurrent import RecurrentState
 from outrider.config import EngineConfig
-from outrider.cpu.quantized import keep_quantized
+from outrider.cpu.quantized import is_kept, quantized_layers
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.loop import StepExecutor
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_caches import SLACK
 from outrider.engine.scheduler import InFlightStep, Scheduler
 from outrider.engine.sequence import Delta, DraftState
+from outrider.models.dtypes import settle_dtype
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
 from outrider.plan import TokenLogprobs
@@ -38,13 +40,21 @@ from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
 from outrider.speculate.prediction import PredictionDrafter
 from outrider.step.runner import Runner
-from ragged_rows import RaggedRows
 from restless_controller import RestlessController
 from run_steps import run_step
-from step.reference import Answer, Feed, fresh_cells, solo_answer, stop_ids_of
+from step.reference import (
+    Answer,
+    Cells,
+    engine_cells,
+    engine_row,
+    fresh_cells,
+    mlx_lm_row,
+    solo_answer,
+    stop_ids_of,
+)
 from step.row_grammars import compiler, with_random_grammar
 from step.scripted_drafter import ScriptedDrafter
-from tiny_models import tiny_model
+from tiny_models import SUMS_DEPEND_ON_WIDTH, is_quantized_name, quantized_tiny_model, tiny_model
 
 Kind = Literal[
     "plain", "scripted", "ngram", "prediction", "head", "scripted with head", "prediction with head"
@@ -57,9 +67,22 @@ SHALLOW = {
     "llama": {"num_hidden_layers": 2},
     "qwen3": {"num_hidden_layers": 2},
 }  # where two say as much as three
-CELL_TOLERANCE = 1e-4
-LOGPROB_TOLERANCE = 1e-3
 MADE_TO_FAIL = "made to fail"
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """By how much two honest computations may differ."""
+
+    logits: float
+    logprobs: float
+    cells: float
+    excused: float = 1e-4  # share of the tokens whose choice is within the tolerance of another one
+
+
+FLOAT32 = Tolerance(oracle.TOLERANCE, 1e-3, 1e-4)
+QUANTIZED = Tolerance(oracle.TOLERANCE, 1e-5, 0)  # the oracle alone rounds: logits and cells are equal
+QUANTIZED_BY_WIDTH = Tolerance(0.2, 0.2, 0.2, excused=0.005)  # of the families in SUMS_DEPEND_ON_WIDTH
 
 
 class Divergence(AssertionError):
@@ -138,19 +161,23 @@ class Tally:
 
 
 class World:
-    """A tiny model with heads of random weights, and a runner for each."""
+    """A tiny model with heads of random weights, and a runner for each.
 
-    def __init__(self, family: str, bits: int | None = None) -> None:
-        """With `bits` the model and its head are quantised."""
-        self.model: nn.Module = tiny_model(family, **SHALLOW.get(family, {}))
-        self.bits = bits
-        if bits is not None:
-            _quantize(self.model, bits)
+    `name` is a family, or that of a quantised model ("llama-4bit"), whose head is quantised too.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.model = _model(name)
+        self._rounds_tokens = any(is_kept(layer) for _, layer in quantized_layers(self.model))
+        self.tolerance = FLOAT32
+        if self._rounds_tokens:
+            self.tolerance = QUANTIZED_BY_WIDTH if _family(name) in SUMS_DEPEND_ON_WIDTH else QUANTIZED
         self.trunk = Trunk(self.model, max_context=256)
         self.vocab_size = self.trunk.vocab_size
         self.head = random_head(self.trunk)
-        if bits is not None:
-            _quantize(self.head, bits)
+        if is_quantized_name(name):
+            nn.quantize(self.head, group_size=32, bits=4)
+            settle_dtype(self.head, "auto", self.trunk.dtype)
         self.trunk.prepare_for_serving()  # as the engine does
         LoadedHead((self.head,), "random").prepare_for_serving(self.trunk)
         some = mx.array(sorted(random.Random(7).sample(range(self.vocab_size), self.vocab_size // 2)))
@@ -166,20 +193,28 @@ class World:
         """The same request is asked by several histories, and by all controls."""
         asked = repr((ask.prompt, ask.params, so_far))
         if asked not in self._answers:
-            feed = None if self.bits is None else self._alone()
-            self._answers[asked] = solo_answer(self.model, ask.prompt, ask.params, so_far, feed)
+            row = engine_row(self.trunk) if self._rounds_tokens else mlx_lm_row(self.model)
+            self._answers[asked] = solo_answer(row, ask.prompt, ask.params, so_far, self.tolerance.logits)
         return self._answers[asked]
 
-    def _alone(self) -> Feed:
-        """A row alone in the engine's own passes: mlx-lm's may round a token to other 8-bit codes."""
-        rows = RaggedRows(self.trunk, num_slots=1, capacity=256)
-        rows.join("alone", slot=0)
-        return lambda token_ids: rows.feed({"alone": token_ids})["alone"][-1]
+    def cells(self, token_ids: Sequence[int], has_head: bool) -> Cells:
+        """What a decoding row with these tokens must hold."""
+        head = self.head if has_head else None
+        if self._rounds_tokens:
+            return engine_cells(self.trunk, head, token_ids)
+        return fresh_cells(self.model, head, token_ids)
 
 
-def _quantize(network: nn.Module, bits: int) -> None:
-    nn.quantize(network, group_size=32, bits=bits)
-    assert keep_quantized(network) == []
+def _model(name: str) -> nn.Module:
+    if not is_quantized_name(name):
+        return tiny_model(name, **SHALLOW.get(name, {}))
+    model, _ = quantized_tiny_model(name, **SHALLOW.get(_family(name), {}))
+    settle_dtype(model, "auto")
+    return model
+
+
+def _family(name: str) -> str:
+    return name.rpartition("-")[0]
 
 
 def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
@@ -197,8 +232,8 @@ def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
 
 
 @functools.cache
-def world(family: str, bits: int | None = None) -> World:
-    return World(family, bits)
+def world(name: str) -> World:
+    return World(name)
 
 
 # -- making one ------------------------------------------------------------------------------------------
@@ -502,7 +537,7 @@ class _Player:
         for row in self._rows():
             if not row.is_decoding:
                 continue
-            cells = fresh_cells(self._world.model, self._world.head if row.feeds_head else None, row.tokens)
+            cells = self._world.cells(row.tokens, row.feeds_head)
             num_trunk = len(cells) - row.feeds_head
             for layer, (kv, expected) in enumerate(zip(buffers, cells, strict=False)):
                 num_cells = (
@@ -515,7 +550,7 @@ class _Player:
                     if not found.size:
                         continue
                     error = np.abs(found - want).max()
-                    if not error <= CELL_TOLERANCE:
+                    if not error <= self._world.tolerance.cells:
                         raise Divergence(f"row {row.id}: part {part} of layer {layer} is off by {error:.2g}")
                     self.tally.cells += want.shape[1]
 
@@ -559,7 +594,7 @@ class _Player:
             expected = self._world.answer(live.ask, found[: place + 1])
         if live.finish_reason in ("stop", "length") and len(found) != len(expected.token_ids):
             raise Divergence(f"{live.ask} ended after {found}, alone it gives {list(expected.token_ids)}")
-        _check_logprobs(live, expected)
+        _check_logprobs(live, expected, self._world.tolerance.logprobs)
         self.tally.tokens += len(found)
 
 
@@ -584,7 +619,7 @@ def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int | No
     return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
 
 
-def _check_logprobs(live: _Live, expected: Answer) -> None:
+def _check_logprobs(live: _Live, expected: Answer, tolerance: float) -> None:
     wanted = live.ask.params.logprobs
     if wanted is None:
         assert not live.logprobs
@@ -599,5 +634,5 @@ def _check_logprobs(live: _Live, expected: Answer) -> None:
             *(abs(value - logprobs[token_id]) for token_id, value in entry.top),
             *np.abs(np.array([value for _, value in entry.top]) - best),
         ]
-        if len(entry.top) != len(best) or max(errors) > LOGPROB_TOLERANCE:
+        if len(entry.top) != len(best) or max(errors) > tolerance:
             raise Divergence(f"{live.ask}: log-probabilities {entry} are off by {max(errors):.2g}")

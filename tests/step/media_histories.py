@@ -77,8 +77,8 @@ class MediaTally:
 class MediaWorld:
     """One tiny vision model, heads of one and of three layers, some pictures, and what is said alone."""
 
-    def __init__(self, folder: Path, family: str) -> None:
-        world = new_world(folder, family)
+    def __init__(self, folder: Path, name: str) -> None:
+        world = new_world(folder, name)
         loaded = load(folder)
         assert loaded.vision is not None
         self.trunk, self.vocab_size = loaded.trunk, loaded.trunk.vocab_size

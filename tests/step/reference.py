@@ -1,7 +1,10 @@
-"""What a request gives alone, without drafts, batches, ragged caches or this engine at all.
+"""What a request gives alone: without drafts, batches, chunks or neighbours.
 
-Tokens come from mlx-lm's own model and caches and from the NumPy oracle of the picking rule. Cells come from
-one pass over the whole text.
+Tokens come from the NumPy oracle of the picking rule. Cells come from one pass over the whole text. The
+logits of a model in float32 are those of mlx-lm's own model and caches.
+
+A quantised model rounds each token to 8 bits: a difference in the last bit of a float may become one of a
+hundredth. Its logits are therefore those of the engine's own layers, which must be the same to the bit.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 import sampling_oracle as oracle
-from outrider.models.heads import MTPHead
+from outrider.cache.placement import Placement
+from outrider.models.heads import MTPHead, head_layout
 from outrider.models.layer_swaps import without_speed_swaps
+from outrider.models.trunk import Trunk, TrunkCache
 from outrider.request import SamplingParams
+from ragged_rows import RaggedRows
 from step.row_grammars import EOS_IDS, allowed_by
 
-Feed = Callable[[Sequence[int]], np.ndarray]  # more tokens of one row -> logits after the last of them
+Row = Callable[[Sequence[int]], np.ndarray]  # the row's next tokens -> the logits after the last  [vocab]
 Cells = list[tuple[np.ndarray, ...]]  # of each layer: keys and values [heads, cells, dim], or its states
 
 
@@ -31,8 +37,8 @@ class Answer:
     logprobs: tuple[np.ndarray, ...]  # the model's own, over the vocabulary, at each place
 
 
-def mlx_lms(model: nn.Module) -> Feed:
-    """A row of mlx-lm's own model and caches."""
+def mlx_lm_row(model: nn.Module) -> Row:
+    """A new row of mlx-lm's own model and caches."""
     cache = make_prompt_cache(model)
 
     def feed(token_ids: Sequence[int]) -> np.ndarray:
@@ -42,24 +48,34 @@ def mlx_lms(model: nn.Module) -> Feed:
     return feed
 
 
+def engine_row(trunk: Trunk) -> Row:
+    """A new row of a trunk as it is served, the only one."""
+    rows = RaggedRows(trunk, num_slots=1, capacity=trunk.max_context)
+    rows.join("alone", slot=0)
+
+    return lambda token_ids: rows.feed({"alone": token_ids})["alone"][-1]
+
+
 def solo_answer(
-    model: nn.Module,
+    row: Row,
     prompt: Sequence[int],
     params: SamplingParams,
     so_far: Sequence[int] = (),
-    feed: Feed | None = None,
+    tolerance: float = oracle.TOLERANCE,
 ) -> Answer:
-    """The plain answer from its beginning, or as it continues after `so_far`."""
+    """The plain answer from its beginning, or as it continues after `so_far`; `row` is a new one.
+
+    `tolerance`: by how much logits may differ.
+    """
     assert params.max_tokens is not None
-    feed = feed or mlx_lms(model)
     answer, firm, logprobs = list(so_far), [True] * len(so_far), [np.zeros(0)] * len(so_far)
     fed: list[int] = [*prompt, *so_far]
     allowed_after = allowed_by(params.grammar)
     stop_ids = stop_ids_of(params)
     while len(answer) < params.max_tokens:
-        logits = feed(fed).astype(np.float64)
+        logits = row(fed).astype(np.float64)
         edited = oracle.edited(logits, params, prompt, answer, stop_ids, allowed_after(answer))
-        choice = oracle.choose(edited, len(prompt) + len(answer), params)
+        choice = oracle.choose(edited, len(prompt) + len(answer), params, tolerance)
         answer.append(choice.token_id)
         firm.append(choice.is_firm)
         logprobs.append(oracle.log_softmax(logits))
@@ -92,6 +108,24 @@ def _fresh_cells(model: nn.Module, head: MTPHead | None, token_ids: Sequence[int
         )  # one layer: its cells need no mask
         caches.append(pairs)
     return [_filled_part(cache) for cache in caches]
+
+
+def engine_cells(trunk: Trunk, head: MTPHead | None, token_ids: Sequence[int]) -> Cells:
+    """`fresh_cells` of a trunk and a head as they are served."""
+    num_cells = len(token_ids) - 1
+    place = Placement([0], mx.array([0]), mx.array([num_cells]), num_cells, num_cells, num_cells)
+    caches = [TrunkCache(trunk.layout), *([TrunkCache([head_layout(head, trunk)])] if head else [])]
+    for buffers in (buffers for cache in caches for buffers in cache.buffers()):
+        buffers.resize(1, num_cells)
+    hidden = trunk.hidden(mx.array([token_ids[:-1]]), caches[0], place)
+    caches[0].commit(mx.array([num_cells]))
+    if head is not None:
+        head(hidden, trunk.embed(mx.array([token_ids[1:]])), caches[1].views(place)[0])
+    return [
+        tuple(np.array(array[0]) for array in buffers.arrays())
+        for cache in caches
+        for buffers in cache.buffers()
+    ]
 
 
 def _filled_part(cache: KVCache | ArraysCache) -> tuple[np.ndarray, ...]:

@@ -22,7 +22,7 @@ from outrider.step.runner import LaunchedPasses, Runner
 from patience import IN_SOAK, in_test_or_soak
 from plan_rows import plan_row
 from step.histories import History, Tally, World, play, random_history, world
-from step.reference import solo_answer
+from step.reference import mlx_lm_row, solo_answer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CAPACITY = 96
@@ -327,7 +327,7 @@ def test_one_trace_serves_rows_that_draft_rest_and_do_neither() -> None:
     assert runner._compiled is not None
     assert runner._compiled.num_traces == 1
     for prompt, text in zip(prompts, tokens, strict=True):
-        assert text[len(prompt) :] == list(solo_answer(tiny.model, prompt, GREEDY).token_ids)[:4]
+        assert text[len(prompt) :] == list(solo_answer(mlx_lm_row(tiny.model), prompt, GREEDY).token_ids)[:4]
 
 
 def test_what_is_attended_grows_in_few_steps_and_never_by_much() -> None:

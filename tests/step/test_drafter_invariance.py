@@ -33,6 +33,13 @@ FIRST_SEED = {  # the first few histories contain one that compares all cells
     "qwen3_5": 6000,
     "qwen3_5_moe": 7011,
     "qwen3_next": 8005,
+    "llama-4bit": 24,
+    "qwen3-mixed": 1021,
+    "qwen3_moe-6bit": 2020,
+    "gpt_oss-5bit": 4000,
+    "deepseek_v3-4bit": 3002,
+    "qwen3_5-4bit": 6021,
+    "qwen3_next-8bit": 8008,
 }
 NUM_HISTORIES = {  # in `make test`, in `make soak`
     "llama": in_test_or_soak(60, 220),
@@ -44,6 +51,13 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "qwen3_5": in_test_or_soak(10, 40),
     "qwen3_5_moe": in_test_or_soak(4, 15),
     "qwen3_next": in_test_or_soak(4, 15),
+    "llama-4bit": in_test_or_soak(6, 60),
+    "qwen3-mixed": in_test_or_soak(4, 20),
+    "qwen3_moe-6bit": in_test_or_soak(3, 20),
+    "gpt_oss-5bit": in_test_or_soak(3, 20),
+    "deepseek_v3-4bit": in_test_or_soak(3, 20),
+    "qwen3_5-4bit": in_test_or_soak(2, 20),
+    "qwen3_next-8bit": in_test_or_soak(2, 15),
 }
 
 
@@ -67,8 +81,10 @@ def play_many(family: str) -> Tally:
 def test_every_request_gives_what_it_gives_alone_without_drafts(family: str) -> None:
     tally = play_many(family)
     print(tally.summary())
-    assert tally.excused * 10_000 <= tally.tokens
+    assert tally.excused <= world(family).tolerance.excused * tally.tokens
     assert tally.cells > 0
+    if family.startswith("llama"):
+        assert tally.held.total() > 0
     if family == "llama":
         assert_all_kinds_occurred(tally)
         if IN_SOAK:

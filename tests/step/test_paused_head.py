@@ -13,7 +13,7 @@ from outrider.request import SamplingParams
 from outrider.step.runner import Runner
 from plan_rows import plan_row
 from step.histories import World, world
-from step.reference import solo_answer
+from step.reference import mlx_lm_row, solo_answer
 
 CAPACITY = 96
 PARAMS = [
@@ -44,7 +44,7 @@ class Rows:
         rng = np.random.default_rng(8)
         self.prompts = [rng.integers(0, tiny.vocab_size, length).tolist() for length in (3, 11, 20)]
         self.answers = [
-            list(solo_answer(tiny.model, prompt, params).token_ids)
+            list(solo_answer(mlx_lm_row(tiny.model), prompt, params).token_ids)
             for prompt, params in zip(self.prompts, PARAMS, strict=True)
         ]
         self.gained = [0, 0, 0]

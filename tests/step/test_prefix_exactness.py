@@ -19,6 +19,8 @@ NUM_SESSIONS = {  # in `make test`, in `make soak`
     "deepseek_v3": in_test_or_soak(2, 6),  # latent attention
     "qwen3_5": in_test_or_soak(3, 10),  # recurrent layers
     "qwen3_next": in_test_or_soak(2, 4),
+    "qwen3-mixed": in_test_or_soak(2, 8),
+    "qwen3_5-4bit": in_test_or_soak(2, 4),
 }
 
 
@@ -37,7 +39,7 @@ def test_a_cached_prefix_never_changes_an_answer(family: str, tmp_path: Path) ->
     for seed in range(NUM_SESSIONS[family]):
         tally.add(_play(family, seed, tmp_path / str(seed)))
     print(family, tally.summary())
-    assert tally.played.excused * 10_000 <= tally.played.tokens
+    assert tally.played.excused <= world(family).tolerance.excused * tally.played.tokens
     assert tally.hit_cells > 10 * NUM_SESSIONS[family], "nothing counts unless the cache was used"
     assert tally.evictions > 0
     assert tally.restarts > NUM_SESSIONS[family]

@@ -18,7 +18,7 @@ from outrider.sampling.sampler import Sampler
 from outrider.step.runner import Runner
 from plan_rows import plan_row
 from step.histories import World, random_head, world
-from step.reference import fresh_cells, solo_answer
+from step.reference import fresh_cells, mlx_lm_row, solo_answer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CAPACITY = 96
@@ -47,7 +47,7 @@ def prompt_of(tiny: World, seed: int, length: int) -> list[int]:
 
 
 def plain_answer(tiny: World, prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[int]:
-    return list(solo_answer(tiny.model, prompt, params).token_ids)
+    return list(solo_answer(mlx_lm_row(tiny.model), prompt, params).token_ids)
 
 
 # -- shapes of a batch -----------------------------------------------------------------------------------

@@ -13,7 +13,10 @@ from step.histories import Tally, play, random_history, world
 
 SECONDS = float(os.environ.get("OUTRIDER_SOAK_SECONDS", "0"))
 REPORT_S = 30
-FAMILIES = ("llama", "qwen3", "llama", "gemma3_text", "llama", "deepseek_v3", "llama", "gpt_oss", "glm4_moe")
+FAMILIES = (
+    "llama", "qwen3", "llama-4bit", "gemma3_text", "llama", "deepseek_v3", "qwen3-mixed", "gpt_oss",
+    "llama-6bit", "glm4_moe", "qwen3_moe-5bit", "gpt_oss-8bit",
+)  # fmt: skip
 
 
 @pytest.mark.soak

@@ -24,6 +24,7 @@ from mlx_lm.models import activations, base
 
 from outrider.cache.placement import RopeOffsets
 from outrider.cache.ragged_kv import LayerView
+from outrider.cpu.matmul import MAX_TOKENS
 
 _LOG2_E = math.log2(math.e)
 _ONE, _TWO, _MINUS_LOG2_E = mx.array(1.0), mx.array(2.0), mx.array(-_LOG2_E)
@@ -52,21 +53,39 @@ def attention(
 ) -> mx.array:
     """mlx-lm's scaled_dot_product_attention.
 
-    queries [rows, heads, width, dim]; keys, values [rows, kv_heads, cells, dim]; mask [rows, 1, width, cells]
+    queries [rows, heads, width, dim]; keys, values [rows, kv_heads, cells, dim];
+    mask [rows, 1, width, cells]; sinks [heads]
     """
-    if sinks is not None or not isinstance(cache, LayerView) or not _is_plain(queries, keys, values, mask):
+    if not isinstance(cache, LayerView) or not _is_plain(queries, keys, values, mask):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     rows, num_heads, width, _ = queries.shape
     _, kv_heads, num_cells, _ = keys.shape
     folded = (rows, kv_heads, num_heads // kv_heads * width)
-    scores = (queries * (scale * _LOG2_E)).reshape(*folded, -1) @ keys.swapaxes(2, 3)
+    scores = _products((queries * (scale * _LOG2_E)).reshape(*folded, -1), keys)
     if mask is not None:
         scores = scores.reshape(rows, kv_heads, -1, width, num_cells)
         scores = mx.minimum(scores, cache.placement.score_bound(mask)[:, :, None])
         scores = scores.reshape(*folded, num_cells)
-    weights = mx.power(_TWO, scores - scores.max(axis=-1, keepdims=True))
-    out = (weights @ values) / weights.sum(axis=-1, keepdims=True)
-    return out.reshape(rows, num_heads, width, -1)
+    largest = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:  # one more score for each head, without a value
+        sinks = mx.repeat(sinks.astype(mx.float32) * _LOG2_E, width).reshape(1, kv_heads, -1, 1)
+        largest = mx.maximum(largest, sinks)
+    weights = mx.power(_TWO, scores - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + mx.power(_TWO, sinks - largest)
+    return ((weights @ values) / total).reshape(rows, num_heads, width, -1)
+
+
+def _products(queries: mx.array, keys: mx.array) -> mx.array:
+    """queries @ keys^T in parts that cpu/matmul.py computes, so that a query's scores are the same to the bit
+    in every pass. A quantised layer that follows would make a visible difference of a last bit."""
+    num_queries = queries.shape[2]
+    parts = [
+        queries[:, :, first : first + MAX_TOKENS] @ keys.swapaxes(2, 3)
+        for first in range(0, num_queries, MAX_TOKENS)
+    ]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 def _is_plain(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:

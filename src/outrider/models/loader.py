@@ -21,6 +21,7 @@ from outrider.models.families import check_supported
 from outrider.models.files.named import NAMED, make_ready, named_model
 from outrider.models.gguf import convert as gguf
 from outrider.models.heads.layouts import recognise
+from outrider.models.quantization_check import check_quantization
 from outrider.models.trunk import Trunk
 from outrider.models.vision.encoder import LoadedVision, has_extra, has_vision_weights, load_vision
 from outrider.models.vision.families import VisionFamily, vision_family, why_text_only
@@ -162,7 +163,7 @@ def _load_network(
         network, _ = load_model(
             path,
             lazy=True,
-            get_model_classes=lambda config: _without_head(config, *get_classes(config)),
+            get_model_classes=lambda config: _with_checks(config, *get_classes(config)),
             trust_remote_code=False,
         )
         mrope = None if vision is None else mrope_sections(vision, config)
@@ -172,14 +173,15 @@ def _load_network(
         raise ModelLoadError(f"{path} has no weights (model*.safetensors).") from error
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         where = _unreadable_file(path) or path
-        raise ModelLoadError(f"the model in {where} cannot be loaded: {error}") from error
+        reason = f"there is no {error}" if isinstance(error, KeyError) else error
+        raise ModelLoadError(f"the model in {where} cannot be loaded: {reason}") from error
     return network, mrope
 
 
-def _without_head(config: dict[str, Any], kind: type[nn.Module], args: type) -> tuple[type[nn.Module], type]:
-    """Return the model's classes with a `sanitize` that first drops the weights of an MTP head.
+def _with_checks(config: dict[str, Any], kind: type[nn.Module], args: type) -> tuple[type[nn.Module], type]:
+    """Return the model's classes with a `sanitize` that drops an MTP head and checks quantised tensors.
 
-    Most of mlx-lm's families drop these weights themselves. The others would refuse the checkpoint.
+    Most of mlx-lm's families drop the weights of a head themselves. The others would refuse the checkpoint.
     """
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -187,6 +189,8 @@ def _without_head(config: dict[str, Any], kind: type[nn.Module], args: type) -> 
         if head is not None:
             weights = {name: array for name, array in weights.items() if name not in head}
         arranged: dict[str, mx.array] = kind.sanitize(self, weights) if hasattr(kind, "sanitize") else weights
+        if config.get("quantization") is not None:
+            check_quantization(self, arranged, config["quantization"])
         return arranged
 
     return type(kind.__name__, (kind,), {"sanitize": sanitize, "__module__": kind.__module__}), args

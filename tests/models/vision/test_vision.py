@@ -90,6 +90,21 @@ def test_a_quantised_checkpoint_loads_vision_encoder_and_trunk(tmp_path: Path, f
     assert 0 < float(mx.abs(found - expected).max()) < 0.2
 
 
+def test_a_damaged_tensor_of_a_quantised_vision_encoder_is_named(tmp_path: Path) -> None:
+    model = write_vision_checkpoint(tmp_path, "qwen2_5_vl")
+    nn.quantize(
+        model, 32, 8, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0
+    )
+    tensors = dict(tree_flatten(model.parameters()))
+    name = "vision_tower.blocks.0.attn.qkv.scales"
+    tensors[name] = tensors[name].astype(mx.int32)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
+    config = vision_config("qwen2_5_vl") | {"quantization": {"group_size": 32, "bits": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(encoder.ModelUnavailable, match=rf"vision encoder in {tmp_path} .*{name} is int32"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_readers_say_what_mlx_vlms_processors_say(tmp_path: Path, family: str) -> None:
     write_vision_checkpoint(tmp_path, family)

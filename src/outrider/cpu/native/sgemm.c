@@ -2,7 +2,11 @@
 
    The weights are read from memory once, row by row, in the order in which they are stored. Each thread takes the
    next chunk of rows that no thread has taken. A token's results are bit-identical whatever tokens are beside it
-   and whatever the number of threads. `cblas_sgemm` passes all other calls on to the BLAS that it was given. */
+   and whatever the number of threads. `cblas_sgemm` passes all other calls on to the BLAS that it was given.
+
+   The products of attention weights and values, y = x @ v, are among those. Their sums run over cells, and a BLAS
+   cuts a long sum at places that depend on its length. They are therefore passed on in parts of MAX_SUM cells: a
+   row with more cells, of which the last have no weight, gives the same to the bit. */
 
 #define _GNU_SOURCE
 #include <immintrin.h>
@@ -27,6 +31,7 @@ enum {
     CHUNKS_PER_THREAD = 4,  /* chunks are smaller if a thread would get fewer than this */
     FREE_TOKENS = 8,        /* tokens that are computed in the time that the weights take to arrive */
     MIN_SHARED = 100 << 10, /* elements of the weights from which several threads pay, for up to FREE_TOKENS */
+    MAX_SUM = 256,          /* elements of a sum that is passed on; chosen by hand: OpenBLAS cuts from 320 on or later */
     MAX_THREADS = 64,
     LINE = 16,              /* elements of a cache line */
     SPIN_CYCLES = 32 << 10, /* an idle thread sleeps after this many: 400,000 made a step 10 % slower */
@@ -271,6 +276,12 @@ EXPORT void outrider_sgemm_set_num_threads(int count)
 EXPORT void cblas_sgemm(int order, int x_form, int w_form, int num_tokens, int num_rows, int size, float alpha,
                         const float *x, int ldx, const float *w, int ldw, float beta, float *y, int ldy)
 {
+    if (order == ROW_MAJOR && x_form == NO_TRANSPOSE && w_form == NO_TRANSPOSE && size > MAX_SUM) {
+        for (int first = 0; first < size; first += MAX_SUM)
+            fallback_sgemm(order, x_form, w_form, num_tokens, num_rows, min(MAX_SUM, size - first), alpha, x + first,
+                           ldx, w + (ptrdiff_t)first * ldw, ldw, first ? 1.0f : beta, y, ldy);
+        return;
+    }
     if (order != ROW_MAJOR || x_form != NO_TRANSPOSE || w_form != TRANSPOSE || alpha != 1.0f ||
         (beta != 0.0f && beta != 1.0f) || num_tokens < 1 || num_tokens > max_tokens || num_rows < 1 ||
         size < 1) {

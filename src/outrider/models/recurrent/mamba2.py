@@ -9,7 +9,10 @@ import mlx.nn as nn
 from mlx_lm.models import falcon_h1, granitemoehybrid, mamba2, nemotron_h
 from mlx_lm.models.cache import ArraysCache
 
+from outrider.cpu import recurrence
+from outrider.cpu.recurrence import TokenInputs
 from outrider.models.recurrent.convolution import causal_convolution
+from outrider.models.recurrent.reference_layer import native_outputs
 from outrider.models.recurrent.state_space import chunk_ssm
 
 
@@ -38,9 +41,13 @@ class _Mamba2:
             state = cache[1].astype(mx.float32)
             steps = mx.where(cache.fed[..., None], steps, 0)
         log_decays = -mx.exp(self.A_log.astype(mx.float32)) * steps
-        y, update = chunk_ssm(x, steps, log_decays, in_keys, out_keys, state)
-        if cache is not None:
-            cache.on_commit(1, lambda counts: update.state_after(counts.num))
+        if cache is not None and recurrence.applies():
+            inputs = TokenInputs(out_keys, in_keys, x, log_decays, steps, is_delta_rule=False)
+            y = native_outputs(inputs, state, cache, 1)
+        else:
+            y, update = chunk_ssm(x, steps, log_decays, in_keys, out_keys, state)
+            if cache is not None:
+                cache.on_commit(1, lambda counts: update.state_after(counts.num))
         y = y.astype(x.dtype) + x * self.D.astype(x.dtype)[:, None]
         return y.reshape(rows, width, -1)
 

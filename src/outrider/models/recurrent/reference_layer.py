@@ -5,6 +5,7 @@ fused_layer computes the same in a few GPU kernels.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,8 @@ import mlx.nn as nn
 from mlx_lm.models.gated_delta import normalize_qk
 
 from outrider.cache.recurrent import StateView
+from outrider.cpu import recurrence
+from outrider.cpu.recurrence import TokenInputs
 from outrider.models.recurrent import recurrent_kernels
 from outrider.models.recurrent.convolution import causal_convolution
 from outrider.models.recurrent.delta_rule import chunk_delta_rule
@@ -52,7 +55,7 @@ def delta_rule(
 ) -> mx.array:
     """The delta rule from the rows' states (part `part` of the view), or from zero states without a view.
 
-    `kernels`: use GPU kernels where they can compute this pass.
+    `kernels`: use native operations or GPU kernels where they can compute this pass.
     """
     q, k = normalize_qk(q, k, inv_scale=k.shape[-1] ** -0.5, eps=EPSILON)
     if view is None:
@@ -62,7 +65,11 @@ def delta_rule(
     betas = mx.where(fed, betas, 0)
     log_gates = mx.where(fed if log_gates.ndim == 3 else fed[..., None], log_gates, 0)
     state = view[part]
-    if not (kernels and recurrent_kernels.fits(k, v, log_gates)):
+    has_kernels = kernels and recurrent_kernels.fits(k, v, log_gates)
+    if kernels and not has_kernels and recurrence.applies():
+        inputs = TokenInputs(q, k, v, log_gates, betas, is_delta_rule=True)
+        return native_outputs(inputs, state, view, part)
+    if not has_kernels:
         out, update = chunk_delta_rule(q, k, v, log_gates, betas, state)
         view.on_commit(part, lambda counts: update.state_after(counts.num))
     elif view.commits_all:
@@ -72,3 +79,17 @@ def delta_rule(
         out, window = recurrent_kernels.window(q, k, v, log_gates, betas, state)
         view.on_commit(part, lambda counts: window.state_after(counts.num))
     return out
+
+
+def native_outputs(inputs: TokenInputs, state: mx.array, view: StateView, part: int) -> mx.array:
+    """The outputs of a pass on a CPU. Registers part `part` of the view's states."""
+    if not view.commits_all:
+        # Copies of what the commit needs: views would keep the whole pass in memory until then.
+        copies = mx.contiguous(inputs.keys), mx.contiguous(inputs.values)
+        inputs = replace(inputs, keys=copies[0], values=copies[1])
+        kept = replace(inputs, queries=None)
+        view.on_commit(part, lambda counts: kept.state_after(state, counts.num))
+        return inputs.outputs(state)
+    outputs, after_all = inputs.outputs_and_state(state, view.num_fed)
+    view.on_commit(part, lambda _: after_all)
+    return outputs

@@ -20,6 +20,7 @@ import numpy as np
 
 from outrider.media.image_reader import ImageReader
 from outrider.models.errors import ModelUnavailable
+from outrider.models.quantization_check import check_quantization
 from outrider.models.vision.families import VisionFamily
 from outrider.models.vision.image_processor import GridReader, TileReader
 from outrider.models.vision.text_model import IDEFICS_VISION
@@ -153,6 +154,7 @@ def _load_weights(
         weights = encoder.sanitize(weights)
     quantization = config.get("quantization")
     if quantization:
+        check_quantization(model, weights, quantization)
         nn.quantize(
             model,
             group_size=quantization["group_size"],

@@ -1,0 +1,86 @@
+"""Checks the quantised tensors of a checkpoint and its `quantization` config before mlx-lm uses them.
+
+mlx-lm derives bits and group size from the shapes of the tensors and passes them to MLX, which divides by
+them: a damaged tensor could end the process. An error names the tensor, or the entry of config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+BITS = (1, 2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (16, 32, 64, 128)
+WORD_BITS = 32  # codes are packed into unsigned integers of this size
+BYTES = mx.uint8  # the dtype of the scales in mxfp4, mxfp8 and nvfp4, which have no biases
+
+Tensors = Mapping[str, mx.array]
+
+
+def check_quantization(model: nn.Module, weights: Tensors, quantization: object) -> None:
+    """Raise ValueError if the config or a quantised tensor of the model cannot be right.
+
+    `model` is not quantised yet. `quantization` is the entry of config.json.
+    """
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"quantization in config.json must be an object, not {quantization!r}")
+    _check_entry("quantization", quantization)
+    for name, layer in model.named_modules():
+        if hasattr(layer, "to_quantized"):
+            _check_own_entry(name, layer, quantization.get(name, True))
+            _check_tensors(name, layer, weights)
+
+
+def _check_entry(what: str, entry: Mapping[str, Any]) -> None:
+    for key, known in (("bits", BITS), ("group_size", GROUP_SIZES)):
+        value = entry.get(key)
+        if type(value) is not int or value not in known:
+            choices = ", ".join(map(str, known))
+            raise ValueError(f"{key} in the {what} in config.json must be one of {choices}, not {value!r}")
+
+
+def _check_own_entry(name: str, layer: nn.Module, entry: object) -> None:
+    """The entry of one layer: true, false, or an object with bits and group size."""
+    if isinstance(entry, bool):
+        return
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"quantization of {name} in config.json must be an object, not {entry!r}")
+    _check_entry(f"quantization of {name}", entry)
+    size, group_size = layer.weight.shape[-1], entry["group_size"]
+    if size % group_size:
+        raise ValueError(f"{name}.weight has rows of {size}, which groups of {group_size} do not divide")
+
+
+def _check_tensors(name: str, layer: nn.Module, weights: Tensors) -> None:
+    weight, scales, biases = (weights.get(f"{name}.{part}") for part in ("weight", "scales", "biases"))
+    if scales is None:
+        if biases is not None or (weight is not None and weight.dtype == mx.uint32):
+            raise ValueError(f"{name}.scales is missing")
+        return
+    if weight is None:
+        raise ValueError(f"{name}.weight is missing, but there is {name}.scales")
+    *rows, size = layer.weight.shape
+    needed = f"for {name}, which is {[*rows, size]}"
+    packed = [[*rows, bits * size // WORD_BITS] for bits in BITS if bits * size % WORD_BITS == 0]
+    if weight.dtype != mx.uint32 or list(weight.shape) not in packed:
+        raise ValueError(f"{name}.weight is {_named(weight)}: these are no {WORD_BITS}-bit words {needed}")
+    grouped = [[*rows, size // group_size] for group_size in GROUP_SIZES if size % group_size == 0]
+    if list(scales.shape) not in grouped or not _is_scale(scales):
+        raise ValueError(f"{name}.scales is {_named(scales)}: these are no scales of groups {needed}")
+    if scales.dtype == BYTES:
+        return
+    if biases is None:
+        raise ValueError(f"{name}.biases is missing")
+    if biases.shape != scales.shape or not mx.issubdtype(biases.dtype, mx.floating):
+        raise ValueError(f"{name}.biases is {_named(biases)}, but {name}.scales is {_named(scales)}")
+
+
+def _is_scale(array: mx.array) -> bool:
+    return array.dtype == BYTES or mx.issubdtype(array.dtype, mx.floating)
+
+
+def _named(array: mx.array) -> str:
+    return f"{str(array.dtype).removeprefix('mlx.core.')} {list(array.shape)}"
