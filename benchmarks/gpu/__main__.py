@@ -29,7 +29,8 @@ from benchmarks.gpu.settings import CellResult, CellSettings, say
 from benchmarks.gpu.weights import DTYPES, random_subject, subject_from
 from outrider.models import machine
 
-MODELS = ("4b", "27b", "dense-4b", "default-shape", "default")
+MODELS = ("4b", "27b", "35b-a3b", "122b-a10b", "dense-4b", "default-shape", "default")
+TINY_MODELS = {"4b", "27b", "35b-a3b", "dense-4b"}
 
 
 class Report:
@@ -174,8 +175,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if "default" in args.models and not args.model:
         parser.error("--models default needs a folder: --model FOLDER")
-    if args.tiny and not {"4b", "27b", "dense-4b"}.issuperset(args.models):
-        parser.error("--tiny is for 4b, 27b and dense-4b only")
+    if args.tiny and not TINY_MODELS.issuperset(args.models):
+        parser.error(f"--tiny is only for {', '.join(sorted(TINY_MODELS))}")
     if 0 in args.depths:
         parser.error("depth 0 is always measured: leave it out of --depths")
     if args.bandwidth_bytes is None:

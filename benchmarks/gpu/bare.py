@@ -145,10 +145,10 @@ def _best_s(run: Callable[[], mx.array], rounds: int = 6) -> float:
 
 def bytes_a_step(subject: Subject, rows: int, depth: int, num_cells: int) -> int:
     """Bytes that a step must move: weights and keys once, states in and out, and the head for each draft."""
-    moved = subject.weight_bytes
+    moved = subject.bytes_read(rows * (1 + depth))
     for buffers in TrunkCache(subject.trunk.layout).buffers():
         if isinstance(buffers, RaggedKV):
             moved += rows * num_cells * buffers.spec.bytes_per_cell
         else:
             moved += 2 * rows * buffers.spec.bytes_per_slot
-    return moved + depth * (subject.head_bytes + subject.projection_bytes)
+    return moved + depth * (subject.head_bytes_read(rows) + subject.projection_bytes)

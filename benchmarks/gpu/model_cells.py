@@ -60,7 +60,7 @@ class ModelCells:
         found = {
             "parameters": subject.num_parameters,
             "bytes": subject.trunk.num_bytes,
-            "bytes_a_token": subject.weight_bytes,
+            "bytes_a_token": subject.bytes_read(1),
             "head_bytes": subject.head_bytes,
             "projection_bytes": subject.projection_bytes,
             "active_bytes": mx.get_active_memory(),

@@ -37,6 +37,36 @@ QWEN35_27B = HYBRID | {
     "linear_num_value_heads": 48,
     "tie_word_embeddings": False,
 }
+MOE: Config = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+QWEN35_35B_A3B = (
+    HYBRID
+    | MOE
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    }
+)
+QWEN35_122B_A10B = (
+    HYBRID
+    | MOE
+    | {
+        "hidden_size": 3072,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "linear_num_value_heads": 64,
+        "moe_intermediate_size": 1024,
+        "shared_expert_intermediate_size": 1024,
+    }
+)
 QWEN3_4B: Config = {
     "model_type": "qwen3",
     "hidden_size": 2560,
@@ -79,6 +109,13 @@ TINY_HYBRID = HYBRID | {
     "vocab_size": 512,
     "max_position_embeddings": 4096,
 }
+TINY_MOE = TINY_HYBRID | {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "tie_word_embeddings": False,
+}
 TINY_DENSE = QWEN3_4B | {
     "hidden_size": 128,
     "num_hidden_layers": 3,
@@ -94,9 +131,12 @@ TINY_DENSE = QWEN3_4B | {
 SHAPES: dict[str, tuple[str, Config]] = {
     "4b": ("qwen3_5", QWEN35_4B),
     "27b": ("qwen3_5", QWEN35_27B),
+    "35b-a3b": ("qwen3_5_moe", QWEN35_35B_A3B),
+    "122b-a10b": ("qwen3_5_moe", QWEN35_122B_A10B),
     "dense-4b": ("qwen3", QWEN3_4B),
     "default-shape": ("llama", SMOLLM2_135M),
     "tiny-4b": ("qwen3_5", TINY_HYBRID | {"tie_word_embeddings": True}),
     "tiny-27b": ("qwen3_5", TINY_HYBRID | {"tie_word_embeddings": False}),
+    "tiny-35b-a3b": ("qwen3_5_moe", TINY_MOE),
     "tiny-dense-4b": ("qwen3", TINY_DENSE),
 }

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from benchmarks.gpu.shapes import SHAPES
 from outrider.models import heads, loader
@@ -23,9 +24,11 @@ from outrider.models.files.shipped_head import shipped_head
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Trunk
 
-GROUP_SIZE, BITS = 64, 4
+GROUP_SIZE = 64
+BITS = {"4bit": 4, "8bit": 8}
+ROUTER_BITS = 8  # of layers that choose experts, as mlx-lm quantises them
 MAX_CONTEXT = 4096
-DTYPES = ("bf16", "4bit", "f32")  # of random models; one from a folder has its own
+DTYPES = ("bf16", *BITS, "f32")  # of random models; one from a folder has its own
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,31 @@ class Subject:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes read for one token: all weights, without embeddings that are not the output projection."""
+        """Bytes of all weights, without embeddings that are not the output projection."""
         total = _bytes(self.trunk.model)
         return total - (_bytes(self.trunk.embedding) if self._is_untied else 0)
+
+    def bytes_read(self, num_tokens: int) -> int:
+        """Bytes of weights that a pass over so many tokens reads: of experts, those that are chosen."""
+        return self.weight_bytes - self._unread_expert_bytes(self.trunk.model, num_tokens)
+
+    def head_bytes_read(self, num_tokens: int) -> int:
+        return self.head_bytes - sum(
+            self._unread_expert_bytes(layer, num_tokens) for layer in self.head.layers
+        )
+
+    def _unread_expert_bytes(self, module: nn.Module, num_tokens: int) -> int:
+        """As if every token chose its experts at random."""
+        config = SHAPES[self.name][1] if self.name in SHAPES else {}
+        if "num_experts" not in config:
+            return 0
+        share_unread = (1 - config["num_experts_per_tok"] / config["num_experts"]) ** num_tokens
+        experts = (
+            part
+            for _, part in module.named_modules()
+            if isinstance(part, SwitchLinear | QuantizedSwitchLinear)
+        )
+        return round(share_unread * sum(map(_bytes, experts)))
 
     @property
     def projection_bytes(self) -> int:
@@ -72,11 +97,9 @@ def random_subject(name: str, dtype: str, seed: int = 0) -> Subject:
     kept = mx.float32 if dtype == "f32" else mx.bfloat16
     for block in model.layers:
         _fill(block, kept)
-        if dtype == "4bit":
-            _quantise(block)
+        _quantise(block, dtype)
     _fill(model, kept, done=model.layers)
-    if dtype == "4bit":
-        _quantise(model)
+    _quantise(model, dtype)
     mx.clear_cache()
     trunk = Trunk(model, MAX_CONTEXT)
     return _as_served(Subject(name, dtype, model, trunk, _random_head(trunk)))
@@ -103,7 +126,7 @@ def new_model(family: str, config: dict[str, Any]) -> nn.Module:
     """mlx-lm's model, with nothing computed yet."""
     arch = importlib.import_module(f"mlx_lm.models.{family}")
     own = copy.deepcopy(config)
-    if family == "qwen3_5":
+    if family.startswith("qwen3_5"):
         own = {"model_type": family, "text_config": own}
     model: nn.Module = arch.Model(arch.ModelArgs.from_dict(own))
     return model
@@ -136,11 +159,18 @@ def _random(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
     return mx.random.normal(array.shape, dtype, scale=1 / math.sqrt(num_inputs))
 
 
-def _quantise(module: nn.Module) -> None:
-    def fits(_: str, part: nn.Module) -> bool:
-        return hasattr(part, "to_quantized") and part.weight.shape[-1] % GROUP_SIZE == 0
+def _quantise(module: nn.Module, dtype: str) -> None:
+    if dtype not in BITS:
+        return
 
-    nn.quantize(module, GROUP_SIZE, BITS, class_predicate=fits)
+    def how(path: str, part: nn.Module) -> bool | dict[str, int]:
+        if not hasattr(part, "to_quantized") or part.weight.shape[-1] % GROUP_SIZE:
+            return False
+        if path.endswith(("mlp.gate", "shared_expert_gate")):
+            return {"group_size": GROUP_SIZE, "bits": ROUTER_BITS}
+        return True
+
+    nn.quantize(module, GROUP_SIZE, BITS[dtype], class_predicate=how)
     mx.eval(module.parameters())
     mx.clear_cache()
 

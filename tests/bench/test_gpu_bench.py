@@ -106,12 +106,17 @@ def test_the_script_goes_as_it_came() -> None:
 # -- models ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "billions"), [("4b", 4.2), ("27b", 26.9), ("dense-4b", 4.0)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("4b", 4.2), ("27b", 26.9), ("35b-a3b", 34.66), ("122b-a10b", 122.11), ("dense-4b", 4.0)],
+)
 def test_shapes_are_as_large_as_they_say(name: str, billions: float) -> None:
     assert count_parameters(new_model(*SHAPES[name])) / 1e9 == pytest.approx(billions, abs=0.05)
 
 
-@pytest.mark.parametrize(("dtype", "bytes_a_weight"), [("f32", 4), ("bf16", 2), ("4bit", 0.5625)])
+@pytest.mark.parametrize(
+    ("dtype", "bytes_a_weight"), [("f32", 4), ("bf16", 2), ("8bit", 1.0625), ("4bit", 0.5625)]
+)
 def test_weights_are_made_in_their_dtype(dtype: str, bytes_a_weight: float) -> None:
     subject = random_subject("tiny-27b", dtype)
     assert subject.trunk.num_bytes / subject.num_parameters == pytest.approx(bytes_a_weight, rel=0.05)
@@ -141,6 +146,18 @@ def test_where_engines_join_products_mlx_lm_has_its_own_layers(
     assert joined(subject)
 
 
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    subject = random_subject("tiny-35b-a3b", "8bit")
+    experts = 4 * 3 * 8 * 64 * 128 * 17 // 16  # of four layers, in 8 bits with their scales and biases
+    one, two, many = (subject.weight_bytes - subject.bytes_read(num) for num in (1, 2, 100))
+    assert one == pytest.approx(experts * 6 / 8, abs=1)  # two of eight are chosen
+    assert two == pytest.approx(experts * 6 / 8 * 6 / 8, abs=1)
+    assert many == 0
+    assert subject.head_bytes_read(1) < subject.head_bytes == subject.head_bytes_read(100)
+    router = subject.trunk.model.model.layers[0].mlp.gate
+    assert router.bits == 8
+
+
 def test_a_step_moves_at_least_its_weights_states_keys_and_drafts(hybrid: Subject) -> None:
     plain = bare.bytes_a_step(hybrid, 1, 0, 0)
     states = 2 * 3 * (4 * 32 * 32 + 3 * 256) * 4  # in and out, of three layers, in float32
@@ -159,6 +176,7 @@ def test_a_step_moves_at_least_its_weights_states_keys_and_drafts(hybrid: Subjec
         ("4b", "bf16"),
         ("dense-4b", "f32"),
         case_only_in_soak("27b", "4bit"),  # quantised products are slow on a CPU
+        case_only_in_soak("35b-a3b", "4bit"),
     ],
 )
 def test_all_cells_of_a_model(model: str, dtype: str, tmp_path: Path) -> None:

@@ -240,6 +240,33 @@ def test_a_token_is_the_same_whatever_is_beside_it(kind: str) -> None:
     np.testing.assert_array_equal(np.concatenate([first["a"], second["a"]]), expected[:103])
 
 
+def test_a_long_row_is_shared_by_threads_and_stays_the_same(native: ModuleType) -> None:
+    """More cells than one segment: a row alone is cut into segments, many rows are not."""
+    rng = np.random.default_rng(1)
+    trunk = served(quantized("llama", head_dim=64))
+    layer, (kv, *_) = trunk.model.layers[0], list(TrunkCache(trunk.layout).buffers())
+    kv.resize(40, 1300)
+    filled = [
+        mx.array(np.repeat(rng.standard_normal((1, 2, 1301, 64)), 40, axis=0), mx.float32) for _ in "kv"
+    ]
+    x = mx.array(rng.standard_normal((1, 3, trunk.hidden_size)), mx.float32)
+
+    def run(num_rows: int, window: int | None) -> mx.array:
+        kv.put([mx.array(np.array(part)) for part in filled])
+        ones = mx.ones(num_rows, mx.int32)
+        place = Placement(range(num_rows), 1200 * ones, 3 * ones, 3, 1203, 1300)
+        many = mx.broadcast_to(x, (num_rows, *x.shape[1:]))
+        return layer(many, place.mask(window), LayerView(kv, place))
+
+    for window in (None, 700):
+        native.set_num_threads(1)
+        expected = run(1, window)
+        native.set_num_threads(4)
+        assert mx.array_equal(run(1, window), expected)
+        assert mx.all(run(40, window) == expected)
+    assert not mx.array_equal(run(1, None), run(1, 700))
+
+
 def test_threads_and_instructions_change_nothing(llama: Trunk, native: ModuleType) -> None:
     expected = fed_alone(llama, TEXT, [200, 1, 4, 35])
     for num in (1, 2, 3):

@@ -14,11 +14,13 @@ where they are, and mlx-lm's own modules and other models of the process do not 
     5. fused layers       Two native primitives for a decoder layer with quantised weights.
                           For models that stay quantised on a CPU (cpu/quantized.py). After 4, which computes
                           the calls that the primitives do not take.
-    6. merged linear      One matmul for layers that read the same input.
+    6. flat matmuls       Quantised matmuls of all tokens of a pass at once (models/quantized_layers.py).
+                          For models that are served on CUDA. Before 7, which merges such layers too.
+    7. merged linear      One matmul for layers that read the same input.
                           For models that are served on a GPU. Last, since a dry run of the final layers shows
                           which of them read the same input.
 
-1 to 3 are needed for correct results: a Trunk and an MTP head apply them when they are made. 4 to 6 are for
+1 to 3 are needed for correct results: a Trunk and an MTP head apply them when they are made. 4 to 7 are for
 speed: they are applied when a model is built for serving. Training uses mlx-lm's own arithmetic.
 """
 
@@ -31,7 +33,7 @@ import mlx.nn as nn
 
 from outrider.cpu import fast_math, fused_layers
 from outrider.cpu import layers as cpu_layers
-from outrider.models import machine, merged_linear
+from outrider.models import machine, merged_linear, quantized_layers
 from outrider.models.recurrent.layer_classes import use_row_states
 from outrider.models.vision.deepstack import use_deepstack
 from outrider.models.vision.mrope import MRopeSections, use_mrope
@@ -58,17 +60,29 @@ def swap_layers(
     if fast_math.applies():
         cpu_layers.use_fast_math(model)
     fused_layers.use_fused_layers(model)
+    if quantized_layers.applies():
+        quantized_layers.use_flat_matmuls(model)
     if machine.outruns_host():
         merged_linear.merge(model, dry_run)
 
 
+# Undo swaps 4 to 7, the last one first.
+PLAIN_CLASSES = (
+    merged_linear.plain_class,
+    quantized_layers.plain_class,
+    fused_layers.plain_class,
+    cpu_layers.plain_class,
+)
+
+
 @contextmanager
 def without_speed_swaps(*models: nn.Module) -> Iterator[None]:
-    """mlx-lm's own arithmetic while the context is open, to compare with: swaps 4 to 6 are undone."""
+    """mlx-lm's own arithmetic while the context is open, to compare with: swaps 4 to 7 are undone."""
     kinds = [(module, type(module)) for model in models for _, module in model.named_modules()]
     for module, kind in kinds:
-        unmerged = fused_layers.plain_class(merged_linear.plain_class(kind))
-        module.__class__ = cpu_layers.plain_class(unmerged)
+        for plain_class in PLAIN_CLASSES:
+            kind = plain_class(kind)
+        module.__class__ = kind
     try:
         yield
     finally:

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from outrider.models.quantized_layers import FlatQuantizedLinear
+
 ROWS_STEP = 8  # output rows: every part begins at a multiple, so that GPUs read aligned vectors
 
 
@@ -88,9 +90,14 @@ class MergedQuantizedLinearPart(_Part, nn.QuantizedLinear):
     pass
 
 
+class MergedFlatQuantizedLinearPart(_Part, FlatQuantizedLinear):
+    pass
+
+
 _PART_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: MergedLinearPart,
     nn.QuantizedLinear: MergedQuantizedLinearPart,
+    FlatQuantizedLinear: MergedFlatQuantizedLinearPart,
 }
 
 

@@ -20,7 +20,7 @@ from outrider.speculate.costs import CostTable
 
 ALL_DEPTHS = tuple(range(MAX_DEPTH + 1))
 FEW_DEPTHS = (0, 1, 2, 4, 8)  # depths of rows on auto where passes are traced; chosen by hand
-FEW_WIDTHS = (1, 2, 3, 5, 8, 9)  # 1 + FEW_DEPTHS, and 8: quantised products of 8 tokens or more cost less
+FEW_WIDTHS = (1, 2, 3, 5, 8, 9)  # 1 + FEW_DEPTHS, and 8: from 8 tokens on MLX's quantised matmuls cost less
 FEW_ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of traced passes; chosen by hand
 
 # Limits on the cost of a padded pass, as a multiple of the cost of the pass itself. Chosen by hand on an

@@ -23,8 +23,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.models.recurrent import gpu_kernels
-from outrider.models.recurrent.gpu_kernels import GpuKernel
+from outrider.models import gpu_kernels
+from outrider.models.gpu_kernels import GpuKernel
 
 START = """
 #define _XOPEN_SOURCE 700
@@ -109,7 +109,7 @@ static void stand_at(unsigned x, unsigned y, unsigned z, unsigned y_together) {
 }
 """
 LANGUAGES = {"Metal": (METAL, gpu_kernels._METAL), "CUDA": (CUDA, gpu_kernels._CUDA)}
-TYPES = {mx.float32: "float", mx.int32: "int", mx.bfloat16: "bfloat"}
+TYPES = {mx.float32: "float", mx.int32: "int", mx.uint32: "uint32_t", mx.bfloat16: "bfloat"}
 
 
 class CppKernel:
@@ -168,6 +168,7 @@ class CppKernel:
                 for (int y_of_grid = 0; y_of_grid < num_y; ++y_of_grid) {{
                     stand_at(current, y_of_grid, z_of_grid, y_together);
                     {{ {start}{kernel.body} }}
+                    wait_for_all_lanes();  // the next groups may use the same shared memory
                 }}
             }});
         }}"""

@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.models.recurrent import fused_layer, gpu_kernels, recurrent_kernels
+from outrider.models import gpu_kernels
+from outrider.models.recurrent import fused_layer, recurrent_kernels
 from outrider.models.recurrent.fused_layer_check import largest_error
 from outrider.models.recurrent.layer_inputs import LayerSizes, Projected
 from outrider.models.trunk import Trunk

@@ -6,9 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.models.recurrent import gpu_kernels, recurrent_kernels
+from outrider.models import gpu_kernels
+from outrider.models.gpu_kernels import LANES
+from outrider.models.recurrent import recurrent_kernels
 from outrider.models.recurrent.delta_rule import chunk_delta_rule
-from outrider.models.recurrent.gpu_kernels import LANES
 from outrider.models.recurrent.recurrent_kernels import ConvolutionInputs
 from recurrent.cpp_kernels import CppKernels
 

@@ -18,9 +18,9 @@ from functools import cache
 
 import mlx.core as mx
 
-from outrider.models.recurrent import gpu_kernels
+from outrider.models import gpu_kernels
+from outrider.models.gpu_kernels import LANES, GpuKernel
 from outrider.models.recurrent.delta_rule import chunk_delta_rule
-from outrider.models.recurrent.gpu_kernels import LANES, GpuKernel
 
 MAX_TOKENS = 16  # of a window; chosen by hand: wider passes use the chunked form
 _TOLERANCE = 1e-2  # GPUs may round the inputs of chunk_delta_rule's matmuls to 10 bits (TF32)

@@ -33,6 +33,12 @@ INLINE Vec fma(Vec a, Vec b, Vec c) {
 
 INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
+// Asks for floats from memory, a moment before they are needed. Into the L2 cache: more of them can be on their way.
+INLINE void prefetch(const float *from, int num) {
+    for (int i = 0; i < num; i += 16)
+        __builtin_prefetch(from + i, 0, 2);
+}
+
 // The sum of 16 floats. The order does not depend on LANES.
 INLINE float sum(const float *parts) {
     float left[8];
@@ -121,9 +127,10 @@ struct Factors {
     ptrdiff_t c_stride;
     int size;
     bool adds;
+    const float *next;  // as large as b: is asked for from memory meanwhile; or null
 };
 
-template <int ROWS, int VECTORS>
+template <int ROWS, int VECTORS, bool HAS_NEXT>
 INLINE void product_tile(const Factors &p, int row, int column) {
     Vec sums[ROWS][VECTORS];
     const float *a = p.a + row * p.a_stride, *b = p.b + column;
@@ -138,6 +145,8 @@ INLINE void product_tile(const Factors &p, int row, int column) {
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
             loaded[v] = load(b + v * LANES);
+        if constexpr (HAS_NEXT)
+            prefetch(p.next + k * p.b_stride + column, VECTORS * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             Vec x = all(a[r * p.a_stride + k]);
@@ -157,9 +166,12 @@ template <int ROWS>
 TARGET static void product_rows(const Factors &p, int row, int columns) {
     int column = 0;
     for (; column + MAX_VECTORS * LANES <= columns; column += MAX_VECTORS * LANES)
-        product_tile<ROWS, MAX_VECTORS>(p, row, column);
+        if (p.next && row == 0)
+            product_tile<ROWS, MAX_VECTORS, true>(p, row, column);
+        else
+            product_tile<ROWS, MAX_VECTORS, false>(p, row, column);
     for (; column < columns; column += LANES)
-        product_tile<ROWS, 1>(p, row, column);
+        product_tile<ROWS, 1, false>(p, row, column);
 }
 
 template <int ROWS>
@@ -172,52 +184,62 @@ TARGET static void product(const Factors &p, int row, int rows, int columns) {
 
 TARGET static void product(const Factors &p, int rows, int columns) { product<MAX_ROWS>(p, 0, rows, columns); }
 
-// The first halves (FROM = 0) or the second halves (FROM = LANES / 2) of a and b, interleaved.
-template <int FROM, int... I>
-INLINE Vec interleave(Vec a, Vec b, std::integer_sequence<int, I...>) {
-    return __builtin_shufflevector(a, b, ((I % 2) * LANES + FROM + I / 2)...);
+typedef float Four __attribute__((vector_size(16)));
+typedef float UnalignedFour __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Four floats of each of LANES / 4 rows, side by side.
+INLINE Vec load_fours(const float *from, ptrdiff_t stride) {
+#define FOUR(i) Four(*reinterpret_cast<const UnalignedFour *>(from + i * stride))
+#define EIGHT(i) __builtin_shufflevector(FOUR(i), FOUR((i + 1)), 0, 1, 2, 3, 4, 5, 6, 7)
+#if LANES == 16
+    return __builtin_shufflevector(EIGHT(0), EIGHT(2), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif LANES == 8
+    return EIGHT(0);
+#else
+    return FOUR(0);
+#endif
+#undef FOUR
+#undef EIGHT
 }
 
-// LANES rows of `from` become columns of `to`.
+// In every four lanes: elements of a and b in turn, one by one or in pairs, from the first (HALF = 0) or second half.
+template <int HALF, bool PAIRS, int... I>
+INLINE Vec interleave(Vec a, Vec b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(
+        a, b, (I / 4 * 4 + 2 * HALF + (PAIRS ? I % 2 + I % 4 / 2 * LANES : I % 4 / 2 + I % 2 * LANES))...);
+}
+
+// LANES rows of `from`, four floats of each, become four rows of `to`.
 INLINE void transpose_tile(const float *from, ptrdiff_t from_stride, float *to, ptrdiff_t to_stride) {
     constexpr auto lanes = std::make_integer_sequence<int, LANES>();
-    Vec rows[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        rows[i] = load(from + i * from_stride);
+    Vec rows[4], pairs[4];
 #pragma GCC unroll 4
-    for (int step = 1; step < LANES; step *= 2) {
-        Vec next[LANES];
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
-            next[2 * i] = interleave<0>(rows[i], rows[i + LANES / 2], lanes);
-            next[2 * i + 1] = interleave<LANES / 2>(rows[i], rows[i + LANES / 2], lanes);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            rows[i] = next[i];
+    for (int i = 0; i < 4; i++)
+        rows[i] = load_fours(from + i * from_stride, 4 * from_stride);
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2) {
+        pairs[i] = interleave<0, false>(rows[i], rows[i + 1], lanes);
+        pairs[i + 1] = interleave<1, false>(rows[i], rows[i + 1], lanes);
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        store(to + i * to_stride, rows[i]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        store(to + 2 * i * to_stride, interleave<0, true>(pairs[i], pairs[i + 2], lanes));
+        store(to + (2 * i + 1) * to_stride, interleave<1, true>(pairs[i], pairs[i + 2], lanes));
+    }
 }
 
-// keys [num_cells, dim] -> columns [dim, CELLS], zero after num_cells.
-TARGET static void transpose(const float *keys, int num_cells, int dim, float *columns) {
+// keys [num_cells, dim] -> columns [dim, CELLS], zero after num_cells. The values are asked for from memory meanwhile.
+TARGET static void transpose(const float *keys, const float *values, int num_cells, int dim, float *columns) {
     int cell = 0;
     for (; cell + LANES <= num_cells; cell += LANES)
-        for (int d = 0; d < dim; d += LANES)
+        for (int d = 0; d < dim; d += 4) {
+            prefetch(values + cell * dim + d * LANES, 4 * LANES);
             transpose_tile(keys + cell * dim + d, dim, columns + d * CELLS + cell, CELLS);
+        }
     for (int d = 0; d < dim; d++)
         for (int i = cell; i < CELLS; i++)
             columns[d * CELLS + i] = i < num_cells ? keys[i * dim + d] : 0;
 }
-
-// What one query's head has gathered from the cells so far.
-struct Softmax {
-    float most;       // the greatest score
-    float total[16];  // of the weights, in 16 parts
-};
 
 // Scores in [from, to) become weights; all others become 0. `out` [dim] and the total are rescaled to the new maximum.
 INLINE void weigh(float *scores, int from, int to, Softmax &state, float *out, int dim) {
@@ -247,54 +269,80 @@ INLINE void weigh(float *scores, int from, int to, Softmax &state, float *out, i
         }
 }
 
-TARGET static void attend(const Queries &p, float *scratch) {
+// The tokens that have cells in [cell, end): from `first` to `last`.
+struct Range {
+    int first = 0, last;
+    Range(const Queries &p, int cell, int end) : last(p.num) {
+        while (first < last && p.end_cell(first) <= cell)
+            first++;
+        while (first < last && p.first_cell(last - 1) >= end)
+            last--;
+    }
+};
+
+TARGET static void attend_segment(const Queries &p, int segment, float *scratch, const Partial &result) {
     const int group = p.group, dim = p.dim, rows = p.num * group;
-    float *queries = scratch, *out = queries + rows * dim, *scores = out + rows * dim;
-    float *columns = scores + rows * CELLS;
-    Softmax *states = reinterpret_cast<Softmax *>(columns + dim * CELLS);
+    float *queries = scratch, *scores = queries + rows * dim, *columns = scores + rows * CELLS;
     Vec scale = all(p.scale * 1.44269504f);  // weights are powers of two
     for (int i = 0; i < p.num; i++)
-        for (int d = 0; d < group * dim; d += LANES) {
+        for (int d = 0; d < group * dim; d += LANES)
             store(queries + i * group * dim + d, load(p.queries + i * p.stride + d) * scale);
-            store(out + i * group * dim + d, Vec{});
-        }
-    for (int row = 0; row < rows; row++)
-        states[row] = {-INFINITY, {}};
-    const int begin = p.first_cell(0) / CELLS * CELLS, end = p.end_cell(p.num - 1);
+    clear(result, rows, dim);
+    const int begin = std::max(segment * SEGMENT, p.first_cell(0) / CELLS * CELLS);
+    const int end = std::min((segment + 1) * SEGMENT, p.end_cell(p.num - 1));
+    prefetch(p.keys + ptrdiff_t(begin) * dim, std::min(end - begin, int(CELLS)) * dim);
     for (int cell = begin; cell < end; cell += CELLS) {
+        Range tokens(p, cell, cell + CELLS);
+        int first = tokens.first, last = tokens.last;
         auto from = [&](int i) { return std::max(p.first_cell(i) - cell, 0); };
         auto to = [&](int i) { return std::min(p.end_cell(i) - cell, int(CELLS)); };
-        int first = 0, last = p.num;
-        while (to(first) <= 0)
-            first++;
-        while (from(last - 1) >= CELLS)
-            last--;
-        transpose(p.keys + ptrdiff_t(cell) * dim, std::min(end - cell, int(CELLS)), dim, columns);
+        const float *keys = p.keys + ptrdiff_t(cell) * dim, *all_values = p.values + ptrdiff_t(cell) * dim;
+        transpose(keys, all_values, std::min(end - cell, int(CELLS)), dim, columns);
+        const float *next = cell + CELLS < end ? keys + CELLS * dim : nullptr;
         float *block = scores + first * group * CELLS;
-        product({queries + first * group * dim, dim, columns, CELLS, block, CELLS, dim, false},
+        product({queries + first * group * dim, dim, columns, CELLS, block, CELLS, dim, false, next},
                 (last - first) * group, CELLS);
         for (int i = first; i < last; i++)
             for (int row = i * group; row < (i + 1) * group; row++)
-                weigh(scores + row * CELLS, from(i), to(i), states[row], out + row * dim, dim);
-        for (int i = first, next; i < last; i = next) {
-            for (next = i + 1; next < last && from(next) == from(i) && to(next) == to(i);)
-                next++;
-            const float *values = p.values + ptrdiff_t(cell + from(i)) * dim;
-            product({scores + i * group * CELLS + from(i), CELLS, values, dim, out + i * group * dim, dim,
-                     to(i) - from(i), true},
-                    (next - i) * group, dim);
+                weigh(scores + row * CELLS, from(i), to(i), result.states[row], result.out + row * dim, dim);
+        for (int i = first, after; i < last; i = after) {
+            for (after = i + 1; after < last && from(after) == from(i) && to(after) == to(i);)
+                after++;
+            const float *values = all_values + from(i) * dim;
+            product({scores + i * group * CELLS + from(i), CELLS, values, dim, result.out + i * group * dim, dim,
+                     to(i) - from(i), true, nullptr},
+                    (after - i) * group, dim);
         }
     }
+}
+
+TARGET static void merge(const Queries &p, int segment, const Partial &part, const Partial &sum) {
+    Range tokens(p, segment * SEGMENT, (segment + 1) * SEGMENT);
+    for (int row = tokens.first * p.group; row < tokens.last * p.group; row++) {
+        Softmax &own = part.states[row], &all_cells = sum.states[row];
+        float most = own.most > all_cells.most ? own.most : all_cells.most;
+        Vec before = power_of_two(all(all_cells.most - most)), now = power_of_two(all(own.most - most));
+        for (int lane = 0; lane < 16; lane += LANES) {
+            float *total = all_cells.total + lane;
+            store(total, fma(load(own.total + lane), now, load(total) * before));
+        }
+        for (int d = row * p.dim; d < (row + 1) * p.dim; d += LANES)
+            store(sum.out + d, fma(load(part.out + d), now, load(sum.out + d) * before));
+        all_cells.most = most;
+    }
+}
+
+TARGET static void finish(const Queries &p, const Partial &result) {
     for (int i = 0; i < p.num; i++)
-        for (int head = 0; head < group; head++) {
-            int row = i * group + head;
-            Vec total = all(sum(states[row].total));
-            for (int d = 0; d < dim; d += LANES)
-                store(p.out + i * p.stride + head * dim + d, load(out + row * dim + d) / total);
+        for (int head = 0; head < p.group; head++) {
+            int row = i * p.group + head;
+            Vec total = all(sum(result.states[row].total));
+            for (int d = 0; d < p.dim; d += LANES)
+                store(p.out + i * p.stride + head * p.dim + d, load(result.out + row * p.dim + d) / total);
         }
 }
 
-const Math math = {rms_norm, rope, swiglu, add, attend};
+const Math math = {rms_norm, rope, swiglu, add, attend_segment, merge, finish};
 
 #undef INLINE
 

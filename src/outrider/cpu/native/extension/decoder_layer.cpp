@@ -19,6 +19,7 @@ constexpr int MAX_TOKENS = 256;        // that are computed at once: bounds the 
 constexpr int MIN_SHARED_TOKENS = 32;  // from which norms, ropes and activations pay several threads; chosen by hand
 constexpr int TOKENS_PER_CHUNK = 8;    // of those
 constexpr int MAX_QUERY_ROWS = 96;     // queries times heads that attend to a block of cells together; chosen by hand
+constexpr int UNITS_PER_THREAD = 4;    // rows times heads of the keys, below which a row's cells are shared too; chosen by hand
 constexpr double MIN_SHARED_WORK = 2e5;  // multiplications of attention from which several threads pay: 10 us
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -140,6 +141,52 @@ void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall
     }
 }
 
+void attend(const Math &math, const Queries &queries) {
+    static thread_local Scratch scratch, partials;
+    size_t size = Partial::num_floats(queries);
+    float *memory = partials.floats(2 * size);
+    Partial part = Partial::in(queries, memory), sum = Partial::in(queries, memory + size);
+    clear(sum, queries.num * queries.group, queries.dim);
+    for (int segment = queries.first_segment(); segment < queries.end_segment(); segment++) {
+        math.attend_segment(queries, segment, scratch.floats(attention_scratch(queries)), part);
+        math.merge(queries, segment, part, sum);
+    }
+    math.finish(queries, sum);
+}
+
+// The same for several, with a thread for each segment. They all have the same numbers of heads and elements.
+void attend_by_segment(const Math &math, const std::vector<Queries> &all) {
+    static thread_local Scratch partials;
+    struct Task {
+        const Queries *queries;
+        int segment;
+        size_t at;
+    };
+    std::vector<Task> tasks;
+    size_t size = 0;
+    for (const Queries &queries : all)
+        for (int segment = queries.first_segment(); segment < queries.end_segment(); segment++) {
+            tasks.push_back({&queries, segment, size});
+            size += Partial::num_floats(queries);
+        }
+    float *memory = partials.floats(size);
+    parallel(tasks.size(), [&](int i) {
+        static thread_local Scratch scratch;
+        const Queries &queries = *tasks[i].queries;
+        float *own = scratch.floats(attention_scratch(queries));
+        math.attend_segment(queries, tasks[i].segment, own, Partial::in(queries, memory + tasks[i].at));
+    });
+    for (size_t i = 0, next; i < tasks.size(); i = next) {
+        const Queries &queries = *tasks[i].queries;
+        static thread_local Scratch sums;
+        Partial sum = Partial::in(queries, sums.floats(Partial::num_floats(queries)));
+        clear(sum, queries.num * queries.group, queries.dim);
+        for (next = i; next < tasks.size() && tasks[next].queries == &queries; next++)
+            math.merge(queries, tasks[next].segment, Partial::in(queries, memory + tasks[next].at), sum);
+        math.finish(queries, sum);
+    }
+}
+
 // Attention of tokens [num, heads * dim], `q`, over the cells of their rows.
 void attend(const Math &math, const AttentionWeights &w, const AttentionCall &call, const Token *tokens, int num,
             const float *q, float *out) {
@@ -170,11 +217,11 @@ void attend(const Math &math, const AttentionWeights &w, const AttentionCall &ca
             all.push_back(queries);
         }
     }
-    auto run = [&](int i) {
-        static thread_local Scratch scratch;
-        math.attend(all[i], scratch.floats(attention_scratch(all[i].num, group, dim)));
-    };
-    if (work >= MIN_SHARED_WORK)
+    bool is_shared = work >= MIN_SHARED_WORK;
+    if (is_shared && int(all.size()) < UNITS_PER_THREAD * num_threads())
+        return attend_by_segment(math, all);
+    auto run = [&](int i) { attend(math, all[i]); };
+    if (is_shared)
         return parallel(all.size(), run);
     for (size_t i = 0; i < all.size(); i++)
         run(i);

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 
 namespace outrider {
 
-constexpr int CELLS = 64;  // cells that attention takes at once, counted from cell 0; chosen by hand
+constexpr int CELLS = 64;     // cells that attention takes at once, counted from cell 0; chosen by hand
+constexpr int SEGMENT = 512;  // cells that are attended to on their own, counted likewise: a thread's share of a long row
 
 // Consecutive tokens of one row, and the heads that share one head of the keys and values. Token i attends to the
 // cells [first_cell(i), end_cell(i)).
@@ -22,7 +24,31 @@ struct Queries {
 
     int end_cell(int i) const { return std::min(cell + i, max_cell) + 1; }
     int first_cell(int i) const { return window ? std::max(end_cell(i) - window, 0) : 0; }
+    int first_segment() const { return first_cell(0) / SEGMENT; }
+    int end_segment() const { return (end_cell(num - 1) + SEGMENT - 1) / SEGMENT; }
 };
+
+// The softmax of one query's head over some cells.
+struct Softmax {
+    float most;       // the greatest score
+    float total[16];  // of the weights, in 16 parts
+};
+
+// Attention over some cells, before the division by the total. A row is one head of one token.
+struct Partial {
+    float *out;       // [rows, dim]
+    Softmax *states;  // [rows]
+
+    static size_t num_floats(const Queries &queries) { return size_t(queries.num) * queries.group * (queries.dim + 17); }
+    static Partial in(const Queries &queries, float *memory) {
+        return {memory, reinterpret_cast<Softmax *>(memory + size_t(queries.num) * queries.group * queries.dim)};
+    }
+};
+
+inline void clear(const Partial &partial, int rows, int dim) {
+    std::fill_n(partial.out, size_t(rows) * dim, 0.0f);
+    std::fill_n(partial.states, rows, Softmax{-INFINITY, {}});
+}
 
 struct Math {
     void (*rms_norm)(const float *x, const float *weight, int size, float eps, float *y);
@@ -32,15 +58,16 @@ struct Math {
     void (*swiglu)(float *gate, const float *up, int size);
     // y += x
     void (*add)(const float *x, int size, float *y);
-    // scratch: attention_scratch(...) floats
-    void (*attend)(const Queries &queries, float *scratch);
+    // Attention: of each segment, merged in order, and the division at the end. scratch: attention_scratch(...) floats
+    void (*attend_segment)(const Queries &queries, int segment, float *scratch, const Partial &result);
+    void (*merge)(const Queries &queries, int segment, const Partial &part, const Partial &sum);
+    void (*finish)(const Queries &queries, const Partial &result);
 };
 
 const Math &math();
 
-inline size_t attention_scratch(int num_tokens, int group, int dim) {
-    size_t rows = size_t(num_tokens) * group;
-    return rows * (2 * dim + CELLS + 17) + size_t(dim) * CELLS;
+inline size_t attention_scratch(const Queries &queries) {
+    return size_t(queries.num) * queries.group * (queries.dim + CELLS) + size_t(queries.dim) * CELLS;
 }
 
 }  // namespace outrider

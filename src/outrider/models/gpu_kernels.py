@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ import mlx.core as mx
 log = logging.getLogger(__name__)
 
 LANES = 32  # threads of a SIMD group (Metal) or warp (CUDA)
-_GROUPS_PER_BLOCK = 4  # groups of lanes in a threadgroup (Metal) or block (CUDA); chosen by hand
 
 _METAL = """
     const int lane = thread_position_in_threadgroup.x;
@@ -59,6 +59,8 @@ class GpuKernel:
     outputs: tuple[str, ...]
     body: str
     strided: tuple[str, ...] = ()  # inputs that the body reads by their strides; the others are contiguous
+    groups_per_block: int = 4  # groups of lanes in a threadgroup (Metal) or block (CUDA); chosen by hand
+    shared_bytes: int = 0  # dynamic shared memory of a block (CUDA only)
 
 
 def is_available() -> bool:
@@ -89,7 +91,7 @@ def run(
         inputs=list(inputs),
         template=[*sizes.items(), *zip(names, dtypes, strict=True)],
         grid=(LANES, *groups),
-        threadgroup=(LANES, math.gcd(_GROUPS_PER_BLOCK, groups[0]), 1),
+        threadgroup=(LANES, math.gcd(kernel.groups_per_block, groups[0]), 1),
         output_shapes=[shape for shape, _ in outputs],
         output_dtypes=[dtype for _, dtype in outputs],
     )
@@ -99,7 +101,8 @@ def run(
 @cache
 def compiled(kernel: GpuKernel) -> Any:
     make, start = (mx.fast.metal_kernel, _METAL) if mx.metal.is_available() else (mx.fast.cuda_kernel, _CUDA)
-    source = start + kernel.body
+    source = shortened(start + kernel.body)
+    more: dict[str, Any] = {"shared_memory": kernel.shared_bytes} if kernel.shared_bytes else {}
     return make(
         # MLX caches kernels on disk by their name, so each source needs its own name.
         name=f"outrider_{kernel.name}_{zlib.crc32(source.encode()):08x}",
@@ -107,7 +110,13 @@ def compiled(kernel: GpuKernel) -> Any:
         output_names=list(kernel.outputs),
         source=source,
         ensure_row_contiguous=not kernel.strided,
+        **more,
     )
+
+
+def shortened(source: str) -> str:
+    """Without comments and indentation: MLX computes a hash of the source at every launch on CUDA."""
+    return re.sub(r"^[ ]+|[ ]*//.*$|\n(?=\s*\n)", "", source, flags=re.MULTILINE)
 
 
 def is_close(error: Callable[[], float], what: str, tolerance: float) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outrider.models.recurrent import fused_layer, gpu_kernels, recurrent_kernels
-from outrider.models.recurrent.gpu_kernels import GpuKernel
+from outrider.models import gpu_kernels
+from outrider.models.gpu_kernels import GpuKernel
+from outrider.models.recurrent import fused_layer, recurrent_kernels
 
 KERNELS = [value for module in (recurrent_kernels, fused_layer) for value in vars(module).values()]
 KERNELS = [value for value in KERNELS if isinstance(value, GpuKernel)]
@@ -45,7 +46,7 @@ def test_another_source_has_another_name(made: list[dict[str, Any]]) -> None:
     kernel = recurrent_kernels.STEP
     gpu_kernels.compiled(kernel)
     gpu_kernels.compiled(kernel)
-    gpu_kernels.compiled(replace(kernel, body=kernel.body + " "))
+    gpu_kernels.compiled(replace(kernel, body=kernel.body + ";"))
     first, second = (one["name"] for one in made)
     assert first.startswith("outrider_delta_step_")
     assert first != second
@@ -78,3 +79,18 @@ def test_only_what_is_read_by_strides_may_have_gaps(made: list[dict[str, Any]]) 
     one, two = made[-1]["inputs"]
     assert one is not part  # laid out anew where need be
     assert two is part
+
+
+def test_sources_are_handed_over_without_comments_and_indentation(made: list[dict[str, Any]]) -> None:
+    """MLX reads them at every launch."""
+    gpu_kernels.compiled(GpuKernel("k", ("one",), ("two",), "\n    if (a)  // why\n        b = a / 2;\n\n"))
+    assert made[0]["source"].endswith("\nif (a)\nb = a / 2;\n")
+
+
+def test_shared_memory_is_asked_for_where_it_is_needed(made: list[dict[str, Any]]) -> None:
+    kernel = GpuKernel("k", ("one",), ("two",), "", groups_per_block=8, shared_bytes=4096)
+    gpu_kernels.run(kernel, [mx.zeros(1)], {}, (16, 3), [((4,), mx.float32)])
+    assert made[0]["shared_memory"] == 4096
+    assert (made[1]["grid"], made[1]["threadgroup"]) == ((32, 16, 3), (32, 8, 1))
+    gpu_kernels.compiled(replace(kernel, shared_bytes=0))
+    assert "shared_memory" not in made[2]

@@ -1,0 +1,97 @@
+"""Quantised layers whose matmuls are computed for all tokens of a pass at once. For CUDA.
+
+MLX's CUDA backend takes the leading dimensions of a quantised matmul for a batch of matmuls, and reads the
+weights for each of them. So rows and columns of a pass become one dimension here. Up to cuda_qmm.MAX_TOKENS
+tokens are computed by Outrider's own kernels; more tokens and other formats by MLX's. On Metal MLX makes them
+one dimension by itself, so nothing is swapped there. See models/layer_swaps.py.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+from outrider.models import cuda_qmm
+
+MAX_EXPERT_PAIRS = 512  # of a token and an expert, for cuda_qmm; chosen by hand: 8 and 64 were measured
+
+
+def applies() -> bool:
+    return cuda_qmm.is_available()
+
+
+def use_flat_matmuls(model: nn.Module) -> None:
+    """Swap the layers of a model; layers that are swapped already stay."""
+    for _, module in model.named_modules():
+        if type(module) in _CLASSES:
+            module.has_kernel = cuda_qmm.supports(module)
+            module.__class__ = _CLASSES[type(module)]
+
+
+def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a layer had before `use_flat_matmuls`."""
+    return next((plain for plain, flat in _CLASSES.items() if flat is kind), kind)
+
+
+class FlatQuantizedLinear(nn.QuantizedLinear):
+    has_kernel: bool
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out = _matmul(self, x)
+        return out + self["bias"] if "bias" in self else out
+
+
+class FlatQuantizedEmbedding(nn.QuantizedEmbedding):
+    """The embedding of a model whose output projection is its transpose."""
+
+    has_kernel: bool
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return _matmul(self, x)
+
+
+class FlatQuantizedSwitchLinear(QuantizedSwitchLinear):
+    """The experts of a mixture of experts. Each token of each expert is a vector product."""
+
+    has_kernel: bool
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        num_inputs = x.size // x.shape[-1]
+        is_vectors = x.shape[-2] == 1 and x.shape[:-2] in (indices.shape, (*indices.shape[:-1], 1))
+        if not (self._is_for_kernel(x) and is_vectors and indices.size <= MAX_EXPERT_PAIRS):
+            plain: mx.array = super().__call__(x, indices, sorted_indices)
+            return plain
+        experts = indices.flatten().astype(mx.uint32)
+        out = cuda_qmm.gather_matmul(x.reshape(num_inputs, -1), experts, self)
+        out = out.reshape(*indices.shape, 1, -1)
+        return out + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else out
+
+    def _is_for_kernel(self, x: mx.array) -> bool:
+        return self.has_kernel and x.dtype == self.scales.dtype
+
+
+def _matmul(layer: nn.Module, x: mx.array) -> mx.array:
+    """x [..., inputs] -> [..., outputs]"""
+    tokens = x.reshape(-1, x.shape[-1])
+    if layer.has_kernel and len(tokens) <= cuda_qmm.MAX_TOKENS and x.dtype == layer.scales.dtype:
+        out = cuda_qmm.matmul(tokens, layer)
+    else:
+        out = mx.quantized_matmul(
+            tokens,
+            layer["weight"],
+            scales=layer["scales"],
+            biases=layer.get("biases"),
+            transpose=True,
+            group_size=layer.group_size,
+            bits=layer.bits,
+            mode=layer.mode,
+        )
+    return out.reshape(*x.shape[:-1], -1)
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.QuantizedLinear: FlatQuantizedLinear,
+    nn.QuantizedEmbedding: FlatQuantizedEmbedding,
+    QuantizedSwitchLinear: FlatQuantizedSwitchLinear,
+}
