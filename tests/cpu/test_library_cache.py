@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.cpu import library_cache
 from outrider.cpu.library_cache import Recipe, Unusable, failure_of, load_cached
 from outrider.files.atomic import TEMPORARY
 from patience import PATIENCE_S
