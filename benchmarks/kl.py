@@ -2,7 +2,7 @@
 
     python -m benchmarks.kl [--model M] [--text FILE] [--tokens 2048]
 
-Both models have the same quantised weights. One keeps them and rounds what layers read to 8 bits; the other
+Both models have the same quantised weights. One keeps them and rounds what layers read to 15 bits; the other
 is dequantised to float32. Compared are their predictions for every token of a text.
 """
 

@@ -12,4 +12,4 @@ with LLM() as llm:
     )
     for out in outs:
         print(repr(out.text), out.finish_reason, out.stats.accepted)
-    print(llm.chat([{"role": "user", "content": "What is the capital of Germany?"}]).text)
+    print(llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text)

@@ -14,7 +14,7 @@ from outrider.models.errors import ModelUnavailable
 from outrider.models.files import default_model
 from server_process import ServerProcess, serving
 
-QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Germany?"}]
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
 
 
@@ -33,7 +33,7 @@ def test_openai_client(default_server: ServerProcess) -> None:
     stream = client.chat.completions.create(
         model=default_server.model, messages=QUESTION, temperature=0, max_tokens=12, stream=True
     )
-    assert "Berlin" in "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert "Paris" in "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     answer = client.chat.completions.create(
         model=default_server.model,
         messages=QUESTION,

@@ -3,8 +3,8 @@
 Tokens come from the NumPy oracle of the picking rule. Cells come from one pass over the whole text. The
 logits of a model in float32 are those of mlx-lm's own model and caches.
 
-A quantised model rounds each token to 8 bits: a difference in the last bit of a float may become one of a
-hundredth. Its logits are therefore those of the engine's own layers, which must be the same to the bit.
+A quantised model rounds tokens, which magnifies a difference in the last bit of a float. Its logits are
+therefore those of the engine's own layers, which must be the same to the bit.
 """
 
 from __future__ import annotations

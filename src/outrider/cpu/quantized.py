@@ -1,7 +1,7 @@
 """Quantised layers that use the native extension on CPUs. Weights stay in memory as they are stored.
 
 MLX's own quantised matmuls on CPUs are slow, so without the extension these layers are dequantised. The
-arithmetic is that of native/extension/quantized.h: tokens are rounded to 8 bits in blocks of 32. It is part
+arithmetic is that of native/extension/quantized.h: tokens are rounded to 15 bits in blocks of 32. It is part
 of the model: a layer computes the same to the bit in all passes, on one thread or several.
 """
 

@@ -1,7 +1,7 @@
 """Recurrent layers on CPUs, token after token in one operation (native/extension/recurrence.h).
 
 A chunked form takes other sums for other widths, which differ in the last bits. A quantised layer that
-follows rounds tokens to 8 bits and would make a visible difference of it. It is also slower: milliseconds for
+follows rounds tokens and magnifies the difference. It is also slower: milliseconds for
 one layer with 16 heads of 128 x 128, on two busy cores:
 
     rows x tokens    1 x 1    1 x 3    8 x 1    8 x 3    1 x 512

@@ -39,7 +39,7 @@ def keeps_quantized(dtype: str) -> bool:
 
 def arithmetic(network: nn.Module) -> str:
     """Names how quantised layers compute: with the same weights, another arithmetic gives other results."""
-    return "int8 tokens" if any(is_kept(layer) for _, layer in quantized_layers(network)) else "mlx"
+    return "15-bit tokens" if any(is_kept(layer) for _, layer in quantized_layers(network)) else "mlx"
 
 
 def _settle_quantized(network: nn.Module, dtype: str) -> None:

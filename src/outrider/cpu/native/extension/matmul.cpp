@@ -154,7 +154,7 @@ class GatherQuantizedMatmul : public CpuPrimitive {
             }
             ptrdiff_t codes = static_cast<ptrdiff_t>(first) * size, blocks = codes / BLOCK;
             QuantizedTokens some = {
-                last - first, size, all.codes + codes, all.scales + blocks, all.sums + blocks};
+                last - first, size, all.codes + 2 * codes, all.scales + blocks, all.sums + blocks};
             Product product = {weights[expert], products + static_cast<size_t>(first) * num_rows, num_rows};
             multiply(&product, 1, some);
         }

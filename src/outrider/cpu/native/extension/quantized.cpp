@@ -20,12 +20,15 @@ namespace {
 constexpr int MAX_SIZE = 768;  // elements of a row in a tile: it stays in the L1 cache
 constexpr int MAX_BLOCKS = MAX_SIZE / BLOCK;
 constexpr int QUADS = BLOCK / 4;           // four codes of a row are multiplied by one instruction
-constexpr int MAX_TOKENS = 8;              // that are computed together: one register each for integers and for floats
+constexpr int MAX_TOKENS = 8;              // that are computed together: three registers each for their sums
+constexpr int LOW_BITS = 7;                // a token's code is high * 2^LOW_BITS + low
+constexpr int PAIR = 2 * BLOCK;            // bytes of a token's block
 constexpr int CHUNKS_PER_THREAD = 8;       // at least; the last thread to finish is late by one chunk at most
 constexpr long MAX_CHUNK = 500'000;        // products of weights and tokens, beyond the first tokens
 constexpr long MIN_SHARED = 100'000;       // elements of the weights from which several threads pay
 constexpr int FREE_TOKENS = 8;             // tokens that are computed in the time that the weights take to arrive
 
+constexpr float MAX_CODE = 127 << LOW_BITS;
 constexpr float TINY = 1e-30f;  // smaller elements count as zero: the inverse of their scale would overflow
 
 // TILE_ROWS rows of the weights by up to MAX_SIZE elements, arranged for the kernels.
@@ -89,8 +92,11 @@ INLINE int code_at(const uint8_t *row, int bits, int k) {
     return two >> shift & ((1 << bits) - 1);
 }
 
+// To the nearest integer, ties to even: numbers of the size of 1.5 * 2^23 are integers.
+INLINE float rounded(float x) { return (x + 12582912.0f) - 12582912.0f; }
+
 INLINE void quantize_blocks(const float *x, int num_blocks, int8_t *codes, float *scales, float *sums) {
-    for (int b = 0; b < num_blocks; b++, x += BLOCK, codes += BLOCK) {
+    for (int b = 0; b < num_blocks; b++, x += BLOCK, codes += PAIR) {
         float most[8] = {}, odd[8] = {};
         for (int i = 0; i < BLOCK; i += 8)
             for (int lane = 0; lane < 8; lane++) {
@@ -106,15 +112,19 @@ INLINE void quantize_blocks(const float *x, int num_blocks, int8_t *codes, float
         float inverse = amax > TINY ? 127.0f / amax : 0.0f;
         if (nan != nan)
             inverse = 0;
-        constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
-        int32_t rounded[BLOCK], sum = 0;
+        int32_t high[BLOCK], low[BLOCK], sum = 0;
+        for (int i = 0; i < BLOCK; i++) {
+            float scaled = inverse == 0 ? 0 : x[i] * inverse, whole = rounded(scaled);
+            high[i] = static_cast<int32_t>(whole);
+            low[i] = static_cast<int32_t>(rounded((scaled - whole) * (1 << LOW_BITS)));
+        }
         for (int i = 0; i < BLOCK; i++)
-            rounded[i] = inverse == 0 ? 0 : static_cast<int32_t>((x[i] * inverse + ROUND) - ROUND);
-        for (int i = 0; i < BLOCK; i++)
-            sum += rounded[i];
-        for (int i = 0; i < BLOCK; i++)
-            codes[i / 8 * 8 + position(i % 8)] = static_cast<int8_t>(rounded[i]);
-        scales[b] = nan != nan ? std::numeric_limits<float>::quiet_NaN() : inverse == 0 ? 0 : amax / 127.0f;
+            sum += (high[i] << LOW_BITS) + low[i];
+        for (int i = 0; i < BLOCK; i++) {
+            codes[i / 8 * 8 + position(i % 8)] = static_cast<int8_t>(high[i]);
+            codes[BLOCK + i / 8 * 8 + position(i % 8)] = static_cast<int8_t>(low[i]);
+        }
+        scales[b] = nan != nan ? std::numeric_limits<float>::quiet_NaN() : inverse == 0 ? 0 : amax / MAX_CODE;
         sums[b] = scales[b] * static_cast<float>(sum);
     }
 }
@@ -156,14 +166,14 @@ void portable_fill(const QuantizedMatrix &w, int row, int first, int size, Tile 
 void portable_add(const Tile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums) {
     for (int t = 0; t < num_tokens; t++)
         for (int b = 0; b < tile.num_blocks; b++) {
-            const int8_t *x = tokens.codes + t * tokens.code_stride + b * BLOCK;
+            const int8_t *x = tokens.codes + t * tokens.code_stride + b * PAIR;
             float scale = tokens.scales[t * tokens.block_stride + b], sum = tokens.sums[t * tokens.block_stride + b];
             int group = b / tile.blocks_per_group;
             for (int r = 0; r < TILE_ROWS; r++) {
                 int32_t total = 0;
                 for (int q = 0; q < QUADS; q++)
                     for (int i = 0; i < 4; i++)
-                        total += tile.codes[b][q][r][i] * x[q * 4 + i];
+                        total += tile.codes[b][q][r][i] * ((x[q * 4 + i] << LOW_BITS) + x[BLOCK + q * 4 + i]);
                 float added = std::fma(static_cast<float>(total), tile.scales[group][r] * scale, sums[t][r]);
                 sums[t][r] = std::fma(tile.biases[group][r], sum, added);
             }
@@ -207,10 +217,20 @@ AVX2 INLINE void fill_half_scales(const QuantizedMatrix &w, int row, int first, 
 
 // -- AVX-512 with VNNI -----------------------------------------------------------------------------------------------
 
+// Rounds half a block, whose scale is 1. Returns its codes.
+AVX512 INLINE __m512i quantize_half(__m512 scaled, int8_t *codes) {
+    __m512i high = _mm512_cvtps_epi32(scaled);  // rounds to the nearest, ties to even
+    __m512 rest = _mm512_sub_ps(scaled, _mm512_cvtepi32_ps(high));
+    __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(rest, _mm512_set1_ps(1 << LOW_BITS)));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(codes), evens_first(_mm512_cvtepi32_epi8(high)));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(codes + BLOCK), evens_first(_mm512_cvtepi32_epi8(low)));
+    return _mm512_add_epi32(_mm512_slli_epi32(high, LOW_BITS), low);
+}
+
 // As quantize_blocks, 16 elements at a time.
 AVX512 void avx512_quantize(const float *x, int num_blocks, int8_t *codes, float *scales, float *sums) {
     const __m512 largest = _mm512_set1_ps(std::numeric_limits<float>::max());
-    for (int b = 0; b < num_blocks; b++, x += BLOCK, codes += BLOCK) {
+    for (int b = 0; b < num_blocks; b++, x += BLOCK, codes += PAIR) {
         __m512 first = _mm512_loadu_ps(x), second = _mm512_loadu_ps(x + 16);
         __m512 size = _mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second));
         __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(first), largest, _CMP_LE_OQ) &
@@ -218,15 +238,12 @@ AVX512 void avx512_quantize(const float *x, int num_blocks, int8_t *codes, float
         bool is_finite = finite == 0xffff;
         float amax = is_finite ? _mm512_reduce_max_ps(size) : 0;
         float inverse = amax > TINY ? 127.0f / amax : 0.0f;
-        __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(first, _mm512_set1_ps(inverse)));
-        __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(second, _mm512_set1_ps(inverse)));
         if (inverse == 0)
-            low = high = _mm512_setzero_si512();
-        auto *out = reinterpret_cast<__m128i *>(codes);
-        _mm_storeu_si128(out, evens_first(_mm512_cvtepi32_epi8(low)));
-        _mm_storeu_si128(out + 1, evens_first(_mm512_cvtepi32_epi8(high)));
-        scales[b] = !is_finite ? std::numeric_limits<float>::quiet_NaN() : inverse == 0 ? 0 : amax / 127.0f;
-        sums[b] = scales[b] * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(low, high)));
+            first = second = _mm512_setzero_ps();
+        __m512i first_sum = quantize_half(_mm512_mul_ps(first, _mm512_set1_ps(inverse)), codes);
+        __m512i second_sum = quantize_half(_mm512_mul_ps(second, _mm512_set1_ps(inverse)), codes + 16);
+        scales[b] = !is_finite ? std::numeric_limits<float>::quiet_NaN() : inverse == 0 ? 0 : amax / MAX_CODE;
+        sums[b] = scales[b] * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(first_sum, second_sum)));
     }
 }
 
@@ -351,39 +368,47 @@ AVX512 void avx512_fill(const QuantizedMatrix &w, int row, int first, int size, 
     }
 }
 
+INLINE int32_t load_four(const int8_t *codes) {
+    int32_t four;
+    std::memcpy(&four, codes, 4);
+    return four;
+}
+
 template <int N>
 AVX512 void avx512_add_tokens(const Tile &tile, const TokenBlock &tokens, Sums &sums) {
-    constexpr int PARTS = N == 1 ? 4 : N <= 3 ? 2 : 1;  // sums that do not wait for each other; integers: exact
+    constexpr int PARTS = N == 1 ? 2 : 1;  // sums that do not wait for each other; integers: exact
     __m512 sum[N];
 #pragma GCC unroll 8
     for (int t = 0; t < N; t++)
         sum[t] = _mm512_loadu_ps(sums[t]);
     const int8_t *x = tokens.codes;
-    for (int b = 0; b < tile.num_blocks; b++, x += BLOCK) {
-        __m512i total[N][PARTS];
+    for (int b = 0; b < tile.num_blocks; b++, x += PAIR) {
+        __m512i high[N][PARTS], low[N][PARTS];
 #pragma GCC unroll 8
         for (int t = 0; t < N; t++)
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++)
-                total[t][part] = _mm512_setzero_si512();
+                high[t][part] = low[t][part] = _mm512_setzero_si512();
 #pragma GCC unroll 8
         for (int q = 0; q < QUADS; q++) {
             __m512i codes = _mm512_load_si512(tile.codes[b][q]);
 #pragma GCC unroll 8
             for (int t = 0; t < N; t++) {
-                int32_t four;
-                std::memcpy(&four, x + t * tokens.code_stride + q * 4, 4);
-                total[t][q % PARTS] = _mm512_dpbusd_epi32(total[t][q % PARTS], codes, _mm512_set1_epi32(four));
+                __m512i &four_high = high[t][q % PARTS], &four_low = low[t][q % PARTS];
+                const int8_t *four = x + t * tokens.code_stride + q * 4;
+                four_high = _mm512_dpbusd_epi32(four_high, codes, _mm512_set1_epi32(load_four(four)));
+                four_low = _mm512_dpbusd_epi32(four_low, codes, _mm512_set1_epi32(load_four(four + BLOCK)));
             }
         }
         int group = b / tile.blocks_per_group;
         __m512 scales = _mm512_load_ps(tile.scales[group]), biases = _mm512_load_ps(tile.biases[group]);
 #pragma GCC unroll 8
         for (int t = 0; t < N; t++) {
-            __m512i all = total[t][0];
-#pragma GCC unroll 4
-            for (int part = 1; part < PARTS; part++)
-                all = _mm512_add_epi32(all, total[t][part]);
+            if (PARTS == 2) {
+                high[t][0] = _mm512_add_epi32(high[t][0], high[t][PARTS - 1]);
+                low[t][0] = _mm512_add_epi32(low[t][0], low[t][PARTS - 1]);
+            }
+            __m512i all = _mm512_add_epi32(_mm512_slli_epi32(high[t][0], LOW_BITS), low[t][0]);
             __m512 factor = _mm512_mul_ps(scales, _mm512_set1_ps(tokens.scales[t * tokens.block_stride + b]));
             sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), factor, sum[t]);
             sum[t] = _mm512_fmadd_ps(biases, _mm512_set1_ps(tokens.sums[t * tokens.block_stride + b]), sum[t]);
@@ -470,17 +495,17 @@ AVX2 void avx2_add_tokens(const Tile &tile, const TokenBlock &tokens, int first,
         for (int t = 0; t < N; t++)
             sum[t] = _mm256_loadu_ps(sums[first + t] + half);
         for (int b = 0; b < tile.num_blocks; b++) {
-            __m256i total[N];
+            __m256i high[N], low[N];
             for (int t = 0; t < N; t++)
-                total[t] = _mm256_setzero_si256();
+                high[t] = low[t] = _mm256_setzero_si256();
 #pragma GCC unroll 8
             for (int q = 0; q < QUADS; q++) {
                 __m256i codes = _mm256_load_si256(reinterpret_cast<const __m256i *>(tile.codes[b][q][half]));
 #pragma GCC unroll 4
                 for (int t = 0; t < N; t++) {
-                    int32_t four;
-                    std::memcpy(&four, tokens.codes + (first + t) * tokens.code_stride + b * BLOCK + q * 4, 4);
-                    total[t] = add_products(total[t], codes, _mm256_set1_epi32(four), HAS_EIGHTH_BIT);
+                    const int8_t *four = tokens.codes + (first + t) * tokens.code_stride + b * PAIR + q * 4;
+                    high[t] = add_products(high[t], codes, _mm256_set1_epi32(load_four(four)), HAS_EIGHTH_BIT);
+                    low[t] = add_products(low[t], codes, _mm256_set1_epi32(load_four(four + BLOCK)), HAS_EIGHTH_BIT);
                 }
             }
             int group = b / tile.blocks_per_group;
@@ -489,8 +514,9 @@ AVX2 void avx2_add_tokens(const Tile &tile, const TokenBlock &tokens, int first,
 #pragma GCC unroll 4
             for (int t = 0; t < N; t++) {
                 ptrdiff_t at = (first + t) * tokens.block_stride + b;
+                __m256i all = _mm256_add_epi32(_mm256_slli_epi32(high[t], LOW_BITS), low[t]);
                 __m256 factor = _mm256_mul_ps(scales, _mm256_set1_ps(tokens.scales[at]));
-                sum[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total[t]), factor, sum[t]);
+                sum[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(all), factor, sum[t]);
                 sum[t] = _mm256_fmadd_ps(biases, _mm256_set1_ps(tokens.sums[at]), sum[t]);
             }
         }
@@ -502,8 +528,8 @@ AVX2 void avx2_add_tokens(const Tile &tile, const TokenBlock &tokens, int first,
 template <bool HAS_EIGHTH_BIT>
 AVX2 void avx2_add_all(const Tile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums) {
     int t = 0;
-    for (; t + 4 <= num_tokens; t += 4)
-        avx2_add_tokens<4, HAS_EIGHTH_BIT>(tile, tokens, t, sums);
+    for (; t + 2 <= num_tokens; t += 2)
+        avx2_add_tokens<2, HAS_EIGHTH_BIT>(tile, tokens, t, sums);
     for (; t < num_tokens; t++)
         avx2_add_tokens<1, HAS_EIGHTH_BIT>(tile, tokens, t, sums);
 }
@@ -563,10 +589,10 @@ void multiply_tile(const Product &product, int row, const QuantizedTokens &token
         for (int t = 0; t < tokens.num_tokens; t += MAX_TOKENS) {
             int count = std::min(MAX_TOKENS, tokens.num_tokens - t);
             TokenBlock block = {
-                tokens.codes + static_cast<ptrdiff_t>(t) * tokens.size + k,
+                tokens.codes + 2 * (static_cast<ptrdiff_t>(t) * tokens.size + k),
                 tokens.scales + static_cast<ptrdiff_t>(t) * num_blocks + k / BLOCK,
                 tokens.sums + static_cast<ptrdiff_t>(t) * num_blocks + k / BLOCK,
-                tokens.size,
+                2 * static_cast<ptrdiff_t>(tokens.size),
                 num_blocks,
             };
             alignas(64) Sums sums = {};
@@ -587,13 +613,13 @@ int num_tiles(const Product &product) { return (product.weights.num_rows + TILE_
 
 size_t token_bytes(int num_tokens, int size) {
     size_t num_codes = static_cast<size_t>(num_tokens) * size;
-    return num_codes + 2 * sizeof(float) * (num_codes / BLOCK);
+    return 2 * num_codes + 2 * sizeof(float) * (num_codes / BLOCK);
 }
 
 QuantizedTokens quantize(const float *x, int num_tokens, int size, ptrdiff_t stride, void *memory) {
     int num_blocks = size / BLOCK;
     auto *codes = static_cast<int8_t *>(memory);
-    auto *scales = reinterpret_cast<float *>(codes + static_cast<ptrdiff_t>(num_tokens) * size);
+    auto *scales = reinterpret_cast<float *>(codes + 2 * static_cast<ptrdiff_t>(num_tokens) * size);
     float *sums = scales + static_cast<ptrdiff_t>(num_tokens) * num_blocks;
     constexpr int TOKENS_PER_CHUNK = 16;
     int num_chunks = (num_tokens + TOKENS_PER_CHUNK - 1) / TOKENS_PER_CHUNK;
@@ -601,7 +627,7 @@ QuantizedTokens quantize(const float *x, int num_tokens, int size, ptrdiff_t str
         int end = std::min(num_tokens, (chunk + 1) * TOKENS_PER_CHUNK);
         for (ptrdiff_t t = chunk * TOKENS_PER_CHUNK; t < end; t++)
             kernels->quantize(
-                x + t * stride, num_blocks, codes + t * size, scales + t * num_blocks, sums + t * num_blocks);
+                x + t * stride, num_blocks, codes + 2 * t * size, scales + t * num_blocks, sums + t * num_blocks);
     });
     return {num_tokens, size, codes, scales, sums};
 }

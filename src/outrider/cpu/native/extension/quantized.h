@@ -1,8 +1,9 @@
 // Matmuls with quantised weights.
 //
-// Weights stay as MLX stores them (affine: w = scale * code + bias). Tokens are rounded to 8 bits in blocks of 32
-// elements, each block with a scale of its own. Products of codes are added as integers, exactly, within a block; the
-// blocks are added in float32, in order. So a token's result is the same to the bit whatever tokens are beside it,
+// Weights stay as MLX stores them (affine: w = scale * code + bias). Tokens are rounded to 15 bits in blocks of 32
+// elements, each block with a scale of its own: code = 128 * high + low, two bytes with signs. (With 8 bits, as in
+// llama.cpp, the answers of small models change: docs/LOG.md.) Products of codes are added as integers, exactly, within
+// a block; the blocks are added in float32, in order. So a token's result is the same to the bit whatever tokens are beside it,
 // whatever the number of threads, and whatever instructions the CPU has.
 #pragma once
 
@@ -27,7 +28,8 @@ struct QuantizedMatrix {
 
 struct QuantizedTokens {
     int num_tokens, size;  // size: a multiple of BLOCK
-    int8_t *codes;         // [num_tokens, size]; of every eight elements first those with even numbers, then the others
+    int8_t *codes;         // [num_tokens, size / BLOCK, 2, BLOCK]: the high bytes of a block, then its low bytes; of every
+                           // eight elements first those with even numbers, then the others
     float *scales;         // [num_tokens, size / BLOCK]
     float *sums;           // the same: the sum of a block's codes, times its scale
 };
