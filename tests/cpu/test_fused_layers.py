@@ -322,6 +322,7 @@ def test_buffers_are_written_in_place(llama: Trunk, native: ModuleType) -> None:
     cache = TrunkCache(llama.layout)
     for buffers in cache.buffers():
         buffers.resize(4, 64)
+    num_buffers = len([array for buffers in cache.buffers() for array in buffers.arrays()])
     copies = native.num_buffer_copies()
     for step in range(12):
         for start in range(4 * step, 4 * step + 4):
@@ -329,7 +330,7 @@ def test_buffers_are_written_in_place(llama: Trunk, native: ModuleType) -> None:
             hidden = llama.hidden(mx.zeros((2, 1), mx.int32), cache, place)
         mx.eval(hidden, [buffers.arrays() for buffers in cache.buffers()])
     # A copy is right but slow. It may happen by chance: MLX lets go of memory a moment after its use.
-    assert native.num_buffer_copies() - copies <= 2
+    assert native.num_buffer_copies() - copies <= 0.1 * 48 * num_buffers
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
