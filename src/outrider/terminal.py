@@ -38,7 +38,7 @@ def console_for(stream: TextIO) -> Console:
     )
 
 
-def new_table(*headings: str) -> Table:
+def new_table(*titles: str) -> Table:
     """Columns two spaces apart, without lines between them. A cell is folded, not cut, if it is too wide."""
-    columns = [Column(heading, overflow="fold") for heading in headings]
-    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(headings))
+    columns = [Column(title, overflow="fold") for title in titles]
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(titles))

@@ -11,10 +11,14 @@ from typing import Any
 import httpx
 import pytest
 from fake_backend import HELLO, USER, Client, FakeAnswers, FakeBackend, FakeStream, Gate, server, settings
+from hypothesis import given
+from hypothesis import strategies as st
 
+from outrider.api import limits
 from outrider.api.admission import Admission, Reservation, current_reservation
 from outrider.api.answers import LiveRequests
 from outrider.api.app import Server
+from outrider.api.body import parse_json
 from outrider.api.errors import ApiError
 from outrider.api.load import Load, LoadLimit
 from outrider.api.middleware import RequestIdFilter
@@ -77,6 +81,38 @@ def test_bad_body_is_a_4xx_with_words(path: str, case: str) -> None:
     assert response.status_code == status
     assert words in message_of(response)
     assert client.post(path, BODIES[path]).status_code == 200  # and it serves on
+
+
+json_values = st.recursive(
+    st.text('\\"{[,a', max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text('\\"{[,a', max_size=8), inner, max_size=3)
+    ),
+)
+
+
+@given(json_values, st.integers(2, 9))
+def test_texts_do_not_count_wherever_a_body_is_cut(value: object, slice_bytes: int) -> None:
+    def without_texts(value: object) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f": {without_texts(member)}" for member in value.values()) + "}"
+        if isinstance(value, list):
+            return "[" + ", ".join(map(without_texts, value)) + "]"
+        return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "SLICE_BYTES", slice_bytes)
+        found = b"".join(limits._without_texts(json.dumps(value).encode()))
+    assert found.decode() == without_texts(value)
+
+
+@pytest.mark.parametrize("num_before", range(12))
+def test_half_a_surrogate_pair_is_found_wherever_a_body_is_cut(
+    num_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SLICE_BYTES", 7)
+    with pytest.raises(ApiError, match="surrogate"):
+        parse_json(b'["' + b"a" * num_before + b'\\uDBFF"]')
 
 
 def test_paired_surrogates_are_a_character() -> None:

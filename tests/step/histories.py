@@ -219,6 +219,7 @@ def _family(name: str) -> str:
 
 def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
     """A head with the same weights each time, none of them left at one or zero."""
+    mx.random.seed(7)  # for the biases of new layers
     head = new_head(trunk, spec)
     keys = iter(mx.random.split(mx.random.key(7), 256))
 

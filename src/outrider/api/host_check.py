@@ -104,7 +104,7 @@ def _is_cross_site(headers: Headers, allowed_origins: Sequence[str]) -> bool:
     site = headers.get("sec-fetch-site")  # a page cannot set it; older browsers and plain HTTP lack it
     if site is not None:
         return site not in ("same-origin", "none")
-    # The scheme is not compared: behind a proxy with TLS the server sees http.
+    # The scheme is not compared: behind a proxy with TLS the server gets http.
     return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
 
 

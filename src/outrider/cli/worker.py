@@ -1,4 +1,4 @@
-"""The worker process of `outrider serve`, as its supervisor sees it: what it inherits and how it ends."""
+"""The worker process of `outrider serve`, beside its supervisor: what it inherits and how it ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Worker:
     """The worker's end of what it shares with its supervisor."""
 
     listener: socket.socket
-    supervisor: socket.socket  # gets a byte each second; each process sees by its end that the other is gone
+    supervisor: (
+        socket.socket
+    )  # gets a byte each second; each process notices by its end that the other is gone
     restarts: Mapping[str, int]  # workers that ended before this one, by reason
 
     @property
@@ -41,7 +43,9 @@ class Worker:
         return sum(self.restarts.values())
 
     def report_alive(self) -> None:
-        with suppress(OSError):  # a full buffer: the supervisor is stopped. A broken one: `_follow` sees it
+        with suppress(
+            OSError
+        ):  # a full buffer: the supervisor is stopped. A broken one: `_follow` notices it
             self.supervisor.send(b".", socket.MSG_DONTWAIT)
 
     def settle(self) -> None:

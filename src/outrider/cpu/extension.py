@@ -53,6 +53,13 @@ def extension() -> ModuleType | None:
     return None
 
 
+def loaded() -> ModuleType:
+    """The extension, for layers that exist only if there is one."""
+    found = extension()
+    assert found is not None
+    return found
+
+
 def _load() -> ModuleType:
     if os.environ.get(SWITCH, "on").lower() == "off":
         raise Unusable(f"{SWITCH}=off")

@@ -19,7 +19,6 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +29,7 @@ from mlx_lm.models.smollm3 import NoPE
 
 from outrider.cache.placement import Placement, Positions
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
-from outrider.cpu.extension import extension
+from outrider.cpu import extension
 from outrider.cpu.quantized import CpuQuantizedLinear
 
 log = logging.getLogger("outrider.cpu.layers")
@@ -166,7 +165,7 @@ class _NativeNorm(nn.RMSNorm):
 def _use_native_norms(model: nn.Module) -> None:
     for _, module in model.named_modules():
         if type(module) is nn.RMSNorm and module.weight.size % 16 == 0:
-            module._native = _native().RMSNorm(module.weight, module.eps)
+            module._native = extension.loaded().RMSNorm(module.weight, module.eps)
             module.__class__ = _NativeNorm
 
 
@@ -184,7 +183,7 @@ def _parts(layer: nn.Module, ropes: dict[Hashable, _Rope]) -> _Parts:
         _require_quantized(attention[name])
     rope = _rope(attention.rope, ropes)
     try:
-        native_attention = _native().Attention(
+        native_attention = extension.loaded().Attention(
             _norm(layer.input_layernorm),
             *(_linear(attention[name]) for name in _PROJECTIONS),
             *(_norm(attention[name]) if name in attention else None for name in _HEAD_NORMS),
@@ -202,18 +201,12 @@ def _mlp(layer: nn.Module) -> Any | None:
     try:
         _require_members(layer.mlp, _MLP)
         _require_call(layer.mlp, ["x"])
-        return _native().MLP(
+        return extension.loaded().MLP(
             _norm(layer.post_attention_layernorm), *(_linear(layer.mlp[name]) for name in _MLP)
         )
     except (_NotFused, ValueError) as reason:
         log.debug("an MLP computes operation by operation: %s", reason)
         return None
-
-
-def _native() -> ModuleType:
-    found = extension()
-    assert found is not None, "quantised layers stay quantised only if there is an extension"
-    return found
 
 
 def _members(module: nn.Module) -> set[str]:
@@ -246,7 +239,7 @@ def _attribute(module: nn.Module, names: Sequence[str]) -> Any:
 def _norm(norm: Any) -> Any:
     if type(norm) not in (nn.RMSNorm, _NativeNorm):
         raise _NotFused(f"a norm is a {type(norm).__name__}")
-    return _native().RMSNorm(norm.weight, norm.eps)
+    return extension.loaded().RMSNorm(norm.weight, norm.eps)
 
 
 def _require_quantized(linear: Any) -> None:
@@ -258,7 +251,7 @@ def _linear(linear: Any) -> Any:
     _require_quantized(linear)
     _require_members(linear, ("weight", "scales", "biases"), ("bias",))
     weights = linear["weight"], linear["scales"], linear["biases"]
-    return _native().Linear(*weights, linear.bits, linear.group_size, linear.get("bias"))
+    return extension.loaded().Linear(*weights, linear.bits, linear.group_size, linear.get("bias"))
 
 
 def _rope(module: Any, known: dict[Hashable, _Rope]) -> _Rope:
@@ -277,10 +270,10 @@ def _native_angles(module: nn.Module, plain: nn.Module, dims: int) -> Any | None
     if isinstance(plain, nn.RoPE):
         half = dims // 2
         frequencies = mx.exp(mx.arange(half, dtype=mx.float32) * (-math.log(plain.base) / half))
-        native = _native().RopeAngles(frequencies, plain.scale, 1.0)
+        native = extension.loaded().RopeAngles(frequencies, plain.scale, 1.0)
     else:
         magnitude = getattr(plain, "mscale", getattr(plain, "_scale", 1.0))
-        native = _native().RopeAngles(1 / plain._freqs, 1.0, magnitude)
+        native = extension.loaded().RopeAngles(1 / plain._freqs, 1.0, magnitude)
     positions = mx.array([0, 1000, FAR_POSITION])
     expected = _Rope(module, dims, None).turned(3, 100, positions)
     return native if mx.array_equal(native(positions, 100), expected) else None

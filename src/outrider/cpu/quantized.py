@@ -8,22 +8,15 @@ of the model: a layer computes the same to the bit in all passes, on one thread 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from outrider.cpu.extension import extension
+from outrider.cpu import extension
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-
-
-def _native() -> ModuleType:
-    found = extension()
-    assert found is not None, "layers get these classes only if there is an extension"
-    return found
 
 
 class CpuQuantizedLinear(nn.QuantizedLinear):
@@ -35,7 +28,8 @@ class CpuQuantizedLinear(nn.QuantizedLinear):
 class CpuQuantizedEmbedding(nn.QuantizedEmbedding):
     def __call__(self, token_ids: mx.array) -> mx.array:
         weights = self["weight"], self["scales"], self["biases"]
-        return _native().quantized_embedding(token_ids.astype(mx.int32), *weights, self.group_size, self.bits)
+        embed = extension.loaded().quantized_embedding
+        return embed(token_ids.astype(mx.int32), *weights, self.group_size, self.bits)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return _product(self, x)
@@ -46,19 +40,11 @@ class CpuQuantizedSwitchLinear(QuantizedSwitchLinear):
         """x [..., 1, size], whose leading dimensions broadcast to those of `indices` -> [..., 1, rows]"""
         size = x.shape[-1]
         tokens = mx.broadcast_to(x, (*indices.shape, 1, size)).reshape(-1, size)
-        y = (
-            _native()
-            .gather_quantized_matmul(
-                tokens.astype(mx.float32),
-                self["weight"],
-                self["scales"],
-                self["biases"],
-                indices.reshape(-1).astype(mx.int32),
-                self.group_size,
-                self.bits,
-            )
-            .reshape(*indices.shape, 1, -1)
-        )
+        weights = self["weight"], self["scales"], self["biases"]
+        experts = indices.reshape(-1).astype(mx.int32)  # sorted or not: the operation sorts them itself
+        multiply = extension.loaded().gather_quantized_matmul
+        y = multiply(tokens.astype(mx.float32), *weights, experts, self.group_size, self.bits)
+        y = y.reshape(*indices.shape, 1, -1)
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
 
 
@@ -78,6 +64,14 @@ def keep_quantized(network: nn.Module) -> list[str]:
         elif type(layer) not in _CLASSES.values():
             others.append(name)
     return others
+
+
+def linear_rows(layer: nn.Module, rows: mx.array) -> CpuQuantizedLinear:
+    """A layer with these rows of a kept layer's weights."""
+    found = CpuQuantizedLinear(32, 1, bias=False, group_size=32, bits=8)  # its arrays are replaced
+    found.group_size, found.bits = layer.group_size, layer.bits
+    found.update({name: layer[name][rows] for name in ("weight", "scales", "biases")})
+    return found
 
 
 def quantized_layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -100,4 +94,5 @@ def _is_supported(layer: nn.Module) -> bool:
 
 def _product(layer: nn.Module, x: mx.array) -> mx.array:
     weights = layer["weight"], layer["scales"], layer["biases"]
-    return _native().quantized_matmul(x.astype(mx.float32), *weights, layer.group_size, layer.bits)
+    multiply = extension.loaded().quantized_matmul
+    return multiply(x.astype(mx.float32), *weights, layer.group_size, layer.bits)

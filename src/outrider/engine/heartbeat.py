@@ -28,7 +28,7 @@ class Heartbeat:
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._slowest_s: dict[str, float] = {}
-        # What the thread does, and since when. Replaced as a whole: a reader sees both parts of one beat.
+        # What the thread does, and since when. Replaced as a whole: a reader gets both parts of one beat.
         self.current = (IDLE, now_s())
 
     def enter(self, name: str) -> None:

@@ -10,6 +10,7 @@ from mlx.utils import tree_map_with_path, tree_unflatten
 
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import is_kept, keep_quantized, quantized_layers
+from outrider.models import machine
 
 log = logging.getLogger(__name__)
 
@@ -21,20 +22,20 @@ def settle_dtype(network: nn.Module, dtype: str, trunk_dtype: mx.Dtype | None = 
     dtype of the checkpoint. Any other dtype dequantises on the CPU. `trunk_dtype` is given for an MTP head,
     which is cast to it whatever `dtype` is.
     """
-    if _is_cpu() and any(quantized_layers(network)):
+    if machine.is_cpu() and any(quantized_layers(network)):
         _settle_quantized(network, dtype)
     if trunk_dtype is not None:
         _cast(network, trunk_dtype)
     elif dtype != "auto":
         _cast(network, getattr(mx, dtype))
-    elif _is_cpu():
+    elif machine.is_cpu():
         _cast(network, mx.float32)
     mx.eval(network.parameters())
 
 
 def keeps_quantized(dtype: str) -> bool:
     """On a CPU only with the native extension: MLX's own quantised matmuls are slower than float32 ones."""
-    return not _is_cpu() or (dtype == "auto" and extension() is not None)
+    return not machine.is_cpu() or (dtype == "auto" and extension() is not None)
 
 
 def arithmetic(network: nn.Module) -> str:
@@ -72,10 +73,6 @@ def dequantize(network: nn.Module) -> None:
             plain.append((path, MultiLinear(weight.shape[2], weight.shape[1], weight.shape[0])))
             plain[-1][1].weight = weight
     network.update_modules(tree_unflatten(plain))
-
-
-def _is_cpu() -> bool:
-    return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
 def _cast(network: nn.Module, dtype: mx.Dtype) -> None:

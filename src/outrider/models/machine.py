@@ -16,8 +16,12 @@ SHARE_OF_FREE = 0.6  # of the memory that is free after the weights are loaded; 
 MIN_BUDGET_BYTES = 64 << 20  # chosen by hand
 
 
+def is_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
 def device_name() -> str:
-    if mx.default_device() == mx.Device(mx.cpu):
+    if is_cpu():
         return "cpu"
     info = mx.device_info()
     return str(info.get("device_name") or info.get("architecture") or "gpu")
@@ -25,7 +29,7 @@ def device_name() -> str:
 
 def settle() -> None:
     """Call before a model is loaded. On the CPU, mx.compile gains nothing and needs a C++ compiler."""
-    if device_name() == "cpu":
+    if is_cpu():
         mx.disable_compile()
         blas.watch_threads()
 
@@ -36,7 +40,7 @@ def step_clock() -> Callable[[], float]:
     On a CPU with one thread, the CPU time of the process does not depend on the load of other processes. With
     several threads it would add up their times, including the time that they spin.
     """
-    if device_name() == "cpu" and blas.report().threads == 1:
+    if is_cpu() and blas.report().threads == 1:
         return time.process_time
     return time.perf_counter
 
@@ -46,12 +50,12 @@ def outruns_host() -> bool:
 
     Then passes are compiled, and a step is launched before the previous one is read.
     """
-    return device_name() != "cpu"
+    return not is_cpu()
 
 
 def prefill_step_size() -> int:
     """Prompt tokens in one step, so that running streams wait less than a second. Chosen by hand."""
-    return 128 if device_name() == "cpu" else 512
+    return 128 if is_cpu() else 512
 
 
 def cache_budget_bytes() -> int:
@@ -60,7 +64,7 @@ def cache_budget_bytes() -> int:
 
 
 def _free_bytes() -> int:
-    info = mx.device_info() if mx.default_device() != mx.Device(mx.cpu) else {}
+    info = {} if is_cpu() else mx.device_info()
     limit = (
         info.get("max_recommended_working_set_size") or info.get("memory_size") or info.get("total_memory")
     )

@@ -27,7 +27,7 @@ import mlx.nn as nn
 from outrider.cache.embedding_cache import ImageInputs
 from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.placement import GridPositions, Placement, Positions
-from outrider.cpu.quantized import CpuQuantizedLinear, is_kept
+from outrider.cpu.quantized import is_kept, linear_rows
 from outrider.models.heads import LoadedHead, head_layout
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.models.vision.mrope import MRope
@@ -179,19 +179,22 @@ class _Tokens:
 def _projection_rows(trunk: Trunk, token_ids: mx.array) -> nn.Module:
     """A linear layer with the rows of the output projection for these tokens."""
     output = getattr(trunk.model, "lm_head", None) or trunk.embedding
-    arrays = {name: output[name][token_ids] for name in ("weight", "scales", "biases") if name in output}
     if is_kept(output):
-        rows: nn.Module = CpuQuantizedLinear(32, 1, bias=False, group_size=32, bits=8)
-        rows.group_size, rows.bits = output.group_size, output.bits
+        rows: nn.Module = linear_rows(output, token_ids)
     else:
-        rows = nn.Linear(1, 1, bias=False)
-        if "scales" in arrays:
-            arrays = {"weight": _dequantized(output, arrays)}
-    rows.update(arrays)
+        rows = nn.Linear(1, 1, bias=False)  # its weight is replaced
+        rows.weight = _dequantized_rows(output, token_ids) if "scales" in output else output.weight[token_ids]
     mx.eval(rows.parameters())
     return rows
 
 
-def _dequantized(layer: nn.Module, arrays: dict[str, mx.array]) -> mx.array:
-    quantisation = layer.group_size, layer.bits, layer.mode
-    return mx.dequantize(arrays["weight"], arrays["scales"], arrays.get("biases"), *quantisation)
+def _dequantized_rows(layer: nn.Module, rows: mx.array) -> mx.array:
+    biases = layer.get("biases")
+    return mx.dequantize(
+        layer.weight[rows],
+        layer.scales[rows],
+        None if biases is None else biases[rows],
+        layer.group_size,
+        layer.bits,
+        layer.mode,
+    )

@@ -375,5 +375,5 @@ def _document(block: DocumentBlock, where: str) -> TextPart:
             "a document source must be of type text, with data, or of type content, with content; "
             f"this one is of type {source.type!r}",
         )
-    heading = [line for line in (block.title, block.context) if line]
-    return TextPart("\n".join([*heading, text]))
+    lines = [line for line in (block.title, block.context) if line]
+    return TextPart("\n".join([*lines, text]))

@@ -1,13 +1,12 @@
 #include "decoder_layer.h"
 
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <stdexcept>
 
 #include "decoder_math.h"
 #include "mlx/backend/cpu/simd/simd.h"
 #include "primitive.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace mx = mlx::core;
@@ -23,33 +22,6 @@ constexpr int UNITS_PER_THREAD = 4;    // rows times heads of the keys, below wh
 constexpr double MIN_SHARED_WORK = 2e5;  // multiplications of attention from which several threads pay: 10 us
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// Memory that a thread keeps for its next call.
-class Scratch {
-public:
-    float *floats(size_t count) { return reinterpret_cast<float *>(bytes(count * sizeof(float))); }
-
-    void *bytes(size_t count) {
-        if (count > size) {
-            std::free(memory);
-            size = (count + TOKEN_ALIGNMENT - 1) / TOKEN_ALIGNMENT * TOKEN_ALIGNMENT;
-            memory = std::aligned_alloc(TOKEN_ALIGNMENT, size);
-            if (!memory) {
-                size = 0;
-                throw std::bad_alloc();
-            }
-        }
-        return memory;
-    }
-
-    Scratch() = default;
-    Scratch(const Scratch &) = delete;
-    ~Scratch() { std::free(memory); }
-
-private:
-    void *memory = nullptr;
-    size_t size = 0;
-};
 
 // Calls work(t) for every token, on several threads if there are many.
 template <class Work>

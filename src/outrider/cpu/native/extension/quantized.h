@@ -32,6 +32,12 @@ struct QuantizedTokens {
                            // eight elements first those with even numbers, then the others
     float *scales;         // [num_tokens, size / BLOCK]
     float *sums;           // the same: the sum of a block's codes, times its scale
+
+    // `num` of the tokens, from `first` on
+    QuantizedTokens part(int first, int num) const {
+        ptrdiff_t elements = static_cast<ptrdiff_t>(first) * size, blocks = elements / BLOCK;
+        return {num, size, codes + 2 * elements, scales + blocks, sums + blocks};
+    }
 };
 
 // Bytes of memory that `quantize` needs, and alignment of that memory.
