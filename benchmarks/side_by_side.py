@@ -25,6 +25,7 @@ from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
 from outrider.speculate.ngram import NgramDrafter
+from outrider.speculate.per_draft import new_controller
 from outrider.step.runner import Runner
 
 BUDGET_BYTES = 8 << 30  # for caches: more than any of these runs needs
@@ -81,7 +82,7 @@ class StepBench:
         vocab_size = self.loaded.trunk.vocab_size
         found = calibration.measure(self.runner, vocab_size, max_rows, 4096, BUDGET_BYTES, clock=clock)
         assert found is not None
-        self.controller = DepthController(CostTable(found))
+        self.controller = new_controller(CostTable(found), None, overlaps_steps=False)
 
     def prompts(self, num_rows: int, first: int = 0) -> list[list[int]]:
         template = self.loaded.tokenizer.apply_chat_template

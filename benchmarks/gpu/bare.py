@@ -88,7 +88,7 @@ class BareStep:
         rows = HeadRows(slots, starts, fed, fed, end, self._how, self._depth)
         drafts = self._drafter.draft(hidden, targets, rows, self._capacity)
         assert drafts is not None
-        self.tokens = mx.concatenate([targets[:, -1:], drafts.astype(mx.int32)], axis=1)
+        self.tokens = mx.concatenate([targets[:, -1:], drafts.token_ids.astype(mx.int32)], axis=1)
 
 
 def measure_bare(subject: Subject, rows: int, depth: int, num_cells: int, seconds: float) -> BareTime:

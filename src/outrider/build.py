@@ -31,6 +31,7 @@ from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
+from outrider.speculate.per_draft import new_controller
 from outrider.step.runner import Runner
 from outrider.text.detokenizer import answer_texts
 
@@ -107,7 +108,7 @@ def _parts(
     tokenizer, eos_ids, vocab_size = loaded.tokenizer, loaded.eos_ids, trunk.vocab_size
     # The lambda outlives the engine's parts, so it must not hold the trunk.
     grammars = GrammarCompiler(lambda: tokenizer_source(tokenizer, vocab_size, eos_ids))
-    controller, save_measurements = DepthController(few_shapes=outruns), lambda: None
+    controller, save_measurements = new_controller(None, None, outruns), lambda: None
     if config.auto_depth == "auto":
         name = _fingerprint(loaded, head, choice, facts, config.max_rows)
         controller = _controller(name, runner, facts, config, budget, notify)
@@ -142,15 +143,15 @@ def _controller(
     if found is not None and calibration.is_still_valid(
         runner, facts.vocab_size, found.measured, clock=clock
     ):
-        return DepthController(CostTable(found.measured, found.corrections), found.acceptance, few)
+        return new_controller(CostTable(found.measured, found.corrections), found.acceptance, few)
     notify("Measuring what drafts cost on this machine, once for this model")
     acceptance = found.acceptance if found is not None else ModelAcceptance()
     measured = calibration.measure(
         runner, facts.vocab_size, config.max_rows, facts.max_context, budget_bytes, clock=clock
     )
     if measured is None:
-        return DepthController(None, acceptance, few)
-    controller = DepthController(CostTable(measured), acceptance, few)
+        return new_controller(None, acceptance, few)
+    controller = new_controller(CostTable(measured), acceptance, few)
     cost_store.save(name, controller.costs, acceptance)
     return controller
 

@@ -221,6 +221,7 @@ class RowResult:
     token_ids: tuple[int, ...]  # empty for a prefill chunk that was not the last
     drafts: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    margins: tuple[float, ...] = ()  # of the drafts (sampling/sampler.py); not from traced passes
 
     @property
     def num_accepted(self) -> int:

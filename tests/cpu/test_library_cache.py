@@ -6,13 +6,14 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from outrider.cpu.library_cache import Recipe, Unusable, failure_of, load_cached
+from outrider.cpu.library_cache import MAX_UNUSED_S, Recipe, Unusable, failure_of, load_cached
 from outrider.files.atomic import TEMPORARY
 from patience import PATIENCE_S
 
@@ -171,6 +172,20 @@ def test_files_that_killed_processes_left_are_removed(folder: Path, library: Lib
         library.load()
     assert not abandoned.exists()
     assert in_use.exists()
+
+
+def test_libraries_that_were_long_not_used_are_removed(folder: Path, library: Library) -> None:
+    library.load()
+    (used,) = folder.iterdir()
+    old = time.time() - MAX_UNUSED_S - 60
+    unused = folder / "lib-of-an-earlier-version.so"
+    unused.touch()
+    for file in (used, unused):
+        os.utime(file, (old, old))
+    library.load()
+    load_cached(Recipe("other", library.make), library.read)
+    assert used.exists()
+    assert not unused.exists()
 
 
 def test_a_program_that_takes_too_long_is_ended() -> None:

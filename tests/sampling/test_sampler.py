@@ -389,6 +389,45 @@ def test_a_reduced_draft_vocabulary_drafts_by_the_noise_of_the_true_ids() -> Non
     )
 
 
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_drafts_with_margins_are_the_same_drafts(is_reduced: bool) -> None:
+    """The margin is the distance to the score of the second best token, which is drafted without the best."""
+    rng = random.Random(3)
+    params = [SamplingParams(temperature=0), *(random_params(rng) for _ in range(11))]
+    logits = 4 * np.random.default_rng(8).standard_normal((12, 2, 40)).astype(np.float32)
+    positions = mx.arange(24).reshape(12, 2)
+    ids = mx.arange(40)[::-1] * 3 if is_reduced else None
+    drafter = Sampler.of(params)
+    drafts, margins = drafter.sample_drafts_with_margins(mx.array(logits), positions, ids)
+    assert mx.array_equal(drafts, drafter.sample_drafts(mx.array(logits), positions, ids))
+    assert (np.array(margins) >= 0).all()
+    columns = np.array(drafts) if ids is None else 39 - np.array(drafts) // 3
+    lower, greedy = logits.copy(), np.sort(logits[0], axis=-1)
+    assert np.allclose(np.array(margins)[0], greedy[:, -1] - greedy[:, -2])
+    for i, one in enumerate(params):  # a draft stays the same while it loses less than its margin
+        scale = 1.0 if one.is_greedy else max(one.temperature, 1e-3)
+        margin = np.minimum(np.array(margins)[i], 1e3) * scale
+        for j, column in enumerate(columns[i]):
+            lower[i, j, column] -= 0.99 * margin[j] if not one.is_filtered else 0
+    again = drafter.sample_drafts(mx.array(lower), positions, ids)
+    assert mx.array_equal(drafts, again)
+
+
+def test_a_draft_that_loses_more_than_its_margin_is_another() -> None:
+    params = [SamplingParams(temperature=0.7, seed=5)]
+    logits = np.random.default_rng(9).standard_normal((1, 50, 30)).astype(np.float32)
+    positions = mx.arange(50)[None]
+    drafts, margins = Sampler.of(params).sample_drafts_with_margins(mx.array(logits), positions, None)
+    np.put_along_axis(
+        logits,
+        np.array(drafts)[..., None],
+        np.take_along_axis(logits, np.array(drafts)[..., None], -1)
+        - 0.7 * 1.01 * np.array(margins)[..., None],
+        -1,
+    )
+    assert not (sample_drafts(mx.array(logits), positions, params, None) == drafts).any()
+
+
 def test_greedy_drafts_are_accepted_where_the_best_tokens_agree() -> None:
     p, q = np.random.default_rng(7).standard_normal((2, 1, 500, 9)).astype(np.float32)
     params = [SamplingParams(temperature=0)]

@@ -1,7 +1,8 @@
 """Replays recorded acceptance on a table of costs: the speed that a policy of depths would have had.
 
-A trace holds, for every token of a real answer, how many of the head's 8 drafts after it were right, and how
-many of an n-gram lookup's (None: the lookup proposed nothing). So every depth can be replayed exactly.
+A trace holds, for every token of a real answer, how many of the head's 8 drafts after it were right, the
+class of each one's margin, and how many of an n-gram lookup's were right (None: it proposed nothing). So
+every depth can be replayed exactly. `python -m benchmarks.draft_traces` records them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.request import MAX_DEPTH, SamplingParams
@@ -18,6 +19,9 @@ from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.controller import DepthController, DraftRequest, Offer
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
 from outrider.speculate.depth import DepthChoice
+from outrider.speculate.margins import LIMITS
+from outrider.speculate.per_draft import PerDraftController, new_controller
+from outrider.speculate.shapes import ALL_DEPTHS
 
 WIDTHS = range(1, MAX_DEPTH + 2)
 NUM_CELLS = 128
@@ -29,12 +33,20 @@ class Trace:
     temperature: float
     head: tuple[int, ...]  # right drafts of 8, after each token
     ngram: tuple[int | None, ...]  # right drafts of 8; None: nothing proposed
+    margins: tuple[tuple[float, ...], ...]  # of the 8 drafts of the head
 
     def part(self, start: int, end: int | None = None) -> Trace:
-        return Trace(self.kind, self.temperature, self.head[start:end], self.ngram[start:end])
+        parts = (each[start:end] for each in (self.head, self.ngram, self.margins))
+        return Trace(self.kind, self.temperature, *parts)  # type: ignore[arg-type]
 
     def __add__(self, other: Trace) -> Trace:
-        return Trace(self.kind, self.temperature, self.head + other.head, self.ngram + other.ngram)
+        return Trace(
+            self.kind,
+            self.temperature,
+            self.head + other.head,
+            self.ngram + other.ngram,
+            self.margins + other.margins,
+        )
 
 
 @functools.cache
@@ -47,6 +59,9 @@ def traces(kind: str | None = None, hot: bool | None = None) -> tuple[Trace, ...
             one["temperature"],
             tuple(map(int, one["head"])),
             tuple(None if c == "-" else int(c) for c in one["ngram"]),
+            tuple(
+                _margins(one["margins"][i : i + MAX_DEPTH]) for i in range(0, len(one["margins"]), MAX_DEPTH)
+            ),
         )
         for one in data
     ]
@@ -55,19 +70,26 @@ def traces(kind: str | None = None, hot: bool | None = None) -> tuple[Trace, ...
     )
 
 
+def _margins(classes: str) -> tuple[float, ...]:
+    """Margins of these classes."""
+    return tuple((0.0, *LIMITS)[int(c)] for c in classes)
+
+
 def constant(num_right: int, length: int = 4000) -> Trace:
-    """Text in which the first `num_right` drafts are always right."""
-    return Trace("constant", 0.0, (num_right,) * length, (None,) * length)
+    """Text in which the first `num_right` drafts are always right, and their margins say so."""
+    margins = _margins("8" * num_right + "1" * (MAX_DEPTH - num_right))
+    return Trace("constant", 0.0, (num_right,) * length, (None,) * length, (margins,) * length)
 
 
 def by_chance(share: float, seed: int, length: int = 4000) -> Trace:
-    """Text in which every draft is right with the same chance."""
+    """Text in which every draft is right with the same chance, and margins say nothing."""
     numbers = random.Random(seed)
 
     def num_right() -> int:
         return next((i for i in range(MAX_DEPTH) if numbers.random() >= share), MAX_DEPTH)
 
-    return Trace("by chance", 0.0, tuple(num_right() for _ in range(length)), (None,) * length)
+    right = tuple(num_right() for _ in range(length))
+    return Trace("by chance", 0.0, right, (None,) * length, (_margins("4" * 8),) * length)
 
 
 class SimulatedRow:
@@ -84,10 +106,14 @@ class SimulatedRow:
     def offers(self, with_ngram: bool) -> list[Offer]:
         found: list[Offer] = []
         if self.made:
-            found.append(Offer("head", self.made))
+            found.append(Offer("head", self.made, margins=self.margins[: self.made]))
         if with_ngram and self._right("ngram") is not None:
             found.append(Offer("ngram", MAX_DEPTH))
         return found
+
+    @property
+    def margins(self) -> tuple[float, ...]:
+        return self.trace.margins[self.place % len(self.trace.margins)]
 
     def _right(self, source: Source) -> int | None:
         rights = self.trace.head if source == "head" else self.trace.ngram
@@ -97,9 +123,9 @@ class SimulatedRow:
         """Commit the accepted drafts and a bonus token. Record every proposal, fed or not."""
         source, num = (offers[fed[0]][0], fed[1]) if offers else ("head", 0)
         committed = 1 + min(num, self._right(source) or 0)
-        for offered, num_proposed, _ in offers:
-            right = min(num_proposed, committed, self._right(offered) or 0)
-            self.record.add(offered, num_proposed, right, committed)
+        for offer in offers:
+            right = min(offer.num_drafts, committed, self._right(offer.source) or 0)
+            self.record.add(offer.source, offer.num_drafts, right, committed, offer.margins)
         self.place += committed
         return committed
 
@@ -139,13 +165,11 @@ def fixed(depth: int) -> Policy:
 class Simulation:
     """Rows on a machine; they may come and go between steps."""
 
-    def __init__(
-        self, table: MeasuredCosts, controller: DepthController | None = None, pauses_heads: bool = True
-    ) -> None:
-        """`pauses_heads`: a head that makes no drafts is not fed. Where passes are traced it is fed."""
-        self.pauses_heads = pauses_heads
+    def __init__(self, table: MeasuredCosts, controller: DepthController | None = None) -> None:
         self.truth = CostTable(table)
-        self.controller = controller or DepthController(CostTable(table))
+        self.controller = controller or new_controller(CostTable(table), None, overlaps_steps=False)
+        # A head that makes no drafts is not fed. Where passes are traced it is fed.
+        self.pauses_heads = self.controller.shapes.depths == ALL_DEPTHS
         self.rows: list[SimulatedRow] = []
 
     def add(self, *found: Trace, drafts: bool = True) -> None:
@@ -167,9 +191,13 @@ class Simulation:
         ]
         choice = policy(requests) if policy else self.controller.choose(requests, NUM_CELLS)
         depths = tuple(num for _, num in choice.feed)
-        width = 1 + max(depths)
-        if policy is None:
-            width = self.controller.costs.best_width(len(self.rows), width)
+        width: float = 1 + max(depths)
+        if policy is None and isinstance(
+            self.controller, PerDraftController
+        ):  # each row feeds its own number of drafts
+            width = self.truth.mean_width(len(depths), len(depths) + sum(depths), 1 + max(depths))
+        elif policy is None:
+            width = self.controller.costs.best_width(len(self.rows), 1 + max(depths))
         tokens = 0
         caught_up_s = self._catch_up_s(choice)
         for row, offer, fed, wanted in zip(
@@ -363,18 +391,36 @@ def _cliffs(rows: int, width: int) -> float:
     return few.get(tokens, 0.71 if tokens >= 8 else 1.92) + 0.002 * max(0, tokens - 64)
 
 
-MACHINES = {
+def _quantised() -> MeasuredCosts:
+    """The same CPU with both cores: SmolLM2-135M in 4 bits, milliseconds. Padding is skipped."""
+    rows = {
+        1: (8.2, 8.9, 10.0, 11.3, 12.5, 13.5, 15.6, 16.8),
+        4: (12.8, 16.7, 21.5, 26.2, 30.3, 34.0, 40.8, 45.0),
+        8: (18.2, 27.1, 35.5, 43.5, 51.5, 59.0, 77.0, 85.6),
+        16: (29.7, 45.5, 62.0, 78.2, 93.0, 107.0, 143.0, 163.0),
+    }
+    head = {
+        1: HeadCost(0.2, 0.3, 0.52),
+        4: HeadCost(0.4, 0.75, 1.15),
+        8: HeadCost(0.6, 0.75, 1.35),
+        16: HeadCost(0.7, 1.75, 2.45),
+    }
+    return replace(_by_width((1, 2, 3, 4, 5, 6, 8, 9), rows, head), padding_share=0.0)
+
+
+MACHINES = {  # whose steps are read before the next one is launched
     "cpu": _cpu(),
     "two threads": _two_threads(),
     "own products": _own_products(),
-    "h200": _h200(),
-    "h200 small": _h200_small(),
-    "gpu": machine(lambda r, w: 2.4 + 0.1 * r + 0.02 * r * w, 0.03, 0.05, 0.06),  # bound by memory and host
+    "quantised": _quantised(),
     "linear": machine(lambda r, w: float(r * w), 0.03, 0.1, 0.1),  # every token costs the same
     "flat": machine(lambda r, w: 1.0, 0.02, 0.02, 0.03),  # tokens are free
-    "cliffs": machine(_cliffs, 0.03, 0.05, 0.06),
 }
 TRACED_MACHINES = {
-    **{name: MACHINES[name] for name in ("h200", "h200 small", "gpu", "flat")},
+    "h200": _h200(),
+    "h200 small": _h200_small(),
     "h200 quantised": _h200_quantised(),
+    "gpu": machine(lambda r, w: 2.4 + 0.1 * r + 0.02 * r * w, 0.03, 0.05, 0.06),  # bound by memory and host
+    "flat": MACHINES["flat"],
+    "cliffs": machine(_cliffs, 0.03, 0.05, 0.06),
 }

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-from depth_simulator import MACHINES
+from depth_simulator import MACHINES, TRACED_MACHINES
 
 from outrider.plan import CacheGeometry, StepPlan, StepResult
 from outrider.speculate import calibration, cost_store
@@ -160,7 +160,7 @@ def scaled(table: MeasuredCosts, by: float) -> MeasuredCosts:
 @pytest.mark.parametrize("machine", ["cpu", "gpu", "cliffs"])
 def test_measuring_finds_the_costs(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "BUDGET_S", 600.0)
-    truth = scaled(MACHINES[machine], 1e-3)
+    truth = scaled((MACHINES | TRACED_MACHINES)[machine], 1e-3)
     runner = TimedRunner(truth)
     found = calibration.measure(runner, 1000, 16, 4096, 1 << 30, clock=runner.clock)
     assert found is not None

@@ -63,7 +63,7 @@ def play(
         choice = controller.choose(requests_of(specs, records), 200)
         choices.append(choice)
         for spec, record in zip(specs, records, strict=True):
-            for source, num, _ in spec["offers"]:
+            for source, num, *_ in spec["offers"]:
                 record.add(source, num, min(num, spec["fate"]), 1 + spec["fate"])
     return choices, controller
 
@@ -77,7 +77,7 @@ def test_depths_keep_within_what_is_offered_asked_and_left(
     for choice in choices:
         assert len(choice.feed) == len(choice.num_drafts_next) == len(specs)
         for spec, (which, num), wanted in zip(specs, choice.feed, choice.num_drafts_next, strict=True):
-            offered = [n for _, n, _ in spec["offers"]]
+            offered = [offer.num_drafts for offer in spec["offers"]]
             assert 0 <= num <= (offered[which] if offered else 0) <= MAX_DEPTH
             assert 0 <= wanted <= spec["max_drafts_next"]
             if spec["fixed_depth"] is not None:

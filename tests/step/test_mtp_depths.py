@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -102,7 +103,25 @@ def test_drafts_are_those_of_the_whole_text_after_any_rejections(
             continue
         assert drafts is not None
         want = [text.drafts(int(end), depth) for text, end in zip(texts, starts, strict=True)]
-        assert drafts.tolist() == want
+        assert drafts.token_ids.tolist() == want
+
+
+@pytest.mark.parametrize("num_depths", [1, 3])
+def test_drafts_with_margins_are_the_same(tmp_path: Path, num_depths: int) -> None:
+    tiny = tiny_head("glm4_moe", num_depths)
+    texts, starts = [Text(tiny, seed) for seed in range(3)], np.zeros(3, np.int64)
+    pairs, rows = _pairs(texts, starts, [9, 9, 9], [9, 8, 7]), _rows(starts, [9, 9, 9], [9, 8, 7], 5)
+    plain, found = (
+        _drafter(tiny, tmp_path).draft(*pairs, replace(rows, with_margins=with_margins), 64)
+        for with_margins in (False, True)
+    )
+    assert plain is not None
+    assert found is not None
+    assert plain.margins is None
+    assert found.margins is not None
+    assert mx.array_equal(plain.token_ids, found.token_ids)
+    assert found.margins.shape == (3, 5)
+    assert (np.array(found.margins) >= 0).all()
 
 
 def test_layers_after_the_first_matter(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ def loaded() -> ModuleType:
     return found
 
 
+def if_loaded() -> ModuleType | None:
+    """The extension, if something else has needed it: it is not built for this."""
+    return extension() if extension.cache_info().currsize else None
+
+
 def _load() -> ModuleType:
     if os.environ.get(SWITCH, "on").lower() == "off":
         raise Unusable(f"{SWITCH}=off")

@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from outrider.files.cache_folder import cache_folder
 
 log = logging.getLogger("outrider.cpu.blas")
 
+MAX_UNUSED_S = 30 * 24 * 3600  # seconds after which a library that no process has used is removed
 BUILD_TIMEOUT_S = 30  # seconds; `import outrider` waits for the build. Chosen by hand
 
 Loaded = TypeVar("Loaded")
@@ -51,7 +53,10 @@ def load_cached(recipe: Recipe, load: Callable[[str], Loaded]) -> tuple[Loaded, 
     """
     for library in _cached(recipe.stem):
         with suppress(OSError):
-            return load(str(library)), True
+            loaded = load(str(library))
+            with suppress(OSError):  # the folder may be read-only
+                os.utime(library)  # when it was last used
+            return loaded, True
     with tempfile.TemporaryDirectory(prefix="outrider-blas-") as temporary:  # the mapping outlives the file
         draft = Path(temporary, "draft.so")
         recipe.make(draft)
@@ -120,10 +125,19 @@ def _store(draft: Path, stem: str) -> Path:
     folder = _trusted_folder()
     for temporary in folder.glob(f"{TEMPORARY}*"):
         remove_if_abandoned(temporary)
+    _remove_unused(folder)
     library = folder / f"{stem}-{_fingerprint(draft)}.so"
     with open(draft, "rb") as source, atomic_file(library) as file:
         shutil.copyfileobj(source, file)
     return library
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove the libraries of earlier versions. A process that still has one open keeps it."""
+    for library in folder.glob("*.so"):
+        with suppress(OSError):
+            if time.time() - library.stat().st_mtime > MAX_UNUSED_S:
+                library.unlink()
 
 
 def _fingerprint(library: Path) -> str:

@@ -66,11 +66,16 @@ def keep_quantized(network: nn.Module) -> list[str]:
     return others
 
 
-def linear_rows(layer: nn.Module, rows: mx.array) -> CpuQuantizedLinear:
-    """A layer with these rows of a kept layer's weights."""
-    found = CpuQuantizedLinear(32, 1, bias=False, group_size=32, bits=8)  # its arrays are replaced
-    found.group_size, found.bits = layer.group_size, layer.bits
-    found.update({name: layer[name][rows] for name in ("weight", "scales", "biases")})
+def linear_rows(layer: nn.Module, rows: mx.array, max_bits: int = 8) -> CpuQuantizedLinear:
+    """A layer with these rows of a kept layer's weights. Weights of more than `max_bits` get so many."""
+    group_size, bits = layer.group_size, layer.bits
+    weight, scales, biases = (layer[name][rows] for name in ("weight", "scales", "biases"))
+    if bits > max_bits:
+        numbers = mx.dequantize(weight, scales, biases, group_size, bits)
+        weight, scales, biases = mx.quantize(numbers, group_size, max_bits)
+        bits = max_bits
+    found = CpuQuantizedLinear(group_size, 1, bias=False, group_size=group_size, bits=bits)
+    found.update({"weight": weight, "scales": scales, "biases": biases})
     return found
 
 

@@ -43,7 +43,7 @@ class DraftPlanner:
         self._limit_catch_up(decoding)
 
     def _request(self, row: Sequence, joins: bool) -> DraftRequest:
-        offers = [Offer(p.source, len(p.token_ids), p.num_sure) for p in row.drafting.proposals]
+        offers = [Offer(p.source, len(p.token_ids), p.num_sure, p.margins) for p in row.drafting.proposals]
         head_lag = 0 if joins else row.head_lag
         return self._draft_request(row, offers, head_lag, row.num_left, joins)
 
@@ -78,7 +78,9 @@ class DraftPlanner:
         if row.drafting.acceptance is None:
             return
         for proposal in row.drafting.proposals:
-            row.drafting.acceptance.compare(proposal.source, proposal.token_ids, committed, proposal.num_sure)
+            row.drafting.acceptance.compare(
+                proposal.source, proposal.token_ids, committed, proposal.num_sure, proposal.margins
+            )
 
     # -- overlapped steps --------------------------------------------------------------------------------
 
@@ -95,9 +97,6 @@ class DraftPlanner:
         requests = [self._overlapped_request(*each) for each in rows]
         has_lookup = any(sequence.drafting.lookup is not None for sequence, _ in rows)
         if has_lookup and self._controller.should_wait_for_lookup(requests):
-            return None
-        paused = [request for request, (_, row) in zip(requests, rows, strict=True) if row.defers_head]
-        if self._controller.may_probe_next(paused, len(rows)):
             return None
         num_cells = max(len(sequence.tokens) + row.num_fed for sequence, row in rows)
         choice = self._controller.choose(requests, num_cells, num_slots)
@@ -132,6 +131,22 @@ class DraftPlanner:
         shapes.count_step(len(batch), width)
         return PassShape(*shapes.decode_shape(len(batch), width, num_cells, num_slots))
 
+    def step_shape(self, batch: Rows[RowPlan], shape: PassShape) -> StepShape | None:
+        """The cost-table entry that a decode step's time is evidence for; None if it does other work too."""
+        drafting = [row for row in batch if row.feeds_head]
+        if not batch or any(row.head_lag for row in drafting):
+            return None
+        num_tokens, depth = (
+            sum(row.num_fed for row in batch),
+            max((row.num_drafts_next for row in drafting), default=0),
+        )
+        width = self._controller.costs.mean_width(shape.rows, num_tokens, shape.width)
+        num_cells, num_random = (
+            max(row.start for row in batch),
+            sum(not row.params.is_greedy for row in batch),
+        )
+        return StepShape(shape.rows, width, len(drafting), depth, num_cells, num_random)
+
 
 def max_drafts_next(row: Sequence, num_left: int, head_lag: int = 0) -> int:
     """Most drafts that the head may make now for the row's next step; `num_left` tokens may still come.
@@ -141,16 +156,6 @@ def max_drafts_next(row: Sequence, num_left: int, head_lag: int = 0) -> int:
     if head_lag > MAX_HEAD_LAG:
         return 0
     return max(0, min(row.drafting.head_depth, num_left - 2))
-
-
-def step_shape(batch: Rows[RowPlan], shape: PassShape) -> StepShape | None:
-    """The cost-table entry that a decode step's time is evidence for; None if it does other work too."""
-    drafting = [row for row in batch if row.feeds_head]
-    if not batch or any(row.head_lag for row in drafting):
-        return None
-    depth = max((row.num_drafts_next for row in drafting), default=0)
-    num_cells, num_random = max(row.start for row in batch), sum(not row.params.is_greedy for row in batch)
-    return StepShape(shape.rows, shape.width, len(drafting), depth, num_cells, num_random)
 
 
 def needs_host(row: Sequence) -> bool:

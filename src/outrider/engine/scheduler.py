@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.config import EngineConfig
-from outrider.engine.draft_planner import DraftPlanner, decode_row, needs_host, step_shape
+from outrider.engine.draft_planner import DraftPlanner, decode_row, needs_host
 from outrider.engine.prefill_queue import DEFAULT_CHUNK, PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.no_cache import NoPrefixCache
@@ -157,7 +157,7 @@ class Scheduler:
             batches.append(tuple(decode))
             shapes.append(shape)
             if not (prefill or copies or is_rearranged):
-                cost_shape = step_shape(decode, shape)
+                cost_shape = self._draft_planner.step_shape(decode, shape)
         if prefill:
             width = self._controller.shapes.prefill_width(max(row.num_fed for row in prefill))
             batches.append(tuple(prefill))
@@ -183,7 +183,8 @@ class Scheduler:
             return None
         shape = self._draft_planner.pass_shape(batch, self._budget.num_slots)
         plan = StepPlan(*self._budget.shape, (), (tuple(batch),), (shape,), is_overlapped=True)
-        return self._new_step(plan, is_decode_only=True, cost_shape=step_shape(batch, shape))
+        cost_shape = self._draft_planner.step_shape(batch, shape)
+        return self._new_step(plan, is_decode_only=True, cost_shape=cost_shape)
 
     def _may_overlap(self, step: InFlightStep) -> bool:
         """True if the next step has the same rows, as far as the host can know before it reads this step."""
@@ -258,7 +259,7 @@ class Scheduler:
         self._prefix.save(sequence, to_end=has_just_prefilled or delta.finish_reason is not None)
         if delta.finish_reason is not None:
             return delta.merged(self._finish(sequence, delta.finish_reason))
-        sequence.drafting.propose(sequence.tokens, result.drafts, sequence.num_left)
+        sequence.drafting.propose(sequence.tokens, result.drafts, result.margins, sequence.num_left)
         return delta
 
     def fail(self, error: str) -> list[Delta]:

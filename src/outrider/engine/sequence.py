@@ -141,6 +141,7 @@ class Proposal:
     source: Source
     token_ids: Tokens[int]
     num_sure: int = 0  # the first so many are certain to be accepted: the grammar allows nothing else
+    margins: Tokens[float] = ()  # of the head's drafts, if they are known
 
 
 @dataclass(eq=False)
@@ -173,14 +174,21 @@ class DraftState:
     def may_pause_head(self) -> bool:
         return self.feeds_head and self.is_auto and self.can_pause_head
 
-    def propose(self, tokens: Tokens[int], from_head: Tokens[int], num_left: int) -> None:
-        """Collect what the row could feed next; `num_left` tokens may still be committed."""
+    def propose(
+        self, tokens: Tokens[int], from_head: Tokens[int], margins: Tokens[float], num_left: int
+    ) -> None:
+        """Collect what the row could feed next. `margins`: of the head's drafts, or none.
+
+        `num_left` tokens may still be committed.
+        """
         most = min(self.max_depth, num_left - 1)  # the last token of an answer is always a bonus
         found: list[Proposal] = []
         if most > 0:
             drafters = [d for d in (self.drafter, self.lookup) if d]
-            offers = [*((d.source, d.propose(tokens, most)) for d in drafters), ("head", from_head)]
+            offers = [(d.source, d.propose(tokens, most)) for d in drafters]
             found = [Proposal(source, drafts[:most]) for source, drafts in offers if drafts]
+            if from_head:
+                found.append(Proposal("head", from_head[:most], margins=margins[:most]))
         if self.grammar is not None:
             found = self._allowed_by(self.grammar, found, most)
             self.masks = self.grammar.masks(())
@@ -193,7 +201,8 @@ class DraftState:
         for proposal in found:
             drafts = list(proposal.token_ids)[: grammar.num_allowed(proposal.token_ids)]
             if len(drafts) > len(forced):  # allowed drafts begin with the forced tokens
-                allowed.append(Proposal(proposal.source, drafts, len(forced)))
+                margins = proposal.margins[: len(drafts)]
+                allowed.append(Proposal(proposal.source, drafts, len(forced), margins))
         return allowed
 
     def use(self, which: int, num: int) -> None:

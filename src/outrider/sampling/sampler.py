@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from outrider.cpu.top_two import top_two
 from outrider.request import NUM_CANDIDATES, SamplingParams
 from outrider.sampling.noise import gumbel, seed_words
 
@@ -83,14 +84,36 @@ class Sampler:
         """
         return self._sample(logits, positions, token_ids, is_draft=True)
 
+    def sample_drafts_with_margins(
+        self, logits: mx.array, positions: mx.array, token_ids: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
+        """Draft tokens, and by how much each one's score (logit and noise) exceeds the second best score.
+
+        The model's scores differ from the head's. The larger the margin, the more likely both choose the
+        same token.
+        """
+        found = [
+            group.sample_with_margin(*self._part(group, logits, positions), token_ids)
+            for group in self.groups
+        ]
+        drafts, margins = ([*parts] for parts in zip(*found, strict=True))
+        return self._joined(drafts), self._joined(margins)
+
     def _sample(
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, is_draft: bool
     ) -> mx.array:
-        found = []
-        for group in self.groups:
-            index = group.index
-            own = (logits, positions) if index is None else (logits[index], positions[index])
-            found.append(group.sample(*own, token_ids, is_draft).astype(mx.int32))
+        return self._joined(
+            [
+                group.sample(*self._part(group, logits, positions), token_ids, is_draft)
+                for group in self.groups
+            ]
+        )
+
+    def _part(self, group: _Group, logits: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        return (logits, positions) if group.index is None else (logits[group.index], positions[group.index])
+
+    def _joined(self, found: list[mx.array]) -> mx.array:
+        """The groups' results in the order of the rows."""
         return found[0] if self.restore is None else mx.concatenate(found)[self.restore]
 
 
@@ -158,18 +181,29 @@ class _Group:
     def sample(
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, is_draft: bool
     ) -> mx.array:
+        scores, ids = self._scores(logits, positions, token_ids, is_draft)
+        return _token_ids(mx.argmax(scores, axis=-1), ids)
+
+    def sample_with_margin(
+        self, logits: mx.array, positions: mx.array, token_ids: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
+        scores, ids = self._scores(logits, positions, token_ids, is_draft=True)
+        columns, margins = top_two(scores)
+        return _token_ids(columns, ids), margins
+
+    def _scores(
+        self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, is_draft: bool
+    ) -> tuple[mx.array, mx.array | None]:
+        """The scores of which the greatest is chosen, and the token ids of their columns (None: 0, 1, ..)."""
         if self.kind == "greedy":
-            columns = mx.argmax(logits, axis=-1)
-            return columns if token_ids is None else token_ids[columns]
+            return logits, token_ids
         scaled = logits * self.numbers["inverse_temperature"]
         if self.kind == "random":
             ids = mx.arange(logits.shape[-1]) if token_ids is None else token_ids
-            columns = mx.argmax(scaled + self._noise(positions, ids), axis=-1)
-            return columns if token_ids is None else token_ids[columns]
+            return scaled + self._noise(positions, ids), token_ids
         scores, columns = self._filter(scaled, is_draft)
         ids = columns if token_ids is None else token_ids[columns]
-        best = mx.argmax(scores + self._noise(positions, ids), axis=-1, keepdims=True)
-        return mx.take_along_axis(ids, best, axis=-1)[..., 0]
+        return scores + self._noise(positions, ids), ids
 
     def _noise(self, positions: mx.array, ids: mx.array) -> mx.array:
         noise = gumbel(self.numbers["seeds"], positions, ids)
@@ -226,6 +260,15 @@ def _best_columns(scaled: mx.array, num: int) -> mx.array:
     columns = mx.sort(mx.argpartition(scaled, vocab - num, axis=-1)[..., vocab - num :], axis=-1)
     order = mx.argsort(-mx.take_along_axis(scaled, columns, axis=-1), axis=-1)
     return mx.take_along_axis(columns, order, axis=-1)
+
+
+def _token_ids(columns: mx.array, ids: mx.array | None) -> mx.array:
+    """[rows, n] columns to token ids. `ids` are of all rows [columns] or of each one [rows, n, columns]."""
+    if ids is None:
+        return columns.astype(mx.int32)
+    if ids.ndim == 1:
+        return ids[columns].astype(mx.int32)
+    return mx.take_along_axis(ids, columns[..., None], axis=-1)[..., 0].astype(mx.int32)
 
 
 def _column(numbers: Any) -> mx.array:

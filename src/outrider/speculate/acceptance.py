@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from outrider.request import MAX_DEPTH, SamplingParams
+from outrider.speculate.margins import MarginRecord
 
 Source = Literal["head", "ngram", "prediction", "forced"]
 SourceClass = tuple[Source, int]  # a source and a temperature class
@@ -72,8 +73,7 @@ class ModelAcceptance:
         self._long: dict[SourceClass, PositionCounts] = {}
         self._recent: dict[SourceClass, PositionCounts] = {}
         self._chances: dict[SourceClass, list[float]] = {}  # until the next comparison
-        self.num_head_comparisons = 0  # proposals of the head that were compared, since the start
-        self.num_head_misses = 0  # of these, the proposals whose first draft was wrong
+        self.margins = MarginRecord()
 
     def chances(self, source: Source, temperature_class: int) -> list[float]:
         """For every position: the chance that a draft is right if all drafts before it are."""
@@ -97,23 +97,23 @@ class ModelAcceptance:
             self._long[key] = PositionCounts(MODEL_DECAY)
         if key not in self._recent:
             self._recent[key] = PositionCounts(RECENT_DECAY)
-        self.num_head_comparisons += source == "head"
-        self.num_head_misses += source == "head" and num_accepted == 0
         self._long[key].add(num_compared, num_accepted)
         self._recent[key].add(num_compared, num_accepted)
         self._chances.pop(key, None)
 
-    def as_json(self) -> list[list[object]]:
-        return [
+    def as_json(self) -> dict[str, object]:
+        positions = [
             [source, hot, [round(x, 2) for x in counts.compared], [round(x, 2) for x in counts.accepted]]
             for (source, hot), counts in sorted(self._long.items())
         ]
+        return {"positions": positions, "margins": self.margins.as_json()}
 
     @classmethod
     def from_json(cls, data: object) -> ModelAcceptance:
-        """Raise ValueError or TypeError for data that `as_json` cannot have made."""
+        """Raise KeyError, ValueError or TypeError for data that `as_json` cannot have made."""
         made = cls()
-        for source, hot, compared, accepted in data:  # type: ignore[attr-defined]
+        made.margins = MarginRecord.from_json(data["margins"])  # type: ignore[index]
+        for source, hot, compared, accepted in data["positions"]:  # type: ignore[index]
             counts = PositionCounts(MODEL_DECAY)
             counts.compared, counts.accepted = _checked_counts(compared), _checked_counts(accepted)
             if source not in FALLIBLE_SOURCES or not 0 <= hot <= len(TEMPERATURE_LIMITS):
@@ -133,6 +133,9 @@ class RowAcceptance:
         self._own: dict[Source, PositionCounts] = {}
         self.steps_since_head = 0  # steps since the head last drafted for this row
         self.is_probe = False  # the head's last draft is a probe: it is compared and never fed
+        # Tokens that the head's first, second, .. draft brings in a step, less what feeding it costs: see
+        # per_draft.py. None: no step has been counted.
+        self.head_gains: list[float] | None = None
         self.other_source: Source | None = None  # the drafter that last offered more than the head
         self.other_share = 0.0  # share of recent steps in which another drafter offered more than the head
 
@@ -141,7 +144,14 @@ class RowAcceptance:
         """True if the row samples its tokens, False if it takes the most likely ones."""
         return self._temperature_class > 0
 
-    def add(self, source: Source, num_proposed: int, num_right: int, num_committed: int) -> None:
+    def add(
+        self,
+        source: Source,
+        num_proposed: int,
+        num_right: int,
+        num_committed: int,
+        margins: Sequence[float] = (),
+    ) -> None:
         """Count a proposal. Its first `num_right` drafts equal the first of `num_committed` tokens."""
         # The committed tokens show nothing about the drafts after the first wrong one.
         num_compared = min(num_proposed, num_committed, num_right + 1)
@@ -152,17 +162,22 @@ class RowAcceptance:
             self._own[source] = PositionCounts(ROW_DECAY)
         self._own[source].add(num_compared, num_accepted)
         self._model.add(source, self._temperature_class, num_compared, num_accepted)
+        self._model.margins.add(margins[:num_compared], num_accepted, self.is_sampled)
 
     def compare(
-        self, source: Source, drafts: Sequence[int], committed: Sequence[int], num_certain: int = 0
+        self,
+        source: Source,
+        drafts: Sequence[int],
+        committed: Sequence[int],
+        num_certain: int = 0,
+        margins: Sequence[float] = (),
     ) -> None:
         """Compare a proposal with the committed tokens. A proposal with certain drafts teaches nothing."""
         if source != "forced" and num_certain == 0:
-            self.add(source, len(drafts), num_matching(drafts, committed), len(committed))
+            self.add(source, len(drafts), num_matching(drafts, committed), len(committed), margins)
 
-    def count_step(self, head_drafts: bool, is_head_idle: bool) -> None:
-        """Count a step. `head_drafts`: for this row. `is_head_idle`: the head drafts for no row."""
-        self.steps_since_head = 0 if head_drafts else self.steps_since_head + 1
+    def count_step(self, is_head_idle: bool) -> None:
+        """Count a step. `is_head_idle`: the head drafts for no row."""
         if is_head_idle and "head" in self._own:
             self._own["head"].decay_all(IDLE_DECAY)
 

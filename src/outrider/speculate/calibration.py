@@ -30,6 +30,7 @@ ROW_COUNTS = (1, 4, 16, 8, 2, 32, 64)
 WIDTHS = (1, 2, 4, 3, 9, 6, 5, 8, 7)
 TRACED_WIDTHS = (1, 2, 5, 3, 9, 8)  # where passes are traced there are no others: shapes.FEW_WIDTHS
 NUM_FIRST = 3
+PADDED_WIDTH = 4  # of the step that shows what padding costs: one of the first WIDTHS
 HEAD_DEPTHS = (0, MAX_DEPTH)  # fed only, and all drafts: the cost of drafts in between is linear
 
 Clock = Callable[[], float]
@@ -37,13 +38,14 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class SyntheticStep:
-    """A decode step whose rows are all alike."""
+    """A decode step whose rows are all alike, or nearly."""
 
     rows: int
     width: int
     num_drafts_next: int | None = None  # drafts that the head makes; None: the head is not fed
     num_cells: int = NUM_CELLS
     is_sampled: bool = False  # tokens are sampled, not the most likely ones
+    num_narrow: int = 0  # the last so many rows feed one token only, and padding
 
 
 class StepTimer:
@@ -181,6 +183,8 @@ def _steps_to_time(
     some_rows = first_counts[min(1, len(first_counts) - 1)]
     sampled = [SyntheticStep(some_rows, 1, depth, is_sampled=True) for depth in (None, *depths[-1:])]
     first = [*steps(first_counts, first_widths, depths), *sampled]
+    if some_rows > 1 and PADDED_WIDTH in first_widths:
+        first.append(SyntheticStep(some_rows, PADDED_WIDTH, num_narrow=some_rows - 1))
     return first, [long, *steps(other_counts, first_widths, depths), *steps(counts, other_widths, ())]
 
 
@@ -188,13 +192,14 @@ def _plan(step: SyntheticStep, geometry: CacheGeometry, vocab_size: int) -> Step
     rows = []
     for slot in range(step.rows):
         # Every row has its own tokens: equal rows would use the same experts.
-        tokens = [(7 * i + 13 * slot + 11) % vocab_size for i in range(step.num_cells + step.width)]
+        width = 1 if slot >= step.rows - step.num_narrow else step.width
+        tokens = [(7 * i + 13 * slot + 11) % vocab_size for i in range(step.num_cells + width)]
         row = RowPlan(
             sequence_id=slot,
             slot=slot,
             start=step.num_cells,
             token_ids=tokens[step.num_cells :],
-            num_drafts=step.width - 1,
+            num_drafts=width - 1,
             next_id=None,
             feeds_head=step.num_drafts_next is not None,
             num_drafts_next=step.num_drafts_next or 0,
@@ -225,7 +230,22 @@ def _measured_costs(shortest: Mapping[SyntheticStep, float]) -> MeasuredCosts:
 
     sample_s = max([0.0, *sampling_s(has_drafts=False)])
     draft_sample_s = max([0.0, *(s - sample_s for s in sampling_s(has_drafts=True))]) / MAX_DEPTH
-    return MeasuredCosts(trunk, head, NUM_CELLS, cell_s, sample_s, draft_sample_s)
+    return MeasuredCosts(
+        trunk, head, NUM_CELLS, cell_s, sample_s, draft_sample_s, _padding_share(shortest, trunk)
+    )
+
+
+def _padding_share(shortest: Mapping[SyntheticStep, float], trunk: Mapping[tuple[int, int], float]) -> float:
+    """What padding costs, as a share of what a token costs: from a step in which one row is wider."""
+    padded = next((step for step in shortest if step.num_narrow), None)
+    if padded is None:
+        return 1.0
+    narrow_s, wide_s = trunk[padded.rows, 1], trunk[padded.rows, padded.width]
+    wider_s = (wide_s - narrow_s) / padded.rows  # what one row adds
+    padding_s = wider_s * padded.num_narrow
+    if padding_s <= 0:
+        return 1.0
+    return min(1.0, max(0.0, (shortest[padded] - narrow_s - wider_s) / padding_s))
 
 
 def _head_cost(plain_s: float, fed_s: float, deepest_s: float) -> HeadCost:

@@ -21,7 +21,7 @@ from outrider.speculate.costs import MAX_CORRECTION, CostTable, MeasuredCosts
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6  # of the file; part of the fingerprint, so files of another format are not found
+FORMAT = 7  # of the file; part of the fingerprint, so files of another format are not found
 
 
 @dataclass(frozen=True)

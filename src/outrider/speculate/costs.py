@@ -54,7 +54,7 @@ class StepShape:
     """What the cost of a decode step depends on."""
 
     rows: int
-    width: int  # tokens that each row feeds
+    width: float  # tokens that each row feeds; on average, if padding costs less than tokens
     head_rows: int = 0  # rows for which the head is fed
     num_drafts_next: int = 0  # drafts that the head makes in this step
     num_cells: int = 0  # cells of the longest row
@@ -71,6 +71,7 @@ class MeasuredCosts:
     cell_s: float = 0.0  # for every further cell of every row
     sample_s: float = 0.0  # for every token that is sampled
     draft_sample_s: float = 0.0  # for every draft that is sampled
+    padding_share: float = 1.0  # what padding costs, as a share of what a token costs
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -80,6 +81,7 @@ class MeasuredCosts:
             "cell_s": self.cell_s,
             "sample_s": self.sample_s,
             "draft_sample_s": self.draft_sample_s,
+            "padding_share": self.padding_share,
         }
 
     @classmethod
@@ -96,6 +98,7 @@ class MeasuredCosts:
             _seconds(data["cell_s"]),
             _seconds(data["sample_s"]),
             _seconds(data["draft_sample_s"]),
+            min(1.0, _seconds(data["padding_share"])),
         )
 
 
@@ -127,12 +130,16 @@ class CostTable:
 
     def step_s(self, shape: StepShape) -> float:
         """Expected seconds, on a machine as fast as in the measurement."""
-        trunk_s = self._trunk_s(shape.rows, shape.width) * math.exp(self._correction(shape.rows, shape.width))
+        trunk_s = self._corrected_s(shape.rows, shape.width)
         cells_s = self._extra_cells_s(shape.rows, shape.num_cells)
         num_tokens = shape.num_sampled * shape.width
         num_drafts = min(shape.num_sampled, shape.head_rows) * shape.num_drafts_next
         sampling_s = num_tokens * self.measured.sample_s + num_drafts * self.measured.draft_sample_s
         return trunk_s + cells_s + sampling_s + self.head_s(shape)
+
+    def mean_width(self, rows: int, num_tokens: int, width: int) -> float:
+        """The width at which equal rows cost as much as these: `num_tokens` in all, padded to `width`."""
+        return (num_tokens + self.measured.padding_share * (rows * width - num_tokens)) / rows
 
     def uncorrected_s(self, rows: int, width: int, num_cells: int) -> float:
         """Seconds of a step without a head, from the measurements alone."""
@@ -143,7 +150,7 @@ class CostTable:
         if shape.head_rows == 0 or not self._head_row_counts:
             return 0.0
         cost = self._head_cost(shape.head_rows)
-        widening = self._trunk_s(shape.rows, shape.width) / self._trunk_s(shape.rows, 1)
+        widening = self._trunk_s(shape.rows, round(shape.width)) / self._trunk_s(shape.rows, 1)
         num_drafts = shape.num_drafts_next
         drafting_s = cost.first_s + (num_drafts - 1) * cost.each_s if num_drafts else 0.0
         return cost.feed_s * widening + drafting_s
@@ -170,7 +177,7 @@ class CostTable:
         if (rows, width) not in self.measured.trunk_s:
             return width
         measured = [w for w in WIDTHS if w >= width and (rows, w) in self.measured.trunk_s]
-        cost_s = {w: self._trunk_s(rows, w) * math.exp(self._correction(rows, w)) for w in measured}
+        cost_s = {w: self._corrected_s(rows, w) for w in measured}
         best = min(cost_s, key=lambda w: (cost_s[w], w))
         return best if cost_s[best] < PAD_BELOW * cost_s[width] else width
 
@@ -185,7 +192,7 @@ class CostTable:
         if host_s is not None:
             share = min(1.0, host_s / max(seconds, 1e-9))
             self.host_share += HOST_SHARE_GAIN * (share - self.host_share)
-        key = (shape.rows, shape.width)
+        key = (shape.rows, round(shape.width))
         if key not in self._last_observed:  # a shape's first step may have compiled code or grown memory
             self._last_observed[key] = self._num_steps
             return
@@ -218,6 +225,14 @@ class CostTable:
 
     def _extra_cells_s(self, rows: int, num_cells: int) -> float:
         return max(0, num_cells - self.measured.num_cells) * rows * self.measured.cell_s
+
+    def _corrected_s(self, rows: int, width: float) -> float:
+        narrow = int(width)
+        seconds = self._trunk_s(rows, narrow) * math.exp(self._correction(rows, narrow))
+        if narrow == width:
+            return seconds
+        wide_s = self._trunk_s(rows, narrow + 1) * math.exp(self._correction(rows, narrow + 1))
+        return seconds + (width - narrow) * (wide_s - seconds)
 
     def _trunk_s(self, rows: int, width: int) -> float:
         if (rows, width) not in self._trunk_cache:

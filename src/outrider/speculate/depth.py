@@ -21,7 +21,7 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from outrider.request import MAX_DEPTH
@@ -53,7 +53,6 @@ class DepthChoice:
 
     feed: tuple[tuple[int, int], ...]  # (which offer, how many of its drafts)
     num_drafts_next: tuple[int, ...]  # drafts that the head makes for the row's next step
-    expected_speedup: float = 1.0  # wait without drafts / wait with the best number of drafts of the head
 
 
 StepCost = Callable[[int, int], float]  # (width, drafts that the head makes) -> seconds
@@ -67,7 +66,6 @@ class DepthForecast:
     step_s: float
     auto_tokens: float  # tokens that a step brings to a row on auto, on average
     steps_per_token: float  # steps that a row waits for a token, summed over all rows
-    expected_speedup: float = 1.0  # see DepthChoice
 
     @property
     def wait_s(self) -> float:
@@ -108,7 +106,7 @@ def choose(
     most = max(num_drafts_next, default=0)
     width = _best_width(rows, lambda width: cost_now(width, most), best.tokens_per_s, depths)
     feed = tuple(_best_offer(row, width) for row in rows)
-    return DepthChoice(feed, tuple(num_drafts_next), best.expected_speedup)
+    return DepthChoice(feed, tuple(num_drafts_next))
 
 
 def best_depth(
@@ -139,15 +137,13 @@ def best_depth(
         wider = [width for width in depths if width > narrowest] if other_tokens[-1] else []
         return min((forecast(depth, width) for width in (narrowest, *wider)), key=lambda each: each.wait_s)
 
-    plain = best = forecast_at(0)
-    max_wait_s = plain.wait_s if last_depth and not fixed_wait else plain.wait_s / MIN_SPEEDUP
+    best = forecast_at(0)
+    max_wait_s = best.wait_s if last_depth and not fixed_wait else best.wait_s / MIN_SPEEDUP
     drafting = [forecast_at(depth) for depth in depths if 0 < depth <= max_depth]
     for each in sorted(drafting, key=lambda each: each.depth != last_depth):  # the last depth comes first
         if each.wait_s < max_wait_s:
             best, max_wait_s = each, each.wait_s / (min_gain if each.depth == last_depth else 1.0)
-    if not drafting:
-        return best
-    return replace(best, expected_speedup=plain.wait_s / min(each.wait_s for each in drafting))
+    return best
 
 
 def _expected_tokens(chances: Iterable[Sequence[float]]) -> list[float]:

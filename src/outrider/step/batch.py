@@ -21,6 +21,7 @@ from outrider.plan import RowPlan, RowResult, TokenLogprobs
 from outrider.sampling.logprobs import read_logprobs
 
 if TYPE_CHECKING:
+    from outrider.step.mtp import Drafts
     from outrider.step.verify import VerifyOutput
 
 Batch = Sequence[RowPlan]
@@ -150,7 +151,7 @@ class PassOutput:
     batch: Batch
     verified: VerifyOutput | None  # None if no row samples
     drafting: list[int]  # rows that the head follows, indices into batch
-    drafts: mx.array | None  # [drafting, depth]
+    drafts: Drafts | None  # of these rows
     next_inputs: NextInputs | None  # None unless every row samples
     report: mx.array  # everything that the host reads, except log-probabilities, in one array
     is_first_trace: bool = False  # the pass was traced just now, which takes the host far longer than a step
@@ -161,7 +162,7 @@ class PassOutput:
         batch: Batch,
         verified: VerifyOutput | None,
         drafting: list[int],
-        drafts: mx.array | None,
+        drafts: Drafts | None,
         hidden: mx.array,
         ends: mx.array,
     ) -> PassOutput:
@@ -169,14 +170,16 @@ class PassOutput:
         if verified is not None:
             parts = [verified.targets, verified.is_finite, verified.num_accepted]
         if drafts is not None:
-            parts.append(drafts)
+            parts.append(drafts.token_ids)
+            if drafts.margins is not None:
+                parts.append(drafts.margins.astype(mx.float32).view(mx.int32))
         report = mx.concatenate([x.astype(mx.int32).flatten() for x in parts])
         next_inputs = None
         if verified is not None and len(verified.rows) == len(batch):
-            drafts_of_all = drafts
+            drafts_of_all = None if drafts is None else drafts.token_ids
             if drafts is not None and len(drafting) < len(batch):
-                drafts_of_all = mx.zeros((len(batch), drafts.shape[1]), drafts.dtype)
-                drafts_of_all[mx.array(drafting)] = drafts
+                drafts_of_all = mx.zeros((len(batch), drafts.token_ids.shape[1]), drafts.token_ids.dtype)
+                drafts_of_all[mx.array(drafting)] = drafts.token_ids
             next_inputs = NextInputs(verified.last_ids(), ends, drafts_of_all)
         return cls(batch, verified, drafting, drafts, next_inputs, report)
 
@@ -219,8 +222,18 @@ class PassOutput:
                 found = read_logprobs(verified.logprobs, rows, list(tokens.values()))
                 logprobs = {verified.rows[j]: values for j, values in found.items()}
         drafts: dict[int, list[int]] = {}
+        margins: dict[int, list[float]] = {}
         if self.drafts is not None:
-            drafts = dict(zip(self.drafting, take(self.drafts.shape).tolist(), strict=True))
+            shape = self.drafts.token_ids.shape
+            drafts = dict(zip(self.drafting, take(shape).tolist(), strict=True))
+            if self.drafts.margins is not None:
+                margins = dict(zip(self.drafting, take(shape).view(np.float32).tolist(), strict=True))
         for i, row in enumerate(self.batch):
-            next_drafts = tuple(drafts.get(i, ())[: row.num_drafts_next])
-            yield RowResult(row.sequence_id, tokens.get(i, ()), next_drafts, logprobs.get(i, ()))
+            num_next = row.num_drafts_next
+            yield RowResult(
+                row.sequence_id,
+                tokens.get(i, ()),
+                tuple(drafts.get(i, ())[:num_next]),
+                logprobs.get(i, ()),
+                tuple(margins.get(i, ())[:num_next]),
+            )

@@ -22,6 +22,7 @@ from outrider.sampling.logprobs import LogprobArrays
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
 from outrider.step.forward import Forward, end_of
+from outrider.step.mtp import Drafts
 from outrider.step.verify import SamplingBatch, VerifyOutput
 
 PADDING_ID = -1  # the sequence id of padding rows
@@ -165,7 +166,7 @@ def _to_arrays(output: PassOutput) -> Tree:
     if verified.logprobs is not None:
         arrays["logprobs"] = verified.logprobs.arrays
     if output.drafts is not None:
-        arrays |= {"drafts": output.drafts, "drafts_of_all": next_inputs.drafts}
+        arrays |= {"drafts": output.drafts.token_ids, "drafts_of_all": next_inputs.drafts}
     return arrays
 
 
@@ -178,5 +179,5 @@ def _from_arrays(
         list(rows), arrays["targets"], arrays["num_accepted"], arrays["is_finite"], logprobs
     )
     next_inputs = NextInputs(arrays["last_ids"], arrays["ends"], arrays.get("drafts_of_all"))
-    drafts = arrays.get("drafts")
+    drafts = Drafts(arrays["drafts"]) if "drafts" in arrays else None
     return PassOutput(batch, verified, drafting, drafts, next_inputs, arrays["report"], is_first_trace)

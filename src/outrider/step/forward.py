@@ -124,6 +124,7 @@ class Forward:
                 positions=positions_of(rows, starts, width, deltas),
                 position_deltas=deltas,
                 images=image_inputs(rows, self._image_embeddings, offset=1),
+                with_margins=launches,
             )
             fed = self._deferred.catch_up(rows, head_hidden, next_ids, head_rows, capacity)
             drafts = self._drafter.draft(*fed, capacity)

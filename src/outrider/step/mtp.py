@@ -33,6 +33,8 @@ from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.models.vision.mrope import MRope
 from outrider.sampling.sampler import Sampler
 
+DRAFT_BITS = 4  # most bits of the weights that project drafts onto a reduced vocabulary
+
 
 @dataclass(frozen=True)
 class HeadRows:
@@ -48,10 +50,17 @@ class HeadRows:
     positions: Positions | None = None  # of the fed cells; None: the cell numbers
     position_deltas: mx.array | None = None  # [rows] position minus cell number, after the prompt
     images: ImageInputs | None = None  # image embeddings among the next tokens
+    with_margins: bool = False  # compute the drafts' margins too
 
     def after(self, cells: mx.array) -> Positions | None:
         """Positions of cells past the prompt.  [rows]"""
         return None if self.position_deltas is None else cells + self.position_deltas
+
+
+@dataclass(frozen=True)
+class Drafts:
+    token_ids: mx.array  # [rows, depth]
+    margins: mx.array | None = None  # [rows, depth] see Sampler.sample_drafts_with_margins
 
 
 class MTPDrafter:
@@ -80,8 +89,8 @@ class MTPDrafter:
         if len(self._layers) > 1:
             yield from (cells.kv for cells in self._between)
 
-    def draft(self, hidden: mx.array, next_ids: mx.array, rows: HeadRows, capacity: int) -> mx.array | None:
-        """Feed the pairs (hidden [rows, width, H], next_ids [rows, width]); return drafts [rows, depth].
+    def draft(self, hidden: mx.array, next_ids: mx.array, rows: HeadRows, capacity: int) -> Drafts | None:
+        """Feed the pairs (hidden [rows, width, H], next_ids [rows, width]); return drafts, if any are wanted.
 
         Pairs past a row's num_committed are written too, as tentative cells that no later pass attends to.
         """
@@ -91,6 +100,7 @@ class MTPDrafter:
         tokens = _Tokens(next_ids, rows, len(self._layers), self._trunk)
         one_if_fed = mx.minimum(rows.num_fed, 1)
         drafts: list[mx.array] = []
+        margins: list[mx.array] = []
         fed_back = hidden
         for number in range(len(self._layers)):
             if number == 0:
@@ -107,7 +117,7 @@ class MTPDrafter:
             if number < rows.depth:
                 last = (ends - 1 - place.starts)[:, None, None]
                 out, fed_back = (mx.take_along_axis(x, last, axis=1) for x in (out, fed_back))  # [rows, 1, H]
-                drafts.append(self._sample(out, beyond[len(drafts) + 1], rows.sampler))
+                self._sample(out, beyond[len(drafts) + 1], rows, drafts, margins)
                 if number < len(self._layers) - 1:
                     tokens.append(drafts[-1])
         for further in range(rows.depth - len(drafts)):
@@ -115,8 +125,12 @@ class MTPDrafter:
             cells = beyond[further][:, 0]
             place = Placement(rows.slots, cells, one_if_fed, 1, end, capacity, positions=rows.after(cells))
             out, fed_back = self._pass(-1, fed_back, self._trunk.embed(drafts[-1]), place)
-            drafts.append(self._sample(out, beyond[len(drafts) + 1], rows.sampler))
-        return mx.concatenate(drafts, axis=1) if drafts else None
+            self._sample(out, beyond[len(drafts) + 1], rows, drafts, margins)
+        if not drafts:
+            return None
+        return Drafts(
+            mx.concatenate(drafts, axis=1), mx.concatenate(margins, axis=1) if rows.with_margins else None
+        )
 
     def _pass(
         self, number: int, hidden: mx.array, embedded: mx.array, place: Placement
@@ -133,10 +147,22 @@ class MTPDrafter:
         elif number == 0:
             self._between[0].write(hidden, place)
 
-    def _sample(self, out: mx.array, positions: mx.array, sampler: Sampler) -> mx.array:
-        """[rows, 1, H] -> [rows, 1]"""
+    def _sample(
+        self,
+        out: mx.array,
+        positions: mx.array,
+        rows: HeadRows,
+        drafts: list[mx.array],
+        margins: list[mx.array],
+    ) -> None:
+        """Append the drafts [rows, 1] after `out` [rows, 1, H], and their margins if they are wanted."""
         logits = self._trunk.logits(out) if self._reduced is None else self._reduced(out).astype(mx.float32)
-        return sampler.sample_drafts(logits, positions, self._draft_ids)
+        if rows.with_margins:
+            found, margin = rows.sampler.sample_drafts_with_margins(logits, positions, self._draft_ids)
+            margins.append(margin)
+        else:
+            found = rows.sampler.sample_drafts(logits, positions, self._draft_ids)
+        drafts.append(found)
 
 
 def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity: int) -> Placement:
@@ -180,7 +206,7 @@ def _projection_rows(trunk: Trunk, token_ids: mx.array) -> nn.Module:
     """A linear layer with the rows of the output projection for these tokens."""
     output = getattr(trunk.model, "lm_head", None) or trunk.embedding
     if is_kept(output):
-        rows: nn.Module = linear_rows(output, token_ids)
+        rows: nn.Module = linear_rows(output, token_ids, DRAFT_BITS)
     else:
         rows = nn.Linear(1, 1, bias=False)  # its weight is replaced
         rows.weight = _dequantized_rows(output, token_ids) if "scales" in output else output.weight[token_ids]

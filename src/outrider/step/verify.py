@@ -32,6 +32,29 @@ def max_targets(batch: Batch) -> int:
 
 
 @dataclass(frozen=True)
+class RaggedTargets:
+    """Where the targets of rows with different numbers of drafts are: padding needs no logits."""
+
+    index: mx.array  # [targets] among those of all rows, padding included: row by row
+    restore: mx.array  # [rows, most targets] the number of each one among the targets; 0 for padding
+
+    @classmethod
+    def of(cls, nums: Sequence[int]) -> RaggedTargets:
+        """`nums`: targets of each row."""
+        is_target = np.arange(max(nums)) < np.array(nums)[:, None]
+        restore = np.where(is_target, np.cumsum(is_target).reshape(is_target.shape) - 1, 0)
+        return cls(mx.array(np.flatnonzero(is_target).astype(np.int32)), mx.array(restore.astype(np.int32)))
+
+    def taken_from(self, array: mx.array) -> mx.array:
+        """[rows, most targets, ...] -> [targets, 1, ...]"""
+        return array.flatten(0, 1)[self.index][:, None]
+
+    def put_back(self, array: mx.array) -> mx.array:
+        """[targets, 1] -> [rows, most targets]"""
+        return array[:, 0][self.restore]
+
+
+@dataclass(frozen=True)
 class SamplingBatch:
     """How the logits of a batch become tokens: processors, grammar masks, logprobs, samplers.
 
@@ -44,6 +67,7 @@ class SamplingBatch:
     masks: Masks | None
     logprobs: LogprobRequest | None
     draft_sampler: Sampler  # of the rows that the head follows
+    ragged: RaggedTargets | None = None  # then the target sampler's rows are single targets
 
     @classmethod
     def of(
@@ -62,7 +86,13 @@ class SamplingBatch:
             masks = Masks.of(rows, num_targets, for_trace)
         if any(row.params.logprobs is not None for row in rows):
             logprobs = LogprobRequest.of(rows, vocab, for_trace)
-        return cls(targets, processors, masks, logprobs, drafts)
+        ragged = None
+        nums = [1 + row.num_drafts for row in rows]
+        if len(set(nums)) > 1 and not for_trace and processors is masks is logprobs is None:
+            ragged = RaggedTargets.of(nums)
+            of_targets = [row.params for row, num in zip(rows, nums, strict=True) for _ in range(num)]
+            targets = Sampler.of(of_targets)
+        return cls(targets, processors, masks, logprobs, drafts, ragged)
 
     @property
     def key(self) -> Hashable:
@@ -130,19 +160,25 @@ def verify(
         columns = mx.array(np.minimum(first + np.arange(num_targets), hidden.shape[1] - 1).astype(np.int32))
         hidden = mx.take_along_axis(hidden, columns[..., None], axis=1)
         token_ids = mx.take_along_axis(token_ids, columns, axis=1)
-    logits = trunk.logits(hidden)  # [sampling, num_targets, vocab]
     positions = starts[:, None] + mx.array(first + np.arange(1, num_targets + 1, dtype=np.int32))
+    ragged, own_positions = sampling.ragged, positions
+    if ragged is not None:
+        hidden, own_positions = ragged.taken_from(hidden), ragged.taken_from(positions)
+    logits = trunk.logits(hidden)  # [sampling, num_targets, vocab]; ragged: [targets, 1, vocab]
     scores = logits if sampling.processors is None else sampling.processors.apply(logits)
     scores = scores if sampling.masks is None else sampling.masks.apply(scores)
-    targets = sampling.target_sampler.sample(scores, positions)
+    targets = sampling.target_sampler.sample(scores, own_positions)
     logprobs = None
     if sampling.logprobs is not None:
         logprobs = compute_logprobs(logits, targets, sampling.logprobs)
+    is_finite = mx.isfinite(mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
+    if ragged is not None:
+        targets, is_finite = ragged.put_back(targets), ragged.put_back(is_finite)
     return VerifyOutput(
         rows=index,
         targets=targets,
         num_accepted=count_accepted(targets, token_ids[:, 1:], num_drafts, positions[:, :-1]),
-        is_finite=mx.isfinite(mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]),
+        is_finite=is_finite,
         logprobs=logprobs,
     )
 

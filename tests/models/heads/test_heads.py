@@ -246,7 +246,7 @@ def test_reduced_drafts_are_the_full_projections_best_among_the_ids(family: str)
     out, _ = _pass(head, _ragged(head, trunk, 3), [0, 1, 2], [0, 0, 0], hidden, trunk.embed(next_ids))
     full = trunk.logits(out)
     best = [ids[int(mx.argmax(full[row, num - 1, ids]).item())].item() for row, num in enumerate([6, 3, 1])]
-    assert drafts[:, 0].tolist() == best
+    assert drafts.token_ids[:, 0].tolist() == best
 
 
 # the forward pass

@@ -1,6 +1,7 @@
 // The Python module.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -11,6 +12,7 @@
 #include "quantized.h"
 #include "recurrence.h"
 #include "threads.h"
+#include "top_two.h"
 
 namespace nb = nanobind;
 
@@ -52,6 +54,7 @@ NB_MODULE(_outrider_cpu, m) {
     m.def("quantized_embedding", &outrider::quantized_embedding);
     m.def("recurrence", &outrider::recurrence, nb::arg("queries").none(), nb::arg("keys"), nb::arg("values"),
           nb::arg("gates"), nb::arg("betas"), nb::arg("state"), nb::arg("counts").none(), nb::arg("is_delta_rule"));
+    m.def("top_two", &outrider::top_two);
     m.def("set_num_threads", &outrider::set_num_threads);
     m.def("instructions", []() { return std::string(outrider::instructions()); });
     m.def("use_instructions", [](const std::string &wanted) { return outrider::use(wanted.c_str()); });

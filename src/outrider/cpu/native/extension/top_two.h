@@ -1,0 +1,14 @@
+// The best of many scores, and by how much it exceeds the second best.
+#pragma once
+
+#include <utility>
+
+#include "mlx/mlx.h"
+
+namespace outrider {
+
+// scores [..., n] float32 -> the first place of the greatest score [...] int32, and its margin [...] float32. With a
+// single score the margin is infinite. Scores that are NaN never win.
+std::pair<mlx::core::array, mlx::core::array> top_two(const mlx::core::array &scores);
+
+}  // namespace outrider

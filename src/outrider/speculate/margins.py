@@ -1,0 +1,90 @@
+"""How often a draft of the head is right, by its margin: learnt from all drafts that were compared.
+
+A margin is what the head itself says about a draft: by how much its score exceeds the second best (see
+Sampler.sample_drafts_with_margins). Margins are sorted into classes. Rows that sample have classes of their
+own, since their scores include the noise. Pure Python.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+LIMITS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # between the classes, as differences of logits
+FIRST_CHANCES = (0.3, 0.4, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98)  # of each class, before any comparison
+FIRST_SHARES = (0.06, 0.06, 0.1, 0.08, 0.07, 0.14, 0.11, 0.18, 0.2)  # of the drafts, before any comparison
+FIRST_MEAN = 0.75  # the chance of a draft of any class, before any comparison
+FIRST_WEIGHT = 4.0  # comparisons that a first chance is worth
+DECAY = 0.995  # of a class's counts, with every comparison in it: about 200 count
+
+
+class MarginRecord:
+    """For rows that take the best token and rows that sample: how many drafts of each class were right."""
+
+    def __init__(self) -> None:
+        self._compared = [[0.0] * len(FIRST_CHANCES) for _ in range(2)]
+        self._right = [[0.0] * len(FIRST_CHANCES) for _ in range(2)]
+        self._chances: list[tuple[float, ...] | None] = [None, None]  # until the next comparison
+
+    def chances(self, is_sampled: bool) -> tuple[float, ...]:
+        """The chance of each class."""
+        found = self._chances[is_sampled]
+        if found is None:
+            counts = zip(self._right[is_sampled], self._compared[is_sampled], FIRST_CHANCES, strict=True)
+            found = self._chances[is_sampled] = tuple(
+                (right + FIRST_WEIGHT * first) / (compared + FIRST_WEIGHT)
+                for right, compared, first in counts
+            )
+        return found
+
+    @property
+    def mean_chance(self) -> float:
+        """Of a draft whose margin is not known yet."""
+        compared, right = (sum(map(sum, counts)) for counts in (self._compared, self._right))
+        return (right + FIRST_WEIGHT * FIRST_MEAN) / (compared + FIRST_WEIGHT)
+
+    def expected_gains(self, min_chance: float, num: int, is_sampled: bool) -> list[float]:
+        """For j = 1..num: by how much the chance of draft j exceeds `min_chance`, on average, if it does."""
+        compared, chances = self._compared[is_sampled], self.chances(is_sampled)
+        weights = [each + FIRST_WEIGHT * share for each, share in zip(compared, FIRST_SHARES, strict=True)]
+        before, gains = 1.0, []
+        for _ in range(num):
+            over = (max(0.0, before * chance - min_chance) for chance in chances)
+            gains.append(sum(w * gain for w, gain in zip(weights, over, strict=True)) / sum(weights))
+            before *= self.mean_chance
+        return gains
+
+    def all_right(self, margins: Sequence[float], is_sampled: bool) -> list[float]:
+        """For j = 1.. the chance that drafts 1..j are all right."""
+        chances, all_right, found = self.chances(is_sampled), 1.0, []
+        for margin in margins:
+            all_right *= chances[bisect_right(LIMITS, margin)]
+            found.append(all_right)
+        return found
+
+    def add(self, margins: Sequence[float], num_right: int, is_sampled: bool) -> None:
+        """Drafts with these margins were compared: the first `num_right` were right, the next one wrong."""
+        compared, right = self._compared[is_sampled], self._right[is_sampled]
+        for i, margin in enumerate(margins[: num_right + 1]):
+            kind = bisect_right(LIMITS, margin)
+            compared[kind] = compared[kind] * DECAY + 1
+            right[kind] = right[kind] * DECAY + (i < num_right)
+        self._chances[is_sampled] = None
+
+    def as_json(self) -> list[list[list[float]]]:
+        return [[[round(x, 2) for x in counts] for counts in both] for both in (self._compared, self._right)]
+
+    @classmethod
+    def from_json(cls, data: object) -> MarginRecord:
+        """Raise ValueError or TypeError for data that `as_json` cannot have made."""
+        made = cls()
+        compared, right = ([[float(x) for x in counts] for counts in both] for both in data)  # type: ignore[attr-defined]
+        for each_compared, each_right in zip(compared, right, strict=True):
+            if len(each_compared) != len(FIRST_CHANCES) or not all(
+                0 <= r <= c < 1e6 for r, c in zip(each_right, each_compared, strict=True)
+            ):
+                raise ValueError("a record of margins has other classes, or more right drafts than drafts")
+        if len(compared) != 2:
+            raise ValueError("a record of margins needs the counts of greedy and of sampled rows")
+        made._compared, made._right = compared, right
+        return made

@@ -1,0 +1,173 @@
+"""The depth controller that judges each draft by itself: for CPUs, and models that skip padding.
+
+The head says by how much it prefers each draft to the second best token (the margin). The record of margins
+turns this into a chance (margins.py), and a draft is fed if its chance is worth its cost (draft_choice.py).
+Every row may feed another number of drafts.
+
+How many drafts the head makes is decided before they are known, by what its drafts have brought lately. A
+row's head is paused while they have brought less than the head's passes cost, and drafts again after
+PROBE_INTERVAL steps: texts change. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.request import MAX_DEPTH
+from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance
+from outrider.speculate.controller import (
+    DepthController,
+    DraftRequest,
+    Offer,
+    chances_of,
+)
+from outrider.speculate.costs import CostTable, StepShape, guessed_costs
+from outrider.speculate.depth import DepthChoice
+from outrider.speculate.draft_choice import RowOffers, StepCost, choose_drafts
+
+MAX_PADDING_SHARE = 0.5  # of a token's cost: with more, rows share their width
+GAIN_SHARE = 0.1  # weight of the newest step in a row's gains from its head
+MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows
+
+
+def new_controller(
+    costs: CostTable | None, acceptance: ModelAcceptance | None, overlaps_steps: bool
+) -> DepthController:
+    """The controller for a device and a model.
+
+    Where steps overlap, drafts are fed before the host has seen them. Where padding costs as much as tokens,
+    all rows pay for the widest one. In both cases only the number of drafts matters, not which.
+    """
+    costs = costs or CostTable(guessed_costs())
+    if overlaps_steps or costs.measured.padding_share > MAX_PADDING_SHARE:
+        return DepthController(costs, acceptance, few_shapes=overlaps_steps)
+    return PerDraftController(costs, acceptance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prices:
+    token_s: float  # seconds that one more token of a row on auto is worth
+    feed_s: float  # seconds that a step takes longer if one more draft is fed
+
+    @property
+    def min_chance(self) -> float:
+        """The least chance of a draft that is worth feeding."""
+        return self.feed_s / self.token_s
+
+
+class PerDraftController(DepthController):
+    def __init__(self, costs: CostTable | None = None, acceptance: ModelAcceptance | None = None) -> None:
+        super().__init__(costs, acceptance)
+        # Running means over the last steps: tokens of a row on auto, and the step's time in plain steps.
+        self._tokens = self._stretch = 1.0
+
+    def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
+        decoding = [request for request in requests if not request.joins]
+        cost = self._step_cost(decoding, num_cells)
+        prices = self._prices(decoding, cost)
+        rows = [self._offers(request) for request in decoding]
+        for request, row in zip(decoding, rows, strict=True):
+            self._count_head_gains(request, row, prices)
+        fed = choose_drafts(rows, cost, prices.token_s, prices.min_chance)
+        depth, drafting = self._next_drafts(requests, prices)
+        self._count_step(rows, fed, cost, self._head_s(requests, len(drafting), depth))
+        nums = [0] * len(requests)
+        for i, request in enumerate(requests):
+            if request.fixed_depth is not None:
+                nums[i] = min(request.fixed_depth, request.max_drafts_next)
+            elif i in drafting:
+                nums[i] = min(depth, request.max_drafts_next)
+        of_decoding = iter(fed)
+        feed = tuple((0, 0) if request.joins else next(of_decoding) for request in requests)
+        return DepthChoice(feed, tuple(nums))
+
+    # -- drafts that are fed -----------------------------------------------------------------------------
+
+    def _step_cost(self, decoding: Sequence[DraftRequest], num_cells: int) -> StepCost:
+        costs, num_rows = self.costs, max(1, len(decoding))
+        num_sampled = sum(request.record.is_sampled for request in decoding)
+
+        def cost(num_tokens: int, width: int) -> float:
+            mean_width = costs.mean_width(num_rows, num_tokens, width)
+            return costs.step_s(StepShape(num_rows, mean_width, 0, 0, num_cells, num_sampled))
+
+        return cost
+
+    def _prices(self, decoding: Sequence[DraftRequest], cost: StepCost) -> _Prices:
+        """What tokens are worth and cost now.
+
+        The rows' waits for their next tokens sum to step_s * (auto rows / tokens + fixed rows). A token is
+        worth the time by which the step may get longer for it without changing this sum.
+        """
+        num_rows = max(1, len(decoding))
+        num_auto = sum(request.fixed_depth is None for request in decoding) or 1
+        plain_s, tokens = cost(num_rows, 1), self._tokens
+        token_s = plain_s * self._stretch / (tokens * num_auto + tokens**2 * (num_rows - num_auto))
+        return _Prices(token_s, max(0.0, cost(2 * num_rows, 2) - plain_s) / num_rows)
+
+    def _offers(self, request: DraftRequest) -> RowOffers:
+        return RowOffers(
+            [self._chances(request.record, offer) for offer in request.offers], request.fixed_depth
+        )
+
+    def _chances(self, record: RowAcceptance, offer: Offer) -> list[float]:
+        if not offer.margins:
+            return chances_of(record, offer)
+        certain = [1.0] * offer.num_certain
+        return certain + self.acceptance.margins.all_right(
+            offer.margins[offer.num_certain :], record.is_sampled
+        )
+
+    def _count_step(
+        self, rows: Sequence[RowOffers], fed: Sequence[tuple[int, int]], cost: StepCost, head_s: float
+    ) -> None:
+        auto = [
+            sum(row.offers[which][:num]) if num else 0.0
+            for row, (which, num) in zip(rows, fed, strict=True)
+            if row.fixed_depth is None
+        ]
+        if auto:
+            nums = [num for _, num in fed]
+            step_s = cost(len(rows) + sum(nums), 1 + max(nums)) + head_s
+            self._tokens += MEAN_SHARE * (1 + sum(auto) / len(auto) - self._tokens)
+            self._stretch += MEAN_SHARE * (step_s / cost(len(rows), 1) - self._stretch)
+
+    # -- drafts that the head makes ----------------------------------------------------------------------
+
+    def _head_s(self, requests: Sequence[DraftRequest], num_rows: int, num_drafts: int) -> float:
+        return self.costs.head_s(StepShape(max(1, len(requests)), 1, num_rows, num_drafts))
+
+    def _next_drafts(self, requests: Sequence[DraftRequest], prices: _Prices) -> tuple[int, list[int]]:
+        """How many drafts the head makes in this step, and for which rows on auto."""
+        free = [i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0]
+        row_s = self.costs.head_row_s(len(requests), len(free), 1)
+        gains = {i: self._head_gains(requests[i].record, prices) for i in free}
+        drafting = [i for i in free if gains[i][0] * prices.token_s >= row_s]
+        best, best_s, gain = 0, 0.0, 0.0
+        for depth in range(1, MAX_DEPTH + 1):
+            gain += sum(gains[i][depth - 1] for i in drafting)
+            net_s = gain * prices.token_s - self._head_s(requests, len(drafting), depth)
+            if net_s > best_s:
+                best, best_s = depth, net_s
+        if best == 0:
+            drafting = []
+        return max(1, best), drafting + self.rows_to_probe(requests, drafting)
+
+    def _head_gains(self, record: RowAcceptance, prices: _Prices) -> list[float]:
+        if record.head_gains is None:
+            margins = self.acceptance.margins
+            record.head_gains = margins.expected_gains(prices.min_chance, MAX_DEPTH, record.is_sampled)
+        return record.head_gains
+
+    def _count_head_gains(self, request: DraftRequest, row: RowOffers, prices: _Prices) -> None:
+        """Count what each of the head's drafts brings in this step, less what feeding it costs."""
+        for offer, made in zip(request.offers, row.offers, strict=True):
+            if offer.source != "head":
+                continue
+            gains, chances = self._head_gains(request.record, prices), list(made)
+            further = made[-1] / (made[-2] if len(made) > 1 else 1.0)
+            while len(chances) < MAX_DEPTH:  # a draft that was not made counts as the last one that was
+                chances.append(chances[-1] * further)
+            for i, chance in enumerate(chances[:MAX_DEPTH]):
+                gains[i] += GAIN_SHARE * (max(0.0, chance - prices.min_chance) - gains[i])

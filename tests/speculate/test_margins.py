@@ -1,0 +1,62 @@
+"""What the head's margins are worth."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+from operator import mul
+
+import pytest
+
+from outrider.speculate.margins import FIRST_CHANCES, LIMITS, MarginRecord
+
+
+def test_chances_are_learnt_by_class() -> None:
+    record, rng = MarginRecord(), random.Random(1)
+    for _ in range(400):
+        record.add([0.1], int(rng.random() < 0.2), is_sampled=False)
+        record.add([5.0], int(rng.random() < 0.8), is_sampled=False)
+    chances = record.chances(is_sampled=False)
+    assert chances[0] == pytest.approx(0.2, abs=0.1)
+    assert chances[len(LIMITS) - 1] == pytest.approx(0.8, abs=0.1)
+    assert record.chances(is_sampled=True) == FIRST_CHANCES
+
+
+def test_only_drafts_up_to_the_first_wrong_one_count() -> None:
+    record = MarginRecord()
+    for _ in range(100):
+        record.add([9.0, 0.1, 9.0], 1, is_sampled=True)
+    assert record.chances(is_sampled=True)[-1] > 0.99
+    assert record.chances(is_sampled=True)[0] < 0.05
+
+
+def test_a_chance_is_that_of_all_drafts_so_far() -> None:
+    record = MarginRecord()
+    chances = record.chances(is_sampled=False)
+    found = record.all_right([7.0, 0.3, 2.5], is_sampled=False)
+    assert found == pytest.approx(list(accumulate((chances[8], chances[1], chances[5]), mul)))
+
+
+def test_a_record_is_stored() -> None:
+    record = MarginRecord()
+    for i in range(60):
+        record.add([i / 10, 3.0], i % 3, is_sampled=bool(i % 2))
+    again = MarginRecord.from_json(record.as_json())
+    for is_sampled in (False, True):
+        assert again.chances(is_sampled) == pytest.approx(record.chances(is_sampled), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:1],
+        lambda data: [data[0][:1], data[1][:1]],
+        lambda data: [[[0.0], [0.0]], [[0.0], [0.0]]],
+        lambda data: [data[0], [[5.0] * len(FIRST_CHANCES)] * 2],
+        lambda data: "text",
+        lambda data: None,
+    ],
+)
+def test_a_damaged_record_is_refused(damage: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        MarginRecord.from_json(damage(MarginRecord().as_json()))  # type: ignore[operator]
