@@ -61,6 +61,7 @@ BAD_BODIES: dict[str, tuple[bytes, int, str]] = {
     "UTF-16": ('{"a": 1}'.encode("utf-16"), 400, "not valid UTF-8"),
     "NaN": (b'{"temperature": NaN}', 400, "NaN"),
     "infinity": (b'{"temperature": Infinity}', 400, "Infinity"),
+    "number that is read as infinity": (b'{"tools": [{"minimum": -1e999}]}', 400, "-1e999 is too large"),
     "lone surrogate": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "surrogate"),
     "lone surrogate, deep": (b'{"x": {"\\uDFFF": 1}}', 400, "surrogate"),
     "nested too deeply": (b"[" * 100_000, 400, "nested"),

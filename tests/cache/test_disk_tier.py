@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,11 +169,85 @@ def test_two_servers_that_write_at_once_stay_within_the_bound_and_lose_nothing(t
     for tier in tiers:
         assert tier.flush()
         assert tier.counts.failed == 0
-        tier.folder._rescan()
-    most = budget + size * block_folder.RESCAN_EVERY
-    assert _size(tmp_path / "blocks") <= most
+    assert _size(tmp_path / "blocks") <= budget + size, "each write looks at the whole of a small folder"
     for tier in tiers:
         tier.close()
+
+
+def _fill(folder: Path, num_files: int) -> None:
+    """Files of another model, oldest first."""
+    for i in range(num_files):
+        path = folder / f"ffff-{i:x}{block_folder.SUFFIX}"
+        path.write_bytes(b"12345")
+        os.utime(path, (i, i))
+
+
+def test_the_cost_of_a_write_does_not_grow_with_the_number_of_files(tmp_path: Path, monkeypatch) -> None:
+    _fill(tmp_path, 1500)
+    folder = BlockFolder(tmp_path, MODEL, PLENTY)
+    looked_at = 0
+    fullmatch = block_folder.BLOCK_FILE_NAME.fullmatch
+
+    class Counted:
+        def fullmatch(self, name: str) -> Any:
+            nonlocal looked_at
+            looked_at += 1
+            return fullmatch(name)
+
+    monkeypatch.setattr(block_folder, "BLOCK_FILE_NAME", Counted())
+    for i in range(32):
+        before = looked_at
+        folder.write(f"a{i}", block(i))
+        assert looked_at - before <= block_folder.ENTRIES_PER_WRITE
+    assert looked_at > 1000, "and the whole folder is looked at in turn"
+    folder.close()
+
+
+def test_other_servers_changes_are_noticed_within_a_few_writes(tmp_path: Path) -> None:
+    _fill(tmp_path, 300)
+    folder, other = (BlockFolder(tmp_path, MODEL, PLENTY) for _ in range(2))
+    for i in range(20):
+        other.write(f"b{i}", block(i))
+    other.remove_all()
+    for i in range(20):
+        other.write(f"c{i}", block(i))
+    for path in sorted(tmp_path.glob("ffff-*"))[:100]:
+        path.unlink()
+    for i in range(2 * 300 // block_folder.ENTRIES_PER_WRITE + 2):
+        folder.write(f"a{i}", block(i))
+    assert folder.num_bytes == _size(tmp_path)
+    folder.close()
+
+
+def test_a_file_that_another_server_uses_is_not_removed_as_the_oldest(tmp_path: Path) -> None:
+    size = len(_written(tmp_path / "size"))
+    folder = BlockFolder(tmp_path / "blocks", MODEL, 3 * size + HEADER_BYTES)
+    for i in range(3):
+        folder.write(f"a{i}", block(i))
+    other = BlockFolder(tmp_path / "blocks", MODEL, PLENTY)
+    other.read("a0")
+    folder.write("a3", block(3))
+    assert [folder.has(f"a{i}") for i in range(4)] == [True, False, True, True]
+
+
+def test_the_number_of_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fill(tmp_path, 20)
+    monkeypatch.setattr(block_folder, "MAX_FILES", 10)
+    folder = BlockFolder(tmp_path, MODEL, PLENTY)
+    for i in range(15):
+        folder.write(f"a{i}", block(i))
+        assert len(_files(tmp_path)) <= 10
+    assert folder.has("a14")
+    assert folder.num_bytes == _size(tmp_path)
+
+
+def test_files_that_come_and_go_leave_nothing_in_memory(tmp_path: Path) -> None:
+    """Another server with a smaller limit removes them: this one never has to."""
+    folder = BlockFolder(tmp_path, MODEL, PLENTY)
+    for i in range(300):
+        folder.write(f"a{i}", block(0))
+        folder.path(f"a{i}").unlink()
+    assert len(folder._by_use) < 200
 
 
 def test_a_full_disk_stops_writing_for_a_while_and_says_so(

@@ -196,6 +196,7 @@ BROKEN: dict[str, list[str]] = {
         '<tool_call>\n{"name": "clock", "argu',
         "a < b <tool",
         f'<tool_call>{{"name": "clock", "arguments": {"[" * 3000}</tool_call>',
+        f'<tool_call>{{"name": "clock", "arguments": {{"a": {"[" * 850}{"]" * 850}}}}}</tool_call>',
     ],
     "qwen3_coder": [
         "<tool_call> is a tag, <function=x too",
@@ -218,6 +219,10 @@ BROKEN: dict[str, list[str]] = {
         "```tool_code\nimport os\n```",
         "```tool_code\nclock(1)\n```",
         "```tool_code\nclock(a=b)\n```",
+        "```tool_code\nclock(a=[{1}])\n```",
+        "```tool_code\nclock(a={(1, 2): b'3'})\n```",
+        f"```tool_code\nclock(a=0x{'f' * 400} + 1j)\n```",
+        f"```tool_code\nclock{'.a' * 400}(a=1)\n```",
     ],
     "lfm2": ["<|tool_call_start|>[clock(**x)]<|tool_call_end|>"],
 }

@@ -159,6 +159,25 @@ def test_keywords_that_a_grammar_does_not_know_are_passed_over_unless_the_tool_i
         assert bool(problem) == is_strict
 
 
+@pytest.mark.parametrize("odd", [None, 7, True, "x", {}, [[]], [None]])
+@pytest.mark.parametrize("format", FORCEABLE, ids=lambda format: format.name)
+def test_a_call_under_an_odd_schema_can_be_forced(format: ToolFormat, odd: Any) -> None:
+    """The grammar's own parser tells the client what it does not understand."""
+    member = {"type": ["string", odd], "anyOf": odd, "oneOf": odd, "enum": odd}
+    schema = {"type": odd, "properties": {"a": member, "b": odd}, "required": odd}
+    request = replace(request_for(tool_choice="required"), tools=(Tool("odd", "", schema),))
+    assert constraint(format, request).grammar is not None
+
+
+@pytest.mark.parametrize("kind", ["array", "string", None, ["object", "null"]])
+def test_forced_arguments_are_an_object_whatever_the_schema_says(kind: Any) -> None:
+    tools = (Tool("odd", "", {"type": kind, "properties": {"a": {"type": "integer"}}}),)
+    grammar = constraint(hermes.FORMAT, replace(request_for(tool_choice="required"), tools=tools)).grammar
+    assert accepts(grammar, '<tool_call>\n{"name": "odd", "arguments": {"a": 1}}\n</tool_call>')
+    for other in ("[]", '"x"', "null"):
+        assert not accepts(grammar, f'<tool_call>\n{{"name": "odd", "arguments": {other}}}\n</tool_call>')
+
+
 @pytest.mark.parametrize(
     ("format", "changes", "message"),
     [

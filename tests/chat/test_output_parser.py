@@ -153,6 +153,21 @@ def test_any_mixture_of_markers_is_survived(format: str, data: st.DataObject) ->
         assert "".join(event.text for event in events if isinstance(event, TextDelta)) == text
 
 
+@pytest.mark.parametrize("odd", [7, True, "x", {}, [[]], [{}]])
+@pytest.mark.parametrize(("format", "text", "meaning"), EXAMPLES)
+def test_a_call_under_an_odd_schema_is_read(format: str, text: str, meaning: Meaning, odd: Any) -> None:
+    """Clients' schemas are not checked: the call is given out as the model wrote it."""
+    member = {"type": odd, "anyOf": odd, "oneOf": odd, "enum": odd}
+    schema = {"type": odd, "properties": {"city": member, "days": member, "a": odd}, "required": odd}
+    tools = {tool.name: replace(tool, parameters=schema) for tool in TOOLS.values()}
+    found = meaning_of(events_of(new_parser(format, tools=tools), [text]))
+    assert list(map(_name_or_text, found)) == list(map(_name_or_text, meaning))
+
+
+def _name_or_text(part: str | tuple[str, dict[str, Any]]) -> str:
+    return part if isinstance(part, str) else part[0]
+
+
 @given(st.text())
 def test_plain_answers_pass_through_untouched(text: str) -> None:
     for format, tools in ((None, {}), (hermes.FORMAT, TOOLS), (hermes.FORMAT, {})):

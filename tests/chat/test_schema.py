@@ -49,6 +49,7 @@ CASES: list[tuple[Any, Any, bool]] = [
     (TREE, {"id": 1, "next": {}}, False),
     ({"$ref": "#"}, 1, True),
     ({"$ref": "elsewhere.json"}, 1, True),
+    ({"required": [[], {}, None, "a"]}, {"a": 1}, True),
     ({"type": 3, "enum": "x", "required": 1, "properties": [], "minimum": "a", "anyOf": {}}, 1, True),
 ]
 

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from outrider.files import atomic
 from outrider.files.atomic import TEMPORARY, atomic_file, remove_if_abandoned, write_text
 
 
@@ -85,3 +87,20 @@ def test_a_file_is_removed_once_its_writer_was_killed(tmp_path: Path) -> None:
     assert remove_if_abandoned(temporary)
     assert list(tmp_path.iterdir()) == []
     assert not remove_if_abandoned(temporary)
+
+
+def test_a_file_that_is_taken_for_abandoned_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process looks for abandoned files right between a file's creation and its lock."""
+    lock = atomic.fcntl.flock
+
+    def late_lock(file: Any, operation: int) -> None:
+        monkeypatch.setattr(atomic.fcntl, "flock", lock)
+        (unlocked,) = tmp_path.iterdir()
+        assert remove_if_abandoned(unlocked)
+        lock(file, operation)
+
+    monkeypatch.setattr(atomic.fcntl, "flock", late_lock)
+    write_text(tmp_path / "file", "whole")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]

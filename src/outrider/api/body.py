@@ -1,7 +1,7 @@
 """Request bodies: strict JSON in valid UTF-8.
 
-Python's json module accepts NaN and lone surrogates. The server could not write them back as JSON or encode
-them as text, and would fail with a 500 later. So they are refused here, with a 400.
+Python's json module accepts NaN and lone surrogates, and reads 1e999 as infinity. The server could not write
+them back as JSON or encode them as text, and would fail with a 500 later. So they get a 400 here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from outrider.api.errors import ApiError, refused
 from outrider.api.limits import check_counts, check_depth, parse_int, slices
 from outrider.api.openapi import Responses
-from outrider.chat.json_text import refuse_constant
+from outrider.chat.json_text import parse_float, refuse_constant
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def parse_json(data: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 (byte {error.start})") from None
     try:
-        value = json.loads(text, parse_constant=refuse_constant, parse_int=parse_int)
+        value = json.loads(text, parse_constant=refuse_constant, parse_float=parse_float, parse_int=parse_int)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ApiError(400, f"the body is not valid JSON: {error.msg} ({where})") from None

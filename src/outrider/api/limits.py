@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from outrider.api.errors import ApiError, invalid
+from outrider.chat.json_text import is_nested_deeper, members_of
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,8 @@ def _without_texts(body: bytes) -> Iterator[bytes]:
 
 
 def check_depth(value: Any) -> None:
-    level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(JSON_DEPTH.most):
-        members = (member for outer in level for member in _members(outer))
-        level = [member for member in members if isinstance(member, (dict, list))]
-        if not level:
-            return
-    raise ApiError(400, f"the body is nested too deeply: at most {JSON_DEPTH.most} {JSON_DEPTH.what}")
+    if is_nested_deeper(value, JSON_DEPTH.most):
+        raise ApiError(400, f"the body is nested too deeply: at most {JSON_DEPTH.most} {JSON_DEPTH.what}")
 
 
 def parse_int(digits: str) -> int:
@@ -108,10 +104,6 @@ def parse_int(digits: str) -> int:
     if len(digits) > INT_DIGITS.most:
         raise ValueError(f"an integer has {len(digits)} digits, of at most {INT_DIGITS.most}")
     return int(digits)
-
-
-def _members(outer: dict[str, Any] | list[Any]) -> Any:
-    return outer.values() if isinstance(outer, dict) else outer
 
 
 # -- types of fields -------------------------------------------------------------------------------------
@@ -149,8 +141,8 @@ def _check_object(value: dict[str, Any]) -> dict[str, Any]:
         outer = unseen.pop()
         num_values += len(outer)
         num_characters += sum(map(len, outer)) if isinstance(outer, dict) else 0
-        num_characters += sum(len(member) for member in _members(outer) if isinstance(member, str))
-        unseen += [member for member in _members(outer) if isinstance(member, (dict, list))]
+        num_characters += sum(len(member) for member in members_of(outer) if isinstance(member, str))
+        unseen += [member for member in members_of(outer) if isinstance(member, (dict, list))]
     for num, limit in ((num_values, OBJECT_VALUES), (num_characters, OBJECT_CHARACTERS)):
         if num > limit.most:
             raise _too_long(num, limit.what.split()[0], limit)

@@ -50,6 +50,7 @@ class DiskTier:
         self._to_read: deque[str] = deque()
         self._to_write: deque[tuple[str, Arrays]] = deque()
         self._queued: dict[str, int] = {}  # bytes of the blocks in `_to_write`, by name
+        self._num_queued_bytes = 0  # their sum
         self._fetched: list[FetchedFile] = []
         self._is_clearing = self._is_busy = self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="outrider-prefix-disk", daemon=True)
@@ -65,11 +66,12 @@ class DiskTier:
         num_bytes = sum(array.data.nbytes for array in arrays.values())
         with self._lock:
             is_off = self.folder.is_read_only or self._is_closed or time.monotonic() < self._no_writes_until_s
-            if is_off or sum(self._queued.values()) + num_bytes > self._queue_bytes:
+            if is_off or self._num_queued_bytes + num_bytes > self._queue_bytes:
                 self.counts.skipped += 1
                 return False
             if name not in self._queued:
                 self._queued[name] = num_bytes
+                self._num_queued_bytes += num_bytes
                 self._to_write.append((name, arrays))
                 self._lock.notify_all()
         return True
@@ -95,6 +97,7 @@ class DiskTier:
         with self._lock:
             self._to_write.clear()
             self._queued.clear()
+            self._num_queued_bytes = 0
             self._is_clearing = True
             self._lock.notify_all()
 
@@ -123,6 +126,7 @@ class DiskTier:
             with self._lock:
                 self._lock.wait_for(lambda: self._has_work or self._is_closed)
                 if self._is_closed:
+                    self.folder.close()
                     return
                 self._is_busy = True
             try:
@@ -164,7 +168,7 @@ class DiskTier:
             self._no_writes_until_s = time.monotonic() + RETRY_AFTER_S
         finally:
             with self._lock:
-                self._queued.pop(name, None)
+                self._num_queued_bytes -= self._queued.pop(name, 0)
 
     def _read(self, name: str) -> None:
         arrays = None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
+
+MAX_DEPTH = 100  # nested lists and objects of a value that is read; chosen by hand: clients can send it back
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
@@ -51,21 +55,50 @@ def ends_in_string(text: str) -> bool:
 
 
 def loads(text: str) -> Any:
-    """Read strict JSON. Raises ValueError for anything else."""
+    """Read strict JSON that `dumps` can write again. Raises ValueError for anything else."""
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant, parse_float=parse_float)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_nested_deeper(value, MAX_DEPTH):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def is_nested_deeper(value: Any, most: int) -> bool:
+    """True if a JSON value has more than so many lists and objects inside one another."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(most):
+        members = (member for outer in level for member in members_of(outer))
+        level = [member for member in members if isinstance(member, (dict, list))]
+        if not level:
+            return False
+    return bool(level)
+
+
+def members_of(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return outer.values() if isinstance(outer, dict) else outer
 
 
 def dumps(value: Any) -> str:
     """Write JSON that can be sent as UTF-8. Raises ValueError for a value that JSON cannot express."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"not a JSON value: {error}") from error
     try:
         text.encode()
     except UnicodeEncodeError:  # half a surrogate pair: only an escape can express it
         return json.dumps(value, allow_nan=False)
     return text
+
+
+def parse_float(text: str) -> float:
+    """For `json.loads`, which reads 1e999 as infinity."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return number
 
 
 def refuse_constant(name: str) -> NoReturn:

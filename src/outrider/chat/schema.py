@@ -70,7 +70,7 @@ class _Check:
         if not isinstance(value, dict):
             return None
         for name in _list(schema.get("required")):
-            if name not in value:
+            if isinstance(name, str) and name not in value:
                 return f"{where} lacks {name!r}"
         properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}

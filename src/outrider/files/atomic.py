@@ -34,19 +34,28 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
     The umask is taken off its `mode`.
     """
-    temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            with suppress(OSError):  # a file system without locks: no process removes the file there either
-                fcntl.flock(file, fcntl.LOCK_EX)
+    with _new_temporary(path, mode) as file:
+        try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+            os.replace(file.name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
+
+
+def _new_temporary(path: Path, mode: int) -> BinaryIO:
+    """A new file beside `path`, locked."""
+    while True:
+        temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+        file = open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
+        with suppress(OSError):  # a file system without locks: no process removes the file there either
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink > 0:
+            return file
+        file.close()  # another process found it without its lock, and has removed it
 
 
 def write_text(path: Path, text: str) -> None:

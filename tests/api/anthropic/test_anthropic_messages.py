@@ -8,7 +8,7 @@ import pytest
 from fake_backend import CALLS, CUT, FAILED, THOUGHT, USAGE, USER, Client, FakeBackend, server
 
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedTool, TextPart, Tool, ToolCall
-from outrider.chat.events import Finished, TextDelta, ToolCallArguments, ToolCallStarted
+from outrider.chat.events import Finished, TextDelta, ToolCallArguments, ToolCallEnded, ToolCallStarted
 from outrider.request import Grammar
 
 PATH = "/v1/messages"
@@ -74,6 +74,26 @@ def test_call_that_is_cut_off_still_ends_its_block() -> None:
     message = ask({}, FakeBackend(events))
     assert message["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
     assert message["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": "\\ud800"}', {"a": "\ud800"}),  # half of a surrogate pair
+        ('{"a": 1e999}', {}),  # infinity, as Python reads it
+        ('{"a": ' + "[" * 900 + "]" * 900 + "}", {}),  # deeper than Python's json module can write
+        ('{"a": 1' + "0" * 5000 + "}", {}),  # more digits than Python reads
+        ("[1]", {}),
+    ],
+)
+def test_arguments_that_python_cannot_write_as_json_do_not_break_the_answer(
+    arguments: str, expected: dict[str, Any]
+) -> None:
+    """A grammar allows all of these if the client's schema does."""
+    called = (ToolCallStarted(0, "c", "f"), ToolCallArguments(0, arguments), ToolCallEnded(0, arguments))
+    message = ask({"tools": [TOOL]}, FakeBackend((*called, Finished("tool_calls", USAGE))))
+    assert message["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": expected}]
+    assert message["stop_reason"] == "tool_use"
 
 
 @pytest.mark.parametrize(

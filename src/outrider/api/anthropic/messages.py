@@ -7,7 +7,6 @@ message_delta, message_stop                                             or: erro
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
@@ -38,6 +37,7 @@ from outrider.chat.events import (
     ToolCallStarted,
     Usage,
 )
+from outrider.chat.json_text import dumps, loads
 
 REFUSED = UNSUPPORTED_IN_CHAT | {
     "container": "not supported: this server executes no code",
@@ -67,7 +67,7 @@ class Messages:
             return sse.EventStreamResponse(frames, answers.close, keep_alive_s, sse.named(PING))
         whole = answers.feed_all(lambda _, event: builder.feed(event))
         await sse.until_disconnected(request.receive, whole)
-        return JSONResponse(builder.message)
+        return Response(dumps(builder.message), media_type="application/json")
 
     async def count(self, body: CountTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation."""
@@ -215,12 +215,13 @@ def _usage(usage: Usage, asks_for_caching: bool) -> dict[str, Any]:
     }
 
 
-def _parse_arguments(arguments: str) -> Any:
-    """The call's input; {} for a call that max_tokens cut off in the middle of its JSON."""
+def _parse_arguments(arguments: str) -> dict[str, Any]:
+    """The call's input; {} if its JSON is cut off by max_tokens or cannot be written again, such as 1e999."""
     try:
-        return json.loads(arguments) if arguments else {}
+        found = loads(arguments) if arguments else {}
     except ValueError:
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def messages_router(context: ServerContext) -> APIRouter:

@@ -44,7 +44,7 @@ def arguments_of(tool: Tool) -> JsonValue:
     schema: Mapping[str, Any] = tool.parameters
     if not schema:
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
-    return JsonValue({"type": "object", **schema}, is_strict=tool.strict)
+    return JsonValue({**schema, "type": "object"}, is_strict=tool.strict)
 
 
 def _call_from(value: Any) -> ParsedCall:

@@ -11,9 +11,12 @@ from outrider.chat.formats.tool_format import ParsedCall
 def python_calls(text: str) -> list[ParsedCall]:
     """The calls in Python source, which is parsed and never run. Raises ValueError for anything but calls."""
     try:
-        tree = ast.parse(text.strip())
+        return _calls(ast.parse(text.strip()))
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError("not Python") from error
+
+
+def _calls(tree: ast.Module) -> list[ParsedCall]:
     nodes: list[ast.expr] = []
     for statement in tree.body:
         if not isinstance(statement, ast.Expr):
@@ -41,7 +44,7 @@ def _call(node: ast.expr) -> ParsedCall:
 def _literal(node: ast.expr) -> object:
     try:
         value = ast.literal_eval(node)
-    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+    except (TypeError, ArithmeticError) as error:
         raise ValueError("not a literal") from error
     if not isinstance(value, (str, int, float, bool, list, dict, type(None))):
         raise ValueError("not a JSON value")

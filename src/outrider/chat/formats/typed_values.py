@@ -44,7 +44,7 @@ def covering(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
 
 def argument_elements(tool: Tool, before: str, after: str) -> tuple[Element, ...]:
     """For grammars: each argument with a text before and after it, in which {} is replaced by its name."""
-    required = tool.parameters.get("required") or ()
+    required = _list(tool.parameters.get("required"))
     schema = arguments_of(tool)
     elements: list[Element] = []
     for name, member in _properties(tool).items():
@@ -55,8 +55,8 @@ def argument_elements(tool: Tool, before: str, after: str) -> tuple[Element, ...
 
 def _value_elements(member: Any, after: str, whole: JsonValue) -> tuple[RequiredElement, ...]:
     if "string" in _kinds(member):
-        choices = member.get("enum")
-        return (OneOf(tuple(map(str, choices))), after) if choices else (FreeText(after),)
+        choices = tuple(choice for choice in _list(member.get("enum")) if isinstance(choice, str))
+        return (OneOf(choices), after) if choices else (FreeText(after),)
     definitions = {key: whole.schema[key] for key in ("$defs", "definitions") if key in whole.schema}
     schema = {**member, **definitions} if isinstance(member, Mapping) else {}
     return (JsonValue(schema, whole.is_strict), after)
@@ -75,8 +75,13 @@ def _kinds(schema: Any) -> set[str]:
     listed = kinds if isinstance(kinds, list) else [kinds]
     named = {kind for kind in listed if isinstance(kind, str)}
     for keyword in ("anyOf", "oneOf"):
-        for part in schema.get(keyword) or ():
+        for part in _list(schema.get(keyword)):
             named |= _kinds(part)
     if isinstance(schema.get("enum"), list) and all(isinstance(choice, str) for choice in schema["enum"]):
         named.add("string")
     return named
+
+
+def _list(value: Any) -> list[Any]:
+    """Clients' schemas are not checked: any value may stand where a list belongs."""
+    return list(value) if isinstance(value, (list, tuple)) else []
