@@ -38,6 +38,7 @@ from outrider.request import (
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
     Grammar,
+    SamplingDefaults,
     SamplingParams,
 )
 
@@ -119,7 +120,11 @@ class StructuredOutputs(RequestModel):
 
 
 class SamplingFields(RequestModel):
-    temperature: float | None = documented("0 is greedy", minimum=0, maximum=100)
+    temperature: float | None = documented(
+        "0 is greedy. This and the other sampling parameters have defaults of the model: see /v1/models",
+        minimum=0,
+        maximum=100,
+    )
     top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
     presence_penalty: float | None = documented(minimum=-2, maximum=2)
     frequency_penalty: float | None = documented(minimum=-2, maximum=2)
@@ -196,13 +201,14 @@ SAME_NAMES = (  # fields that SamplingParams has under the same name
 
 def sampling_params(
     body: SamplingFields,
+    defaults: SamplingDefaults,
     *,
     max_tokens: int | None,
     stop: str | list[str] | None = None,
     logprobs: int | None = None,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """Fields that the request leaves out get the engine's defaults. Raises InvalidRequest."""
+    """Fields that the request leaves out get `defaults`, or else the engine's. Raises InvalidRequest."""
     given: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAMES}
     given |= {"top_k": 0 if body.top_k == -1 else body.top_k, "logit_bias": _logit_bias(body.logit_bias)}
     tenant = current_tenant.get()
@@ -210,7 +216,11 @@ def sampling_params(
         given["cache_salt"] = f"{tenant}/{body.cache_salt or ''}"
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
-        max_tokens=max_tokens, stop=stop or None, logprobs=logprobs, grammar=grammar, **given
+        max_tokens=max_tokens,
+        stop=stop or None,
+        logprobs=logprobs,
+        grammar=grammar,
+        **(defaults.given | given),
     )
 
 

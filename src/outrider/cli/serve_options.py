@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.foreign_flags import add_foreign_flags, translated_flags
-from outrider.config import DRAFTERS, DTYPES, InvalidConfig
+from outrider.config import DRAFTERS, DTYPES, GENERATION_CONFIGS, InvalidConfig
 from outrider.request import MAX_DEPTH
 
 PREFIX = "OUTRIDER_"
@@ -42,6 +42,16 @@ def seconds(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is not a number of seconds")
     return number
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a number")
+    return value
 
 
 def size_bytes(text: str) -> int:
@@ -101,7 +111,13 @@ MODEL = Option(
     "model folder, GGUF file, Hugging Face id or outrider-vision-135m (default: SmolLM2-135M-Instruct)",
 )
 
-METAVARS: dict[Callable[[str], Any], str] = {whole_number: "N", depth: "N", size_bytes: "SIZE", seconds: "S"}
+METAVARS: dict[Callable[[str], Any], str] = {
+    whole_number: "N",
+    number: "X",
+    depth: "N",
+    size_bytes: "SIZE",
+    seconds: "S",
+}
 GROUPS: dict[str, tuple[Option, ...]] = {
     "server": (
         Option("host", "address to listen on (127.0.0.1)", default="127.0.0.1", metavar="HOST"),
@@ -151,6 +167,20 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("head", "file of the MTP head (the head in or beside the model)", metavar="FILE"),
         Option("draft-vocabulary", "draft only among the N most frequent tokens (all)", whole_number),
+    ),
+    "sampling defaults, for requests that leave the value out": (
+        Option(
+            "generation-config",
+            "auto: the values in the model's generation_config.json; none: those of the APIs (auto)",
+            one_of(*GENERATION_CONFIGS),
+            "auto",
+            "|".join(GENERATION_CONFIGS),
+        ),
+        Option("default-temperature", "0 is greedy (generation_config.json's, else 1)", number),
+        Option("default-top-p", "nucleus sampling (generation_config.json's, else 1)", number),
+        Option("default-top-k", "0: off (generation_config.json's, else 0)", whole_number),
+        Option("default-min-p", "0: off (generation_config.json's, else 0)", number),
+        Option("default-repetition-penalty", "1: off (generation_config.json's, else 1)", number),
     ),
     "engine": (
         Option("max-rows", "maximum sequences decoded at once (16)", whole_number, 16),

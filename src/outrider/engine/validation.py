@@ -13,7 +13,15 @@ from outrider.config import EngineConfig
 from outrider.engine.sequence import DraftState, OutputText, Sequence
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import RowGrammar
-from outrider.request import MAX_DEPTH, DraftDepth, InvalidRequest, Request, SamplingParams
+from outrider.request import (
+    MAX_DEPTH,
+    NO_DEFAULTS,
+    DraftDepth,
+    InvalidRequest,
+    Request,
+    SamplingDefaults,
+    SamplingParams,
+)
 from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
 from outrider.speculate.prediction import PredictionDrafter
@@ -36,6 +44,7 @@ class ModelFacts:
     reads_images: bool = False
     no_images_reason: str | None = None  # why a vision model does not read images
     device: str = ""
+    sampling: SamplingDefaults = NO_DEFAULTS  # from the model's generation_config.json
 
 
 @dataclass(frozen=True)

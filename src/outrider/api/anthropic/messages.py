@@ -56,7 +56,7 @@ class Messages:
         """Answer a conversation, whole or as a stream of events."""
         check_extra(body, REFUSED)
         model = self._context.resolve_model(body.model)
-        chat = messages_request(body)
+        chat = messages_request(body, self._context.settings.sampling)
         prepare = partial(self._context.backend.prepare, chat)
         receive = request.receive
         answers = await self._context.live.start("messages", model, 1, [prepare], receive, body.timeout)

@@ -49,6 +49,7 @@ from outrider.chat.conversation import (
     ToolCall,
     ToolChoice,
 )
+from outrider.request import NO_DEFAULTS, SamplingDefaults
 
 ERROR_PREFIX = "Error: "  # the model reads it before the text of a tool_result with is_error
 BILLING_HEADER = re.compile(r"\A(?:x-anthropic-[a-z-]+:[^\n]*\n?)+")
@@ -196,16 +197,19 @@ class MessagesRequest(CountTokensRequest):
 # -- translation -----------------------------------------------------------------------------------------
 
 
-def messages_request(body: CountTokensRequest) -> ChatRequest:
-    """Accepts a request for a message, or one that only counts tokens."""
+def messages_request(body: CountTokensRequest, sampling: SamplingDefaults = NO_DEFAULTS) -> ChatRequest:
+    """Accepts a request for a message, or one that only counts tokens.
+
+    `sampling`: for requests that leave the values out.
+    """
     tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
     format_ = body.output_config.format if body.output_config else None
     grammar = None if format_ is None else schema_grammar(format_.schema_)
     if isinstance(body, MessagesRequest):
         check_stops("stop_sequences", body.stop_sequences)
-        params = sampling_params(body, max_tokens=body.max_tokens, stop=body.stop_sequences)
+        params = sampling_params(body, sampling, max_tokens=body.max_tokens, stop=body.stop_sequences)
     else:
-        params = sampling_params(body, max_tokens=1)
+        params = sampling_params(body, sampling, max_tokens=1)
     choice = body.tool_choice
     return ChatRequest(
         messages=_messages(body),

@@ -55,7 +55,7 @@ from outrider.chat.conversation import (
     ToolCall,
     ToolChoice,
 )
-from outrider.request import Grammar
+from outrider.request import NO_DEFAULTS, Grammar, SamplingDefaults
 
 
 class ChatTextPart(RequestModel):
@@ -235,12 +235,18 @@ class ChatCompletionRequest(ChatFields):
 # -- translation -----------------------------------------------------------------------------------------
 
 
-def chat_request(body: ChatCompletionRequest, default_max_tokens: Whole | None) -> ChatRequest:
+def chat_request(
+    body: ChatCompletionRequest,
+    default_max_tokens: int | None = None,
+    sampling: SamplingDefaults = NO_DEFAULTS,
+) -> ChatRequest:
+    """`default_max_tokens`, `sampling`: for requests that leave the values out."""
     _check_options(body)
     tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
     tools, choice = _choose(tools, body.tool_choice)
     params = sampling_params(
         body,
+        sampling,
         max_tokens=_max_tokens(body, default_max_tokens),
         stop=body.stop,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -101,7 +101,8 @@ class Responses:
         check_extra(body, REFUSED)
         model = self._context.resolve_model(body.model)
         messages = [*self._earlier(body.previous_response_id), *input_messages(body.input)]
-        return model, messages, response_request(body, messages, self._context.settings.max_tokens)
+        settings = self._context.settings
+        return model, messages, response_request(body, messages, settings.max_tokens, settings.sampling)
 
     def _put(
         self, tenant: str, body: ResponsesRequest, messages: list[Message], response: dict[str, Any]

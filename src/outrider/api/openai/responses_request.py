@@ -51,7 +51,7 @@ from outrider.chat.conversation import (
     ToolCall,
     ToolChoice,
 )
-from outrider.request import Grammar
+from outrider.request import Grammar, SamplingDefaults
 
 LOGPROBS = "message.output_text.logprobs"
 # Reasoning is returned as plain text and read back as plain text, so no encrypted copy is needed.
@@ -217,18 +217,25 @@ class ResponsesRequest(ChatFields):
 
 
 def response_request(
-    body: ResponsesRequest, messages: Sequence[Message], default_max_tokens: int | None
+    body: ResponsesRequest,
+    messages: Sequence[Message],
+    default_max_tokens: int | None,
+    sampling: SamplingDefaults,
 ) -> ChatRequest:
-    """`messages`: the whole conversation, with the input of this request at its end."""
+    """`messages`: the whole conversation, with the input of this request at its end.
+
+    `default_max_tokens`, `sampling`: for requests that leave the values out.
+    """
     _check_options(body)
     tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
     tools, choice = _choose(tools, body.tool_choice)
     effort = body.reasoning.effort if body.reasoning else None
     max_tokens = default_max_tokens if body.max_output_tokens is None else body.max_output_tokens
+    params = sampling_params(body, sampling, max_tokens=max_tokens, stop=body.stop, logprobs=_logprobs(body))
     instructions = [Message("system", (TextPart(body.instructions),))] if body.instructions else []
     return ChatRequest(
         messages=[*instructions, *messages],
-        params=sampling_params(body, max_tokens=max_tokens, stop=body.stop, logprobs=_logprobs(body)),
+        params=params,
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
