@@ -29,6 +29,19 @@ class InvalidRequest(ValueError):
     """The request cannot be served. The message gives the reason and what to change."""
 
 
+class PromptTooLong(InvalidRequest):
+    """The prompt does not fit into the context.
+
+    `size` is the number of tokens in words, such as "9000 tokens" or "about 20000 tokens". `max_tokens` is
+    the number of tokens of the context, prompt and answer. Each API has its own message for this error.
+    """
+
+    def __init__(self, message: str, size: str, max_tokens: int) -> None:
+        super().__init__(message)
+        self.size = size
+        self.max_tokens = max_tokens
+
+
 @dataclass(frozen=True)
 class Grammar:
     """The form of an answer: a JSON schema, any JSON object, a regular expression or a Lark grammar."""

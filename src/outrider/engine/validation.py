@@ -18,6 +18,7 @@ from outrider.request import (
     NO_DEFAULTS,
     DraftDepth,
     InvalidRequest,
+    PromptTooLong,
     Request,
     SamplingDefaults,
     SamplingParams,
@@ -145,14 +146,19 @@ class RequestValidator:
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         length, limit = len(request.prompt_ids), self._facts.max_context
+        size = f"{length} tokens"
         if length >= limit:
-            raise InvalidRequest(
-                f"the prompt has {length} tokens and the context holds {limit}, answer included: shorten it"
+            raise PromptTooLong(
+                f"the prompt has {size} and the context holds {limit}, answer included: shorten it",
+                size,
+                limit,
             )
         if length >= self._longest_context:
-            raise InvalidRequest(
-                f"the prompt has {length} tokens and the memory budget allows {self._longest_context}, "
-                "answer included: shorten it or raise the budget"
+            raise PromptTooLong(
+                f"the prompt has {size} and the memory budget allows {self._longest_context}, "
+                "answer included: shorten it or raise the budget",
+                size,
+                self._longest_context,
             )
         vocab_size = self._facts.vocab_size
         outside = [i for i in request.prompt_ids if not 0 <= i < vocab_size]

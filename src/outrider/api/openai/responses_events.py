@@ -134,17 +134,20 @@ class ResponseBuilder:
         events = self._leave("incomplete" if is_cut or error else "completed")
         self.response["usage"] = _usage(finished.usage)
         if error is not None:
-            self.response["status"] = "failed"
-            self.response["error"] = {"code": "server_error", "message": error.detail}
-        elif is_cut:
+            return [*events, *self.fail("server_error", error.detail)]
+        if is_cut:
             self.response["status"] = "incomplete"
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             self.response["status"] = "completed"
             self.response["completed_at"] = int(self._now_s())
-        if error is None:
-            self._on_success(self.response)
+        self._on_success(self.response)
         return [*events, self._lifecycle(f"response.{self.response['status']}")]
+
+    def fail(self, code: str, message: str) -> list[Event]:
+        """End the response with an error."""
+        self.response |= {"status": "failed", "error": {"code": code, "message": message}}
+        return [self._lifecycle("response.failed")]
 
     # -- events ------------------------------------------------------------------------------------------
 
