@@ -1,4 +1,4 @@
-"""Errors and ends of streams in the shape on which clients act: OpenAI's and Anthropic's own SDKs and agents."""
+"""Errors, and ends of streams, in the shape on which clients act: the official SDKs and coding agents."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import json
 import re
 from typing import Any
 
+import anthropic
+import httpx2  # the HTTP client of both SDKs
+import openai
 import pytest
-from fake_backend import USER, Client, FakeBackend, server
+from fake_backend import CALLS, CUT, HELLO, USER, Client, FakeBackend, server
 
 from outrider.request import PromptTooLong
 
@@ -21,6 +24,24 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": USER, "max_tokens": 9},
 }
 TOO_LONG = PromptTooLong("the prompt has 300 tokens and the context holds 256: shorten it", "300 tokens", 256)
+
+
+def connected(backend: FakeBackend, **changes: Any) -> httpx2.AsyncClient:
+    """An HTTP client for an SDK, connected to a server in this process."""
+    transport = httpx2.ASGITransport(server(backend, **changes).app)
+    return httpx2.AsyncClient(transport=transport, base_url="http://test")
+
+
+def openai_sdk(backend: FakeBackend) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url="http://test/v1", api_key="none", max_retries=0, http_client=connected(backend)
+    )
+
+
+def anthropic_sdk(backend: FakeBackend) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(
+        base_url="http://test", api_key="none", max_retries=0, http_client=connected(backend)
+    )
 
 
 def refused(path: str, failure: Exception = TOO_LONG, **fields: Any) -> dict[str, Any]:
@@ -75,3 +96,69 @@ def test_a_response_that_is_too_long_is_a_400_or_a_failed_stream() -> None:
     assert last["status"] == "failed"
     assert last["error"]["code"] == "context_length_exceeded"
     assert LITELLM in last["error"]["message"].lower()
+
+
+# -- a response that is cut off --------------------------------------------------------------------------
+
+
+def test_openais_sdk_gets_the_final_response_of_a_cut_off_stream() -> None:
+    async def read() -> Any:
+        sdk = openai_sdk(FakeBackend(CUT))
+        async with sdk.responses.stream(model="tiny", input="Hi", max_output_tokens=5) as stream:
+            return await stream.get_final_response()
+
+    final = asyncio.run(read())
+    assert (final.status, final.output_text) == ("incomplete", "Hel")
+    assert final.incomplete_details.reason == "max_output_tokens"
+
+
+# -- threads of Anthropic's SDK --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_thread_is_refused_with_the_details_on_which_the_sdk_sends_all_messages(path: str) -> None:
+    body = {"messages": USER, "max_tokens": 9, "thread": {"type": "continue", "previous_message_id": "m"}}
+    response = Client(server(FakeBackend())).post(path, body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert "Send the whole conversation" in error["message"]
+
+
+def test_the_tool_runner_keeps_its_conversation() -> None:
+    asked: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """The weather of a city."""
+        asked.append(city)
+        return "rain"
+
+    @anthropic.beta_async_tool
+    async def time() -> str:
+        """The time of day."""
+        return "noon"
+
+    backend = FakeBackend(answer=lambda request: HELLO if len(request.messages) > 1 else CALLS)
+
+    async def run() -> Any:
+        runner = anthropic_sdk(backend).beta.messages.tool_runner(
+            model="tiny", max_tokens=99, tools=[weather, time], messages=[{"role": "user", "content": "Hi"}]
+        )
+        return await runner.until_done()
+
+    final = asyncio.run(run())
+    assert asked == ["Oslo"]
+    assert final.content[0].text == "Hello wörld"
+    roles = [message.role for message in backend.requests[-1].messages]
+    assert roles == ["user", "assistant", "tool", "tool"]
+
+
+# -- betas -----------------------------------------------------------------------------------------------
+
+
+def test_unknown_betas_are_tolerated() -> None:
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "never-heard-of-2031-01-01,other"}
+    response = Client(server(FakeBackend()), **headers).post("/v1/messages?beta=true", BODIES["/v1/messages"])
+    assert response.status_code == 200

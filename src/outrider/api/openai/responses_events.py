@@ -4,7 +4,10 @@
       output_item.added                                   for each item: reasoning, message, function_call
         content_part.added, text deltas, text done, content_part.done   or: arguments deltas, arguments done
       output_item.done
-    response.completed | response.incomplete | response.failed
+    response.completed | response.failed
+
+A response that is cut off also ends with response.completed; its status is "incomplete". OpenAI's SDK
+(get_final_response), Codex and others take a stream without this event for a broken one.
 
 Must not know HTTP or the store of responses.
 """
@@ -142,7 +145,7 @@ class ResponseBuilder:
             self.response["status"] = "completed"
             self.response["completed_at"] = int(self._now_s())
         self._on_success(self.response)
-        return [*events, self._lifecycle(f"response.{self.response['status']}")]
+        return [*events, self._lifecycle("response.completed")]
 
     def fail(self, code: str, message: str) -> list[Event]:
         """End the response with an error."""
