@@ -155,6 +155,45 @@ def test_the_tool_runner_keeps_its_conversation() -> None:
     assert roles == ["user", "assistant", "tool", "tool"]
 
 
+# -- tools that cannot be called here --------------------------------------------------------------------
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+NAMESPACE = {"type": "namespace", "name": "mcp", "tools": [{"type": "function", "name": "g"}]}
+FOREIGN_TOOLS: dict[str, list[dict[str, Any]]] = {  # one that can be called, and others
+    "/v1/chat/completions": [
+        {"type": "custom", "custom": {"name": "x"}},
+        {"type": "function", "function": FUNCTION},
+    ],
+    "/v1/responses": [{"type": "web_search"}, NAMESPACE, {"type": "function", **FUNCTION}],
+    "/v1/messages": [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+        {"name": "f", "input_schema": {"type": "object"}},
+    ],
+}
+
+
+@pytest.mark.parametrize("path", FOREIGN_TOOLS)
+def test_tools_that_cannot_be_called_are_left_out_with_a_line_in_the_log(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    backend = FakeBackend()
+    response = Client(server(backend)).post(path, BODIES[path] | {"tools": FOREIGN_TOOLS[path]})
+    assert response.status_code == 200, response.text
+    assert [tool.name for tool in backend.requests[0].tools] == ["f"]
+    types = sorted(tool["type"] for tool in FOREIGN_TOOLS[path][:-1])
+    assert f"tools left out, which cannot be called here: {', '.join(types)}" in caplog.text
+
+
+def test_allowed_tools_that_cannot_be_called_are_left_out() -> None:
+    backend = FakeBackend()
+    allowed = [{"type": "web_search"}, {"type": "function", "name": "f"}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    body = {"input": "Hi", "tools": FOREIGN_TOOLS["/v1/responses"], "tool_choice": choice}
+    assert Client(server(backend)).post("/v1/responses", body).status_code == 200
+    assert [tool.name for tool in backend.requests[0].tools] == ["f"]
+
+
 # -- betas -----------------------------------------------------------------------------------------------
 
 

@@ -380,6 +380,7 @@ def test_anthropic_errors_have_the_clients_own_types(
             max_tokens=5,
             messages=MESSAGES,
             tools=[{"type": "web_search_20250305", "name": "web_search"}],
+            tool_choice={"type": "tool", "name": "web_search"},
         )
 
 

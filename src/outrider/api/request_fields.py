@@ -7,10 +7,11 @@ Python users get the same messages.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -41,6 +42,8 @@ from outrider.request import (
     SamplingDefaults,
     SamplingParams,
 )
+
+log = logging.getLogger(__name__)
 
 # Fields of other servers that change the answer there and that Outrider does not implement.
 UNSUPPORTED = {
@@ -308,12 +311,44 @@ def _choice_grammar(param: str, strings: list[str] | None) -> Grammar | None:
 # -- tools -----------------------------------------------------------------------------------------------
 
 
+class TypedTool(Protocol):
+    @property
+    def type(self) -> str | None: ...
+
+
+AnyTool = TypeVar("AnyTool", bound=TypedTool)
+
+
+def callable_tools(tools: Sequence[AnyTool] | None, *types: str | None) -> list[tuple[int, AnyTool]]:
+    """(index, tool) of the tools of these types, which the client runs. Tools of other types are left out.
+
+    Agents send tools of their provider, such as web_search, whether or not the model may use them.
+    """
+    numbered = list(enumerate(tools or ()))
+    others = sorted({str(tool.type)[:40] for _, tool in numbered if tool.type not in types})
+    if others:
+        log.info("tools left out, which cannot be called here: %s", ", ".join(others[:20]))
+    return [(i, tool) for i, tool in numbered if tool.type in types]
+
+
+def tool_of(*types: str | None, require: str) -> dict[str, Any]:
+    """JSON Schema of a tool that has one of these types and the required field, or any other type."""
+    known = {"enum": list(types)}
+    required = [require] if None in types else ["type", require]
+    return {
+        "anyOf": [
+            {"properties": {"type": known, require: NOT_NULL}, "required": required},
+            {"properties": {"type": {"not": known}}, "required": ["type"]},
+        ]
+    }
+
+
 def tool_choice_of(tools: Sequence[Tool], choice: str | None) -> ToolChoice:
     """Of the words "none", "auto" and "required"; None is "auto"."""
     _check_tool_names(tools)
     if choice == "required":
         if not tools:
-            raise invalid("tool_choice", "'required' needs at least one tool")
+            raise invalid("tool_choice", "'required' needs at least one tool that can be called here")
         return "required"
     return "none" if choice == "none" else "auto"
 
@@ -321,8 +356,13 @@ def tool_choice_of(tools: Sequence[Tool], choice: str | None) -> ToolChoice:
 def named_tool(tools: Sequence[Tool], name: str) -> NamedTool:
     _check_tool_names(tools)
     if name not in {tool.name for tool in tools}:
-        raise invalid("tool_choice", f"names {name!r}, which is not among the tools")
+        raise invalid("tool_choice", f"names {name!r}, which is not among the tools that can be called here")
     return NamedTool(name)
+
+
+def allowed_functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The functions in OpenAI's allowed_tools."""
+    return [tool for tool in tools if tool.get("type", "function") == "function"]
 
 
 def keep_allowed(tools: Sequence[Tool], names: Sequence[Any], mode: str) -> tuple[list[Tool], ToolChoice]:

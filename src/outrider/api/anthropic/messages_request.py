@@ -25,12 +25,11 @@ from outrider.api.limits import (
     check_stops,
 )
 from outrider.api.request_fields import (
-    NOT_NULL,
     ChatFields,
     RequestModel,
     ToolName,
     Whole,
-    documented,
+    callable_tools,
     grammar_of,
     named_tool,
     one_of_types,
@@ -38,6 +37,7 @@ from outrider.api.request_fields import (
     schema_grammar,
     template_kwargs,
     tool_choice_of,
+    tool_of,
 )
 from outrider.chat.conversation import (
     ChatRequest,
@@ -133,12 +133,12 @@ MessageParam = Annotated[
 
 
 class ToolParam(RequestModel):
-    model_config = ConfigDict(json_schema_extra={"required": ["name", "input_schema"]})
+    model_config = ConfigDict(json_schema_extra=tool_of(None, "custom", require="input_schema"))
 
     name: ToolName
-    type: Word | None = documented(enum=["custom", None])
+    type: Word | None = Field(None, description="custom; tools of other types are left out")
     description: str | None = None
-    input_schema: JsonObject | None = documented(**NOT_NULL)
+    input_schema: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -202,7 +202,7 @@ def messages_request(body: CountTokensRequest, sampling: SamplingDefaults = NO_D
 
     `sampling`: for requests that leave the values out.
     """
-    tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
+    tools = [_tool(i, tool) for i, tool in callable_tools(body.tools, None, "custom")]
     format_ = body.output_config.format if body.output_config else None
     grammar = None if format_ is None else schema_grammar(format_.schema_)
     if isinstance(body, MessagesRequest):
@@ -258,8 +258,6 @@ def _template_kwargs(body: CountTokensRequest) -> dict[str, Any]:
 
 def _tool(index: int, tool: ToolParam) -> Tool:
     where = f"tools[{index}]"
-    if tool.type not in (None, "custom"):
-        raise refused(where, f"tools of type {tool.type!r} are not supported, only custom tools")
     if tool.input_schema is None:
         raise invalid(f"{where}.input_schema", "is missing")
     for name, reason in REFUSED_TOOL_FIELDS.items():
