@@ -201,3 +201,20 @@ def test_unknown_betas_are_tolerated() -> None:
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "never-heard-of-2031-01-01,other"}
     response = Client(server(FakeBackend()), **headers).post("/v1/messages?beta=true", BODIES["/v1/messages"])
     assert response.status_code == 200
+
+
+# -- names of the model ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_any_model_name_is_served_if_the_operator_allows_it(path: str) -> None:
+    body = BODIES[path] | {"model": "claude-opus-4"}
+    assert Client(server(FakeBackend())).post(path, body).status_code == 404
+    answer = Client(server(FakeBackend(), any_model_name=True)).post(path, body)
+    assert (answer.status_code, answer.json()["model"]) == (200, "claude-opus-4")
+
+
+def test_a_model_of_any_name_is_found_but_not_listed() -> None:
+    client = Client(server(FakeBackend(), any_model_name=True))
+    assert client.get("/v1/models/gpt-5").json()["id"] == "gpt-5"
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny", "other"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_grammars import accepts, constraint, forced_text, request_for
+from test_grammars import accepts, constraint, request_for
 
 from outrider.chat.closed_schema import closed
 from outrider.chat.conversation import Tool
@@ -97,14 +98,10 @@ def test_any_json_is_survived_and_closing_twice_changes_nothing(schema: dict[str
 def test_a_forced_call_has_no_undeclared_arguments(format: Any) -> None:
     inner = {"type": "object", "properties": {"days": {"type": "integer"}}}
     tool = Tool("get_weather", "", {"type": "object", "properties": {"when": inner}, "required": ["when"]})
-    request = request_for(tool_choice="required")
-    grammar = constraint(format, type(request)(request.messages, request.params, (tool,), "required")).grammar
-    text = forced_text(hermes.FORMAT, (tool, {"when": {"days": 2}}))
-    if format is qwen3_coder.FORMAT:
-        assert format.call_grammar is not None
-        text = "".join(
-            part if isinstance(part, str) else json.dumps({"days": 2}) for part in format.call_grammar(tool)
-        )
-        text = format.around[0] + text + format.around[1]
+    value = {"when": {"days": 2}} if format is hermes.FORMAT else {"days": 2}
+    parts = format.call_grammar(tool)
+    text = "".join(part if isinstance(part, str) else json.dumps(value) for part in parts)
+    request = replace(request_for(tool_choice="required"), tools=(tool,))
+    grammar = constraint(format, request).grammar
     assert accepts(grammar, text)
     assert not accepts(grammar, text.replace('"days": 2', '"days": 2, "x": 1'))

@@ -40,6 +40,24 @@ def options(*flags: str, **environ: str) -> dict[str, Any]:
 # -- options ---------------------------------------------------------------------------------------------
 
 
+def test_served_names_are_words_or_separated_by_commas() -> None:
+    assert options("m", "--served-model-name", "a", "b")["served_model_name"] == ("a", "b")
+    assert options("m", "--served-model-name", "a,b", "--served-model-name", "c")["served_model_name"] == (
+        "a",
+        "b",
+        "c",
+    )
+    found = options("--served-model-name", "a", "b", "--port", "1", "m")
+    assert (found["served_model_name"], found["model"]) == (("a", "b"), "m")
+    assert options("--served-model-name", "x/y")["served_model_name"] == ("x/y",)
+
+
+@pytest.mark.parametrize("model", ["owner/name", "model.gguf", "."])
+def test_a_model_after_the_served_names_is_not_taken_for_a_name(model: str) -> None:
+    with pytest.raises(InvalidConfig, match="Give the MODEL before this flag"):
+        options("--served-model-name", "a", model)
+
+
 def test_defaults() -> None:
     found = options()
     assert found["host"] == "127.0.0.1"

@@ -22,6 +22,7 @@ class ServerSettings:
     api_keys_file: str | None = None  # file of several keys: see api/keys.py
     allow_public_without_key: bool = False
     served_model_names: tuple[str, ...] = ("model",)  # an answer has the requested name, or the first
+    any_model_name: bool = False  # requests may have any model name
     old_model_names: tuple[str, ...] = ()  # names of earlier releases: accepted in requests, not listed
     max_tokens: int | None = None  # of an answer whose request sets no limit; None: up to max_context
     sampling: SamplingDefaults = NO_DEFAULTS  # of requests that leave the values out; checks itself

@@ -18,7 +18,7 @@ def banner(
     prefix_cache: str,
 ) -> str:
     lines = {
-        "model": f"{facts.name} (as {', '.join(settings.served_model_names)})",
+        "model": f"{facts.name} (as {_names(settings)})",
         "runs": f"{facts.dtype} on {facts.device}{_weights(facts)}",
         "BLAS": str(blas.report()) if facts.device == "cpu" else None,
         "drafts": _drafts(facts, auto_depth),
@@ -33,6 +33,11 @@ def banner(
     }
     body = "\n".join(f"  {name:<8} {value}" for name, value in lines.items() if value is not None)
     return f"Outrider {__version__}\n{body}\nReady: {url}"
+
+
+def _names(settings: ServerSettings) -> str:
+    others = ("any other name",) if settings.any_model_name else ()
+    return ", ".join((*settings.served_model_names, *others))
 
 
 def _weights(facts: ModelFacts) -> str:

@@ -154,6 +154,7 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         api_keys_file=options["api_keys_file"],
         allow_public_without_key=options["allow_public_without_key"],
         served_model_names=options["served_model_name"] or names,
+        any_model_name=options["any_model_name"],
         max_tokens=options["max_tokens"],
         sampling=sampling_defaults(options),
         max_rows=options["max_rows"],

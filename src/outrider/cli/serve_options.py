@@ -92,6 +92,7 @@ class Option:
     metavar: str = ""  # "": by the kind of the value, such as N or SIZE
     is_switch: bool = False
     is_list: bool = False
+    takes_words: bool = False  # a list whose flag takes several words: --flag a b, as in vLLM
 
     @property
     def key(self) -> str:
@@ -129,8 +130,13 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("allow-public-without-key", "allow a public --host without a key", is_switch=True),
         Option(
-            "served-model-name", "name of the model in the API (its folder's)", metavar="NAME", is_list=True
+            "served-model-name",
+            "names of the model in the API (its folder's)",
+            metavar="NAME",
+            is_list=True,
+            takes_words=True,
         ),
+        Option("any-model-name", "serve the model under any name that a request has", is_switch=True),
         Option(
             "allowed-hosts",
             "further name under which clients reach the server, such as example.org; *: any",
@@ -168,10 +174,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("head", "file of the MTP head (the head in or beside the model)", metavar="FILE"),
         Option("draft-vocabulary", "draft only among the N most frequent tokens (all)", whole_number),
     ),
-    "sampling defaults, for requests that leave the value out": (
+    "sampling defaults": (
         Option(
             "generation-config",
-            "auto: the values in the model's generation_config.json; none: those of the APIs (auto)",
+            "auto: those of the model's generation_config.json; none: those of the APIs (auto)",
             one_of(*GENERATION_CONFIGS),
             "auto",
             "|".join(GENERATION_CONFIGS),
@@ -269,6 +275,8 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
     kind: dict[str, Any] = {"metavar": option.metavar or METAVARS.get(option.parse, "TEXT")}
     if option.is_switch:
         kind = {"action": "store_true"}
+    elif option.takes_words:
+        kind |= {"action": "extend", "nargs": "+"}
     elif option.is_list:
         kind["action"] = "append"
     dest = f"given_{option.key}"
@@ -304,6 +312,8 @@ def _flags(args: argparse.Namespace) -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     if args.given_model is not None:
         found["model"] = ("MODEL", args.given_model)
+    else:
+        _check_words(args)
     for key, option in OPTIONS.items():
         if hasattr(args, f"given_{key}") and key != "model":
             found[key] = (option.flag, getattr(args, f"given_{key}"))
@@ -312,6 +322,18 @@ def _flags(args: argparse.Namespace) -> dict[str, tuple[str, Any]]:
         if other_value != value:
             raise InvalidConfig(f"{flag} and {other_flag} {other_value} contradict each other: give only one")
     return found
+
+
+def _check_words(args: argparse.Namespace) -> None:
+    """A flag that takes several words would take a MODEL after them for one more word."""
+    for option in OPTIONS.values():
+        words = getattr(args, f"given_{option.key}", []) if option.takes_words else []
+        models = [word for word in words[1:] if "/" in word or word.endswith(".gguf") or Path(word).exists()]
+        if models:
+            raise InvalidConfig(
+                f"{option.flag} {' '.join(words)}: {models[0]} looks like the model. Give the MODEL before "
+                "this flag, or separate names by commas."
+            )
 
 
 def _read_file(file: Path) -> dict[str, Any]:
