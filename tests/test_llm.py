@@ -71,6 +71,39 @@ def test_text_is_the_decoded_answer(llm: LLM) -> None:
     assert decoded == llm.tokenizer.decode(prompt, skip_special_tokens=True) + out.text
 
 
+def test_calls_without_parameters_use_the_models_generation_config(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "repetition_penalty": 1.3}')
+    with LLM(tmp_path, max_rows=2, max_context=40) as llm:
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.repetition_penalty) == (0, 1.3)
+        (expected,) = llm.generate("hello", params)
+        (out,) = llm.generate("hello")
+        assert out.token_ids == expected.token_ids
+        assert llm.stream("hello").completion().token_ids == expected.token_ids
+        chat = [{"role": "user", "content": "hello"}]
+        assert llm.chat(chat).token_ids == llm.chat(chat, params).token_ids
+
+
+@pytest.mark.parametrize("text", ['{"temperature": "hot"}', '{"top_p": 7}'])
+def test_generation_config_none_ignores_sampling_values(tmp_path: Path, text: str) -> None:
+    write_checkpoint(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelUnavailable, match="generation-config none"):
+        LLM(tmp_path)
+    with LLM(tmp_path, generation_config="none") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_a_generation_config_that_is_no_object_is_refused_in_any_case(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelUnavailable, match="Correct or remove the file"):
+        LLM(tmp_path, generation_config="none")
+    with pytest.raises(InvalidConfig, match="generation_config must be one of auto, none"):
+        LLM(tmp_path, generation_config="vllm")  # type: ignore[arg-type]
+
+
 def test_stream_adds_up_to_the_whole_answer(llm: LLM) -> None:
     (whole,) = llm.generate("stream me", GREEDY)
     deltas = list(llm.stream("stream me", GREEDY))

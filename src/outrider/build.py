@@ -16,7 +16,7 @@ from outrider import __version__
 from outrider.cache.block_folder import BlockFolder
 from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import BLOCK_SIZE
-from outrider.config import EngineConfig, InvalidConfig
+from outrider.config import GENERATION_CONFIGS, EngineConfig, GenerationConfigSource, InvalidConfig
 from outrider.cpu import blas
 from outrider.cpu.quantized import quantized_layers
 from outrider.engine.engine import Engine
@@ -49,6 +49,12 @@ class ModelChoice:
     draft_vocabulary: int | None = None  # draft from this many most frequent tokens only
     dtype: str = "auto"
     revision: str | None = None  # commit, tag or branch of a Hugging Face id; None: its main branch
+    generation_config: GenerationConfigSource = "auto"  # "none": no sampling values of the model
+
+    def __post_init__(self) -> None:
+        if self.generation_config not in GENERATION_CONFIGS:
+            names = ", ".join(GENERATION_CONFIGS)
+            raise InvalidConfig(f"generation_config must be one of {names}, not {self.generation_config!r}")
 
 
 def build_engine(
@@ -62,7 +68,7 @@ def build_engine(
 
     def build() -> EngineParts:
         machine.settle()
-        loaded = loader.load(choice.model, choice.dtype, choice.revision)
+        loaded = loader.load(choice.model, choice.dtype, choice.revision, choice.generation_config)
         tokenizers.append(loaded.tokenizer)
         return _parts(loaded, choice, config, notify)
 
@@ -103,6 +109,7 @@ def _parts(
         device=machine.device_name(),
         reads_images=vision is not None,
         no_images_reason=loaded.no_images_reason,
+        sampling=loaded.sampling,
     )
     budget, prefix_budget = _budgets(config)
     tokenizer, eos_ids, vocab_size = loaded.tokenizer, loaded.eos_ids, trunk.vocab_size

@@ -9,6 +9,8 @@ from outrider.request import MAX_DEPTH, DraftDepth, is_int
 
 DrafterName = Literal["auto", "mtp", "ngram", "none"]
 DRAFTERS: tuple[DrafterName, ...] = ("auto", "mtp", "ngram", "none")
+GenerationConfigSource = Literal["auto", "none"]
+GENERATION_CONFIGS: tuple[GenerationConfigSource, ...] = ("auto", "none")  # auto: the model's own file
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the weights
 HEAD_BITS, HEAD_GROUP_SIZES = (4, 5, 6, 8), (32, 64, 128)  # in which `outrider mtp` writes quantised heads
 DEFAULT_HEAD_GROUP_SIZE = 64  # as mlx-lm's

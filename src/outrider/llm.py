@@ -19,7 +19,7 @@ from outrider.chat.events import (
 from outrider.chat.message_dicts import ImageInput, messages_from_dicts, tool_choice_from, tools_from_dicts
 from outrider.chat.output_parser import finish_reason
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
-from outrider.config import DrafterName, EngineConfig
+from outrider.config import DrafterName, EngineConfig, GenerationConfigSource
 from outrider.engine.engine import AsyncEngine, Engine
 from outrider.engine.sequence import Stats
 from outrider.engine.validation import ValidatedRequest
@@ -163,7 +163,9 @@ class LLM:
         prefix_cache_bytes: int | None = None,
         prefix_cache_dir: str | Path | None = None,
         prefix_cache_disk_bytes: int = EngineConfig.prefix_cache_disk_bytes,
+        generation_config: GenerationConfigSource = "auto",
     ) -> None:
+        """`generation_config`: "none" ignores the sampling values in the model's generation_config.json."""
         config = EngineConfig(
             max_rows=max_rows,
             max_context=max_context,
@@ -175,7 +177,7 @@ class LLM:
             prefix_cache_disk_bytes=prefix_cache_disk_bytes,
         )
         model = default_model() if model is None else model
-        choice = ModelChoice(model, head, draft_vocabulary, dtype, revision)
+        choice = ModelChoice(model, head, draft_vocabulary, dtype, revision, generation_config)
         self.engine, self.tokenizer = build_engine(choice, config)
         try:
             reader = self.engine.reader
@@ -187,6 +189,10 @@ class LLM:
             self.engine.close()
             raise
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of calls without any: the values of the model's generation_config.json."""
+        return self.engine.facts.sampling.params()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -194,10 +200,12 @@ class LLM:
     ) -> list[Completion]:
         """Answer prompts (strings or lists of token ids) together. The answers are in the prompts' order.
 
+        params: for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
+
         Raises InvalidRequest, before any work is done, if a prompt or a parameter cannot be served.
         """
         listed = _as_list(prompts)
-        each = _params_for_each(params, len(listed))
+        each = self._params_for_each(params, len(listed))
         return self._answer(list(map(self.renderer.render_text, listed, each)))
 
     @overload
@@ -230,7 +238,7 @@ class LLM:
         messages: a list of dicts in OpenAI's format, or a list of such lists. Roles: system, developer, user,
             assistant, tool. For a vision model the content may be a list of parts: {"type": "text", "text":
             ...} and {"type": "image", "image": an array, Pillow image, bytes, file or data: URL}.
-        params: for all conversations, or a list with one for each.
+        params: for all conversations, or a list with one for each; None: `get_default_sampling_params()`.
         tools: functions that the model may call, as OpenAI's API takes them.
         tool_choice: "auto", "none", "required" or {"type": "function", "function": {"name": ...}}.
         parallel_tool_calls: False ends the answer after its first call.
@@ -244,12 +252,13 @@ class LLM:
         if messages and isinstance(messages[0], Mapping):
             (completion,) = self._answer([self._render(messages, params, **options)])
             return completion
-        each = _params_for_each(params, len(messages))
+        each = self._params_for_each(params, len(messages))
         return self._answer([self._render(m, p, **options) for m, p in zip(messages, each, strict=True)])
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> CompletionStream:
         """The answer to a prompt as it grows. Closing or dropping the stream stops the request."""
-        return self._start(self.renderer.render_text(prompt, params or SamplingParams()))
+        params = params or self.get_default_sampling_params()
+        return self._start(self.renderer.render_text(prompt, params))
 
     def stream_chat(
         self, messages: Sequence[MessageDict], params: SamplingParams | None = None, **options: Any
@@ -285,13 +294,24 @@ class LLM:
     ) -> ChatPrompt:
         request = ChatRequest(
             messages_from_dicts(messages, self._images),
-            params or SamplingParams(),
+            params or self.get_default_sampling_params(),
             tools=tools_from_dicts(tools),
             tool_choice=tool_choice_from(tool_choice),
             parallel_tool_calls=parallel_tool_calls,
             template_kwargs=chat_template_kwargs or {},
         )
         return self.renderer.render(request)
+
+    def _params_for_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.get_default_sampling_params()] * num_prompts
+        if len(params) != num_prompts:
+            raise InvalidRequest(
+                f"{num_prompts} prompts and {len(params)} SamplingParams: give one, or one for each"
+            )
+        return list(params)
 
     def _validate(self, prompt: ChatPrompt) -> ValidatedRequest:
         return self.engine.validate(
@@ -328,15 +348,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _params_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidRequest(
-            f"{num_prompts} prompts and {len(params)} SamplingParams: give one, or one for each"
-        )
-    return list(params)

@@ -9,7 +9,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 if TYPE_CHECKING:  # NumPy is a third of the memory of a process that only supervises a server
     from outrider.prompt_media import PromptMedia
@@ -27,6 +27,19 @@ DraftDepth = int | Literal["auto"]
 
 class InvalidRequest(ValueError):
     """The request cannot be served. The message gives the reason and what to change."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt does not fit into the context.
+
+    `size` is the number of tokens in words, such as "9000 tokens" or "about 20000 tokens". `max_tokens` is
+    the number of tokens of the context, prompt and answer. Each API has its own message for this error.
+    """
+
+    def __init__(self, message: str, size: str, max_tokens: int) -> None:
+        super().__init__(message)
+        self.size = size
+        self.max_tokens = max_tokens
 
 
 @dataclass(frozen=True)
@@ -109,6 +122,31 @@ class SamplingParams:
     def with_seed(self) -> SamplingParams:
         """The same parameters with a seed that is not None: the given one, or a fresh random one."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Values for requests that do not set them. None: the default of SamplingParams."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        self.params()  # raises InvalidRequest for a value out of its range
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(**self.given)
+
+    def over(self, other: SamplingDefaults) -> SamplingDefaults:
+        """These values, and those of `other` for the ones that are None."""
+        return SamplingDefaults(**(other.given | self.given))
 
 
 @dataclass(frozen=True)
@@ -234,3 +272,6 @@ def _check_ids(name: str, token_ids: object) -> None:
         _refuse_unless(
             is_int(token_id) and token_id >= 0, f"{name} has {token_id!r}, which is not a token id"
         )
+
+
+NO_DEFAULTS = SamplingDefaults()  # at the end, since it is checked

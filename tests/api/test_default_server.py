@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -14,6 +16,7 @@ from outrider.models.errors import ModelUnavailable
 from outrider.models.files import default_model
 from server_process import ServerProcess, serving
 
+README = Path(__file__).parents[2] / "README.md"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
 
@@ -26,6 +29,27 @@ def default_server() -> Iterator[ServerProcess]:
         pytest.skip(f"the default model cannot be fetched here: {error}")
     with serving(folder, "--max-rows", "4", "--log-level", "warning") as server:
         yield server
+
+
+def test_the_readme_s_first_question_is_sampled_as_the_publisher_recommends(
+    default_server: ServerProcess,
+) -> None:
+    """Not always Paris: measured at these values, the answer begins with "The" in six draws of ten."""
+
+    def answer(**fields: Any) -> str:
+        body = question | {"max_tokens": 12} | fields
+        return str(
+            default_server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+        )
+
+    found = re.search(r"-d '(\{\"messages\".*\})'", README.read_text())
+    assert found is not None
+    question = json.loads(found.group(1))
+    assert "sampling temperature 0.2, top_p 0.9" in default_server.banner
+    assert [answer(seed=i) for i in range(4)] == [
+        answer(seed=i, temperature=0.2, top_p=0.9) for i in range(4)
+    ]
+    assert answer(temperature=0) == "The capital of France is Paris."
 
 
 def test_openai_client(default_server: ServerProcess) -> None:

@@ -42,7 +42,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any], str]] = {
     "a system prompt of 3 MB": (
         MESSAGES,
         lambda: says("Hi", system=text_of_size(3 * MB)),
-        f"context holds {CONTEXT}",
+        f"tokens > {CONTEXT - 1} maximum",
     ),
     "a text of 3 MB": (
         PLAIN,
@@ -52,7 +52,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], Any], str]] = {
     "a text of 3 MB to count": (
         f"{MESSAGES}/count_tokens",
         lambda: {"messages": says(text_of_size(3 * MB))["messages"]},
-        f"context holds {CONTEXT}",
+        f"tokens > {CONTEXT - 1} maximum",
     ),
     "a text just over the context": (PLAIN, lambda: {"prompt": "x y " * CONTEXT}, f"context holds {CONTEXT}"),
     "160,000 answers": (PLAIN, lambda: {"prompt": ["x"] * 1250, "n": 128}, "160,000 requests"),

@@ -141,17 +141,23 @@ def _with_one_grammar(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_known_tools(body: dict[str, Any]) -> dict[str, Any]:
-    """Every tool has a name of its own, and the choice names the first of them."""
+    """Every tool that can be called has a name of its own, and the choice names the first of them."""
     tools = copy.deepcopy(body.get("tools") or [])
-    for i, tool in enumerate(tools):
+    callable_ = [tool for tool in tools if _is_callable(tool)]
+    for i, tool in enumerate(callable_):
         named = tool.get("function", tool)
         named["name"] = f"{named['name']}{i}"
     if tools:
         body["tools"] = tools
     choice = body.get("tool_choice")
     if isinstance(choice, dict) or choice == "required":
-        body["tool_choice"] = None if not tools else _choice_of_first(choice, tools[0])
+        body["tool_choice"] = None if not callable_ else _choice_of_first(choice, callable_[0])
     return body
+
+
+def _is_callable(tool: dict[str, Any]) -> bool:
+    """False for the tools that the server leaves out."""
+    return tool.get("type") in ((None, "custom") if "input_schema" in tool else ("function",))
 
 
 def _choice_of_first(choice: Any, tool: dict[str, Any]) -> Any:

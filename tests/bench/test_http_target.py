@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from outrider.bench.streamed_answer import read_answer
 from outrider.bench.target import RequestOptions
 from outrider.bench.workloads import Task
 from outrider.chat_client import MAX_EVENT_BYTES, ChatChunk, ChatClient
+from outrider.request import SamplingDefaults, SamplingParams
 from outrider.server_address import ServerAddress
 from patience import PATIENCE_S
 from scripted_server import Reply, refuses, scripted, stream
@@ -54,6 +56,15 @@ def test_every_parameter_with_differing_defaults_is_given_and_no_depth_to_a_stra
         "top_p": 1.0,
         "seed": 3,
     }
+
+
+def test_filters_of_the_model_are_switched_off_at_an_outrider() -> None:
+    with scripted([stream({"content": "a"})]) as server:
+        client = ChatClient(ServerAddress.parse(server.url), "test", PATIENCE_S)
+        asyncio.run(HttpTarget("t", client, "m", {"server": "outrider"}).ask(TASK, OPTIONS))
+    (body,) = server.bodies
+    given = {field.name: body[field.name] for field in fields(SamplingDefaults)}
+    assert SamplingDefaults(**given).params() == SamplingParams(temperature=OPTIONS.temperature)
 
 
 def test_a_depth_and_a_schema_are_asked_for() -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import outrider.llm as llm_module
+from outrider.cli import chat_backends
 from outrider.cli.main import main
+from outrider.config import InvalidConfig
+from outrider.request import SamplingParams
 from patience import PATIENCE_S, in_test_or_soak
 from tiny_models import write_checkpoint
 
@@ -55,6 +60,49 @@ def test_bad_input_is_one_clear_line(
     assert main([str(folder) if arg == "FOLDER" else arg for arg in args]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+class FakeLLM:
+    """An LLM whose model recommends temperature 0.2 and top_p 0.9."""
+
+    def __init__(self, model: str | None, **options: Any) -> None:
+        self.options = options
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(temperature=0.2, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], SamplingParams(temperature=0.2, top_p=0.9, max_tokens=512)),
+        (["--temperature", "0"], SamplingParams(temperature=0, top_p=0.9, max_tokens=512)),
+        (
+            ["--top-p", "1", "--max-tokens", "9", "--seed", "3", "--draft-depth", "2"],
+            SamplingParams(temperature=0.2, top_p=1, max_tokens=9, seed=3, draft_depth=2),
+        ),
+        (["--draft-depth", "auto"], SamplingParams(temperature=0.2, top_p=0.9, max_tokens=512)),
+    ],
+)
+def test_values_that_are_not_given_are_the_models(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], expected: SamplingParams
+) -> None:
+    used: list[SamplingParams] = []
+
+    def backend(llm: FakeLLM, params: SamplingParams) -> None:
+        used.append(params)
+        raise InvalidConfig("far enough")
+
+    monkeypatch.setattr(llm_module, "LLM", FakeLLM)
+    monkeypatch.setattr(chat_backends, "LocalBackend", backend)
+    assert main(["chat", *flags]) == 2
+    assert used == [expected]
 
 
 @pytest.mark.soak

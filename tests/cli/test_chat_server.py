@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,6 @@ from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta,
 from outrider.cli.chat_backends import ChatFailed
 from outrider.cli.chat_server import ServerBackend
 from outrider.config import InvalidConfig
-from outrider.request import SamplingParams
 from outrider.server_address import ServerAddress
 from patience import PATIENCE_S
 from scripted_server import Reply, refuses, says, scripted, stream
@@ -28,8 +28,8 @@ from server_process import ServerProcess, serving, write_tiny_model
 HI = [Message("system", (TextPart("Be brief."),)), Message("user", (TextPart("Hi"),))]
 
 
-def ask(url: str, params: SamplingParams | None = None) -> list[ChatEvent]:
-    backend = ServerBackend(ServerAddress.parse(url, "key"), "m", params or SamplingParams())
+def ask(url: str, **chosen: Any) -> list[ChatEvent]:
+    backend = ServerBackend(ServerAddress.parse(url, "key"), "m", chosen)
     with contextlib.closing(backend):
         return list(backend.answer(HI))
 
@@ -65,8 +65,8 @@ def test_a_stream_becomes_events_with_usage_and_times() -> None:
 
 def test_the_request_says_what_was_chosen_and_nothing_else() -> None:
     with scripted([says("a"), says("b")]) as server:
-        ask(server.url, SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9))
-        ask(server.url + "/v1/", SamplingParams(seed=3, draft_depth=2))
+        ask(server.url, max_tokens=9, temperature=0.5)
+        ask(server.url + "/v1/", seed=3, draft_depth=2)
         plain, chosen = server.bodies
         assert server.headers[0]["Authorization"] == "Bearer key"
     assert plain == {
@@ -75,7 +75,6 @@ def test_the_request_says_what_was_chosen_and_nothing_else() -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
         "temperature": 0.5,
-        "top_p": 0.9,
         "max_tokens": 9,
     }
     assert (chosen["seed"], chosen["draft_depth"]) == (3, 2)
@@ -109,7 +108,7 @@ def test_a_server_that_is_not_there_is_said() -> None:
 
 def test_the_first_model_of_the_server_is_found() -> None:
     with scripted([]) as server:
-        backend = ServerBackend(ServerAddress.parse(server.url), None, SamplingParams())
+        backend = ServerBackend(ServerAddress.parse(server.url), None, {})
     backend.close()
     assert backend.greeting == f"first at {server.url}."
 

@@ -18,7 +18,7 @@ import pytest
 
 import faulty_engine
 from outrider.cli.foreign_flags import notes
-from outrider.cli.serve import engine_config, model_name
+from outrider.cli.serve import engine_config, model_name, sampling_defaults
 from outrider.cli.serve_options import GROUPS, OPTIONS, add_options, resolve
 from outrider.config import EngineConfig, InvalidConfig
 from patience import PATIENCE_S, wait_until
@@ -38,6 +38,24 @@ def options(*flags: str, **environ: str) -> dict[str, Any]:
 
 
 # -- options ---------------------------------------------------------------------------------------------
+
+
+def test_served_names_are_words_or_separated_by_commas() -> None:
+    assert options("m", "--served-model-name", "a", "b")["served_model_name"] == ("a", "b")
+    assert options("m", "--served-model-name", "a,b", "--served-model-name", "c")["served_model_name"] == (
+        "a",
+        "b",
+        "c",
+    )
+    found = options("--served-model-name", "a", "b", "--port", "1", "m")
+    assert (found["served_model_name"], found["model"]) == (("a", "b"), "m")
+    assert options("--served-model-name", "x/y")["served_model_name"] == ("x/y",)
+
+
+@pytest.mark.parametrize("model", ["owner/name", "model.gguf", "."])
+def test_a_model_after_the_served_names_is_not_taken_for_a_name(model: str) -> None:
+    with pytest.raises(InvalidConfig, match="Give the MODEL before this flag"):
+        options("--served-model-name", "a", model)
 
 
 def test_defaults() -> None:
@@ -73,6 +91,7 @@ def test_every_option_has_all_three_sources(option: Any, tmp_path: Path) -> None
         "log-format": "json",
         "memory-budget": "5MB",
         "draft-depth": "3",
+        "generation-config": "none",
     }
     text = texts.get(option.name, "true" if option.is_switch else "7")
     flags = [option.flag] if option.is_switch else [option.flag, text]
@@ -99,6 +118,8 @@ def test_sizes(text: str, size: int) -> None:
     ("flags", "environ", "words"),
     [
         (["--port", "x"], {}, "--port: 'x' is not a whole number"),
+        (["--default-top-p", "nan"], {}, "--default-top-p: 'nan' is not a number"),
+        (["--generation-config", "vllm"], {}, "--generation-config: 'vllm' is not one of auto, none"),
         ([], {"OUTRIDER_PORT": "x"}, "OUTRIDER_PORT: 'x'"),
         (["--memory-budget", "lots"], {}, "--memory-budget: 'lots' is not a size"),
         (["--draft-depth", "9"], {}, "0..8"),
@@ -218,6 +239,21 @@ def test_contradictions_are_refused(flags: list[str]) -> None:
         engine_config(options(*flags))
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--default-temperature", "-1"], "--default-temperature: temperature must be a number from 0"),
+        (["--default-top-p", "0"], "--default-top-p: top_p must be above 0"),
+        (["--default-top-k", "-2"], "--default-top-k: top_k must be 0"),
+        (["--default-min-p", "2"], "--default-min-p: min_p must be from 0 to 1"),
+        (["--default-repetition-penalty", "0"], "--default-repetition-penalty: repetition_penalty must be"),
+    ],
+)
+def test_a_default_out_of_range_names_its_flag(flags: list[str], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        sampling_defaults(options(*flags))
+
+
 def test_model_is_named_after_its_folder(tmp_path: Path) -> None:
     (tmp_path / "Tiny-1B").mkdir()
     (tmp_path / "tiny.gguf").touch()
@@ -232,7 +268,9 @@ def test_model_is_named_after_its_folder(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "headless", with_head=False)
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "headless", with_head=False)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    return folder
 
 
 @pytest.fixture
@@ -263,6 +301,14 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(headless: Path, take
     assert "no API key is set" in refusal(str(headless), "--host", "0.0.0.0")
 
 
+def test_a_bad_generation_config_is_said_at_start(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "bad", with_head=False)
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    message = refusal(str(folder), "--port", "0", "--no-supervisor")
+    assert f"{folder / 'generation_config.json'}: temperature must be a number from 0 to 100" in message
+    assert "--generation-config none" in message
+
+
 def test_help_lists_every_option() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "outrider", "serve", "--help"],
@@ -288,6 +334,8 @@ def test_banner_key_and_graceful_end(headless: Path, tmp_path: Path) -> None:
         "3",
         "--served-model-name",
         "one,two",
+        "--default-top-k",
+        "30",
         "--continuous-batching",
         "--drain",
         "240",
@@ -298,6 +346,7 @@ def test_banner_key_and_graceful_end(headless: Path, tmp_path: Path) -> None:
         assert "n-gram lookup, 3 per step" in server.banner
         assert "(as one, two)" in server.banner
         assert "with an API key" in server.banner
+        assert "sampling temperature 0.6, top_k 30, unless a request sets them" in server.banner
         assert "2 at once" in server.banner
         assert "--continuous-batching: not needed" in server.banner
         assert httpx.get(f"{server.url}/v1/models").status_code == 401

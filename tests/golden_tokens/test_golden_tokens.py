@@ -244,7 +244,8 @@ def test_default_vision_model(is_recording: bool) -> None:
 
 
 def check_http(model: Path | str, record: Record, requests: dict[str, http.HttpRequest]) -> None:
-    with serving(Path(model), "--max-rows", "6", "--dtype", "float32", program=ON_CPU) as server:
+    flags = ("--max-rows", "6", "--dtype", "float32", "--generation-config", "none")
+    with serving(Path(model), *flags, program=ON_CPU) as server:
         for is_stream in (False, True):
             record.check(http.answers(server.url, requests, is_stream))
 

@@ -61,12 +61,14 @@ class ServerContext:
     def resolve_model(self, requested: str | None) -> str:
         """The name that the answer carries: the requested one, or the first served name.
 
-        Raises a 404 for a name that is neither served, nor an old name, nor the model's own.
+        Raises a 404 for a name that is neither served, nor an old name, nor the model's own, unless the
+        server takes any name.
         """
         served = self.settings.served_model_names
         if requested is None:
             return served[0]
-        if requested in (*served, *self.settings.old_model_names, self.facts.name):
+        is_known = requested in (*served, *self.settings.old_model_names, self.facts.name)
+        if is_known or self.settings.any_model_name:
             return requested
         known = ", ".join(repr(name) for name in served)
         raise ApiError(

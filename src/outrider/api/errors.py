@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.engine.engine import EngineStopped
 from outrider.isolation.worker import WorkerUnavailable
-from outrider.request import InvalidRequest
+from outrider.request import InvalidRequest, PromptTooLong
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ ANTHROPIC_TYPES = {
 class ApiError(HTTPException):
     """An HTTP error. `param` is the field at fault; `code` is OpenAI's machine-readable name of the error.
 
-    `reason` is the label of the error in the log and in outrider_refusals_total.
+    `reason` is the label of the error in the log and in outrider_refusals_total. `anthropic_message`
+    replaces the message in Anthropic's API, where `details` is further data for clients.
     """
 
     def __init__(
@@ -68,11 +69,27 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
         reason: str | None = None,
+        anthropic_message: str | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(status, message, dict(headers) if headers else None)
         self.reason = reason or REASONS.get(status, "fault" if status >= 500 else "other")
         self.param = param
         self.code = code
+        self.anthropic_message = anthropic_message or message
+        self.details = details
+
+
+def context_exceeded(error: PromptTooLong) -> ApiError:
+    """Clients that compact a conversation find this error by the code and the messages: keep the words."""
+    problem = str(error)
+    problem = problem[0].upper() + problem[1:]
+    return ApiError(
+        400,
+        f"This model's maximum context length is {error.max_tokens} tokens. {problem}.",
+        code="context_length_exceeded",
+        anthropic_message=f"prompt is too long: {error.size} > {error.max_tokens - 1} maximum",
+    )
 
 
 def refused(param: str, reason: str) -> ApiError:
@@ -105,7 +122,10 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
     status = error.status_code
     kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.detail}, "request_id": request_id}
+    found: dict[str, Any] = {"type": kind, "message": error.anthropic_message}
+    if error.details is not None:
+        found["details"] = dict(error.details)
+    return {"type": "error", "error": found, "request_id": request_id}
 
 
 def error_response(connection: HTTPConnection, error: ApiError) -> JSONResponse:
@@ -144,6 +164,8 @@ async def on_bad_body(request: Request, error: Exception) -> Response:
 
 
 async def on_invalid_request(request: Request, error: Exception) -> Response:
+    if isinstance(error, PromptTooLong):
+        return error_response(request, context_exceeded(error))
     return error_response(request, ApiError(400, str(error)))
 
 

@@ -7,7 +7,7 @@ compares the answers with the description.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -60,6 +60,7 @@ class OpenAIError(TypedDict):
 class AnthropicErrorDetail(TypedDict):
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
 
 
 class AnthropicError(TypedDict):

@@ -7,10 +7,11 @@ Python users get the same messages.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -38,8 +39,11 @@ from outrider.request import (
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
     Grammar,
+    SamplingDefaults,
     SamplingParams,
 )
+
+log = logging.getLogger(__name__)
 
 # Fields of other servers that change the answer there and that Outrider does not implement.
 UNSUPPORTED = {
@@ -119,7 +123,11 @@ class StructuredOutputs(RequestModel):
 
 
 class SamplingFields(RequestModel):
-    temperature: float | None = documented("0 is greedy", minimum=0, maximum=100)
+    temperature: float | None = documented(
+        "0 is greedy. This and the other sampling parameters have defaults of the model: see /v1/models",
+        minimum=0,
+        maximum=100,
+    )
     top_p: float | None = documented(exclusiveMinimum=0, maximum=1)
     presence_penalty: float | None = documented(minimum=-2, maximum=2)
     frequency_penalty: float | None = documented(minimum=-2, maximum=2)
@@ -196,13 +204,14 @@ SAME_NAMES = (  # fields that SamplingParams has under the same name
 
 def sampling_params(
     body: SamplingFields,
+    defaults: SamplingDefaults,
     *,
     max_tokens: int | None,
     stop: str | list[str] | None = None,
     logprobs: int | None = None,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """Fields that the request leaves out get the engine's defaults. Raises InvalidRequest."""
+    """Fields that the request leaves out get `defaults`, or else the engine's. Raises InvalidRequest."""
     given: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAMES}
     given |= {"top_k": 0 if body.top_k == -1 else body.top_k, "logit_bias": _logit_bias(body.logit_bias)}
     tenant = current_tenant.get()
@@ -210,7 +219,11 @@ def sampling_params(
         given["cache_salt"] = f"{tenant}/{body.cache_salt or ''}"
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
-        max_tokens=max_tokens, stop=stop or None, logprobs=logprobs, grammar=grammar, **given
+        max_tokens=max_tokens,
+        stop=stop or None,
+        logprobs=logprobs,
+        grammar=grammar,
+        **(defaults.given | given),
     )
 
 
@@ -298,12 +311,44 @@ def _choice_grammar(param: str, strings: list[str] | None) -> Grammar | None:
 # -- tools -----------------------------------------------------------------------------------------------
 
 
+class TypedTool(Protocol):
+    @property
+    def type(self) -> str | None: ...
+
+
+AnyTool = TypeVar("AnyTool", bound=TypedTool)
+
+
+def callable_tools(tools: Sequence[AnyTool] | None, *types: str | None) -> list[tuple[int, AnyTool]]:
+    """(index, tool) of the tools of these types, which the client runs. Tools of other types are left out.
+
+    Agents send tools of their provider, such as web_search, whether or not the model may use them.
+    """
+    numbered = list(enumerate(tools or ()))
+    others = sorted({str(tool.type)[:40] for _, tool in numbered if tool.type not in types})
+    if others:
+        log.info("tools left out, which cannot be called here: %s", ", ".join(others[:20]))
+    return [(i, tool) for i, tool in numbered if tool.type in types]
+
+
+def tool_of(*types: str | None, require: str) -> dict[str, Any]:
+    """JSON Schema of a tool that has one of these types and the required field, or any other type."""
+    known = {"enum": list(types)}
+    required = [require] if None in types else ["type", require]
+    return {
+        "anyOf": [
+            {"properties": {"type": known, require: NOT_NULL}, "required": required},
+            {"properties": {"type": {"not": known}}, "required": ["type"]},
+        ]
+    }
+
+
 def tool_choice_of(tools: Sequence[Tool], choice: str | None) -> ToolChoice:
     """Of the words "none", "auto" and "required"; None is "auto"."""
     _check_tool_names(tools)
     if choice == "required":
         if not tools:
-            raise invalid("tool_choice", "'required' needs at least one tool")
+            raise invalid("tool_choice", "'required' needs at least one tool that can be called here")
         return "required"
     return "none" if choice == "none" else "auto"
 
@@ -311,8 +356,13 @@ def tool_choice_of(tools: Sequence[Tool], choice: str | None) -> ToolChoice:
 def named_tool(tools: Sequence[Tool], name: str) -> NamedTool:
     _check_tool_names(tools)
     if name not in {tool.name for tool in tools}:
-        raise invalid("tool_choice", f"names {name!r}, which is not among the tools")
+        raise invalid("tool_choice", f"names {name!r}, which is not among the tools that can be called here")
     return NamedTool(name)
+
+
+def allowed_functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The functions in OpenAI's allowed_tools."""
+    return [tool for tool in tools if tool.get("type", "function") == "function"]
 
 
 def keep_allowed(tools: Sequence[Tool], names: Sequence[Any], mode: str) -> tuple[list[Tool], ToolChoice]:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from outrider.config import InvalidConfig
+from outrider.request import NO_DEFAULTS, SamplingDefaults
 
 MIB = 1 << 20
 HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
@@ -21,8 +22,10 @@ class ServerSettings:
     api_keys_file: str | None = None  # file of several keys: see api/keys.py
     allow_public_without_key: bool = False
     served_model_names: tuple[str, ...] = ("model",)  # an answer has the requested name, or the first
+    any_model_name: bool = False  # requests may have any model name
     old_model_names: tuple[str, ...] = ()  # names of earlier releases: accepted in requests, not listed
     max_tokens: int | None = None  # of an answer whose request sets no limit; None: up to max_context
+    sampling: SamplingDefaults = NO_DEFAULTS  # of requests that leave the values out; checks itself
     max_rows: int = 16  # sequences that the engine decodes at once (vLLM: max_num_seqs)
     max_queue: int = 256  # requests that may wait; more get a 429
     max_body_bytes: int = 32 * MIB  # of a request; larger ones get a 413

@@ -20,6 +20,7 @@ from outrider.chat_client import ChatClient, ServerError, ServerUnreachable
 from outrider.server_address import ServerAddress
 
 METRIC = re.compile(r'^outrider_(\w+?)(?:\{position="(\d+)"\})? (\S+)$', re.MULTILINE)
+NO_FILTERS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # an Outrider's defaults may differ
 
 
 class HttpTarget:
@@ -48,7 +49,7 @@ class HttpTarget:
     async def ask(self, task: Task, options: RequestOptions) -> Answer:
         body = request_body(self.model, task, options)
         if self.can_draft:  # an Outrider: its prefix cache must not answer for the model
-            body["cache_salt"] = uuid.uuid4().hex
+            body |= NO_FILTERS | {"cache_salt": uuid.uuid4().hex}
         started_s = time.perf_counter()
         try:
             async with aclosing(self._client.stream_chat(body)) as chunks:

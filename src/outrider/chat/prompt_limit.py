@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.chat.conversation import ChatRequest, Message, TextPart
-from outrider.request import InvalidRequest
+from outrider.request import PromptTooLong
 
 # Characters of a prompt for each token of the context; chosen by hand. Prose has about 4 characters for each
 # token and indented code 8. Only long runs of one character have more than 32.
 MAX_CHARACTERS_PER_TOKEN = 32
+CHARACTERS_PER_TOKEN = 4  # for the estimate in the message about a prompt that is not encoded
 FIRST_PART = 8  # characters for each token of the context that are encoded first; chosen by hand
 # The first part's tokens depend a little on the text after it. So that no prompt is refused that fits, the
 # first part must have this many times the tokens of the context. Chosen by hand.
@@ -31,7 +32,7 @@ class PromptLimit:
 
     def check_characters(self, count: int) -> None:
         if count > MAX_CHARACTERS_PER_TOKEN * self.max_tokens:
-            self._refuse(f"{count:,} characters")
+            self._refuse(f"{count:,} characters", f"about {count // CHARACTERS_PER_TOKEN} tokens")
 
     def encode(self, texts: Iterable[str], encode: Callable[[str], list[int]]) -> list[int]:
         """The ids of all texts. Stops when they are far over the context."""
@@ -46,12 +47,14 @@ class PromptLimit:
 
     def _check_tokens(self, count: int) -> None:
         if count > MARGIN * self.max_tokens:
-            self._refuse(f"more than {count:,} tokens")
+            self._refuse(f"more than {count:,} tokens", f"more than {count} tokens")
 
-    def _refuse(self, size: str) -> None:
-        raise InvalidRequest(
-            f"the prompt has {size} and the context holds {self.max_tokens} tokens, answer included: "
-            "shorten it"
+    def _refuse(self, what: str, size: str) -> None:
+        raise PromptTooLong(
+            f"the prompt has {what} and the context holds {self.max_tokens} tokens, answer included: "
+            "shorten it",
+            size,
+            self.max_tokens,
         )
 
 

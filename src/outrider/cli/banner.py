@@ -6,7 +6,7 @@ from outrider import __version__
 from outrider.api.settings import ServerSettings
 from outrider.cpu import blas
 from outrider.engine.validation import ModelFacts
-from outrider.request import DraftDepth
+from outrider.request import DraftDepth, SamplingDefaults, SamplingParams
 
 
 def banner(
@@ -18,10 +18,11 @@ def banner(
     prefix_cache: str,
 ) -> str:
     lines = {
-        "model": f"{facts.name} (as {', '.join(settings.served_model_names)})",
+        "model": f"{facts.name} (as {_names(settings)})",
         "runs": f"{facts.dtype} on {facts.device}{_weights(facts)}",
         "BLAS": str(blas.report()) if facts.device == "cpu" else None,
         "drafts": _drafts(facts, auto_depth),
+        "sampling": _sampling(settings.sampling),
         "rows": f"{settings.max_rows} at once, {settings.max_queue} may wait",
         "images": "read, and cached by content" if facts.reads_images else facts.no_images_reason,
         "context": f"{facts.max_context:,} tokens",
@@ -32,6 +33,11 @@ def banner(
     }
     body = "\n".join(f"  {name:<8} {value}" for name, value in lines.items() if value is not None)
     return f"Outrider {__version__}\n{body}\nReady: {url}"
+
+
+def _names(settings: ServerSettings) -> str:
+    others = ("any other name",) if settings.any_model_name else ()
+    return ", ".join((*settings.served_model_names, *others))
 
 
 def _weights(facts: ModelFacts) -> str:
@@ -47,6 +53,12 @@ def _drafts(facts: ModelFacts, auto_depth: DraftDepth) -> str:
     if facts.drafter == "ngram":
         return f"n-gram lookup, {depth}"
     return "none (no MTP head found); predicted outputs and grammars still draft"
+
+
+def _sampling(defaults: SamplingDefaults) -> str:
+    shown = {"temperature": SamplingParams.temperature} | defaults.given
+    values = ", ".join(f"{name} {value:g}" for name, value in shown.items())
+    return f"{values}, unless a request sets {'it' if len(shown) == 1 else 'them'}"
 
 
 def _access(settings: ServerSettings) -> str:

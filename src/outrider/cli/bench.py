@@ -167,6 +167,7 @@ def _engine(args: argparse.Namespace, settings: BenchSettings) -> Iterator[Targe
         head=args.head,
         draft_vocabulary=args.draft_vocabulary,
         max_rows=max(settings.streams),
+        generation_config="none",
     ) as llm:
         yield EngineTarget(llm)
 

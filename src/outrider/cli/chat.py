@@ -8,9 +8,10 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from outrider.config import DRAFTERS, InvalidConfig
+from outrider.config import DRAFTERS, GENERATION_CONFIGS, InvalidConfig
 from outrider.request import MAX_DEPTH, SamplingParams
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ def add_chat(commands: Commands[argparse.ArgumentParser]) -> None:
     loading.add_argument(
         "--head", metavar="FILE", help="file of the MTP head (default: the head beside the model)"
     )
+    loading.add_argument(
+        "--generation-config",
+        choices=GENERATION_CONFIGS,
+        help="auto: sampling defaults of the model's generation_config.json; none: without (default: auto)",
+    )
     _add_answers(chat.add_argument_group("answers"))
     chat.set_defaults(run=run_chat)
 
@@ -48,10 +54,13 @@ def add_chat(commands: Commands[argparse.ArgumentParser]) -> None:
 def _add_answers(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--system", metavar="TEXT", help="system message (default: none)")
     group.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: %(default)s)"
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 is greedy (default: the server's, or the model's generation_config.json, else 1)",
     )
     group.add_argument(
-        "--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling (default: %(default)s)"
+        "--top-p", type=float, metavar="P", help="nucleus sampling (default: as for --temperature)"
     )
     group.add_argument(
         "--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: %(default)s)"
@@ -60,14 +69,14 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--draft-depth",
         type=_depth,
-        default="auto",
         metavar="N",
         help=f"draft tokens per step, 0 to {MAX_DEPTH}, or auto (default: auto)",
     )
 
 
-def _depth(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+def _depth(text: str) -> int | None:
+    """None is "auto"."""
+    return None if text == "auto" else int(text)
 
 
 def run_chat(args: argparse.Namespace) -> int:
@@ -75,54 +84,60 @@ def run_chat(args: argparse.Namespace) -> int:
     from outrider.cli.chat_screen import ChatScreen
     from outrider.terminal import wants_styles
 
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
-        draft_depth=args.draft_depth,
-    )
+    chosen = _chosen(args)
+    SamplingParams(**chosen)  # a bad value is reported before a model is loaded
     _check_options(args)
     with contextlib.suppress(ImportError):  # line editing, if Python has it
         import readline  # noqa: F401
     if isinstance(sys.stdout, io.TextIOWrapper):  # "?" for characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="replace")
-    with _server(args, params) if args.url else _local(args, params) as backend:
+    with _server(args, chosen) if args.url else _local(args, chosen) as backend:
         ChatLoop(backend, ChatScreen(sys.stdout, wants_styles(sys.stdout)), args.system).run()
     return 0
 
 
+def _chosen(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that the user gave; the model or the server decides about the others."""
+    names = ("max_tokens", "temperature", "top_p", "seed", "draft_depth")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
 def _check_options(args: argparse.Namespace) -> None:
     """Some options are for a model that is loaded here, others for a server."""
-    if args.url and (args.drafter or args.head):
+    if args.url and (args.drafter or args.head or args.generation_config):
         raise InvalidConfig(
-            "--drafter and --head are for a model loaded here; the server of --url has its own"
+            "--drafter, --head and --generation-config are for a model loaded here; the server of --url has "
+            "its own"
         )
     if args.api_key and not args.url:
         raise InvalidConfig("--api-key is for a server: give its address with --url")
 
 
 @contextlib.contextmanager
-def _local(args: argparse.Namespace, params: SamplingParams) -> Iterator[Backend]:
+def _local(args: argparse.Namespace, chosen: dict[str, Any]) -> Iterator[Backend]:
     from outrider.cli.chat_backends import LocalBackend
     from outrider.llm import LLM
 
-    with (
-        LLM(args.model, drafter=args.drafter or "auto", head=args.head) as llm,
-        contextlib.closing(LocalBackend(llm, params)) as backend,
-    ):
-        yield backend
+    options = {
+        "drafter": args.drafter or "auto",
+        "head": args.head,
+        "generation_config": args.generation_config or "auto",
+    }
+    with LLM(args.model, **options) as llm:
+        params = replace(llm.get_default_sampling_params(), **chosen)
+        with contextlib.closing(LocalBackend(llm, params)) as backend:
+            yield backend
 
 
 @contextlib.contextmanager
-def _server(args: argparse.Namespace, params: SamplingParams) -> Iterator[Backend]:
+def _server(args: argparse.Namespace, chosen: dict[str, Any]) -> Iterator[Backend]:
     from outrider.cli.chat_backends import ChatFailed
     from outrider.cli.chat_server import ServerBackend
     from outrider.server_address import ServerAddress
 
     address = ServerAddress.parse(args.url, args.api_key or os.environ.get("OUTRIDER_API_KEY"))
     try:
-        backend = ServerBackend(address, args.model, params)
+        backend = ServerBackend(address, args.model, chosen)
     except ChatFailed as error:
         raise InvalidConfig(str(error)) from None
     with contextlib.closing(backend):

@@ -12,7 +12,6 @@ from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta,
 from outrider.chat_client import ChatChunk, ChatClient, ServerError
 from outrider.cli.chat_backends import ChatFailed, EventLoopThread
 from outrider.engine.sequence import Stats
-from outrider.request import SamplingParams
 from outrider.server_address import ServerAddress
 
 SILENCE_S = 600.0  # seconds without a byte; chosen by hand: Outrider's streams send one every few seconds
@@ -21,10 +20,13 @@ SILENCE_S = 600.0  # seconds without a byte; chosen by hand: Outrider's streams 
 class ServerBackend:
     """Answers of a server with OpenAI's API."""
 
-    def __init__(self, address: ServerAddress, model: str | None, params: SamplingParams) -> None:
-        """Without a model, the first one that the server lists. ChatFailed if there is none."""
+    def __init__(self, address: ServerAddress, model: str | None, chosen: Mapping[str, Any]) -> None:
+        """Without a model, the first one that the server lists. ChatFailed if there is none.
+
+        `chosen`: the sampling parameters that requests carry. The server decides about the others.
+        """
         self._address = address
-        self._params = params
+        self._chosen = chosen
         self._client = ChatClient(address, "outrider-chat", SILENCE_S)
         self._loop = EventLoopThread()
         self._model = model or self._first_model()
@@ -34,7 +36,7 @@ class ServerBackend:
         return f"{self._model} at {self._address}."
 
     def answer(self, messages: Sequence[Message]) -> Generator[ChatEvent, None, None]:
-        return self._loop.iterate(self._events(request_body(self._model, messages, self._params)))
+        return self._loop.iterate(self._events(request_body(self._model, messages, self._chosen)))
 
     def close(self) -> None:
         self._loop.close()
@@ -78,21 +80,14 @@ class ServerBackend:
         yield Finished("length" if finish_reason == "length" else "stop", counts, stats)
 
 
-def request_body(model: str, messages: Sequence[Message], params: SamplingParams) -> dict[str, Any]:
-    body = {
+def request_body(model: str, messages: Sequence[Message], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "model": model,
         "messages": [{"role": message.role, "content": message.text} for message in messages],
         "stream": True,
         "stream_options": {"include_usage": True},
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "max_tokens": params.max_tokens,
+        **chosen,
     }
-    if params.seed is not None:
-        body["seed"] = params.seed
-    if params.draft_depth != "auto":  # other servers do not know this field
-        body["draft_depth"] = params.draft_depth
-    return body
 
 
 def _usage(usage: Mapping[str, Any]) -> Usage:

@@ -155,7 +155,8 @@ def _measure(folder: Path, head: HeadFiles, args: argparse.Namespace) -> dict[st
         bar(Progress("Measuring the head", num_done, num_parts, "parts", note))
 
     show(0, "loading the model")
-    with closing(bar), LLM(folder, head=None if head.is_inside else head.source, drafter="mtp") as llm:
+    file = None if head.is_inside else head.source
+    with closing(bar), LLM(folder, head=file, drafter="mtp", generation_config="none") as llm:
         prompts = [_ids(llm, prompt) for prompt in PROMPTS]
         acceptance = {}
         for number, temperature in enumerate(TEMPERATURES):

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from outrider.cli.standard_streams import keep_standard_streams
 from outrider.cli.tracing import is_tracing_on, new_tracing
 from outrider.cli.worker import ENGINE_FAILED, HARD_END_S, Worker, inherited
 from outrider.config import EngineConfig, InvalidConfig
+from outrider.request import InvalidRequest, SamplingDefaults
 
 if TYPE_CHECKING:
     import ssl
@@ -153,7 +154,9 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         api_keys_file=options["api_keys_file"],
         allow_public_without_key=options["allow_public_without_key"],
         served_model_names=options["served_model_name"] or names,
+        any_model_name=options["any_model_name"],
         max_tokens=options["max_tokens"],
+        sampling=sampling_defaults(options),
         max_rows=options["max_rows"],
         max_queue=options["max_queue"],
         max_body_bytes=options["max_body"],
@@ -172,6 +175,18 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         cors_origins=options["cors_origin"],
         allowed_hosts=options["allowed_hosts"],
     )
+
+
+def sampling_defaults(options: dict[str, Any]) -> SamplingDefaults:
+    """The values of the flags. Raises InvalidConfig, which names the flag."""
+    names = [field.name for field in fields(SamplingDefaults)]
+    values = {name: options[f"default_{name}"] for name in names}
+    for name, value in values.items():
+        try:
+            SamplingDefaults(**{name: value})
+        except InvalidRequest as error:
+            raise InvalidConfig(f"--default-{name.replace('_', '-')}: {error}") from None
+    return SamplingDefaults(**values)
 
 
 def media_limits(options: dict[str, Any]) -> MediaLimits:
@@ -225,7 +240,14 @@ def _serve(
     tls = tls_context(options["tls_cert"], options["tls_key"])
     settings = replace(_settings(options, (name,)), old_model_names=named.OLD_NAMES if named else ())
     revision = options["revision"]
-    choice = ModelChoice(model, options["head"], options["draft_vocabulary"], options["dtype"], revision)
+    choice = ModelChoice(
+        model,
+        options["head"],
+        options["draft_vocabulary"],
+        options["dtype"],
+        revision,
+        options["generation_config"],
+    )
     metrics, tracing = Metrics(), new_tracing(options["otlp_endpoint"])
     folder, is_ready = find_folder(model, revision), threading.Event()  # downloads it, if needed
     watch_loading(is_ready, options["load_timeout"])
@@ -236,6 +258,7 @@ def _serve(
         async_engine = AsyncEngine(engine)
         reader = engine.reader
         facts = engine.facts
+        settings = replace(settings, sampling=settings.sampling.over(facts.sampling))
         renderer = ChatRenderer(tokenizer, reader, facts.no_images_reason, facts.max_context)
         loader = MediaLoader(media_limits(options), reader.read) if reader is not None else None
         service = ChatService(async_engine, renderer, loader)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.foreign_flags import add_foreign_flags, translated_flags
-from outrider.config import DRAFTERS, DTYPES, InvalidConfig
+from outrider.config import DRAFTERS, DTYPES, GENERATION_CONFIGS, InvalidConfig
 from outrider.request import MAX_DEPTH
 
 PREFIX = "OUTRIDER_"
@@ -42,6 +42,16 @@ def seconds(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is not a number of seconds")
     return number
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a number")
+    return value
 
 
 def size_bytes(text: str) -> int:
@@ -82,6 +92,7 @@ class Option:
     metavar: str = ""  # "": by the kind of the value, such as N or SIZE
     is_switch: bool = False
     is_list: bool = False
+    takes_words: bool = False  # a list whose flag takes several words: --flag a b, as in vLLM
 
     @property
     def key(self) -> str:
@@ -101,7 +112,13 @@ MODEL = Option(
     "model folder, GGUF file, Hugging Face id or outrider-vision-135m (default: SmolLM2-135M-Instruct)",
 )
 
-METAVARS: dict[Callable[[str], Any], str] = {whole_number: "N", depth: "N", size_bytes: "SIZE", seconds: "S"}
+METAVARS: dict[Callable[[str], Any], str] = {
+    whole_number: "N",
+    number: "X",
+    depth: "N",
+    size_bytes: "SIZE",
+    seconds: "S",
+}
 GROUPS: dict[str, tuple[Option, ...]] = {
     "server": (
         Option("host", "address to listen on (127.0.0.1)", default="127.0.0.1", metavar="HOST"),
@@ -113,8 +130,13 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("allow-public-without-key", "allow a public --host without a key", is_switch=True),
         Option(
-            "served-model-name", "name of the model in the API (its folder's)", metavar="NAME", is_list=True
+            "served-model-name",
+            "names of the model in the API (its folder's)",
+            metavar="NAME",
+            is_list=True,
+            takes_words=True,
         ),
+        Option("any-model-name", "serve the model under any name that a request has", is_switch=True),
         Option(
             "allowed-hosts",
             "further name under which clients reach the server, such as example.org; *: any",
@@ -151,6 +173,20 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("head", "file of the MTP head (the head in or beside the model)", metavar="FILE"),
         Option("draft-vocabulary", "draft only among the N most frequent tokens (all)", whole_number),
+    ),
+    "sampling defaults": (
+        Option(
+            "generation-config",
+            "auto: those of the model's generation_config.json; none: those of the APIs (auto)",
+            one_of(*GENERATION_CONFIGS),
+            "auto",
+            "|".join(GENERATION_CONFIGS),
+        ),
+        Option("default-temperature", "0 is greedy (generation_config.json's, else 1)", number),
+        Option("default-top-p", "nucleus sampling (generation_config.json's, else 1)", number),
+        Option("default-top-k", "0: off (generation_config.json's, else 0)", whole_number),
+        Option("default-min-p", "0: off (generation_config.json's, else 0)", number),
+        Option("default-repetition-penalty", "1: off (generation_config.json's, else 1)", number),
     ),
     "engine": (
         Option("max-rows", "maximum sequences decoded at once (16)", whole_number, 16),
@@ -239,6 +275,8 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
     kind: dict[str, Any] = {"metavar": option.metavar or METAVARS.get(option.parse, "TEXT")}
     if option.is_switch:
         kind = {"action": "store_true"}
+    elif option.takes_words:
+        kind |= {"action": "extend", "nargs": "+"}
     elif option.is_list:
         kind["action"] = "append"
     dest = f"given_{option.key}"
@@ -274,6 +312,8 @@ def _flags(args: argparse.Namespace) -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     if args.given_model is not None:
         found["model"] = ("MODEL", args.given_model)
+    else:
+        _check_words(args)
     for key, option in OPTIONS.items():
         if hasattr(args, f"given_{key}") and key != "model":
             found[key] = (option.flag, getattr(args, f"given_{key}"))
@@ -282,6 +322,18 @@ def _flags(args: argparse.Namespace) -> dict[str, tuple[str, Any]]:
         if other_value != value:
             raise InvalidConfig(f"{flag} and {other_flag} {other_value} contradict each other: give only one")
     return found
+
+
+def _check_words(args: argparse.Namespace) -> None:
+    """A flag that takes several words would take a MODEL after them for one more word."""
+    for option in OPTIONS.values():
+        words = getattr(args, f"given_{option.key}", []) if option.takes_words else []
+        models = [word for word in words[1:] if "/" in word or word.endswith(".gguf") or Path(word).exists()]
+        if models:
+            raise InvalidConfig(
+                f"{option.flag} {' '.join(words)}: {models[0]} looks like the model. Give the MODEL before "
+                "this flag, or separate names by commas."
+            )
 
 
 def _read_file(file: Path) -> dict[str, Any]:

@@ -13,7 +13,16 @@ from outrider.config import EngineConfig
 from outrider.engine.sequence import DraftState, OutputText, Sequence
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import RowGrammar
-from outrider.request import MAX_DEPTH, DraftDepth, InvalidRequest, Request, SamplingParams
+from outrider.request import (
+    MAX_DEPTH,
+    NO_DEFAULTS,
+    DraftDepth,
+    InvalidRequest,
+    PromptTooLong,
+    Request,
+    SamplingDefaults,
+    SamplingParams,
+)
 from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
 from outrider.speculate.prediction import PredictionDrafter
@@ -36,6 +45,7 @@ class ModelFacts:
     reads_images: bool = False
     no_images_reason: str | None = None  # why a vision model does not read images
     device: str = ""
+    sampling: SamplingDefaults = NO_DEFAULTS  # from the model's generation_config.json
 
 
 @dataclass(frozen=True)
@@ -136,14 +146,19 @@ class RequestValidator:
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         length, limit = len(request.prompt_ids), self._facts.max_context
+        size = f"{length} tokens"
         if length >= limit:
-            raise InvalidRequest(
-                f"the prompt has {length} tokens and the context holds {limit}, answer included: shorten it"
+            raise PromptTooLong(
+                f"the prompt has {size} and the context holds {limit}, answer included: shorten it",
+                size,
+                limit,
             )
         if length >= self._longest_context:
-            raise InvalidRequest(
-                f"the prompt has {length} tokens and the memory budget allows {self._longest_context}, "
-                "answer included: shorten it or raise the budget"
+            raise PromptTooLong(
+                f"the prompt has {size} and the memory budget allows {self._longest_context}, "
+                "answer included: shorten it or raise the budget",
+                size,
+                self._longest_context,
             )
         vocab_size = self._facts.vocab_size
         outside = [i for i in request.prompt_ids if not 0 <= i < vocab_size]

@@ -14,10 +14,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.config import DTYPES
+from outrider.config import DTYPES, GenerationConfigSource
 from outrider.models.dtypes import settle_dtype
 from outrider.models.errors import ModelUnavailable
 from outrider.models.families import check_supported
+from outrider.models.files import generation_config as generation_files
 from outrider.models.files.named import NAMED, make_ready, named_model
 from outrider.models.gguf import convert as gguf
 from outrider.models.heads.layouts import recognise
@@ -27,6 +28,7 @@ from outrider.models.vision.encoder import LoadedVision, has_extra, has_vision_w
 from outrider.models.vision.families import VisionFamily, vision_family, why_text_only
 from outrider.models.vision.mrope import MRopeSections
 from outrider.models.vision.text_model import mrope_sections, text_classes
+from outrider.request import NO_DEFAULTS, SamplingDefaults
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +53,19 @@ class LoadedModel:
     eos_ids: frozenset[int]
     vision: LoadedVision | None = None  # None: the model reads no images
     no_images_reason: str | None = None  # why a vision model reads no images
+    sampling: SamplingDefaults = NO_DEFAULTS  # from its generation_config.json
 
 
-def load(model: str | Path, dtype: str = "auto", revision: str | None = None) -> LoadedModel:
+def load(
+    model: str | Path,
+    dtype: str = "auto",
+    revision: str | None = None,
+    generation_config: GenerationConfigSource = "none",
+) -> LoadedModel:
     """`dtype` is one of DTYPES. "auto": float32 on the CPU, elsewhere the dtype of the checkpoint.
 
-    `revision`: commit, tag or branch of a Hugging Face id.
+    `revision`: commit, tag or branch of a Hugging Face id. `generation_config`: "auto" reads the sampling
+    values in generation_config.json.
     """
     if dtype not in DTYPES:
         raise ModelLoadError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
@@ -64,6 +73,7 @@ def load(model: str | Path, dtype: str = "auto", revision: str | None = None) ->
     if path.parent.name == "snapshots":  # a folder of the Hugging Face cache has the name of its commit
         log.info("%s: commit %s", model, path.name)
     config = _read_config(path)
+    sampling = _sampling(path, generation_config)
     vision = vision_family(config)
     family = _family(config, vision)
     check_supported(family)
@@ -73,7 +83,16 @@ def load(model: str | Path, dtype: str = "auto", revision: str | None = None) ->
     trunk = _new_trunk(network, config, vision, mrope)
     loaded_vision, no_images_reason = _load_vision(path, vision, config, trunk)
     eos_ids = frozenset(tokenizer.eos_token_ids)
-    return LoadedModel(path, family, trunk, tokenizer, config, eos_ids, loaded_vision, no_images_reason)
+    return LoadedModel(
+        path, family, trunk, tokenizer, config, eos_ids, loaded_vision, no_images_reason, sampling
+    )
+
+
+def _sampling(path: Path, source: GenerationConfigSource) -> SamplingDefaults:
+    if source == "auto":
+        return generation_files.sampling_defaults(path)
+    generation_files.read(path)  # mlx-lm crashes on a file that is no JSON object
+    return NO_DEFAULTS
 
 
 def trunk_on_disk(folder: Path) -> Trunk:

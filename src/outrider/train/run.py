@@ -166,7 +166,7 @@ def _synthesise(folder: Path, record: RunRecord, run_folder: RunFolder, listener
 
 def _run_engine(folder: Path, record: RunRecord, file: ExchangeFile, listener: Listener) -> None:
     num_rows = ROWS_ON_CPU if machine.device_name() == "cpu" else ROWS_ON_GPU
-    with LLM(folder, drafter="none", max_rows=num_rows) as llm:
+    with LLM(folder, drafter="none", max_rows=num_rows, generation_config="none") as llm:
         synthesis = Synthesis(llm.async_engine, llm.tokenizer, record.settings, record.prompts)
         synthesis.check_prompts()
         synthesise(synthesis, file, record.settings.conversations, num_rows, listener)

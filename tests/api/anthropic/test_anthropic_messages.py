@@ -247,7 +247,17 @@ def test_blocks_become_messages() -> None:
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        (
+            {
+                "tools": [{"type": "bash_20250124", "name": "bash"}],
+                "tool_choice": {"type": "tool", "name": "bash"},
+            },
+            "tool_choice: names 'bash', which is not among the tools that can be called here",
+        ),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}},
+            "tool_choice",
+        ),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [TOOL | {"input_examples": [{}]}]}, "tools[0].input_examples"),

@@ -251,7 +251,7 @@ def test_prediction_is_passed_on() -> None:
             {"messages": [{"role": "assistant", "function_call": {"name": "f"}}, *USER]},
             "messages[0].function_call",
         ),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [CLOCK, CLOCK]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),

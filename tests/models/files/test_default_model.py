@@ -1,5 +1,6 @@
 """The first use of the default model, with a tiny file in its place. No test uses the network."""
 
+import errno
 import hashlib
 import json
 import os
@@ -21,7 +22,9 @@ from mlx_lm.utils import load_model, load_tokenizer
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import default_download, default_model, origin
 from outrider.models.files.default_download import DownloadFailed, DownloadSource, Release
+from outrider.models.files.generation_config import sampling_defaults
 from outrider.models.gguf import convert as gguf
+from outrider.request import SamplingDefaults
 
 CONTENT = TinyModel().file("Q4_1").to_bytes()
 
@@ -70,6 +73,57 @@ def test_first_start_makes_a_folder_that_mlx_lm_loads(cache):
     assert "somewhere" in (folder / "README.md").read_text()
     assert origin.read(folder).license == "Apache-2.0"
     assert left_behind(cache) == [default_model.NAME]
+
+
+def test_the_folder_recommends_what_its_publisher_recommends():
+    folder = default_model.ensure(release=tiny(delivering(CONTENT)))
+    assert sampling_defaults(folder) == SamplingDefaults(temperature=0.2, top_p=0.9)
+
+
+@pytest.fixture
+def earlier_folder() -> Path:
+    """A folder as earlier versions made it, without sampling values, and with a head of the user's."""
+    folder = default_model.ensure(release=tiny(delivering(CONTENT)))
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if name not in default_model.SAMPLING})
+    )
+    record = origin.read(folder)
+    (folder / origin.FILE_NAME).unlink()
+    origin.write(folder, record)
+    assert origin.is_intact(folder)
+    (folder / "mtp").mkdir()
+    (folder / "mtp" / "weights.safetensors").write_text("mine")
+    return folder
+
+
+def test_a_folder_of_an_earlier_version_gets_the_recommendation_and_keeps_the_rest(earlier_folder):
+    weights = (earlier_folder / "model.safetensors").stat().st_ino
+    assert default_model.ensure(release=tiny(failing("must not be asked"))) == earlier_folder
+    assert sampling_defaults(earlier_folder) == SamplingDefaults(temperature=0.2, top_p=0.9)
+    assert json.loads((earlier_folder / "generation_config.json").read_text())["eos_token_id"] == [1, 0]
+    assert (earlier_folder / "model.safetensors").stat().st_ino == weights
+    assert (earlier_folder / "mtp" / "weights.safetensors").read_text() == "mine"
+    assert default_model.is_cached()
+
+
+def test_a_folder_that_cannot_be_changed_is_used_with_a_warning(earlier_folder, monkeypatch, caplog):
+    def refuse(path, text):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(origin, "write_text", refuse)
+    assert default_model.ensure(release=tiny(failing("must not be asked"))) == earlier_folder
+    assert "Read-only file system" in caplog.text
+    assert "--default-temperature 0.2 --default-top-p 0.9" in caplog.text
+    assert default_model.is_cached()
+
+
+def test_sampling_values_that_a_user_wrote_are_kept(earlier_folder):
+    default_model.ensure(release=tiny(failing("must not be asked")))
+    config = json.loads((earlier_folder / "generation_config.json").read_text())
+    (earlier_folder / "generation_config.json").write_text(json.dumps(config | {"temperature": 0.75}))
+    default_model.ensure(release=tiny(failing("must not be asked")))
+    assert sampling_defaults(earlier_folder).temperature == 0.75
 
 
 def test_second_start_fetches_nothing():

@@ -21,6 +21,7 @@ from outrider.cli.serve import model_name
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import default_model, origin, vision_model
 from outrider.models.files.cached import find_cached
+from outrider.models.files.generation_config import sampling_defaults
 from outrider.models.files.shipped_head import shipped_head
 from outrider.models.loader import find_folder
 
@@ -51,6 +52,18 @@ def test_first_use_makes_the_default_model_too(cache: Path) -> None:
     assert folder == vision_model.folder() == cache / "models" / vision_model.NAME
     assert left_behind(cache) == [default_model.NAME, vision_model.NAME]
     assert origin.is_intact(folder)
+
+
+def test_a_folder_of_an_earlier_version_gets_the_recommended_sampling(cache: Path) -> None:
+    folder = vision_model.ensure(release=RELEASE)
+    assert sampling_defaults(folder).temperature == default_model.SAMPLING["temperature"]
+    (folder / "generation_config.json").write_text("{}")
+    record = origin.read(folder)
+    assert record is not None
+    (folder / origin.FILE_NAME).unlink()
+    origin.write(folder, record)
+    vision_model.ensure(release=NO_RELEASE)
+    assert sampling_defaults(folder).temperature == default_model.SAMPLING["temperature"]
 
 
 def test_text_weights_are_the_default_models_file_and_outlive_it(cache: Path) -> None:

@@ -24,7 +24,7 @@ from outrider.api.anthropic.messages_request import (
 )
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
-from outrider.api.errors import anthropic_error
+from outrider.api.errors import ApiError, anthropic_error
 from outrider.api.openapi import answer
 from outrider.api.request_fields import UNSUPPORTED_IN_CHAT
 from outrider.chat.events import (
@@ -54,9 +54,9 @@ class Messages:
 
     async def create(self, body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
-        check_extra(body, REFUSED)
+        _check_fields(body)
         model = self._context.resolve_model(body.model)
-        chat = messages_request(body)
+        chat = messages_request(body, self._context.settings.sampling)
         prepare = partial(self._context.backend.prepare, chat)
         receive = request.receive
         answers = await self._context.live.start("messages", model, 1, [prepare], receive, body.timeout)
@@ -71,7 +71,7 @@ class Messages:
 
     async def count(self, body: CountTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation."""
-        check_extra(body, REFUSED)
+        _check_fields(body)
         self._context.resolve_model(body.model)
         async with self._context.live.time_limits(body.timeout).preparing():
             counting = self._context.backend.count_tokens(messages_request(body))
@@ -87,6 +87,19 @@ class Messages:
             shows_thinking=not (body.thinking and body.thinking.display == "omitted"),
             asks_for_caching=asks_for_caching(body),
         )
+
+
+def _check_fields(body: CountTokensRequest) -> None:
+    """On these details, Anthropic's SDK sends the whole conversation again, without `thread`."""
+    if (body.model_extra or {}).get("thread") not in (None, False):
+        raise ApiError(
+            400,
+            "thread: not supported: this server stores no conversations. Send the whole conversation.",
+            param="thread",
+            code="unsupported_parameter",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
+    check_extra(body, REFUSED)
 
 
 class MessageBuilder:

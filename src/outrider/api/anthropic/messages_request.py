@@ -25,12 +25,11 @@ from outrider.api.limits import (
     check_stops,
 )
 from outrider.api.request_fields import (
-    NOT_NULL,
     ChatFields,
     RequestModel,
     ToolName,
     Whole,
-    documented,
+    callable_tools,
     grammar_of,
     named_tool,
     one_of_types,
@@ -38,6 +37,7 @@ from outrider.api.request_fields import (
     schema_grammar,
     template_kwargs,
     tool_choice_of,
+    tool_of,
 )
 from outrider.chat.conversation import (
     ChatRequest,
@@ -49,6 +49,7 @@ from outrider.chat.conversation import (
     ToolCall,
     ToolChoice,
 )
+from outrider.request import NO_DEFAULTS, SamplingDefaults
 
 ERROR_PREFIX = "Error: "  # the model reads it before the text of a tool_result with is_error
 BILLING_HEADER = re.compile(r"\A(?:x-anthropic-[a-z-]+:[^\n]*\n?)+")
@@ -132,12 +133,12 @@ MessageParam = Annotated[
 
 
 class ToolParam(RequestModel):
-    model_config = ConfigDict(json_schema_extra={"required": ["name", "input_schema"]})
+    model_config = ConfigDict(json_schema_extra=tool_of(None, "custom", require="input_schema"))
 
     name: ToolName
-    type: Word | None = documented(enum=["custom", None])
+    type: Word | None = Field(None, description="custom; tools of other types are left out")
     description: str | None = None
-    input_schema: JsonObject | None = documented(**NOT_NULL)
+    input_schema: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -196,16 +197,19 @@ class MessagesRequest(CountTokensRequest):
 # -- translation -----------------------------------------------------------------------------------------
 
 
-def messages_request(body: CountTokensRequest) -> ChatRequest:
-    """Accepts a request for a message, or one that only counts tokens."""
-    tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
+def messages_request(body: CountTokensRequest, sampling: SamplingDefaults = NO_DEFAULTS) -> ChatRequest:
+    """Accepts a request for a message, or one that only counts tokens.
+
+    `sampling`: for requests that leave the values out.
+    """
+    tools = [_tool(i, tool) for i, tool in callable_tools(body.tools, None, "custom")]
     format_ = body.output_config.format if body.output_config else None
     grammar = None if format_ is None else schema_grammar(format_.schema_)
     if isinstance(body, MessagesRequest):
         check_stops("stop_sequences", body.stop_sequences)
-        params = sampling_params(body, max_tokens=body.max_tokens, stop=body.stop_sequences)
+        params = sampling_params(body, sampling, max_tokens=body.max_tokens, stop=body.stop_sequences)
     else:
-        params = sampling_params(body, max_tokens=1)
+        params = sampling_params(body, sampling, max_tokens=1)
     choice = body.tool_choice
     return ChatRequest(
         messages=_messages(body),
@@ -254,8 +258,6 @@ def _template_kwargs(body: CountTokensRequest) -> dict[str, Any]:
 
 def _tool(index: int, tool: ToolParam) -> Tool:
     where = f"tools[{index}]"
-    if tool.type not in (None, "custom"):
-        raise refused(where, f"tools of type {tool.type!r} are not supported, only custom tools")
     if tool.input_schema is None:
         raise invalid(f"{where}.input_schema", "is missing")
     for name, reason in REFUSED_TOOL_FIELDS.items():

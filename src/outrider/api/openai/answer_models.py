@@ -321,6 +321,16 @@ class DeletedResponse(TypedDict):
 # -- models ----------------------------------------------------------------------------------------------
 
 
+class DefaultSamplingParams(TypedDict):
+    """The values of a request that leaves them out."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class Model(TypedDict):
     """Read by OpenAI's and by Anthropic's clients."""
 
@@ -329,6 +339,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    default_sampling_params: DefaultSamplingParams
     type: Literal["model"]
     display_name: str
     created_at: str

@@ -58,7 +58,8 @@ class ChatCompletions:
         return JSONResponse(await sse.until_disconnected(request.receive, whole))
 
     async def _start(self, body: ChatCompletionRequest, model: str, request: Request) -> Answers:
-        chat = chat_request(body, self._context.settings.max_tokens)
+        settings = self._context.settings
+        chat = chat_request(body, settings.max_tokens, settings.sampling)
         num_answers = body.n or 1
         prepare = partial(self._context.backend.prepare, chat, num_answers)
         return await self._context.live.start(

@@ -32,6 +32,8 @@ from outrider.api.request_fields import (
     StreamOptions,
     ToolName,
     Whole,
+    allowed_functions,
+    callable_tools,
     check_stream_options,
     check_verbosity,
     documented,
@@ -43,6 +45,7 @@ from outrider.api.request_fields import (
     sampling_params,
     template_kwargs,
     tool_choice_of,
+    tool_of,
 )
 from outrider.chat.conversation import (
     ChatRequest,
@@ -55,7 +58,7 @@ from outrider.chat.conversation import (
     ToolCall,
     ToolChoice,
 )
-from outrider.request import Grammar
+from outrider.request import NO_DEFAULTS, Grammar, SamplingDefaults
 
 
 class ChatTextPart(RequestModel):
@@ -154,10 +157,10 @@ class FunctionSpec(RequestModel):
 
 
 class ToolSpec(RequestModel):
-    model_config = ConfigDict(json_schema_extra={"required": ["type", "function"]})
+    model_config = ConfigDict(json_schema_extra=tool_of("function", require="function"))
 
-    type: Word = Field(json_schema_extra={"const": "function"})
-    function: FunctionSpec | None = documented(**NOT_NULL)
+    type: Word = Field(description="function; tools of other types are left out")
+    function: FunctionSpec | None = None
 
 
 class NamedFunction(RequestModel):
@@ -235,12 +238,18 @@ class ChatCompletionRequest(ChatFields):
 # -- translation -----------------------------------------------------------------------------------------
 
 
-def chat_request(body: ChatCompletionRequest, default_max_tokens: Whole | None) -> ChatRequest:
+def chat_request(
+    body: ChatCompletionRequest,
+    default_max_tokens: int | None = None,
+    sampling: SamplingDefaults = NO_DEFAULTS,
+) -> ChatRequest:
+    """`default_max_tokens`, `sampling`: for requests that leave the values out."""
     _check_options(body)
-    tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
+    tools = [_tool(i, tool) for i, tool in callable_tools(body.tools, "function")]
     tools, choice = _choose(tools, body.tool_choice)
     params = sampling_params(
         body,
+        sampling,
         max_tokens=_max_tokens(body, default_max_tokens),
         stop=body.stop,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -286,8 +295,6 @@ def _format(response_format: ResponseFormat | None) -> Grammar | None:
 
 
 def _tool(index: int, tool: ToolSpec) -> Tool:
-    if tool.type != "function":
-        raise refused(f"tools[{index}]", f"tools of type {tool.type!r} are not supported, only functions")
     if tool.function is None:
         raise invalid(f"tools[{index}].function", "is missing")
     function = tool.function
@@ -302,7 +309,7 @@ def _choose(tools: list[Tool], choice: str | ChatToolChoice | None) -> tuple[lis
         if choice.type == "function" and choice.function is not None:
             return tools, named_tool(tools, choice.function.name)
         if choice.type == "allowed_tools" and choice.allowed_tools is not None:
-            functions = [tool.get("function") for tool in choice.allowed_tools.tools]
+            functions = [tool.get("function") for tool in allowed_functions(choice.allowed_tools.tools)]
             names = [function.get("name") if isinstance(function, dict) else None for function in functions]
             return keep_allowed(tools, names, choice.allowed_tools.mode)
         raise refused("tool_choice", f"choices of type {choice.type!r} are not supported")

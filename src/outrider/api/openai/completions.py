@@ -128,12 +128,16 @@ class Completions:
     async def _start(
         self, body: CompletionRequest, model: str, prompts: Sequence[Prompt], request: Request
     ) -> Answers:
-        max_tokens = body.max_tokens
+        settings, max_tokens = self._context.settings, body.max_tokens
         if max_tokens is None:
-            default = self._context.settings.max_tokens
-            max_tokens = DEFAULT_MAX_TOKENS if default is None else default
+            max_tokens = DEFAULT_MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
         params = sampling_params(
-            body, max_tokens=max_tokens, stop=body.stop, logprobs=body.logprobs, grammar=grammar_of(body)
+            body,
+            settings.sampling,
+            max_tokens=max_tokens,
+            stop=body.stop,
+            logprobs=body.logprobs,
+            grammar=grammar_of(body),
         )
         n = body.n or 1
         prepares = (partial(self._context.backend.prepare_text, prompt, params, n) for prompt in prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,6 +13,7 @@ from outrider.api.context import ServerContext
 from outrider.api.errors import ApiError
 from outrider.api.openai.answer_models import Model, ModelList
 from outrider.api.openapi import AnthropicError, OpenAIError, answer
+from outrider.request import SamplingDefaults
 
 
 def _model(context: ServerContext, name: str) -> dict[str, Any]:
@@ -22,12 +24,19 @@ def _model(context: ServerContext, name: str) -> dict[str, Any]:
         "created": int(context.started_s),
         "owned_by": "outrider",
         "max_model_len": context.facts.max_context,
+        "default_sampling_params": _default_sampling(context),
         # Anthropic's names
         "type": "model",
         "display_name": name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
         "max_input_tokens": context.facts.max_context,
     }
+
+
+def _default_sampling(context: ServerContext) -> dict[str, float]:
+    """The values of a request that leaves them out."""
+    params = context.settings.sampling.params()
+    return {field.name: getattr(params, field.name) for field in fields(SamplingDefaults)}
 
 
 def models_router(context: ServerContext) -> APIRouter:

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse
 from outrider.api import sse
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
-from outrider.api.errors import ApiError
-from outrider.api.middleware import current_tenant
+from outrider.api.errors import ApiError, context_exceeded
+from outrider.api.middleware import current_tenant, note_refusal
 from outrider.api.openai.answer_models import (
     DeletedResponse,
     InputItems,
@@ -33,6 +33,7 @@ from outrider.api.openai.responses_request import (
 from outrider.api.openapi import answer
 from outrider.api.request_fields import UNSUPPORTED_IN_CHAT
 from outrider.chat.conversation import ChatRequest, Message
+from outrider.request import PromptTooLong
 
 # Reads the output items of a response as input items, as if a client had sent them back.
 OUTPUT_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
@@ -58,9 +59,6 @@ class Responses:
         """Answer an input, whole or as a stream of events."""
         model, messages, chat = self._read(body)
         context = self._context
-        prepare = partial(context.backend.prepare, chat)
-        receive = request.receive
-        answers = await context.live.start("responses", model, 1, [prepare], receive, body.timeout)
         with_logprobs = chat.params.logprobs is not None
         builder = ResponseBuilder(
             _new_response(context, body, model, chat),
@@ -70,6 +68,14 @@ class Responses:
             context.now_s,
             partial(self._put, current_tenant.get(), body, messages),
         )
+        prepare = partial(context.backend.prepare, chat)
+        receive = request.receive
+        try:
+            answers = await context.live.start("responses", model, 1, [prepare], receive, body.timeout)
+        except PromptTooLong as error:
+            if not body.stream:
+                raise
+            return _failed_stream(builder, context_exceeded(error))
         if body.stream:
             frames = sse.named_frames(builder, answers.events(with_logprobs))
             return sse.EventStreamResponse(frames, answers.close, context.settings.keep_alive_s)
@@ -101,7 +107,8 @@ class Responses:
         check_extra(body, REFUSED)
         model = self._context.resolve_model(body.model)
         messages = [*self._earlier(body.previous_response_id), *input_messages(body.input)]
-        return model, messages, response_request(body, messages, self._context.settings.max_tokens)
+        settings = self._context.settings
+        return model, messages, response_request(body, messages, settings.max_tokens, settings.sampling)
 
     def _put(
         self, tenant: str, body: ResponsesRequest, messages: list[Message], response: dict[str, Any]
@@ -132,6 +139,13 @@ class Responses:
         if found is None:
             raise ApiError(404, f"the response {response_id[:100]!r} is not stored here", code="not_found")
         return found
+
+
+def _failed_stream(builder: ResponseBuilder, error: ApiError) -> Response:
+    """A stream that fails at once. Codex looks for a prompt that is too long in a stream only."""
+    note_refusal(error.reason)
+    events = [*builder.start(), *builder.fail(error.code or "server_error", error.detail)]
+    return Response(b"".join(map(sse.named, events)), headers=sse.HEADERS)
 
 
 def _new_response(

@@ -4,7 +4,10 @@
       output_item.added                                   for each item: reasoning, message, function_call
         content_part.added, text deltas, text done, content_part.done   or: arguments deltas, arguments done
       output_item.done
-    response.completed | response.incomplete | response.failed
+    response.completed | response.failed
+
+A response that is cut off also ends with response.completed; its status is "incomplete". OpenAI's SDK
+(get_final_response), Codex and others take a stream without this event for a broken one.
 
 Must not know HTTP or the store of responses.
 """
@@ -134,17 +137,20 @@ class ResponseBuilder:
         events = self._leave("incomplete" if is_cut or error else "completed")
         self.response["usage"] = _usage(finished.usage)
         if error is not None:
-            self.response["status"] = "failed"
-            self.response["error"] = {"code": "server_error", "message": error.detail}
-        elif is_cut:
+            return [*events, *self.fail("server_error", error.detail)]
+        if is_cut:
             self.response["status"] = "incomplete"
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             self.response["status"] = "completed"
             self.response["completed_at"] = int(self._now_s())
-        if error is None:
-            self._on_success(self.response)
-        return [*events, self._lifecycle(f"response.{self.response['status']}")]
+        self._on_success(self.response)
+        return [*events, self._lifecycle("response.completed")]
+
+    def fail(self, code: str, message: str) -> list[Event]:
+        """End the response with an error."""
+        self.response |= {"status": "failed", "error": {"code": code, "message": message}}
+        return [self._lifecycle("response.failed")]
 
     # -- events ------------------------------------------------------------------------------------------
 

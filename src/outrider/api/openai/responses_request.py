@@ -29,6 +29,8 @@ from outrider.api.request_fields import (
     NumLogprobs,
     RequestModel,
     Whole,
+    allowed_functions,
+    callable_tools,
     check_verbosity,
     documented,
     format_grammar,
@@ -39,6 +41,7 @@ from outrider.api.request_fields import (
     sampling_params,
     template_kwargs,
     tool_choice_of,
+    tool_of,
 )
 from outrider.chat.conversation import (
     ChatRequest,
@@ -51,7 +54,7 @@ from outrider.chat.conversation import (
     ToolCall,
     ToolChoice,
 )
-from outrider.request import Grammar
+from outrider.request import Grammar, SamplingDefaults
 
 LOGPROBS = "message.output_text.logprobs"
 # Reasoning is returned as plain text and read back as plain text, so no encrypted copy is needed.
@@ -137,10 +140,10 @@ InputItem = Annotated[
 
 
 class FunctionTool(RequestModel):
-    model_config = ConfigDict(json_schema_extra={"required": ["type", "name"]})
+    model_config = ConfigDict(json_schema_extra=tool_of("function", require="name"))
 
-    type: Word = Field(json_schema_extra={"const": "function"})
-    name: Name | None = documented(**NOT_NULL, minLength=1)
+    type: Word = Field(description="function; tools of other types are left out")
+    name: Name | None = documented(minLength=1)
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -217,18 +220,25 @@ class ResponsesRequest(ChatFields):
 
 
 def response_request(
-    body: ResponsesRequest, messages: Sequence[Message], default_max_tokens: int | None
+    body: ResponsesRequest,
+    messages: Sequence[Message],
+    default_max_tokens: int | None,
+    sampling: SamplingDefaults,
 ) -> ChatRequest:
-    """`messages`: the whole conversation, with the input of this request at its end."""
+    """`messages`: the whole conversation, with the input of this request at its end.
+
+    `default_max_tokens`, `sampling`: for requests that leave the values out.
+    """
     _check_options(body)
-    tools = [_tool(i, tool) for i, tool in enumerate(body.tools or ())]
+    tools = [_tool(i, tool) for i, tool in callable_tools(body.tools, "function")]
     tools, choice = _choose(tools, body.tool_choice)
     effort = body.reasoning.effort if body.reasoning else None
     max_tokens = default_max_tokens if body.max_output_tokens is None else body.max_output_tokens
+    params = sampling_params(body, sampling, max_tokens=max_tokens, stop=body.stop, logprobs=_logprobs(body))
     instructions = [Message("system", (TextPart(body.instructions),))] if body.instructions else []
     return ChatRequest(
         messages=[*instructions, *messages],
-        params=sampling_params(body, max_tokens=max_tokens, stop=body.stop, logprobs=_logprobs(body)),
+        params=params,
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -280,8 +290,6 @@ def _format(text: ResponseTextConfig | None) -> Grammar | None:
 
 
 def _tool(index: int, tool: FunctionTool) -> Tool:
-    if tool.type != "function":
-        raise refused(f"tools[{index}]", f"tools of type {tool.type!r} are not supported, only functions")
     if tool.name is None:
         raise invalid(f"tools[{index}].name", "is missing")
     return Tool(tool.name, tool.description or "", tool.parameters or {}, strict=bool(tool.strict))
@@ -292,7 +300,7 @@ def _choose(tools: list[Tool], choice: str | ResponseToolChoice | None) -> tuple
         if choice.type == "function" and choice.name is not None:
             return tools, named_tool(tools, choice.name)
         if choice.type == "allowed_tools" and choice.tools is not None:
-            names = [tool.get("name") for tool in choice.tools]
+            names = [tool.get("name") for tool in allowed_functions(choice.tools)]
             return keep_allowed(tools, names, choice.mode or "auto")
         raise refused("tool_choice", f"choices of type {choice.type!r} are not supported")
     return tools, tool_choice_of(tools, choice)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
+from outrider.chat.closed_schema import closed
 from outrider.chat.conversation import Tool
 from outrider.chat.formats.call_grammar import JsonValue
 from outrider.chat.formats.tool_format import ParsedCall, ToolsByName
@@ -40,11 +40,8 @@ def header(key: str) -> re.Pattern[str]:
 
 
 def arguments_of(tool: Tool) -> JsonValue:
-    """The tool's parameters as the schema of an object. A tool without parameters takes no arguments."""
-    schema: Mapping[str, Any] = tool.parameters
-    if not schema:
-        schema = {"type": "object", "properties": {}, "additionalProperties": False}
-    return JsonValue({**schema, "type": "object"}, is_strict=tool.strict)
+    """The tool's parameters as the schema of an object without undeclared properties."""
+    return JsonValue(closed({**tool.parameters, "type": "object"}), is_strict=tool.strict)
 
 
 def _call_from(value: Any) -> ParsedCall:

@@ -21,7 +21,7 @@ from outrider.chat.json_text import loads
 
 def typed(tool: Tool | None, name: str, text: str) -> Any:
     """The value of an argument: a string if the schema wants a string, else JSON, or a string if not JSON."""
-    kinds = _kinds(_properties(tool).get(name))
+    kinds = _kinds(_properties(tool.parameters if tool is not None else {}).get(name))
     if "string" in kinds:
         return None if text == "null" and "null" in kinds else text
     try:
@@ -47,7 +47,7 @@ def argument_elements(tool: Tool, before: str, after: str) -> tuple[Element, ...
     required = _list(tool.parameters.get("required"))
     schema = arguments_of(tool)
     elements: list[Element] = []
-    for name, member in _properties(tool).items():
+    for name, member in _properties(schema.schema).items():
         written = (before.replace("{}", name), *_value_elements(member, after, schema))
         elements.extend(written if name in required else (OptionalElements(written),))
     return tuple(elements)
@@ -62,8 +62,8 @@ def _value_elements(member: Any, after: str, whole: JsonValue) -> tuple[Required
     return (JsonValue(schema, whole.is_strict), after)
 
 
-def _properties(tool: Tool | None) -> Mapping[str, Any]:
-    found = tool.parameters.get("properties") if tool is not None else None
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = schema.get("properties")
     return found if isinstance(found, Mapping) else {}
 
 

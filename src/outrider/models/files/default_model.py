@@ -4,18 +4,24 @@ Owns the model's name, its folder in the cache and the notes in the folder. Must
 downloaded (default_download) or read (gguf), or how the model is run.
 """
 
+import logging
 import shutil
 from pathlib import Path
 
-from outrider.models.files import origin
+from outrider.models.files import generation_config, origin
 from outrider.models.files.default_download import SMOLLM2, Release, download
 from outrider.models.files.folders import build_once, models_folder
 from outrider.models.gguf import convert as gguf
 from outrider.progress import Listener, Progress, ignore
 
+log = logging.getLogger(__name__)
+
 NAME = "SmolLM2-135M-Instruct"
 OLD_NAMES: tuple[str, ...] = ()
 LICENSE = "Apache-2.0"
+
+# As the publisher's model card recommends: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 LICENSE_NOTE = f"""{NAME} is the work of Hugging Face (HuggingFaceTB) and is licensed under the
 Apache License, Version 2.0. The full text is at https://www.apache.org/licenses/LICENSE-2.0
@@ -31,6 +37,7 @@ https://huggingface.co/HuggingFaceTB/{name}
 
 - Made from `{file}` (sha256 `{sha256}`), fetched from: {source}.
 - The weights are those of the GGUF file, to the bit: 4-bit groups of 32, the embedding in 8 bits.
+- `generation_config.json` has the sampling values that the publisher recommends.
 - This folder can be deleted at any time; Outrider fetches the model again when it is needed.
 """
 
@@ -60,7 +67,29 @@ def ensure(progress: Listener = ignore, release: Release = SMOLLM2) -> Path:
         readme = README.format(name=NAME, license=LICENSE, file=file, sha256=release.sha256, source=source)
         (work / "README.md").write_text(readme)
         (work / "LICENSE").write_text(LICENSE_NOTE)
+        generation_config.write(work, generation_config.read(work) | SAMPLING)
         origin.write(work, origin.Origin(NAME, source, LICENSE, release.sha256))
         progress(Progress("Converting the default model", release.num_bytes, release.num_bytes))
 
-    return build_once(folder(), build, origin.is_intact)
+    made = build_once(folder(), build, origin.is_intact)
+    add_sampling(made)
+    return made
+
+
+def add_sampling(made: Path) -> None:
+    """Add the recommended sampling values to a folder without them, as earlier versions made it.
+
+    Each of the two writes leaves a usable folder, so other processes may use the folder meanwhile.
+    """
+    config = generation_config.read(made)
+    if "temperature" in config:
+        return
+    try:
+        origin.forget_size(made, generation_config.FILE_NAME)
+        generation_config.write(made, config | SAMPLING)
+    except OSError as error:
+        log.warning(
+            "%s has no recommended sampling values and cannot be changed: %s. Start the server with "
+            "--default-temperature %g --default-top-p %g to get them.",
+            *(made / generation_config.FILE_NAME, error.strerror, SAMPLING["temperature"], SAMPLING["top_p"]),
+        )

@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from outrider.files.atomic import write_text
+
 FILE_NAME = "origin.json"
 FORMAT = 1  # raised when the conversion changes, so that older folders are rebuilt
 
@@ -24,6 +26,13 @@ def write(folder: Path, origin: Origin) -> None:
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     record = {"format": FORMAT, **asdict(origin), "files": sizes}
     (folder / FILE_NAME).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def forget_size(folder: Path, name: str) -> None:
+    """Take a file out of the record, so that it may change. Raises OSError."""
+    record = _record(folder)
+    if record is not None and record["files"].pop(name, None) is not None:
+        write_text(folder / FILE_NAME, json.dumps(record, indent=2) + "\n")
 
 
 def read(folder: Path) -> Origin | None:

@@ -70,7 +70,9 @@ def ensure(progress: Listener = ignore, release: Release = SMOLLM2) -> Path:
     for name in OLD_NAMES:  # rename the folder of an earlier release, so that the cache has one copy only
         with suppress(OSError):  # no such folder, or the new folder exists already
             os.rename(models_folder() / name, folder())
-    return build_once(folder(), build, is_usable)
+    made = build_once(folder(), build, is_usable)
+    default_model.add_sampling(made)
+    return made
 
 
 def source_of(encoder: Path) -> str:
