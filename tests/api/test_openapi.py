@@ -34,8 +34,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from schemathesis import Case, GenerationMode
 
 from outrider.api.app import create_server
-from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
+from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, TokenDetail, TokenOrigins, Usage
 from outrider.engine.engine import EngineStopped
+from outrider.engine.sequence import TokenOrigin
 from outrider.plan import TokenLogprobs
 from patience import PATIENCE_S
 from server_process import ServerProcess
@@ -44,6 +45,11 @@ WITH_LOGPROBS: tuple[ChatEvent, ...] = (
     TextDelta("ab"),
     Logprobs((TokenLogprobs(0, -0.5, ((0, -0.5), (26, -2.0))), TokenLogprobs(1, float("-inf"), ()))),
     Finished("stop", Usage(7, 3, 2), stop_string="."),
+)
+WITH_ORIGINS: tuple[ChatEvent, ...] = (
+    TokenOrigins((TokenDetail(0, TokenOrigin("head", 1), -0.5), TokenDetail(1, TokenOrigin("bonus")))),
+    TextDelta("ab"),
+    *WITH_LOGPROBS[1:],
 )
 SECONDS = float(os.environ.get("OUTRIDER_SOAK_SECONDS", "0"))
 # Their requests are those of /v1/responses and /v1/messages.
@@ -75,6 +81,8 @@ def scripted(request: Any) -> tuple[ChatEvent, ...]:
     """One of the answers, by the request: a bare prompt calls no tools."""
     is_bare = isinstance(request, tuple)
     params = request[1] if is_bare else request.params
+    if params.token_origins:
+        return WITH_ORIGINS
     if params.logprobs is not None:
         return WITH_LOGPROBS
     scripts = (HELLO, CUT) if is_bare else (HELLO, THOUGHT, CALLS, CUT)
@@ -327,6 +335,13 @@ def test_streams_are_as_described(schema: Any, events: tuple[ChatEvent, ...]) ->
         response = Client(of).post(path, body | {"stream": True})
         assert response.headers["content-type"].startswith("text/event-stream")
         assert_described(schema, "POST", path, response)
+
+
+def test_streamed_origins_are_as_described(schema: Any) -> None:
+    body = HI | {"stream": True, "return_token_origins": True, "logprobs": True}
+    response = Client(server(FakeBackend(WITH_ORIGINS))).post(CHAT, body)
+    assert b"token_origins" in response.content
+    assert_described(schema, "POST", CHAT, response)
 
 
 def test_routes_that_need_a_key_say_so_and_the_others_do_not() -> None:
