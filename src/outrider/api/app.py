@@ -33,6 +33,7 @@ from outrider.api.operations.health import health_router
 from outrider.api.operations.liveness import LivenessMetrics
 from outrider.api.operations.metrics import Metrics, metrics_router
 from outrider.api.operations.prefix_cache import PrefixMetrics, prefix_cache_router
+from outrider.api.operations.status_stream import status_stream_router
 from outrider.api.require_key import RequireKey
 from outrider.api.settings import ServerSettings
 from outrider.engine.validation import ModelFacts
@@ -48,6 +49,7 @@ ROUTERS = (
     models_router,
     messages_router,
     health_router,
+    status_stream_router,
 )
 
 StopEngine = Callable[[], Awaitable[None]]

@@ -19,7 +19,7 @@ from outrider.api.rate_limits import KeyUsages, current_usage
 
 T = TypeVar("T")
 
-OPERATOR_PATHS = ("/metrics", "/v1/status", "/v1/cache")
+OPERATOR_PATHS = ("/metrics", "/v1/status", "/v1/status/stream", "/v1/cache")
 
 
 class RequireKey:

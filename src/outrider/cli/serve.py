@@ -272,6 +272,7 @@ def _serve(
             tracing=tracing,
             stop_engine=async_engine.close,
             prefix_cache=engine,
+            cache_budget_bytes=engine.budget_bytes,
             liveness=watchdog,
         )
         text = banner(
