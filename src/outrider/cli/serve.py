@@ -174,6 +174,7 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         step_timeout_s=options["step_timeout"],
         cors_origins=options["cors_origin"],
         allowed_hosts=options["allowed_hosts"],
+        serves_page=not options["no_page"],
     )
 
 
