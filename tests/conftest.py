@@ -5,6 +5,7 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
@@ -16,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first importe
 
 import outrider  # noqa: E402, F401, I001  (first: it loads the fast BLAS, which must come before mlx)
 import mlx.core as mx  # noqa: E402
+from browser.browsers import reason_to_skip  # noqa: E402
 from outrider.speculate import calibration, cost_store  # noqa: E402
 from patience import in_test_or_soak  # noqa: E402
 
@@ -36,7 +38,7 @@ settings.load_profile("outrider")
 
 
 # The folders whose files take longest, the longest first.
-LONGEST = ("soak", "step", "golden_tokens", "train", "files", "recurrent", "bench", "api")
+LONGEST = ("soak", "step", "golden_tokens", "train", "files", "recurrent", "bench", "browser", "api")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for `-m soak`
@@ -49,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
             item.add_marker(pytest.mark.soak)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says why the tests of the web page did not run: `-q` hides the reasons of skipped tests."""
+    if any("tests/browser/" in report.nodeid for report in terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(f"The tests of the web page were skipped: {reason_to_skip()}")
 
 
 def _place(path: Path) -> int:

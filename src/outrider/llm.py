@@ -21,7 +21,7 @@ from outrider.chat.output_parser import finish_reason
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
 from outrider.config import DrafterName, EngineConfig, GenerationConfigSource
 from outrider.engine.engine import AsyncEngine, Engine
-from outrider.engine.sequence import Stats
+from outrider.engine.sequence import Stats, TokenOrigin
 from outrider.engine.validation import ValidatedRequest
 from outrider.plan import TokenLogprobs
 from outrider.request import InvalidRequest, SamplingParams
@@ -47,6 +47,7 @@ class Completion:
     stats: Stats
     reasoning: str | None = None  # chat only: the reasoning, separate from the text
     tool_calls: list[ToolCall] = field(default_factory=list)  # chat only
+    token_origins: list[TokenOrigin] | None = None  # one per token, if requested
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class CompletionDelta:
     finish_reason: FinishedReason | None = None  # only in the last delta
     stats: Stats | None = None  # only in the last delta
     stop_string: str | None = None  # the stop string that ended the answer, only in the last delta
+    token_origins: tuple[TokenOrigin, ...] = ()
 
 
 class CompletionStream(Iterator[CompletionDelta]):
@@ -110,12 +112,14 @@ class CompletionStream(Iterator[CompletionDelta]):
             finish_reason(delta, parser) if self._finished else None,
             delta.stats,
             delta.stop_string,
+            delta.origins,
         )
 
     def completion(self) -> Completion:
         """Wait for the end. The whole answer, if the stream has not been read before."""
         deltas = list(self)
         logprobs = [one for delta in deltas for one in delta.logprobs]
+        origins = [one for delta in deltas for one in delta.token_origins]
         last = deltas[-1]
         assert last.finish_reason is not None
         return Completion(
@@ -128,6 +132,7 @@ class CompletionStream(Iterator[CompletionDelta]):
             stats=last.stats or Stats(),
             reasoning="".join(delta.reasoning for delta in deltas) or None,
             tool_calls=[call for delta in deltas for call in delta.tool_calls],
+            token_origins=origins if self._prompt.params.token_origins else None,
         )
 
     def close(self) -> None:

@@ -145,6 +145,8 @@ class RowPlan:
     masks: np.ndarray | None = None  # [1 + num_drafts, words] one bit for each token that a grammar allows
     media: PromptMedia | None = None  # the prompt's images, while the row prefills
     position_delta: int = 0  # position minus cell number, after the prompt
+    draft_source: str = "head"  # where the drafts come from: see speculate/acceptance.py
+    num_forced: int = 0  # the first so many drafts are all that a grammar allows
 
     @property
     def is_sampling(self) -> bool:

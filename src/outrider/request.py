@@ -75,6 +75,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives beside the sampled token; None: no logprobs
+    token_origins: bool = False  # say of each token how it was won: by which draft, or without
     skip_special_tokens: bool = True
     draft_depth: DraftDepth = "auto"
     grammar: Grammar | None = None
@@ -243,7 +244,7 @@ def _check_penalties(p: SamplingParams) -> None:
 
 
 def _check_stops(p: SamplingParams) -> None:
-    for name in ("ignore_eos", "skip_special_tokens"):
+    for name in ("ignore_eos", "skip_special_tokens", "token_origins"):
         value = getattr(p, name)
         _refuse_unless(isinstance(value, bool), f"{name} must be True or False, not {value!r}")
     _refuse_unless(

@@ -22,7 +22,10 @@ def post(headers: dict[str, str], **changes: Any) -> httpx.Response:
     return Client(server(FakeBackend(), **changes), **headers).post(CHAT, BODY)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/status", "/metrics", "/docs", "/openapi.json"])
+PATHS = ["/", "/page/js/main.js", "/docs", "/openapi.json", "/v1/models", "/v1/status/stream", "/metrics"]
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_a_rebound_name_reads_nothing(path: str) -> None:
     response = Client(server(FakeBackend()), host="evil.example").get(path)
     assert response.status_code == 403

@@ -337,6 +337,7 @@ def test_banner_key_and_graceful_end(headless: Path, tmp_path: Path) -> None:
         "--default-top-k",
         "30",
         "--continuous-batching",
+        "--no-page",
         "--drain",
         "240",
     )
@@ -349,6 +350,8 @@ def test_banner_key_and_graceful_end(headless: Path, tmp_path: Path) -> None:
         assert "sampling temperature 0.6, top_k 30, unless a request sets them" in server.banner
         assert "2 at once" in server.banner
         assert "--continuous-batching: not needed" in server.banner
+        assert "/docs" not in server.banner
+        assert httpx.get(f"{server.url}/", headers={"x-api-key": "secret"}).status_code == 404
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         assert httpx.get(f"{server.url}/health").status_code == 200
         _finishes_its_stream_and_refuses_others_after(signal.SIGTERM, server, hold_file)

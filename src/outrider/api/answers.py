@@ -21,7 +21,7 @@ from outrider.api.middleware import current_request_id, note_refusal
 from outrider.api.operations.metrics import Metrics
 from outrider.api.settings import ServerSettings
 from outrider.api.sse import until_disconnected
-from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
+from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, TokenOrigins, Usage
 
 if TYPE_CHECKING:
     from outrider.api.tracing import Tracing
@@ -297,7 +297,7 @@ class Answers:
             if event.error is not None and event.reason != "timeout":
                 log.error("answer %s failed: %s", state.engine_id, event.error)
             return
-        if isinstance(event, Logprobs):
+        if isinstance(event, (Logprobs, TokenOrigins)):
             return
         state.num_events += 1
         metrics = self._live.metrics

@@ -33,6 +33,8 @@ from outrider.api.operations.health import health_router
 from outrider.api.operations.liveness import LivenessMetrics
 from outrider.api.operations.metrics import Metrics, metrics_router
 from outrider.api.operations.prefix_cache import PrefixMetrics, prefix_cache_router
+from outrider.api.operations.status_stream import status_stream_router
+from outrider.api.page.routes import page_router
 from outrider.api.require_key import RequireKey
 from outrider.api.settings import ServerSettings
 from outrider.engine.validation import ModelFacts
@@ -48,6 +50,7 @@ ROUTERS = (
     models_router,
     messages_router,
     health_router,
+    status_stream_router,
 )
 
 StopEngine = Callable[[], Awaitable[None]]
@@ -115,6 +118,7 @@ def create_server(
         middleware=_middleware(settings, live),
         exception_handlers=HANDLERS,
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's page would run scripts of another origin
         redoc_url=None,
         telemetry=_telemetry(tracing),
     )
@@ -124,6 +128,8 @@ def create_server(
         metrics.registry.register(LivenessMetrics(context.liveness))
     routers = [*(router(context) for router in ROUTERS), metrics_router(metrics)]
     routers.append(prefix_cache_router(context.prefix_cache))
+    if settings.serves_page:
+        routers.append(page_router())
     for router in routers:
         app.include_router(router)
     app.state.methods = _methods_by_path(routers)

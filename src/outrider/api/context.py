@@ -51,6 +51,7 @@ class ServerContext:
     now_s: Callable[[], float] = time.time
     new_id: Callable[[str], str] = new_id
     prefix_cache: PrefixControl | None = None
+    cache_budget_bytes: int | None = None  # most bytes of the row caches; None: not known
     liveness: Liveness | None = None
     started_s: float = field(default_factory=time.time)
 

@@ -1,4 +1,7 @@
-"""Log-probabilities as OpenAI's APIs write them: each token as a string and as exact bytes."""
+"""Tokens as OpenAI's APIs write them: log-probabilities, with each token as a string and as exact bytes.
+
+Also the origins of tokens, an extension.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from outrider.chat.events import TokenDetail
 from outrider.plan import TokenLogprobs
 
 REPLACEMENT = "\ufffd"  # a tokenizer decodes an incomplete UTF-8 character as this one
@@ -51,6 +55,19 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], text: TokenText) -> list[dict
         }
         for token in tokens
     ]
+
+
+def token_origins(details: Sequence[TokenDetail], text: TokenText) -> list[dict[str, Any]]:
+    """One entry per token: its text, how it was won, and its log-probability if there is one."""
+    entries = []
+    for detail in details:
+        entry: dict[str, Any] = {"token": text.text_of(detail.token_id), "origin": detail.origin.name}
+        if detail.origin.place is not None:
+            entry["place"] = detail.origin.place
+        if detail.logprob is not None:
+            entry["logprob"] = max(detail.logprob, MIN_LOGPROB)
+        entries.append(entry)
+    return entries
 
 
 def _entry(token_id: int, logprob: float, text: TokenText) -> dict[str, Any]:

@@ -24,7 +24,9 @@ from outrider.api.settings import ServerSettings
 log = logging.getLogger("outrider.access")
 
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH")
-OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/docs", "/openapi.json")  # served without a key
+# Served without a key. The pages' files (PAGE_PREFIX) hold no data.
+OPEN_PATHS = ("/", "/docs", "/openapi.json", "/health", "/health/live", "/health/ready")
+PAGE_PREFIX = "/page/"
 KEY_NAME = "key_name"  # key of the request's state (scope["state"]): the name of its API key, for the log
 LOGGABLE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -40,6 +42,11 @@ current_request_id: ContextVar[str] = ContextVar("current_request_id", default="
 # Tenants share no cached prefixes, no cached images and no stored responses.
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 _current_state: ContextVar[dict[str, Any] | None] = ContextVar("_current_state", default=None)
+
+
+def is_open(path: str) -> bool:
+    """True for a path that needs no key."""
+    return path in OPEN_PATHS or path.startswith(PAGE_PREFIX)
 
 
 def note_refusal(reason: str) -> None:
@@ -107,7 +114,7 @@ class RequestLog:
         reason = scope["state"].get(REFUSAL) or ("client_closed" if status == CLIENT_CLOSED_REQUEST else None)
         if reason not in (None, "client_closed", "fault"):
             self._metrics.refusals.labels(reason).inc()
-        level = logging.DEBUG if route in OPEN_PATHS or route == "/metrics" else logging.INFO
+        level = logging.DEBUG if is_open(route) or route == "/metrics" else logging.INFO
         fields = {
             "method": scope["method"],
             "path": scope["path"],

@@ -73,11 +73,11 @@ class AnthropicError(TypedDict):
 
 
 def answer(model: Any, *, event: Any = None, ends_with_done: bool = False) -> Responses:
-    """The `responses` argument of a route that answers with `model`.
+    """The `responses` argument of a route that answers with `model`; None: only with a stream.
 
     `event`: what a stream's events carry. `ends_with_done`: the stream's last event is OpenAI's [DONE].
     """
-    ok: dict[str, Any] = {"model": model}
+    ok: dict[str, Any] = {} if model is None else {"model": model}
     if event is not None:
         carried: dict[str, Any] = {
             "type": "string",
@@ -153,6 +153,8 @@ def _statuses(path: str, method: str, operation: dict[str, Any], needs_key: bool
         yield 403
     if method == "post":
         yield from (429, 503, 504)
+    if "text/event-stream" in operation["responses"].get("200", {}).get("content", {}):
+        yield from (429, 503)
     if "requestBody" in operation:
         yield from (400, 404, 415)
     if "{" in path or method == "delete":

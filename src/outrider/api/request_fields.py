@@ -210,6 +210,7 @@ def sampling_params(
     stop: str | list[str] | None = None,
     logprobs: int | None = None,
     grammar: Grammar | None = None,
+    token_origins: bool = False,
 ) -> SamplingParams:
     """Fields that the request leaves out get `defaults`, or else the engine's. Raises InvalidRequest."""
     given: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAMES}
@@ -223,6 +224,7 @@ def sampling_params(
         stop=stop or None,
         logprobs=logprobs,
         grammar=grammar,
+        token_origins=token_origins,
         **(defaults.given | given),
     )
 

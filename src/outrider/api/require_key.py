@@ -14,18 +14,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.api.errors import ApiError, error_response
 from outrider.api.keys import ApiKey, ApiKeys
-from outrider.api.middleware import KEY_NAME, OPEN_PATHS, current_tenant
+from outrider.api.middleware import KEY_NAME, current_tenant, is_open
 from outrider.api.rate_limits import KeyUsages, current_usage
 
 T = TypeVar("T")
 
-OPERATOR_PATHS = ("/metrics", "/v1/status", "/v1/cache")
+OPERATOR_PATHS = ("/metrics", "/v1/status", "/v1/status/stream", "/v1/cache")
 
 
 class RequireKey:
     """Answers 401 unless the request carries a valid key, 403 if it needs an operator's, 429 over a limit.
 
-    The paths in OPEN_PATHS need no key. `keys` is None if the server needs none: then everybody is let in.
+    Open paths (`is_open`) need no key. `keys` is None if the server needs none: then everybody is let in.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
@@ -34,7 +34,7 @@ class RequireKey:
         self._usages = KeyUsages()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

@@ -44,6 +44,7 @@ class ServerSettings:
     drain_s: float = 30.0  # time that a shutdown gives to running requests
     step_timeout_s: float = 60.0  # least time after which a step counts as hung; 0: never
     cors_origins: tuple[str, ...] = ()  # web origins whose pages may call the API; "*": any
+    serves_page: bool = True  # the web pages at / and /docs
     allowed_hosts: tuple[str, ...] = ()  # further names in Host headers; "*.name": its subdomains; "*": any
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outrider.engine.sequence import Stats
+from outrider.engine.sequence import Stats, TokenOrigin
 from outrider.plan import TokenLogprobs
 
 FinishedReason = Literal["stop", "length", "tool_calls", "cancelled", "queue_timeout", "timeout", "error"]
@@ -50,6 +50,22 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
+class TokenDetail:
+    """A token and how it was won."""
+
+    token_id: int
+    origin: TokenOrigin
+    logprob: float | None = None  # if requested
+
+
+@dataclass(frozen=True)
+class TokenOrigins:
+    """How the tokens behind the next deltas were won, if requested."""
+
+    tokens: tuple[TokenDetail, ...]
+
+
+@dataclass(frozen=True)
 class Usage:
     """Token counts of one answer."""
 
@@ -75,5 +91,12 @@ class Finished:
 
 
 ChatEvent = (
-    TextDelta | ReasoningDelta | ToolCallStarted | ToolCallArguments | ToolCallEnded | Logprobs | Finished
+    TextDelta
+    | ReasoningDelta
+    | ToolCallStarted
+    | ToolCallArguments
+    | ToolCallEnded
+    | Logprobs
+    | TokenOrigins
+    | Finished
 )

@@ -18,6 +18,8 @@ from outrider.chat.events import (
     Logprobs,
     ReasoningDelta,
     TextDelta,
+    TokenDetail,
+    TokenOrigins,
     ToolCallArguments,
     ToolCallEnded,
     ToolCallStarted,
@@ -120,6 +122,8 @@ class OutputParser:
 
     def read(self, delta: Delta, with_logprobs: bool) -> Iterator[ChatEvent]:
         """The events of one engine delta, except for Finished: see `finished_event`."""
+        if delta.origins:
+            yield TokenOrigins(token_details(delta))
         yield from self.push(delta.text)
         if with_logprobs and delta.logprobs:
             yield Logprobs(delta.logprobs)
@@ -197,6 +201,12 @@ class OutputParser:
             return True
         log.info("a call of %r does not fit its schema: %s", call.name, found)
         return not tool.strict
+
+
+def token_details(delta: Delta) -> tuple[TokenDetail, ...]:
+    if not delta.logprobs:
+        return tuple(map(TokenDetail, delta.token_ids, delta.origins))
+    return tuple(map(TokenDetail, delta.token_ids, delta.origins, (one.logprob for one in delta.logprobs)))
 
 
 def finish_reason(delta: Delta, parser: OutputParser) -> FinishedReason:

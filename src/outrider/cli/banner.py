@@ -29,7 +29,8 @@ def banner(
         "caches": f"up to {budget_bytes / 1e9:.2f} GB",
         "prefixes": prefix_cache,
         "access": _access(settings),
-        "APIs": f"{url}/v1 (OpenAI), {url} (Anthropic), {url}/docs",
+        "APIs": f"{url}/v1 (OpenAI), {url} (Anthropic)",
+        "pages": f"{url}/ (chat, live batch), {url}/docs (the API)" if settings.serves_page else None,
     }
     body = "\n".join(f"  {name:<8} {value}" for name, value in lines.items() if value is not None)
     return f"Outrider {__version__}\n{body}\nReady: {url}"

@@ -174,6 +174,7 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         step_timeout_s=options["step_timeout"],
         cors_origins=options["cors_origin"],
         allowed_hosts=options["allowed_hosts"],
+        serves_page=not options["no_page"],
     )
 
 
@@ -272,6 +273,7 @@ def _serve(
             tracing=tracing,
             stop_engine=async_engine.close,
             prefix_cache=engine,
+            cache_budget_bytes=engine.budget_bytes,
             liveness=watchdog,
         )
         text = banner(

@@ -143,6 +143,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             metavar="NAME",
             is_list=True,
         ),
+        Option("no-page", "serve no web page at / and /docs", is_switch=True),
         Option("cors-origin", "web origin that may call the API; *: any", metavar="ORIGIN", is_list=True),
         Option("tls-cert", "file of the certificate chain (PEM): serve https", metavar="FILE"),
         Option("tls-key", "file of the certificate's private key (in --tls-cert)", metavar="FILE"),

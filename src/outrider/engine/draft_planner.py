@@ -237,4 +237,6 @@ def _row(sequence: Sequence, token_ids: Rows[int], num_drafts: int, next_id: int
         masks=drafting.masks[: num_drafts + 1] if is_sampling and drafting.masks is not None else None,
         media=None if sequence.is_decoding else media,
         position_delta=0 if media is None else media.delta,
+        draft_source=drafting.source,
+        num_forced=drafting.num_forced,
     )

@@ -23,7 +23,7 @@ from outrider.engine.prefill_queue import DEFAULT_CHUNK, PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.row_caches import CacheBudget, SlotTable
-from outrider.engine.sequence import Delta, FinishReason, Sequence
+from outrider.engine.sequence import Delta, FinishReason, Sequence, token_origins
 from outrider.plan import (
     CacheGeometry,
     ImageEmbeddings,
@@ -256,6 +256,9 @@ class Scheduler:
         self._draft_planner.observe(sequence, result.token_ids)
         counters.add_drafts(planned.num_drafts, min(result.num_accepted, num_taken))
         delta = replace(delta, logprobs=result.logprobs[:num_taken])
+        if sequence.params.token_origins:
+            origins = token_origins(planned, len(result.token_ids))
+            delta = replace(delta, origins=origins[:num_taken])
         self._prefix.save(sequence, to_end=has_just_prefilled or delta.finish_reason is not None)
         if delta.finish_reason is not None:
             return delta.merged(self._finish(sequence, delta.finish_reason))

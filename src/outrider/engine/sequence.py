@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from outrider.cache.prefix_index import pair_key
-from outrider.plan import TokenLogprobs
+from outrider.plan import RowPlan, TokenLogprobs
 from outrider.request import MAX_DEPTH, InvalidRequest, Request, SamplingParams
 from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.drafter import Drafter
@@ -56,6 +56,25 @@ class Stats:
         return self.num_generated / self.steps if self.steps else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenOrigin:
+    """How a token was won. Of a draft: its source and its place in the step's drafts, from 1 on.
+
+    "bonus": the model's own token after accepted drafts. "plain": its own token in a step without any.
+    """
+
+    name: str  # a Source, "bonus" or "plain"
+    place: int | None = None
+
+
+def token_origins(row: RowPlan, num_tokens: int) -> tuple[TokenOrigin, ...]:
+    """The origins of the tokens that a step gave to a row: accepted drafts and one token of the model."""
+    num_accepted = num_tokens - 1
+    names = ["forced" if i < row.num_forced else row.draft_source for i in range(num_accepted)]
+    drafts = (TokenOrigin(name, i + 1) for i, name in enumerate(names))
+    return (*drafts, TokenOrigin("bonus" if num_accepted else "plain"))
+
+
 @dataclass(frozen=True)
 class Delta:
     """What a request gained in a step, or its end."""
@@ -69,6 +88,7 @@ class Delta:
     stats: Stats | None = None  # with the finish
     stop_string: str | None = None  # the stop string that ended the answer
     is_client_error: bool = False  # the error is of the request, such as its grammar, not of the engine
+    origins: tuple[TokenOrigin, ...] = ()  # one for each token, if requested
 
     def merged(self, later: Delta) -> Delta:
         return Delta(
@@ -81,6 +101,7 @@ class Delta:
             later.stats,
             self.stop_string or later.stop_string,
             later.is_client_error,
+            self.origins + later.origins,
         )
 
 
@@ -160,6 +181,8 @@ class DraftState:
     num_drafts_next: int = 0  # drafts that the head makes in this step for the row's next step
     proposals: Tokens[Proposal] = ()
     drafts: Tokens[int] = ()  # what the row feeds in this step
+    source: Source = "head"  # of `drafts`
+    num_forced: int = 0  # the first so many of `drafts` are all that the grammar allows
     masks: np.ndarray | None = None  # [1 + drafts, words] the tokens that the grammar allows at each position
 
     def __post_init__(self) -> None:
@@ -207,7 +230,10 @@ class DraftState:
 
     def use(self, which: int, num: int) -> None:
         """Feed the first `num` drafts of one proposal. Grammar masks are computed only for these drafts."""
-        self.drafts = self.proposals[which].token_ids[:num] if self.proposals else ()
+        self.drafts = ()
+        if self.proposals:
+            used = self.proposals[which]
+            self.drafts, self.source, self.num_forced = used.token_ids[:num], used.source, used.num_sure
         if self.grammar is None or not self.drafts:
             self._drop_draft_masks()
             return

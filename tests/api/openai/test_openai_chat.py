@@ -9,7 +9,8 @@ import pytest
 from fake_backend import CALLS, CUT, FAILED, HELLO, THOUGHT, USAGE, USER, Client, FakeBackend, server
 
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedTool, TextPart, Tool, ToolCall
-from outrider.chat.events import Finished, Logprobs, TextDelta
+from outrider.chat.events import Finished, Logprobs, TextDelta, TokenDetail, TokenOrigins
+from outrider.engine.sequence import TokenOrigin
 from outrider.plan import TokenLogprobs
 from outrider.request import Grammar, SamplingParams
 
@@ -407,6 +408,44 @@ def test_streamed_logprobs_all_arrive() -> None:
         chunks = stream({"logprobs": True}, FakeBackend(events))
         logprobs = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
         assert [len(one["content"]) for one in logprobs if one] == [2]
+
+
+ORIGINS = (
+    TokenOrigins((TokenDetail(7, TokenOrigin("head", 1), -0.5), TokenDetail(8, TokenOrigin("bonus"), -1.5))),
+    TextDelta("hi"),
+    Logprobs(TOKENS),
+    TokenOrigins((TokenDetail(26, TokenOrigin("plain")),)),  # its text is held back until the end
+    Finished("stop", USAGE),
+)
+RENDERED_ORIGINS = [
+    {"token": "h", "origin": "head", "place": 1, "logprob": -0.5},
+    {"token": "i", "origin": "bonus", "logprob": -1.5},
+    {"token": "\\xc3", "origin": "plain"},
+]
+
+
+def test_token_origins_are_in_a_whole_answer() -> None:
+    backend = FakeBackend(ORIGINS)
+    answer = Client(server(backend)).post(PATH, {"messages": USER, "return_token_origins": True}).json()
+    assert answer["choices"][0]["token_origins"] == RENDERED_ORIGINS
+    assert backend.requests[0].params.token_origins
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_streamed_token_origins_come_with_their_text(logprobs: bool) -> None:
+    chunks = stream({"return_token_origins": True, "logprobs": logprobs}, FakeBackend(ORIGINS))
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    with_origins = [choice for choice in choices if "token_origins" in choice]
+    assert [choice["delta"]["content"] for choice in with_origins] == ["hi", ""]
+    assert [one for choice in with_origins for one in choice["token_origins"]] == RENDERED_ORIGINS
+
+
+def test_answers_have_no_token_origins_unless_asked() -> None:
+    backend = FakeBackend(HELLO)
+    assert "token_origins" not in Client(server(backend)).post(PATH, {"messages": USER}).text
+    assert not backend.requests[0].params.token_origins
+    bad = Client(server(backend)).post(PATH, {"messages": USER, "return_token_origins": "yes"})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "return_token_origins")
 
 
 def test_every_choice_of_a_stream_ends_with_its_finish_reason() -> None:

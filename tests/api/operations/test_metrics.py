@@ -8,35 +8,11 @@ from typing import Any
 import pytest
 from fake_backend import CUT, HELLO, USER, Client, FakeBackend, server
 from prometheus_client.parser import text_string_to_metric_families
+from step_rows import row, step
 
 from outrider.api.operations.step_metrics import StepMetrics, row_kind
-from outrider.plan import RowPlan, RowResult, StepPlan, StepResult
-from outrider.request import SamplingParams
+from outrider.plan import RowPlan
 from patience import measures_time
-
-PARAMS = SamplingParams()
-
-
-def row(sequence_id: int, num_fed: int, num_drafts: int = 0, start: int = 10, num_prompt: int = 5) -> RowPlan:
-    return RowPlan(
-        sequence_id=sequence_id,
-        slot=sequence_id,
-        start=start,
-        token_ids=[1] * num_fed,
-        num_drafts=num_drafts,
-        next_id=None,
-        feeds_head=False,
-        num_drafts_next=0,
-        params=PARAMS,
-        history=[1] * (start + num_fed),
-        num_prompt=num_prompt,
-    )
-
-
-def step(metrics: StepMetrics, *rows: tuple[RowPlan, int], waiting: int = 0, cache: int = 0) -> None:
-    plan = StepPlan(4, 256, (), (tuple(one for one, _ in rows),))
-    result = StepResult(tuple(RowResult(one.sequence_id, (1,) * gained) for one, gained in rows))
-    metrics.on_step(plan, result, 0.004, waiting, cache)
 
 
 def samples(client: Client) -> dict[str, float]:

@@ -24,6 +24,15 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class OriginOfToken(TypedDict):
+    """How a token was won: as an accepted draft, or sampled by the model itself (bonus, plain)."""
+
+    token: str
+    origin: Literal["head", "ngram", "prediction", "forced", "bonus", "plain"]
+    place: NotRequired[int]  # of a draft: 1 for the first one of its step
+    logprob: NotRequired[float]  # with logprobs: true
+
+
 class CalledFunction(TypedDict):
     name: str
     arguments: str
@@ -51,6 +60,7 @@ class ChatChoice(TypedDict):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_origins: NotRequired[list[OriginOfToken]]  # with return_token_origins: true
 
 
 class PromptTokensDetails(TypedDict):
@@ -107,6 +117,7 @@ class ChatChunkChoice(TypedDict):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_origins: NotRequired[list[OriginOfToken]]  # with return_token_origins: true
 
 
 class ChatCompletionChunk(TypedDict):
@@ -344,6 +355,7 @@ class Model(TypedDict):
     display_name: str
     created_at: str
     max_input_tokens: int
+    input_modalities: list[Literal["text", "image"]]
 
 
 class ModelList(TypedDict):

@@ -14,7 +14,7 @@ from outrider.api.answers import Answers, failure_of
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.errors import openai_error
-from outrider.api.logprobs import chat_logprobs
+from outrider.api.logprobs import chat_logprobs, token_origins
 from outrider.api.openai.answer_models import ChatCompletion, ChatCompletionChunk
 from outrider.api.openai.chat_request import ChatCompletionRequest, chat_request
 from outrider.api.openapi import OpenAIError, answer
@@ -25,6 +25,8 @@ from outrider.chat.events import (
     Logprobs,
     ReasoningDelta,
     TextDelta,
+    TokenDetail,
+    TokenOrigins,
     ToolCallArguments,
     ToolCallEnded,
     ToolCallStarted,
@@ -86,7 +88,8 @@ class ChatCompletions:
         choices = [_WholeChoice(i) for i in range(len(answers.choices))]
         await answers.feed_all(lambda choice, event: choices[choice].feed(event))
         usages = [choice.finished.usage for choice in choices]
-        rendered = [choice.render(self._context, bool(body.logprobs)) for choice in choices]
+        options = bool(body.logprobs), bool(body.return_token_origins)
+        rendered = [choice.render(self._context, *options) for choice in choices]
         return envelope | {"choices": rendered, "usage": usage_of(usages, usages[0].num_prompt)}
 
 
@@ -115,6 +118,7 @@ class _WholeChoice:
         self._reasoning: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
         self._logprobs: list[Any] = []
+        self._origins: list[TokenDetail] = []
         self.finished = Finished("error", Usage())
 
     def feed(self, event: ChatEvent) -> None:
@@ -132,10 +136,12 @@ class _WholeChoice:
                 self._calls[index]["function"]["arguments"] = arguments
             case Logprobs(tokens):
                 self._logprobs.extend(tokens)
+            case TokenOrigins(details):
+                self._origins.extend(details)
             case Finished():
                 self.finished = event
 
-    def render(self, context: ServerContext, with_logprobs: bool) -> dict[str, Any]:
+    def render(self, context: ServerContext, with_logprobs: bool, with_origins: bool) -> dict[str, Any]:
         text = "".join(self._text)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -147,12 +153,15 @@ class _WholeChoice:
         if self._calls:
             message["tool_calls"] = list(self._calls.values())
         logprobs = {"content": chat_logprobs(self._logprobs, context.tokens), "refusal": None}
-        return {
+        choice = {
             "index": self._index,
             "message": message,
             "logprobs": logprobs if with_logprobs else None,
             "finish_reason": FINISH_REASONS[self.finished.reason],
         }
+        if with_origins:
+            choice["token_origins"] = token_origins(self._origins, context.tokens)
+        return choice
 
 
 class _ChunkStream:
@@ -170,7 +179,9 @@ class _ChunkStream:
         self._answers = answers
         self._with_logprobs = bool(body.logprobs)
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._unsent: dict[int, list[Any]] = {}  # by choice: logprobs that wait for the chunk of their text
+        # By choice: logprobs and origins of tokens that wait for the chunk of their text.
+        self._unsent: dict[int, list[Any]] = {}
+        self._unsent_origins: dict[int, list[TokenDetail]] = {}
         self._usages: list[Usage] = []
 
     async def frames(self) -> AsyncIterator[bytes]:
@@ -192,9 +203,13 @@ class _ChunkStream:
         if isinstance(event, Logprobs):
             self._unsent.setdefault(choice, []).extend(event.tokens)
             return []
+        if isinstance(event, TokenOrigins):
+            self._unsent_origins.setdefault(choice, []).extend(event.tokens)
+            return []
         if isinstance(event, Finished):
             self._usages.append(event.usage)
-            rest = [self._chunk(choice, {"content": ""})] if self._unsent.get(choice) else []
+            has_rest = self._unsent.get(choice) or self._unsent_origins.get(choice)
+            rest = [self._chunk(choice, {"content": ""})] if has_rest else []
             return [*rest, self._chunk(choice, {}, FINISH_REASONS[event.reason])]
         delta = _delta(event)
         return [self._chunk(choice, delta)] if delta is not None else []
@@ -203,7 +218,10 @@ class _ChunkStream:
         logprobs = None
         if self._with_logprobs and (tokens := self._unsent.pop(choice, None)):
             logprobs = {"content": chat_logprobs(tokens, self._context.tokens), "refusal": None}
-        rendered = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        rendered: dict[str, Any] = {"index": choice, "delta": delta, "logprobs": logprobs}
+        rendered["finish_reason"] = finish_reason
+        if details := self._unsent_origins.pop(choice, None):
+            rendered["token_origins"] = token_origins(details, self._context.tokens)
         chunk = self._envelope | {"choices": [rendered]}
         return sse.data(chunk | {"usage": None} if self._with_usage else chunk)
 

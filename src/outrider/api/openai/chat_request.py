@@ -216,6 +216,9 @@ class ChatCompletionRequest(ChatFields):
     stop: StopStrings | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = Field(None, description="Needs logprobs: true")
+    return_token_origins: bool | None = Field(
+        None, description="Extension: say of each token whether it was a draft, and of which kind"
+    )
     tools: Annotated[list[ToolSpec], AtMost(TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -253,6 +256,7 @@ def chat_request(
         max_tokens=_max_tokens(body, default_max_tokens),
         stop=body.stop,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        token_origins=bool(body.return_token_origins),
     )
     prediction = None if body.prediction is None else body.prediction.content
     if isinstance(prediction, list):

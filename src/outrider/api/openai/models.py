@@ -30,6 +30,7 @@ def _model(context: ServerContext, name: str) -> dict[str, Any]:
         "display_name": name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
         "max_input_tokens": context.facts.max_context,
+        "input_modalities": ["text", "image"] if context.facts.reads_images else ["text"],
     }
 
 

@@ -25,6 +25,7 @@ from outrider.chat.events import (
     Logprobs,
     ReasoningDelta,
     TextDelta,
+    TokenOrigins,
     ToolCallArguments,
     ToolCallEnded,
     ToolCallStarted,
@@ -79,6 +80,8 @@ class ResponseBuilder:
                 return self._end_call(arguments)
             case Logprobs(tokens):
                 self._logprobs += chat_logprobs(tokens, self._tokens) if self._with_logprobs else []
+                return []
+            case TokenOrigins():  # of chat completions only
                 return []
             case Finished():
                 return self._finish(event)

@@ -58,6 +58,40 @@ class Status(TypedDict):
     requests: list[StatusRequest]
 
 
+class StreamedRow(TypedDict):
+    """A row since the last event."""
+
+    sequence: int
+    state: Literal["prompt", "decode"]
+    prompt_tokens: int
+    cells: int  # tokens in the caches: of a row in the state "prompt", how much of its prompt is computed
+    depth: int  # drafts that it was fed in the last step
+    committed: int
+    accepted: int  # drafts
+    rejected: int  # drafts
+    strides: list[list[int]]  # [drafts fed, tokens committed] of its newest decode steps, the last one last
+
+
+class StatusEvent(TypedDict):
+    time_s: float
+    status: str  # as in Health
+    rows: list[StreamedRow]
+    max_rows: int
+    waiting: int
+    live_requests: int
+    steps: int
+    tokens_per_s: float  # over the last two seconds
+    prompt_tokens_per_s: float
+    committed_tokens: int
+    prefilled_tokens: int
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+    cache_bytes: int
+    cache_budget_bytes: int | None
+    prefix_cache: dict[str, int] | None
+    memory_bytes: int | None  # of the process; null on macOS
+
+
 class ClearedCache(TypedDict):
     object: Literal["cache.deleted"]
     deleted: Literal[True]

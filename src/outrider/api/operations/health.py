@@ -34,7 +34,7 @@ def health_router(context: ServerContext) -> APIRouter:
     @router.get("/health", summary=READY, response_model=None, responses=working_or_not)
     @router.get("/health/ready", summary=READY, response_model=None, responses=working_or_not)
     async def ready() -> Response:
-        status = _readiness(context)
+        status = readiness(context)
         if status != "ready":
             return JSONResponse({"status": status}, 503, NOT_READY_HEADERS)
         return JSONResponse({"status": status})
@@ -46,7 +46,7 @@ def health_router(context: ServerContext) -> APIRouter:
     return router
 
 
-def _readiness(context: ServerContext) -> str:
+def readiness(context: ServerContext) -> str:
     return context.fault() or ("shutting down" if context.live.is_draining else "ready")
 
 
@@ -55,7 +55,7 @@ def _status(context: ServerContext) -> dict[str, Any]:
     drafted, accepted = steps.acceptance
     return {
         "server": FINGERPRINT,
-        "status": _readiness(context),
+        "status": readiness(context),
         "up_s": round(context.now_s() - context.started_s, 3),
         "model": {
             "name": context.settings.model_name,

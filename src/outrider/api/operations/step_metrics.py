@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ RowKind = Literal["plain", "speculating", "prefill"]
 ROW_KINDS: tuple[RowKind, ...] = ("plain", "speculating", "prefill")
 # Histogram buckets in seconds, chosen by hand.
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+MAX_WATCHED_STEPS = 1024  # steps that wait for the reader of `watch`; chosen by hand
 STRIDES = tuple(range(1, MAX_DEPTH + 2))
 
 
@@ -77,6 +79,12 @@ class LiveRow:
     kind: RowKind
     num_cells: int
     num_drafts: int
+    num_committed: int
+    num_prompt: int
+
+    @property
+    def num_accepted(self) -> int:
+        return max(0, min(self.num_drafts, self.num_committed - 1))
 
 
 class StepMetrics:
@@ -98,6 +106,7 @@ class StepMetrics:
         self._last_step_s: float | None = None
         self._encode_seconds = StepHistogram(STEP_BUCKETS_S)
         self._embedding_hits = 0
+        self._watched: deque[tuple[LiveRow, ...]] | None = None
         self._embedding_bytes = 0
 
     # -- on the engine thread ----------------------------------------------------------------------------
@@ -111,6 +120,8 @@ class StepMetrics:
         self._seconds.observe(seconds)
         self._rows, self._num_waiting, self._cache_bytes = rows, num_waiting, cache_bytes
         self._last_step_s = time.monotonic()
+        if (watched := self._watched) is not None:
+            watched.append(rows)
 
     def on_encode(self, seconds: float) -> None:
         self._encode_seconds.observe(seconds)
@@ -131,9 +142,19 @@ class StepMetrics:
                 self._drafted[position] += 1
             for position in range(min(row.num_drafts, num_committed - 1)):
                 self._accepted[position] += 1
-        return LiveRow(row.sequence_id, kind, row.start + row.num_fed, row.num_drafts)
+        num_cells = row.start + row.num_fed
+        return LiveRow(row.sequence_id, kind, num_cells, row.num_drafts, num_committed, row.num_prompt)
 
     # -- for any thread ----------------------------------------------------------------------------------
+
+    def watch(self) -> deque[tuple[LiveRow, ...]]:
+        """A queue that gets the rows of each step from now on, until `unwatch`. Unread steps are dropped."""
+        self._watched = deque(maxlen=MAX_WATCHED_STEPS)
+        return self._watched
+
+    def unwatch(self, watched: deque[tuple[LiveRow, ...]]) -> None:
+        if self._watched is watched:
+            self._watched = None
 
     @property
     def rows(self) -> tuple[LiveRow, ...]:
@@ -152,6 +173,15 @@ class StepMetrics:
     @property
     def cache_bytes(self) -> int:
         return 0 if self.is_idle() else self._cache_bytes
+
+    @property
+    def num_committed(self) -> int:
+        return self._num_committed
+
+    @property
+    def num_prefilled(self) -> int:
+        """Prompt tokens computed."""
+        return self._num_prefilled
 
     @property
     def num_steps(self) -> int:
