@@ -18,7 +18,7 @@ export class Chart {
   constructor(title, series, format) {
     Object.assign(this, { series, format });
     this.lines = series.map((_, index) => svg("polyline", { class: `line line-${index}` }));
-    this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", class: "plot" });
+    this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", class: "plot", "aria-label": `${title}: no figures yet` });
     this.picture.append(...this.lines);
     this.start = h("span", {});
     this.most = h("span", {});
