@@ -136,6 +136,7 @@ class RowAcceptance:
         # Tokens that the head's first, second, .. draft brings in a step, less what feeding it costs: see
         # per_draft.py. None: no step has been counted.
         self.head_gains: list[float] | None = None
+        self.num_head_gains = 0  # steps that have been counted
         self.other_source: Source | None = None  # the drafter that last offered more than the head
         self.other_share = 0.0  # share of recent steps in which another drafter offered more than the head
 

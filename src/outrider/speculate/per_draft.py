@@ -4,9 +4,9 @@ The head says by how much it prefers each draft to the second best token (the ma
 turns this into a chance (margins.py), and a draft is fed if its chance is worth its cost (draft_choice.py).
 Every row may feed another number of drafts.
 
-How many drafts the head makes is decided before they are known, by what its drafts have brought lately. A
-row's head is paused while they have brought less than the head's passes cost, and drafts again after
-PROBE_INTERVAL steps: texts change. Pure Python.
+How many drafts the head makes is decided before they are known, by what its drafts have brought lately. The
+head is paused while they have brought less than its passes cost, for all rows at once: a row that goes on
+after a pause has to feed the head what it missed. Paused rows are probed: texts change. Pure Python.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from outrider.speculate.depth import DepthChoice
 from outrider.speculate.draft_choice import RowOffers, StepCost, choose_drafts
 
 MAX_PADDING_SHARE = 0.5  # of a token's cost: with more, rows share their width
+MIN_NET_GAIN = 0.1  # of a plain step's time, from which the head drafts; measured in bursts of 8 and 16
 GAIN_SHARE = 0.1  # weight of the newest step in a row's gains from its head
 MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows
 
@@ -70,7 +71,7 @@ class PerDraftController(DepthController):
         for request, row in zip(decoding, rows, strict=True):
             self._count_head_gains(request, row, prices)
         fed = choose_drafts(rows, cost, prices.token_s, prices.min_chance)
-        depth, drafting = self._next_drafts(requests, prices)
+        depth, drafting = self._next_drafts(requests, prices, cost(max(1, len(decoding)), 1))
         self._count_step(rows, fed, cost, self._head_s(requests, len(drafting), depth))
         nums = [0] * len(requests)
         for i, request in enumerate(requests):
@@ -138,20 +139,20 @@ class PerDraftController(DepthController):
     def _head_s(self, requests: Sequence[DraftRequest], num_rows: int, num_drafts: int) -> float:
         return self.costs.head_s(StepShape(max(1, len(requests)), 1, num_rows, num_drafts))
 
-    def _next_drafts(self, requests: Sequence[DraftRequest], prices: _Prices) -> tuple[int, list[int]]:
+    def _next_drafts(
+        self, requests: Sequence[DraftRequest], prices: _Prices, plain_s: float
+    ) -> tuple[int, list[int]]:
         """How many drafts the head makes in this step, and for which rows on auto."""
-        free = [i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0]
-        row_s = self.costs.head_row_s(len(requests), len(free), 1)
-        gains = {i: self._head_gains(requests[i].record, prices) for i in free}
-        drafting = [i for i in free if gains[i][0] * prices.token_s >= row_s]
-        best, best_s, gain = 0, 0.0, 0.0
+        rows = [i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0]
+        gains = [self._head_gains(requests[i].record, prices) for i in rows]
+        # In a burst of answers the rows that gain least end last: a small gain of the mean row is a loss.
+        best, best_s, gain_s = 0, MIN_NET_GAIN * plain_s, 0.0
         for depth in range(1, MAX_DEPTH + 1):
-            gain += sum(gains[i][depth - 1] for i in drafting)
-            net_s = gain * prices.token_s - self._head_s(requests, len(drafting), depth)
+            gain_s += sum(of_row[depth - 1] for of_row in gains) * prices.token_s
+            net_s = gain_s - self._head_s(requests, len(rows), depth)
             if net_s > best_s:
                 best, best_s = depth, net_s
-        if best == 0:
-            drafting = []
+        drafting = rows if best else []
         return max(1, best), drafting + self.rows_to_probe(requests, drafting)
 
     def _head_gains(self, record: RowAcceptance, prices: _Prices) -> list[float]:
@@ -166,8 +167,9 @@ class PerDraftController(DepthController):
             if offer.source != "head":
                 continue
             gains, chances = self._head_gains(request.record, prices), list(made)
-            further = made[-1] / (made[-2] if len(made) > 1 else 1.0)
-            while len(chances) < MAX_DEPTH:  # a draft that was not made counts as the last one that was
-                chances.append(chances[-1] * further)
+            while len(chances) < MAX_DEPTH:  # drafts that were not made
+                chances.append(chances[-1] * self.acceptance.margins.mean_chance)
+            share = max(GAIN_SHARE, 1 / (2 + request.record.num_head_gains))  # the first estimate counts once
+            request.record.num_head_gains += 1
             for i, chance in enumerate(chances[:MAX_DEPTH]):
-                gains[i] += GAIN_SHARE * (max(0.0, chance - prices.min_chance) - gains[i])
+                gains[i] += share * (max(0.0, chance - prices.min_chance) - gains[i])
