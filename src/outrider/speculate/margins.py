@@ -10,10 +10,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+# The first chances and shares, which count before any comparison, are rounded from the default model's head
+# (docs/LOG.md, "What the head knows itself"). The weight and the decay were chosen by hand.
 LIMITS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # between the classes, as differences of logits
-FIRST_CHANCES = (0.3, 0.4, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98)  # of each class, before any comparison
-FIRST_SHARES = (0.06, 0.06, 0.1, 0.08, 0.07, 0.14, 0.11, 0.18, 0.2)  # of the drafts, before any comparison
-FIRST_MEAN = 0.75  # the chance of a draft of any class, before any comparison
+FIRST_CHANCES = (0.3, 0.4, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98)  # of each class to be right
+FIRST_SHARES = (0.06, 0.06, 0.1, 0.08, 0.07, 0.14, 0.11, 0.18, 0.2)  # of each class among all drafts
+FIRST_MEAN = 0.75  # the chance of a draft of any class
 FIRST_WEIGHT = 4.0  # comparisons that a first chance is worth
 DECAY = 0.995  # of a class's counts, with every comparison in it: about 200 count
 
@@ -44,7 +46,7 @@ class MarginRecord:
         return (right + FIRST_WEIGHT * FIRST_MEAN) / (compared + FIRST_WEIGHT)
 
     def expected_gains(self, min_chance: float, num: int, is_sampled: bool) -> list[float]:
-        """For j = 1..num: by how much the chance of draft j exceeds `min_chance`, on average, if it does."""
+        """For j = 1..num: the mean of max(0, chance of draft j - min_chance)."""
         compared, chances = self._compared[is_sampled], self.chances(is_sampled)
         weights = [each + FIRST_WEIGHT * share for each, share in zip(compared, FIRST_SHARES, strict=True)]
         before, gains = 1.0, []

@@ -16,20 +16,15 @@ from dataclasses import dataclass
 
 from outrider.request import MAX_DEPTH
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance
-from outrider.speculate.controller import (
-    DepthController,
-    DraftRequest,
-    Offer,
-    chances_of,
-)
+from outrider.speculate.controller import DepthController, DraftRequest, Offer, chances_of
 from outrider.speculate.costs import CostTable, StepShape, guessed_costs
 from outrider.speculate.depth import DepthChoice
 from outrider.speculate.draft_choice import RowOffers, StepCost, choose_drafts
 
-MAX_PADDING_SHARE = 0.5  # of a token's cost: with more, rows share their width
-MIN_NET_GAIN = 0.1  # of a plain step's time, from which the head drafts; measured in bursts of 8 and 16
-GAIN_SHARE = 0.1  # weight of the newest step in a row's gains from its head
-MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows
+MAX_PADDING_SHARE = 0.5  # of a token's cost: with more, rows share their width; chosen by hand
+MIN_NET_GAIN = 0.1  # least gain for which the head drafts, as a share of a plain step; chosen by hand
+GAIN_SHARE = 0.1  # weight of the newest step in a row's gains from its head; from the simulator
+MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; chosen by hand
 
 
 def new_controller(

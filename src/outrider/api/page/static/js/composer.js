@@ -12,13 +12,13 @@ export class Composer {
     this.readsImages = false;
     this.input = h("textarea", { rows: "1", id: "composer", "aria-label": "Message", placeholder: "Ask something",
       oninput: () => this.resize(), onkeydown: (event) => this.onKey(event), onpaste: (event) => this.onPaste(event) });
-    this.shelf = h("div", { class: "pictures" });
+    this.thumbnails = h("div", { class: "pictures" });
     this.file = h("input", { type: "file", accept: "image/*", multiple: true, hidden: true, "aria-label": "Pictures",
       onchange: () => this.attach(this.file.files) });
     this.pictureButton = iconButton("picture", "Attach a picture", () => this.file.click(), { hidden: true });
     this.button = h("button", { class: "icon-button send", type: "submit" });
     this.element = h("form", { class: "composer", onsubmit: (event) => this.onSubmit(event) },
-      this.shelf, h("div", { class: "composer-row" }, this.pictureButton, this.file, this.input, this.button));
+      this.thumbnails, h("div", { class: "composer-row" }, this.pictureButton, this.file, this.input, this.button));
     this.setRunning(false);
   }
 
@@ -90,7 +90,7 @@ export class Composer {
   }
 
   showPictures() {
-    this.shelf.replaceChildren(...this.images.map((src, index) => h("div", { class: "picture" },
+    this.thumbnails.replaceChildren(...this.images.map((src, index) => h("div", { class: "picture" },
       h("img", { src, alt: "Picture to send" }),
       iconButton("close", "Remove the picture", () => {
         this.images.splice(index, 1);
