@@ -1,7 +1,7 @@
 """A folder of block files with a limit in bytes. The least recently used files are removed first. No MLX.
 
-No step takes longer for a folder with more files: each write looks at the next few entries of the folder, in
-turn, to find files that other servers have added or removed.
+No write lists the whole folder: each looks at the next few entries, in turn, to find files that other servers
+have added or removed.
 
     FOLDER/<model>-<name>.block.safetensors
     FOLDER/checksum.key                          the key of all checksums, made by the first server
