@@ -7,9 +7,13 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODEL  ?=
 EXTRAS ?= dev
 SECONDS_TO_SOAK ?= 600
+CODE   := src tests benchmarks recipes deploy docs .ci/wheel
+AGENTS ?= .agents
+RECORD ?=
 
-# Exact versions with hashes, for every supported Python on Linux and macOS. `make setup LOCK=` installs the newest
-# versions within the bounds of pyproject.toml instead.
+# Exact versions with hashes, for every supported Python on Linux and macOS. The lock is complete, so pip resolves no
+# dependencies (its older versions take newer releases for `package[extra]` than the lock allows, and fail).
+# `make setup LOCK=` installs the newest versions within the bounds of pyproject.toml instead.
 LOCK   ?= requirements.lock
 UV      = uv>=0.13,<0.14
 UPGRADE ?=
@@ -19,9 +23,10 @@ BEYOND  ?=
 TOOLS   := .venv-tools
 CYCLONEDX = cyclonedx-bom>=7.5,<8
 PIP_AUDIT = pip-audit>=2.10.1,<3
+PIPX    = pipx>=1.18,<2
 SBOM    ?= sbom.cdx.json
 
-.PHONY: setup serve chat test check soak bench lock newest sbom audit clean
+.PHONY: setup serve chat test test-agents check docs pictures test-wheel soak bench lock newest sbom audit clean
 
 setup: $(STAMP)
 
@@ -34,7 +39,7 @@ ifeq ($(LOCK),)
 	@$(PIP) --editable '.[$(EXTRAS)]'
 else
 	@echo "Installing Outrider and the dependencies in $(LOCK) into $(VENV) ..."
-	@$(PIP) --require-hashes --requirement $(LOCK) || \
+	@$(PIP) --no-deps --require-hashes --requirement $(LOCK) || \
 	  { echo "$(LOCK) cannot be installed here. To install without exact versions and hashes: make setup LOCK="; exit 1; }
 	@$(PIP) --no-deps --no-build-isolation --editable .
 ifneq ($(EXTRAS),dev)
@@ -51,13 +56,33 @@ chat: $(STAMP)
 	$(BIN)/outrider chat $(MODEL)
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks recipes
-	$(BIN)/ruff format --check src tests benchmarks recipes
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet
 
 test: $(STAMP) check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# The docs as a site, in site/.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
+# The pictures of the page in the docs, made by its tests with the default model. Needs Chromium or Chrome.
+pictures: $(STAMP)
+	OUTRIDER_PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser/test_first_minutes.py
+	$(BIN)/python -m tests.browser.page_files docs/pictures
+
+# The wheel, installed by uv and by pipx into an empty home. Needs the network.
+test-wheel: $(STAMP) $(TOOLS)/.installed
+	.ci/wheel $(BIN)/python $(TOOLS)
+
+# The real coding agents, headless, against a server with a scripted model. They are installed into $(AGENTS), at the
+# versions in tests/agents/tools; what cannot be installed is skipped. RECORD=1 makes fixtures of their requests.
+test-agents: $(STAMP)
+	.ci/agents $(AGENTS)
+	AGENT_TOOLS=$(abspath $(AGENTS)) RECORD_AGENTS=$(RECORD) $(BIN)/python -m pytest -n 2 -rs tests/agents
 
 soak: $(STAMP)
 	OUTRIDER_SOAK_SECONDS=$(SECONDS_TO_SOAK) $(BIN)/python -m pytest -m soak --timeout=0 -s tests
@@ -88,8 +113,8 @@ audit: $(TOOLS)/.installed
 
 $(TOOLS)/.installed: Makefile
 	@$(PYTHON) -m venv $(TOOLS)
-	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check '$(CYCLONEDX)' '$(PIP_AUDIT)'
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check '$(CYCLONEDX)' '$(PIP_AUDIT)' '$(UV)' '$(PIPX)'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(TOOLS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-newest $(TOOLS) $(AGENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis site
