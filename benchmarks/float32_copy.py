@@ -1,4 +1,4 @@
-"""Writes a copy of a model in float32, not quantised, as Outrider has it in memory on a CPU.
+"""Writes a copy of a model in float32, not quantised.
 
 MLX's quantised and 16-bit matrix products are very slow on CPUs, and other servers load a folder as it is.
 With this copy all servers multiply the same numbers.
@@ -20,7 +20,7 @@ REMOVED_KEYS = ("quantization", "quantization_config")
 
 def write_float32_copy(model: str | Path, folder: Path) -> Path:
     """Writes into `folder`, with the tokenizer, the other small files and the MTP head."""
-    loaded = loader.load(model)
+    loaded = loader.load(model, "float32")
     folder.mkdir(parents=True)
     for file in loaded.path.iterdir():
         if file.is_dir():

@@ -1,6 +1,7 @@
 """The arithmetic for x86 CPUs against float64, and against MLX's own."""
 
 import math
+import shutil
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,9 +14,10 @@ import pytest
 from mlx_lm.models import activations, base
 from mlx_lm.models.cache import KVCache
 
-from outrider.cache.placement import Placement, RopeOffsets
+from outrider.cache.placement import Placement, RopeOffsets, block_tables
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
-from outrider.cpu import fast_math
+from outrider.cpu import extension, fast_math
+from outrider.plan import BLOCK_SIZE
 from own_sgemm import WHERE_THEY_ARE
 
 pytestmark = pytest.mark.skipif(not fast_math.applies(), reason="for Linux on x86 without a GPU")
@@ -63,6 +65,13 @@ def test_swiglu_of_another_dtype_is_mlxs() -> None:
 
 
 # Attention --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_native_attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests may have loaded the extension."""
+    if "native" not in request.node.name:
+        monkeypatch.setattr(extension, "if_loaded", lambda: None)
 
 
 def placed(
@@ -180,6 +189,71 @@ def test_a_rows_result_does_not_depend_on_its_neighbours(length: int, longest: i
     keys, values = alone.update_and_fetch(*(x[:1] for x in new))
     single = fast_math.attention(queries[:1], keys, values, alone, 0.25, alone.make_mask(1))
     assert mx.array_equal(single[0], together[0])
+
+
+@needs_own_matmul
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 100])
+def test_long_and_short_rows_attend_in_groups_to_the_same_bits(has_sinks: bool, window: int | None) -> None:
+    mx.random.seed(8)
+    starts = [900, 9, 30, 850]
+    new = [mx.random.normal((4, 3, 2, 16)) for _ in range(2)]
+    queries, sinks = mx.random.normal((4, 9, 2, 16)), mx.random.normal((9,)) if has_sinks else None
+    arguments = range(4), mx.array(starts), mx.array([2, 1, 2, 2]), 2, 902, 1024
+    whole = layer_of(Placement(*arguments), 3, 16, 16, mx.float32)
+    parts = LayerView(whole._kv, Placement(*arguments, ends=[start + 2 for start in starts]))
+    found = []
+    for view in (whole, parts):
+        keys, values = view.update_and_fetch(*new)
+        mask = view.make_mask(2, window_size=window)
+        assert len(view.groups(keys, values, mask)) == (2 if view is parts else 0)
+        found.append(fast_math.attention(queries, keys, values, view, 0.25, mask, sinks))
+    assert mx.array_equal(found[0], found[1])
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 80)])
+@pytest.mark.parametrize("width", [1, 33])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_native_attention_gives_the_same(
+    heads: int, kv_heads: int, dim: int, width: int, window: int | None, has_blocks: bool
+) -> None:
+    """From slots and from blocks, for long and short rows; padding is zero."""
+    if (native := extension.extension()) is None:
+        pytest.skip("not for this CPU")
+    mx.random.seed(dim + width)
+    starts, num_fed = [0, 700, 30], [width, width, 1]
+    rng = np.random.default_rng(width)
+    order = rng.permutation(np.arange(2, 38)).reshape(3, 12)
+    tables = block_tables(order.tolist())
+    arguments = range(3), mx.array(starts), mx.array(num_fed), width, 700 + width, 768
+    slots = layer_of(Placement(*arguments), kv_heads, dim, dim, mx.float32)
+    view = slots
+    if has_blocks:
+        kv = RaggedKV(slots._kv.spec)
+        kv.resize_blocks(38, BLOCK_SIZE)
+        for own, other in zip(kv.arrays(), slots.arrays(), strict=True):
+            cells = other[:, :, :768].reshape(3, kv_heads, 12, BLOCK_SIZE, dim).swapaxes(1, 2)
+            own[mx.array(order)] = cells
+        view = LayerView(kv, Placement(*arguments, tables=tables))
+    queries = mx.random.normal((3, heads, width, dim))
+    new = [mx.random.normal((3, kv_heads, width, dim)) for _ in range(2)]
+    slots.update_and_fetch(*new)
+    keys, values = slots.read()
+    mask = slots.make_mask(width, window_size=window)
+    truth = in_float64(queries, keys, values, dim**-0.5, mask)
+    keys, values = view.update_and_fetch(*new)
+    mask = view.make_mask(width, window_size=window)
+    found = np.array(fast_math.attention(queries, keys, values, view, dim**-0.5, mask))
+    assert view.placement.num_native == 1
+    assert native is not None
+    for row, num in enumerate(num_fed):
+        assert np.abs(found[row, :, :num] - truth[row, :, :num]).max() <= 4e-6
+        assert not found[row, :, num:].any()
+    fast_math.attention(queries, keys, values, view, dim**-0.5, mask, mx.zeros(heads))
+    fast_math.attention(queries, keys + 0, values, view, dim**-0.5, mask)
+    assert view.placement.num_native == 1, "sinks, and keys that the model has changed: MLX's operations"
 
 
 @needs_own_matmul

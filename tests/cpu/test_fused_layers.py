@@ -13,8 +13,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from outrider.cache.placement import GridPositions, Placement
-from outrider.cache.ragged_kv import LayerView
+from outrider.cache.placement import GridPositions, Placement, block_tables
+from outrider.cache.ragged_kv import LayerView, RaggedKV
 from outrider.cpu import fused_layers
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import keep_quantized
@@ -23,6 +23,7 @@ from outrider.models.layer_swaps import without_speed_swaps
 from outrider.models.trunk import Trunk, TrunkCache
 from outrider.models.vision.deepstack import use_deepstack
 from outrider.models.vision.mrope import MRopeSections
+from outrider.plan import BLOCK_SIZE
 from ragged_rows import RaggedRows, error
 from step.histories import Tally, play, random_history, world
 from tiny_models import SLIDING_AND_FULL, VOCAB_SIZE, YARN, tiny_model
@@ -58,9 +59,11 @@ def as_before(native: ModuleType) -> Iterator[None]:
     assert native.use_instructions("")
 
 
-def quantized(family: str, bits: int = 4, **changes: Any) -> nn.Module:
+def quantized(
+    family: str, bits: int = 4, group_size: int = 32, mode: str = "affine", **changes: Any
+) -> nn.Module:
     model = tiny_model(family, **changes)
-    nn.quantize(model, group_size=32, bits=bits)
+    nn.quantize(model, group_size=group_size, bits=bits, mode=mode)
     assert keep_quantized(model) == []
     return model
 
@@ -112,6 +115,18 @@ def test_a_fused_model_gives_what_the_plain_form_gives(kind: str, bits: int) -> 
         expected = two_rows(trunk)
     # A number between two codes may fall elsewhere, and changes all that follows a little.
     assert error(found, expected) <= 0.002
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+)
+def test_layers_of_small_floats_are_fused_too(mode: str, bits: int, group_size: int) -> None:
+    model = quantized("qwen2", bits, group_size, mode)  # with biases of its own
+    trunk = served(model)
+    assert all(is_fused(layer) for layer in model.layers)
+    found = two_rows(trunk)
+    with without_speed_swaps(model):
+        assert error(found, two_rows(trunk)) <= 0.002
 
 
 def two_rows(trunk: Trunk) -> np.ndarray:
@@ -439,15 +454,19 @@ def test_other_calls_go_to_the_plain_form(llama: Trunk, monkeypatch: pytest.Monk
 def test_bad_arrays_are_refused(native: ModuleType) -> None:
     weight, scales, biases = mx.quantize(mx.random.normal((64, 64)), group_size=32, bits=4)
     for bad, message in (
-        ((weight, scales, biases, 7, 32, None), "bits"),
-        ((weight, scales, biases, 4, 16, None), "group"),
-        ((weight, scales[:32], biases, 4, 32, None), "another shape"),
-        ((weight, scales.astype(mx.int32), biases.astype(mx.int32), 4, 32, None), "must be float32"),
-        ((weight.astype(mx.float32), scales, biases, 4, 32, None), "not a quantised matrix"),
+        ((weight, scales, biases, 32, 7, "affine", None), "no weights of 7 bits"),
+        ((weight, scales, biases, 48, 4, "affine", None), "groups"),
+        ((weight, scales[:32], biases, 32, 4, "affine", None), "do not belong together"),
+        ((weight, *(x.astype(mx.int32) for x in (scales, biases)), 32, 4, "affine", None), "must be float32"),
+        ((weight.astype(mx.float32), scales, biases, 32, 4, "affine", None), "codes must be uint32"),
+        ((weight[None], scales, biases, 32, 4, "affine", None), "not a quantised matrix"),
     ):
         with pytest.raises(ValueError, match=message):
             native.Linear(*bad)
-    linear, norm = native.Linear(weight, scales, biases, 4, 32, None), native.RMSNorm(mx.ones(64), 1e-5)
+    linear, norm = (
+        native.Linear(weight, scales, biases, 32, 4, "affine", None),
+        native.RMSNorm(mx.ones(64), 1e-5),
+    )
     with pytest.raises(ValueError, match="heads"):
         native.Attention(norm, linear, linear, linear, linear, None, None, 3, 3, 16, 1.0)
     with pytest.raises(ValueError, match="another shape"):
@@ -485,3 +504,61 @@ def test_a_step_of_the_engine_copies_no_buffer(native: ModuleType) -> None:
         copies = native.num_buffer_copies()
         play(own, history)
         assert native.num_buffer_copies() - copies <= 2  # by chance: see above
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cells_in_blocks_give_the_same_bits_as_cells_in_slots(kind: str) -> None:
+    """Long and short rows, blocks in any order, one of them shared; a prompt's chunk and single tokens."""
+    rng = np.random.default_rng(1)
+    family, changes = KINDS[kind]
+    trunk = served(quantized(family, **changes))
+    layer, (slots, *_) = trunk.model.layers[0], list(TrunkCache(trunk.layout).buffers())
+    blocks = RaggedKV(slots.spec)
+    starts, num_fed, capacity = [700, 3, 130], [40, 1, 7], 768
+    slots.resize(3, capacity)
+    tables = [rng.permutation(np.arange(2, 14)).tolist(), [20], [16, 15, 14]]
+    tables[2][0] = tables[0][0]
+    cells = [rng.standard_normal((3, *part.shape[1:])).astype(np.float32) for part in slots.arrays()]
+    for part in cells:
+        part[2, :, :BLOCK_SIZE] = part[0, :, :BLOCK_SIZE]
+    slots.put([mx.array(part) for part in cells])
+    blocks.resize_blocks(24, BLOCK_SIZE)
+    in_blocks = [np.zeros(part.shape, np.float32) for part in blocks.arrays()]
+    for part, whole in zip(in_blocks, cells, strict=True):
+        for row, table in enumerate(tables):
+            for number, block in enumerate(table):
+                part[block] = whole[row, :, number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE]
+    blocks.put([mx.array(part) for part in in_blocks])
+    x = mx.array(rng.standard_normal((3, 40, trunk.hidden_size)), mx.float32)
+    arguments = [0, 1, 2], mx.array(starts), mx.array(num_fed), 40, 740, capacity
+    outs, fed = [], []
+    for kv, place in (
+        (slots, Placement(*arguments)),
+        (blocks, Placement(*arguments, tables=block_tables(tables))),
+    ):
+        outs.append(layer(x, place.mask(kv.spec.window), LayerView(kv, place)))
+        fed.append(LayerView(kv, place).read())
+    assert mx.array_equal(*outs)
+    for row, (start, num) in enumerate(zip(starts, num_fed, strict=True)):
+        for own, other in zip(*fed, strict=True):
+            assert mx.array_equal(own[row, :, : start + num], other[row, :, : start + num])
+    assert not mx.any(blocks.keys[mx.array([0, 21, 22, 23])])
+
+
+def test_blocks_of_another_size_are_refused() -> None:
+    trunk = served(quantized("llama"))
+    kv, *_ = TrunkCache(trunk.layout).buffers()
+    assert isinstance(kv, RaggedKV)
+    kv.resize_blocks(4, 32)
+    place = Placement([0], mx.array([0]), mx.array([1]), 1, 1, 0, tables=block_tables([[2]]), block_size=32)
+    with pytest.raises(ValueError, match="64 cells"):
+        trunk.model.layers[0](mx.zeros((1, 1, trunk.hidden_size)), place.mask(None), LayerView(kv, place))
+
+
+@pytest.mark.parametrize(
+    ("name", "reads_blocks"),
+    [("llama-4bit", True), ("qwen3_5-4bit", True), ("gpt_oss-5bit", False), ("deepseek_v3", False)],
+)
+def test_rows_have_blocks_where_attention_reads_them_in_place(name: str, reads_blocks: bool) -> None:
+    """Not with sinks or latent attention, which would copy all cells in every layer."""
+    assert world(name).trunk.reads_blocks == reads_blocks

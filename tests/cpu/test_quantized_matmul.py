@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product as product_of
 from types import ModuleType
 
 import mlx.core as mx
@@ -13,10 +15,19 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from numpy.typing import NDArray
 
 from outrider.cpu.extension import extension
-from outrider.cpu.quantized import BITS, GROUP_SIZES, CpuQuantizedLinear, keep_quantized
+from outrider.cpu.quantized import (
+    BITS,
+    FLOAT_MODES,
+    GROUP_SIZES,
+    CpuQuantizedLinear,
+    keep_quantized,
+    linear_rows,
+    new_linear,
+)
 from outrider.cpu.threads import thread_counts
 
 INSTRUCTIONS = ("avx512vnni", "avx2", "portable")
+FLOAT_FORMATS = [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]  # mode, bits, group size
 Floats = NDArray[np.float32]
 
 
@@ -36,12 +47,89 @@ def instructions(request: pytest.FixtureRequest, native: ModuleType) -> Iterator
     assert native.use_instructions("")
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Quantised weights in one of MLX's formats, or with groups of 16 or without biases, which are ours."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    group_size: int
+    bits: int
+    mode: str = "affine"
+
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        return self.weight, self.scales, self.biases
+
+    @property
+    def format(self) -> tuple[int, int, str]:
+        return self.group_size, self.bits, self.mode
+
+    def each(self, change: Callable[[mx.array], mx.array]) -> Weights:
+        weight, scales, biases = (None if array is None else change(array) for array in self.arrays)
+        assert weight is not None
+        assert scales is not None
+        return replace(self, weight=weight, scales=scales, biases=biases)
+
+    def codes(self) -> NDArray[np.int64]:
+        """[rows, size]: one stream of bits, beginning with the lowest bit of the first code."""
+        stream = np.unpackbits(np.array(self.weight).view(np.uint8), axis=-1, bitorder="little")
+        bits = stream.reshape(len(stream), -1, self.bits).astype(np.int64)
+        return bits @ (1 << np.arange(self.bits))
+
+    def dense(self) -> NDArray[np.float64]:
+        """[rows, size]"""
+        if self.mode == "mxfp8":
+            numbers = e4m3(self.codes())
+        elif self.mode in FLOAT_MODES:
+            numbers = E2M1[self.codes()]
+        else:
+            numbers = self.codes() - (0 if self.biases is not None else 2.0 ** (self.bits - 1))
+        scales = np.repeat(self.scale_numbers().astype(np.float64), self.group_size, axis=1)
+        biases = 0.0 if self.biases is None else np.repeat(floats(self.biases), self.group_size, axis=1)
+        return np.asarray(numbers * scales + biases)
+
+    def scale_numbers(self) -> Floats:
+        if self.mode == "affine":
+            return floats(self.scales)
+        codes = np.array(self.scales).astype(np.int64)
+        return (e4m3(codes) if self.mode == "nvfp4" else 2.0 ** (codes - 127)).astype(np.float32)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def e4m3(codes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A sign, four bits of exponent, three of mantissa; no infinities, 127 and 255 are NaN."""
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    size = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    return np.where(codes & 127 == 127, np.nan, np.where(codes & 128, -size, size))
+
+
+def floats(array: mx.array) -> Floats:
+    return np.array(array.astype(mx.float32))
+
+
 def weights(
-    num_rows: int, size: int, bits: int, group_size: int, dtype: mx.Dtype = mx.float16, seed: int = 0
-) -> tuple[mx.array, mx.array, mx.array]:
-    dense = np.random.default_rng(seed).standard_normal((num_rows, size)).astype(np.float32)
-    codes, scales, biases = mx.quantize(mx.array(dense), group_size=group_size, bits=bits)
-    return codes, scales.astype(dtype), biases.astype(dtype)
+    num_rows: int,
+    size: int,
+    bits: int,
+    group_size: int,
+    dtype: mx.Dtype = mx.float16,
+    seed: int = 0,
+    mode: str = "affine",
+    has_biases: bool = True,
+) -> Weights:
+    rng = np.random.default_rng(seed)
+    if mode != "affine":
+        dense = rng.standard_normal((num_rows, size)) * np.exp(rng.uniform(-4, 4, (num_rows, 1)))
+        codes, scales = mx.quantize(mx.array(dense.astype(np.float32)), group_size, bits, mode)
+        return Weights(codes, scales, None, group_size, bits, mode)
+    words = rng.integers(0, 2**32, (num_rows, size * bits // 32), np.uint32)
+    shape = num_rows, size // group_size
+    scales, biases = (mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype) for _ in "sb")
+    return Weights(mx.array(words), scales, biases if has_biases else None, group_size, bits)
 
 
 def tokens(num_tokens: int, size: int, seed: int = 1) -> Floats:
@@ -56,12 +144,8 @@ def fma(a: Floats, b: Floats, c: Floats) -> Floats:
     return np.asarray(a.astype(np.float64) * b + c, np.float32)
 
 
-def expected_product(
-    x: Floats, weight: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int
-) -> Floats:
-    ones, zeros = mx.ones(scales.shape), mx.zeros(scales.shape)
-    codes = np.array(mx.dequantize(weight, ones, zeros, group_size=group_size, bits=bits)).astype(np.int64)
-    scale, bias = np.array(scales.astype(mx.float32)), np.array(biases.astype(mx.float32))
+def rounded_tokens(x: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Codes of 15 bits [tokens, blocks, 32], and the scales of their blocks."""
     blocks = x.reshape(len(x), -1, 32)
     largest = np.abs(blocks).max(-1)
     inverse = np.where(
@@ -69,20 +153,57 @@ def expected_product(
     )
     scaled = blocks * inverse[..., None].astype(np.float32)
     high = np.rint(scaled)
-    rounded = (high * 128 + np.rint((scaled - high) * 128)).astype(np.int64)
-    token_scale = np.where(inverse > 0, largest / np.float32(127 * 128), np.float32(0)).astype(np.float32)
-    token_sum = token_scale * rounded.sum(-1).astype(np.float32)
+    codes = (high * 128 + np.rint((scaled - high) * 128)).astype(np.int64)
+    scales = np.where(inverse > 0, largest / np.float32(127 * 128), np.float32(0)).astype(np.float32)
+    return codes, scales
+
+
+def expected_product(x: Floats, w: Weights) -> Floats:
+    return _float_product(x, w) if w.mode == "mxfp8" else _integer_product(x, w)
+
+
+def _integer_product(x: Floats, w: Weights) -> Floats:
+    """Products are added as integers in each part of a block that has one scale."""
+    rounded, token_scale = rounded_tokens(x)
+    codes, scale = w.codes(), w.scale_numbers()
+    middle = np.float32(2 ** (w.bits - 1))
+    if w.mode != "affine":
+        codes, scale, middle = (2 * E2M1[codes] + 12).astype(np.int64), scale / 2, np.float32(12)
+    bias = floats(w.biases) if w.biases is not None else -middle * scale
+    part_size = min(w.group_size, 32)
     y = np.zeros((len(x), len(codes)), np.float32)
-    for block in range(blocks.shape[1]):
-        group = block * 32 // group_size
-        total = (rounded[:, block] @ codes[:, block * 32 : block * 32 + 32].T).astype(np.float32)
+    for part in range(codes.shape[1] // part_size):
+        columns = slice(part * part_size, part * part_size + part_size)
+        block, group = columns.start // 32, columns.start // w.group_size
+        own = rounded[:, block, columns.start % 32 :][:, :part_size]
+        total = (own @ codes[:, columns].T).astype(np.float32)
+        token_sum = token_scale[:, block] * own.sum(-1).astype(np.float32)
         y = fma(total, scale[None, :, group] * token_scale[:, block, None], y)
-        y = fma(bias[None, :, group], token_sum[:, block, None], y)
+        y = fma(bias[None, :, group], token_sum[:, None], y)
     return y
 
 
-def product(native: ModuleType, x: Floats, parts: tuple[mx.array, ...], group_size: int, bits: int) -> Floats:
-    return np.array(native.quantized_matmul(mx.array(x), *parts, group_size, bits))
+def _float_product(x: Floats, w: Weights) -> Floats:
+    """Products of a block are added in four parts: of eight elements the even ones first, then the others."""
+    rounded, token_scale = rounded_tokens(x)
+    order = [8 * eight + i for eight in range(4) for i in (0, 2, 4, 6, 1, 3, 5, 7)]
+    numbers, scale = e4m3(w.codes()).astype(np.float32), w.scale_numbers()
+    y = np.zeros((len(x), len(numbers)), np.float32)
+    for block in range(rounded.shape[1]):
+        parts = [np.zeros_like(y) for _ in range(4)]
+        for place, k in enumerate(order):
+            own = rounded[:, block, k].astype(np.float32)
+            parts[place % 4] = fma(numbers[None, :, block * 32 + k], own[:, None], parts[place % 4])
+        total = (parts[0] + parts[1]) + (parts[2] + parts[3])
+        y = fma(total, scale[None, :, block] * token_scale[:, block, None], y)
+    return y
+
+
+def product(native: ModuleType, x: Floats, w: Weights) -> Floats:
+    return np.array(native.quantized_matmul(mx.array(x), *w.arrays, *w.format))
+
+
+SHAPES = ((5, 128, 1), (16, 256, 3), (35, 1152, 9), (33, 2176, 17))  # rows, size, tokens
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -90,72 +211,128 @@ def product(native: ModuleType, x: Floats, parts: tuple[mx.array, ...], group_si
 def test_products_are_those_of_numpy(
     native: ModuleType, instructions: str, bits: int, group_size: int
 ) -> None:
-    for num_rows, size, num_tokens in ((5, 128, 1), (16, 256, 3), (35, 1152, 9), (33, 2176, 17)):
-        parts = weights(num_rows, size, bits, group_size)
+    for (num_rows, size, num_tokens), has_biases in product_of(SHAPES, (True, False)):
+        w = weights(num_rows, size, bits, group_size, has_biases=has_biases)
         x = tokens(num_tokens, size)
-        found = product(native, x, parts, group_size, bits)
-        expected = expected_product(x, *parts, group_size, bits)
-        assert np.array_equal(found, expected), (num_rows, size, num_tokens)
+        assert np.array_equal(product(native, x, w), expected_product(x, w)), (num_rows, size, has_biases)
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FLOAT_FORMATS)
+def test_products_of_small_floats_are_those_of_numpy(
+    native: ModuleType, instructions: str, mode: str, bits: int, group_size: int
+) -> None:
+    for num_rows, size, num_tokens in ((1, 32, 2), *SHAPES):
+        w = weights(num_rows, size, bits, group_size, mode=mode)
+        x = tokens(num_tokens, size)
+        assert np.array_equal(product(native, x, w), expected_product(x, w)), (num_rows, size, num_tokens)
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FLOAT_FORMATS)
+def test_every_code_and_scale_of_small_floats(
+    native: ModuleType, instructions: str, mode: str, bits: int, group_size: int
+) -> None:
+    """Random codes and scales: all numbers of a format, except NaN and E8M0 scales that overflow."""
+    rng = np.random.default_rng(7)
+    codes = rng.integers(0, 256, (48, 512 * bits // 8), np.uint8)
+    scales = rng.integers(60, 200, (48, 512 // group_size), np.uint8)
+    if mode == "mxfp8":
+        codes = np.where(codes & 127 == 127, 5, codes).astype(np.uint8)
+    if mode == "nvfp4":
+        scales = rng.integers(0, 127, scales.shape, np.uint8)
+    w = Weights(mx.array(codes.view(np.uint32)), mx.array(scales), None, group_size, bits, mode)
+    x = tokens(3, 512)
+    assert np.array_equal(product(native, x, w), expected_product(x, w))
+    rows = native.quantized_embedding(mx.arange(48), *w.arrays, *w.format)
+    assert np.array_equal(np.array(rows), w.dense().astype(np.float32)), "rows are not rounded"
+    theirs = mx.dequantize(w.weight, w.scales, None, group_size, bits, mode, dtype=mx.float32)
+    assert mx.array_equal(rows, theirs), "MLX reads the same numbers"
+
+
+def test_nan_in_the_weights_is_not_hidden(native: ModuleType, instructions: str) -> None:
+    for mode, bits, group_size in FLOAT_FORMATS:
+        w = weights(16, 64, bits, group_size, mode=mode)
+        bad = np.array(w.scales)
+        bad[3, 0] = 255 if mode != "nvfp4" else 127
+        y = product(native, tokens(2, 64), replace(w, scales=mx.array(bad)))
+        assert not np.isfinite(y[:, 3]).any(), mode
+        assert np.isfinite(np.delete(y, 3, axis=1)).all(), mode
+    w = weights(16, 64, 8, 32, mode="mxfp8")
+    codes = np.array(w.weight).view(np.uint8)
+    codes[5, 17] = 255
+    y = product(native, tokens(2, 64), replace(w, weight=mx.array(codes.view(np.uint32))))
+    assert np.isnan(y[:, 5]).all()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_scales_of_every_dtype(native: ModuleType, instructions: str, dtype: mx.Dtype) -> None:
-    parts = weights(40, 320, 4, 32, dtype)
-    x = tokens(4, 320)
-    assert np.array_equal(product(native, x, parts, 32, 4), expected_product(x, *parts, 32, 4))
+    for group_size, has_biases in ((32, True), (16, True), (16, False)):
+        w = weights(40, 320, 4, group_size, dtype, has_biases=has_biases)
+        x = tokens(4, 320)
+        assert np.array_equal(product(native, x, w), expected_product(x, w))
 
 
 def test_small_and_special_scales_of_float16(native: ModuleType, instructions: str) -> None:
-    codes, scales, biases = weights(16, 64, 4, 32)
-    scales = mx.array(np.array([[6e-8, 1e-5], [65504, -2.5]] * 8, np.float16))
+    w = weights(16, 64, 4, 32)
+    w = replace(w, scales=mx.array(np.array([[6e-8, 1e-5], [65504, -2.5]] * 8, np.float16)))
     x = tokens(2, 64)
-    parts = (codes, scales, biases)
-    assert np.array_equal(product(native, x, parts, 32, 4), expected_product(x, *parts, 32, 4))
+    assert np.array_equal(product(native, x, w), expected_product(x, w))
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8])
-def test_a_token_does_not_depend_on_others_or_on_threads(native: ModuleType, bits: int) -> None:
-    parts = weights(600, 640, bits, 64)
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"),
+    [("affine", 4, 64), ("affine", 6, 64), ("affine", 8, 64), ("affine", 6, 16), *FLOAT_FORMATS],
+)
+def test_a_token_does_not_depend_on_others_or_on_threads(
+    native: ModuleType, mode: str, bits: int, group_size: int
+) -> None:
+    w = weights(600, 640, bits, group_size, mode=mode)
     x = tokens(70, 640)
-    whole = product(native, x, parts, 64, bits)
+    whole = product(native, x, w)
     for num_threads in (1, 2, 5):
         native.set_num_threads(num_threads)
         for begin, end in ((0, 1), (3, 5), (7, 14), (1, 70), (0, 70)):
-            assert np.array_equal(product(native, x[begin:end], parts, 64, bits), whole[begin:end])
+            assert np.array_equal(product(native, x[begin:end], w), whole[begin:end])
     native.set_num_threads(thread_counts({}).max)
 
 
-def test_products_are_close_to_float32(native: ModuleType) -> None:
-    parts = weights(64, 2048, 8, 32, mx.float32)
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"), [("affine", 8, 32), ("affine", 6, 16), *FLOAT_FORMATS]
+)
+def test_products_are_close_to_float32(native: ModuleType, mode: str, bits: int, group_size: int) -> None:
+    w = weights(64, 2048, bits, group_size, mx.float32, mode=mode)
     x = np.random.default_rng(2).standard_normal((8, 2048)).astype(np.float32)
-    exact = x @ np.array(mx.dequantize(*parts, group_size=32, bits=8)).T
-    error = product(native, x, parts, 32, 8) - exact
+    exact = x @ w.dense().T
+    error = product(native, x, w) - exact
     # A step of the codes is about 2 / 127 / 128, the root mean square of rounding 1 / sqrt(12) of it.
-    assert np.sqrt(np.mean(error**2) / np.mean(exact**2)) < 5e-5
+    assert np.sqrt(np.mean((error / np.abs(exact).max(0)) ** 2)) < 5e-5
 
 
 def test_zeros_infinities_and_nan(native: ModuleType, instructions: str) -> None:
-    parts = weights(16, 64, 4, 32)
     x = np.zeros((4, 64), np.float32)
     x[1, 5], x[2, 40], x[3, 7] = np.nan, np.inf, 1e-38
-    found = product(native, x, parts, 32, 4)
-    assert not found[0].any()
-    assert np.isnan(found[1]).all()
-    assert np.isnan(found[2]).all()
-    assert not found[3].any()
+    for mode, bits, group_size in (("affine", 4, 32), ("affine", 6, 16), *FLOAT_FORMATS):
+        found = product(native, x, weights(16, 64, bits, group_size, mode=mode))
+        assert not found[0].any()
+        assert np.isnan(found[1]).all()
+        assert np.isnan(found[2]).all()
+        assert not found[3].any()
 
 
-def test_shapes_and_strides(native: ModuleType) -> None:
-    parts = weights(24, 96, 4, 32)
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 4, 32), *FLOAT_FORMATS])
+def test_shapes_and_strides(native: ModuleType, mode: str, bits: int, group_size: int) -> None:
+    w = weights(24, 96, bits, group_size, mode=mode)
     x = mx.array(tokens(30, 96)).reshape(5, 6, 96)
-    whole = native.quantized_matmul(x, *parts, 32, 4)
+
+    def multiply(x: mx.array, w: Weights = w) -> mx.array:
+        found: mx.array = native.quantized_matmul(x, *w.arrays, *w.format)
+        return found
+
+    whole = multiply(x)
     assert whole.shape == (5, 6, 24)
-    assert mx.array_equal(native.quantized_matmul(x[:, ::2], *parts, 32, 4), whole[:, ::2])
-    every_other = [part[::2] for part in parts]
-    assert mx.array_equal(native.quantized_matmul(x, *every_other, 32, 4), whole[..., ::2])
-    compiled = mx.compile(lambda x: native.quantized_matmul(x, *parts, 32, 4) + 1)
-    assert mx.array_equal(compiled(x), whole + 1)
-    assert native.quantized_matmul(mx.zeros((0, 96)), *parts, 32, 4).shape == (0, 24)
+    assert mx.array_equal(multiply(x[:, ::2]), whole[:, ::2])
+    assert mx.array_equal(multiply(x, w.each(lambda array: array[::2])), whole[..., ::2])
+    assert mx.array_equal(mx.compile(lambda x: multiply(x) + 1)(x), whole + 1)
+    assert multiply(mx.zeros((0, 96))).shape == (0, 24)
 
 
 @pytest.mark.parametrize(
@@ -166,42 +343,52 @@ def test_shapes_and_strides(native: ModuleType) -> None:
         ({"group_size": 64}, "groups of 64 do not divide rows of 96"),
         ({"x": mx.zeros((2, 96), mx.float16)}, "tokens must be float32"),
         ({"scales": mx.zeros((24, 3), mx.int32)}, "float32, float16 or bfloat16"),
+        ({"scales": mx.zeros((24, 3), mx.float32)}, "must have the same type"),
         ({"scales": mx.zeros((24, 4), mx.float16)}, "do not belong together"),
+        ({"mode": "mxfp6"}, "no mode 'mxfp6'"),
+        ({"mode": "mxfp4"}, "scales of mxfp4 must be uint8"),
+        ({"mode": "mxfp4", "scales": mx.zeros((24, 3), mx.uint8)}, "mxfp4 has no biases"),
+        ({"mode": "mxfp8", "scales": mx.zeros((24, 3), mx.uint8)}, "mxfp8 does not have 4 bits"),
+        ({"mode": "nvfp4", "scales": mx.zeros((24, 6), mx.uint8)}, "nvfp4 does not have groups of 32"),
         ({"biases": mx.zeros((23, 3), mx.float16)}, "do not belong together"),
         ({"weight": mx.zeros((24, 11), mx.uint32)}, "do not belong together"),
     ],
 )
 def test_bad_weights_are_refused(native: ModuleType, change: dict[str, object], reason: str) -> None:
-    weight, scales, biases = weights(24, 96, 4, 32)
-    given = {"x": mx.zeros((2, 96)), "weight": weight, "scales": scales, "biases": biases}
-    given |= {"group_size": 32, "bits": 4} | change  # type: ignore[dict-item]
+    w = weights(24, 96, 4, 32)
+    given = {"x": mx.zeros((2, 96)), "weight": w.weight, "scales": w.scales, "biases": w.biases}
+    given |= {"group_size": 32, "bits": 4, "mode": "affine"} | change  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=reason):
         native.quantized_matmul(*given.values())
 
 
 def test_bad_experts_are_refused(native: ModuleType) -> None:
-    parts = [part[None] for part in weights(24, 96, 4, 32)]
+    w = weights(24, 96, 4, 32).each(lambda array: array[None])
+    x = mx.zeros((2, 96))
     for expert in (-1, 1):
         with pytest.raises((ValueError, RuntimeError), match="no such expert"):
-            mx.eval(native.gather_quantized_matmul(mx.zeros((2, 96)), *parts, mx.array([0, expert]), 32, 4))
+            mx.eval(native.gather_quantized_matmul(x, *w.arrays, mx.array([0, expert]), *w.format))
 
 
 # -- layers ----------------------------------------------------------------------------------------------
 
 
 class Layers(nn.Module):
-    def __init__(self, bits: int, mode: str = "affine") -> None:
+    def __init__(self, bits: int, group_size: int = 32, mode: str = "affine") -> None:
         super().__init__()
         mx.random.seed(3)
         self.linear = nn.Linear(128, 48)
         self.embedding = nn.Embedding(50, 128)
         self.experts = SwitchLinear(128, 48, 5)
-        nn.quantize(self, 32, bits, mode=mode)
+        self.experts.bias = mx.random.normal((5, 48))
+        nn.quantize(self, group_size, bits, mode=mode)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_layers_compute_what_mlx_computes(native: ModuleType, bits: int) -> None:
-    layers = Layers(bits)
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"), [*(("affine", bits, 32) for bits in BITS), *FLOAT_FORMATS]
+)
+def test_layers_compute_what_mlx_computes(native: ModuleType, mode: str, bits: int, group_size: int) -> None:
+    layers = Layers(bits, group_size, mode)
     x, ids = mx.array(tokens(6, 128)), mx.array([[3, 49], [0, 7]])
     chosen = mx.array([[0, 4], [2, 2], [1, 0], [4, 3], [0, 0], [3, 1]])
     before = layers.linear(x), layers.embedding(ids), layers.embedding.as_linear(x)
@@ -217,8 +404,11 @@ def test_layers_compute_what_mlx_computes(native: ModuleType, bits: int) -> None
     assert mx.array_equal(before[1], after[1]), "embeddings are not rounded"
 
 
-def test_an_expert_does_not_depend_on_the_other_tokens(native: ModuleType) -> None:
-    layers = Layers(4)
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 4, 32), *FLOAT_FORMATS])
+def test_an_expert_does_not_depend_on_the_other_tokens(
+    native: ModuleType, mode: str, bits: int, group_size: int
+) -> None:
+    layers = Layers(bits, group_size, mode)
     keep_quantized(layers)
     x = mx.array(tokens(40, 128))[:, None, None]
     chosen = mx.array(np.random.default_rng(5).integers(0, 5, (40, 2)))
@@ -227,7 +417,62 @@ def test_an_expert_does_not_depend_on_the_other_tokens(native: ModuleType) -> No
         assert mx.array_equal(layers.experts(x[i : i + 1], chosen[i : i + 1])[0], whole[i])
 
 
+def test_experts_with_a_scale_of_their_own(native: ModuleType) -> None:
+    """nvfp4 as published by NVIDIA: one more scale for each expert."""
+    experts = SwitchLinear(128, 48, 5, bias=True)
+    experts.bias = mx.random.normal((5, 48))
+    experts.weight = experts.weight * mx.array([1e-3, 0.1, 1, 20, 1000])[:, None, None]
+    model = nn.Module()
+    model.experts = experts.to_quantized(16, 4, "nvfp4", global_scale=True)
+    x, chosen = (
+        mx.array(tokens(6, 128))[:, None, None],
+        mx.array([[0, 4], [2, 2], [1, 0], [4, 3], [0, 0], [3, 1]]),
+    )
+    arrays = zip(model.experts.weight, model.experts.scales, model.experts.global_scale, strict=True)
+    dense = [
+        mx.dequantize(w, s, None, 16, 4, "nvfp4", global_scale=g, dtype=mx.float32) for w, s, g in arrays
+    ]
+    expected = x @ mx.stack(dense)[chosen].swapaxes(-1, -2) + experts.bias[chosen][..., None, :]
+    assert keep_quantized(model) == []
+    found = model.experts(x, chosen)  # MLX itself: on GPUs only
+    assert (mx.abs(found - expected).max(-1) < 3e-4 * mx.abs(expected).max(-1)).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size", "max_bits"),
+    [
+        ("affine", 6, 64, 8),
+        ("affine", 8, 64, 4),
+        ("mxfp4", 4, 32, 4),
+        ("mxfp8", 8, 32, 4),
+        ("nvfp4", 4, 16, 4),
+    ],
+)
+def test_some_rows_of_a_layer(
+    native: ModuleType, mode: str, bits: int, group_size: int, max_bits: int
+) -> None:
+    layers = Layers(bits, group_size, mode)
+    keep_quantized(layers)
+    rows, x = mx.array([7, 0, 49]), mx.array(tokens(4, 128))
+    few, expected = linear_rows(layers.embedding, rows, max_bits)(x), layers.embedding.as_linear(x)[:, rows]
+    if bits <= max_bits:
+        assert mx.array_equal(few, expected)
+    else:
+        assert mx.linalg.norm(few - expected) < 0.2 * mx.linalg.norm(expected)
+
+
+def test_a_layer_with_groups_of_16(native: ModuleType) -> None:
+    w = weights(48, 256, 6, 16, has_biases=False)
+    model = nn.Module()
+    model.linear = new_linear({"weight": w.weight, "scales": w.scales}, *w.format)
+    assert keep_quantized(model) == []
+    x = tokens(5, 256)
+    assert np.array_equal(np.array(model.linear(mx.array(x))), expected_product(x, w))
+
+
 def test_formats_without_native_operations_are_named(native: ModuleType) -> None:
-    layers = Layers(4, mode="mxfp4")
-    assert "linear" in keep_quantized(layers)
+    layers = Layers(4)
+    layers.linear.scales = layers.linear.scales.astype(mx.float32)
+    layers.linear.biases = layers.linear.biases.astype(mx.float16)
+    assert keep_quantized(layers) == ["linear"]
     assert type(layers.linear) is nn.QuantizedLinear

@@ -93,6 +93,31 @@ def _q4_k(raw: Array) -> Array:
     return values * (d * scale)[..., None] - (dmin * least)[..., None]
 
 
+def _q2_k(raw: Array) -> Array:
+    """One weight at a time: two bits of byte i % 32 of its half, scale and minimum of its 16."""
+    out = np.empty((len(raw), 256), np.float32)
+    d, dmin = _half(raw[:, 80:82])[:, 0], _half(raw[:, 82:84])[:, 0]
+    for i in range(256):
+        code = raw[:, 16 + i // 128 * 32 + i % 32] >> (i % 128 // 32 * 2) & 3
+        packed = raw[:, i // 16]
+        out[:, i] = d * (packed & 15) * code - dmin * (packed >> 4)
+    return out
+
+
+def _q3_k(raw: Array) -> Array:
+    """One weight at a time: two bits as in Q2_K, a third bit that adds 4, minus 4; a 6-bit scale minus 32."""
+    out = np.empty((len(raw), 256), np.float32)
+    packed = raw[:, 96:108].astype(int)
+    for i in range(256):
+        low = raw[:, 32 + i // 128 * 32 + i % 32] >> (i % 128 // 32 * 2) & 3
+        third = raw[:, i % 32] >> (i // 32) & 1
+        group = i // 16
+        scale = (packed[:, group % 8] >> (4 if group >= 8 else 0) & 15) - 32
+        scale = scale + 16 * (packed[:, 8 + group % 4] >> (group // 4 * 2) & 3)
+        out[:, i] = _half(raw[:, 108:110])[:, 0] * scale * (low + 4.0 * third - 4)
+    return out
+
+
 def _q6_k(raw: Array) -> Array:
     low, high = raw[:, :128].reshape(-1, 2, 64), raw[:, 128:192].reshape(-1, 2, 1, 32)
     low = _nibbles(low).reshape(-1, 2, 4, 32)
@@ -124,7 +149,7 @@ def _q5_k(raw: Array) -> Array:
 
 BLOCKS = {
     0: (1, 4), 1: (1, 2), 30: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),
-    12: (256, 144), 13: (256, 176), 14: (256, 210),
+    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210),
 }  # fmt: skip
 DEQUANTISE = {
     0: lambda raw: raw.reshape(-1).view(np.float32),
@@ -135,6 +160,8 @@ DEQUANTISE = {
     6: lambda raw: _q5(raw, 2, 16),
     7: lambda raw: _q5(raw, 4, 0) + _half(raw[:, 2:4]),
     8: _q8_0,
+    10: _q2_k,
+    11: _q3_k,
     12: _q4_k,
     13: _q5_k,
     14: _q6_k,

@@ -11,14 +11,14 @@ from gguf_reference import BLOCKS
 
 TYPE_IDS = {
     "F32": 0, "F16": 1, "BF16": 30, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8,
-    "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
+    "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
 }  # fmt: skip
 # The float16 factors of a block: (first byte, number of factors).
 FACTORS = {
     "Q4_0": (0, 1), "Q4_1": (0, 2), "Q5_0": (0, 1), "Q5_1": (0, 2), "Q8_0": (0, 1),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, 1),
+    "Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, 1),
 }  # fmt: skip
-SPREAD = {"Q8_0": 2e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 3e-5}
+SPREAD = {"Q8_0": 2e-3, "Q2_K": 2e-3, "Q3_K": 5e-4, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 3e-5}
 
 
 @dataclass(frozen=True)

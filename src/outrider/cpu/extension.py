@@ -38,6 +38,14 @@ SOURCES = Path(__file__).parent / "native" / "extension"
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: a product and a sum are rounded separately, on every CPU.
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-DNB_DOMAIN=mlx", "-w")
+CHECKED_FORMATS = (  # bits, group size and mode of products that are computed before the extension is used
+    (4, 32, "affine"),
+    (5, 128, "affine"),
+    (8, 64, "affine"),
+    (4, 32, "mxfp4"),
+    (8, 32, "mxfp8"),
+    (4, 16, "nvfp4"),
+)
 BUILD_TIMEOUT_S = 600  # seconds for one file; chosen by hand: 7 s on an idle core
 
 
@@ -87,27 +95,31 @@ def _open(path: str) -> ModuleType:
         raise OSError(str(error)) from error
     module.set_num_threads(thread_counts(os.environ).max)
     try:
-        if not all(_is_correct(module, *quantisation) for quantisation in ((4, 32), (5, 128), (8, 64))):
+        if not all(_is_correct(module, *weight_format) for weight_format in CHECKED_FORMATS):
             raise Unusable(f"{path} computes wrong products")
     except TypeError as error:  # arrays of another nanobind
         raise Unusable(f"nanobind does not match MLX: {str(error).splitlines()[0]}") from None
     return module
 
 
-def _is_correct(module: ModuleType, bits: int, group_size: int) -> bool:
+def _is_correct(module: ModuleType, bits: int, group_size: int, mode: str) -> bool:
     """Compare a product with the same one of dequantised weights."""
     num_tokens, num_rows, size = 9, 150, 1152
     numbers = mx.sin(mx.arange(num_rows * size).astype(mx.float32) * 1.7).reshape(num_rows, size)
-    parts: Any = mx.quantize(numbers.astype(mx.float16), group_size=group_size, bits=bits)
+    found_parts: Any = mx.quantize(numbers.astype(mx.float16), group_size, bits, mode)
+    codes, scales, biases = (*found_parts, None)[:3]
     x = (mx.arange(num_tokens * size) * 5 % 253 - 126).reshape(num_tokens, size).astype(mx.float32)
     x[:, ::32] = 127  # each block keeps its numbers exactly
-    codes, scales, biases = parts
-    scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    dense = mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
-    expected = x @ dense.T
-    found = module.quantized_matmul(x, *parts, group_size, bits)
+    weight_format = group_size, bits, mode
+    wide: Any = [
+        part.astype(mx.float32) if part is not None and part.dtype == mx.float16 else part
+        for part in (scales, biases)
+    ]
+    expected = x @ mx.dequantize(codes, wide[0], wide[1], group_size, bits, mode, dtype=mx.float32).T
+    found = module.quantized_matmul(x, codes, scales, biases, *weight_format)
     experts = mx.zeros(num_tokens, mx.int32)
-    chosen = module.gather_quantized_matmul(x, *(part[None] for part in parts), experts, group_size, bits)
+    of_one = codes[None], scales[None], None if biases is None else biases[None]
+    chosen = module.gather_quantized_matmul(x, *of_one, experts, *weight_format)
     is_close = mx.abs(found - expected).max() < 1e-3 * mx.abs(expected).max()
     return bool(is_close.item()) and bool(mx.array_equal(found, chosen).item())
 

@@ -6,6 +6,8 @@ a masking `where` 4.4, a power of two 4.4 (2.6 for masked cells), a minimum and 
     swiglu       silu(x) = x / (1 + 2^(-x log2 e))
     attention    the scale of the queries contains log2 e, and the softmax weights are powers of two;
                  `minimum` with -inf masks cells; all heads that share a key head are one matmul
+                 or, beside quantised layers, one native primitive (native/extension/decoder_layer.h);
+                 latent attention is computed in one form (cpu/latent_attention.py)
     rope         a pass computes sines and cosines once for all layers; bit-identical to MLX's rope
 
 These functions handle float32 with Outrider's caches. Everything else goes to mlx-lm's functions.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 import platform
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +27,10 @@ from mlx_lm.models import activations, base
 
 from outrider.cache.placement import RopeOffsets
 from outrider.cache.ragged_kv import LayerView
+from outrider.cpu import extension
+from outrider.cpu.latent_attention import Cells
 from outrider.cpu.matmul import MAX_TOKENS
+from outrider.plan import BLOCK_SIZE
 
 _LOG2_E = math.log2(math.e)
 _ONE, _TWO, _MINUS_LOG2_E = mx.array(1.0), mx.array(2.0), mx.array(-_LOG2_E)
@@ -53,18 +59,34 @@ def attention(
 ) -> mx.array:
     """mlx-lm's scaled_dot_product_attention.
 
-    queries [rows, heads, width, dim]; keys, values [rows, kv_heads, cells, dim];
-    mask [rows, 1, width, cells]; sinks [heads]
+    queries [rows, heads, width, dim]; keys, values [rows, kv_heads, cells, dim]; sinks [heads];
+    mask [rows, 1, width, cells] bool, or [rows, heads, width, cells] to be added to the scores
     """
-    if not isinstance(cache, LayerView) or not _is_plain(queries, keys, values, mask):
+    if isinstance(keys, Cells):
+        cells = values.latents if isinstance(values, Cells) else values
+        out = attention(keys.layer(queries), keys.latents, cells, cache, scale, mask, sinks)
+        return values.layer(out) if isinstance(values, Cells) else out
+    view = _layer_view(cache)
+    if view is None or not _is_plain(queries, keys, values, mask):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+    if sinks is None and (native := _native_attention(queries, keys, values, view, scale, mask)) is not None:
+        return native
+    if groups := view.groups(keys, values, mask):  # long and short rows: each group reads its own cells only
+        order = mx.argsort(mx.concatenate([own for own, _, _ in groups]))
+        parts = []
+        for own, group, own_mask in groups:
+            own_keys, own_values = group.read()
+            parts.append(attention(queries[own], own_keys, own_values, group, scale, own_mask, sinks))
+        return mx.concatenate(parts)[order]
     rows, num_heads, width, _ = queries.shape
     _, kv_heads, num_cells, _ = keys.shape
     folded = (rows, kv_heads, num_heads // kv_heads * width)
     scores = _products((queries * (scale * _LOG2_E)).reshape(*folded, -1), keys)
-    if mask is not None:
+    if mask is not None and mask.dtype == mx.float32:
+        scores = scores + (mask * _LOG2_E).reshape(*folded, num_cells)
+    elif mask is not None:
         scores = scores.reshape(rows, kv_heads, -1, width, num_cells)
-        scores = mx.minimum(scores, cache.placement.score_bound(mask)[:, :, None])
+        scores = mx.minimum(scores, view.placement.score_bound(mask)[:, :, None])
         scores = scores.reshape(*folded, num_cells)
     largest = scores.max(axis=-1, keepdims=True)
     if sinks is not None:  # one more score for each head, without a value
@@ -75,6 +97,33 @@ def attention(
     if sinks is not None:
         total = total + mx.power(_TWO, sinks - largest)
     return ((weights @ values) / total).reshape(rows, num_heads, width, -1)
+
+
+def _native_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: LayerView, scale: float, mask: Any
+) -> mx.array | None:
+    """Attention that reads each row's cells where they are. None if it cannot, or if nothing is compiled.
+
+    The extension is compiled for quantised layers only: models without any use MLX's operations.
+    """
+    window = cache.window_of(keys, values, mask)
+    if window is None or not cache.attends_natively(lambda: extension.if_loaded() is not None):
+        return None
+    if not _has_native_shape(queries, cache):
+        return None
+    native, place = extension.loaded(), cache.placement
+    place.num_native += 1
+    by_token = mx.contiguous(queries.transpose(0, 2, 1, 3))
+    cells = *cache.arrays(), place.starts, place.num_fed, place.places
+    return native.attend_cells(by_token, *cells, place.has_blocks, window, scale).transpose(0, 2, 1, 3)
+
+
+def _has_native_shape(queries: mx.array, cache: LayerView) -> bool:
+    keys, values = cache.arrays()
+    dim = queries.shape[3]
+    if cache.placement.has_blocks and keys.shape[2] != BLOCK_SIZE:
+        return False
+    return dim % 16 == 0 and dim == keys.shape[3] == values.shape[3] and queries.shape[1] % keys.shape[1] == 0
 
 
 def _products(queries: mx.array, keys: mx.array) -> mx.array:
@@ -89,12 +138,23 @@ def _products(queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _is_plain(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
-    """True if all arrays are float32 and the mask is boolean and the same for all heads, or absent."""
+    """True if all arrays are float32, and the mask is boolean and the same for all heads, float32 and one
+    for each head, or absent."""
     if any(x.dtype != mx.float32 for x in (queries, keys, values)):
         return False
-    return mask is None or (
-        isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.ndim == 4 and mask.shape[1] == 1
+    if mask is None:
+        return True
+    if not isinstance(mask, mx.array) or mask.ndim != 4:
+        return False
+    return (mask.dtype == mx.bool_ and mask.shape[1] == 1) or (
+        mask.dtype == mx.float32 and mask.shape == (*queries.shape[:3], keys.shape[2])
     )
+
+
+def _layer_view(cache: Any) -> LayerView | None:
+    """Outrider's cache of a layer, None for other caches. Of several caches attention has the first."""
+    first = cache[0] if isinstance(cache, Sequence) else cache
+    return first if isinstance(first, LayerView) else None
 
 
 class SharedAnglesRope(nn.RoPE):

@@ -120,10 +120,12 @@ class _Parts:
         angles = place.angles.get(self.rope)
         if angles is None:
             angles = place.angles[self.rope] = self.rope.angles(place, x.shape[1])
+        # No name for the old buffers: whoever holds them makes the primitive copy them.
         h, keys, values = self.attention(
-            x, *cache.arrays(), angles, place.starts, place.num_fed, place.slot_ids, window
+            x, *cache.arrays(), angles, place.starts, place.num_fed, place.places, place.has_blocks, window
         )
         cache.put(keys, values)
+        place.num_native += 1
         place.launch_every_few_layers(h)  # not the buffers: MLX would hold them, and the next pass copy them
         return h
 
@@ -249,9 +251,10 @@ def _require_quantized(linear: Any) -> None:
 
 def _linear(linear: Any) -> Any:
     _require_quantized(linear)
-    _require_members(linear, ("weight", "scales", "biases"), ("bias",))
-    weights = linear["weight"], linear["scales"], linear["biases"]
-    return extension.loaded().Linear(*weights, linear.bits, linear.group_size, linear.get("bias"))
+    _require_members(linear, ("weight", "scales"), ("biases", "bias"))
+    weights = linear["weight"], linear["scales"], linear.get("biases")
+    weight_format = linear.group_size, linear.bits, linear.mode
+    return extension.loaded().Linear(*weights, *weight_format, linear.get("bias"))
 
 
 def _rope(module: Any, known: dict[Hashable, _Rope]) -> _Rope:

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models import activations, base
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from outrider.cpu import fast_math
+from outrider.cpu import fast_math, latent_attention
 
 _FUNCTIONS: tuple[tuple[object, object], ...] = (  # mlx-lm's function, and the one that replaces it
     (activations.swiglu, fast_math.swiglu),
@@ -33,6 +33,8 @@ def use_fast_math(model: nn.Module) -> None:
     for _, module in model.named_modules():
         kind: type[nn.Module] = type(module)
         module.__class__ = _fast_class(kind)
+    for layer in latent_attention.latent_layers(model):
+        layer.__class__ = latent_attention.CLASSES[type(layer)]
 
 
 def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -41,7 +43,8 @@ def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_fast(kind: type) -> bool:
-    return kind in _CLASSES.values() or "_replaced_by_outrider" in vars(kind)
+    own = (*_CLASSES.values(), *latent_attention.CLASSES.values())
+    return kind in own or "_replaced_by_outrider" in vars(kind)
 
 
 @cache

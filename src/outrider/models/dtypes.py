@@ -9,10 +9,14 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
 
 from outrider.cpu.extension import extension
-from outrider.cpu.quantized import is_kept, keep_quantized, quantized_layers
+from outrider.cpu.quantized import NVFP4_RANGE, is_kept, keep_quantized, quantized_layers
 from outrider.models import machine
 
 log = logging.getLogger(__name__)
+
+SMALL_GROUP_SIZE = 16  # of affine quantisation: models/groups_of_16.py
+MLX_GROUP_SIZE = 32  # the smallest of affine quantisation in MLX
+WORD_BITS = 32  # codes are packed into unsigned integers of this size
 
 
 def settle_dtype(network: nn.Module, dtype: str, trunk_dtype: mx.Dtype | None = None) -> None:
@@ -58,21 +62,57 @@ def _settle_quantized(network: nn.Module, dtype: str) -> None:
 
 def dequantize(network: nn.Module) -> None:
     """Turn quantised layers into plain ones, in float32."""
-    from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
     from mlx_lm.utils import dequantize_model
 
     if not any(quantized_layers(network)):
         return
     _cast(network, mx.float32)  # cast the scales first, so that dequantising does not round
-    dequantize_model(network)  # leaves out the layers of latent attention
-    plain = []
-    for path, layer in network.named_modules():
-        if isinstance(layer, QuantizedMultiLinear):
-            arrays = layer.weight, layer.scales, layer.biases
-            weight = mx.dequantize(*arrays, layer.group_size, layer.bits, layer.mode)
-            plain.append((path, MultiLinear(weight.shape[2], weight.shape[1], weight.shape[0])))
-            plain[-1][1].weight = weight
-    network.update_modules(tree_unflatten(plain))
+    plain = [(path, _plain(layer)) for path, layer in quantized_layers(network)]
+    network.update_modules(tree_unflatten([(path, layer) for path, layer in plain if layer is not None]))
+    dequantize_model(network)
+
+
+def _plain(layer: nn.Module) -> nn.Module | None:
+    """The plain form of a layer that mlx-lm's `dequantize_model` leaves out or reads wrongly, else None."""
+    from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    global_scale = layer.get("global_scale")  # of experts in nvfp4
+    if isinstance(layer, QuantizedMultiLinear):
+        plain: nn.Module = MultiLinear(1, 1, 1)
+    elif global_scale is not None:
+        plain = SwitchLinear(1, 1, 1, bias=False)
+    elif isinstance(layer, nn.QQLinear):
+        plain = nn.Linear(1, 1, bias=False)
+    elif layer.mode == "affine" and layer.group_size == SMALL_GROUP_SIZE:
+        plain = (
+            nn.Embedding(1, 1) if isinstance(layer, nn.QuantizedEmbedding) else nn.Linear(1, 1, bias=False)
+        )
+    else:
+        return None
+    weights = layer["weight"], layer["scales"], layer.get("biases")
+    plain.weight = dense_weight(*weights, layer.group_size, layer.bits, layer.mode)
+    if global_scale is not None:
+        plain.weight = plain.weight * (global_scale.astype(mx.float32) / NVFP4_RANGE)[:, None, None]
+    if "bias" in layer:
+        plain.bias = layer.bias
+    return plain
+
+
+def dense_weight(
+    codes: mx.array, scales: mx.array, biases: mx.array | None, group_size: int, bits: int, mode: str
+) -> mx.array:
+    """Quantised weights in float32, also with groups of 16 and without biases, which MLX does not have."""
+    if mode != "affine":
+        return mx.dequantize(codes, scales, None, group_size, bits, mode, dtype=mx.float32)
+    ones = mx.ones((*codes.shape[:-1], codes.shape[-1] * WORD_BITS // bits // MLX_GROUP_SIZE))
+    numbers = mx.dequantize(codes, ones, mx.zeros(ones.shape), MLX_GROUP_SIZE, bits)
+    groups = mx.unflatten(numbers, -1, (-1, group_size))
+    if biases is None:
+        dense = (groups - 2 ** (bits - 1)) * scales[..., None].astype(mx.float32)
+    else:
+        dense = groups * scales[..., None].astype(mx.float32) + biases[..., None].astype(mx.float32)
+    return mx.flatten(dense, -2)
 
 
 def _cast(network: nn.Module, dtype: mx.Dtype) -> None:

@@ -34,6 +34,33 @@ def check_quantization(model: nn.Module, weights: Tensors, quantization: object)
             _check_tensors(name, layer, weights)
 
 
+def check_tensors(model: nn.Module, weights: Tensors) -> None:
+    """The same for a model whose config.json names a format of others, such as OpenAI's mxfp4."""
+    for name, layer in model.named_modules():
+        if hasattr(layer, "to_quantized"):
+            _check_tensors(name, layer, weights)
+
+
+def check_groups_of_16(
+    modules: Mapping[str, nn.Module], weights: Tensors, layers: object
+) -> Mapping[str, int]:
+    """The bits of the layers with groups of 16 (models/groups_of_16.py), by name. Raises ValueError."""
+    if not isinstance(layers, Mapping):
+        raise ValueError(f"groups_of_16 in config.json must be an object, not {layers!r}")
+    for name, bits in layers.items():
+        layer = modules.get(name)
+        if not isinstance(layer, nn.Linear | nn.Embedding):
+            raise ValueError(f"groups_of_16 in config.json names {name}, which is no layer of the model")
+        if type(bits) is not int or bits not in BITS:
+            raise ValueError(f"groups_of_16 in config.json gives {name} {bits!r} bits")
+        _check_tensors(name, layer, weights, needs_biases=False)
+        num_rows, size = layer.weight.shape
+        words, groups = (weights[f"{name}.{part}"].shape[-1] for part in ("weight", "scales"))
+        if (words * WORD_BITS, groups * 16) != (size * bits, size):
+            raise ValueError(f"{name} has no weights of {bits} bits in groups of 16 for {[num_rows, size]}")
+    return layers
+
+
 def _check_entry(what: str, entry: Mapping[str, Any]) -> None:
     for key, known in (("bits", BITS), ("group_size", GROUP_SIZES)):
         value = entry.get(key)
@@ -54,7 +81,7 @@ def _check_own_entry(name: str, layer: nn.Module, entry: object) -> None:
         raise ValueError(f"{name}.weight has rows of {size}, which groups of {group_size} do not divide")
 
 
-def _check_tensors(name: str, layer: nn.Module, weights: Tensors) -> None:
+def _check_tensors(name: str, layer: nn.Module, weights: Tensors, needs_biases: bool = True) -> None:
     weight, scales, biases = (weights.get(f"{name}.{part}") for part in ("weight", "scales", "biases"))
     if scales is None:
         if biases is not None or (weight is not None and weight.dtype == mx.uint32):
@@ -73,7 +100,9 @@ def _check_tensors(name: str, layer: nn.Module, weights: Tensors) -> None:
     if scales.dtype == BYTES:
         return
     if biases is None:
-        raise ValueError(f"{name}.biases is missing")
+        if needs_biases:
+            raise ValueError(f"{name}.biases is missing")
+        return
     if biases.shape != scales.shape or not mx.issubdtype(biases.dtype, mx.floating):
         raise ValueError(f"{name}.biases is {_named(biases)}, but {name}.scales is {_named(scales)}")
 

@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -6,16 +7,25 @@ import os
 import converted
 import gguf_reference
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from gguf_writer import Tensor, TinyModel, plain
 from mlx_lm.utils import load_tokenizer
 
+from outrider.cpu import fused_layers
+from outrider.cpu.extension import extension
+from outrider.cpu.quantized import is_kept, quantized_layers
+from outrider.models import groups_of_16
+from outrider.models.dtypes import settle_dtype
 from outrider.models.errors import UnreadableGGUF
 from outrider.models.files import origin
 from outrider.models.files.shipped_head import HEADS, shipped_head
 from outrider.models.gguf import convert as gguf
+from outrider.models.loader import ModelLoadError, trunk_on_disk
+from outrider.models.trunk import Trunk
+from ragged_rows import RaggedRows
 
 LLAMA = TinyModel()
 QWEN2 = TinyModel("qwen2", tied=False)
@@ -48,14 +58,107 @@ def test_logits_equal_the_files_own_model(tmp_path, model, kind):
 
 
 def test_k_quants_come_close_to_the_files_own_model(tmp_path):
-    folder = assert_same_logits(WIDE.file("Q4_K", "Q6_K", "Q5_K"), tmp_path, atol=0.01)
+    folder = assert_same_logits(WIDE.file("Q4_K", "Q6_K", "Q5_K"), tmp_path, atol=0.02)
     modules = json.loads((folder / "config.json").read_text())["quantization"]
     assert modules["bits"] == 4
     assert modules["model.layers.0.self_attn.k_proj"]["bits"] == 5
-    assert "model.layers.0.self_attn.q_proj" not in modules  # Q6_K: plain float16
+    assert "model.layers.0.self_attn.q_proj" not in modules  # Q6_K: groups of 16
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q6_K"])
+def test_groups_of_16_stay_quantised_on_cpus(tmp_path, kind):
+    """A model all of whose matrices are of one such type: linear layers, embedding, output projection."""
+    path, folder = convert(WIDE.file(kind), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization" not in config
+    assert len(config["groups_of_16"]) == 15
+    metadata, tensors = gguf_reference.read(path)
+    expected = gguf_reference.logits(metadata, tensors, IDS)
+    network = trunk_on_disk(folder).model
+    if extension() is not None:
+        assert all(layer.group_size == 16 and is_kept(layer) for _, layer in quantized_layers(network))
+    for dtype in ("auto", "float32"):
+        settle_dtype(network, dtype)
+        assert any(quantized_layers(network)) == (dtype == "auto" and extension() is not None)
+        np.testing.assert_allclose(converted.logits(network, IDS), expected, atol=0.01, rtol=1e-3)
+
+
+@pytest.mark.skipif(extension() is None, reason="needs the native extension")
+def test_rows_of_a_served_file_do_not_depend_on_the_width_of_passes(tmp_path):
+    """As in Q4_K_M files, a layer has matrices with groups of 32 and of 16. Its layers are fused."""
+    _, folder = convert(WIDE.file("Q4_K", "Q6_K"), tmp_path)
+    network = trunk_on_disk(folder).model
+    settle_dtype(network, "auto")
+    trunk = Trunk(network, max_context=64)
+    trunk.prepare_for_serving()
+    assert {type(layer).__call__.__module__ for layer in network.layers} == {fused_layers.__name__}
+    assert {layer.group_size for _, layer in quantized_layers(network)} == {16, 32}
+
+    def fed(widths):
+        rows = RaggedRows(trunk, num_slots=1, capacity=32)
+        rows.join("a", slot=0)
+        starts = np.cumsum([0, *widths])
+        pieces = [rows.feed({"a": (IDS * 3)[start:end]})["a"] for start, end in itertools.pairwise(starts)]
+        return np.concatenate(pieces)
+
+    whole = fed([24])
+    for widths in ([1] * 24, [9, 1, 2, 1, 11]):
+        np.testing.assert_array_equal(fed(widths), whole)
+
+
+def test_groups_of_16_become_float16_elsewhere(tmp_path, monkeypatch, caplog):
+    path, folder = convert(WIDE.file("Q4_K", "Q6_K", "Q2_K"), tmp_path)
+    monkeypatch.setattr(groups_of_16, "is_cpu", lambda: False)
+    network = trunk_on_disk(folder).model
+    assert "layers become float16: MLX has no quantised format with groups of 16" in caplog.text
+    projection = network.layers[0].self_attn.q_proj
+    assert type(projection) is nn.Linear
+    assert projection.weight.dtype == mx.float16
+    metadata, tensors = gguf_reference.read(path)
+    settle_dtype(network, "float32")
+    np.testing.assert_allclose(
+        converted.logits(network, IDS), gguf_reference.logits(metadata, tensors, IDS), atol=0.02, rtol=1e-3
+    )
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def _halve_scales(config, weights):
+    weights[f"{Q_PROJ}.scales"] = weights[f"{Q_PROJ}.scales"][:, ::2]
+
+
+def _halve_codes(config, weights):
+    weights[f"{Q_PROJ}.weight"] = weights[f"{Q_PROJ}.weight"][:, :-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda config, weights: config.update(groups_of_16=[1]), "must be an object"),
+        (lambda config, weights: config["groups_of_16"].update(nothing=6), "nothing, which is no layer"),
+        (lambda config, weights: config["groups_of_16"].update({Q_PROJ: 7}), f"{Q_PROJ} 7 bits"),
+        (
+            lambda config, weights: config["groups_of_16"].update({Q_PROJ: 3}),
+            "no weights of 3 bits in groups",
+        ),
+        (lambda config, weights: weights.pop(f"{Q_PROJ}.scales"), f"{Q_PROJ}.scales is missing"),
+        (_halve_scales, f"{Q_PROJ} has no weights of 6 bits in groups of 16"),
+        (_halve_codes, f"{Q_PROJ}.weight is uint32"),
+    ],
+)
+def test_damaged_groups_of_16_are_refused(tmp_path, change, reason):
+    _, folder = convert(WIDE.file("Q6_K"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    weights = mx.load(str(folder / "model.safetensors"))
+    change(config, weights)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    with pytest.raises(ModelLoadError, match=reason):
+        trunk_on_disk(folder)
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS"])
 def test_types_without_an_mlx_form_become_float16(tmp_path, kind, caplog):
     """The same values, dequantised beforehand and stored as F16, give the same folder."""
     rng = np.random.default_rng(4)
@@ -74,6 +177,23 @@ def test_types_without_an_mlx_form_become_float16(tmp_path, kind, caplog):
     assert f"{kind} (1 tensors): these weights become float16" in caplog.text
     assert weights[0].keys() == weights[1].keys()
     assert all(mx.array_equal(array, weights[1][name]).item() for name, array in weights[0].items())
+
+
+def test_mxfp4_is_listed_with_its_mode(tmp_path):
+    """One matrix of random MXFP4 blocks in a file of Q4_1: the loaded layer has the values of the file."""
+    file = LLAMA.file("Q4_1")
+    at = next(i for i, tensor in enumerate(file.tensors) if tensor.name == "blk.0.ffn_up.weight")
+    raw = np.random.default_rng(4).integers(0, 256, size=(96, 2, 17), dtype=np.uint8)
+    raw[..., 0] = raw[..., 0] % 8 + 118
+    kind = GGMLQuantizationType.MXFP4
+    file.tensors[at] = Tensor("blk.0.ffn_up.weight", (96, 64), kind.value, raw.tobytes())
+    _, folder = convert(file, tmp_path)
+    name = "model.layers.0.mlp.up_proj"
+    entry = json.loads((folder / "config.json").read_text())["quantization"]
+    assert entry["mode"] == "affine"
+    assert entry[name] == {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    loaded = converted.load(folder).layers[0].mlp.up_proj.weight.astype(mx.float32)
+    np.testing.assert_array_equal(np.array(loaded), dequantize(raw.reshape(96, -1), kind))
 
 
 def test_mixed_quantisations_are_listed_by_module(tmp_path):

@@ -8,10 +8,13 @@ GGUF files, but MLX 0.32 reads Q4_K wrongly and leaves out types that it does no
 | F32, F16, BF16               | the same dtype                                                             |
 | Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 | MLX affine quantisation, groups of 32: w = scale * code + bias, every bit  |
 | Q4_K, Q5_K                   | the same; their scales are products, which are rounded to float16          |
+| Q2_K, Q3_K, Q6_K             | the same with groups of 16, which MLX does not have: see                   |
+|                              | models/groups_of_16.py. Q3_K and Q6_K have no biases: the middle code is 0 |
+| MXFP4                        | MLX's mxfp4, every bit                                                     |
 | other types                  | float16: the gguf package dequantises them, and MLX has no such quantised  |
-|                              | format (Q2_K, Q3_K and Q6_K have groups of 16, IQ types have codebooks)    |
+|                              | format (IQ types have codebooks)                                           |
 
-The gguf package offers only dequantised floats, so the codes and scales of affine types are read here.
+The gguf package offers only dequantised floats, so the codes and scales of these types are read here.
 """
 
 import math
@@ -29,6 +32,7 @@ from outrider.models.errors import UnreadableGGUF
 from outrider.models.gguf.header import TensorInfo
 
 GROUP_SIZE = 32  # weights that share a scale and a bias
+SMALL_GROUP_SIZE = 16  # of Q2_K, Q3_K and Q6_K
 ROWS_AT_ONCE = 1024  # rows dequantised at a time: the float32 copy stays small; chosen by hand
 
 Bytes = NDArray[Any]  # uint8 [blocks, bytes of a block]
@@ -37,18 +41,23 @@ Floats = NDArray[Any]  # float32
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of 32 weights: w = scale * code + bias."""
+    """Groups of weights: w = scale * code + bias. Without biases: w = scale * (code - 2^(bits - 1)).
 
-    codes: Bytes  # [..., 32]
-    scales: Floats  # [...]
-    biases: Floats  # [...]
+    Of MXFP4, codes and scales are small floats, as MLX has them.
+    """
+
+    codes: Bytes  # [..., group size]
+    scales: Floats | Bytes  # [...]
+    biases: Floats | None  # [...]
 
 
 @dataclass(frozen=True)
-class AffineType:
+class QuantizedType:
     bits: int
     block_bytes: int
     read: Callable[[Bytes], Groups]
+    group_size: int = GROUP_SIZE
+    mode: str = "affine"  # MLX's name
 
 
 @cache
@@ -72,27 +81,30 @@ def readable_types() -> tuple[str, ...]:
     return tuple(names)
 
 
-def affine_type(info: TensorInfo) -> AffineType | None:
+def quantized_type(info: TensorInfo) -> QuantizedType | None:
     """Return the type of a tensor that stays quantised, else None. MLX quantises matrices only."""
-    return AFFINE_TYPES.get(info.type_name) if len(info.shape) == 2 else None
+    return QUANTIZED_TYPES.get(info.type_name) if len(info.shape) == 2 else None
 
 
 @np.errstate(all="ignore")  # _half refuses numbers that overflow
 def read_tensor(path: Path, info: TensorInfo) -> dict[str, mx.array]:
-    """Return the tensor's parts: `weight`, and `scales` and `biases` if the tensor stays quantised."""
+    """Return the tensor's parts: `weight`; if it stays quantised, `scales` and, of most types, `biases`."""
     raw = np.memmap(path, dtype=np.uint8, mode="r", offset=info.position, shape=(info.num_bytes,))
     if info.type_name in PLAIN_TYPES:
         return {"weight": PLAIN_TYPES[info.type_name](raw).reshape(info.shape)}
-    affine = affine_type(info)
-    if affine is None:
+    kind = quantized_type(info)
+    if kind is None:
         return {"weight": _dequantise(raw, info)}
-    groups = affine.read(raw.reshape(-1, affine.block_bytes))
+    groups = kind.read(raw.reshape(-1, kind.block_bytes))
     num_rows = info.shape[0]
-    return {
-        "weight": mx.array(pack(groups.codes, affine.bits).reshape(num_rows, -1)),
-        "scales": mx.array(_half(groups.scales, info).reshape(num_rows, -1)),
-        "biases": mx.array(_half(groups.biases, info).reshape(num_rows, -1)),
+    scales = _half(groups.scales, info) if kind.mode == "affine" else np.ascontiguousarray(groups.scales)
+    parts = {
+        "weight": mx.array(pack(groups.codes, kind.bits).reshape(num_rows, -1)),
+        "scales": mx.array(scales.reshape(num_rows, -1)),
     }
+    if groups.biases is not None:
+        parts["biases"] = mx.array(_half(groups.biases, info).reshape(num_rows, -1))
+    return parts
 
 
 def _dequantise(raw: Bytes, info: TensorInfo) -> mx.array:
@@ -200,17 +212,59 @@ def _six_bit_pairs(packed: Bytes) -> tuple[Bytes, Bytes]:
     return scales, minima
 
 
+def _q2_k(raw: Bytes) -> Groups:
+    """A byte for each of the 16 groups: its scale in the low bits, its minimum in the high bits."""
+    factors = _floats(raw[:, 80:84])
+    scales, minima = factors[:, :1] * (raw[:, :16] & 15), -factors[:, 1:] * (raw[:, :16] >> 4)
+    return Groups(_bit_pairs(raw[:, 16:80]).reshape(-1, 16, 16), scales, minima)
+
+
+def _q3_k(raw: Bytes) -> Groups:
+    """Bit i of byte j of the first 32 bytes is the third bit of weight 32 i + j."""
+    third = np.unpackbits(raw[:, None, :32], axis=1, bitorder="little")  # [blocks, 8, 32]
+    codes = _bit_pairs(raw[:, 32:96]).reshape(-1, 8, 32) | (third << 2)
+    scales = _nibbles(raw[:, 96:104]) | (_shifted_pairs(raw[:, 104:108]) << 4)
+    scales = scales.astype(np.float32) - 32
+    return Groups(codes.reshape(-1, 16, 16), _floats(raw[:, 108:110]) * scales, None)
+
+
+def _q6_k(raw: Bytes) -> Groups:
+    """Halves of 128 weights: 64 bytes with four bits of two weights each, 32 bytes with two bits of four."""
+    low = _nibbles(raw[:, :128].reshape(-1, 2, 64))
+    codes = low | (_bit_pairs(raw[:, 128:192]).reshape(-1, 2, 128) << 4)
+    scales = _floats(raw[:, 208:210]) * raw[:, 192:208].view(np.int8)
+    return Groups(codes.reshape(-1, 16, 16), scales, None)
+
+
+def _mxfp4(raw: Bytes) -> Groups:
+    return Groups(_nibbles(raw[:, 1:]), raw[:, 0], None)
+
+
+def _bit_pairs(raw: Bytes) -> Bytes:
+    """Two bits of each of 256 weights. Byte j of 32 bytes: of weights j, j + 32, j + 64 and j + 96."""
+    return _shifted_pairs(raw.reshape(-1, 2, 32)).reshape(-1, 256)
+
+
+def _shifted_pairs(raw: Bytes) -> Bytes:
+    """The lowest two bits of all bytes, then the next two, and so on."""
+    return np.concatenate([raw >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
+
+
 PLAIN_TYPES: Mapping[str, Callable[[Bytes], mx.array]] = {
     "F32": lambda raw: mx.array(raw.view(np.float32)),
     "F16": lambda raw: mx.array(raw.view(np.float16)),
     "BF16": lambda raw: mx.array(raw.view(np.uint16)).view(mx.bfloat16),
 }
-AFFINE_TYPES: Mapping[str, AffineType] = {
-    "Q4_0": AffineType(4, 18, _q4_0),
-    "Q4_1": AffineType(4, 20, _q4_1),
-    "Q5_0": AffineType(5, 22, _q5_0),
-    "Q5_1": AffineType(5, 24, _q5_1),
-    "Q8_0": AffineType(8, 34, _q8_0),
-    "Q4_K": AffineType(4, 144, _q4_k),
-    "Q5_K": AffineType(5, 176, _q5_k),
+QUANTIZED_TYPES: Mapping[str, QuantizedType] = {
+    "Q4_0": QuantizedType(4, 18, _q4_0),
+    "Q4_1": QuantizedType(4, 20, _q4_1),
+    "Q5_0": QuantizedType(5, 22, _q5_0),
+    "Q5_1": QuantizedType(5, 24, _q5_1),
+    "Q8_0": QuantizedType(8, 34, _q8_0),
+    "Q4_K": QuantizedType(4, 144, _q4_k),
+    "Q5_K": QuantizedType(5, 176, _q5_k),
+    "Q2_K": QuantizedType(2, 84, _q2_k, SMALL_GROUP_SIZE),
+    "Q3_K": QuantizedType(3, 110, _q3_k, SMALL_GROUP_SIZE),
+    "Q6_K": QuantizedType(6, 210, _q6_k, SMALL_GROUP_SIZE),
+    "MXFP4": QuantizedType(4, 17, _mxfp4, mode="mxfp4"),
 }

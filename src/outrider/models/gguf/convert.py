@@ -3,8 +3,8 @@
 Owns the names, the row order and the dtypes of the weights. `convert` writes the files; `ensure_converted`
 stores the folder in the cache. Must not know how a model is run.
 
-Weights of types that MLX can represent stay quantised (see blocks.py); the others become float16. A file that
-cannot be converted is refused before anything is written.
+Weights of most types stay quantised (see blocks.py); the others become float16. A file that cannot be
+converted is refused before anything is written.
 """
 
 import hashlib
@@ -17,15 +17,18 @@ from typing import Any
 
 import mlx.core as mx
 
+from outrider.models import groups_of_16
 from outrider.models.errors import ModelUnavailable, UnreadableGGUF
 from outrider.models.files import origin
 from outrider.models.files.folders import build_once, models_folder
 from outrider.models.gguf import tokenizer as gguf_tokenizer
 from outrider.models.gguf.blocks import (
-    AFFINE_TYPES,
     GROUP_SIZE,
     PLAIN_TYPES,
-    affine_type,
+    QUANTIZED_TYPES,
+    SMALL_GROUP_SIZE,
+    QuantizedType,
+    quantized_type,
     read_tensor,
     readable_types,
 )
@@ -35,6 +38,7 @@ from outrider.models.gguf.header import Header, read_header
 log = logging.getLogger(__name__)
 
 ROPE_FACTORS = "rope_freqs.weight"
+FORMAT_VERSION = 2  # of converted folders: older ones are converted again
 
 MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
@@ -63,7 +67,9 @@ def ensure_converted(path: Path) -> Path:
         stat = path.stat()
     except OSError as error:
         raise UnreadableGGUF(f"{path} cannot be opened: {error.strerror}.") from error
-    key = hashlib.sha256(f"{path}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    key = hashlib.sha256(f"{path}|{stat.st_size}|{stat.st_mtime_ns}|{FORMAT_VERSION}".encode()).hexdigest()[
+        :12
+    ]
 
     def build(folder: Path) -> None:
         license = convert(path, folder)
@@ -107,7 +113,7 @@ def _check_tensors(header: Header) -> None:
             f"The file stores weights as {_counted(types, unreadable)}, which Outrider cannot read. Readable "
             f"types: {', '.join(readable_types())}. Use another quantisation of the model."
         )
-    if dense := types.keys() - AFFINE_TYPES.keys() - PLAIN_TYPES.keys():
+    if dense := types.keys() - QUANTIZED_TYPES.keys() - PLAIN_TYPES.keys():
         log.warning("MLX has no quantised form of %s: these weights become float16", _counted(types, dense))
 
 
@@ -196,21 +202,34 @@ def _matrix_dtype(weights: Weights) -> mx.Dtype:
 
 def _storage_config(header: Header, weights: Weights) -> dict[str, Any]:
     config: dict[str, Any] = {"torch_dtype": str(_matrix_dtype(weights)).removeprefix("mlx.core.")}
-    bits = {
-        _module_name(info.name.removesuffix(".weight")): affine.bits
+    types = {
+        _module_name(info.name.removesuffix(".weight")): kind
         for info in header.tensors.values()
-        if (affine := affine_type(info)) is not None
+        if (kind := quantized_type(info)) is not None
     }
-    if bits:
-        config["quantization"] = _quantisation(bits)
+    formats = {name: _format(kind) for name, kind in types.items() if kind.group_size == GROUP_SIZE}
+    if formats:
+        config["quantization"] = _quantisation(formats)
+    small = {name: kind.bits for name, kind in types.items() if kind.group_size == SMALL_GROUP_SIZE}
+    if small:
+        config[groups_of_16.CONFIG_KEY] = small
     return config
 
 
-def _quantisation(bits: Mapping[str, int]) -> dict[str, Any]:
-    """Return mlx-lm's entry: the most common number of bits, and the modules with another number."""
-    usual = Counter(bits.values()).most_common(1)[0][0]
-    others = {name: {"group_size": GROUP_SIZE, "bits": n} for name, n in bits.items() if n != usual}
-    return {"group_size": GROUP_SIZE, "bits": usual, "mode": "affine", **others}
+def _format(kind: QuantizedType) -> tuple[int, str]:
+    return kind.bits, kind.mode
+
+
+def _quantisation(formats: Mapping[str, tuple[int, str]]) -> dict[str, Any]:
+    """Return mlx-lm's entry: the most common format, and the modules with another one."""
+    usual = Counter(formats.values()).most_common(1)[0][0]
+    others = {name: _entry(*own) for name, own in formats.items() if own != usual}
+    return {**_entry(*usual), "mode": usual[1], **others}
+
+
+def _entry(bits: int, mode: str) -> dict[str, Any]:
+    """A module's own entry. Without a mode it is affine."""
+    return {"group_size": GROUP_SIZE, "bits": bits} | ({} if mode == "affine" else {"mode": mode})
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

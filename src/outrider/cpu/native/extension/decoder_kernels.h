@@ -290,15 +290,15 @@ TARGET static void attend_segment(const Queries &p, int segment, float *scratch,
     clear(result, rows, dim);
     const int begin = std::max(segment * SEGMENT, p.first_cell(0) / CELLS * CELLS);
     const int end = std::min((segment + 1) * SEGMENT, p.end_cell(p.num - 1));
-    prefetch(p.keys + ptrdiff_t(begin) * dim, std::min(end - begin, int(CELLS)) * dim);
+    prefetch(p.keys + p.at(begin), std::min(end - begin, int(CELLS)) * dim);
     for (int cell = begin; cell < end; cell += CELLS) {
         Range tokens(p, cell, cell + CELLS);
         int first = tokens.first, last = tokens.last;
         auto from = [&](int i) { return std::max(p.first_cell(i) - cell, 0); };
         auto to = [&](int i) { return std::min(p.end_cell(i) - cell, int(CELLS)); };
-        const float *keys = p.keys + ptrdiff_t(cell) * dim, *all_values = p.values + ptrdiff_t(cell) * dim;
+        const float *keys = p.keys + p.at(cell), *all_values = p.values + p.at(cell);
         transpose(keys, all_values, std::min(end - cell, int(CELLS)), dim, columns);
-        const float *next = cell + CELLS < end ? keys + CELLS * dim : nullptr;
+        const float *next = cell + CELLS < end ? p.keys + p.at(cell + CELLS) : nullptr;
         float *block = scores + first * group * CELLS;
         product({queries + first * group * dim, dim, columns, CELLS, block, CELLS, dim, false, next},
                 (last - first) * group, CELLS);

@@ -8,6 +8,7 @@
 #include "primitive.h"
 #include "scratch.h"
 #include "threads.h"
+#include "weights.h"
 
 namespace mx = mlx::core;
 
@@ -18,7 +19,7 @@ constexpr int MAX_TOKENS = 256;        // that are computed at once: bounds the 
 constexpr int MIN_SHARED_TOKENS = 32;  // from which norms, ropes and activations pay several threads; chosen by hand
 constexpr int TOKENS_PER_CHUNK = 8;    // of those
 constexpr int MAX_QUERY_ROWS = 96;     // queries times heads that attend to a block of cells together; chosen by hand
-constexpr int UNITS_PER_THREAD = 4;    // rows times heads of the keys, below which a row's cells are shared too; chosen by hand
+constexpr int UNITS_PER_THREAD = 4;    // as long as the longest one, below which a row's cells are shared too; chosen by hand
 constexpr double MIN_SHARED_WORK = 2e5;  // multiplications of attention from which several threads pay: 10 us
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -82,11 +83,23 @@ QuantizedTokens normed_tokens(const Math &math, const RMSNorm &norm, const Token
     return quantize(normed, num, size, size, codes.bytes(token_bytes(num, size)));
 }
 
+struct Heads {
+    int num, num_kv, dim;
+    float scale;
+};
+
 struct AttentionCall {
-    int rows, width, num_cells, window;
+    int rows, width, window;
     const float *x, *angles;
-    const int *starts, *num_fed, *slots;
+    const int *starts, *num_fed;
+    const int *places;  // [rows, columns]: the slot of each row; with blocks: the blocks of each row, 0 past its own
+    int columns;
+    bool has_blocks;
+    int num_cells;  // of a slot, or of a block
     float *out, *keys, *values;
+
+    int max_cell() const { return has_blocks ? (columns - 1) * num_cells - 1 : std::max(num_cells - 2, 0); }
+    const int *blocks(int row) const { return has_blocks ? places + size_t(row) * columns : nullptr; }
 };
 
 // Norms and turns a token's queries and keys, and writes its keys and values into its cell.
@@ -104,10 +117,18 @@ void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall
     };
     for (int head = 0; head < w.num_heads; head++)
         turn(w.q_norm, q + head * dim);
-    int cell = std::min(call.starts[token.row] + token.column, call.num_cells - 1);
+    int cell = call.starts[token.row] + token.column, place = call.places[token.row];
+    if (call.has_blocks) {
+        place = call.blocks(token.row)[std::min(cell / call.num_cells, call.columns - 1)];
+        cell %= call.num_cells;
+    } else {
+        cell = std::min(cell, call.num_cells - 1);
+    }
     for (int head = 0; head < w.num_kv_heads; head++) {
         turn(w.k_norm, k + head * dim);
-        size_t at = ((size_t(call.slots[token.row]) * w.num_kv_heads + head) * call.num_cells + cell) * dim;
+        if (call.has_blocks && place == 0)
+            continue;  // past the row's blocks: a draft that goes deeper than the row's own depth
+        size_t at = ((size_t(place) * w.num_kv_heads + head) * call.num_cells + cell) * dim;
         std::memcpy(call.keys + at, k + head * dim, dim * sizeof(float));
         std::memcpy(call.values + at, v + head * dim, dim * sizeof(float));
     }
@@ -159,13 +180,14 @@ void attend_by_segment(const Math &math, const std::vector<Queries> &all) {
     }
 }
 
-// Attention of tokens [num, heads * dim], `q`, over the cells of their rows.
-void attend(const Math &math, const AttentionWeights &w, const AttentionCall &call, const Token *tokens, int num,
-            const float *q, float *out) {
-    int dim = w.head_dim(), group = w.num_heads / w.num_kv_heads;
+// Attention of tokens [num, heads * dim], `q`, over the cells of their rows. If `has_padding`, `q` and `out` have places
+// for padding too.
+void attend(const Math &math, const Heads &heads, const AttentionCall &call, const Token *tokens, int num,
+            const float *q, float *out, bool has_padding) {
+    int dim = heads.dim, group = heads.num / heads.num_kv;
     int max_num = std::max(MAX_QUERY_ROWS / group, 1);
     std::vector<Queries> all;
-    double work = 0;
+    double work = 0, most = 0;  // of all, and of one
     for (int t = 0, next; t < num; t = next) {
         for (next = t + 1; next < num && next - t < max_num && tokens[next].row == tokens[t].row;)
             next++;
@@ -173,15 +195,21 @@ void attend(const Math &math, const AttentionWeights &w, const AttentionCall &ca
                            .group = group,
                            .dim = dim,
                            .cell = call.starts[tokens[t].row] + tokens[t].column,
-                           .max_cell = std::max(call.num_cells - 2, 0),
+                           .max_cell = call.max_cell(),
                            .window = call.window,
-                           .scale = w.scale,
-                           .stride = ptrdiff_t(w.num_heads) * dim};
+                           .scale = heads.scale,
+                           .stride = ptrdiff_t(heads.num) * dim,
+                           .blocks = call.blocks(tokens[t].row),
+                           .block_stride = ptrdiff_t(heads.num_kv) * CELLS * dim};
         int num_cells = queries.end_cell(queries.num - 1) - queries.first_cell(0);
-        work += 2.0 * num_cells * queries.num * w.num_heads * dim;
-        for (int head = 0; head < w.num_kv_heads; head++) {
-            size_t at = (size_t(call.slots[tokens[t].row]) * w.num_kv_heads + head) * call.num_cells * dim;
-            ptrdiff_t first = t * queries.stride + ptrdiff_t(head) * group * dim;
+        double own = 2.0 * num_cells * queries.num * heads.num * dim;
+        work += own;
+        most = std::max(most, own / heads.num_kv);
+        for (int head = 0; head < heads.num_kv; head++) {
+            size_t slot = call.has_blocks ? 0 : call.places[tokens[t].row];
+            size_t at = (slot * heads.num_kv + head) * call.num_cells * dim;
+            ptrdiff_t place = has_padding ? tokens[t].index : t;
+            ptrdiff_t first = place * queries.stride + ptrdiff_t(head) * group * dim;
             queries.queries = q + first;
             queries.out = out + first;
             queries.keys = call.keys + at;
@@ -190,7 +218,8 @@ void attend(const Math &math, const AttentionWeights &w, const AttentionCall &ca
         }
     }
     bool is_shared = work >= MIN_SHARED_WORK;
-    if (is_shared && int(all.size()) < UNITS_PER_THREAD * num_threads())
+    bool is_uneven = most * UNITS_PER_THREAD * num_threads() > work;  // also if there are few
+    if (is_shared && is_uneven)
         return attend_by_segment(math, all);
     auto run = [&](int i) { attend(math, all[i]); };
     if (is_shared)
@@ -216,7 +245,7 @@ void run(const AttentionWeights &w, const AttentionCall &call) {
             write_cell(math, w, call, tokens[t], q + t * q_size, k + t * kv_size, v + t * kv_size);
         });
         float *out = outs.floats(num * q_size), *y = ys.floats(num * hidden);
-        attend(math, w, call, tokens, num, q, out);
+        attend(math, {w.num_heads, w.num_kv_heads, w.head_dim(), w.scale}, call, tokens, num, q, out, false);
         Product last = product(w.o, y);
         multiply(&last, 1, quantize(out, num, q_size, q_size, codes.bytes(token_bytes(num, q_size))));
         add_residual(math, w.o, tokens, num, call.x, y, call.out);
@@ -256,8 +285,8 @@ void run(const MLPWeights &w, const MLPCall &call) {
 
 class AttentionPrimitive : public CpuPrimitive {
 public:
-    AttentionPrimitive(mx::Stream stream, std::shared_ptr<const AttentionWeights> weights, int window)
-        : CpuPrimitive(stream), weights(std::move(weights)), window(window) {}
+    AttentionPrimitive(mx::Stream stream, std::shared_ptr<const AttentionWeights> weights, int window, bool has_blocks)
+        : CpuPrimitive(stream), weights(std::move(weights)), window(window), has_blocks(has_blocks) {}
 
     const char *name() const override { return "OutriderAttention"; }
 
@@ -270,13 +299,15 @@ public:
         take_over(encoder, inputs[2], outputs[2]);
         AttentionCall call = {.rows = x.shape(0),
                               .width = x.shape(1),
-                              .num_cells = keys.shape(2),
                               .window = window,
                               .x = elements<float>(encoder, x),
                               .angles = elements<float>(encoder, inputs[3]),
                               .starts = elements<int>(encoder, inputs[4]),
                               .num_fed = elements<int>(encoder, inputs[5]),
-                              .slots = elements<int>(encoder, inputs[6]),
+                              .places = elements<int>(encoder, inputs[6]),
+                              .columns = inputs[6].shape(1),
+                              .has_blocks = has_blocks,
+                              .num_cells = keys.shape(2),
                               .out = outputs[0].data<float>(),
                               .keys = outputs[1].data<float>(),
                               .values = outputs[2].data<float>()};
@@ -287,6 +318,44 @@ public:
 private:
     std::shared_ptr<const AttentionWeights> weights;
     int window;
+    bool has_blocks;
+};
+
+class CellAttentionPrimitive : public CpuPrimitive {
+public:
+    CellAttentionPrimitive(mx::Stream stream, const Heads &heads, int window, bool has_blocks)
+        : CpuPrimitive(stream), heads(heads), window(window), has_blocks(has_blocks) {}
+
+    const char *name() const override { return "OutriderCellAttention"; }
+
+    void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
+        auto &encoder = mx::cpu::get_command_encoder(stream());
+        const mx::array &queries = inputs[0], &keys = inputs[1];
+        outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+        AttentionCall call = {.rows = queries.shape(0),
+                              .width = queries.shape(1),
+                              .window = window,
+                              .x = elements<float>(encoder, queries),
+                              .starts = elements<int>(encoder, inputs[3]),
+                              .num_fed = elements<int>(encoder, inputs[4]),
+                              .places = elements<int>(encoder, inputs[5]),
+                              .columns = inputs[5].shape(1),
+                              .has_blocks = has_blocks,
+                              .num_cells = keys.shape(2),
+                              .out = outputs[0].data<float>(),
+                              .keys = const_cast<float *>(elements<float>(encoder, keys)),
+                              .values = const_cast<float *>(elements<float>(encoder, inputs[2]))};
+        encoder.dispatch([heads = heads, call, bytes = outputs[0].nbytes()] {
+            std::vector<Token> tokens = fed_tokens(call.num_fed, call.rows, call.width);
+            std::memset(call.out, 0, bytes);
+            attend(outrider::math(), heads, call, tokens.data(), tokens.size(), call.x, call.out, true);
+        });
+    }
+
+private:
+    Heads heads;
+    int window;
+    bool has_blocks;
 };
 
 class MLPPrimitive : public CpuPrimitive {
@@ -385,29 +454,29 @@ void check(const Linear &linear, size_t num_rows, size_t size) {
     require(num_rows % 16 == 0 && size % BLOCK == 0, "sizes must be multiples of 16 and 32");
 }
 
+void check_places(int rows, const mx::array &keys, const mx::array &starts, const mx::array &num_fed,
+                  const mx::array &places, bool has_blocks, int window) {
+    for (const mx::array *each : {&starts, &num_fed})
+        require(each->size() == size_t(rows) && each->dtype() == mx::int32, "starts, fed counts: int32 [rows]");
+    require(places.ndim() == 2 && places.shape(0) == rows && places.dtype() == mx::int32 &&
+                (has_blocks ? places.shape(1) > 1 : places.shape(1) == 1),
+            "places: int32 [rows, 1], or [rows, blocks + 1]");
+    require(!has_blocks || keys.shape(2) == CELLS, "blocks must have 64 cells");
+    require(window >= 0, "window: 0 or more");
+}
+
 }  // namespace
 
-Linear::Linear(const mx::array &weight, const mx::array &scales, const mx::array &biases, int bits, int group_size,
-               const std::optional<mx::array> &own_bias)
-    : held{mx::contiguous(weight), mx::contiguous(scales), mx::contiguous(biases)} {
-    require(weight.ndim() == 2 && weight.dtype() == mx::uint32 && scales.ndim() == 2, "not a quantised matrix");
-    require(bits == 2 || bits == 3 || bits == 4 || bits == 5 || bits == 6 || bits == 8, "bits: 2 to 6, or 8");
-    require(group_size > 0 && group_size % BLOCK == 0, "a group must be a multiple of 32 elements");
-    require(scales.shape() == biases.shape() && scales.dtype() == biases.dtype() &&
-                scales.shape(0) == weight.shape(0) &&
-                int64_t(scales.shape(1)) * group_size * bits == int64_t(weight.shape(1)) * 32,
-            "scales or biases of another shape than the weight's");
-    require(scales.dtype() == mx::float32 || scales.dtype() == mx::float16 || scales.dtype() == mx::bfloat16,
-            "scales must be float32, float16 or bfloat16");
+Linear::Linear(const mx::array &weight, const mx::array &scales, const std::optional<mx::array> &biases,
+               int group_size, int bits, const std::string &mode, const std::optional<mx::array> &own_bias)
+    : held{mx::contiguous(weight), mx::contiguous(scales)} {
+    require(weight.ndim() == 2 && scales.ndim() == 2, "not a quantised matrix");
+    WeightFormat format = {group_size, bits, mode};
+    check_weights(format, scales.shape(1) * group_size, weight, scales, biases);
+    if (biases)
+        held.push_back(mx::contiguous(*biases));
     mx::eval(held);
-    matrix = {.num_rows = weight.shape(0),
-              .size = scales.shape(1) * group_size,
-              .bits = bits,
-              .group_size = group_size,
-              .codes = held[0].data<uint32_t>(),
-              .scales = held[1].data<void>(),
-              .biases = held[2].data<void>(),
-              .type = float_type(scales)};
+    matrix = matrix_of(format, held[0], held[1], biases ? &held[2] : nullptr);
     if (own_bias)
         bias = to_floats(*own_bias);
 }
@@ -450,23 +519,37 @@ Attention::Attention(AttentionWeights own) : weights(std::make_shared<const Atte
 
 std::tuple<mx::array, mx::array, mx::array> Attention::operator()(
     const mx::array &x, const mx::array &keys, const mx::array &values, const mx::array &angles,
-    const mx::array &starts, const mx::array &num_fed, const mx::array &slots, int window) const {
+    const mx::array &starts, const mx::array &num_fed, const mx::array &places, bool has_blocks, int window) const {
     const AttentionWeights &w = *weights;
     int hidden = w.norm.size();
     require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
     int rows = x.shape(0), width = x.shape(1);
     require(keys.ndim() == 4 && keys.shape(1) == w.num_kv_heads && keys.shape(3) == w.head_dim() &&
                 keys.dtype() == mx::float32 && values.shape() == keys.shape() && values.dtype() == mx::float32,
-            "keys, values: float32 [slots, heads, capacity + 1, dim]");
+            "keys, values: float32 [slots, heads, capacity + 1, dim] or [blocks, heads, cells, dim]");
     require(angles.shape() == mx::Shape{rows, 1, width, w.rope_dims} && angles.dtype() == mx::float32,
             "angles: float32 [rows, 1, width, rope dims]");
-    for (const mx::array *each : {&starts, &num_fed, &slots})
-        require(each->size() == size_t(rows) && each->dtype() == mx::int32, "starts, fed counts, slots: int32 [rows]");
-    require(window >= 0, "window: 0 or more");
-    auto primitive = std::make_shared<AttentionPrimitive>(mx::default_stream(mx::Device::cpu), weights, window);
+    check_places(rows, keys, starts, num_fed, places, has_blocks, window);
+    auto primitive = std::make_shared<AttentionPrimitive>(mx::default_stream(mx::Device::cpu), weights, window, has_blocks);
     auto out = mx::array::make_arrays({x.shape(), keys.shape(), values.shape()}, {mx::float32, mx::float32, mx::float32},
-                                      primitive, {x, keys, values, angles, starts, num_fed, slots});
+                                      primitive, {x, keys, values, angles, starts, num_fed, places});
     return {std::move(out[0]), std::move(out[1]), std::move(out[2])};
+}
+
+mx::array attend_cells(const mx::array &queries, const mx::array &keys, const mx::array &values,
+                       const mx::array &starts, const mx::array &num_fed, const mx::array &places, bool has_blocks,
+                       int window, float scale) {
+    require(queries.ndim() == 4 && queries.dtype() == mx::float32, "queries: float32 [rows, width, heads, dim]");
+    require(keys.ndim() == 4 && keys.shape(3) == queries.shape(3) && keys.dtype() == mx::float32 &&
+                values.shape() == keys.shape() && values.dtype() == mx::float32,
+            "keys, values: float32 [slots, heads, capacity + 1, dim] or [blocks, heads, cells, dim]");
+    Heads heads = {queries.shape(2), keys.shape(1), queries.shape(3), scale};
+    require(heads.num_kv > 0 && heads.num % heads.num_kv == 0 && heads.dim % 16 == 0,
+            "heads do not divide, or are no multiples of 16");
+    check_places(queries.shape(0), keys, starts, num_fed, places, has_blocks, window);
+    auto stream = mx::default_stream(mx::Device::cpu);
+    auto primitive = std::make_shared<CellAttentionPrimitive>(stream, heads, window, has_blocks);
+    return mx::array(queries.shape(), mx::float32, primitive, {queries, keys, values, starts, num_fed, places});
 }
 
 MLP::MLP(MLPWeights own) : weights(std::make_shared<const MLPWeights>(std::move(own))) { weights->check(); }

@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -21,8 +22,9 @@ namespace outrider {
 // All arrays given to constructors are evaluated there and held.
 
 struct Linear {
-    Linear(const mlx::core::array &weight, const mlx::core::array &scales, const mlx::core::array &biases, int bits,
-           int group_size, const std::optional<mlx::core::array> &bias);
+    Linear(const mlx::core::array &weight, const mlx::core::array &scales,
+           const std::optional<mlx::core::array> &biases, int group_size, int bits, const std::string &mode,
+           const std::optional<mlx::core::array> &bias);
 
     QuantizedMatrix matrix;
     std::vector<float> bias;  // empty: none
@@ -61,16 +63,25 @@ public:
     explicit Attention(AttentionWeights weights);
 
     // x [rows, width, hidden]; keys, values [slots, heads, capacity + 1, dim]; angles [rows, 1, width, dim]: of every
-    // token the cosines, then the sines; starts, num_fed [rows], slots [rows, 1] int32. A window of 0 is none.
+    // token the cosines, then the sines; starts, num_fed [rows] int32; places [rows, 1] int32: the rows' slots. A window
+    // of 0 is none. With blocks: keys, values [blocks, heads, 64, dim]; places [rows, blocks + 1]: the rows' blocks, 0
+    // past the last one. Block 0 is never written.
     // Returns the new x, keys and values. The buffers are written in place if nothing else holds them.
     std::tuple<mlx::core::array, mlx::core::array, mlx::core::array> operator()(
         const mlx::core::array &x, const mlx::core::array &keys, const mlx::core::array &values,
         const mlx::core::array &angles, const mlx::core::array &starts, const mlx::core::array &num_fed,
-        const mlx::core::array &slots, int window) const;
+        const mlx::core::array &places, bool has_blocks, int window) const;
 
 private:
     std::shared_ptr<const AttentionWeights> weights;
 };
+
+// Attention alone, for layers of other forms. queries [rows, width, heads, dim] -> the same, zeros for padding; keys and
+// values hold the tokens' cells already; the rest as above.
+mlx::core::array attend_cells(const mlx::core::array &queries, const mlx::core::array &keys,
+                              const mlx::core::array &values, const mlx::core::array &starts,
+                              const mlx::core::array &num_fed, const mlx::core::array &places, bool has_blocks,
+                              int window, float scale);
 
 struct MLPWeights {
     RMSNorm norm;

@@ -20,8 +20,12 @@ struct Queries {
     const float *queries;          // [num, group * dim], `stride` floats apart
     float *out;                    // the same
     ptrdiff_t stride;
-    const float *keys, *values;    // [cells, dim]
+    const float *keys, *values;    // [cells, dim]; with blocks: of block 0, the others `block_stride` floats apart
+    const int *blocks;             // the row's block of every CELLS cells; null: the cells follow each other
+    ptrdiff_t block_stride;
 
+    // Where the cells from `cell` on begin, a multiple of CELLS.
+    ptrdiff_t at(int cell) const { return blocks ? blocks[cell / CELLS] * block_stride : ptrdiff_t(cell) * dim; }
     int end_cell(int i) const { return std::min(cell + i, max_cell) + 1; }
     int first_cell(int i) const { return window ? std::max(end_cell(i) - window, 0) : 0; }
     int first_segment() const { return first_cell(0) / SEGMENT; }

@@ -11,6 +11,7 @@
 #include "quantized.h"
 #include "scratch.h"
 #include "threads.h"
+#include "weights.h"
 
 namespace outrider {
 namespace {
@@ -22,34 +23,21 @@ void check(bool is_valid, const std::string &what) {
         throw std::invalid_argument("quantized_matmul: " + what);
 }
 
-// `size`: elements of a row
-void check_weights(
-    int size, const mx::array &weight, const mx::array &scales, const mx::array &biases, int group_size, int bits) {
-    check(bits == 2 || bits == 3 || bits == 4 || bits == 5 || bits == 6 || bits == 8,
-          "there are no weights of " + std::to_string(bits) + " bits");
-    check(group_size == 32 || group_size == 64 || group_size == 128,
-          "groups have 32, 64 or 128 elements, not " + std::to_string(group_size));
-    check(size > 0 && size % group_size == 0,
-          "groups of " + std::to_string(group_size) + " do not divide rows of " + std::to_string(size));
-    check(weight.dtype() == mx::uint32, "codes must be uint32");
-    check(scales.dtype() == biases.dtype() &&
-              (scales.dtype() == mx::float32 || scales.dtype() == mx::float16 || scales.dtype() == mx::bfloat16),
-          "scales and biases must both be float32, float16 or bfloat16");
-    mx::Shape expected(weight.shape());
-    expected.back() = size / group_size;
-    check(weight.shape(-1) == size / 32 * bits && scales.shape() == expected && biases.shape() == expected,
-          "the shapes of codes, scales and biases do not belong together");
-}
+struct Weights {
+    const mx::array &weight, &scales;
+    const Biases &biases;
+    WeightFormat format;
+};
 
-// A primitive whose first input is followed by codes, scales and biases.
+// A primitive whose first input is followed by codes, scales and its own inputs; the biases are last, if there are some.
 class QuantizedPrimitive : public CpuPrimitive {
   public:
-    QuantizedPrimitive(mx::Stream stream, int group_size, int bits)
-        : CpuPrimitive(stream), group_size_(group_size), bits_(bits) {}
+    QuantizedPrimitive(mx::Stream stream, const WeightFormat &format, bool has_biases)
+        : CpuPrimitive(stream), format_(format), has_biases_(has_biases) {}
 
     bool is_equivalent(const mx::Primitive &other) const override {  // MLX compares primitives of one class only
         auto &same = static_cast<const QuantizedPrimitive &>(other);
-        return same.group_size_ == group_size_ && same.bits_ == bits_;
+        return same.format_ == format_ && same.has_biases_ == has_biases_;
     }
 
   protected:
@@ -65,15 +53,12 @@ class QuantizedPrimitive : public CpuPrimitive {
 
     // Of several experts, the weights of this one.
     QuantizedMatrix weights(const std::vector<mx::array> &in, ptrdiff_t expert = 0) const {
-        const mx::array &codes = in[1], &scales = in[2], &biases = in[3];
-        int rows = codes.shape(-2), words = codes.shape(-1), groups = scales.shape(-1);
-        ptrdiff_t skipped = expert * rows * groups * static_cast<ptrdiff_t>(scales.itemsize());
-        return {rows, groups * group_size_, bits_, group_size_, codes.data<uint32_t>() + expert * rows * words,
-                scales.data<char>() + skipped, biases.data<char>() + skipped, float_type(scales)};
+        return matrix_of(format_, in[1], in[2], has_biases_ ? &in.back() : nullptr, expert);
     }
 
   private:
-    int group_size_, bits_;
+    WeightFormat format_;
+    bool has_biases_;
 };
 
 class QuantizedMatmul : public QuantizedPrimitive {
@@ -131,7 +116,7 @@ class GatherQuantizedMatmul : public QuantizedPrimitive {
             by_expert.push_back(weights(in, expert));
         auto &encoder = begin(in, out[0]);
         encoder.dispatch([by_expert = std::move(by_expert), num_tokens = in[0].shape(0), x = in[0].data<float>(),
-                          experts = in[4].data<int32_t>(), y = out[0].data<float>()]() {
+                          experts = in[3].data<int32_t>(), y = out[0].data<float>()]() {
             multiply_by_expert(by_expert, num_tokens, x, experts, y);
         });
     }
@@ -169,51 +154,56 @@ mx::array contiguous(const mx::array &one, mx::Stream stream) {
     return is_there ? one : mx::contiguous(one, false, stream);
 }
 
+// An operation on `first`, weights and `others`.
+template <class PRIMITIVE>
+mx::array operation(
+    const mx::Shape &shape, const mx::array &first, const Weights &w, const std::vector<mx::array> &others = {}) {
+    auto stream = mx::default_stream(mx::Device::cpu);
+    std::vector<mx::array> inputs;
+    for (const mx::array &one : {first, w.weight, w.scales})
+        inputs.push_back(contiguous(one, stream));
+    for (const mx::array &one : others)
+        inputs.push_back(contiguous(one, stream));
+    if (w.biases)
+        inputs.push_back(contiguous(*w.biases, stream));
+    return mx::array(shape, mx::float32, std::make_shared<PRIMITIVE>(stream, w.format, w.biases.has_value()), inputs);
+}
+
 }  // namespace
 
 mx::array quantized_embedding(
-    const mx::array &token_ids, const mx::array &weight, const mx::array &scales, const mx::array &biases,
-    int group_size, int bits) {
-    check(weight.ndim() == 2 && weight.shape(0) > 0, "the weights are not a matrix");
+    const mx::array &token_ids, const mx::array &weight, const mx::array &scales, const Biases &biases, int group_size,
+    int bits, const std::string &mode) {
+    Weights w = {weight, scales, biases, {group_size, bits, mode}};
+    check(weight.ndim() == 2 && weight.shape(0) > 0 && scales.ndim() == 2, "the weights are not a matrix");
     check(token_ids.dtype() == mx::int32 || token_ids.dtype() == mx::uint32, "token ids are integers of 32 bits");
     mx::Shape shape(token_ids.shape());
     shape.push_back(scales.shape(-1) * group_size);
-    check_weights(shape.back(), weight, scales, biases, group_size, bits);
-    auto stream = mx::default_stream(mx::Device::cpu);
-    std::vector<mx::array> inputs;
-    for (const mx::array &one : {token_ids, weight, scales, biases})
-        inputs.push_back(contiguous(one, stream));
-    return mx::array(shape, mx::float32, std::make_shared<QuantizedEmbedding>(stream, group_size, bits), inputs);
+    check_weights(w.format, shape.back(), weight, scales, biases);
+    return operation<QuantizedEmbedding>(shape, token_ids, w);
 }
 
 mx::array quantized_matmul(
-    const mx::array &x, const mx::array &weight, const mx::array &scales, const mx::array &biases, int group_size,
-    int bits) {
-    check(weight.ndim() == 2, "the weights are not a matrix");
+    const mx::array &x, const mx::array &weight, const mx::array &scales, const Biases &biases, int group_size,
+    int bits, const std::string &mode) {
+    Weights w = {weight, scales, biases, {group_size, bits, mode}};
+    check(weight.ndim() == 2 && x.ndim() > 0, "the weights are not a matrix");
     check(x.dtype() == mx::float32, "tokens must be float32");
-    check_weights(x.shape(-1), weight, scales, biases, group_size, bits);
+    check_weights(w.format, x.shape(-1), weight, scales, biases);
     mx::Shape shape(x.shape());
     shape.back() = weight.shape(0);
-    auto stream = mx::default_stream(mx::Device::cpu);
-    std::vector<mx::array> inputs;
-    for (const mx::array &one : {x, weight, scales, biases})
-        inputs.push_back(contiguous(one, stream));
-    return mx::array(shape, mx::float32, std::make_shared<QuantizedMatmul>(stream, group_size, bits), inputs);
+    return operation<QuantizedMatmul>(shape, x, w);
 }
 
 mx::array gather_quantized_matmul(
-    const mx::array &x, const mx::array &weight, const mx::array &scales, const mx::array &biases,
-    const mx::array &experts, int group_size, int bits) {
+    const mx::array &x, const mx::array &weight, const mx::array &scales, const Biases &biases,
+    const mx::array &experts, int group_size, int bits, const std::string &mode) {
+    Weights w = {weight, scales, biases, {group_size, bits, mode}};
     check(weight.ndim() == 3 && weight.shape(0) > 0 && x.ndim() == 2, "the weights are not a matrix for each expert");
     check(experts.dtype() == mx::int32 && experts.shape() == mx::Shape{x.shape(0)}, "each token needs an expert");
     check(x.dtype() == mx::float32, "tokens must be float32");
-    check_weights(x.shape(-1), weight, scales, biases, group_size, bits);
-    auto stream = mx::default_stream(mx::Device::cpu);
-    std::vector<mx::array> inputs;
-    for (const mx::array &one : {x, weight, scales, biases, experts})
-        inputs.push_back(contiguous(one, stream));
-    mx::Shape shape = {x.shape(0), weight.shape(1)};
-    return mx::array(shape, mx::float32, std::make_shared<GatherQuantizedMatmul>(stream, group_size, bits), inputs);
+    check_weights(w.format, x.shape(-1), weight, scales, biases);
+    return operation<GatherQuantizedMatmul>({x.shape(0), weight.shape(1)}, x, w, {experts});
 }
 
 }  // namespace outrider

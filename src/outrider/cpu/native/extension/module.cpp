@@ -22,7 +22,8 @@ void add_decoder_layers(nb::module_ &m) {
     using namespace outrider;
     using mlx::core::array;
     nb::class_<Linear>(m, "Linear")
-        .def(nb::init<const array &, const array &, const array &, int, int, const std::optional<array> &>());
+        .def(nb::init<const array &, const array &, const std::optional<array> &, int, int, const std::string &,
+                      const std::optional<array> &>());
     nb::class_<RMSNorm>(m, "RMSNorm")
         .def(nb::init<const array &, float>())
         .def("__call__", &RMSNorm::operator());
@@ -35,6 +36,7 @@ void add_decoder_layers(nb::module_ &m) {
                      Attention({norm, q, k, v, o, q_norm, k_norm, num_heads, num_kv_heads, rope_dims, scale});
              })
         .def("__call__", &Attention::operator());
+    m.def("attend_cells", &attend_cells);
     nb::class_<MLP>(m, "MLP")
         .def("__init__", [](MLP *self, const RMSNorm &norm, const Linear &gate, const Linear &up,
                             const Linear &down) { new (self) MLP({norm, gate, up, down}); })

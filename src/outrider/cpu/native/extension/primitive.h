@@ -8,7 +8,6 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
-#include "quantized.h"
 
 namespace outrider {
 
@@ -19,13 +18,6 @@ class CpuPrimitive : public mlx::core::Primitive {
         throw std::runtime_error(std::string(name()) + " is for CPUs only");
     }
 };
-
-// The type of scales or biases that have been checked.
-inline FloatType float_type(const mlx::core::array &values) {
-    if (values.dtype() == mlx::core::float32)
-        return FloatType::float32;
-    return values.dtype() == mlx::core::float16 ? FloatType::float16 : FloatType::bfloat16;
-}
 
 // The elements of an input one after the other: the input's own memory, or a copy. Elements have four bytes.
 const void *contiguous_data(mlx::core::cpu::CommandEncoder &encoder, const mlx::core::array &input);
