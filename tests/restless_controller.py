@@ -9,6 +9,7 @@ from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, guessed_costs
 from outrider.speculate.depth import DepthChoice
+from outrider.speculate.prompt_costs import MeasuredPromptCosts, PromptCosts, PromptShape
 from outrider.speculate.shapes import ShapePolicy
 
 
@@ -28,11 +29,23 @@ class RestlessShapes(ShapePolicy):
         return width + (self._rng.randint(0, 16) if self._rng.random() < 0.2 else 0)
 
 
+class RestlessPromptCosts(PromptCosts):
+    """Finds any chunk cheap or dear: chunks have all sizes, and any prompts share a pass."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(MeasuredPromptCosts({16: 0.1, 64: 0.4}), padding_share=rng.choice((0.0, 1.0)))
+        self._rng = rng
+
+    def pass_s(self, shape: PromptShape) -> float:
+        return self._rng.choice((0.0, 0.15, 1.0))
+
+
 class RestlessController(DepthController):
     def __init__(self, seed: object) -> None:
         self._rng = random.Random(f"restless {seed}")
         super().__init__()
         self.shapes = RestlessShapes(self._rng)
+        self.prompt_costs = RestlessPromptCosts(self._rng)
         self._draws = 0.5  # how often the head is wanted, in this stretch
 
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:

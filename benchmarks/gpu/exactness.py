@@ -17,6 +17,7 @@ from benchmarks.gpu.loop import prompts
 from benchmarks.gpu.weights import Subject, random_subject
 from benchmarks.side_by_side import NullDetokenizer
 from outrider.config import EngineConfig
+from outrider.engine.memory_plan import plan_memory
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import DraftState
 from outrider.engine.sequence import Sequence as Row
@@ -66,7 +67,12 @@ def _decode(
     runner = Runner(subject.trunk, subject.head, compiles=outruns)
     config = EngineConfig(max_rows=ROWS, prefill_step_size=64)
     controller = DepthController(few_shapes=outruns)
-    scheduler = Scheduler(config, runner.geometry(256), machine.cache_budget_bytes(), controller)
+    scheduler = Scheduler(
+        config,
+        runner.geometry(256),
+        plan_memory(EngineConfig(), machine.free_bytes(), 0, False).rows,
+        controller,
+    )
     rows = []
     for i, prompt in enumerate(prompts(subject.trunk.vocab_size, ROWS, 24 + ROWS)):
         num_tokens = NUM_TOKENS - ENDS_EARLIER * i

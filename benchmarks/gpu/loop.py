@@ -15,6 +15,7 @@ from benchmarks.gpu.driver import Driver, Spent
 from benchmarks.gpu.weights import Subject
 from benchmarks.side_by_side import NullDetokenizer
 from outrider.config import EngineConfig
+from outrider.engine.memory_plan import plan_memory
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import DraftState
 from outrider.engine.sequence import Sequence as Row
@@ -25,6 +26,7 @@ from outrider.step.runner import Runner
 
 WARM_STEPS = 4  # steps before the clock starts; chosen by hand
 MIN_STEPS = 8  # timed steps, even if the time is up; chosen by hand
+PROMPT_CHUNK = 512  # prompt tokens in a step; the timed steps decode
 CAPACITY_STEP = 256  # cells by which cache buffers grow, as in the engine
 
 
@@ -80,10 +82,10 @@ class Loop:
         self._trunk = subject.trunk
         self._outruns = machine.outruns_host() if outruns is None else outruns
         self.runner = Runner(subject.trunk, subject.head, compiles=self._outruns)
-        self.budget_bytes = machine.cache_budget_bytes()
+        self.budget_bytes = plan_memory(EngineConfig(), machine.free_bytes(), 0, False).rows
 
     def turn(self, policy: DraftDepth, load: Load, controller: DepthController) -> TimedRun:
-        config = EngineConfig(max_rows=load.rows, prefill_step_size=machine.prefill_step_size())
+        config = EngineConfig(max_rows=load.rows, prefill_step_size=PROMPT_CHUNK)
         scheduler = Scheduler(config, self.runner.geometry(CAPACITY_STEP), self.budget_bytes, controller)
         rows = self._new_rows(policy, load)
         for row in rows:

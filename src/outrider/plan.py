@@ -27,18 +27,30 @@ from outrider.request import SamplingParams
 
 UNREAD = -1  # in the place of a token that the step in front will sample
 
+BLOCK_SIZE = 64  # cells of a block: what native attention takes at once; a cached file of a few MB
+# Spare blocks. ZEROS is never written: it stands for blocks that a row does not have. JUNK takes all writes
+# that belong to no row.
+ZEROS_BLOCK, JUNK_BLOCK, NUM_SPARE_BLOCKS = 0, 1, 2
+
 
 @dataclass(frozen=True)
 class CacheGeometry:
     """The size in bytes of a model's caches. The scheduler and the caches share this arithmetic.
 
-    A slot is the cache of one sequence; a cell is the place of one token in it. Buffers have one cell more
-    than `capacity`: padding is written into the last cell.
+    A cell is the place of one token, a slot the place of one sequence. Cells are kept in one of two ways:
+
+        slots    every slot has `capacity` cells. One more takes the padding's writes.
+        blocks   a sequence has as many blocks of `block_size` cells as it needs. Two more blocks are spare.
     """
 
     bytes_per_cell: int  # keys and values of one token, over all layers and the head
     bytes_per_slot: int = 0  # recurrent state of one sequence: its size does not depend on the length
     capacity_step: int = 256
+    block_size: int | None = None  # None: cells are kept by slots
+
+    @property
+    def has_blocks(self) -> bool:
+        return self.block_size is not None
 
     def capacity_for(self, num_cells: int) -> int:
         """The smallest multiple of `capacity_step` that holds `num_cells`."""
@@ -48,6 +60,21 @@ class CacheGeometry:
         if num_slots == 0:
             return 0
         return num_slots * ((capacity + 1) * self.bytes_per_cell + self.bytes_per_slot)
+
+    def num_bytes_in_blocks(self, num_slots: int, num_blocks: int) -> int:
+        """Where cells are kept by blocks; the spare ones are among `num_blocks`."""
+        assert self.block_size is not None
+        return num_blocks * self.block_size * self.bytes_per_cell + num_slots * self.bytes_per_slot
+
+    def min_bytes(self) -> int:
+        """Bytes of the smallest caches that a row can have."""
+        if self.has_blocks:
+            return self.num_bytes_in_blocks(1, NUM_SPARE_BLOCKS + 1)
+        return self.num_bytes(1, self.capacity_step)
+
+    def blocks_for(self, num_cells: int) -> int:
+        assert self.block_size is not None
+        return -(-num_cells // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +104,7 @@ class SaveCells:
     start: int
     end: int
     file_name: str | None = None
+    row_block: int | None = None  # where cells are kept by blocks: the row's block that holds these cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +124,7 @@ class LoadCells:
     start: int
     pieces: tuple[BlockPiece, ...]
     state_id: int | None = None
+    row_blocks: tuple[int, ...] = ()  # where cells are kept by blocks: the row's block for each piece
 
     @property
     def num_cells(self) -> int:
@@ -141,12 +170,14 @@ class RowPlan:
     num_prompt: int  # the first so many tokens of history are the prompt
     banned_ids: Sequence[int] = ()  # may not be sampled while the answer is shorter than min_tokens
     head_start: int | None = None  # cells that the head has been fed; None: as many as the trunk
-    defers_head: bool = False  # the head is paused: store the inputs that it will be fed later
+    defers_head: bool = False  # store the inputs that the head will be fed later, or in another row
     masks: np.ndarray | None = None  # [1 + num_drafts, words] one bit for each token that a grammar allows
     media: PromptMedia | None = None  # the prompt's images, while the row prefills
     position_delta: int = 0  # position minus cell number, after the prompt
     draft_source: str = "head"  # where the drafts come from: see speculate/acceptance.py
     num_forced: int = 0  # the first so many drafts are all that a grammar allows
+    blocks: tuple[int, ...] = ()  # where cells are kept by blocks: the row's, in the order of its cells
+    has_images: bool = False  # the prompt has images, also once the row decodes
 
     @property
     def is_sampling(self) -> bool:
@@ -193,12 +224,15 @@ class StepPlan:
     """
 
     num_slots: int
-    capacity: int  # cells of each slot
+    capacity: int  # cells of each slot; 0 where cells are kept by blocks
     moves: tuple[Move, ...]
     batches: tuple[tuple[RowPlan, ...], ...]
     shapes: tuple[PassShape, ...] = ()  # of each batch; empty: no padding
     copies: PrefixCopies = PrefixCopies()
     is_overlapped: bool = False  # one batch, with the rows of the unread step in front: see UNREAD
+    num_blocks: int = 0  # of the caches, where cells are kept by blocks
+    # Blocks that stay, in their new order; the others are dropped before new ones are made. None: all stay.
+    kept_blocks: tuple[int, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from outrider.cache import prefix_store
 from outrider.cache.block_file import read_block_file, write_block_file
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.cache.prefix_store import PrefixStore
@@ -201,3 +202,64 @@ def test_index_and_store_agree_on_every_byte_of_any_history() -> None:
     index.clear()
     store.drop(index.take_dropped())
     assert store.num_bytes == 0
+
+
+# -- rows that keep their cells by blocks --------------------------------------------------------------------
+
+SIZE = 8  # cells of a block
+
+
+def _in_blocks(num_blocks: int = 12) -> list[RaggedKV]:
+    buffers = []
+    for i, spec in enumerate(SPECS):
+        kv = RaggedKV(spec)
+        kv.resize_blocks(num_blocks, SIZE)
+        kv.keys = mx.random.normal(kv.keys.shape, key=mx.random.key(2 * i)).astype(spec.dtype)
+        kv.values = mx.random.normal(kv.values.shape, key=mx.random.key(2 * i + 1)).astype(spec.dtype)
+        mx.eval(kv.keys, kv.values)
+        buffers.append(kv)
+    return buffers
+
+
+@pytest.mark.parametrize("most_at_once", [1, 2, 32])
+def test_blocks_of_rows_are_saved_and_loaded(most_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_store, "MAX_GATHERED_BLOCKS", most_at_once)
+    buffers = _in_blocks()
+    store = PrefixStore(buffers, SIZE)
+    saves = [
+        SaveCells(1, 0, 0, SIZE, row_block=7),
+        SaveCells(2, 0, SIZE, 2 * SIZE, row_block=3),
+        SaveCells(3, 0, 2 * SIZE, 2 * SIZE + 5, row_block=4),  # a tail
+        SaveCells(4, 1, SIZE, 2 * SIZE, row_block=9),  # another row
+    ]
+    wanted = {save.block_id: _cells(buffers, save.row_block or 0, 0, SIZE) for save in saves}
+    others = [_cells(buffers, block, 0, SIZE) for block in (2, 11)]
+    store.save_row_blocks(saves)
+    store.settle(save.block_id for save in saves)
+    held = sum(kv.spec.bytes_per_cell for kv in buffers) * (3 * SIZE + 5)
+    assert store.num_bytes == held
+    for kv in buffers:
+        kv.keys, kv.values = mx.zeros_like(kv.keys), mx.zeros_like(kv.values)
+    pieces = [BlockPiece(1, 0, SIZE), BlockPiece(4, 0, SIZE), BlockPiece(2, 2, SIZE), BlockPiece(3, 0, 5)]
+    store.load_into_blocks([5, 6, 8, 10], pieces)
+    for block, piece in zip((5, 6, 8, 10), pieces, strict=True):
+        found = _cells(buffers, block, piece.first, piece.last)
+        assert _same(found, [part[:, piece.first : piece.last] for part in wanted[piece.block_id]])
+    assert not any(part.any() for part in _cells(buffers, 8, 0, 2)), "cells before the piece"
+    assert not any(part.any() for block in (2, 3, 4, 7, 9, 11) for part in _cells(buffers, block, 0, SIZE))
+    assert all(part.any() for other in others for part in other)
+
+
+def test_rows_with_slots_and_rows_with_blocks_have_the_same_cached_blocks() -> None:
+    """Files on disk serve both."""
+    slots, blocks = _buffers(num_slots=1, capacity=SIZE), _in_blocks(3)
+    for kv, other in zip(slots, blocks, strict=True):
+        other.keys[2], other.values[2] = kv.keys[0, :, :SIZE], kv.values[0, :, :SIZE]
+    one, two = PrefixStore(slots), PrefixStore(blocks, SIZE)
+    _save(one, 1, slot=0, start=0, end=SIZE)
+    two.save_row_blocks([SaveCells(1, 0, 0, SIZE, row_block=2)])
+    found, expected = two.to_host(1), one.to_host(1)
+    assert found.keys() == expected.keys()
+    for name, part in expected.items():
+        assert part.dtype == found[name].dtype
+        assert np.array_equal(part.data, found[name].data)

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.placement import VIEW_STEP, Placement
+from outrider.cache.placement import (
+    MAX_GROUP_PADDING,
+    VIEW_STEP,
+    Placement,
+    block_tables,
+    grouped_by_length,
+)
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 
 SPEC = KVSpec(num_heads=2, key_dim=3, value_dim=5, dtype=mx.float32)
@@ -226,3 +232,121 @@ def test_only_passes_that_are_not_traced_launch_layers(
     assert not launched
     _feed(_buffer(1, 4), place, [[1]])
     assert bool(launched) == launches
+
+
+# -- cells in blocks -----------------------------------------------------------------------------------------
+
+SIZE = 4  # cells of a block
+
+
+def _blocks(num: int) -> RaggedKV:
+    kv = RaggedKV(SPEC)
+    kv.resize_blocks(num, SIZE)
+    return kv
+
+
+def _placed(
+    tables: list[list[int]], starts: list[int], num_fed: list[int], ends: list[int] | None = None
+) -> Placement:
+    end = max(start + num for start, num in zip(starts, num_fed, strict=True))
+    return Placement(
+        list(range(len(starts))),
+        mx.array(starts),
+        mx.array(num_fed),
+        max(num_fed),
+        end,
+        0,
+        tables=block_tables(tables),
+        block_size=SIZE,
+        ends=ends,
+    )
+
+
+def test_a_row_writes_and_reads_its_own_blocks() -> None:
+    kv = _blocks(8)
+    _feed(kv, _placed([[5, 2], [7]], [0, 0], [6, 2]), [[1, 2, 3, 4, 5, 6], [11, 12, 99, 99, 99, 99]])
+    keys, values = _feed(kv, _placed([[5, 2], [7]], [6, 2], [1, 1]), [[7], [13]])
+    assert keys.shape == (2, 2, 8, 3)
+    assert keys[0, 0, :7, 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert keys[1, 0, :3, 0].tolist() == [11, 12, 13]
+    assert values[0, 0, :7, 0].tolist() == [-1, -2, -3, -4, -5, -6, -7]
+    assert not mx.any(kv.keys[mx.array([3, 4, 6])]), "blocks of nobody"
+
+
+def test_padding_and_tokens_past_a_rows_blocks_reach_no_row() -> None:
+    kv = _blocks(5)
+    _feed(kv, _placed([[2, 4], [3]], [0, 3], [1, 4]), [[1, 90, 90, 90], [4, 91, 92, 93]])
+    assert not mx.any(kv.keys[4])
+    assert kv.keys[2, 0, :, 0].tolist() == [1, 0, 0, 0]
+    assert kv.keys[3, 0, :, 0].tolist() == [0, 0, 0, 4]
+    assert not mx.any(kv.keys[0]), "the block of zeros stands for all blocks that a row does not have"
+
+
+def test_rows_read_a_block_that_they_share() -> None:
+    kv = _blocks(6)
+    _feed(kv, _placed([[2, 3]], [0], [5]), [[1, 2, 3, 4, 5]])
+    keys, _ = _feed(kv, _placed([[2, 3], [2, 4]], [5, 4], [1, 1]), [[6], [50]])
+    assert keys[0, 0, :6, 0].tolist() == [1, 2, 3, 4, 5, 6]
+    assert keys[1, 0, :5, 0].tolist() == [1, 2, 3, 4, 50]
+
+
+def test_blocks_that_stay_get_their_new_numbers() -> None:
+    kv = _blocks(6)
+    _feed(kv, _placed([[4, 2]], [0], [8]), [[1, 2, 3, 4, 5, 6, 7, 8]])
+    kv.resize_blocks(8, SIZE)
+    assert kv.keys.shape[0] == 8
+    kv.resize_blocks(5, SIZE, kept=(0, 1, 4, 2))
+    assert kv.keys[mx.array([2, 3]), 0, :, 0].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert not mx.any(kv.keys[4])
+    kv.resize_blocks(0, SIZE)
+    assert kv.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [
+        ([300, 310, 290], [[0, 1, 2]]),
+        ([100, 6000, 50, 90], [[1], [0, 2, 3]]),
+        ([4000, 5000, 5900, 6000, 10], [[2, 3, 1], [0], [4]]),
+        ([7], [[0]]),
+    ],
+)
+def test_rows_of_about_the_same_length_attend_together(lengths: list[int], groups: list[list[int]]) -> None:
+    assert grouped_by_length(lengths) == [sorted(rows) for rows in groups]
+
+
+@given(st.lists(st.integers(1, 50_000), min_size=1, max_size=32))
+@settings(max_examples=100, deadline=None)
+def test_attention_reads_hardly_more_than_each_rows_cells(lengths: list[int]) -> None:
+    groups = grouped_by_length(lengths)
+    assert sorted(row for rows in groups for row in rows) == list(range(len(lengths)))
+    read = sum(len(rows) * max(lengths[row] for row in rows) for rows in groups)
+    assert read <= 1.25 * sum(lengths) + MAX_GROUP_PADDING * len(lengths)
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+def test_a_group_reads_the_cells_of_its_rows(has_blocks: bool) -> None:
+    starts, tables = [600, 3, 590], [list(range(2, 155)), [155], list(range(160, 315))]
+    ends = [start + 1 for start in starts]
+    if has_blocks:
+        kv, place = _blocks(320), _placed(tables, starts, [1, 1, 1], ends)
+    else:
+        kv = _buffer(3, 608)
+        place = Placement([0, 1, 2], mx.array(starts), mx.array([1, 1, 1]), 1, 601, 608, ends=ends)
+    kv.keys, kv.values = mx.random.normal(kv.keys.shape), mx.random.normal(kv.values.shape)
+    view = LayerView(kv, place)
+    keys, values = view.update_and_fetch(mx.ones((3, 2, 1, 3)), mx.ones((3, 2, 1, 5)))
+    found = view.groups(keys, values, view.make_mask(1))
+    assert [rows.tolist() for rows, _, _ in found] == [[0, 2], [1]]
+    for rows, own, mask in found:
+        own_keys, own_values = own.read()
+        num = own.placement.num_attended
+        assert num < 20 or len(rows.tolist()) == 2
+        assert mx.array_equal(own_keys, keys[rows, :, :num])
+        assert mx.array_equal(own_values, values[rows, :, :num])
+        assert mx.array_equal(mask, view.make_mask(1)[rows, ..., :num])
+    assert not view.groups(keys + 0, values, view.make_mask(1)), (
+        "a model that looks into its keys gets all of them"
+    )
+    assert not view.groups(keys, values + 0, view.make_mask(1))
+    assert not view.groups(keys, values, view.make_mask(1) & True)

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.plan import (
+    NUM_SPARE_BLOCKS,
     UNREAD,
     CacheGeometry,
     Move,
     PrefixCopies,
     RowPlan,
     RowResult,
+    SaveCells,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -70,6 +72,8 @@ class FakeRunner:
         self.most_prefix_bytes = 0
         self.num_loaded = 0
         self.capacity = 0
+        self.row_blocks: list[tuple[list[int], ...]] = []  # where cells are kept by blocks: of each block
+        self.is_shared: Callable[[int], bool] = lambda block: False  # whether several rows hold a block
         self._geometry = geometry
         self._random = random.Random(seed)
 
@@ -80,10 +84,13 @@ class FakeRunner:
 
     @property
     def num_bytes(self) -> int:
+        if self._geometry.has_blocks:
+            return self._geometry.num_bytes_in_blocks(len(self.cells), len(self.row_blocks))
         return self._geometry.num_bytes(len(self.cells), self.capacity)
 
     def reset(self) -> None:
         self._resize(0, 0)
+        self.row_blocks.clear()
 
     def encode(self, piece: MediaPiece) -> None:
         raise AssertionError("there are no images here")
@@ -99,6 +106,7 @@ class FakeRunner:
         for move in plan.moves:
             self._move(move)
         self._resize(plan.num_slots, plan.capacity)
+        self._resize_blocks(plan)
         self._load(plan.copies)
         _check_places(plan)
         results = [result for batch in plan.batches for result in self._run_batch(batch)]
@@ -118,8 +126,7 @@ class FakeRunner:
             self.states.pop(i, None)
         for save in copies.saves:
             assert save.block_id not in self.blocks, "a block saved twice"
-            kept = (self.cells, self.head, self.rested)
-            parts = tuple(cells[save.slot][save.start : save.end] for cells in kept)
+            parts = self._saved_parts(save)
             assert len(parts[0]) == save.end - save.start, "cells saved that are not there"
             assert JUNK not in parts[0], "junk saved"
             self.blocks[save.block_id] = parts
@@ -133,7 +140,13 @@ class FakeRunner:
         assert not copies.arrivals, "there is no disk here"
         for load in copies.loads:
             start = load.start
-            for piece in load.pieces:
+            for block, piece in zip(load.row_blocks, load.pieces, strict=self._geometry.has_blocks):
+                assert not self.is_shared(block), "a load into a block that another row holds"
+                for own, part in zip(self.row_blocks[block], self.blocks[piece.block_id], strict=True):
+                    assert piece.last <= len(part)
+                    own[piece.first : piece.last] = part[piece.first : piece.last]
+                self.num_loaded += piece.last - piece.first
+            for piece in () if self._geometry.has_blocks else load.pieces:
                 cells, head, rested = self.blocks[piece.block_id]
                 end = start + piece.last - piece.first
                 assert piece.last <= len(cells)
@@ -144,6 +157,47 @@ class FakeRunner:
                 self.num_loaded += end - start
                 start = end
             self.states_of[load.slot] = None if load.state_id is None else self.states[load.state_id]
+
+    def _saved_parts(self, save: SaveCells) -> tuple[list[int], ...]:
+        if (size := self._geometry.block_size) is None:
+            kept = (self.cells, self.head, self.rested)
+            return tuple(cells[save.slot][save.start : save.end] for cells in kept)
+        assert save.row_block is not None
+        first = save.start % size
+        return tuple(part[first : first + save.end - save.start] for part in self.row_blocks[save.row_block])
+
+    def _resize_blocks(self, plan: StepPlan) -> None:
+        if (size := self._geometry.block_size) is None:
+            return
+        blocks = self.row_blocks
+        if plan.kept_blocks is not None:
+            assert plan.kept_blocks[:NUM_SPARE_BLOCKS] == tuple(range(NUM_SPARE_BLOCKS))
+            blocks = [blocks[block] for block in plan.kept_blocks]
+        junk = [tuple([JUNK] * size for _ in range(3)) for _ in range(plan.num_blocks - len(blocks))]
+        self.row_blocks = (blocks + junk)[: plan.num_blocks]
+
+    def _gather(self, row: RowPlan) -> None:
+        """Bring a row's blocks into its slot."""
+        own = [self.row_blocks[block] for block in row.blocks]
+        for number, cells in enumerate((self.cells, self.head, self.rested)):
+            cells[row.slot] = [cell for block in own for cell in block[number]]
+        self.capacity = len(self.cells[row.slot])
+
+    def _scatter(self, row: RowPlan) -> None:
+        """Bring what a row wrote into its blocks, which must be its own alone."""
+        size = self._geometry.block_size
+        assert size is not None
+        first = row.start - (row.head_lag if row.feeds_head else 0)
+        for number, block in enumerate(row.blocks):
+            assert block >= NUM_SPARE_BLOCKS, "a spare block"
+            for part, cells in zip(self.row_blocks[block], (self.cells, self.head, self.rested), strict=True):
+                written = cells[row.slot][number * size : (number + 1) * size]
+                assert (number + 1) * size > first or written == part, "a write before the row's cells"
+                part[:] = written
+            if (number + 1) * size > first and number * size < row.start + row.num_fed:
+                assert not self.is_shared(block), "a write into a block that another row holds"
+        self.cells[row.slot], self.head[row.slot], self.rested[row.slot] = [], [], []
+        self.capacity = 0
 
     def _raise_if_faulty(self, plan: StepPlan) -> None:
         rows = [row for batch in plan.batches for row in batch]
@@ -159,6 +213,8 @@ class FakeRunner:
         assert max(source, target) < len(self.cells), "a move outside of the caches"
         states = self.states_of
         states[source], states[target] = states[target], states[source]
+        if self._geometry.has_blocks:
+            return
         for cells in (self.cells, self.head, self.rested):
             cells[source], cells[target] = cells[target], cells[source]
             if move.one_way:
@@ -179,7 +235,14 @@ class FakeRunner:
         assert batch, "an empty batch"
         depth = max((row.num_drafts_next for row in batch if row.feeds_head), default=1)
         recursions = depth - 1
-        return [self._run_row(row, recursions) for row in batch]
+        if not self._geometry.has_blocks:
+            return [self._run_row(row, recursions) for row in batch]
+        results = []
+        for row in batch:
+            self._gather(row)
+            results.append(self._run_row(row, recursions))
+            self._scatter(row)
+        return results
 
     def _run_row(self, row: RowPlan, recursions: int) -> RowResult:
         self._check_row(row)
@@ -270,6 +333,7 @@ def _resolved(plan: StepPlan, after: FakeLaunched) -> StepPlan:
     assert not plan.moves
     assert not plan.copies
     assert (plan.num_slots, plan.capacity) == (after.plan.num_slots, after.plan.capacity)
+    assert (plan.num_blocks, plan.kept_blocks) == (after.plan.num_blocks, None)
     (batch,), (before,) = plan.batches, after.plan.batches
     rows = [_resolved_row(*each) for each in zip(batch, before, after.result.rows, strict=True)]
     return replace(plan, batches=(tuple(rows),))

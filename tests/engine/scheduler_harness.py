@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
@@ -77,20 +78,32 @@ class Harness:
         min_loaded_cells: int = MIN_LOADED_CELLS,
         image_embeddings: Any = None,
         ahead: float = 0.0,
+        seconds_of: Callable[[StepPlan], float] | None = None,
+        config: EngineConfig | None = None,
+        step_bytes: float = math.inf,
+        plain_rows_store: bool = False,
     ) -> None:
-        """`ahead`: how often a step is launched before the one in front of it is read."""
+        """`ahead`: how often a step is launched before the one in front of it is read.
+
+        `seconds_of`: how long a step takes, on a clock of the harness's own (`now_s`).
+        `plain_rows_store`: rows that never draft store what other rows' heads may be fed.
+        """
+        self._plain_rows_store = plain_rows_store
         self.geometry = geometry or CacheGeometry(bytes_per_cell=1, capacity_step=PAGE)
         self.budget_bytes = budget_bytes or 10**9
         self.max_rows = max_rows
         self.prefill_step_size = prefill_step_size
-        config = EngineConfig(max_rows=max_rows, prefill_step_size=prefill_step_size)
+        config = config or EngineConfig(max_rows=max_rows, prefill_step_size=prefill_step_size)
+        self.now_s, self._seconds_of = 0.0, seconds_of
         self.prefix = (
             None if prefix_bytes is None else self._prefix_cache(prefix_bytes, block_size, min_loaded_cells)
         )
         self.scheduler = Scheduler(
-            config, self.geometry, self.budget_bytes, controller, self.prefix, image_embeddings
+            config, self.geometry, self.budget_bytes, controller, self.prefix, image_embeddings, step_bytes
         )
         self.runner = FakeRunner(self.geometry, seed)
+        if (pool := self.scheduler._budget.pool) is not None:
+            self.runner.is_shared = pool.is_shared
         self.executor = StepExecutor(self.runner)
         self.live: dict[int, Sequence] = {}
         self.sequences: list[Sequence] = []
@@ -102,7 +115,7 @@ class Harness:
 
     def _prefix_cache(self, num_bytes: int, block_size: int, min_loaded_cells: int) -> PrefixCache:
         per_cell, per_slot = self.geometry.bytes_per_cell, self.geometry.bytes_per_slot
-        index = PrefixIndex(num_bytes, per_cell, per_slot, block_size)
+        index = PrefixIndex(num_bytes, per_cell, per_slot, self.geometry.block_size or block_size)
         return PrefixCache(index, per_cell, has_states=per_slot > 0, min_loaded_cells=min_loaded_cells)
 
     # -- what clients do ---------------------------------------------------------------------------------
@@ -123,6 +136,8 @@ class Harness:
         salt: str = "",
         keys: Tokens[int] | None = None,
         media: PromptMedia | None = None,
+        priority: int = 0,
+        tenant: str = "",
     ) -> Sequence:
         """Queue a request; a number stands for a prompt of that length. Without a drafter the head drafts.
 
@@ -140,6 +155,8 @@ class Harness:
             draft_depth=depth,
             logprobs=0,
             cache_salt=salt,
+            priority=priority,
+            tenant=tenant,
         )
         sequence = Sequence(
             id=sequence_id,
@@ -153,7 +170,13 @@ class Harness:
             text=FakeText(stop_token, raises_at),
             stop_ids=frozenset(stop_ids),
             max_tokens=max_tokens,
-            drafting=DraftState(depth, head_depth, drafter=drafter, is_auto=is_auto),
+            drafting=DraftState(
+                depth,
+                head_depth,
+                drafter=drafter,
+                is_auto=is_auto,
+                stores_head_inputs=self._plain_rows_store,
+            ),
         )
         self._stop_tokens[sequence_id] = stop_token
         self.live[sequence_id] = sequence
@@ -202,6 +225,9 @@ class Harness:
             self._check_bytes()
             meanwhile()
             step.seconds = None  # real time must not reach the cost table
+            if self._seconds_of is not None:
+                step.seconds = self._seconds_of(step.plan)
+                self.now_s += step.seconds
             self.take(*self.scheduler.commit(step))
         self.check()
         if self.prefix is not None:
@@ -297,7 +323,8 @@ class Harness:
         assert rows_of(plan) or waits or loads, "nothing done where there is something to do"
         inside = [s.id for s in self.live.values() if s.slot is not None]
         outside = [s.id for s in self.live.values() if s.slot is None]
-        assert max(inside) < min(outside, default=10**9), "a younger one went first"
+        if not any(s.params.priority or s.params.tenant for s in self.live.values()):
+            assert max(inside) < min(outside, default=10**9), "a younger one went first"
         is_trial = any(self.live[i].failures for i in inside)
         rows = rows_of(plan)
         if is_trial:

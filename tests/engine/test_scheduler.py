@@ -570,6 +570,8 @@ def test_drafter_that_raises_ends_its_own_request_only() -> None:
 
 def test_grammar_that_gets_stuck_ends_its_own_request_only() -> None:
     class StuckGrammar:
+        is_restricting = False
+
         def commit(self, token_id: int) -> None: ...
 
         def num_allowed(self, drafts: Tokens[int]) -> int:

@@ -50,6 +50,7 @@ def check_rows(harness: Harness, image_embeddings: FakeEmbeddings, plan: StepPla
     for row in rows_of(plan):
         sequence = harness.live[row.sequence_id]
         media = sequence.request.media
+        assert row.has_images == (media is not None), "its mark stays while it decodes"
         if media is None or sequence.is_decoding:
             assert row.media is None
             continue

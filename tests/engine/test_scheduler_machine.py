@@ -20,8 +20,9 @@ from hypothesis.stateful import (
 )
 from scheduler_harness import Harness
 
+from outrider.engine.prompt_pacing import MIN_CHUNK
 from outrider.engine.row_caches import SLACK
-from outrider.plan import CacheGeometry
+from outrider.plan import NUM_SPARE_BLOCKS, CacheGeometry
 from outrider.request import MAX_DEPTH
 from outrider.speculate.ngram import NgramDrafter
 from patience import IN_SOAK, in_test_or_soak
@@ -70,18 +71,27 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 def engines(draw: st.DrawFn) -> dict[str, Any]:
     """Engines of every shape, with memory for the longest row alone or for many rows."""
     capacity_step = draw(st.sampled_from([1, 2, 4, 8, 16, 48]))
-    geometry = CacheGeometry(draw(st.integers(1, 8)), draw(st.sampled_from([0, 100])), capacity_step)
+    block_size = draw(st.sampled_from([2, 4, 8, 32]))
+    geometry = CacheGeometry(
+        draw(st.integers(1, 8)),
+        draw(st.sampled_from([0, 100])),
+        capacity_step,
+        draw(st.sampled_from([None, block_size, block_size])),
+    )
     longest = draw(st.sampled_from([50, 100, 280]))
     alone = geometry.num_bytes(1, geometry.capacity_for(longest + SLACK))
+    if geometry.has_blocks:
+        alone = geometry.num_bytes_in_blocks(1, NUM_SPARE_BLOCKS + geometry.blocks_for(longest + SLACK))
     return {
         "max_rows": draw(st.sampled_from([1, 2, 3, 4, 5, 6, 6, 6])),
         "prefill_step_size": draw(st.sampled_from([1, 5, 16, 32, 64, 64])),
         "geometry": geometry,
         "budget_bytes": int(alone * draw(st.sampled_from([1, 1.5, 1.5, 2, 2, 3, 10]))),
         "seed": draw(st.integers(0, 2**16)),
-        "block_size": draw(st.sampled_from([2, 4, 8, 32])),
+        "block_size": block_size,
         "min_loaded_cells": draw(st.sampled_from([1, 1, 5])),
         "prefix_bytes": draw(st.sampled_from([None, 50, 1000, 10**6, 10**6])),
+        "plain_rows_store": draw(st.booleans()),
         "ahead": draw(st.sampled_from([0.0, 0.5, 1.0, 1.0])),
     }
 
@@ -169,7 +179,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _most_steps(self) -> int:
         """The oldest decodes in every step and prefills in its turn; a failure makes all begin again."""
-        rows, size, live = self.harness.max_rows, self.harness.prefill_step_size, self.harness.live.values()
+        rows, live = self.harness.max_rows, self.harness.live.values()
+        size = min(self.harness.prefill_step_size, MIN_CHUNK)
         chunks = [-(-(s.num_prompt + s.max_tokens) // size) for s in live]
         once = sum(rows * (num + 1) + s.max_tokens + 2 for num, s in zip(chunks, live, strict=True))
         return once * (1 + 2 * len(self.harness.runner.faults) + self.num_raised_at_random)

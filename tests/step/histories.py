@@ -33,7 +33,7 @@ from outrider.engine.sequence import Delta, DraftState
 from outrider.models.dtypes import settle_dtype
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
-from outrider.plan import TokenLogprobs
+from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS, TokenLogprobs
 from outrider.request import Request, SamplingParams
 from outrider.speculate.controller import DepthController
 from outrider.speculate.drafter import Drafter
@@ -52,7 +52,8 @@ from step.reference import (
     solo_answer,
     stop_ids_of,
 )
-from step.row_grammars import compiler, with_random_grammar
+from step.row_grammars import with_random_grammar
+from step.row_thinking import fate_of_reasoning, row_grammar
 from step.scripted_drafter import ScriptedDrafter
 from tiny_models import SUMS_DEPEND_ON_WIDTH, is_quantized_name, quantized_tiny_model, tiny_model
 
@@ -129,6 +130,7 @@ class Tally:
     held: Counter[tuple[int, int]] = field(default_factory=Counter)  # rows with a grammar: drafted, accepted
     held_finished: Counter[str] = field(default_factory=Counter)
     held_preemptions: int = 0
+    thought: Counter[str] = field(default_factory=Counter)  # fates of reasoning with a budget
     caught_up: int = 0  # rows whose head had rested
     ahead: int = 0  # steps launched before the one in front was read
 
@@ -144,6 +146,7 @@ class Tally:
         self.held += other.held
         self.held_finished += other.held_finished
         self.held_preemptions += other.held_preemptions
+        self.thought += other.thought
         self.caught_up += other.caught_up
         self.ahead += other.ahead
 
@@ -153,6 +156,7 @@ class Tally:
             f"ends {dict(self.finished)}, {self.preemptions} preemptions, {self.failed_steps} failed steps, "
             f"{self.cells} cells compared; with a grammar {self.held.total()} steps, "
             f"ends {dict(self.held_finished)}, {self.held_preemptions} preemptions; "
+            f"reasoning {dict(self.thought)}; "
             f"{self.ahead} steps launched ahead"
         )
 
@@ -181,13 +185,25 @@ class World:
         self.trunk.prepare_for_serving()  # as the engine does
         LoadedHead((self.head,), "random").prepare_for_serving(self.trunk)
         some = mx.array(sorted(random.Random(7).sample(range(self.vocab_size), self.vocab_size // 2)))
-        self.runners: dict[HeadSize, Runner] = {
-            "none": Runner(self.trunk),
-            "whole": Runner(self.trunk, LoadedHead((self.head,), "random")),
-            "reduced": Runner(self.trunk, LoadedHead((self.head,), "random", some)),
+        self._heads: dict[HeadSize, LoadedHead | None] = {
+            "none": None,
+            "whole": LoadedHead((self.head,), "random"),
+            "reduced": LoadedHead((self.head,), "random", some),
         }
-
+        self.runners: dict[HeadSize, Runner] = {
+            size: Runner(self.trunk, head) for size, head in self._heads.items()
+        }
+        self._block_runners: dict[tuple[HeadSize, int], Runner] = {}
+        # Native attention takes blocks of one size only.
+        self.block_sizes = (BLOCK_SIZE,) if self._rounds_tokens else (4, 8, 16, BLOCK_SIZE)
         self._answers: dict[str, Answer] = {}
+
+    def block_runner(self, head: HeadSize, block_size: int) -> Runner:
+        """A runner whose rows keep their cells by blocks."""
+        key = head, block_size
+        if key not in self._block_runners:
+            self._block_runners[key] = Runner(self.trunk, self._heads[head], block_size=block_size)
+        return self._block_runners[key]
 
     def answer(self, ask: Ask, so_far: Sequence[int] = ()) -> Answer:
         """The same request is asked by several histories, and by all controls."""
@@ -373,9 +389,17 @@ class _Live:
     finish_reason: str | None = None
 
 
-def play(world: World, history: History, prefix_cache: PrefixCache | None = None) -> Tally:
-    """Drive the history to its end; raises if anything is not as it must be."""
-    runner = world.runners[history.head]
+def play(
+    world: World, history: History, prefix_cache: PrefixCache | None = None, runner: Runner | None = None
+) -> Tally:
+    """Drive the history to its end; raises if anything is not as it must be.
+
+    Two of three histories have rows that keep their cells by blocks, unless `runner` is given.
+    """
+    if runner is None and history.seed % 3:
+        sizes = world.block_sizes
+        runner = world.block_runner(history.head, sizes[history.seed // 3 % len(sizes)])
+    runner = runner or world.runners[history.head]
     runner.reset()
     player = _Player(world, history, runner, prefix_cache)
     try:
@@ -398,6 +422,8 @@ class _Player:
         self._live: dict[str, _Live] = {}
         self._ahead = history.seed % 4 / 3  # how often a step is launched before the one in front is read
         self._executor = StepExecutor(runner)
+        # All rows of a prefix cache are alike: its trees last longer than one history.
+        self._plain_rows_store = prefix_cache is not None or history.seed % 2 == 0
         self.tally = Tally(histories=1)
 
     def run(self) -> None:
@@ -444,7 +470,6 @@ class _Player:
         assert ask.params.max_tokens is not None
         if ask.kind == "plain":
             depth = 0
-        grammar = ask.params.grammar
         sequence = engine_sequence.Sequence(
             id=index,
             request=Request(name, ask.prompt, ask.params),
@@ -455,8 +480,9 @@ class _Player:
                 max_depth=depth,
                 head_depth=depth if ask.kind.endswith("head") else 0,
                 can_pause_head=random.Random(f"rests {self._history.seed}").random() < 0.85,
+                stores_head_inputs=self._runner.has_head and self._plain_rows_store,
                 drafter=self._drafter(ask, answer, random.Random(f"{self._history.seed}/{index}")),
-                grammar=None if grammar is None else compiler().new_row(grammar),
+                grammar=row_grammar(ask.params, self._world.vocab_size),
                 is_auto=random.Random(f"auto {self._history.seed}/{index}").random() < AUTO_SHARE[ask.kind],
             ),
         )
@@ -491,7 +517,8 @@ class _Player:
             return
         step = self._in_flight[0]
         plan, result = step.plan, self._executor.finish(step)
-        step.seconds = None  # real time must not reach the cost table
+        # Real time must not reach the cost table. Made-up times let prompts wait for their turns.
+        step.seconds = self._rng.choice((0.0, 0.05, 0.3)) if self._history.seed % 3 else None
         planned = [row for batch in plan.batches for row in batch]
         drafted = {row.sequence_id: row.num_drafts for row in planned if row.is_sampling}
         self.tally.caught_up += sum(row.feeds_head and row.head_lag > 0 for row in planned)
@@ -545,7 +572,9 @@ class _Player:
                     len(row.tokens) - 1 if layer < num_trunk else row.num_head_cached
                 )  # the head may rest
                 for part, (array, want) in enumerate(zip(kv.arrays(), expected, strict=True)):
-                    found = np.array(array[row.slot])
+                    found = np.array(array[row.slot] if row.slot < array.shape[0] else 0)
+                    if row.blocks and not isinstance(kv, RecurrentState):
+                        found = np.concatenate(np.array(array[mx.array(row.blocks)]), axis=1)
                     if not isinstance(kv, RecurrentState):
                         found, want = found[:, :num_cells], want[:, :num_cells]
                     if not found.size:
@@ -563,14 +592,33 @@ class _Player:
                 continue
             num_slots, _, num_cells, _ = kv.keys.shape
             lengths = np.zeros(num_slots, np.int32)
+            lengths[:1] = num_cells if self._has_blocks else 0  # the block of zeros, which everybody may see
             for row in self._rows():
-                lengths[row.slot] = row.num_cached
+                for place, num in self._places(row, num_cells):
+                    lengths[place] = max(lengths[place], num)
             for save in self._prefix_cache._saves if self._prefix_cache is not None else ():
-                lengths[save.slot] = max(lengths[save.slot], save.end)  # still to be copied
+                place, end = save.slot, save.end  # still to be copied
+                if save.row_block is not None:
+                    place, end = save.row_block, (save.end - 1) % num_cells + 1
+                lengths[place] = max(lengths[place], end)
             empty = mx.array(np.arange(num_cells) >= lengths[:, None])[:, None, :, None]
             junk = self._rng.uniform(-1e4, 1e4)
             kv.keys = mx.where(empty, junk, kv.keys)
             kv.values = mx.where(empty, junk, kv.values)
+
+    @property
+    def _has_blocks(self) -> bool:
+        return self._runner.geometry(16).has_blocks
+
+    def _places(self, row: engine_sequence.Sequence, block_size: int) -> list[tuple[int, int]]:
+        """The row's slot or blocks, and how many of the cells there hold something."""
+        if not self._has_blocks:
+            assert row.slot is not None
+            return [(row.slot, row.num_cached)]
+        return [
+            (block, min(block_size, max(0, row.num_cached - number * block_size)))
+            for number, block in enumerate(row.blocks)
+        ]
 
     def _scribble_states(self, states: RecurrentState) -> None:
         owned = {row.slot for row in self._rows() if row.num_cached}
@@ -596,13 +644,21 @@ class _Player:
         if live.finish_reason in ("stop", "length") and len(found) != len(expected.token_ids):
             raise Divergence(f"{live.ask} ended after {found}, alone it gives {list(expected.token_ids)}")
         _check_logprobs(live, expected, self._world.tolerance.logprobs)
+        if (fate := fate_of_reasoning(live.ask.params, found)) is not None:
+            self.tally.thought[fate] += 1
         self.tally.tokens += len(found)
 
 
 def _scheduler(history: History, runner: Runner, prefix_cache: PrefixCache | None) -> Scheduler:
     geometry = runner.geometry(history.page)
     longest = max(len(ask.prompt) + (ask.params.max_tokens or 0) for ask in history.asks)
-    budget = geometry.num_bytes(1, geometry.capacity_for(longest + SLACK)) * history.roominess
+    alone = geometry.num_bytes(1, geometry.capacity_for(longest + SLACK))
+    if geometry.has_blocks:
+        alone = geometry.num_bytes_in_blocks(1, NUM_SPARE_BLOCKS + geometry.blocks_for(longest + SLACK))
+    roominess = history.roominess
+    if geometry.has_blocks and roominess < 2:  # a row takes what it needs, so less is as tight
+        roominess = 1 + (roominess - 1) / 3
+    budget = alone * roominess
     config = EngineConfig(
         max_rows=history.max_rows, prefill_step_size=history.chunk, capacity_step=history.page
     )

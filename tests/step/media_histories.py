@@ -27,7 +27,7 @@ from outrider.media.image_reader import ProcessedImage
 from outrider.media.images import image_from_pixels
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.models.loader import load
-from outrider.plan import StepPlan
+from outrider.plan import NUM_SPARE_BLOCKS, StepPlan
 from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams
 from outrider.step.runner import Runner
@@ -93,10 +93,10 @@ class MediaWorld:
         self._alone = self.runner(0)
         self._answers: dict[tuple[Talk, str], list[int]] = {}
 
-    def runner(self, num_layers: int, picture_bytes: int = 1 << 30) -> Runner:
+    def runner(self, num_layers: int, picture_bytes: int = 1 << 30, block_size: int | None = None) -> Runner:
         layers = tuple(random_head(self.trunk, HeadSpec(is_chained=True)) for _ in range(num_layers))
         head = LoadedHead(layers, "random") if layers else None
-        return Runner(self.trunk, head, None, self._vision_encoder, picture_bytes)
+        return Runner(self.trunk, head, None, self._vision_encoder, picture_bytes, block_size=block_size)
 
     def media(self, talk: Talk) -> PromptMedia | None:
         if not talk.pictures:
@@ -158,13 +158,12 @@ class MediaHistory:
         self._num_steps = num_steps
         self._fails = (0, 0.03)[seed % 2]  # steps, so many of them
         self._head_layers = rng.choice(HEAD_LAYERS)
-        self._runner = world.runner(self._head_layers, picture_bytes=rng.choice((1, 1, 1 << 14, 1 << 30)))
-        geometry = self._runner.geometry(rng.choice((16, 64)))
-        block_size, per_cell, per_state = (
-            rng.choice((4, 8, 16)),
-            geometry.bytes_per_cell,
-            geometry.bytes_per_slot,
+        block_size = rng.choice((4, 8, 16))
+        self._runner = world.runner(
+            self._head_layers, rng.choice((1, 1, 1 << 14, 1 << 30)), block_size if seed % 3 else None
         )
+        geometry = self._runner.geometry(rng.choice((16, 64)))
+        per_cell, per_state = geometry.bytes_per_cell, geometry.bytes_per_slot
         num_blocks = rng.choice((1.5, 12, 500, 500))
         index = PrefixIndex(
             int((block_size * per_cell + per_state) * num_blocks), per_cell, per_state, block_size
@@ -172,7 +171,10 @@ class MediaHistory:
         self._cache = PrefixCache(
             index, per_cell, has_states=per_state > 0, min_loaded_cells=rng.choice((1, 5))
         )
-        alone = geometry.num_bytes(1, geometry.capacity_for(LONGEST + MOST_TOKENS + SLACK))
+        longest = LONGEST + MOST_TOKENS + SLACK
+        alone = geometry.num_bytes(1, geometry.capacity_for(longest))
+        if geometry.has_blocks:
+            alone = geometry.num_bytes_in_blocks(1, NUM_SPARE_BLOCKS + geometry.blocks_for(longest))
         budget = int(alone * (1.2, 9, 1.5, 1)[seed % 4])
         config = EngineConfig(max_rows=rng.choice((1, 4, 6)), prefill_step_size=rng.choice((3, 16, 40)))
         self._scheduler = Scheduler(

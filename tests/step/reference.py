@@ -25,6 +25,7 @@ from outrider.models.trunk import Trunk, TrunkCache
 from outrider.request import SamplingParams
 from ragged_rows import RaggedRows
 from step.row_grammars import EOS_IDS, allowed_by
+from step.row_thinking import allowed_by_budget, both
 
 Row = Callable[[Sequence[int]], np.ndarray]  # the row's next tokens -> the logits after the last  [vocab]
 Cells = list[tuple[np.ndarray, ...]]  # of each layer: keys and values [heads, cells, dim], or its states
@@ -70,7 +71,7 @@ def solo_answer(
     assert params.max_tokens is not None
     answer, firm, logprobs = list(so_far), [True] * len(so_far), [np.zeros(0)] * len(so_far)
     fed: list[int] = [*prompt, *so_far]
-    allowed_after = allowed_by(params.grammar)
+    allowed_after = both(allowed_by(params.grammar), allowed_by_budget(params))
     stop_ids = stop_ids_of(params)
     while len(answer) < params.max_tokens:
         logits = row(fed).astype(np.float64)

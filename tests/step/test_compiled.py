@@ -47,19 +47,20 @@ def not_compiled() -> None:
 @pytest.mark.usefixtures("not_compiled")
 def test_histories_are_the_same_from_traces(family: str, num: int) -> None:
     tiny = world(family)
-    usual = tiny.runners
     heads = {"none": None, "whole": LoadedHead((tiny.head,), "random")}
-    tiny.runners = {name: Runner(tiny.trunk, head, compiles=True) for name, head in heads.items()}  # type: ignore[misc]
-    tiny.runners["reduced"] = tiny.runners["whole"]
+    runners = {
+        (name, block_size): Runner(tiny.trunk, head, compiles=True, block_size=block_size)
+        for name, head in heads.items()
+        for block_size in (None, 8)
+    }
     tally = Tally()
-    try:
-        for seed in range(700, 700 + num):
-            history = random_history(seed, tiny.vocab_size)
-            tally.add(play(tiny, _simple(history)))
-            tally.add(play(tiny, history))
-        num_traces = sum(tiny.runners[name]._compiled.num_traces for name in ("none", "whole"))  # type: ignore[union-attr, index]
-    finally:
-        tiny.runners = usual
+    for seed in range(700, 700 + num):
+        history = random_history(seed, tiny.vocab_size)
+        runner = runners["none" if history.head == "none" else "whole", None if seed % 2 else 8]
+        tally.add(play(tiny, _simple(history), runner=runner))
+        tally.add(play(tiny, history, runner=runner))
+    traces = [runner._compiled.num_traces for runner in runners.values() if runner._compiled is not None]
+    num_traces = sum(traces)
     print(tally.summary(), num_traces, "traces")
     assert tally.ahead > 0
     assert num_traces > num

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from outrider.cache import ragged_kv
+from outrider.engine.block_pool import BlockPool
 from outrider.grammar.matcher import RowGrammar
 from outrider.plan import RowPlan
 from outrider.sampling.logits_processors import LogitsProcessors
 from outrider.sampling.logprobs import LogprobArrays, LogprobRequest
 from outrider.sampling.masks import Masks
 from outrider.sampling.sampler import Sampler
+from outrider.step import batch as batch_module
 from outrider.step import forward, verify
 from outrider.step.batch import Batch, InputBatch
 from patience import IN_SOAK, in_test_or_soak
@@ -37,7 +39,11 @@ FIRST_SEED = {  # the first few histories contain one that compares all cells
     "qwen3-mixed": 1021,
     "qwen3_moe-6bit": 2020,
     "gpt_oss-5bit": 4000,
+    "gpt_oss-mxfp4": 4000,
+    "qwen3_moe-nvfp4": 2020,
+    "qwen3-mxfp8": 1021,
     "deepseek_v3-4bit": 3002,
+    "glm4_moe_lite-mxfp4": 3002,
     "qwen3_5-4bit": 6021,
     "qwen3_next-8bit": 8008,
 }
@@ -54,8 +60,12 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "llama-4bit": in_test_or_soak(6, 60),
     "qwen3-mixed": in_test_or_soak(4, 20),
     "qwen3_moe-6bit": in_test_or_soak(3, 20),
-    "gpt_oss-5bit": in_test_or_soak(3, 20),
-    "deepseek_v3-4bit": in_test_or_soak(3, 20),
+    "gpt_oss-5bit": in_test_or_soak(2, 20),
+    "gpt_oss-mxfp4": in_test_or_soak(3, 20),
+    "qwen3_moe-nvfp4": in_test_or_soak(2, 20),
+    "qwen3-mxfp8": in_test_or_soak(2, 20),
+    "deepseek_v3-4bit": in_test_or_soak(4, 20),
+    "glm4_moe_lite-mxfp4": in_test_or_soak(2, 20),
     "qwen3_5-4bit": in_test_or_soak(2, 20),
     "qwen3_next-8bit": in_test_or_soak(2, 15),
 }
@@ -102,7 +112,7 @@ def assert_all_kinds_occurred(tally: Tally) -> None:
     assert tally.preemptions > 2
     assert tally.failed_steps > 10
     assert tally.tokens > 2000
-    assert tally.held.keys() >= {(drafted, accepted) for drafted in (1, 3, 5) for accepted in (0, drafted)}
+    assert tally.held.keys() >= {(drafted, accepted) for drafted in (1, 3) for accepted in (0, drafted)}
     assert tally.held_finished.keys() == {"length", "stop", "cancelled", "error"}
     assert tally.caught_up > 10
     assert tally.ahead > 50
@@ -216,6 +226,25 @@ def moves_are_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ragged_kv.RaggedKV, "exchange", lambda *_: None)
 
 
+def blocks_are_taken_for_each_other(patch: pytest.MonkeyPatch) -> None:
+    tables = batch_module.block_tables
+    patch.setattr(
+        batch_module, "block_tables", lambda rows: tables([[*row[1:2], *row[:1], *row[2:]] for row in rows])
+    )
+
+
+def a_block_is_given_back_too_early(patch: pytest.MonkeyPatch) -> None:
+    """The next row takes it while the first still reads it."""
+    take = BlockPool.take
+
+    def wrong(self: BlockPool) -> int:
+        return next(iter(self._num_holders)) if len(self._num_holders) == 7 else take(self)
+
+    patch.setattr(BlockPool, "take", wrong)
+    patch.setattr(BlockPool, "give_back", lambda self, block: self._num_holders.pop(block, None))
+    patch.setattr(BlockPool, "check_integrity", lambda *_: None)
+
+
 def the_head_is_fed_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     next_tokens = forward.next_tokens
 
@@ -268,6 +297,7 @@ def waiting_grammar_lets_drafts_past_the_marker(patch: pytest.MonkeyPatch) -> No
         return len(drafts) if self._is_waiting else num_allowed(self, drafts)
 
     patch.setattr(RowGrammar, "num_allowed", wrong)
+    patch.setattr(RowGrammar, "is_restricting", False)  # else Sequence.commit drops such tokens
 
 
 @pytest.mark.parametrize(
@@ -283,6 +313,8 @@ def waiting_grammar_lets_drafts_past_the_marker(patch: pytest.MonkeyPatch) -> No
         logprobs_are_of_edited_logits,
         the_next_cell_is_seen,
         moves_are_lost,
+        blocks_are_taken_for_each_other,
+        a_block_is_given_back_too_early,
         the_head_is_fed_rejected_drafts,
         masks_lag_by_a_position,
         masks_are_not_rolled_back,

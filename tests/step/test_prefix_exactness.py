@@ -21,6 +21,8 @@ NUM_SESSIONS = {  # in `make test`, in `make soak`
     "qwen3_next": in_test_or_soak(2, 4),
     "qwen3-mixed": in_test_or_soak(2, 8),
     "qwen3_5-4bit": in_test_or_soak(2, 4),
+    "gpt_oss-mxfp4": in_test_or_soak(1, 4),
+    "deepseek_v3-4bit": in_test_or_soak(2, 4),
 }
 
 

@@ -19,9 +19,12 @@ class HiddenCells:
     def write(self, hidden: mx.array, place: Placement) -> None:
         """[rows, width, H]"""
         hidden = hidden[:, None]
-        LayerView(self.kv, place).update_and_fetch(hidden[..., : self._half], hidden[..., self._half :])
+        LayerView(self.kv, place).write(hidden[..., : self._half], hidden[..., self._half :])
 
     def read(self, place: Placement) -> mx.array:
         """[rows, width, H]; columns that are not fed hold junk."""
-        cells = mx.minimum(place.cells, place.limit)
-        return mx.concatenate([x[place.slot_ids, 0, cells] for x in (self.kv.keys, self.kv.values)], axis=-1)
+        if place.tables is not None:
+            first, cells = place.read_blocks
+        else:
+            first, cells = place.slot_ids, mx.minimum(place.cells, place.limit)
+        return mx.concatenate([x[first, 0, cells] for x in (self.kv.keys, self.kv.values)], axis=-1)

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
+import numpy as np
+
+from outrider.plan import BLOCK_SIZE, JUNK_BLOCK, ZEROS_BLOCK
 
 VIEW_STEP = 16  # cells; the attended part of a buffer is a multiple, so that shapes repeat; chosen by hand
 LONG_VIEW = 256  # cells; longer views are multiples of LONG_VIEW_STEP instead; chosen by hand
 LONG_VIEW_STEP = 32  # OpenBLAS may round differently with its thread count unless a size is a multiple of 32
 LAUNCH_EVERY_LAYERS = 2  # layers that the host builds before it launches them; chosen by hand
+# Rows attend together if the shortest of them has at least this share of the longest one's cells, or lacks
+# only a few cells: a group of its own costs as much as to read these. Chosen by hand.
+MIN_GROUP_SHARE = 0.8
+MAX_GROUP_PADDING = 256
 
 
 @dataclass(frozen=True)
@@ -62,11 +70,38 @@ class CommitCounts:
         self.num, self._columns = num, dict(zip(self._columns, columns, strict=True))
 
 
+def block_tables(blocks: Sequence[Sequence[int]], num_columns: int = 0) -> mx.array:
+    """The blocks of every row, as `Placement` takes them.  [rows, most blocks + 1]
+
+    The columns behind a row's own blocks hold ZEROS_BLOCK; each row has at least one such column.
+    """
+    num_columns = max(num_columns, 1 + max(len(own) for own in blocks))
+    tables = np.full((len(blocks), num_columns), ZEROS_BLOCK, np.int32)
+    for row, own in enumerate(blocks):
+        tables[row, : len(own)] = own
+    return mx.array(tables)
+
+
+def num_cells_of(tables: mx.array, block_size: int) -> int:
+    """The most cells that a row of these tables can have."""
+    return (tables.shape[1] - 1) * block_size
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows of about the same length, which attend together."""
+
+    rows: mx.array  # indices into the pass's rows
+    place: Placement  # of these rows
+
+
 class Placement:
     """The places of one pass's rows in the buffers. All layers of the pass share it.
 
     Starts and fed counts may be device arrays that the host has not read. The host only needs `end`: no row's
-    last fed cell lies beyond it.
+    last fed cell lies beyond it. If it knows that of each row (`ends`), long and short rows attend in groups.
+
+    Cells are in slots of `capacity` cells, or in blocks. For blocks there are `tables` (`block_tables`).
     """
 
     def __init__(
@@ -82,7 +117,12 @@ class Placement:
         commits_all: bool = False,
         deepstack: Sequence[mx.array] = (),
         launches: bool = False,
+        tables: mx.array | None = None,
+        block_size: int = BLOCK_SIZE,
+        ends: Sequence[int] | None = None,
     ) -> None:
+        if tables is not None:
+            capacity = num_cells_of(tables, block_size)
         if end > capacity:
             raise ValueError(f"a row would need {end} cells where the buffers have {capacity}")
         self.starts = starts  # [rows]
@@ -95,7 +135,12 @@ class Placement:
         positions = starts if positions is None else positions
         self.positions = RopeOffsets(positions) if isinstance(positions, mx.array) else positions
         self.capacity = capacity
+        self.tables = tables
+        self._block_size = block_size
+        self._ends = ends
         view_step = VIEW_STEP if end <= LONG_VIEW else LONG_VIEW_STEP
+        if tables is not None:
+            view_step = block_size
         self.num_attended = min(capacity, -(-end // view_step) * view_step)
         self.slots = slots
         self.is_range = list(slots) == list(range(slots[0], slots[0] + len(slots)))  # read without a copy
@@ -108,9 +153,77 @@ class Placement:
         own = mx.minimum(self.cells, self.limit)  # a row that drafts past its own depth may run over the end
         self.written = mx.where(self.fed, own, self.limit)  # [rows, width] the cells that the pass writes
         self.angles: dict[Hashable, mx.array] = {}  # cosines and sines, by rope: see cpu/fused_layers.py
+        self._gathered: dict[int, mx.array] = {}
         self._masks: dict[int | None, mx.array] = {}
         self._score_bounds: dict[int | None, mx.array] = {}
         self._num_layers_written = 0
+        self.num_native = 0  # layers whose native attention has read each row's cells where they are
+
+    # -- blocks ------------------------------------------------------------------------------------------
+
+    @property
+    def has_blocks(self) -> bool:
+        return self.tables is not None
+
+    @property
+    def places(self) -> mx.array:
+        """The rows' blocks [rows, most blocks + 1], or their slots [rows, 1]."""
+        return self.slot_ids if self.tables is None else self.tables
+
+    @cached_property
+    def written_blocks(self) -> tuple[mx.array, mx.array]:
+        """The block of each fed token's cell, and the cell's number in it.  [rows, width]"""
+        assert self.tables is not None
+        blocks = mx.where(self.fed, self._blocks_of(self.cells), JUNK_BLOCK)
+        blocks = mx.maximum(blocks, JUNK_BLOCK)  # past a row's own blocks
+        return blocks, self.cells % self._block_size
+
+    @cached_property
+    def read_blocks(self) -> tuple[mx.array, mx.array]:
+        """The same for reading: ZEROS_BLOCK past a row's blocks."""
+        return self._blocks_of(self.cells), self.cells % self._block_size
+
+    def _blocks_of(self, cells: mx.array) -> mx.array:
+        assert self.tables is not None
+        columns = mx.minimum(cells // self._block_size, self.tables.shape[1] - 1)
+        return mx.take_along_axis(self.tables, columns, axis=1)
+
+    def gathered_blocks(self, num_heads: int) -> mx.array:
+        """The rows' blocks up to `num_attended`, numbered head by head.  [rows, heads, blocks]"""
+        assert self.tables is not None
+        if num_heads not in self._gathered:
+            own = self.tables[:, None, : self.num_attended // self._block_size]
+            self._gathered[num_heads] = own * num_heads + mx.arange(num_heads)[:, None]
+        return self._gathered[num_heads]
+
+    # -- attention ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def has_groups(self) -> bool:
+        """True if the rows differ so much in length that attention pays by group."""
+        return self._ends is not None and len(grouped_by_length(self._ends)) > 1
+
+    @cached_property
+    def groups(self) -> list[RowGroup]:
+        """The rows by length; empty if all attend together."""
+        if self._ends is None or not self.has_groups:
+            return []
+        return [self._group(rows) for rows in grouped_by_length(self._ends)]
+
+    def _group(self, rows: Sequence[int]) -> RowGroup:
+        assert self._ends is not None
+        index = mx.array(list(rows))
+        place = Placement(
+            [self.slots[row] for row in rows],
+            self.starts[index],
+            self.num_fed[index],
+            self.cells.shape[1],
+            max(self._ends[row] for row in rows),
+            self.capacity,
+            tables=None if self.tables is None else self.tables[index],
+            block_size=self._block_size,
+        )
+        return RowGroup(index, place)
 
     def mask(self, window: int | None) -> mx.array:
         """True where a fed token attends to a cell: its own row's, up to itself.  [rows, 1, width, cells]"""
@@ -146,3 +259,16 @@ class Placement:
         self._num_layers_written += 1
         if self.launches and self._num_layers_written % LAUNCH_EVERY_LAYERS == 0:
             mx.async_eval(*arrays)
+
+
+def grouped_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """The rows, longest first, in groups whose padding costs little. The rows of a group are in order."""
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        own = lengths[row]
+        if groups and (own >= MIN_GROUP_SHARE * longest or longest - own <= MAX_GROUP_PADDING):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [sorted(rows) for rows in groups]

@@ -27,9 +27,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from outrider.plan import BlockPiece
-
-BLOCK_SIZE = 64  # cells: files of a few MB, and one copy for 64 decoded tokens; a hit may end inside a block
+from outrider.plan import BLOCK_SIZE, BlockPiece
 
 Keys = tuple[int, ...]
 

@@ -3,6 +3,7 @@
 A block holds the cells of all layers and of the head. Buffers of one shape are stacked into one array:
 
     buffer   [slots, heads, capacity + 1, dim]           one for the keys and one for the values of each layer
+             [blocks, heads, cells, dim]                 where rows keep their cells by blocks
     block    [buffers of one shape, heads, cells, dim]   a few arrays
 
 A block never changes, so any number of rows may load it. A state holds what the recurrent layers have for
@@ -11,8 +12,9 @@ one row. The store knows blocks and states by id; `prefix_index` decides which o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -20,8 +22,13 @@ import numpy as np
 from outrider.cache.ragged_kv import RaggedKV
 from outrider.cache.recurrent import RecurrentState
 from outrider.host_array import HostArray
-from outrider.plan import BlockPiece, SaveCells
+from outrider.plan import BLOCK_SIZE, BlockPiece, SaveCells
 
+T = TypeVar("T")
+
+MAX_GATHERED_BLOCKS = (
+    32  # blocks of rows that are copied at once: bounds the memory in between; chosen by hand
+)
 DTYPE_NAMES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}  # as in safetensors files
 
 
@@ -40,15 +47,29 @@ class _BufferGroup:
             cells = mx.concatenate([piece[i] for piece in pieces], axis=1)  # [heads, cells, dim]
             getattr(kv, name)[slot, :, start : start + cells.shape[1]] = cells
 
+    def read_blocks(self, blocks: Sequence[int]) -> mx.array:
+        """Whole blocks of rows.  [blocks, buffers, heads, cells, dim]"""
+        index = mx.array(list(blocks))
+        return mx.stack([getattr(kv, name)[index] for kv, name in self.members], axis=1)
+
+    def write_blocks(self, blocks: Sequence[int], pieces: Sequence[mx.array]) -> None:
+        index = mx.array(list(blocks))
+        for i, (kv, name) in enumerate(self.members):
+            getattr(kv, name)[index] = mx.stack([piece[i] for piece in pieces])
+
 
 class PrefixStore:
     """Owns the cached blocks and states of one runner."""
 
-    def __init__(self, buffers: Iterable[RaggedKV | RecurrentState]) -> None:
+    def __init__(
+        self, buffers: Iterable[RaggedKV | RecurrentState], block_size: int | None = BLOCK_SIZE
+    ) -> None:
+        """`block_size`: of the rows' blocks; None: rows keep their cells by slots."""
         buffers = list(buffers)
         self._groups = _grouped([one for one in buffers if isinstance(one, RaggedKV)])
         self._states = [one for one in buffers if isinstance(one, RecurrentState)]
         self._arrays: dict[int, tuple[mx.array, ...]] = {}
+        self._block_size = block_size
 
     @property
     def num_bytes(self) -> int:
@@ -66,6 +87,26 @@ class PrefixStore:
             parts = whole if len(saves) == 1 else [_copied(cells[:, :, first:last]) for cells in whole]
             self._arrays[save.block_id] = tuple(parts)
 
+    def save_row_blocks(self, saves: Sequence[SaveCells]) -> None:
+        """`save_blocks` where rows keep their cells by blocks, for all rows. `settle` performs the copies."""
+        size = self._block_size
+        assert size is not None
+        whole: list[tuple[int, int]] = []  # a cached block and the row's
+        for save in saves:
+            assert save.row_block is not None
+            first, last = save.start % size, (save.end - 1) % size + 1
+            if last - first == size:
+                whole.append((save.block_id, save.row_block))
+            else:
+                parts = [group.read(save.row_block, first, last) for group in self._groups]
+                self._arrays[save.block_id] = tuple(parts)
+        for some in _in_parts(whole):
+            read = [group.read_blocks([row_block for _, row_block in some]) for group in self._groups]
+            for i, (block_id, _) in enumerate(some):
+                self._arrays[block_id] = tuple(
+                    blocks[0] if len(some) == 1 else _copied(blocks[i]) for blocks in read
+                )
+
     def save_state(self, state_id: int, slot: int) -> None:
         parts = [part for layer in self._states for part in layer.parts]
         self._arrays[state_id] = tuple(_copied(part[slot : slot + 1]) for part in parts)
@@ -79,6 +120,20 @@ class PrefixStore:
         for number, group in enumerate(self._groups):
             cells = [self._arrays[p.block_id][number][:, :, p.first : p.last] for p in pieces]
             group.write(slot, start, cells)
+
+    def load_into_blocks(self, row_blocks: Sequence[int], pieces: Sequence[BlockPiece]) -> None:
+        """Copy parts of cached blocks into a row's blocks: each cell to the same place in its block."""
+        pairs = list(zip(row_blocks, pieces, strict=True))
+        size = self._block_size
+        whole = [(block, piece) for block, piece in pairs if piece.last - piece.first == size]
+        for number, group in enumerate(self._groups):
+            for some in _in_parts(whole):
+                blocks, arrays = [b for b, _ in some], [self._arrays[p.block_id][number] for _, p in some]
+                group.write_blocks(blocks, arrays)
+            for block, piece in pairs:
+                if piece.last - piece.first != size:
+                    cells = self._arrays[piece.block_id][number][:, :, piece.first : piece.last]
+                    group.write(block, piece.first, [cells])
 
     def load_state(self, state_id: int, slot: int) -> None:
         saved = iter(self._arrays[state_id])
@@ -104,6 +159,10 @@ class PrefixStore:
 def _copied(*arrays: mx.array) -> mx.array:
     """The arrays, concatenated in new memory. MLX copies a single array only if an empty one joins it."""
     return mx.concatenate([*arrays, arrays[0][:0]], axis=0)
+
+
+def _in_parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (items[i : i + MAX_GATHERED_BLOCKS] for i in range(0, len(items), MAX_GATHERED_BLOCKS))
 
 
 def _grouped(buffers: Sequence[RaggedKV]) -> list[_BufferGroup]:

@@ -133,9 +133,16 @@ class DraftPlanner:
 
     def step_shape(self, batch: Rows[RowPlan], shape: PassShape) -> StepShape | None:
         """The cost-table entry that a decode step's time is evidence for; None if it does other work too."""
-        drafting = [row for row in batch if row.feeds_head]
-        if not batch or any(row.head_lag for row in drafting):
+        if not batch or any(row.head_lag for row in batch if row.feeds_head):
             return None
+        return self._cost_shape(batch, shape)
+
+    def expected_s(self, batch: Rows[RowPlan], shape: PassShape) -> float | None:
+        """Seconds that the decoding rows' pass will take; None if nothing is known yet."""
+        return self._controller.costs.real_s(self._cost_shape(batch, shape))
+
+    def _cost_shape(self, batch: Rows[RowPlan], shape: PassShape) -> StepShape:
+        drafting = [row for row in batch if row.feeds_head]
         num_tokens, depth = (
             sum(row.num_fed for row in batch),
             max((row.num_drafts_next for row in drafting), default=0),
@@ -158,14 +165,17 @@ def max_drafts_next(row: Sequence, num_left: int, head_lag: int = 0) -> int:
     return max(0, min(row.drafting.head_depth, num_left - 2))
 
 
-def needs_host(row: Sequence) -> bool:
+def needs_host(row: Sequence, can_roll_back: bool) -> bool:
     """Whether the row's next step depends on its unread tokens in a way that only the host can compute.
 
+    A grammar that sleeps does not, if the tokens after its start can be rolled back: see Sequence.commit.
     N-gram lookup is weighed elsewhere: DepthController.should_wait_for_lookup.
     """
     params, drafting = row.params, row.drafting
+    may_restrict = drafting.grammar is not None and drafting.grammar.needs_host
     return (
-        drafting.grammar is not None
+        drafting.masks is not None
+        or (may_restrict and (not can_roll_back or drafting.head_layers > 1))
         or params.has_penalties
         or bool(params.logit_bias)
         or params.min_tokens > row.num_generated
@@ -192,7 +202,8 @@ def prefill_row(sequence: Sequence, size: int) -> RowPlan:
 def overlapped_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int) -> RowPlan:
     """The step after `last`, which is not read yet: `start` is the most cells that the row can have."""
     max_cells = sequence.num_cached + last.num_fed
-    defers_head = sequence.drafting.may_pause_head and num_next == 0
+    drafting = sequence.drafting
+    defers_head = drafting.stores_head_inputs or (drafting.may_pause_head and num_next == 0)
     return RowPlan(
         sequence_id=sequence.id,
         slot=last.slot,
@@ -208,6 +219,7 @@ def overlapped_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next:
         head_start=max_cells if sequence.feeds_head else None,
         defers_head=defers_head,
         position_delta=last.position_delta,
+        has_images=last.has_images,
     )
 
 
@@ -218,7 +230,8 @@ def _row(sequence: Sequence, token_ids: Rows[int], num_drafts: int, next_id: int
     num_next = (
         min(drafting.num_drafts_next, max_drafts_next(sequence, sequence.num_left)) if is_sampling else 0
     )
-    defers_head = drafting.may_pause_head and sequence.is_decoding and num_next == 0
+    is_paused = drafting.may_pause_head and sequence.is_decoding and num_next == 0
+    defers_head = drafting.stores_head_inputs or is_paused
     return RowPlan(
         sequence_id=sequence.id,
         slot=sequence.slot,
@@ -239,4 +252,5 @@ def _row(sequence: Sequence, token_ids: Rows[int], num_drafts: int, next_id: int
         position_delta=0 if media is None else media.delta,
         draft_source=drafting.source,
         num_forced=drafting.num_forced,
+        has_images=media is not None,
     )

@@ -21,6 +21,7 @@ from functools import partial
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.heartbeat import IDLE, Heartbeat
 from outrider.engine.loop import EngineLoop, Outbox
+from outrider.engine.memory_plan import MemoryUse
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix.status import PrefixStatus
 from outrider.engine.sequence import Delta
@@ -123,6 +124,10 @@ class Engine:
         """What the prefix cache holds and has done; None if the engine has none."""
         return self._loop.prefix_status
 
+    def memory_use(self) -> MemoryUse | None:
+        """What each part takes of the memory, and may take; None once the engine is shut down."""
+        return None if self._stopping.is_set() else self._loop.memory_use()
+
     def clear_prefix_cache(self) -> int:
         """Drop all cached prefixes, in memory and on disk. Returns how many bytes of memory that freed."""
         done: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
@@ -177,6 +182,7 @@ class Engine:
             self._loop = EngineLoop(self._config, build(), self._observer)
             self.facts = self._loop.parts.facts
             self.budget_bytes = self._loop.parts.budget_bytes
+            self.max_rows = self._loop.scheduler.max_rows
             self.reader = self._loop.parts.reader
             self._validator = self._new_validator()
         except BaseException as error:
@@ -191,10 +197,12 @@ class Engine:
         if longest_context < 2:  # before `parts` is a local: the traceback must not hold the weights
             raise InvalidConfig(
                 f"a memory budget of {self.budget_bytes:,} bytes does not hold even one row of this model; "
-                f"it needs at least {geometry.num_bytes(1, geometry.capacity_step):,}"
+                f"it needs at least {geometry.min_bytes():,}"
             )
         parts = self._loop.parts
-        return RequestValidator(self._config, parts.facts, longest_context, parts.new_text, parts.grammars)
+        return RequestValidator(
+            self._config, parts.facts, longest_context, parts.new_text, parts.grammars, parts.token_text
+        )
 
     def _serve(self) -> str | None:
         """Until the engine is closed (None), or until it cannot go on (the reason).
@@ -286,6 +294,11 @@ class AsyncStream:
     def num_tokens(self) -> int:
         """Tokens of the answer so far, read or not."""
         return self._outbox.num_tokens
+
+    @property
+    def num_prefilled(self) -> int:
+        """Tokens of the prompt that are computed."""
+        return self._outbox.num_prefilled
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self

@@ -10,6 +10,7 @@ outruns the host: then the second one is planned and launched before the first o
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from dataclasses import replace
 
 from outrider.config import EngineConfig
 from outrider.engine.heartbeat import IDLE, Heartbeat, sized
+from outrider.engine.memory_plan import MemoryUse
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix.cache import PrefixCache, new_prefix_cache
 from outrider.engine.prefix.status import PrefixStatus
@@ -36,6 +38,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.num_tokens = 0  # of all deltas so far, read or not
+        self.num_prefilled = 0  # tokens of the prompt that are computed
         self._changed = threading.Condition()
         self._unread: Delta | None = None
         self._wake: Callable[[], None] | None = None
@@ -128,7 +131,7 @@ class EngineLoop:
         self.prefix_status: PrefixStatus | None = None
         self.heartbeat = Heartbeat()
         self.geometry = parts.runner.geometry(config.capacity_step)
-        self._config = config
+        self._config = replace(config, max_rows=config.max_rows or parts.max_rows)
         self._observer = observer
         self._executor = StepExecutor(parts.runner, self.heartbeat)
         self._turns = EncodingTurns()
@@ -142,8 +145,23 @@ class EngineLoop:
         if image_embeddings is not None:
             image_embeddings.forget_holds()
         return Scheduler(
-            self._config, self.geometry, parts.budget_bytes, parts.controller, prefix_cache, image_embeddings
+            self._config,
+            self.geometry,
+            parts.budget_bytes,
+            parts.controller,
+            prefix_cache,
+            image_embeddings,
+            math.inf if parts.memory is None else parts.memory.steps,
         )
+
+    def memory_use(self) -> MemoryUse | None:
+        """What the parts of the server take of the memory. For any thread: a moment's figures."""
+        runner, plan = self.parts.runner, self.parts.memory
+        if plan is None:
+            return None
+        images = 0 if runner.image_embeddings is None else runner.image_embeddings.num_bytes
+        held = sum(self.parts.held_bytes().values())
+        return MemoryUse(plan, self.scheduler.num_bytes, self.scheduler.prefix_bytes, images, held)
 
     @property
     def has_work(self) -> bool:
@@ -228,6 +246,7 @@ class EngineLoop:
             has_run = bool(step.plan.batches)
             self.num_steps += has_run
             deltas = scheduler.commit(step)
+            self._note_prompts(step)
             self._turns.stepped(step.seconds or 0.0)
             if has_run:
                 self._observe(step, time.perf_counter() - started_s)
@@ -296,6 +315,17 @@ class EngineLoop:
         if delta.finish_reason is not None:
             del self.live[delta.request_id]
         outbox.put(delta)
+
+    def _note_prompts(self, step: InFlightStep) -> None:
+        """Tell the requests whose prompts this step has read how far they are."""
+        for sequence, row in step.rows.values():
+            live, outbox = self.live.get(sequence.request.id, (None, None))
+            if live is not sequence or outbox is None or row.start >= sequence.num_prompt:
+                continue
+            progress = sequence.prompt_progress()
+            outbox.num_prefilled = progress.num_done
+            if sequence.params.prompt_progress:
+                outbox.put(Delta(sequence.request.id, prompt_progress=progress))
 
     def end_all(self, reason: FinishReason, error: str | None) -> None:
         for request_id, (sequence, outbox) in list(self.live.items()):

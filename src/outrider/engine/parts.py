@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.cache.disk_tier import DiskTier
+from outrider.engine.memory_plan import MemoryPlan
 from outrider.engine.sequence import OutputText
 from outrider.engine.validation import ModelFacts
 from outrider.grammar.compiler import GrammarCompiler
@@ -14,6 +15,10 @@ from outrider.media.image_reader import ImageReader
 from outrider.plan import StepPlan, StepResult, StepRunner
 from outrider.request import Request
 from outrider.speculate.controller import DepthController
+
+
+def _no_tokenizer(token_id: int) -> str:
+    raise RuntimeError("a thinking budget needs the texts of tokens, and this engine has no tokenizer")
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,13 @@ class EngineParts:
     prefix_bytes: int = 0  # budget of cached prefixes; 0: no prefix cache
     disk: DiskTier | None = None  # where cached prefixes outlive the process
     reader: ImageReader | None = None  # of a model that reads images; for any thread
+    max_rows: int | None = (
+        None  # if the configuration does not tell; None: as many as the scheduler's default
+    )
+    memory: MemoryPlan | None = None  # what each part may take; None: not planned
+    held_bytes: Callable[[], Mapping[str, int]] = dict  # memory that the device's library holds, by kind
     overlaps_steps: bool = False  # whether a step is launched before the one in front of it is read
+    token_text: Callable[[int], str] = _no_tokenizer  # of one token, special tokens included
 
 
 class EngineObserver(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
@@ -9,21 +10,26 @@ from collections.abc import Sequence as Rows
 from outrider.engine.draft_planner import prefill_row
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.no_cache import NoPrefixCache
+from outrider.engine.prompt_pacing import MIN_CHUNK, ChunkLimit, chunk_sizes
 from outrider.engine.sequence import Sequence
 from outrider.plan import ImageEmbeddings, RowPlan
 from outrider.prompt_media import MediaPiece
+from outrider.speculate.prompt_costs import PromptCosts, PromptShape
 
-DEFAULT_CHUNK = 512  # prompt tokens in a step, with padding; chosen by hand (config.prefill_step_size)
+MAX_PADDING_SHARE = 0.5  # of a token's cost, up to which padding costs little; chosen by hand
+ROUNDING = 1 + 1e-9  # two costs that differ by less are equal
 
 
 class PrefillQueue:
     """Rows in the order of their turns: a row that has fed a chunk goes to the end."""
 
     def __init__(
-        self, chunk: int, prefix: PrefixCache | NoPrefixCache, image_embeddings: ImageEmbeddings | None
+        self,
+        costs: PromptCosts,
+        prefix: PrefixCache | NoPrefixCache,
+        image_embeddings: ImageEmbeddings | None,
     ) -> None:
-        """`chunk`: prompt tokens that a step feeds, padding counted."""
-        self._chunk = chunk
+        self._costs = costs
         self._prefix = prefix
         self._image_embeddings = image_embeddings
         self._rows: deque[Sequence] = deque()
@@ -78,28 +84,79 @@ class PrefillQueue:
         """
         return self._prefix.ready_rows([row for row in self._rows if row in rows])
 
-    def about_to_sample(self, rows: Rows[Sequence]) -> list[Sequence]:
-        """The rows that may feed the rest of their prompt in this step."""
+    def about_to_sample(self, rows: Rows[Sequence], max_tokens: int) -> list[Sequence]:
+        """The rows that may feed the rest of their prompt in a step of `max_tokens` prompt tokens."""
         prefilling = [row for row in rows if not row.is_decoding]
         return [
             row
             for row in prefilling
-            if row.num_prefill - row.num_cached <= min(self._chunk, self._num_readable(row))
+            if row.num_prefill - row.num_cached <= min(max_tokens, self._num_readable(row))
         ]
 
-    def batch(self, ready: Rows[Sequence]) -> list[RowPlan]:
-        """A chunk of the row whose turn it is, and the chunks that fit beside it, padding counted."""
-        batch: list[RowPlan] = []
-        widest = 0
-        for sequence in ready:
-            start = sequence.num_cached
-            end = start + min(self._chunk, self._num_readable(sequence))
-            size = self._prefix.chunk_end(sequence, end) - start
-            if size <= 0 or (batch and (len(batch) + 1) * max(widest, size) > self._chunk):
+    def batch(self, ready: Rows[Sequence], limit: ChunkLimit) -> tuple[list[RowPlan], PromptShape]:
+        """A chunk of the row whose turn it is, and the chunks of other rows that fit beside it."""
+        sizes: dict[int, int] = {}  # by sequence id
+        shape = PromptShape()
+        for sequence in [*self._short(ready, limit), *ready]:
+            if sequence.id in sizes:
                 continue
-            widest = max(widest, size)
-            batch.append(prefill_row(sequence, size))
-        return batch
+            if sizes and ready[0].id in sizes and not self._fits(shape.plus(1, sequence.num_cached), limit):
+                break
+            size = self._chunk_size(sequence, shape, limit, is_first=sequence is ready[0])
+            if size > 0:
+                shape = shape.plus(size, sequence.num_cached)
+                sizes[sequence.id] = size
+        return [prefill_row(row, sizes[row.id]) for row in ready if row.id in sizes], shape
+
+    def _short(self, ready: Rows[Sequence], limit: ChunkLimit) -> list[Sequence]:
+        """Rows that feed the rest of their prompts beside a long chunk of another row, which is cut for them.
+
+        They need not wait for a turn. Together they get half of the pass, if padding costs little.
+        """
+        found: list[Sequence] = []
+        left = limit.max_tokens // 2
+        if self._costs.padding_share > MAX_PADDING_SHARE:
+            return found
+        for sequence in ready[1:]:
+            rest = self._num_readable(sequence)
+            if 0 < rest <= left:
+                found.append(sequence)
+                left -= rest
+        return found
+
+    def _chunk_size(self, sequence: Sequence, shape: PromptShape, limit: ChunkLimit, is_first: bool) -> int:
+        """How much of its prompt a row feeds in a pass that has `shape` without it; 0: nothing.
+
+        The row whose turn it is, `is_first`, always feeds something. Another row joins it only if its chunk
+        costs less here than in a pass of its own: padding may cost more.
+        """
+        start, rest = sequence.num_cached, self._num_readable(sequence)
+        for most in chunk_sizes(rest, limit.max_tokens):
+            size = self._prefix.chunk_end(sequence, start + most) - start
+            if size <= 0:
+                return 0
+            joined = shape.plus(size, start)
+            if is_first and most <= MIN_CHUNK:
+                return min(size, limit.max_tokens - shape.num_tokens)
+            if is_first and most <= limit.min_tokens and self._costs.pass_bytes(joined) <= limit.max_bytes:
+                return size
+            if self._fits(joined, limit) and self._is_worth(shape, size, start):
+                return size
+        return 0
+
+    def _fits(self, shape: PromptShape, limit: ChunkLimit) -> bool:
+        if self._costs.num_charged(shape) > limit.max_tokens:
+            return False
+        if limit.max_bytes < math.inf and self._costs.pass_bytes(shape) > limit.max_bytes:
+            return False
+        return limit.max_s == math.inf or self._costs.pass_s(shape) <= limit.max_s
+
+    def _is_worth(self, shape: PromptShape, size: int, start: int) -> bool:
+        """Whether a chunk costs at most as much beside the others as in a pass of its own."""
+        if shape.rows == 0 or not self._costs.is_known:
+            return True
+        apart_s = self._costs.pass_s(shape) + self._costs.pass_s(PromptShape().plus(size, start))
+        return self._costs.pass_s(shape.plus(size, start)) <= apart_s * ROUNDING
 
     def _num_readable(self, sequence: Sequence) -> int:
         """Tokens that can be fed now: up to one before the first image piece that is not encoded.

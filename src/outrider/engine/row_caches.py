@@ -5,22 +5,39 @@
 
 A slot is a sequence's row in the cache buffers. Decoding rows come first and without gaps, so that their
 forward pass reads the buffers in place. A row that leaves is replaced by one other row; the rest stay.
+
+Cells are kept by slots (`SlotCaches`) or by blocks (`BlockCaches`, block_caches.py). With blocks a slot holds
+recurrent states only, and nothing moves in a model that has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from typing import NamedTuple
 
+from outrider.engine.block_pool import BlockPool
 from outrider.engine.sequence import Sequence
-from outrider.plan import CacheGeometry, Move
+from outrider.plan import CacheGeometry, Move, RowPlan
 from outrider.request import MAX_DEPTH
 from outrider.speculate.shapes import ShapePolicy, num_slots_for
 
 SLACK = 2 * MAX_DEPTH  # cells past a row's tokens that a step may write: its drafts and the head's recursion
 
 
-class CacheBudget:
+class CacheShape(NamedTuple):
+    """The fields of a StepPlan that say how large the caches are."""
+
+    num_slots: int = 0
+    capacity: int = 0
+    num_blocks: int = 0
+
+
+class SlotCaches:
+    """Every slot has as many cells as the longest row needs."""
+
+    pool: BlockPool | None = None  # cells are in no blocks
+
     def __init__(self, geometry: CacheGeometry, budget_bytes: int, shapes: ShapePolicy) -> None:
         self._geometry = geometry
         self._shapes = shapes
@@ -28,12 +45,12 @@ class CacheBudget:
         self.num_slots = self.capacity = 0  # of the caches, as last planned
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.num_slots, self.capacity
+    def shape(self) -> CacheShape:
+        return CacheShape(self.num_slots, self.capacity)
 
     @property
     def num_bytes(self) -> int:
-        return self._geometry.num_bytes(*self.shape)
+        return self._geometry.num_bytes(self.num_slots, self.capacity)
 
     def clear(self) -> None:
         self.num_slots = self.capacity = 0
@@ -50,8 +67,8 @@ class CacheBudget:
             return True  # one row alone fits: request validation has checked `longest_context`
         step = self._geometry.capacity_step  # room to grow, so that the new row is not preempted at once
         max_cells = [row.num_prompt + row.max_tokens + SLACK for row in (*rows, sequence)]
-        next_cells = [_next_cells(row) + step for row in (*rows, sequence)]
-        cells = max(map(min, next_cells, max_cells))
+        grown_cells = [next_cells(row) + step for row in (*rows, sequence)]
+        cells = max(map(min, grown_cells, max_cells))
         return self._fits(len(rows) + 1, self._geometry.capacity_for(cells))
 
     def resize(self, rows: Rows[Sequence], num_slots_used: int) -> bool:
@@ -62,7 +79,7 @@ class CacheBudget:
         if not rows:
             self.clear()
             return True
-        capacity = self._geometry.capacity_for(max(_next_cells(row) for row in rows))
+        capacity = self._geometry.capacity_for(max(next_cells(row) for row in rows))
         num_slots = max(self.num_slots, num_slots_for(num_slots_used))
         grown = self._geometry.capacity_for(self._shapes.capacity(capacity, self._geometry.capacity_step))
         roomy = [(num_slots, max(self.capacity, cells)) for cells in (grown, capacity)]
@@ -73,15 +90,29 @@ class CacheBudget:
         self.num_slots, self.capacity = found or tight
         return True
 
-    def may_overlap(self, max_cells: int) -> bool:
-        """Whether rows of up to so many cells can take one more step in the caches as they are."""
-        return max_cells + SLACK <= self.capacity
+    def may_overlap(self, rows: Iterable[tuple[Sequence, RowPlan]]) -> bool:
+        """Whether the rows of a step in flight can take one more step in the caches as they are."""
+        return max(row.num_cached + planned.num_fed for row, planned in rows) + SLACK <= self.capacity
+
+    def compact(self, rows: Rows[Sequence]) -> tuple[int, ...] | None:
+        return None  # there are no blocks
+
+    def placed(self, batch: Rows[RowPlan], rows: Rows[Sequence]) -> list[RowPlan]:
+        """The rows of a pass with their blocks: there are none."""
+        return list(batch)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A row gives up its cells: they are its slot's."""
+
+    def check_integrity(self, rows: Rows[Sequence]) -> None:
+        if any(row.num_cached > self.capacity for row in rows):
+            raise AssertionError("a row has more cells than the buffers")
 
     def _fits(self, num_slots: int, capacity: int) -> bool:
         return self._geometry.num_bytes(num_slots, capacity) <= self.budget_bytes
 
 
-def _next_cells(sequence: Sequence) -> int:
+def next_cells(sequence: Sequence) -> int:
     """Cells that a row's next step may write."""
     return max(sequence.num_prefill, len(sequence.tokens)) + SLACK
 

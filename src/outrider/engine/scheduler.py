@@ -1,7 +1,7 @@
 """The scheduler: decides what each step does. Pure Python, no model.
 
-    waiting (first come, first served) -> prefilling (take turns) -> decoding (every step) -> finished
-                 ^------------------ preempted: cells dropped, tokens stay ------------------'
+    waiting (waiting_queue.py) -> prefilling (take turns) -> decoding (every step) -> finished
+             ^------------------ preempted: cells dropped, tokens stay --------------'
 
 `plan` gives a step when none is in flight, `plan_overlapped` one more behind it. `commit` takes the oldest
 step; `fail` drops all. Every decision is made here or in a part of the scheduler: which rows start, which are
@@ -12,18 +12,23 @@ drafts are fed (draft_planner.py), what the prefix cache copies (prefix/).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.config import EngineConfig
+from outrider.engine.block_caches import BlockCaches
 from outrider.engine.draft_planner import DraftPlanner, decode_row, needs_host
-from outrider.engine.prefill_queue import DEFAULT_CHUNK, PrefillQueue
+from outrider.engine.memory_plan import default_max_rows
+from outrider.engine.prefill_queue import PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.no_cache import NoPrefixCache
-from outrider.engine.row_caches import CacheBudget, SlotTable
+from outrider.engine.prompt_pacing import PromptPacing, PromptWork
+from outrider.engine.row_caches import SlotCaches, SlotTable
 from outrider.engine.sequence import Delta, FinishReason, Sequence, token_origins
+from outrider.engine.waiting_queue import WaitingQueue
 from outrider.plan import (
     CacheGeometry,
     ImageEmbeddings,
@@ -42,6 +47,7 @@ from outrider.speculate.costs import StepShape
 log = logging.getLogger(__name__)
 
 DISK_WAIT_S = 0.005  # seconds that the engine sleeps when all rows wait for blocks on disk; chosen by hand
+DEFAULT_CHUNK = 512  # prompt tokens in a step if neither the costs nor the operator tell; chosen by hand
 MAX_FAILURES = 2  # failed steps after which a row ends with an error; the second one was the row alone
 
 
@@ -53,6 +59,7 @@ class InFlightStep:
     rows: dict[int, tuple[Sequence, RowPlan]] = field(default_factory=dict)  # by sequence id
     is_decode_only: bool = False  # one batch, whose rows all decode
     cost_shape: StepShape | None = None  # the cost-table entry that the step's time is evidence for
+    prompt_work: PromptWork | None = None  # its prompt chunks
 
     launched: LaunchedStep | None = None
     launched_s: float = 0.0
@@ -72,15 +79,28 @@ class Scheduler:
         controller: DepthController | None = None,
         prefix_cache: PrefixCache | NoPrefixCache | None = None,
         image_embeddings: ImageEmbeddings | None = None,
+        step_bytes: float = math.inf,
     ) -> None:
-        """`image_embeddings`: the encoded pieces of images, for models that read images."""
+        """`image_embeddings`: the encoded pieces of images, for models that read images.
+
+        `step_bytes`: memory that the arrays of a step may take.
+        """
         self._controller = controller or DepthController()
-        self._config = config
         self._prefix = prefix_cache or NoPrefixCache()
-        self._budget = CacheBudget(geometry, budget_bytes, self._controller.shapes)
-        self._waiting: deque[Sequence] = deque()
-        self._prefill_queue = PrefillQueue(
-            config.prefill_step_size or DEFAULT_CHUNK, self._prefix, image_embeddings
+        self._budget: SlotCaches | BlockCaches
+        if geometry.has_blocks:
+            self._budget = BlockCaches(geometry, budget_bytes)
+        else:
+            self._budget = SlotCaches(geometry, budget_bytes, self._controller.shapes)
+        self._prefix.use_blocks(self._budget.pool, geometry.block_size)
+        self._moves_cells = not geometry.has_blocks or geometry.bytes_per_slot > 0
+        self._can_roll_back = geometry.bytes_per_slot == 0  # recurrent states have no earlier version
+        self.max_rows = config.max_rows or default_max_rows(geometry, budget_bytes)
+        self._waiting = WaitingQueue()
+        prompt_costs = self._controller.prompt_costs
+        self._prefill_queue = PrefillQueue(prompt_costs, self._prefix, image_embeddings)
+        self._pacing = PromptPacing(
+            prompt_costs, config.prefill_step_size, DEFAULT_CHUNK, config.max_stall_ms / 1000, step_bytes
         )
         self._draft_planner = DraftPlanner(self._controller)
         self._slots = SlotTable()
@@ -124,7 +144,7 @@ class Scheduler:
         return self._budget.longest_context()
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
 
     def cancel(self, sequence: Sequence) -> Delta:
         self._prefix.save_before_leaving(sequence)
@@ -139,31 +159,52 @@ class Scheduler:
         self._start_waiting()
         shape_before = self._budget.shape
         self._preempt_until_fit()
+        kept_blocks = self._budget.compact(list(self._slots.sequences()))
         moves = self._slots.settle()
+        moves = moves if self._moves_cells else []
         rows = self._rows_to_run()
         ready = self._prefill_queue.ready(rows)
         decoding = [row for row in rows if row.is_decoding]
-        joining = self._prefill_queue.about_to_sample(rows)
+        if not self._pacing.may_prefill(len(decoding)):
+            ready = []
+        joining = self._prefill_queue.about_to_sample(ready, self._pacing.max_tokens)
         self._draft_planner.choose_drafts(decoding, joining, self._budget.num_slots)
         decode = [decode_row(row, self._prefix.max_drafts(row)) for row in decoding]
-        prefill = self._prefill_queue.batch(ready)
+        decode = self._placed(decode)
+        decode_shape = self._draft_planner.pass_shape(decode, self._budget.num_slots)
+        decode_s = self._draft_planner.expected_s(decode, decode_shape) if decode else 0.0
+        prefill, prompt_shape = self._prefill_queue.batch(ready, self._pacing.limit(decode_s))
+        prefill = self._placed(prefill)
         copies = self._prefix.take_copies()
-        is_rearranged = bool(moves) or shape_before != self._budget.shape
+        is_rearranged = bool(moves) or kept_blocks is not None or shape_before != self._budget.shape
         if not (decode or prefill or copies or (is_rearranged and rows)):
             return None
-        batches, shapes, cost_shape = [], [], None
+        batches, shapes, cost_shape, work = [], [], None, None
         if decode:
-            shape = self._draft_planner.pass_shape(decode, self._budget.num_slots)
             batches.append(tuple(decode))
-            shapes.append(shape)
+            shapes.append(decode_shape)
             if not (prefill or copies or is_rearranged):
-                cost_shape = self._draft_planner.step_shape(decode, shape)
+                cost_shape = self._draft_planner.step_shape(decode, decode_shape)
         if prefill:
             width = self._controller.shapes.prefill_width(max(row.num_fed for row in prefill))
             batches.append(tuple(prefill))
             shapes.append(PassShape(width=width))
-        plan = StepPlan(*self._budget.shape, tuple(moves), tuple(batches), tuple(shapes), copies)
-        return self._new_step(plan, is_decode_only=bool(decode) and not prefill, cost_shape=cost_shape)
+            share = self._pacing.decode_share(len(decode), len(rows) - len(decode))
+            is_typical = not (is_rearranged or copies.loads or copies.arrivals)
+            work = PromptWork(prompt_shape, decode_s, share, is_typical)
+        num_slots, capacity, num_blocks = self._budget.shape
+        plan = StepPlan(
+            num_slots,
+            capacity,
+            tuple(moves),
+            tuple(batches),
+            tuple(shapes),
+            copies,
+            num_blocks=num_blocks,
+            kept_blocks=kept_blocks,
+        )
+        is_decode_only = bool(decode) and not prefill
+        return self._new_step(plan, is_decode_only=is_decode_only, cost_shape=cost_shape, prompt_work=work)
 
     def plan_overlapped(self) -> InFlightStep | None:
         """The step after the one in flight; None if that one has to be read first.
@@ -175,31 +216,44 @@ class Scheduler:
         if len(self.in_flight) != 1 or not self._may_overlap(self.in_flight[0]):
             return None
         rows = list(self.in_flight[0].rows.values())
-        if not self._budget.may_overlap(max(sequence.num_cached + row.num_fed for sequence, row in rows)):
+        if not self._budget.may_overlap(rows):
             return None
         max_drafts = [self._prefix.max_drafts(*row) for row in rows]
         batch = self._draft_planner.plan_overlapped(rows, max_drafts, self._budget.num_slots)
         if batch is None:
             return None
         shape = self._draft_planner.pass_shape(batch, self._budget.num_slots)
-        plan = StepPlan(*self._budget.shape, (), (tuple(batch),), (shape,), is_overlapped=True)
+        batch = self._placed(batch)
+        num_slots, capacity, num_blocks = self._budget.shape
+        plan = StepPlan(
+            num_slots, capacity, (), (tuple(batch),), (shape,), is_overlapped=True, num_blocks=num_blocks
+        )
         cost_shape = self._draft_planner.step_shape(batch, shape)
         return self._new_step(plan, is_decode_only=True, cost_shape=cost_shape)
 
+    def _placed(self, batch: list[RowPlan]) -> list[RowPlan]:
+        return self._budget.placed(batch, list(self._slots.sequences()))
+
     def _may_overlap(self, step: InFlightStep) -> bool:
         """True if the next step has the same rows, as far as the host can know before it reads this step."""
-        if not step.is_decode_only or self._prefill_queue or self._can_start_next():
+        if not step.is_decode_only or self._can_start_next() or self._prefix.has_copies:
             return False
-        if len(step.rows) < len(self._slots) or self._prefix.has_copies:
+        if len(step.rows) < self.num_decoding:
+            return False
+        if self._prefill_queue and self._is_prompts_turn_after(step):
             return False
         return not any(
             sequence.slot is None  # cancelled or finished
             or sequence.failures
             or sequence.num_left <= 1  # the step in flight will finish it
-            or needs_host(sequence)
+            or needs_host(sequence, self._can_roll_back)
             or self._prefix.may_end_block(sequence, row.num_fed)
             for sequence, row in step.rows.values()
         )
+
+    def _is_prompts_turn_after(self, step: InFlightStep) -> bool:
+        expected_s = self._controller.costs.real_s(step.cost_shape) if step.cost_shape is not None else None
+        return expected_s is None or self._pacing.may_prefill(self.num_decoding, expected_s)
 
     def _new_step(self, plan: StepPlan, **facts: Any) -> InFlightStep:
         sequences = {sequence.id: sequence for sequence in self._slots.sequences()}
@@ -218,6 +272,8 @@ class Scheduler:
         self.in_flight.popleft()
         if step.seconds is not None and step.is_typical and step.cost_shape is not None:
             self._controller.costs.observe(step.cost_shape, step.seconds, step.host_s)
+        if step.seconds is not None:
+            self._pacing.stepped(step.prompt_work, step.seconds)
         deltas = []
         for result in step.result.rows:
             sequence, planned = step.rows[result.sequence_id]
@@ -251,9 +307,14 @@ class Scheduler:
         if counters.first_token_s is None:
             counters.first_token_s = time.perf_counter()
         counters.steps += 1
-        delta = sequence.commit(result.token_ids)
+        delta = sequence.commit(result.token_ids, has_masks=planned.masks is not None)
         num_taken = len(delta.token_ids)
-        self._draft_planner.observe(sequence, result.token_ids)
+        is_rolled_back = num_taken < len(result.token_ids) and delta.finish_reason is None
+        if is_rolled_back:
+            self._roll_back(sequence, len(result.token_ids) - num_taken)
+        if num_taken == 0:
+            return None  # the row runs again, with the drafts that it had
+        self._draft_planner.observe(sequence, result.token_ids[:num_taken])
         counters.add_drafts(planned.num_drafts, min(result.num_accepted, num_taken))
         delta = replace(delta, logprobs=result.logprobs[:num_taken])
         if sequence.params.token_origins:
@@ -262,8 +323,14 @@ class Scheduler:
         self._prefix.save(sequence, to_end=has_just_prefilled or delta.finish_reason is not None)
         if delta.finish_reason is not None:
             return delta.merged(self._finish(sequence, delta.finish_reason))
-        sequence.drafting.propose(sequence.tokens, result.drafts, result.margins, sequence.num_left)
+        drafts, margins = ((), ()) if is_rolled_back else (result.drafts, result.margins)
+        sequence.drafting.propose(sequence.tokens, drafts, margins, sequence.num_left)
         return delta
+
+    def _roll_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """A grammar woke in an overlapped step: the tokens after that were sampled without its masks."""
+        sequence.num_cached -= num_tokens
+        sequence.num_head_cached = min(sequence.num_head_cached, sequence.num_cached)
 
     def fail(self, error: str) -> list[Delta]:
         """A step raised and the caches are lost. No sequence loses a token; one that fails again ends."""
@@ -292,16 +359,17 @@ class Scheduler:
 
     def _start_waiting(self) -> None:
         while self._can_start_next():
-            sequence = self._waiting.popleft()
+            sequence = self._waiting.take()
             self._slots.join(sequence)
             self._prefill_queue.add(sequence)
             if sequence.counters.started_s is None:
                 sequence.counters.started_s = time.perf_counter()
 
     def _can_start_next(self) -> bool:
-        if not self._waiting or len(self._slots) >= self._config.max_rows:
+        upcoming = self._waiting.next
+        if upcoming is None or len(self._slots) >= self.max_rows:
             return False
-        return self._budget.may_join(self._waiting[0], list(self._slots.sequences()))
+        return self._budget.may_join(upcoming, list(self._slots.sequences()))
 
     def _preempt_until_fit(self) -> None:
         """Preempt the rows that came last until the caches fit their budget."""
@@ -315,10 +383,11 @@ class Scheduler:
         """Out of its slot and to the front of the queue, with all its tokens."""
         self._leave(sequence)
         sequence.drop_cache()
-        self._waiting.appendleft(sequence)
+        self._waiting.add_returning(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self._slots.leave(sequence)
+        self._budget.leave(sequence)
         self._prefix.leave(sequence)
         self._prefill_queue.remove(sequence)
 
@@ -349,15 +418,14 @@ class Scheduler:
                 raise AssertionError(f"row {row.id} has {row.num_cached} cells for {len(row.tokens)} tokens")
             if row.is_decoding == (row in self._prefill_queue):
                 raise AssertionError(f"row {row.id} is both or neither of prefilling and decoding")
-            if row.num_cached > self._budget.capacity:
-                raise AssertionError(f"row {row.id} has more cells than the buffers")
+        self._budget.check_integrity(rows)
         if len({row.slot for row in rows}) != len(rows) or any(row in rows for row in self._waiting):
             raise AssertionError("a sequence is in two places")
         if any(row not in rows for row in self._prefill_queue):
             raise AssertionError("a prefilling sequence has no slot")
         if any(row.slot is not None or row.num_cached for row in self._waiting):
             raise AssertionError("a waiting sequence holds cells")
-        if len(rows) > self._config.max_rows:
-            raise AssertionError(f"{len(rows)} rows where {self._config.max_rows} are allowed")
+        if len(rows) > self.max_rows:
+            raise AssertionError(f"{len(rows)} rows where {self.max_rows} are allowed")
         if self.num_bytes > self._budget.budget_bytes and len(rows) > 1:
             raise AssertionError("the caches are larger than their budget")

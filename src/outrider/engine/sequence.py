@@ -57,6 +57,16 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How much of a prompt is computed."""
+
+    num_done: int  # tokens, those from the prefix cache included
+    num_cached: int  # tokens from the prefix cache
+    num_total: int
+    seconds: float  # since the row's first step
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOrigin:
     """How a token was won. Of a draft: its source and its place in the step's drafts, from 1 on.
 
@@ -89,6 +99,7 @@ class Delta:
     stop_string: str | None = None  # the stop string that ended the answer
     is_client_error: bool = False  # the error is of the request, such as its grammar, not of the engine
     origins: tuple[TokenOrigin, ...] = ()  # one for each token, if requested
+    prompt_progress: PromptProgress | None = None  # if requested
 
     def merged(self, later: Delta) -> Delta:
         return Delta(
@@ -102,6 +113,7 @@ class Delta:
             self.stop_string or later.stop_string,
             later.is_client_error,
             self.origins + later.origins,
+            later.prompt_progress or self.prompt_progress,
         )
 
 
@@ -144,7 +156,17 @@ class SequenceCounters:
 
 
 class TokenGrammar(Protocol):
-    """Restricts a row's tokens: see grammar/matcher.py."""
+    """Restricts a row's tokens: see grammar/matcher.py, grammar/lazy.py and engine/thinking_budget.py."""
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether it may restrict one of the next two steps."""
+        ...
+
+    @property
+    def is_restricting(self) -> bool:
+        """Whether `masks` has a mask for the next token."""
+        ...
 
     def commit(self, token_id: int) -> None: ...
 
@@ -173,6 +195,7 @@ class DraftState:
     head_depth: int = 0  # most drafts from the MTP head; 0: the head does not follow this row
     head_layers: int = 1  # a cell of the head depends on so many tokens after the cell's own
     can_pause_head: bool = True  # the head is not fed while the controller wants no drafts from it
+    stores_head_inputs: bool = False  # no head follows the row: it stores what other rows' heads may be fed
     is_auto: bool = False  # the controller chooses the depths, up to the limits above
     drafter: Drafter | None = None
     lookup: Drafter | None = None  # a second drafter: n-gram lookup beside the head
@@ -186,6 +209,8 @@ class DraftState:
     masks: np.ndarray | None = None  # [1 + drafts, words] the tokens that the grammar allows at each position
 
     def __post_init__(self) -> None:
+        if self.feeds_head:
+            self.stores_head_inputs = False
         if self.grammar is not None:
             self.masks = self.grammar.masks(())
 
@@ -267,8 +292,9 @@ class Sequence:
     counters: SequenceCounters = field(default_factory=SequenceCounters)
     tokens: list[int] = field(default_factory=list)
     slot: int | None = None  # the row in the cache buffers; None while it waits
+    blocks: list[int] = field(default_factory=list)  # of its cells, where they are kept by blocks
     num_cached: int = 0
-    num_head_cached: int = 0  # cells whose pairs the head was fed; fewer than num_cached after a pause
+    num_head_cached: int = 0  # cells that have the head's part; fewer than num_cached after a pause
     num_prefill: int = 0  # tokens to cache before the row samples; after a preemption, more than the prompt
     failures: int = 0  # failed steps with this sequence in them, since its last good decode step
     _keys: list[int] = field(default_factory=list)  # by cell; see keys
@@ -312,8 +338,8 @@ class Sequence:
     def keys(self, start: int, end: int) -> tuple[int, ...]:
         """The prefix cache's keys of these cells. Earlier tokens are the path to a cell in the prefix tree.
 
-        A key is the cell's own token and, if the head follows the row, the next token too (one token more for
-        each further layer of the head).
+        A key is the cell's own token and, if the head follows the row or may follow another row that has the
+        cell, the next token too (one token more for each further layer of the head).
         """
         while len(self._keys) < end:
             cell = len(self._keys)
@@ -331,17 +357,28 @@ class Sequence:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens after a cell's own token that the cell depends on."""
-        return self.drafting.head_layers if self.feeds_head else 0
+        """Tokens after a cell's own token that the cell depends on, the head's part of it included."""
+        return self.drafting.head_layers if self.has_head_cells else 0
+
+    @property
+    def has_head_cells(self) -> bool:
+        """Whether its cached cells may have, or get, the head's part."""
+        return self.feeds_head or self.drafting.stores_head_inputs
 
     @property
     def num_final(self) -> int:
         """Cells whose trunk part is final; a paused head may add its own part later."""
         return min(self.num_cached, len(self.tokens) - 1) - max(0, self.num_ahead - 1)
 
+    @property
+    def first_open(self) -> int:
+        """The first cell that a later step of the row may write: all cells before it are final."""
+        cached = min(self.num_cached, self.num_head_cached) if self.feeds_head else self.num_cached
+        return max(0, cached - max(0, self.num_ahead - 1))
+
     def num_head_cached_of(self, start: int, end: int) -> int:
-        """How many of these cells the head was fed; all of them if no head follows."""
-        return max(0, min(end, self.num_head_cached) - start) if self.feeds_head else end - start
+        """How many of these cells the head was fed; all of them if they have no head's part."""
+        return max(0, min(end, self.num_head_cached) - start) if self.has_head_cells else end - start
 
     def count_loaded(self, num_cells: int) -> None:
         if self.num_generated == 0 and self.counters.preemptions == 0:
@@ -360,13 +397,17 @@ class Sequence:
 
     # -- tokens ------------------------------------------------------------------------------------------
 
-    def commit(self, token_ids: Tokens[int]) -> Delta:
+    def commit(self, token_ids: Tokens[int], has_masks: bool = True) -> Delta:
         """Append sampled tokens one by one until a finish rule holds; return what was gained.
 
-        One by one, so that the answer ends at the same token whatever the stride was.
+        One by one, so that the answer ends at the same token whatever the stride was. An overlapped step has
+        no masks (`has_masks` is False): its tokens count only up to the first that needed one.
         """
         gained = Delta(self.request.id)
+        grammar = self.drafting.grammar
         for token_id in token_ids:
+            if grammar is not None and not has_masks and grammar.is_restricting:
+                break
             gained = gained.merged(self._commit_one(token_id))
             if gained.finish_reason is not None:
                 break
@@ -387,6 +428,11 @@ class Sequence:
             elif self.num_left <= 0:
                 text, reason = text + self.text.flush(), "length"
         return Delta(self.request.id, (token_id,), text, finish_reason=reason, stop_string=stop_string)
+
+    def prompt_progress(self) -> PromptProgress:
+        started_s, now_s = self.counters.started_s, time.perf_counter()
+        num_done, num_prompt = min(self.num_cached, self.num_prompt), self.num_prompt
+        return PromptProgress(num_done, self.counters.num_loaded, num_prompt, now_s - (started_s or now_s))
 
     def stats(self) -> Stats:
         return self.counters.stats(self.num_prompt, self.num_generated)

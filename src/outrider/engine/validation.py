@@ -6,17 +6,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
-from outrider.engine.sequence import DraftState, OutputText, Sequence
+from outrider.engine.sequence import DraftState, OutputText, Sequence, TokenGrammar
+from outrider.engine.thinking_budget import ThinkingBudget, ThinkingRule
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.lazy import LazyRowGrammar
 from outrider.grammar.matcher import RowGrammar
 from outrider.request import (
     MAX_DEPTH,
     NO_DEFAULTS,
     DraftDepth,
+    Grammar,
+    InvalidGrammar,
     InvalidRequest,
     PromptTooLong,
     Request,
@@ -53,7 +58,9 @@ class ValidatedRequest:
     """A request that the engine will serve. Only RequestValidator makes one; `Engine.submit` takes one."""
 
     request: Request  # its seed is set
-    grammar: RowGrammar | None = None  # compiled: the engine thread never waits for a grammar
+    grammar: RowGrammar | LazyRowGrammar | None = (
+        None  # compiled: the engine thread never waits for a grammar
+    )
 
     @property
     def id(self) -> str:
@@ -74,12 +81,15 @@ class RequestValidator:
         longest_context: int,
         new_text: Callable[[Request], OutputText],
         grammars: GrammarCompiler,
+        token_text: Callable[[int], str],
     ) -> None:
+        """`token_text`: the text of one token, special tokens included."""
         self._config = config
         self._facts = facts
         self._longest_context = longest_context  # tokens that the memory budget allows for a single row
         self._new_text = new_text
         self._grammars = grammars
+        self._token_text = token_text
         self._ids = itertools.count()
 
     def validate(self, request: Request) -> ValidatedRequest:
@@ -89,8 +99,9 @@ class RequestValidator:
             reason = self._facts.no_images_reason or "this model reads text only"
             raise InvalidRequest(f"the prompt has images: {reason}")
         params = request.params
-        after_ids = params.grammar.after_ids if params.grammar is not None else ()
-        named = (*params.logit_bias, *params.stop_token_ids, *params.prediction_ids, *after_ids)
+        grammar_ids = params.grammar.token_ids if params.grammar is not None else ()
+        close_ids = params.reasoning.close_ids if params.reasoning is not None else ()
+        named = (*params.logit_bias, *params.stop_token_ids, *params.prediction_ids, *grammar_ids, *close_ids)
         outside = [i for i in named if not 0 <= i < self._facts.vocab_size]
         if outside:
             raise InvalidRequest(
@@ -105,13 +116,20 @@ class RequestValidator:
                 f"draft_depth {params.draft_depth} cannot be honoured: this engine runs without a drafter. "
                 'Leave it "auto" or 0, or start the engine with a head or drafter="ngram".'
             )
+        self._check_thinking(params)
         grammar = None
         if params.grammar is not None:
-            if params.ignore_eos or params.min_tokens:
+            if params.grammar.triggers is None and (params.ignore_eos or params.min_tokens):
                 name = "ignore_eos" if params.ignore_eos else "min_tokens"
                 raise InvalidRequest(f"{name} cannot be combined with a grammar: the grammar sets the end")
-            grammar = self._grammars.new_row(params.grammar)
+            grammar = self._compiled(params.grammar)
         return ValidatedRequest(replace(request, params=params.with_seed()), grammar)
+
+    def _compiled(self, grammar: Grammar) -> RowGrammar | LazyRowGrammar:
+        try:
+            return self._grammars.new_row(grammar)
+        except InvalidRequest as error:
+            raise InvalidGrammar(str(error)) from error
 
     def new_sequence(self, validated: ValidatedRequest) -> Sequence:
         request = validated.request
@@ -135,12 +153,40 @@ class RequestValidator:
                 head_depth=depth if self._facts.drafter == "mtp" else 0,
                 head_layers=max(1, self._facts.head_layers),
                 can_pause_head=self._facts.can_pause_head,
+                stores_head_inputs=self._facts.drafter == "mtp" and self._facts.can_pause_head,
                 drafter=self._new_drafter(request, depth),
                 lookup=NgramDrafter() if looks_up else None,
                 is_auto=wanted == "auto",
-                grammar=None if validated.grammar is None else validated.grammar.copy(),
+                grammar=self._new_grammar(validated),
             ),
         )
+
+    def _new_grammar(self, validated: ValidatedRequest) -> TokenGrammar | None:
+        """What restricts the row's tokens: its grammar, its thinking budget, or both."""
+        grammar = None if validated.grammar is None else validated.grammar.copy()
+        marks, budget = validated.request.params.reasoning, validated.request.params.thinking_token_budget
+        if marks is None or budget is None:
+            return grammar
+        rule = ThinkingRule(marks, budget, self._token_text)
+        return ThinkingBudget(rule, self._facts.vocab_size, grammar)
+
+    def _check_thinking(self, params: SamplingParams) -> None:
+        """Refuse what would leave no token to sample where the end of the reasoning is forced."""
+        if params.reasoning is None or params.thinking_token_budget is None:
+            return
+        if not params.reasoning.close_ids:
+            raise InvalidRequest("the tokens that end the reasoning at its budget are missing")
+        for token_id in params.reasoning.close_ids:
+            if params.logit_bias.get(token_id) == -math.inf:
+                raise InvalidRequest(
+                    f"logit_bias forbids token {token_id}, which ends the reasoning at thinking_token_budget"
+                )
+            stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._facts.eos_ids)}
+            if params.min_tokens and token_id in stop_ids:
+                raise InvalidRequest(
+                    f"min_tokens forbids the stop token {token_id}, which ends the reasoning at "
+                    "thinking_token_budget: leave out one of the three"
+                )
 
     def _check_prompt(self, request: Request) -> None:
         if not request.prompt_ids:

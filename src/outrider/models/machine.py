@@ -1,4 +1,4 @@
-"""The machine: its device, and how much memory the caches may use."""
+"""The machine: its device, and how much memory is free."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import mlx.core as mx
 
 from outrider.cpu import blas
 from outrider.models import cgroup
-
-SHARE_OF_FREE = 0.6  # of the memory that is free after the weights are loaded; chosen by hand
-MIN_BUDGET_BYTES = 64 << 20  # chosen by hand
 
 
 def is_cpu() -> bool:
@@ -53,23 +50,35 @@ def outruns_host() -> bool:
     return not is_cpu()
 
 
-def prefill_step_size() -> int:
-    """Prompt tokens in one step, so that running streams wait less than a second. Chosen by hand."""
-    return 128 if is_cpu() else 512
+def held_bytes() -> dict[str, int]:
+    """Memory that MLX holds: for arrays, and for buffers that it will use again. For any thread."""
+    return {"arrays": int(mx.get_active_memory()), "buffers": int(mx.get_cache_memory())}
 
 
-def cache_budget_bytes() -> int:
-    """The default memory budget for caches. Call after the weights are loaded."""
-    return max(MIN_BUDGET_BYTES, int(SHARE_OF_FREE * _free_bytes()))
+def limit_buffers(num_bytes: int) -> None:
+    """The most bytes of buffers that MLX keeps to use them again. By default there is hardly a limit."""
+    mx.set_cache_limit(num_bytes)
 
 
-def _free_bytes() -> int:
+def extra_bytes(run: Callable[[], object]) -> int:
+    """The most memory that a function takes while it runs, in addition to what is held before."""
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    run()
+    return max(0, int(mx.get_peak_memory()) - int(before))
+
+
+def free_bytes() -> int:
+    """Memory that is free: of the device, or of the machine or its container."""
     info = {} if is_cpu() else mx.device_info()
     limit = (
         info.get("max_recommended_working_set_size") or info.get("memory_size") or info.get("total_memory")
     )
     if limit:
-        return max(0, int(limit) - mx.get_active_memory())
+        left = int(limit) - int(mx.get_active_memory())
+        if "free_memory" in info:  # CUDA: other processes use the device too
+            left = min(left, int(info["free_memory"]) + int(mx.get_cache_memory()))
+        return max(0, left)
     return _available_host_bytes()
 
 

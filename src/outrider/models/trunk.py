@@ -14,12 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_reduce
 
-from outrider.cache.placement import CommitCounts, Placement
+from outrider.cache.placement import CommitCounts, Placement, block_tables
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
 from outrider.models.families import LOGITS_ONLY, UnsupportedModel, unsupported
 from outrider.models.layer_swaps import swap_layers
 from outrider.models.vision.mrope import MRopeSections
+from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS
 
 Spec = KVSpec | StateSpec
 Buffers = RaggedKV | RecurrentState
@@ -118,15 +119,27 @@ class Trunk:
         """Swap layers for speed. Weights must not be changed afterwards."""
         swap_layers(self.model, dry_run=self.dry_run)
 
-    def dry_run(self) -> None:
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether attention reads rows' blocks where they are, in all layers; if not, it copies them."""
+        num_layers = sum(isinstance(buffers, RaggedKV) for buffers in TrunkCache(self.layout).buffers())
+        return self.dry_run(in_blocks=True).num_native == num_layers
+
+    def dry_run(self, in_blocks: bool = False) -> Placement:
         """Build a pass over a few rows without computing it."""
         rows, capacity = 7, 8
+        tables = block_tables([[NUM_SPARE_BLOCKS + row] for row in range(rows)]) if in_blocks else None
         cache = TrunkCache(self.layout)
         for buffers in cache.buffers():
-            buffers.resize(rows, capacity)
-        place = Placement(range(rows), mx.arange(rows), mx.ones(rows, mx.int32), 2, capacity, capacity)
+            if in_blocks and isinstance(buffers, RaggedKV):
+                buffers.resize_blocks(NUM_SPARE_BLOCKS + rows, BLOCK_SIZE)
+            else:
+                buffers.resize(rows, capacity)
+        fed = mx.ones(rows, mx.int32)
+        place = Placement(range(rows), mx.arange(rows), fed, 2, capacity, capacity, tables=tables)
         self.hidden(mx.zeros((rows, 2), mx.int32), cache, place)
-        cache.commit(mx.ones(rows, mx.int32))
+        cache.commit(fed)
+        return place
 
     def _check_rows(self) -> None:
         """Raise UnsupportedModel for a model that takes one position, or one mask, for all rows.

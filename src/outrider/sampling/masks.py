@@ -27,7 +27,8 @@ class Masks:
         words = np.full((len(masked), width, num_words), ALLOW_ALL)
         for place, i in enumerate(masked):
             if (masks := rows[i].masks) is not None:
-                words[place, : len(masks)] = masks  # columns past the row's own window are never read
+                # Columns past the row's own window are never read, nor are bits past the vocabulary.
+                words[place, : len(masks), : masks.shape[1]] = masks
         return cls(None if for_trace else tuple(constrained), mx.array(words))
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from outrider.plan import CacheGeometry, RowPlan, StepPlan, StepRunner
+from outrider.plan import NUM_SPARE_BLOCKS, CacheGeometry, RowPlan, StepPlan, StepRunner
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
 
@@ -59,7 +59,7 @@ class StepTimer:
         self._geometry = runner.geometry(256)
         self._device_start_s, self._wall_start_s = clock(), time.perf_counter()
         self._times: dict[SyntheticStep, list[float]] = {}  # shortest first
-        self._cache_shape = (0, 0)  # slots and cells of the runner's caches
+        self._cache_shape = (0, 0, 0)  # slots, cells and blocks of the runner's caches
 
     @property
     def shortest(self) -> dict[SyntheticStep, float]:
@@ -71,7 +71,7 @@ class StepTimer:
 
     def time_once(self, step: SyntheticStep) -> None:
         plan = _plan(step, self._geometry, self._vocab_size)
-        cache_shape = (plan.num_slots, plan.capacity)
+        cache_shape = (plan.num_slots, plan.capacity, plan.num_blocks)
         is_compiled_now = step not in self._times and self._runner.compiles
         if cache_shape != self._cache_shape or is_compiled_now:
             self._runner.run(plan)  # not timed: this run makes the caches or compiles the pass
@@ -89,8 +89,7 @@ class StepTimer:
 
     def fits(self, step: SyntheticStep, max_cells: int, budget_bytes: int) -> bool:
         cells = step.num_cells + 2 * MAX_DEPTH
-        num_bytes = self._geometry.num_bytes(step.rows, self._geometry.capacity_for(cells))
-        return cells <= max_cells and num_bytes <= budget_bytes
+        return cells <= max_cells and cache_bytes(self._geometry, step.rows, cells) <= budget_bytes
 
     def _alone_s(self, plan: StepPlan) -> float:
         start_s = self._clock()
@@ -208,8 +207,36 @@ def _plan(step: SyntheticStep, geometry: CacheGeometry, vocab_size: int) -> Step
             num_prompt=1,
         )
         rows.append(row)
-    capacity = geometry.capacity_for(step.num_cells + 2 * MAX_DEPTH)
-    return StepPlan(step.rows, capacity, (), (tuple(rows),))
+    return step_of(geometry, step.num_cells + 2 * MAX_DEPTH, rows)
+
+
+def cache_bytes(geometry: CacheGeometry, num_rows: int, num_cells: int) -> int:
+    """Bytes of the caches of `step_of`."""
+    if geometry.has_blocks:
+        return geometry.num_bytes_in_blocks(num_rows, num_blocks_for(geometry, num_rows, num_cells))
+    return geometry.num_bytes(num_rows, geometry.capacity_for(num_cells))
+
+
+def step_of(geometry: CacheGeometry, num_cells: int, rows: Sequence[RowPlan]) -> StepPlan:
+    """A step of one pass. Each of its rows has `num_cells` cells or a few more."""
+    if geometry.has_blocks:
+        return in_blocks(geometry, num_cells, rows)
+    return StepPlan(1 + max(row.slot for row in rows), geometry.capacity_for(num_cells), (), (tuple(rows),))
+
+
+def num_blocks_for(geometry: CacheGeometry, num_rows: int, num_cells: int) -> int:
+    return NUM_SPARE_BLOCKS + num_rows * geometry.blocks_for(num_cells)
+
+
+def in_blocks(geometry: CacheGeometry, num_cells: int, rows: Sequence[RowPlan]) -> StepPlan:
+    """A step of rows that have blocks for `num_cells` each: those of slot 0, those of slot 1, and so on."""
+    num_slots, num = 1 + max(row.slot for row in rows), geometry.blocks_for(num_cells)
+    firsts = [NUM_SPARE_BLOCKS + row.slot * num for row in rows]
+    placed = [
+        replace(row, blocks=tuple(range(first, first + num))) for row, first in zip(rows, firsts, strict=True)
+    ]
+    num_blocks = num_blocks_for(geometry, num_slots, num_cells)
+    return StepPlan(num_slots, 0, (), (tuple(placed),), num_blocks=num_blocks)
 
 
 def _measured_costs(shortest: Mapping[SyntheticStep, float]) -> MeasuredCosts:

@@ -3,8 +3,9 @@
 This one decides by how often drafts were accepted. It serves where a draft's own margin is of no use: where
 steps overlap, and where all rows pay for the widest one. Elsewhere each draft is judged: per_draft.py.
 
-Owns the costs of the machine and the acceptance record of the model. Everything about a single row is in the
-row's `RowAcceptance`. The decision itself is the pure function `depth.choose`. Pure Python, no clock.
+Owns the costs of the machine, those of prompts too, and the acceptance record of the model. Everything about
+a single row is in the row's `RowAcceptance`. The decision itself is the pure function `depth.choose`. Pure
+Python, no clock.
 
 Probe: now and then the head makes one draft for each row that it does not draft for. The draft is compared
 with the committed token and never fed to the trunk. Probes show when drafting has become worth its cost.
@@ -20,6 +21,7 @@ from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance, Source
 from outrider.speculate.costs import CostTable, StepShape, guessed_costs
 from outrider.speculate.depth import DepthChoice, RowForecast, choose
+from outrider.speculate.prompt_costs import MeasuredPromptCosts, PromptCosts
 from outrider.speculate.shapes import ShapePolicy
 
 PROBE_INTERVAL = 16  # steps between two probes; from the simulator: drafting comes back within 32 steps
@@ -66,9 +68,11 @@ class DepthController:
         costs: CostTable | None = None,
         acceptance: ModelAcceptance | None = None,
         few_shapes: bool = False,
+        prompts: MeasuredPromptCosts | None = None,
     ) -> None:
         """`few_shapes`: passes are traced on this device, so new shapes are slow at first."""
-        self.costs = costs or CostTable(guessed_costs())
+        self.costs = costs or CostTable(guessed_costs(), in_seconds=False)
+        self.prompt_costs = PromptCosts(prompts, self.costs.measured.padding_share)
         self.acceptance = acceptance or ModelAcceptance()
         self.shapes = ShapePolicy(self.costs, few_shapes)
         self._steps_since_probe = 0  # steps in which the head drafted for no row

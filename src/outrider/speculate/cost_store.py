@@ -1,6 +1,6 @@
 """Stores a model's measured costs and acceptance record in the user's cache folder between runs.
 
-    depth/FINGERPRINT.json    measured costs, confirmed corrections, the model's acceptance record
+    depth/FINGERPRINT.json    measured costs of steps and prompts, confirmed corrections, acceptance record
 
 The fingerprint names everything that the figures depend on. A file that cannot be read counts as missing.
 """
@@ -18,10 +18,11 @@ from outrider.files.atomic import write_text
 from outrider.files.cache_folder import cache_folder
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.costs import MAX_CORRECTION, CostTable, MeasuredCosts
+from outrider.speculate.prompt_costs import MeasuredPromptCosts
 
 log = logging.getLogger(__name__)
 
-FORMAT = 7  # of the file; part of the fingerprint, so files of another format are not found
+FORMAT = 8  # of the file; part of the fingerprint, so files of another format are not found
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class StoredCosts:
     measured: MeasuredCosts
     corrections: dict[tuple[int, int], float]  # by (rows, width), as in CostTable
     acceptance: ModelAcceptance
+    prompts: MeasuredPromptCosts | None = None
 
 
 def folder() -> Path:
@@ -47,10 +49,12 @@ def load(name: str) -> StoredCosts | None:
         corrections = {(int(rows), int(width)): float(by) for rows, width, by in data["corrections"]}
         if any(not abs(by) <= MAX_CORRECTION for by in corrections.values()):
             raise ValueError(f"a correction is larger than {MAX_CORRECTION}")
+        prompts = data["prompts"]
         return StoredCosts(
             MeasuredCosts.from_json(data["measured"]),
             corrections,
             ModelAcceptance.from_json(data["acceptance"]),
+            None if prompts is None else MeasuredPromptCosts.from_json(prompts),
         )
     except FileNotFoundError:
         return None
@@ -59,12 +63,15 @@ def load(name: str) -> StoredCosts | None:
         return None
 
 
-def save(name: str, costs: CostTable, acceptance: ModelAcceptance) -> None:
+def save(
+    name: str, costs: CostTable, acceptance: ModelAcceptance, prompts: MeasuredPromptCosts | None = None
+) -> None:
     """Write the file completely or not at all. If it cannot be written, the next start measures again."""
     data = {
         "measured": costs.measured.as_json(),
         "corrections": [[*key, by] for key, by in sorted(costs.confirmed_corrections().items())],
         "acceptance": acceptance.as_json(),
+        "prompts": None if prompts is None else prompts.as_json(),
     }
     try:
         folder().mkdir(parents=True, exist_ok=True)

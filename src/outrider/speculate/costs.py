@@ -87,18 +87,18 @@ class MeasuredCosts:
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> MeasuredCosts:
         """Raise KeyError, TypeError or ValueError for data that `as_json` cannot have made."""
-        trunk = {(int(r), int(w)): _seconds(s) for r, w, s in data["trunk_s"]}  # type: ignore[attr-defined]
+        trunk = {(int(r), int(w)): seconds_of(s) for r, w, s in data["trunk_s"]}  # type: ignore[attr-defined]
         if (1, 1) not in trunk or len(trunk) < 2:
             raise ValueError("a cost table needs the cost of one row of width 1 and of a second shape")
-        head = {int(r): HeadCost(*map(_seconds, costs)) for r, *costs in data["head"]}  # type: ignore[attr-defined]
+        head = {int(r): HeadCost(*map(seconds_of, costs)) for r, *costs in data["head"]}  # type: ignore[attr-defined]
         return cls(
             trunk,
             head,
             int(data["num_cells"]),  # type: ignore[call-overload]
-            _seconds(data["cell_s"]),
-            _seconds(data["sample_s"]),
-            _seconds(data["draft_sample_s"]),
-            min(1.0, _seconds(data["padding_share"])),
+            seconds_of(data["cell_s"]),
+            seconds_of(data["sample_s"]),
+            seconds_of(data["draft_sample_s"]),
+            min(1.0, seconds_of(data["padding_share"])),
         )
 
 
@@ -106,9 +106,15 @@ class CostTable:
     """The cost of every shape: measured, interpolated, and corrected by the steps that have run since."""
 
     def __init__(
-        self, measured: MeasuredCosts, corrections: Mapping[tuple[int, int], float] | None = None
+        self,
+        measured: MeasuredCosts,
+        corrections: Mapping[tuple[int, int], float] | None = None,
+        *,
+        in_seconds: bool = True,
     ) -> None:
+        """`in_seconds`: False if `measured` is a guess, whose unit is unknown."""
         self.measured = measured
+        self._in_seconds = in_seconds
         self.host_share = 0.0  # share of a step's time in which the device waits for the host's launch
         self._trunk_by_rows = _all_widths(measured.trunk_s)
         self._row_counts = sorted(self._trunk_by_rows)
@@ -136,6 +142,12 @@ class CostTable:
         num_drafts = min(shape.num_sampled, shape.head_rows) * shape.num_drafts_next
         sampling_s = num_tokens * self.measured.sample_s + num_drafts * self.measured.draft_sample_s
         return trunk_s + cells_s + sampling_s + self.head_s(shape)
+
+    def real_s(self, shape: StepShape) -> float | None:
+        """Expected seconds on the machine as it is now. None if no step has shown yet how long steps take."""
+        if self._slowdown is None:
+            return self.step_s(shape) if self._in_seconds else None
+        return self.step_s(shape) * math.exp(self._slowdown)
 
     def mean_width(self, rows: int, num_tokens: int, width: int) -> float:
         """The width at which equal rows cost as much as these: `num_tokens` in all, padded to `width`."""
@@ -200,13 +212,13 @@ class CostTable:
         if self._slowdown is None:
             self._slowdown = ratio
         deviation = ratio - self._slowdown
-        self._slowdown += SLOWDOWN_GAIN * _clipped(deviation, MAX_DEVIATION)
+        self._slowdown += SLOWDOWN_GAIN * clipped(deviation, MAX_DEVIATION)
         num_observed = self._num_observed.get(key, 0)
         gain = CORRECTION_GAIN
         if abs(deviation) < MAX_DEVIATION:
             gain = max(gain, FIRST_CORRECTION_GAIN / (1 + num_observed))
-        correction = self._correction(*key) + gain * _clipped(deviation, MAX_SHAPE_DEVIATION)
-        self._corrections[key] = _clipped(correction, MAX_CORRECTION)
+        correction = self._correction(*key) + gain * clipped(deviation, MAX_SHAPE_DEVIATION)
+        self._corrections[key] = clipped(correction, MAX_CORRECTION)
         self._last_observed[key] = self._num_steps
         self._num_observed[key] = num_observed + 1
 
@@ -237,14 +249,14 @@ class CostTable:
     def _trunk_s(self, rows: int, width: int) -> float:
         if (rows, width) not in self._trunk_cache:
             costs = [self._trunk_by_rows[count][width] for count in self._row_counts]
-            self._trunk_cache[rows, width] = _interpolated(self._row_counts, costs, rows)
+            self._trunk_cache[rows, width] = interpolated(self._row_counts, costs, rows)
         return self._trunk_cache[rows, width]
 
     def _head_cost(self, rows: int) -> HeadCost:
         if rows not in self._head_cache:
             counts, costs = self._head_row_counts, self.measured.head
             parts = (
-                _interpolated(counts, [getattr(costs[count], name) for count in counts], rows)
+                interpolated(counts, [getattr(costs[count], name) for count in counts], rows)
                 for name in ("feed_s", "first_s", "each_s")
             )
             self._head_cache[rows] = HeadCost(*parts)
@@ -267,13 +279,13 @@ def _all_widths(trunk_s: Mapping[tuple[int, int], float]) -> dict[int, dict[int,
         widths = sorted(width for r, width in trunk_s if r == rows)
         if widths[0] == 1 and len(widths) > 1:
             costs = [trunk_s[rows, width] for width in widths]
-            filled[rows] = {width: _interpolated(widths, costs, width) for width in WIDTHS}
+            filled[rows] = {width: interpolated(widths, costs, width) for width in WIDTHS}
     if 1 not in filled:
         raise ValueError("a cost table needs the costs of one row, of width 1 and of a second width")
     return filled
 
 
-def _interpolated(places: Sequence[int], values: Sequence[float], at: int) -> float:
+def interpolated(places: Sequence[int], values: Sequence[float], at: float) -> float:
     """The value at `at`, on straight lines between the points. Beyond the last point the line never falls."""
     right = bisect_left(places, at)
     if right < len(places) and places[right] == at:
@@ -287,11 +299,11 @@ def _interpolated(places: Sequence[int], values: Sequence[float], at: int) -> fl
     return values[right - 1] + share * (values[right] - values[right - 1])
 
 
-def _clipped(value: float, limit: float) -> float:
+def clipped(value: float, limit: float) -> float:
     return min(limit, max(-limit, value))
 
 
-def _seconds(value: object) -> float:
+def seconds_of(value: object) -> float:
     seconds = float(value)  # type: ignore[arg-type]
     if not 0 <= seconds < math.inf:
         raise ValueError(f"{value!r} is not a number of seconds")

@@ -20,6 +20,7 @@ from outrider.speculate.controller import DepthController, DraftRequest, Offer, 
 from outrider.speculate.costs import CostTable, StepShape, guessed_costs
 from outrider.speculate.depth import DepthChoice
 from outrider.speculate.draft_choice import RowOffers, StepCost, choose_drafts
+from outrider.speculate.prompt_costs import MeasuredPromptCosts
 
 MAX_PADDING_SHARE = 0.5  # of a token's cost: with more, rows share their width; chosen by hand
 MIN_NET_GAIN = 0.1  # least gain for which the head drafts, as a share of a plain step; chosen by hand
@@ -28,17 +29,20 @@ MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; cho
 
 
 def new_controller(
-    costs: CostTable | None, acceptance: ModelAcceptance | None, overlaps_steps: bool
+    costs: CostTable | None,
+    acceptance: ModelAcceptance | None,
+    overlaps_steps: bool,
+    prompts: MeasuredPromptCosts | None = None,
 ) -> DepthController:
     """The controller for a device and a model.
 
     Where steps overlap, drafts are fed before the host has seen them. Where padding costs as much as tokens,
     all rows pay for the widest one. In both cases only the number of drafts matters, not which.
     """
-    costs = costs or CostTable(guessed_costs())
+    costs = costs or CostTable(guessed_costs(), in_seconds=False)
     if overlaps_steps or costs.measured.padding_share > MAX_PADDING_SHARE:
-        return DepthController(costs, acceptance, few_shapes=overlaps_steps)
-    return PerDraftController(costs, acceptance)
+        return DepthController(costs, acceptance, few_shapes=overlaps_steps, prompts=prompts)
+    return PerDraftController(costs, acceptance, prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,13 @@ class _Prices:
 
 
 class PerDraftController(DepthController):
-    def __init__(self, costs: CostTable | None = None, acceptance: ModelAcceptance | None = None) -> None:
-        super().__init__(costs, acceptance)
+    def __init__(
+        self,
+        costs: CostTable | None = None,
+        acceptance: ModelAcceptance | None = None,
+        prompts: MeasuredPromptCosts | None = None,
+    ) -> None:
+        super().__init__(costs, acceptance, prompts=prompts)
         # Running means over the last steps: tokens of a row on auto, and the step's time in plain steps.
         self._tokens = self._stretch = 1.0
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.cache.embedding_cache import EmbeddingCache, ImageInputs
-from outrider.cache.placement import GridPositions, Positions
+from outrider.cache.placement import GridPositions, Positions, block_tables
 from outrider.plan import RowPlan, RowResult, TokenLogprobs
 from outrider.sampling.logprobs import read_logprobs
 
@@ -41,6 +41,7 @@ class InputBatch:
     num_drafts: mx.array  # [rows] the last so many of the fed tokens are drafts
     head_fed: mx.array  # [rows] tokens whose pairs the head is fed: num_fed or 0
     position_deltas: mx.array | None = None  # [rows] position minus cell number; None: 0 for all rows
+    tables: mx.array | None = None  # [rows, blocks] the rows' blocks; None: cells are kept by slots
 
     @classmethod
     def from_plan(cls, batch: Batch, width: int) -> InputBatch:
@@ -76,17 +77,20 @@ class InputBatch:
             "num_drafts": self.num_drafts,
             "head_fed": self.head_fed,
         }
-        return named if self.position_deltas is None else named | {"position_deltas": self.position_deltas}
+        optional = {"position_deltas": self.position_deltas, "tables": self.tables}
+        return named | {name: array for name, array in optional.items() if array is not None}
 
 
-def _planned_arrays(batch: Batch) -> tuple[mx.array, mx.array, mx.array, mx.array | None]:
+def _planned_arrays(batch: Batch) -> tuple[mx.array, mx.array, mx.array, mx.array | None, mx.array | None]:
     """The fields of an InputBatch that a plan always knows."""
     deltas = [row.position_delta for row in batch]
+    has_blocks = any(row.blocks for row in batch)
     return (
         mx.array([row.num_fed for row in batch]),
         mx.array([row.num_drafts for row in batch]),
         mx.array([row.num_fed if row.feeds_head else 0 for row in batch]),
         mx.array(deltas) if any(deltas) else None,
+        block_tables([row.blocks for row in batch]) if has_blocks else None,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from outrider.cache.placement import num_cells_of
 from outrider.plan import RowPlan
 from outrider.request import SamplingParams
 from outrider.sampling.logprobs import LogprobArrays
@@ -82,6 +83,8 @@ class CompiledPasses:
         self, batch: Batch, padding: Batch, inputs: InputBatch, num_slots: int, capacity: int
     ) -> PassOutput:
         """`inputs` are those of the batch and its padding rows."""
+        if inputs.tables is not None:
+            capacity = num_cells_of(inputs.tables, self._forward.block_size)
         width = inputs.token_ids.shape[1]
         rows = self._without_data([*batch, *padding], width)
         drafting = self._forward.drafting_rows(rows)
@@ -96,6 +99,7 @@ class CompiledPasses:
             capacity,
             sampling.key,
             inputs.position_deltas is None,
+            None if inputs.tables is None else (inputs.tables.shape, self._num_blocks()),
             tuple((row.slot, row.feeds_head, row.defers_head) for row in rows),
             max((row.num_drafts_next for row in rows if row.feeds_head), default=0),
         )
@@ -128,6 +132,7 @@ class CompiledPasses:
                 banned_ids=(),
                 masks=None,
                 position_delta=0,
+                blocks=(),
                 head_start=None,
                 feeds_head=any_head if on_all else row.feeds_head,
                 defers_head=any_deferred,
@@ -143,6 +148,9 @@ class CompiledPasses:
             return _to_arrays(output), self._cache_arrays()
 
         return mx.compile(run)
+
+    def _num_blocks(self) -> int:
+        return max(buffers.arrays()[0].shape[0] for buffers in self._forward.buffers())
 
     def _cache_arrays(self) -> CacheArrays:
         return [list(buffers.arrays()) for buffers in self._forward.buffers()]

@@ -44,8 +44,7 @@ class DeferredHeadInputs:
         if not head_lag.any():
             return hidden, next_ids, head_rows
         width = next_ids.shape[1]
-        now = Placement(head_rows.slots, head_rows.starts, head_rows.num_fed, width, head_rows.end, capacity)
-        self.store(hidden, now)
+        self.store(hidden, head_rows.place(head_rows.starts, head_rows.num_fed, width, capacity))
         missed = mx.array(head_lag)
         wide = -(-(int(head_lag.max()) + width) // WIDTH_STEP) * WIDTH_STEP
         starts = head_rows.starts - missed
@@ -57,7 +56,7 @@ class DeferredHeadInputs:
             positions=positions_of(rows, starts, wide, head_rows.position_deltas, head_lag),
             images=None if head_rows.images is None else head_rows.images.moved(missed),
         )
-        place = Placement(whole.slots, whole.starts, whole.num_fed, wide, whole.end, capacity)
+        place = whole.place(whole.starts, whole.num_fed, wide, capacity)
         missed_ids = np.zeros((len(rows), wide), np.int32)
         for i, row in enumerate(rows):
             missed_ids[i, : head_lag[i]] = row.history[row.start - head_lag[i] + 1 : row.start + 1]

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
@@ -28,8 +28,14 @@ class Forward:
     """Runs passes of one model and owns its row caches."""
 
     def __init__(
-        self, trunk: Trunk, head: LoadedHead | None, image_embeddings: EmbeddingCache | None
+        self,
+        trunk: Trunk,
+        head: LoadedHead | None,
+        image_embeddings: EmbeddingCache | None,
+        block_size: int | None = None,
     ) -> None:
+        """`block_size`: of the rows' blocks; None: rows keep their cells by slots."""
+        self.block_size = block_size or 0
         self._trunk = trunk
         self._image_embeddings = image_embeddings
         self._drafter = MTPDrafter(head, trunk) if head is not None else None
@@ -64,7 +70,8 @@ class Forward:
         sampling = SamplingBatch.of(
             batch, self.drafting_rows(batch), max_targets(batch), self._trunk.vocab_size
         )
-        return self.run(batch, inputs, sampling, end_of(batch), capacity, launches=True)
+        ends = [row.start + row.num_fed for row in batch]
+        return self.run(batch, inputs, sampling, max(ends), capacity, launches=True, ends=ends)
 
     def run(
         self,
@@ -74,8 +81,9 @@ class Forward:
         end: int,
         capacity: int,
         launches: bool = False,
+        ends: Sequence[int] | None = None,
     ) -> PassOutput:
-        """All fed cells are below `end`. `launches`: see Placement; not for traced passes."""
+        """All fed cells are below `end`. `launches`, `ends`: see Placement; not for traced passes."""
         width = inputs.token_ids.shape[1]
         embeddings: mx.array | None = None
         deepstack: list[mx.array] = []
@@ -94,6 +102,9 @@ class Forward:
             commits_all=not any(row.num_drafts for row in batch),
             deepstack=deepstack,
             launches=launches,
+            tables=inputs.tables,
+            block_size=self.block_size,
+            ends=ends,
         )
         hidden = self._trunk.hidden(inputs.token_ids, self._cache, place, embeddings)
         verified = verify(self._trunk, hidden, batch, inputs, sampling)
@@ -107,12 +118,14 @@ class Forward:
             next_ids = next_tokens(batch, inputs, verified)
             rows = [batch[i] for i in drafting]
             starts, head_fed, deltas = inputs.starts, inputs.head_fed, inputs.position_deltas
+            tables = inputs.tables
             head_hidden, head_committed = hidden, num_committed
             if len(drafting) < len(batch):
                 index = mx.array(drafting)
                 head_hidden, next_ids, head_committed = hidden[index], next_ids[index], num_committed[index]
                 starts, head_fed = starts[index], head_fed[index]
                 deltas = None if deltas is None else deltas[index]
+                tables = None if tables is None else tables[index]
             head_rows = HeadRows(
                 slots=[row.slot for row in rows],
                 starts=starts,
@@ -125,6 +138,9 @@ class Forward:
                 position_deltas=deltas,
                 images=image_inputs(rows, self._image_embeddings, offset=1),
                 with_margins=launches,
+                tables=tables,
+                block_size=self.block_size,
+                ends=None if ends is None else [ends[i] for i in drafting],
             )
             fed = self._deferred.catch_up(rows, head_hidden, next_ids, head_rows, capacity)
             drafts = self._drafter.draft(*fed, capacity)

@@ -26,7 +26,7 @@ import mlx.nn as nn
 
 from outrider.cache.embedding_cache import ImageInputs
 from outrider.cache.hidden_cells import HiddenCells
-from outrider.cache.placement import GridPositions, Placement, Positions
+from outrider.cache.placement import GridPositions, Placement, Positions, num_cells_of
 from outrider.cpu.quantized import is_kept, linear_rows
 from outrider.models.heads import LoadedHead, head_layout
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
@@ -51,10 +51,38 @@ class HeadRows:
     position_deltas: mx.array | None = None  # [rows] position minus cell number, after the prompt
     images: ImageInputs | None = None  # image embeddings among the next tokens
     with_margins: bool = False  # compute the drafts' margins too
+    tables: mx.array | None = None  # of the rows' blocks; with their size and each row's end: see Placement
+    block_size: int = 0
+    ends: Sequence[int] | None = None
 
     def after(self, cells: mx.array) -> Positions | None:
         """Positions of cells past the prompt.  [rows]"""
         return None if self.position_deltas is None else cells + self.position_deltas
+
+    def place(
+        self,
+        starts: mx.array,
+        num_fed: mx.array,
+        width: int,
+        capacity: int,
+        positions: Positions | None = None,
+        further: int = 0,
+    ) -> Placement:
+        """The places of a pass whose cells are at most so many `further` than the fed ones."""
+        if self.tables is not None:
+            capacity = num_cells_of(self.tables, self.block_size)
+        return Placement(
+            self.slots,
+            starts,
+            num_fed,
+            width,
+            min(self.end + further, capacity),
+            capacity,
+            positions=positions,
+            tables=self.tables,
+            block_size=self.block_size,
+            ends=None if self.ends is None else [min(end + further, capacity) for end in self.ends],
+        )
 
 
 @dataclass(frozen=True)
@@ -106,9 +134,7 @@ class MTPDrafter:
             if number == 0:
                 is_known = self._takes_grids or not isinstance(rows.positions, GridPositions)
                 positions = rows.positions if is_known else None
-                place = Placement(
-                    rows.slots, rows.starts, rows.num_fed, width, rows.end, capacity, positions=positions
-                )
+                place = rows.place(rows.starts, rows.num_fed, width, capacity, positions)
             else:
                 place = _placed_back(rows, number, len(drafts), width, capacity)
                 hidden = self._between[number - 1 if self._is_chained else 0].read(place)
@@ -121,9 +147,8 @@ class MTPDrafter:
                 if number < len(self._layers) - 1:
                     tokens.append(drafts[-1])
         for further in range(rows.depth - len(drafts)):
-            end = min(rows.end + further + 1, capacity)
             cells = beyond[further][:, 0]
-            place = Placement(rows.slots, cells, one_if_fed, 1, end, capacity, positions=rows.after(cells))
+            place = rows.place(cells, one_if_fed, 1, capacity, rows.after(cells), further + 1)
             out, fed_back = self._pass(-1, fed_back, self._trunk.embed(drafts[-1]), place)
             self._sample(out, beyond[len(drafts) + 1], rows, drafts, margins)
         if not drafts:
@@ -170,7 +195,7 @@ def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity
     firsts = mx.maximum(rows.starts - lag, 0)
     lasts = rows.starts + rows.num_committed - (lag - num_drafts)
     positions = rows.after(firsts)  # inside an image only approximate: this affects drafts, never the answer
-    return Placement(rows.slots, firsts, lasts - firsts, width + lag, rows.end, capacity, positions=positions)
+    return rows.place(firsts, lasts - firsts, width + lag, capacity, positions)
 
 
 class _Tokens:

@@ -13,6 +13,8 @@ import mlx.core as mx
 
 from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.prefix_store import PrefixStore
+from outrider.cache.ragged_kv import RaggedKV
+from outrider.cache.recurrent import RecurrentState
 from outrider.host_array import HostArray
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
@@ -50,19 +52,22 @@ class Runner:
         vision_encoder: VisionEncoder | None = None,
         image_cache_bytes: int = 0,
         compiles: bool = False,
+        block_size: int | None = None,
     ) -> None:
-        """`write_block` writes cached blocks to disk.
+        """`write_block` writes cached blocks to disk. `block_size`: rows keep their cells by blocks of so
+        many cells; None: by slots.
 
         `compiles`: trace decode passes once for each shape and replay them. This pays where the device is so
         fast that the host takes longer to build a pass than the device takes to run it.
         """
         self._vision_encoder = vision_encoder
         self.image_embeddings = None if vision_encoder is None else EmbeddingCache(image_cache_bytes)
-        self._forward = Forward(trunk, head, self.image_embeddings)
+        self._forward = Forward(trunk, head, self.image_embeddings, block_size)
         self._compiled = CompiledPasses(self._forward) if compiles else None
-        self._prefixes = PrefixStore(self._buffers())
+        self._prefixes = PrefixStore(self._buffers(), block_size)
         self._write_block = write_block
-        self._num_slots = self._capacity = 0
+        self._block_size = block_size
+        self._num_slots = self._capacity = self._num_blocks = 0
 
     @property
     def has_head(self) -> bool:
@@ -85,7 +90,7 @@ class Runner:
     def geometry(self, capacity_step: int) -> CacheGeometry:
         per_cell = sum(buffers.spec.bytes_per_cell for buffers in self._buffers())
         per_slot = sum(buffers.spec.bytes_per_slot for buffers in self._buffers())
-        return CacheGeometry(per_cell, per_slot, capacity_step)
+        return CacheGeometry(per_cell, per_slot, capacity_step, self._block_size)
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.finish(self.launch(plan))
@@ -136,6 +141,7 @@ class Runner:
     def reset(self) -> None:
         """Drop all cells, for instance after a step that failed half-way."""
         self._resize(0, 0)
+        self._resize_blocks(0)
 
     def clear_prefixes(self) -> None:
         self._prefixes.clear()
@@ -144,30 +150,50 @@ class Runner:
         return self._forward.buffers()
 
     def _arrange(self, plan: StepPlan) -> None:
-        """Save blocks out of the slots as the last step left them; move, resize; then load blocks."""
+        """Save cells as the last step left them; move, resize; then load cached cells."""
         self._save(plan.copies)
         for move in plan.moves:
-            for buffers in self._buffers():
+            for buffers in self._in_slots():
                 buffers.exchange(move.source, move.target, move.one_way)
         if (plan.num_slots, plan.capacity) != (self._num_slots, self._capacity):
             self._resize(plan.num_slots, plan.capacity)
+        if plan.num_blocks != self._num_blocks or plan.kept_blocks is not None:
+            self._resize_blocks(plan.num_blocks, plan.kept_blocks)
         for arrival in plan.copies.arrivals:
             self._prefixes.from_host(arrival.id, arrival.arrays)
         for load in plan.copies.loads:
-            self._prefixes.load_blocks(load.slot, load.start, load.pieces)
+            if load.row_blocks:
+                self._prefixes.load_into_blocks(load.row_blocks, load.pieces)
+            elif load.pieces:
+                self._prefixes.load_blocks(load.slot, load.start, load.pieces)
             if load.state_id is not None:
                 self._prefixes.load_state(load.state_id, load.slot)
 
+    def _in_slots(self) -> list[Buffers]:
+        """The buffers with a place for each slot. Cells in blocks have none."""
+        return [one for one in self._buffers() if self._block_size is None or isinstance(one, RecurrentState)]
+
     def _resize(self, num_slots: int, capacity: int) -> None:
-        for buffers in self._buffers():
+        for buffers in self._in_slots():
             buffers.resize(num_slots, capacity)
         self._num_slots, self._capacity = num_slots, capacity
+
+    def _resize_blocks(self, num_blocks: int, kept: Sequence[int] | None = None) -> None:
+        if self._block_size is None:
+            return
+        for buffers in self._buffers():
+            if isinstance(buffers, RaggedKV):
+                buffers.resize_blocks(num_blocks, self._block_size, kept)
+        self._num_blocks = num_blocks
 
     def _save(self, copies: PrefixCopies) -> None:
         store = self._prefixes
         store.drop(copies.drops)
-        for run in _neighbouring(copies.saves):
-            store.save_blocks(run)
+        if self._block_size is not None:
+            store.save_row_blocks(copies.saves)
+        else:
+            for run in _neighbouring(copies.saves):
+                store.save_blocks(run)
         for state in copies.states:
             store.save_state(state.state_id, state.slot)
         named = [(save.block_id, save.file_name) for save in copies.saves]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,9 +155,19 @@ def test_status_shows_the_model_and_the_live_rows() -> None:
     made = server(FakeBackend())
     steps = made.context.live.metrics.steps
     steps.is_idle = lambda: False
-    step(steps, (row(4, 3, 2), 1), waiting=1, cache=77)
+    step(steps, (row(4, 3, 2), 1), (replace(row(5, 1), has_images=True), 1), waiting=1, cache=77)
     status: dict[str, Any] = Client(made).get("/v1/status").json()
     assert status["model"]["name"] == "tiny"
-    assert status["rows"] == [{"sequence": 4, "kind": "speculating", "cells": 13, "drafts": 2}]
+    assert status["rows"] == [
+        {
+            "sequence": 4,
+            "kind": "speculating",
+            "cells": 13,
+            "drafts": 2,
+            "prompt_tokens": 5,
+            "images": False,
+        },
+        {"sequence": 5, "kind": "plain", "cells": 11, "drafts": 0, "prompt_tokens": 5, "images": True},
+    ]
     assert (status["waiting"], status["cache_bytes"], status["steps"]) == (1, 77, 1)
     assert status["drafted_by_position"][:3] == [1, 1, 0]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -76,8 +77,9 @@ def test_an_event_has_what_each_row_did_since_the_last_one(made: Server) -> None
         caller.start(made)
         await until(lambda: caller.events)
         metrics = made.context.live.metrics.steps
-        step(metrics, (row(1, 4, 3), 3), (row(2, 8, start=0, num_prompt=20), 0), waiting=5, cache=700)
-        later = (row(1, 4, 3, start=13), 1), (row(2, 8, start=8, num_prompt=20), 0)
+        picture = replace(row(2, 8, start=0, num_prompt=20), has_images=True)
+        step(metrics, (row(1, 4, 3), 3), (picture, 0), waiting=5, cache=700)
+        later = (row(1, 4, 3, start=13), 1), (replace(picture, start=8), 0)
         step(metrics, *later, waiting=5, cache=700)
         event = await caller.after(2)
         assert event["rows"] == [
@@ -90,6 +92,7 @@ def test_an_event_has_what_each_row_did_since_the_last_one(made: Server) -> None
                 "committed": 4,
                 "accepted": 2,
                 "rejected": 4,
+                "images": False,
                 "strides": [[3, 3], [3, 1]],
             },
             {
@@ -101,6 +104,7 @@ def test_an_event_has_what_each_row_did_since_the_last_one(made: Server) -> None
                 "committed": 0,
                 "accepted": 0,
                 "rejected": 0,
+                "images": True,
                 "strides": [],
             },
         ]

@@ -9,6 +9,7 @@ import pytest
 from fake_runner import VOCAB_SIZE
 from scheduler_harness import Harness, planned_ids, rows_of
 
+from outrider.engine.prefix import cache as cache_module
 from outrider.engine.prefix.cache import PrefixCache, new_prefix_cache
 from outrider.engine.prefix.checkpoints import CHECKPOINT_DISTANCE, prompt_checkpoints
 from outrider.engine.prefix.no_cache import NoPrefixCache
@@ -83,11 +84,52 @@ def test_a_fork_at_the_end_of_a_block_has_the_right_pair_for_everyone() -> None:
     harness.run_to_idle()
 
 
-def test_rows_with_and_without_a_head_do_not_share() -> None:
+def test_rows_with_and_without_a_head_do_not_share_unless_plain_rows_store_the_heads_inputs() -> None:
     harness = _harness()
     _finish(harness, harness.add(_text(100), depth=0))
     assert _num_prefilled(_finish(harness, harness.add(_text(100), depth=2))) == 100
     assert _num_prefilled(_finish(harness, harness.add(_text(100), depth=2))) == 1
+    harness.run_to_idle()
+
+
+BLOCKS = CacheGeometry(bytes_per_cell=1, block_size=BLOCK)
+
+
+@pytest.mark.parametrize("geometry", [None, BLOCKS, WITH_STATES], ids=["slots", "blocks", "states"])
+@pytest.mark.parametrize(("first", "second"), [(0, 3), (3, 0)])
+def test_plain_and_drafting_rows_share(first: int, second: int, geometry: CacheGeometry | None) -> None:
+    """The fake runner checks that the head is fed what a plain row has stored for it."""
+    harness = _harness(plain_rows_store=True, geometry=geometry)
+    text = _text(100)
+    _finish(harness, harness.add(text, depth=first, max_tokens=20))
+    again = harness.add(text, depth=second, max_tokens=20)
+    _finish(harness, again)
+    third = harness.add([*text, *_text(10, seed=3)], depth=3 - second, max_tokens=20)
+    _finish(harness, third)
+    assert again.stats().num_cached == (96 if geometry is WITH_STATES else 99)
+    assert third.stats().num_cached >= 96
+    harness.run_to_idle()
+
+
+def test_plain_and_drafting_rows_that_come_at_once_share() -> None:
+    harness = _harness(plain_rows_store=True)
+    rows = [harness.add([*_text(80), i], depth=depth) for i, depth in enumerate((0, 3, 0, 2))]
+    assert _num_prefilled(_finish(harness, *rows)) <= 81 + 3 * 2
+    harness.run_to_idle()
+
+
+def test_a_head_is_not_fed_all_of_a_plain_rows_long_prompt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a row that drafts wait for cells that it cannot use."""
+    monkeypatch.setattr(cache_module, "MAX_HEAD_LAG", 32)
+    harness = _harness(plain_rows_store=True)
+    plain, drafting = harness.add(_text(400), max_tokens=30), harness.add(_text(400), depth=3, max_tokens=30)
+    harness.run_until(lambda: plain.is_decoding)
+    assert 0 < drafting.stats().num_cached < 200
+    assert drafting.num_cached > 64, "it computes cells beside the other row"
+    harness.run_to_idle()
+    again = harness.add(_text(400), max_tokens=30)
+    _finish(harness, again)
+    assert again.stats().num_cached == 399
     harness.run_to_idle()
 
 

@@ -26,16 +26,34 @@ class StatusRow(TypedDict):
     kind: str
     cells: int
     drafts: int
+    prompt_tokens: int
+    images: bool  # the prompt has images
 
 
 class StatusRequest(TypedDict):
     request_id: str
     engine_id: str
     api: str
-    state: Literal["waiting", "answering", "finished"]
+    state: Literal["waiting", "prompt", "answering", "finished"]
     age_s: float
     prompt_tokens: int
+    prompt_tokens_done: int  # computed, or taken from the prefix cache
+    images: int  # of the prompt, frames of videos included
     deltas: int
+
+
+class MemoryPart(TypedDict):
+    bytes: int  # now
+    budget_bytes: int  # at most
+
+
+class Memory(TypedDict):
+    limit_bytes: int  # of this process, by the device, the machine and its container
+    weights: MemoryPart
+    rows: MemoryPart  # KV caches of running requests
+    prefixes: MemoryPart  # cached prefixes
+    images: MemoryPart  # cached embeddings of images
+    steps: MemoryPart  # the arrays of a step, and buffers for the next one
 
 
 class Status(TypedDict):
@@ -50,6 +68,7 @@ class Status(TypedDict):
     waiting: int
     cache_bytes: int
     prefix_cache: dict[str, int] | None
+    memory: Memory | None
     steps: int
     since_last_step_s: float | None
     drafted_by_position: list[int]
@@ -69,6 +88,7 @@ class StreamedRow(TypedDict):
     committed: int
     accepted: int  # drafts
     rejected: int  # drafts
+    images: bool  # the prompt has images
     strides: list[list[int]]  # [drafts fed, tokens committed] of its newest decode steps, the last one last
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Response
 from starlette.responses import JSONResponse
 
-from outrider.api.answers import Answers
+from outrider.api.answers import Answers, ChoiceState
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.openapi import answer
 from outrider.api.operations.answer_models import Health, Status
+from outrider.api.operations.memory import memory_status
 from outrider.api.operations.prefix_cache import status_of
 
 LIVE = "200 while the engine works, 503 if it has failed or hangs"
@@ -73,6 +74,7 @@ def _status(context: ServerContext) -> dict[str, Any]:
         "waiting": steps.num_waiting,
         "cache_bytes": steps.cache_bytes,
         "prefix_cache": status_of(context.prefix_cache),
+        "memory": memory_status(context.memory),
         "steps": steps.num_steps,
         "since_last_step_s": steps.since_last_step_s,
         "drafted_by_position": drafted,
@@ -83,6 +85,8 @@ def _status(context: ServerContext) -> dict[str, Any]:
                 "kind": row.kind,
                 "cells": row.num_cells,
                 "drafts": row.num_drafts,
+                "prompt_tokens": row.num_prompt,
+                "images": row.has_images,
             }
             for row in steps.rows
         ],
@@ -97,16 +101,20 @@ def _requests(answers: Answers) -> list[dict[str, Any]]:
             "request_id": answers.request_id,
             "engine_id": choice.engine_id,
             "api": answers.api,
-            "state": _state(choice.first_s, choice.finished is not None),
+            "state": _state(choice, answers.num_prefilled(i)),
             "age_s": round(now_s - answers.started_s, 3),
             "prompt_tokens": choice.num_prompt,
+            "prompt_tokens_done": answers.num_prefilled(i),
+            "images": answers.num_images,
             "deltas": choice.num_events,
         }
-        for choice in answers.choices
+        for i, choice in enumerate(answers.choices)
     ]
 
 
-def _state(first_s: float | None, is_finished: bool) -> str:
-    if is_finished:
+def _state(choice: ChoiceState, num_prefilled: int) -> str:
+    if choice.finished is not None:
         return "finished"
-    return "waiting" if first_s is None else "answering"
+    if choice.first_s is not None:
+        return "answering"
+    return "prompt" if num_prefilled else "waiting"

@@ -204,6 +204,7 @@ def _row(last: LiveRow, ran: Sequence[LiveRow]) -> dict[str, Any]:
         "committed": sum(row.num_committed for row in ran),
         "accepted": accepted,
         "rejected": sum(row.num_drafts for row in decoded) - accepted,
+        "images": last.has_images,
         "strides": [[row.num_drafts, row.num_committed] for row in decoded[-MAX_STEPS:]],
     }
 

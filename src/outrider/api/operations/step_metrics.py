@@ -81,6 +81,7 @@ class LiveRow:
     num_drafts: int
     num_committed: int
     num_prompt: int
+    has_images: bool = False
 
     @property
     def num_accepted(self) -> int:
@@ -143,7 +144,15 @@ class StepMetrics:
             for position in range(min(row.num_drafts, num_committed - 1)):
                 self._accepted[position] += 1
         num_cells = row.start + row.num_fed
-        return LiveRow(row.sequence_id, kind, num_cells, row.num_drafts, num_committed, row.num_prompt)
+        return LiveRow(
+            row.sequence_id,
+            kind,
+            num_cells,
+            row.num_drafts,
+            num_committed,
+            row.num_prompt,
+            row.has_images,
+        )
 
     # -- for any thread ----------------------------------------------------------------------------------
 

@@ -14,8 +14,10 @@ before:
     key, no head       a       b       c       d      a trunk's cell depends on its own token
     key, with head     (a,b)   (b,c)   (c,d)          a head's cell depends on the next token too
 
-So the shared prefix of two rows with a head ends one cell before their first different token. A row without
-a head leaves the head's cells empty. Such rows therefore have a tree of their own.
+So the shared prefix of two rows with a head ends one cell before their first different token. A row that
+never drafts leaves the head's part of its cells empty. If it stores what the head would have been fed
+(`DraftState.stores_head_inputs`), its cells are like those of a row whose head was paused. Then both kinds of
+rows share one tree, and the head of a row that drafts catches up. Otherwise such rows have their own tree.
 """
 
 from __future__ import annotations
@@ -25,12 +27,22 @@ from dataclasses import dataclass, field
 
 from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import Node, PrefixIndex, PrefixMatch, num_common
+from outrider.engine.block_pool import BlockPool
 from outrider.engine.draft_planner import MAX_HEAD_LAG
 from outrider.engine.prefix.checkpoints import prompt_checkpoints
 from outrider.engine.prefix.disk import DiskLoader, PrefixFetch, file_name
 from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.sequence import Sequence
-from outrider.plan import CacheGeometry, LoadCells, PrefixCopies, RowPlan, SaveCells, SaveState
+from outrider.plan import (
+    BLOCK_SIZE,
+    BlockPiece,
+    CacheGeometry,
+    LoadCells,
+    PrefixCopies,
+    RowPlan,
+    SaveCells,
+    SaveState,
+)
 from outrider.request import MAX_DEPTH
 
 MIN_LOADED_CELLS = 16  # a shorter prefix is computed, not loaded; chosen by hand
@@ -46,7 +58,7 @@ def new_prefix_cache(
     if budget_bytes <= 0:
         return NoPrefixCache()
     per_cell, per_state = geometry.bytes_per_cell, geometry.bytes_per_slot
-    index = PrefixIndex(budget_bytes, per_cell, per_state)
+    index = PrefixIndex(budget_bytes, per_cell, per_state, geometry.block_size or BLOCK_SIZE)
     disk = None if tier is None else DiskLoader(tier, index)
     return PrefixCache(index, per_cell, has_states=per_state > 0, disk=disk)
 
@@ -88,6 +100,15 @@ class PrefixCache:
         self._states: list[SaveState] = []
         self._loads: list[LoadCells] = []
         self._held: list[Node] = []  # blocks that the next plan's loads read: they must not be evicted
+        self._pool: BlockPool | None = None  # the rows' blocks, where they keep their cells by blocks
+
+    def use_blocks(self, pool: BlockPool | None, block_size: int | None) -> None:
+        """Where rows keep their cells by blocks: these are shared with rows that start with the same text."""
+        if pool is not None and block_size != self.index.block_size:
+            raise ValueError(
+                f"rows have blocks of {block_size} cells, cached prefixes {self.index.block_size}"
+            )
+        self._pool = pool
 
     @property
     def num_bytes(self) -> int:
@@ -135,35 +156,77 @@ class PrefixCache:
         match = self.index.match(progress.tree, _prompt_keys(row))
         end = self._num_usable(row, match, progress)
         space = self._max_copied_cells - sum(load.num_cells for load in self._loads)
-        exceeds_space = end - row.num_cached > space
+        end_now = self._end_within(match, row.num_cached, end, space)
+        exceeds_space = end_now < end
         if exceeds_space and self._has_states and self._loads:
             return True  # a state needs all cells before it: both are loaded in a later step
         if exceeds_space and not self._has_states:
-            end = row.num_cached + space
+            end = end_now
         if end - row.num_cached >= self._min_cells(row):
             assert row.slot is not None
             # Cells that the row's head was not fed are loaded again: the match may have the head's part now.
             start = min(row.num_cached, row.num_head_cached) if row.feeds_head else row.num_cached
             last = match.nodes[(end - 1) // size]
             state_id = last.state_id if self._has_states else None
-            self._loads.append(LoadCells(row.slot, start, match.pieces(start, end), state_id))
             self.index.hold(last)
             self._held.append(last)
             self.num_hit_cells += end - row.num_cached
             row.count_loaded(end - row.num_cached)
             row.num_cached = end
             row.num_head_cached = max(row.num_head_cached, match.num_head_cached(end))
+            self._add_load(row, start, match.pieces(start, end), state_id)
             # Loaded blocks need not be saved. Those that the head was not fed are saved again once it was.
-            progress.num_blocks = min(end // size, match.first_deferred)
+            progress.num_blocks = min(end // size, match.first_deferred) if row.feeds_head else end // size
             root = self.index.root(progress.tree)
             progress.node = match.nodes[progress.num_blocks - 1] if progress.num_blocks else root
         return exceeds_space and not self._has_states
 
+    def _end_within(self, match: PrefixMatch, start: int, end: int, space: int) -> int:
+        """Where a load from `start` to `end` has to stop, to copy no more than `space` cells."""
+        cell = start
+        for piece in match.pieces(start, end):
+            num_cells = piece.last - piece.first
+            is_shared = self._pool is not None and self._pool.with_content(piece.block_id) is not None
+            num_copied = 0 if is_shared else min(num_cells, space)
+            if not is_shared and num_copied < num_cells:
+                return cell + num_copied
+            cell, space = cell + num_cells, space - num_copied
+        return max(cell, end)
+
+    def _add_load(
+        self, row: Sequence, start: int, pieces: tuple[BlockPiece, ...], state_id: int | None
+    ) -> None:
+        """Fill the row's cells from `start` on. A block that another row has, and none writes, is shared."""
+        assert row.slot is not None
+        if self._pool is None:
+            self._loads.append(LoadCells(row.slot, start, pieces, state_id))
+            return
+        size = self.index.block_size
+        copied: list[tuple[int, BlockPiece]] = []
+        for number, piece in enumerate(pieces, start // size):
+            is_final = (piece.first, piece.last) == (0, size) and (number + 1) * size <= row.first_open
+            held = self._pool.with_content(piece.block_id) if is_final else None
+            if held is not None and number >= len(row.blocks):
+                assert number == len(row.blocks)
+                self._pool.share(held)
+                row.blocks.append(held)
+                continue
+            if number == len(row.blocks):
+                row.blocks.append(self._pool.take())
+            copied.append((row.blocks[number], piece))
+            if is_final:
+                self._pool.set_content(row.blocks[number], piece.block_id)
+        if copied or state_id is not None:
+            own, own_pieces = tuple(block for block, _ in copied), tuple(piece for _, piece in copied)
+            self._loads.append(LoadCells(row.slot, start, own_pieces, state_id, own))
+
     def _num_usable(self, row: Sequence, match: PrefixMatch, progress: _RowProgress) -> int:
         """Cells of a match that the row can start with."""
-        usable = match.num_loadable
-        num_head_cached = max(row.num_head_cached, match.num_head_cached(usable))
-        usable = min(usable, num_head_cached + MAX_HEAD_LAG)
+        usable = match.num_keys
+        if row.feeds_head:
+            usable = match.num_loadable
+            num_head_cached = max(row.num_head_cached, match.num_head_cached(usable))
+            usable = min(usable, num_head_cached + MAX_HEAD_LAG)
         if not self._has_states:
             return usable
         if row.num_cached == 0:  # another text branches off here: save a state for the next such text
@@ -184,6 +247,8 @@ class PrefixCache:
         if older.id not in progress.num_shared:
             progress.num_shared[older.id] = num_common(_prompt_keys(older), _prompt_keys(row))
         end = progress.num_shared[older.id]
+        if row.feeds_head and not older.feeds_head:  # the head has to catch up with these cells
+            end = min(end, max(row.num_head_cached, older.num_head_cached) + MAX_HEAD_LAG)
         if self._has_states:
             end = end // self.index.block_size * self.index.block_size
         if end - row.num_cached < self._min_cells(row) or not row.num_cached <= older.num_cached < end:
@@ -268,8 +333,13 @@ class PrefixCache:
         else:
             node = self.index.insert(parent, keys, num_head_cached)
         if node is not None:
-            self._saves.append(SaveCells(node.block_id, row.slot, start, end, self._file_name(node)))
+            row_block = None if self._pool is None else row.blocks[start // self.index.block_size]
+            save = SaveCells(node.block_id, row.slot, start, end, self._file_name(node, row), row_block)
+            self._saves.append(save)
             row.count_saved(start, end)
+            is_final = end - start == self.index.block_size and end <= row.first_open
+            if self._pool is not None and row_block is not None and is_final:
+                self._pool.set_content(row_block, node.block_id)
         return node
 
     def _save_state(self, row: Sequence) -> None:
@@ -286,18 +356,31 @@ class PrefixCache:
         if state_id is None:
             return
         # Answers have too many states for a disk.
-        name = None if is_answer else self._file_name(progress.node, is_state=True)
+        name = None if is_answer else self._state_file_name(progress.node)
         self._states.append(SaveState(state_id, row.slot, name))
         if is_answer:  # only the latest state of an answer is stored
             if progress.answer_state is not None and progress.answer_state.is_alive:
                 self.index.drop_state(progress.answer_state)
             progress.answer_state = progress.node
 
-    def _file_name(self, node: Node, is_state: bool = False) -> str | None:
-        """The name on disk. None for a file that exists, a tail, or a block that the head was not fed."""
-        if self.disk is None or len(node.keys) < self.index.block_size or not node.is_head_complete:
+    def _file_name(self, node: Node, row: Sequence) -> str | None:
+        """The name on disk. None for a file that exists, a tail, or a block that the row's head was not fed.
+
+        The blocks of a row that never drafts have a name of their own: the head's part is missing.
+        """
+        if self.disk is None or len(node.keys) < self.index.block_size:
             return None
-        name = file_name(node.digest, is_state)
+        name, has = file_name(node.digest), self.disk.tier.has
+        if not node.is_head_complete:
+            if row.feeds_head or has(name):
+                return None
+            name = file_name(node.digest, "headless")
+        return None if has(name) else name
+
+    def _state_file_name(self, node: Node) -> str | None:
+        if self.disk is None:
+            return None
+        name = file_name(node.digest, "state")
         return None if self.disk.tier.has(name) else name
 
     # -- rows and plans ----------------------------------------------------------------------------------
@@ -327,6 +410,8 @@ class PrefixCache:
         fetched = self.disk.take_arrivals() if self.disk is not None else ()
         dropped = self.index.take_dropped()
         gone = set(dropped)
+        if self._pool is not None:
+            self._pool.forget_content(dropped)
         copies = PrefixCopies(
             tuple(dropped),
             tuple(save for save in self._saves if save.block_id not in gone),
@@ -351,7 +436,7 @@ class PrefixCache:
         """The row's progress. A row whose block was evicted starts at the root again."""
         progress = self._progress_by_row.get(row.id)
         if progress is None:
-            tree = f"{'with head' if row.feeds_head else 'without head'}/{row.params.cache_salt}"
+            tree = f"{'with head' if row.has_head_cells else 'without head'}/{row.params.cache_salt}"
             progress = self._progress_by_row[row.id] = _RowProgress(tree, self.index.root(tree))
             if self._has_states:
                 prompt = row.tokens[: row.num_prefill]

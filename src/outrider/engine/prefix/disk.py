@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from outrider.cache.block_file import Arrays
 from outrider.cache.disk_tier import DiskTier
@@ -20,8 +21,12 @@ MAX_REQUESTED_FILES = 16  # files that a row requests at once, so that the disk 
 FILE_TIMEOUT_S = 10.0  # seconds that a row waits for one file before it computes instead; chosen by hand
 
 
-def file_name(digest: bytes, is_state: bool = False) -> str:
-    return digest.hex() + ("-state" if is_state else "")
+FileKind = Literal["state", "headless"]  # of recurrent layers; a block without the head's part
+
+
+def file_name(digest: bytes, kind: FileKind | None = None) -> str:
+    """Without a kind: of a block with all its parts."""
+    return digest.hex() + (f"-{kind}" if kind else "")
 
 
 @dataclass
@@ -30,6 +35,7 @@ class _PendingFile:
 
     name: str
     keys: tuple[int, ...] = ()  # the block's keys; empty for a state
+    has_head_part: bool = True
     requested_s: float | None = None
 
     @property
@@ -68,11 +74,13 @@ class DiskLoader:
         for start in range(0, len(keys) - size + 1, size):
             block_keys = tuple(keys[start : start + size])
             digest = chain_digest(digest, block_keys)
-            if not self.tier.has(file_name(digest)):
+            names = (file_name(digest), file_name(digest, "headless"))
+            name = next((name for name in names if self.tier.has(name)), None)
+            if name is None:
                 break
-            files.append(_PendingFile(file_name(digest), block_keys))
-            if needs_state and self.tier.has(file_name(digest, is_state=True)):
-                files.append(_PendingFile(file_name(digest, is_state=True)))
+            files.append(_PendingFile(name, block_keys, has_head_part=name == names[0]))
+            if needs_state and self.tier.has(file_name(digest, "state")):
+                files.append(_PendingFile(file_name(digest, "state")))
                 num_with_state = len(files)
         fetch = PrefixFetch(node, deque(files[:num_with_state] if needs_state else files))
         self._request(fetch)
@@ -108,7 +116,7 @@ class DiskLoader:
             return True
         node = self._index.child(fetch.node, file.keys)
         if node is None:
-            node = self._index.insert(fetch.node, file.keys)
+            node = self._index.insert(fetch.node, file.keys, None if file.has_head_part else 0)
             if node is None:
                 return False
             self._arrivals.append(Arrival(node.block_id, arrays))

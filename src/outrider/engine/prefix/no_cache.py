@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
+from outrider.engine.block_pool import BlockPool
 from outrider.engine.sequence import Sequence
 from outrider.plan import PrefixCopies, RowPlan
 from outrider.request import MAX_DEPTH
@@ -15,6 +16,9 @@ from outrider.request import MAX_DEPTH
 class NoPrefixCache:
     num_bytes = 0
     has_copies = False
+
+    def use_blocks(self, pool: BlockPool | None, block_size: int | None) -> None:
+        pass
 
     def ready_rows(self, prefilling: Rows[Sequence]) -> list[Sequence]:
         return list(prefilling)
