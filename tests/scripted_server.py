@@ -45,10 +45,17 @@ def refuses(status: int, message: str) -> Reply:
 
 
 @contextmanager
-def scripted(replies: Sequence[Reply]) -> Iterator[ScriptedServer]:
+def scripted(
+    replies: Sequence[Reply],
+    models: Sequence[dict[str, Any]] = ({"id": "first"}, {"id": "second"}),
+    list_reply: Reply | None = None,
+) -> Iterator[ScriptedServer]:
+    """`models`: what /v1/models lists; `list_reply`: what it answers instead."""
+    listed = list_reply or Reply([json.dumps({"data": list(models)}).encode()], 200, "application/json")
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._reply(Reply([b'{"data": [{"id": "first"}, {"id": "second"}]}'], 200, "application/json"))
+            self._reply(listed)
 
         def do_POST(self) -> None:
             found.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))

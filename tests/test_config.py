@@ -11,10 +11,11 @@ import pytest
 from outrider.config import DRAFTERS, EngineConfig, InvalidConfig
 
 REFUSED: dict[str, list[Any]] = {
-    "max_rows": [0, -1, True, None, 1.5, "4", math.nan, [4]],
+    "max_rows": [0, -1, True, 1.5, "4", math.nan, [4]],
     "max_context": [1, 0, True, 1.5, "4096", math.inf],
     "memory_budget_bytes": [0, -1, True, 1e9, "1GB"],
     "prefill_step_size": [0, -1, True, 1.5, "512"],
+    "max_stall_ms": [-1, True, None, 1.5, "200", math.nan],
     "drafter": [None, "", "MTP", "n-gram", True, 3, ["mtp"]],
     "auto_depth": [-1, 9, True, None, 2.0, "2", "automatic", math.nan],
     "capacity_step": [15, 0, -16, True, None, 16.0, "256"],
@@ -25,10 +26,11 @@ REFUSED: dict[str, list[Any]] = {
 }
 
 ACCEPTED: dict[str, list[Any]] = {
-    "max_rows": [1, 128],
+    "max_rows": [None, 1, 128],
     "max_context": [None, 2, 10**6],
     "memory_budget_bytes": [None, 1, 2**40],
     "prefill_step_size": [None, 1, 8192],
+    "max_stall_ms": [0, 1, 200, 10_000],
     "drafter": list(DRAFTERS),
     "auto_depth": ["auto", 0, 8],
     "capacity_step": [16, 256, 1000],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from outrider import LLM, InvalidConfig, InvalidRequest, SamplingParams
 from outrider.engine.engine import EngineStopped
 from outrider.llm import GenerationFailed
 from outrider.models.errors import ModelUnavailable
-from outrider.models.heads import new_head
+from outrider.models.heads import HeadError, new_head
 from outrider.models.trunk import Trunk
 from patience import PATIENCE_S, held_steps, wait_until
 from tiny_models import write_checkpoint
@@ -302,6 +302,40 @@ def test_mtp_without_a_head_is_an_error_that_says_what_to_do(tmp_path: Path) -> 
         assert llm.engine.facts.drafter == "none"
         with pytest.raises(InvalidRequest, match="without a drafter"):
             llm.generate("x", SamplingParams(draft_depth=2))
+
+
+def _cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _half(file: Path) -> None:
+    tensors = dict(mx.load(str(file)))
+    del tensors["mtp.fc.weight"]
+    mx.save_safetensors(str(file), tensors)
+
+
+@pytest.mark.parametrize("damage", [_cut_short, _half])
+def test_damaged_head_is_a_warning_that_says_what_to_do(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under "auto". Who insists on the head gets the error."""
+    model = write_checkpoint(tmp_path, "llama")
+    head = new_head(Trunk(model, 512))
+    file = tmp_path / "mtp.safetensors"
+    mx.save_safetensors(str(file), {f"mtp.{name}": a for name, a in tree_flatten(head.parameters())})
+    with LLM(tmp_path) as llm:
+        assert llm.engine.facts.drafter == "mtp"
+    damage(file)
+    with LLM(tmp_path) as llm:
+        assert llm.engine.facts.drafter == "none"
+        assert llm.generate("x", GREEDY)[0].token_ids
+    (said,) = [record.getMessage() for record in caplog.records if "without drafts" in record.getMessage()]
+    assert str(file) in said
+    assert "outrider mtp extract ORIGINAL" in said
+    assert f"outrider mtp train {tmp_path}" in said
+    for insisting in ({"drafter": "mtp"}, {"head": file}):
+        with pytest.raises(HeadError, match=r"mtp\.safetensors"):
+            LLM(tmp_path, **insisting)  # type: ignore[arg-type]
 
 
 def test_ngram_drafter_needs_no_head(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.request import Grammar, InvalidRequest, SamplingParams
+from outrider.request import Grammar, InvalidRequest, ReasoningMarks, SamplingParams
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE: an integer that no float holds
 
@@ -49,8 +49,13 @@ REFUSED: dict[str, list[Any]] = {
     "logprobs": [-1, 21, 1.5, True, "5", NAN, [5]],
     "skip_special_tokens": [None, 0, 1, "yes", []],
     "token_origins": [None, 0, 1, "yes", []],
+    "prompt_progress": [None, 0, 1, "yes", []],
+    "thinking_token_budget": [-1, 1.5, True, "5", NAN, [5]],
+    "reasoning": [5, "think", {"opening": "<think>"}, True],
     "grammar": [5, "json", {"type": "object"}, True, ["a"]],
     "cache_salt": [None, 5, b"x", ["x"]],
+    "tenant": [None, 5, b"x", ["x"]],
+    "priority": [None, 1001, -1001, 1.5, True, "1", NAN, [1]],
     "prediction_ids": [None, 5, "5", b"5", [-1], ["5"], [1.5], [True], [None], {5}, {5: 5}, object()],
     "draft_depth": [-1, 9, True, False, None, 2.0, NAN, "2", "automatic", "", [2], INF, HUGE],
 }
@@ -73,9 +78,14 @@ ACCEPTED: dict[str, list[Any]] = {
     "logprobs": [None, 0, 20],
     "skip_special_tokens": [True, False],
     "token_origins": [True, False],
+    "prompt_progress": [True, False],
+    "thinking_token_budget": [None, 0, 10**9],
+    "reasoning": [None, ReasoningMarks("<think>", ("</think>",), (1,))],
     "grammar": [None, Grammar("json_object")],
     "prediction_ids": [[], (), [0], (1, 2)],
     "cache_salt": ["", "anything"],
+    "tenant": ["", "alice"],
+    "priority": [-1000, 0, 1000],
     "draft_depth": ["auto", 0, 1, 8],
 }
 

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 from outrider import __version__
 from outrider.cache.block_folder import BlockFolder
 from outrider.cache.disk_tier import DiskTier
-from outrider.cache.prefix_index import BLOCK_SIZE
 from outrider.config import GENERATION_CONFIGS, EngineConfig, GenerationConfigSource, InvalidConfig
 from outrider.cpu import blas
 from outrider.cpu.quantized import quantized_layers
 from outrider.engine.engine import Engine
+from outrider.engine.memory_plan import MAX_CPU_ROWS, MAX_ROWS, MemoryPlan, default_max_rows, plan_memory
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.validation import ModelFacts
 from outrider.grammar.backend import tokenizer_source
@@ -27,17 +27,18 @@ from outrider.grammar.compiler import GrammarCompiler
 from outrider.models import dtypes, heads, loader, machine
 from outrider.models.files.fingerprint import fingerprint
 from outrider.models.files.shipped_head import shipped_head
+from outrider.plan import BLOCK_SIZE
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
 from outrider.speculate.per_draft import new_controller
+from outrider.speculate.prompt_calibration import measure_prompts
+from outrider.speculate.prompt_costs import MeasuredPromptCosts
 from outrider.step.runner import Runner
-from outrider.text.detokenizer import answer_texts
+from outrider.text.detokenizer import answer_texts, token_texts
 
 log = logging.getLogger(__name__)
-
-PREFIX_SHARE = 0.25  # of the memory for caches is for cached prefixes; chosen by hand
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,7 @@ def build_engine(
         tokenizers.append(loaded.tokenizer)
         return _parts(loaded, choice, config, notify)
 
-    prefill_step_size = config.prefill_step_size or machine.prefill_step_size()
-    engine = Engine(replace(config, prefill_step_size=prefill_step_size), build, observer)
-    return engine, tokenizers[0]
+    return Engine(config, build, observer), tokenizers[0]
 
 
 def _parts(
@@ -94,7 +93,17 @@ def _parts(
     outruns = machine.outruns_host()
     vision_encoder = vision.encoder if vision is not None else None
     write_block = None if disk is None else disk.write
-    runner = Runner(trunk, head, write_block, vision_encoder, config.image_cache_bytes, compiles=outruns)
+    # Where attention reads blocks in place, rows keep their cells by blocks, so that each costs what it
+    # holds. Elsewhere it would have to copy them: there every slot is as long as the longest row's.
+    runner = Runner(
+        trunk,
+        head,
+        write_block,
+        vision_encoder,
+        config.image_cache_bytes,
+        compiles=outruns,
+        block_size=BLOCK_SIZE if trunk.reads_blocks else None,
+    )
     facts = ModelFacts(
         name=str(choice.model),
         vocab_size=trunk.vocab_size,
@@ -111,27 +120,34 @@ def _parts(
         no_images_reason=loaded.no_images_reason,
         sampling=loaded.sampling,
     )
-    budget, prefix_budget = _budgets(config)
+    memory = _memory_plan(config, vision is not None)
+    geometry, most_rows = runner.geometry(config.capacity_step), MAX_ROWS if outruns else MAX_CPU_ROWS
+    max_rows = config.max_rows or default_max_rows(geometry, memory.rows, most_rows)
     tokenizer, eos_ids, vocab_size = loaded.tokenizer, loaded.eos_ids, trunk.vocab_size
     # The lambda outlives the engine's parts, so it must not hold the trunk.
     grammars = GrammarCompiler(lambda: tokenizer_source(tokenizer, vocab_size, eos_ids))
-    controller, save_measurements = new_controller(None, None, outruns), lambda: None
     if config.auto_depth == "auto":
-        name = _fingerprint(loaded, head, choice, facts, config.max_rows)
-        controller = _controller(name, runner, facts, config, budget, notify)
-        save_measurements = partial(cost_store.save, name, controller.costs, controller.acceptance)
+        name = _fingerprint(loaded, head, choice, facts, max_rows)
+        controller = _controller(name, runner, facts, max_rows, memory.rows, notify)
+    else:
+        name = None
+        controller = new_controller(None, None, outruns, _measured_prompts(runner, facts, memory.rows))
     return EngineParts(
         runner,
         facts,
-        budget,
+        memory.rows,
         answer_texts(tokenizer, trunk.vocab_size),
         grammars,
         controller,
-        save_measurements,
-        prefix_budget,
+        partial(_save_measurements, name, controller),
+        memory.prefixes,
         disk,
         vision.reader if vision is not None else None,
+        max_rows=max_rows,
+        memory=memory,
+        held_bytes=machine.held_bytes,
         overlaps_steps=outruns,
+        token_text=token_texts(tokenizer, trunk.vocab_size),
     )
 
 
@@ -139,7 +155,7 @@ def _controller(
     name: str,
     runner: Runner,
     facts: ModelFacts,
-    config: EngineConfig,
+    max_rows: int,
     budget_bytes: int,
     notify: Callable[[str], None],
 ) -> DepthController:
@@ -150,17 +166,35 @@ def _controller(
     if found is not None and calibration.is_still_valid(
         runner, facts.vocab_size, found.measured, clock=clock
     ):
-        return new_controller(CostTable(found.measured, found.corrections), found.acceptance, few)
-    notify("Measuring what drafts cost on this machine, once for this model")
+        costs = CostTable(found.measured, found.corrections)
+        return new_controller(costs, found.acceptance, few, found.prompts)
+    notify("Measuring what drafts and prompts cost on this machine, once for this model")
     acceptance = found.acceptance if found is not None else ModelAcceptance()
     measured = calibration.measure(
-        runner, facts.vocab_size, config.max_rows, facts.max_context, budget_bytes, clock=clock
+        runner, facts.vocab_size, max_rows, facts.max_context, budget_bytes, clock=clock
     )
+    prompts = _measured_prompts(runner, facts, budget_bytes)
     if measured is None:
-        return new_controller(None, acceptance, few)
-    controller = new_controller(CostTable(measured), acceptance, few)
-    cost_store.save(name, controller.costs, acceptance)
+        return new_controller(None, acceptance, few, prompts)
+    controller = new_controller(CostTable(measured), acceptance, few, prompts)
+    cost_store.save(name, controller.costs, acceptance, prompts)
     return controller
+
+
+def _measured_prompts(runner: Runner, facts: ModelFacts, budget_bytes: int) -> MeasuredPromptCosts | None:
+    return measure_prompts(
+        runner,
+        facts.vocab_size,
+        facts.max_context,
+        budget_bytes,
+        clock=machine.step_clock(),
+        extra_bytes=machine.extra_bytes,
+    )
+
+
+def _save_measurements(name: str | None, controller: DepthController) -> None:
+    if name is not None:
+        cost_store.save(name, controller.costs, controller.acceptance, controller.prompt_costs.measured)
 
 
 def _fingerprint(
@@ -191,14 +225,17 @@ def _fingerprint(
     )
 
 
-def _budgets(config: EngineConfig) -> tuple[int, int]:
-    """Bytes for rows and for cached prefixes. Settings that are None get a part of the free memory."""
-    rows, prefixes = config.memory_budget_bytes, config.prefix_cache_bytes
-    if rows is None:
-        share = machine.cache_budget_bytes()
-        prefixes = int(share * PREFIX_SHARE) if prefixes is None else prefixes
-        return max(share - prefixes, share // 4), prefixes
-    return rows, int(rows * PREFIX_SHARE) if prefixes is None else prefixes
+def _memory_plan(config: EngineConfig, reads_images: bool) -> MemoryPlan:
+    """Call it once the weights are loaded."""
+    plan = plan_memory(config, machine.free_bytes(), machine.held_bytes()["arrays"], reads_images)
+    if plan.excess:
+        log.warning(
+            "weights (%.2f GB), --memory-budget (%.2f), cached prefixes (%.2f) and images (%.2f) exceed the "
+            "memory of %.2f GB that this process may take: the system may end it. Give smaller budgets.",
+            *(part / 1e9 for part in (plan.weights, plan.rows, plan.prefixes, plan.images, plan.limit)),
+        )
+    machine.limit_buffers(plan.steps)
+    return plan
 
 
 def _prefix_disk(
@@ -227,23 +264,31 @@ def _load_head(
     if config.drafter in ("ngram", "none"):
         return None
     source: Path | heads.HeadFiles | None
-    if choice.head is not None:
-        source = Path(choice.head)
-    else:
-        source = heads.locate(loaded.path) or shipped_head(loaded.path)
-    if source is not None:
-        try:
+    try:
+        if choice.head is not None:
+            source = Path(choice.head)
+        else:
+            source = heads.locate(loaded.path) or shipped_head(loaded.path)
+        if source is not None:
             return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config, choice.dtype)
-        except heads.UnknownHead as error:
-            if choice.head is not None or config.drafter == "mtp":
-                raise
-            log.warning("%s Answering without drafts.", error)
-            return None
+    except heads.HeadError as error:  # the head is unknown, incomplete or damaged
+        if choice.head is not None or config.drafter == "mtp":
+            raise
+        log.warning("%s Answering without drafts: %s.", error, _ways_to_a_head(loaded))
+        return None
     if config.drafter == "mtp":
         raise InvalidConfig(_no_head(loaded))
     if heads.expected(loaded.config):
         log.warning("%s Answering without drafts.", _no_head(loaded))
     return None
+
+
+def _ways_to_a_head(loaded: loader.LoadedModel) -> str:
+    path = loaded.path
+    return (
+        f"take a head out of the original checkpoint (outrider mtp extract ORIGINAL --into {path}), or "
+        f"train one (outrider mtp train {path})"
+    )
 
 
 def _no_head(loaded: loader.LoadedModel) -> str:

@@ -24,15 +24,19 @@ class InvalidConfig(ValueError):
 class EngineConfig:
     """Limits and policies of one engine. None: the engine derives the value from model and machine."""
 
-    # Maximum number of sequences decoded at once (vLLM: max_num_seqs).
-    max_rows: int = 16
+    # Maximum number of sequences decoded at once (vLLM: max_num_seqs). None: 16 on a CPU, else 16 to 64 by
+    # memory and model.
+    max_rows: int | None = None
     # Maximum number of tokens of a prompt and its answer (vLLM: max_model_len). None: the model's own limit.
     max_context: int | None = None
     # Memory for the KV caches of running sequences. None: a share of the free memory.
     memory_budget_bytes: int | None = None
     # Maximum number of prompt tokens computed in one step, over all sequences: the size of a prefill chunk.
-    # (vLLM's max_num_batched_tokens also counts decode tokens.) None: 128 on a CPU, 512 on a GPU.
+    # (vLLM's max_num_batched_tokens also counts decode tokens.) None: up to 2048, by measured costs.
     prefill_step_size: int | None = None
+    # Milliseconds that a step with prompt chunks may take while other sequences decode. Also, prompts then
+    # get half of the time at most. 0: neither limit.
+    max_stall_ms: int = 200
     # Source of draft tokens for speculative decoding. "auto": the MTP head if the model has one, with n-gram
     # lookup beside it for requests of auto depth; else none.
     drafter: DrafterName = "auto"
@@ -52,11 +56,11 @@ class EngineConfig:
     image_cache_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        _at_least("max_rows", self.max_rows, 1)
+        _at_least("max_stall_ms", self.max_stall_ms, 0)
         _at_least("capacity_step", self.capacity_step, 16)
         _at_least("image_cache_bytes", self.image_cache_bytes, 1)
         _at_least("prefix_cache_disk_bytes", self.prefix_cache_disk_bytes, 1)
-        optional = (("prefill_step_size", 1), ("max_context", 2), ("memory_budget_bytes", 1))
+        optional = (("max_rows", 1), ("prefill_step_size", 1), ("max_context", 2), ("memory_budget_bytes", 1))
         for name, minimum in (*optional, ("prefix_cache_bytes", 0)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), minimum)

@@ -19,6 +19,7 @@ from outrider.chat.events import (
 from outrider.chat.message_dicts import ImageInput, messages_from_dicts, tool_choice_from, tools_from_dicts
 from outrider.chat.output_parser import finish_reason
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
+from outrider.chat.validation import validated
 from outrider.config import DrafterName, EngineConfig, GenerationConfigSource
 from outrider.engine.engine import AsyncEngine, Engine
 from outrider.engine.sequence import Stats, TokenOrigin
@@ -161,10 +162,11 @@ class LLM:
         draft_vocabulary: int | None = None,
         dtype: str = "auto",
         revision: str | None = None,
-        max_rows: int = 16,
+        max_rows: int | None = None,
         max_context: int | None = None,
         memory_budget_bytes: int | None = None,
         prefill_step_size: int | None = None,
+        max_stall_ms: int = EngineConfig.max_stall_ms,
         prefix_cache_bytes: int | None = None,
         prefix_cache_dir: str | Path | None = None,
         prefix_cache_disk_bytes: int = EngineConfig.prefix_cache_disk_bytes,
@@ -176,6 +178,7 @@ class LLM:
             max_context=max_context,
             memory_budget_bytes=memory_budget_bytes,
             prefill_step_size=prefill_step_size,
+            max_stall_ms=max_stall_ms,
             drafter=drafter,
             prefix_cache_bytes=prefix_cache_bytes,
             prefix_cache_dir=None if prefix_cache_dir is None else str(prefix_cache_dir),
@@ -324,14 +327,14 @@ class LLM:
         )
 
     def _start(self, prompt: ChatPrompt) -> CompletionStream:
-        return CompletionStream(self.engine, prompt, self._validate(prompt))
+        return CompletionStream(self.engine, *validated(prompt, self._validate))
 
     def _answer(self, prompts: list[ChatPrompt]) -> list[Completion]:
         """Answer rendered prompts together: all are validated before the first one is queued."""
-        validated = [self._validate(prompt) for prompt in prompts]
+        ready = [validated(prompt, self._validate) for prompt in prompts]
         streams: list[CompletionStream] = []
         try:
-            for prompt, request in zip(prompts, validated, strict=True):
+            for prompt, request in ready:
                 streams.append(CompletionStream(self.engine, prompt, request))
             return [stream.completion() for stream in streams]
         except BaseException:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # NumPy is a third of the memory of a process that only super
     from outrider.prompt_media import PromptMedia
 
 MAX_DEPTH = 8  # drafts that a row feeds in one step, at most; chosen by hand
+MAX_PRIORITY = 1000  # of a request, either way; chosen by hand
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 NUM_CANDIDATES = 1024  # best tokens that a filtering row looks at first (docs/LOG.md, "Candidates")
 
@@ -27,6 +28,10 @@ DraftDepth = int | Literal["auto"]
 
 class InvalidRequest(ValueError):
     """The request cannot be served. The message gives the reason and what to change."""
+
+
+class InvalidGrammar(InvalidRequest):
+    """The request's grammar cannot be used."""
 
 
 class PromptTooLong(InvalidRequest):
@@ -42,6 +47,23 @@ class PromptTooLong(InvalidRequest):
         self.max_tokens = max_tokens
 
 
+Marker = tuple[str | int, ...]  # a text in which added tokens stand as their ids
+
+
+@dataclass(frozen=True)
+class Triggers:
+    """Where a lazy grammar starts. It includes the marker that triggers it.
+
+    In reasoning, markers count only with `in_reasoning`: models mention them there.
+    """
+
+    markers: tuple[Marker, ...]
+    at_start: bool = False  # a marker counts only at the start of the answer or right after a call
+    reasoning: tuple[Marker, Marker] | None = None  # its opening, which may start the answer, and its closing
+    starts_inside: bool = False  # the prompt has opened the reasoning
+    in_reasoning: bool = False
+
+
 @dataclass(frozen=True)
 class Grammar:
     """The form of an answer: a JSON schema, any JSON object, a regular expression or a Lark grammar."""
@@ -49,6 +71,28 @@ class Grammar:
     kind: Literal["json_schema", "json_object", "regex", "lark"]
     text: str = ""  # the schema as JSON text, the expression or the grammar
     after_ids: tuple[int, ...] = ()  # the grammar starts after these tokens, for example the end of reasoning
+    triggers: Triggers | None = None  # a lazy grammar: each of its texts may follow any free text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids that it names, outside its text."""
+        markers: tuple[Marker, ...] = ()
+        if self.triggers is not None:
+            markers = (*self.triggers.markers, *(self.triggers.reasoning or ()))
+        return (*self.after_ids, *(part for marker in markers for part in marker if isinstance(part, int)))
+
+
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """Where the reasoning of an answer begins and ends, and the tokens that end it at the thinking budget."""
+
+    opening: str
+    closings: tuple[str, ...]  # any of these ends the reasoning
+    close_ids: tuple[int, ...]  # forced at the budget, once
+    banned_ids: tuple[int, ...] = ()  # not sampled right after close_ids: they would open the reasoning again
+    starts_inside: bool = False  # the prompt has opened the reasoning
+    may_repeat: bool = False  # reasoning may begin at any place and several times; False: at the start only
+    splits_closing: bool = False  # the closing is several tokens: none of them is cut off by the budget
 
 
 @dataclass(frozen=True)
@@ -75,12 +119,17 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives beside the sampled token; None: no logprobs
+    prompt_progress: bool = False  # say how much of the prompt is computed, after each chunk of it
     token_origins: bool = False  # say of each token how it was won: by which draft, or without
     skip_special_tokens: bool = True
     draft_depth: DraftDepth = "auto"
     grammar: Grammar | None = None
     prediction_ids: Sequence[int] = ()  # tokens that the answer is expected to resemble: used as drafts
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
+    priority: int = 0  # while they wait, requests of a lower value start first, within their tenant
+    tenant: str = ""  # tenants take turns when rows are free: over HTTP, the name of the API key
+    thinking_token_budget: int | None = None  # most tokens of reasoning; None: no limit
+    reasoning: ReasoningMarks | None = None  # set by the chat renderer; None: the model does not reason
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -201,6 +250,14 @@ def _check_lengths(p: SamplingParams) -> None:
         p.logprobs is None or (is_int(p.logprobs) and 0 <= p.logprobs <= MAX_TOP_LOGPROBS),
         f"logprobs must be None or 0..{MAX_TOP_LOGPROBS}, not {p.logprobs!r}",
     )
+    _refuse_unless(
+        p.thinking_token_budget is None or (is_int(p.thinking_token_budget) and p.thinking_token_budget >= 0),
+        f"thinking_token_budget must be 0 or more (or None for no limit), not {p.thinking_token_budget!r}",
+    )
+    _refuse_unless(
+        p.reasoning is None or isinstance(p.reasoning, ReasoningMarks),
+        f"reasoning must be ReasoningMarks, not {p.reasoning!r}",
+    )
 
 
 def _check_sampling(p: SamplingParams) -> None:
@@ -244,7 +301,7 @@ def _check_penalties(p: SamplingParams) -> None:
 
 
 def _check_stops(p: SamplingParams) -> None:
-    for name in ("ignore_eos", "skip_special_tokens", "token_origins"):
+    for name in ("ignore_eos", "skip_special_tokens", "token_origins", "prompt_progress"):
         value = getattr(p, name)
         _refuse_unless(isinstance(value, bool), f"{name} must be True or False, not {value!r}")
     _refuse_unless(
@@ -259,7 +316,13 @@ def _check_stops(p: SamplingParams) -> None:
 
 
 def _check_grammar(p: SamplingParams) -> None:
-    _refuse_unless(isinstance(p.cache_salt, str), f"cache_salt must be a string, not {p.cache_salt!r}")
+    for name in ("cache_salt", "tenant"):
+        value = getattr(p, name)
+        _refuse_unless(isinstance(value, str), f"{name} must be a string, not {value!r}")
+    _refuse_unless(
+        is_int(p.priority) and -MAX_PRIORITY <= p.priority <= MAX_PRIORITY,
+        f"priority must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {p.priority!r}",
+    )
     _refuse_unless(
         p.grammar is None or isinstance(p.grammar, Grammar), f"grammar must be a Grammar, not {p.grammar!r}"
     )

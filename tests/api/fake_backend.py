@@ -85,6 +85,8 @@ class FakeStream:
         self.prompt_ids = tuple(range(7))
         self.aborted = False
         self.num_generated = USAGE.num_generated
+        self.num_prefilled = 0
+        self.num_images = 0
         self._events = events
         self._gate = gate
 

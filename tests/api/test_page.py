@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fake_backend import Client, FakeBackend, server
 
+from browser.page_files import RECORD, page_files
 from outrider.api.page.routes import STATIC, static_files
 from patience import PATIENCE_S
 from server_process import ServerProcess
@@ -19,6 +20,7 @@ MAX_PAGE_BYTES = 500_000  # all files that a browser loads for /
 REFERENCE = re.compile(r"""(?:src|href)="(page/[^"]+)"|from "(\.[^"]+)"|import\("(\.[^"]+)"\)""")
 OWN = [path for path in sorted(STATIC.rglob("*")) if path.is_file() and "vendor" not in path.parts]
 VENDOR = STATIC / "vendor"
+PICTURES = {"chat.png", "live.png", "phone.png", "tokens.png"}
 
 
 def client(**changes: object) -> Client:
@@ -142,3 +144,13 @@ def test_libraries_are_those_of_the_manifest() -> None:
     assert present == listed
     used: set[Path] = {STATIC / name for name in loaded("index.html") if name.startswith("vendor/")}
     assert {STATIC / "vendor" / name for name in present if name.endswith(".js")} == used
+
+
+def test_the_pictures_in_the_docs_show_this_page() -> None:
+    pictures = Path(__file__).parents[2] / "docs" / "pictures"
+    made_from = json.loads((pictures / RECORD).read_text())
+    assert made_from == page_files(), "the page has changed since its pictures were made: run `make pictures`"
+    for name in PICTURES:
+        size = (pictures / name).stat().st_size
+        assert 10_000 < size < 200_000, name
+    assert {path.name for path in pictures.glob("*.png")} == PICTURES

@@ -165,9 +165,148 @@ ANSWERS: dict[str, list[tuple[str, Meaning]]] = {
     ],
     "lfm2": [
         (
+            "<|tool_call_start|>[get_weather(city='Paris', days=2)]<|tool_call_end|>",
+            [PARIS],
+        ),
+        (
             '<|tool_call_start|>[get_weather(city="Paris", days=2), clock()]<|tool_call_end|>ok',
             [PARIS, NOW, "ok"],
         ),
+    ],
+    "seed_oss": [
+        (
+            "So.\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
+            "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
+            ["So.", PARIS],
+        ),
+    ],
+    "muse": [
+        (
+            '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
+            '<atem:parameter name="city">Paris</atem:parameter>\n'
+            '<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n<atem:invoke name="clock">\n'
+            "</atem:invoke>\n</atem:function_calls>",
+            [PARIS, NOW],
+        ),
+    ],
+    "step3": [
+        (
+            "Yes.<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+            '<steptml:invoke name="get_weather"><steptml:parameter name="city">Paris</steptml:parameter>'
+            '<steptml:parameter name="days">2</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="clock"></steptml:invoke>'
+            "<｜tool_call_end｜><｜tool_calls_end｜>",
+            ["Yes.", PARIS, NOW],
+        ),
+    ],
+    "minimax_m3": [
+        (
+            ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">\n'
+            "]<]minimax[>[<city>Paris]<]minimax[>[</city>\n]<]minimax[>[<days>2]<]minimax[>[</days>\n"
+            ']<]minimax[>[</invoke>\n]<]minimax[>[<invoke name="clock">]<]minimax[>[</invoke>'
+            "]<]minimax[>[</tool_call>",
+            [PARIS, NOW],
+        ),
+    ],
+    "minicpm5": [
+        (
+            'I look.<function name="get_weather"><param name="city">Paris</param><param name="days">2</param>'
+            '</function>\n<function name="clock"></function>',
+            ["I look.", PARIS, NOW],
+        ),
+        (
+            '<function name="get_weather"><param name="city"><![CDATA[a </param> & </function>]]></param>'
+            "</function>",
+            [("get_weather", {"city": "a </param> & </function>"})],
+        ),
+    ],
+    "kimi_k3": [
+        (
+            'Well.<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+            '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>'
+            '<|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|>'
+            '<|open|>call tool="clock" index="2"<|sep|><|open|>json type="object"<|sep|>{}'
+            "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+            ["Well.", PARIS, NOW],
+        ),
+    ],
+    "granite": [
+        (f'<|tool_call|>[{{"name": "get_weather", "arguments": {_json(TRICKY[1])}}}]', [TRICKY]),
+        ('Now: <|tool_call|> {"name": "clock", "arguments": {}}', ["Now:", NOW]),
+    ],
+    "granite_20b_fc": [
+        (
+            f'<function_call> {{"name": "get_weather", "arguments": {_json(PARIS[1])}}} '
+            '<function_call> {"name": "clock", "arguments": {}}',
+            [PARIS, NOW],
+        ),
+    ],
+    "jamba": [
+        (
+            f'<tool_calls>[{{"name": "get_weather", "arguments": {_json(TRICKY[1])}}}, '
+            '{"name": "clock", "arguments": {}}]</tool_calls>',
+            [TRICKY, NOW],
+        ),
+    ],
+    "minimax_m1": [
+        (
+            f'<tool_calls>\n{{"name": "get_weather", "arguments": {_json(PARIS[1])}}}\n'
+            '{"name": "clock", "arguments": {}}\n</tool_calls>',
+            [PARIS, NOW],
+        ),
+    ],
+    "nemotron": [
+        (f'<TOOLCALL>[{{"name": "get_weather", "arguments": {_json(PARIS[1])}}}]</TOOLCALL>', [PARIS]),
+    ],
+    "cohere": [
+        (
+            "<|START_ACTION|>[\n    "
+            f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {_json(TRICKY[1])}}},\n    '
+            '{"tool_call_id": "1", "tool_name": "clock", "parameters": {}}\n]<|END_ACTION|>',
+            [TRICKY, NOW],
+        ),
+    ],
+    "apertus": [
+        (
+            f'<|tools_prefix|>[{{"get_weather": {_json(PARIS[1])}}}, {{"clock": {{}}}}]<|tools_suffix|>',
+            [PARIS, NOW],
+        ),
+    ],
+    "internlm": [
+        (
+            f'I look.<|action_start|><|plugin|>\n{{"name": "get_weather", "parameters": {_json(PARIS[1])}}}'
+            "<|action_end|>",
+            ["I look.", PARIS],
+        ),
+    ],
+    "phi4_mini": [
+        (
+            f'functools[{{"name": "get_weather", "arguments": {_json(TRICKY[1])}}}, '
+            '{"name": "clock", "arguments": {}}]',
+            [TRICKY, NOW],
+        ),
+        ("the module functools", ["the module functools"]),
+    ],
+    "gigachat3": [
+        (
+            f'function call<|role_sep|>\n{{"name": "get_weather", "arguments": {_json(PARIS[1])}}}',
+            [PARIS],
+        ),
+    ],
+    "xlam": [
+        (
+            f'[{{"name": "get_weather", "arguments": {_json(TRICKY[1])}}}, {{"name": "clock"}}]',
+            [TRICKY, NOW],
+        ),
+        ("[1, 2] is a list", ["[1, 2] is a list"]),
+    ],
+    "pythonic": [
+        ("[get_weather(city='Paris', days=2), clock()]", [PARIS, NOW]),
+        ("<|python_start|>[clock()]<|python_end|>", [NOW]),
+        ("[a link](https://example.org)", ["[a link](https://example.org)"]),
+    ],
+    "olmo3": [
+        ("<function_calls>\nget_weather(city='Paris', days=2)\nclock()\n</function_calls>", [PARIS, NOW]),
     ],
     "harmony": [
         (
@@ -224,5 +363,14 @@ BROKEN: dict[str, list[str]] = {
         f"```tool_code\nclock(a=0x{'f' * 400} + 1j)\n```",
         f"```tool_code\nclock{'.a' * 400}(a=1)\n```",
     ],
+    "seed_oss": ["<seed:tool_call> is a tag", "<seed:tool_call>\n<function=clock>x</function>"],
+    "minimax_m3": [
+        ']<]minimax[>[<invoke name="clock">]<]minimax[>[<a>1]<]minimax[>[</b>]<]minimax[>[</invoke>'
+    ],
+    "minicpm5": ['<function name="clock"><param name="a">1</function>', "<function name=clock></function>"],
+    "kimi_k3": ["<|open|>call<|sep|><|close|>call<|sep|>", "<|open|>tools<|sep|> none"],
+    "granite": ["<|tool_call|>[1]", "<|tool_call|>nothing"],
+    "jamba": ["<tool_calls></tool_calls>", "<tool_calls>[1]</tool_calls>"],
+    "apertus": ['<|tools_prefix|>[{"clock": {}, "b": {}}]<|tools_suffix|>'],
     "lfm2": ["<|tool_call_start|>[clock(**x)]<|tool_call_end|>"],
 }

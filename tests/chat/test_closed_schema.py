@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_grammars import accepts, constraint, request_for
 
-from outrider.chat.closed_schema import closed
+from outrider.chat.closed_schema import closed, without_notes
 from outrider.chat.conversation import Tool
 from outrider.chat.formats import hermes, qwen3_coder
 from outrider.chat.schema import problem
@@ -94,13 +94,29 @@ def test_any_json_is_survived_and_closing_twice_changes_nothing(schema: dict[str
     assert closed(once) == once
 
 
+def test_notes_for_people_are_left_out_and_properties_of_such_names_are_kept() -> None:
+    noted = {
+        "title": "T",
+        "properties": {
+            "title": {"type": "string", "description": "long"},
+            "default": {"items": {"title": "t"}},
+        },
+        "required": ["title"],
+    }
+    assert without_notes(noted) == {
+        "properties": {"title": {"type": "string"}, "default": {"items": {}}},
+        "required": ["title"],
+    }
+
+
 @pytest.mark.parametrize("format", [hermes.FORMAT, qwen3_coder.FORMAT], ids=lambda format: format.name)
 def test_a_forced_call_has_no_undeclared_arguments(format: Any) -> None:
     inner = {"type": "object", "properties": {"days": {"type": "integer"}}}
     tool = Tool("get_weather", "", {"type": "object", "properties": {"when": inner}, "required": ["when"]})
     value = {"when": {"days": 2}} if format is hermes.FORMAT else {"days": 2}
     parts = format.call_grammar(tool)
-    text = "".join(part if isinstance(part, str) else json.dumps(value) for part in parts)
+    call = "".join(part if isinstance(part, str) else json.dumps(value) for part in parts)
+    text = call.join(format.tags)
     request = replace(request_for(tool_choice="required"), tools=(tool,))
     grammar = constraint(format, request).grammar
     assert accepts(grammar, text)

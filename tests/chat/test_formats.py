@@ -7,7 +7,11 @@ from typing import ClassVar
 import pytest
 from chat_tokenizers import new_tokenizer
 
-from outrider.chat.formats import detect
+from outrider.chat.conversation import ChatRequest, Message, TextPart, Tool
+from outrider.chat.events import ToolCallStarted
+from outrider.chat.formats import TOOL_FORMATS, TOOL_PARSER_NAMES, detect
+from outrider.chat.renderer import ChatRenderer
+from outrider.request import SamplingParams
 
 # A few words of each family's template: what it is told by.
 TEMPLATES = {
@@ -33,6 +37,28 @@ TEMPLATES = {
     "MiniMax M2": ('<minimax:tool_call><invoke name="f"><think>', "minimax", "think"),
     "Kimi K2": ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi", None),
     "LFM 2": ("{{ tools }}<|tool_list_start|>", "lfm2", None),
+    "Seed-OSS": ("{{ tools }}<seed:tool_call>\n<function=f>\n<seed:think>", "seed_oss", "seed_think"),
+    "Muse": ('<atem:function_calls><atem:invoke name="f">', "muse", None),
+    "Step 3": ('<｜tool_calls_begin｜><steptml:invoke name="f">', "step3", None),
+    "MiniMax M3": (
+        "{% set ns = ']<]minimax[>[' %}]<]minimax[>[<tool_call><mm:think>",
+        "minimax_m3",
+        "minimax_m3",
+    ),
+    "MiniCPM 5": ('{{ tools }}<function name="f"><param name="a">', "minicpm5", None),
+    "Kimi K3": ("<|open|>message<|sep|><|close|>message<|sep|><|end_of_msg|>", "kimi_k3", "kimi_k3"),
+    "Laguna": ("{{ tools }}<tool_call>{{ name }}<arg_key>k</arg_key>", "glm", None),
+    "Granite 3": ("{{ tools }}<|tool_call|>[", "granite", None),
+    "Granite 4": ('{{ tools }}<tool_call>\n{"name": <function-name>}</tool_call>', "hermes", None),
+    "Granite 20B": ("{{ tools }}<function_call>", "granite_20b_fc", None),
+    "Jamba": ("{{ tools }}<tool_calls>[", "jamba", None),
+    "Nemotron Nano 2": ("{{ tools }}<TOOLCALL>[", "nemotron", None),
+    "Command A": ("{{ tools }}<|START_ACTION|>[", "cohere", None),
+    "Apertus": ("{{ tools }}<|tools_prefix|>[", "apertus", None),
+    "InternLM 3": ("{{ tools }}<|action_start|><|plugin|>", "internlm", None),
+    "GigaChat 3": ("{{ tools }}function call<|role_sep|>", "gigachat3", None),
+    "Llama 4": ("{{ tools }}<|python_start|>", "pythonic", None),
+    "OLMo 3": ("{{ tools }}<function_calls>", "olmo3", None),
     "SmolLM 2": ("<|im_start|>{{ m.role }}", None, None),
 }
 
@@ -52,6 +78,20 @@ def test_a_silent_template_leaves_the_tokens_to_tell() -> None:
     tool, _ = detect("", new_tokenizer())
     assert tool is not None
     assert tool.name == "mistral"
+
+
+def test_every_other_name_of_a_format_is_one_of_a_format() -> None:
+    assert set(TOOL_PARSER_NAMES.values()) <= set(TOOL_FORMATS)
+    assert not set(TOOL_PARSER_NAMES) & set(TOOL_FORMATS)
+
+
+def test_the_named_format_goes_before_the_templates() -> None:
+    renderer = ChatRenderer(new_tokenizer(), tool_format=TOOL_FORMATS["llama3"])  # the template shows Hermes
+    tool = Tool("clock", "", {})
+    request = ChatRequest([Message("user", (TextPart("hi"),))], SamplingParams(), (tool,))
+    parser = renderer.render(request).new_parser()
+    events = [*parser.push('{"name": "clock", "parameters": {}}'), *parser.finish()]
+    assert isinstance(events[0], ToolCallStarted)
 
 
 class _NoTokens:

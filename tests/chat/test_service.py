@@ -251,7 +251,8 @@ def test_each_request_is_validated_once_and_not_on_the_event_loop() -> None:
     asyncio.run(go())
     assert len(engine.validated) == 3
     assert engine.validated == engine.submitted
-    assert all(name.startswith("outrider-chat") for name in engine.validating_threads)
+    names = [name.rpartition("_")[0] for name in engine.validating_threads]
+    assert names == ["outrider-grammar", "outrider-chat", "outrider-chat"]  # tools have a grammar
 
 
 def test_a_long_prompt_does_not_hold_up_the_event_loop() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ from outrider.chat.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
+from outrider.chat.formats import hermes
+from outrider.chat.formats.json_calls import listed_call
+from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
 from outrider.request import Grammar, InvalidRequest
 from patience import until
@@ -119,6 +123,37 @@ def test_a_forced_call_comes_out_whole(service: ChatService, seed: int) -> None:
     assert set(arguments) == {"room", "on"}
     assert isinstance(events[-1], Finished)
     assert events[-1].reason == "tool_calls"
+
+
+# Hermes calls between single characters: a random model writes one of them often.
+SHORT = replace(
+    hermes.FORMAT,
+    name="short",
+    region=replace(hermes.FORMAT.region, opening=("<",), closing=(">",)),
+    call_grammar=lambda tool: ("<", *listed_call(tool), ">"),
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_between_free_text_keep_to_the_schema(llm: LLM, seed: int) -> None:
+    service = ChatService(llm.async_engine, ChatRenderer(llm.tokenizer, tool_format=SHORT))
+    (opening,) = llm.tokenizer.encode("<", add_special_tokens=False)
+    params = SamplingParams(
+        max_tokens=200, temperature=1, seed=seed, logit_bias={opening: 4.0}, ignore_eos=True, draft_depth=0
+    )
+    answers = []
+    for depth in (0, "auto", 5):
+        asked = request_for("light!", replace(params, draft_depth=depth), tools=(LIGHT,))
+        answers.append(asyncio.run(read(service, asked)))
+    events = answers[0]
+    ended = [event for event in events if isinstance(event, ToolCallEnded)]
+    assert len(ended) > 1
+    for call in ended[:-1]:  # the last one may be cut off
+        assert set(json.loads(call.arguments)) == {"room", "on"}
+    assert text_of(events)
+    for other in answers[1:]:
+        assert text_of(other) == text_of(events)
+        assert [e.arguments for e in other if isinstance(e, ToolCallEnded)] == [e.arguments for e in ended]
 
 
 def test_an_answer_keeps_to_its_form(service: ChatService) -> None:

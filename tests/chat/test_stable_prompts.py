@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from agent_transcripts import claude_code_turns, opencode_turns
-from chat_tokenizers import CHATML, new_tokenizer
+from chat_tokenizers import BARE, CHATML, new_tokenizer
 
 from outrider.api.anthropic.messages_request import MessagesRequest, messages_request
 from outrider.api.openai.chat_request import ChatCompletionRequest, chat_request
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.chat.conversation import ChatRequest, Message, TextPart
+from outrider.chat.renderer import ChatRenderer
 from outrider.chat.special_tokens import Vocabulary
 from outrider.chat.template import ChatTemplate
 
@@ -103,3 +104,27 @@ def test_thoughts_that_a_template_drops_cost_only_the_last_answer() -> None:
     index = PrefixIndex(10**9, bytes_per_cell=1, block_size=10**6)
     index.insert(index.root(""), prompt + answer)
     assert len(prompt) <= index.match("", following).num_keys < len(prompt) + len(answer)
+
+
+@pytest.mark.parametrize("template", [CHATML, BARE])  # BARE knows no tools
+def test_a_deferred_tool_that_is_loaded_leaves_the_prompt_before_it_alone(template: str) -> None:
+    tool = {"name": "Search", "description": "Finds tools", "input_schema": {"type": "object"}}
+    later = {"name": "Tides", "description": "Asks the sea", "input_schema": {"type": "object"}}
+    use = {"type": "tool_use", "id": "c", "name": "Search", "input": {}}
+    reference = {"type": "tool_reference", "tool_name": "Tides"}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [reference]}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "When is high tide?"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    renderer = ChatRenderer(new_tokenizer(template))
+
+    def prompt(num_messages: int, *tools: dict[str, Any]) -> str:
+        body = {"max_tokens": 1, "messages": messages[:num_messages], "tools": [tool, *tools]}
+        return renderer.render_messages(messages_request(MessagesRequest.model_validate(body))).text
+
+    before, after = prompt(1), prompt(3, later | {"defer_loading": True})
+    opening = before.rindex("<|im_start|>assistant")
+    assert after.startswith(before[:opening])
+    assert "Asks the sea" in after[opening:]

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,9 +19,10 @@ import pytest
 
 import faulty_engine
 from outrider.cli.foreign_flags import notes
-from outrider.cli.serve import engine_config, model_name, sampling_defaults
+from outrider.cli.serve import _check_drafter, engine_config, model_name, sampling_defaults, tool_format
 from outrider.cli.serve_options import GROUPS, OPTIONS, add_options, resolve
 from outrider.config import EngineConfig, InvalidConfig
+from outrider.engine.validation import ModelFacts
 from patience import PATIENCE_S, wait_until
 from server_process import ServerProcess, serving, write_tiny_model
 
@@ -61,7 +63,12 @@ def test_a_model_after_the_served_names_is_not_taken_for_a_name(model: str) -> N
 def test_defaults() -> None:
     found = options()
     assert found["host"] == "127.0.0.1"
-    assert (found["port"], found["max_rows"], found["mtp"], found["draft_depth"]) == (8000, 16, "auto", None)
+    assert (found["port"], found["max_rows"], found["mtp"], found["draft_depth"]) == (
+        8000,
+        None,
+        "auto",
+        None,
+    )
     assert found["api_key"] is None
     assert found["served_model_name"] == ()
     assert set(found) == set(OPTIONS)
@@ -123,7 +130,7 @@ def test_sizes(text: str, size: int) -> None:
         ([], {"OUTRIDER_PORT": "x"}, "OUTRIDER_PORT: 'x'"),
         (["--memory-budget", "lots"], {}, "--memory-budget: 'lots' is not a size"),
         (["--draft-depth", "9"], {}, "0..8"),
-        (["--mtp", "maybe"], {}, "auto, on, off"),
+        (["--mtp", "maybe"], {}, "auto, wanted, on, off"),
         (["--drafter", "x"], {}, "auto, mtp, ngram, none"),
         ([], {"OUTRIDER_ALLOW_PUBLIC_WITHOUT_KEY": "perhaps"}, "neither true nor false"),
         (["--config", "nowhere.toml"], {}, "nowhere.toml cannot be read"),
@@ -155,7 +162,7 @@ def test_bad_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
 
 def test_flags_of_other_servers_set_the_option_of_the_same_meaning() -> None:
     found = options("--max-num-seqs", "4", "--max-model-len", "99", "--enable-mtp")
-    assert (found["max_rows"], found["max_context"], found["mtp"]) == (4, 99, "on")
+    assert (found["max_rows"], found["max_context"], found["mtp"]) == (4, 99, "wanted")
     assert options("--mtp-num-draft-tokens", "3")["draft_depth"] == 3
     assert options("--max-num-seqs", "4", "--max-rows", "4")["max_rows"] == 4
     assert options("--max-num-seqs", "4", OUTRIDER_MAX_ROWS="2")["max_rows"] == 4
@@ -188,7 +195,7 @@ def test_paged_cache_is_refused_with_the_flags_to_use_instead() -> None:
     with pytest.raises(InvalidConfig) as caught:
         options("--use-paged-cache")
     for words in (
-        "--use-paged-cache: Outrider has no paged KV cache",
+        "--use-paged-cache: the layout of the KV cache follows",
         "--memory-budget",
         "--prefix-cache-bytes",
     ):
@@ -196,13 +203,29 @@ def test_paged_cache_is_refused_with_the_flags_to_use_instead() -> None:
 
 
 def test_flags_that_are_not_needed_are_answered_with_a_line() -> None:
-    said = notes(parsed("--continuous-batching", "--mllm", "--tool-call-parser", "hermes"))
+    said = notes(parsed("--continuous-batching", "--mllm", "--enable-auto-tool-choice"))
     assert [line.partition(":")[0] for line in said] == [
         "--continuous-batching",
         "--mllm",
-        "--tool-call-parser",
+        "--enable-auto-tool-choice",
     ]
     assert notes(parsed()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "format"), [("hermes", "hermes"), ("kimi_k2", "kimi"), ("laguna", "glm"), ("xlam", "xlam")]
+)
+def test_a_tool_call_parser_is_found_by_its_name_here_or_elsewhere(name: str, format: str) -> None:
+    found = tool_format(options("--tool-call-parser", name))
+    assert found is not None
+    assert found.name == format
+    assert tool_format(options()) is None
+
+
+@pytest.mark.parametrize(("name", "words"), [("nonsense", "is unknown: leave it out"), ("ernie45", "ERNIE")])
+def test_an_unknown_tool_call_parser_is_refused(name: str, words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        tool_format(options("--tool-call-parser", name))
 
 
 @pytest.mark.parametrize(
@@ -210,6 +233,7 @@ def test_flags_that_are_not_needed_are_answered_with_a_line() -> None:
     [
         ([], "auto", AUTO),
         (["--mtp", "on"], "auto", AUTO),  # insisted on once the model is there
+        (["--enable-mtp"], "auto", AUTO),
         (["--mtp", "off"], "none", AUTO),
         (["--mtp", "off", "--drafter", "ngram"], "ngram", AUTO),
         (["--drafter", "ngram", "--draft-depth", "5"], "ngram", 5),
@@ -221,6 +245,24 @@ def test_engine_config(flags: list[str], drafter: str, depth: int) -> None:
     assert (config.drafter, config.auto_depth) == (drafter, depth)
 
 
+def test_a_head_that_is_wanted_and_missing_is_a_warning_and_one_that_is_demanded_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = SimpleNamespace(facts=ModelFacts("tiny", 9, 9, frozenset(), "none"))
+    drafting = SimpleNamespace(facts=ModelFacts("tiny", 9, 9, frozenset(), "mtp"))
+    vllm_mlx = ("--enable-mtp", "--mllm", "--continuous-batching", "--mtp-num-draft-tokens", "1")
+    _check_drafter(options(*vllm_mlx), drafting)  # type: ignore[arg-type]
+    _check_drafter(options(), plain)  # type: ignore[arg-type]
+    assert not caplog.records
+    _check_drafter(options(*vllm_mlx), plain)  # type: ignore[arg-type]
+    (said,) = [record.getMessage() for record in caplog.records]
+    for words in ("tiny has none", "outrider mtp extract", "outrider mtp train", "without drafts"):
+        assert words in said
+    for flags in (("--mtp", "on"), ("--draft-depth", "2")):
+        with pytest.raises(InvalidConfig, match="has none"):
+            _check_drafter(options(*flags), plain)  # type: ignore[arg-type]
+
+
 def test_a_limit_for_a_folder_that_is_not_there_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="needs --prefix-cache-dir"):
         engine_config(options("--prefix-cache-disk-bytes", "1GiB"))
@@ -230,6 +272,7 @@ def test_a_limit_for_a_folder_that_is_not_there_is_refused() -> None:
     "flags",
     [
         ["--mtp", "on", "--drafter", "ngram"],
+        ["--enable-mtp", "--drafter", "ngram"],
         ["--mtp", "off", "--drafter", "mtp"],
         ["--mtp", "off", "--head", "f"],
     ],

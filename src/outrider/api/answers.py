@@ -17,11 +17,20 @@ from starlette.types import Receive
 
 from outrider.api.admission import Admission, Reservation, current_reservation
 from outrider.api.errors import ApiError, internal_error
-from outrider.api.middleware import current_request_id, note_refusal
+from outrider.api.middleware import current_request_id, note_answers, note_refusal
 from outrider.api.operations.metrics import Metrics
+from outrider.api.request_summary import summary_of
 from outrider.api.settings import ServerSettings
 from outrider.api.sse import until_disconnected
-from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, TokenOrigins, Usage
+from outrider.chat.events import (
+    ChatEvent,
+    Finished,
+    Logprobs,
+    PromptProgress,
+    TextDelta,
+    TokenOrigins,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from outrider.api.tracing import Tracing
@@ -47,6 +56,14 @@ class EventStream(Protocol):
     def num_generated(self) -> int:
         """Tokens of the answer so far, read or not."""
         ...
+
+    @property
+    def num_prefilled(self) -> int:
+        """Tokens of the prompt that are computed."""
+        ...
+
+    @property
+    def num_images(self) -> int: ...
 
     def __aiter__(self) -> AsyncIterator[ChatEvent]: ...
 
@@ -231,6 +248,20 @@ class Answers:
         self._pumps = [asyncio.create_task(self._pump(i, stream)) for i, stream in enumerate(streams)]
         live.answers[id(self)] = self
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all choices so far, read or not."""
+        return sum(stream.num_generated for stream in self._streams)
+
+    @property
+    def num_images(self) -> int:
+        """Images of the (first) prompt, frames of videos included."""
+        return self._streams[0].num_images
+
+    def num_prefilled(self, choice: int) -> int:
+        """Tokens of a choice's prompt that are computed."""
+        return self._streams[choice].num_prefilled
+
     def events(self, with_logprobs: bool = False) -> AsyncIterator[tuple[int, ChatEvent]]:
         """(choice, event) in order of arrival. The last event of each choice is its Finished."""
         return _logprobs_before_text(self._merged()) if with_logprobs else self._merged()
@@ -256,7 +287,8 @@ class Answers:
                 stream.abort()
         if self._live.answers.pop(id(self), None) is not None:
             self._reservation.release()
-            self._reservation.usage.count_tokens(sum(stream.num_generated for stream in self._streams))
+            self._reservation.usage.count_tokens(self.num_generated)
+            note_answers(summary_of(self))
             for state in self.choices:
                 self._live.metrics.count_answer(self.api, state.finished)
             if self._live.tracing is not None:
@@ -297,7 +329,7 @@ class Answers:
             if event.error is not None and event.reason != "timeout":
                 log.error("answer %s failed: %s", state.engine_id, event.error)
             return
-        if isinstance(event, (Logprobs, TokenOrigins)):
+        if isinstance(event, (Logprobs, TokenOrigins, PromptProgress)):
             return
         state.num_events += 1
         metrics = self._live.metrics

@@ -31,6 +31,7 @@ from outrider.api.openai.responses import responses_router
 from outrider.api.openapi import describe
 from outrider.api.operations.health import health_router
 from outrider.api.operations.liveness import LivenessMetrics
+from outrider.api.operations.memory import MemoryMetrics
 from outrider.api.operations.metrics import Metrics, metrics_router
 from outrider.api.operations.prefix_cache import PrefixMetrics, prefix_cache_router
 from outrider.api.operations.status_stream import status_stream_router
@@ -124,6 +125,8 @@ def create_server(
     )
     if context.prefix_cache is not None:
         metrics.registry.register(PrefixMetrics(context.prefix_cache))
+    if context.memory is not None:
+        metrics.registry.register(MemoryMetrics(context.memory))
     if context.liveness is not None:
         metrics.registry.register(LivenessMetrics(context.liveness))
     routers = [*(router(context) for router in ROUTERS), metrics_router(metrics)]

@@ -13,6 +13,7 @@ from outrider.api.answers import LiveRequests, PreparedAnswers
 from outrider.api.errors import ApiError
 from outrider.api.logprobs import TokenText
 from outrider.api.operations.liveness import Liveness
+from outrider.api.operations.memory import MemoryReport
 from outrider.api.operations.prefix_cache import PrefixControl
 from outrider.api.settings import ServerSettings
 from outrider.chat.conversation import ChatRequest
@@ -52,6 +53,7 @@ class ServerContext:
     new_id: Callable[[str], str] = new_id
     prefix_cache: PrefixControl | None = None
     cache_budget_bytes: int | None = None  # most bytes of the row caches; None: not known
+    memory: MemoryReport | None = None
     liveness: Liveness | None = None
     started_s: float = field(default_factory=time.time)
 

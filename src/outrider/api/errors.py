@@ -163,21 +163,33 @@ async def on_bad_body(request: Request, error: Exception) -> Response:
     return error_response(request, ApiError(400, message, param=problems[0][0] or None))
 
 
-async def on_invalid_request(request: Request, error: Exception) -> Response:
-    if isinstance(error, PromptTooLong):
-        return error_response(request, context_exceeded(error))
-    return error_response(request, ApiError(400, str(error)))
+def api_error_of(error: Exception, request_id: str) -> ApiError:
+    """What a client is told about an exception."""
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLong():
+            return context_exceeded(error)
+        case InvalidRequest():
+            return ApiError(400, str(error))
+        case EngineStopped():
+            return ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
+        case WorkerUnavailable():
+            log.error("a grammar or an image could not be processed: %s", error)
+            return ApiError(
+                503,
+                "the child process that reads grammars or images could not be started or was killed: "
+                "try again",
+                headers={"Retry-After": "5"},
+                reason="child_process",
+            )
+        case _:
+            log.error("a request failed", exc_info=error)
+            return internal_error(request_id)
 
 
-async def on_engine_stopped(request: Request, error: Exception) -> Response:
-    return error_response(request, ApiError(503, "the server is shutting down", headers={"Retry-After": "5"}))
-
-
-async def on_worker_unavailable(request: Request, error: Exception) -> Response:
-    log.error("a grammar or an image could not be processed: %s", error)
-    message = "the child process that reads grammars or images could not be started or was killed: try again"
-    headers = {"Retry-After": "5"}
-    return error_response(request, ApiError(503, message, headers=headers, reason="child_process"))
+async def on_known_error(request: Request, error: Exception) -> Response:
+    return error_response(request, api_error_of(error, request.scope.get("state", {}).get("request_id", "-")))
 
 
 async def on_fault(request: Request, error: Exception) -> Response:
@@ -188,9 +200,9 @@ async def on_fault(request: Request, error: Exception) -> Response:
 HANDLERS: dict[int | type[Exception], Any] = {
     HTTPException: on_http_error,
     RequestValidationError: on_bad_body,
-    InvalidRequest: on_invalid_request,
-    EngineStopped: on_engine_stopped,
-    WorkerUnavailable: on_worker_unavailable,
+    InvalidRequest: on_known_error,
+    EngineStopped: on_known_error,
+    WorkerUnavailable: on_known_error,
     Exception: on_fault,
 }
 

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.api.errors import CLIENT_CLOSED_REQUEST, REFUSAL, ApiError, ClientGone, error_response
 from outrider.api.operations.metrics import Metrics
+from outrider.api.request_summary import text_of
 from outrider.api.settings import ServerSettings
 
 log = logging.getLogger("outrider.access")
@@ -28,6 +29,7 @@ METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH")
 OPEN_PATHS = ("/", "/docs", "/openapi.json", "/health", "/health/live", "/health/ready")
 PAGE_PREFIX = "/page/"
 KEY_NAME = "key_name"  # key of the request's state (scope["state"]): the name of its API key, for the log
+SUMMARY = "answers"  # key of the request's state: see api/request_summary.py
 LOGGABLE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 # Of the headers of a request. Chosen by hand: common servers allow 8 to 32 KiB.
@@ -54,6 +56,13 @@ def note_refusal(reason: str) -> None:
     state = _current_state.get()
     if state is not None:
         state.setdefault(REFUSAL, reason)
+
+
+def note_answers(summary: dict[str, Any]) -> None:
+    """What the current request did, for its line in the log."""
+    state = _current_state.get()
+    if state is not None:
+        state[SUMMARY] = summary
 
 
 class RequestIdFilter(logging.Filter):
@@ -125,6 +134,9 @@ class RequestLog:
             "reason": reason,
         }
         shown = f" ({reason})" if reason else ""
+        if (summary := scope["state"].get(SUMMARY)) is not None:
+            fields |= summary
+            shown = f": {text_of(summary)}{shown}"
         text = "%s %s %d %.0f ms%s"
         extra = {"fields": fields}
         log.log(level, text, scope["method"], scope["path"], status, seconds * 1000, shown, extra=extra)

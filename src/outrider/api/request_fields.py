@@ -32,10 +32,12 @@ from outrider.api.limits import (
     Word,
 )
 from outrider.api.middleware import current_tenant
+from outrider.api.thinking_fields import thinking_budget
 from outrider.chat.conversation import NamedTool, Tool, ToolChoice
 from outrider.request import (
     MAX_BIAS,
     MAX_DEPTH,
+    MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
     Grammar,
@@ -153,8 +155,20 @@ class SamplingFields(RequestModel):
     timeout: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Extension: seconds for the whole request"
     )
+    priority: Whole | None = documented(
+        "Extension: requests of a lower value start first, among those of the same API key that wait",
+        minimum=-MAX_PRIORITY,
+        maximum=MAX_PRIORITY,
+    )
     draft_depth: Whole | Literal["auto"] | None = documented(
         "Extension: drafts per step; changes the speed, never the answer", minimum=0, maximum=MAX_DEPTH
+    )
+
+    thinking_token_budget: Whole | None = documented(
+        "Extension: most tokens of reasoning; at the limit its end is forced. -1: no limit", minimum=-1
+    )
+    max_thinking_tokens: Whole | None = documented(
+        "Extension: another name of thinking_token_budget", minimum=-1
     )
 
     guided_json: JsonObject | GrammarText | None = Field(None, description="Extension: JSON schema")
@@ -199,6 +213,7 @@ SAME_NAMES = (  # fields that SamplingParams has under the same name
     "stop_token_ids",
     "skip_special_tokens",
     "draft_depth",
+    "priority",
 )
 
 
@@ -211,11 +226,17 @@ def sampling_params(
     logprobs: int | None = None,
     grammar: Grammar | None = None,
     token_origins: bool = False,
+    prompt_progress: bool = False,
+    thinking: int | None = None,
 ) -> SamplingParams:
-    """Fields that the request leaves out get `defaults`, or else the engine's. Raises InvalidRequest."""
+    """Fields that the request leaves out get `defaults`, or else the engine's. Raises InvalidRequest.
+
+    `thinking`: most tokens of reasoning by the endpoint's own fields.
+    """
     given: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAMES}
+    given["thinking_token_budget"] = thinking_budget(body, thinking)
     given |= {"top_k": 0 if body.top_k == -1 else body.top_k, "logit_bias": _logit_bias(body.logit_bias)}
-    tenant = current_tenant.get()
+    tenant = given["tenant"] = current_tenant.get()
     if tenant or body.cache_salt:
         given["cache_salt"] = f"{tenant}/{body.cache_salt or ''}"
     given = {name: value for name, value in given.items() if value is not None}
@@ -225,6 +246,7 @@ def sampling_params(
         logprobs=logprobs,
         grammar=grammar,
         token_origins=token_origins,
+        prompt_progress=prompt_progress,
         **(defaults.given | given),
     )
 
@@ -249,6 +271,8 @@ def template_kwargs(body: ChatFields, effort: str | None = None) -> dict[str, An
         found["enable_thinking"] = False
     elif effort is not None:
         found["reasoning_effort"] = effort
+    if (budget := thinking_budget(body)) is not None:
+        found["thinking_budget"] = budget
     for name in ("enable_thinking", "add_generation_prompt", "continue_final_message"):
         if getattr(body, name) is not None:
             found[name] = getattr(body, name)

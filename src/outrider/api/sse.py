@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"  # clients ignore lines that start with a colon
+FIRST_KEEP_ALIVE_S = 1.0  # a stream that begins with a pause shows life after this time; chosen by hand
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -97,14 +98,18 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_keep_alives(self, send: Send) -> None:
-        """Proxies and clients close a connection on which nothing arrives for long."""
+        """Proxies and clients close a connection on which nothing arrives for long.
+
+        The first one comes early: the first pause is that of the prompt, and may last for minutes.
+        """
+        limit_s = min(FIRST_KEEP_ALIVE_S, self._keep_alive_s)
         while True:
             idle_s = time.monotonic() - self._last_sent_s
-            if idle_s >= self._keep_alive_s:
+            if idle_s >= limit_s:
                 await _send_part(send, self._keep_alive)
                 self._last_sent_s = time.monotonic()
-                idle_s = 0.0
-            await asyncio.sleep(self._keep_alive_s - idle_s)
+                idle_s, limit_s = 0.0, self._keep_alive_s
+            await asyncio.sleep(limit_s - idle_s)
 
 
 async def _send_part(send: Send, part: bytes) -> None:

@@ -78,7 +78,8 @@ class CallSplitter(StateSplitter):
             yield TextSegment(raw)
 
     def _inside(self) -> Iterator[Segment]:
-        if self._header is not None and (header := self._header.match(self._held)):
+        header = self._header.match(self._held) if self._header is not None else None
+        if header is not None and header["name"] in self._tools:
             self._held = self._held[header.end() :]
             self._arguments = JsonEnd()
             self._state = self._in_arguments
@@ -208,7 +209,7 @@ class _RegionEnd:
             start = self._region.value_start.match(body)
             if start is None:
                 return None
-            self._value = JsonEnd()
+            self._value = JsonEnd(self._region.is_python)
             self._num_searched = start.end()
         end = self._value.feed(body[self._num_searched :])
         if end is None:

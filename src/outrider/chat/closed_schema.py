@@ -19,6 +19,7 @@ OPEN_ON_PURPOSE = (
 )
 # Keywords whose schemas describe the same object as the schema around them.
 SAME_OBJECT = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas")
+NOTES = ("title", "description", "examples", "default", "deprecated", "readOnly", "writeOnly", "$comment")
 # Keywords that contain schemas: by name, in a list, alone.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -34,6 +35,14 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     if not any(map(_is_described_twice, _all_schemas(schema))):
         schema = _with_members(schema, _closed)
     return _close(schema, is_outermost=True)
+
+
+def without_notes(schema: Any) -> Any:
+    """The schema without what is written for people: a grammar does not need it, and it may be long."""
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {keyword: value for keyword, value in schema.items() if keyword not in NOTES}
+    return _with_members(kept, without_notes)
 
 
 def _closed(schema: Any) -> Any:

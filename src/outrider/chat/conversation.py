@@ -70,7 +70,10 @@ class Tool:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)  # JSON schema
-    strict: bool = False  # True: a call whose arguments break the schema is not given out as a call
+    # True: a call whose arguments break the schema is not given out as a call, and a schema that a grammar
+    # cannot enforce is refused. False: with tool_choice "auto", the arguments may be any object.
+    strict: bool | None = None
+    is_deferred: bool = False  # not in the list of tools that the prompt shows: a tool's result describes it
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outrider.engine.sequence import Stats, TokenOrigin
+from outrider.engine.sequence import PromptProgress, Stats, TokenOrigin
 from outrider.plan import TokenLogprobs
 
 FinishedReason = Literal["stop", "length", "tool_calls", "cancelled", "queue_timeout", "timeout", "error"]
@@ -98,5 +98,6 @@ ChatEvent = (
     | ToolCallEnded
     | Logprobs
     | TokenOrigins
+    | PromptProgress
     | Finished
 )

@@ -10,20 +10,34 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from outrider.chat.closed_schema import without_notes
 from outrider.chat.conversation import ChatRequest, NamedTool, Tool
 from outrider.chat.formats import harmony
-from outrider.chat.formats.call_grammar import Element, FreeText, JsonValue, OneOf, OptionalElements
+from outrider.chat.formats.call_grammar import (
+    CallGrammar,
+    Element,
+    FreeText,
+    JsonValue,
+    OneOf,
+    OptionalElements,
+    Pattern,
+    Repeated,
+    RequiredElement,
+    Separated,
+)
 from outrider.chat.formats.reasoning_format import ReasoningFormat
 from outrider.chat.formats.tool_format import ToolFormat
 from outrider.chat.special_tokens import Vocabulary
-from outrider.request import Grammar, InvalidRequest
+from outrider.request import Grammar, InvalidRequest, Marker, Triggers
 
 # inside: the prompt has opened the reasoning. free: the model may reason. off: the model does not reason.
 Thinking = Literal["inside", "free", "off"]
+
+Items = Sequence[tuple[tuple[RequiredElement, ...], bool]]  # of a Separated
 
 _ANYTHING = "/(?s:.*)/"
 _BLANK = r"/[ \n]{0,4}/"
@@ -36,7 +50,7 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separ
 class Constraint:
     grammar: Grammar | None = None
     opens_reasoning: bool = False  # the reasoning's opening must be added to the prompt
-    forces_call: bool = False
+    streams_calls: bool = False  # every call is under a grammar
 
 
 def constraint_for(
@@ -59,6 +73,44 @@ def constraint_for(
         either = _Writer(vocabulary).calls_or(tool_format, tools, request.parallel_tool_calls, grammar)
         grammar = Grammar("lark", either)
     return _after_reasoning(grammar, reasoning, thinking, vocabulary)
+
+
+def free_calls(
+    tools: Sequence[Tool],
+    format: ToolFormat,
+    reasoning: ReasoningFormat | None,
+    starts_inside: bool,
+    allows_many: bool,
+    vocabulary: Vocabulary,
+) -> Constraint:
+    """The constraint on an answer that may have calls: a lazy grammar takes over where a call starts.
+
+    Raises InvalidRequest if no grammar can be written for the model's format.
+    """
+    writer = _Writer(vocabulary)
+    text = writer.free_calls(_required(format), tools, allows_many)
+    markers = writer.free_markers(format, tools)
+    thoughts = None
+    if reasoning is not None and reasoning is not harmony.REASONING:
+        thoughts = writer.marker(reasoning.opening), writer.marker(reasoning.closing)
+    triggers = Triggers(
+        markers,
+        at_start=format.region.opens_answer_only,
+        reasoning=thoughts,
+        starts_inside=starts_inside and thoughts is not None,
+        in_reasoning=bool(interrupting(format, vocabulary)),
+    )
+    streams = not format.region.opens_answer_only
+    return Constraint(Grammar("lark", text, triggers=triggers), streams_calls=streams)
+
+
+def interrupting(format: ToolFormat, vocabulary: Vocabulary) -> tuple[str, ...]:
+    """The markers that open calls inside reasoning too, and so end it: only if all are special tokens.
+
+    Other markers are plain text there: models mention them while they think.
+    """
+    markers = (*format.region.before, *format.region.opening)
+    return markers if all(marker in vocabulary.special for marker in markers) else ()
 
 
 def _forced_tools(request: ChatRequest) -> Sequence[Tool]:
@@ -94,12 +146,12 @@ def _after_reasoning(
     if reasoning is harmony.REASONING:
         return _after_channel(grammar, thinking, vocabulary, forces_call)
     if reasoning is None or thinking == "off":
-        return Constraint(grammar, forces_call=forces_call)
+        return Constraint(grammar, streams_calls=forces_call)
     if reasoning.closing in vocabulary.added:
         grammar = replace(grammar, after_ids=(vocabulary.added[reasoning.closing],))
     else:  # the closing may be tokenized in several ways: match its text
         grammar = Grammar("lark", _Writer(vocabulary).after_text(reasoning.closing, grammar))
-    return Constraint(grammar, opens_reasoning=thinking == "free", forces_call=forces_call)
+    return Constraint(grammar, opens_reasoning=thinking == "free", streams_calls=forces_call)
 
 
 def _after_channel(
@@ -109,7 +161,9 @@ def _after_channel(
     format = harmony.REASONING
     mark = format.closing if forces_call else format.answer
     grammar = replace(grammar, after_ids=tuple(vocabulary.encode(mark)))
-    return Constraint(grammar, opens_reasoning=forces_call and thinking != "inside", forces_call=forces_call)
+    return Constraint(
+        grammar, opens_reasoning=forces_call and thinking != "inside", streams_calls=forces_call
+    )
 
 
 class _Writer:
@@ -124,6 +178,35 @@ class _Writer:
     def calls(self, format: ToolFormat, tools: Sequence[Tool], allows_many: bool) -> str:
         """One call of one of the tools, or several calls."""
         return self._grammar(f"blank {self._calls(format, tools, allows_many)}", f"blank: {_BLANK}")
+
+    def free_calls(self, format: ToolFormat, tools: Sequence[Tool], allows_many: bool) -> str:
+        """What a lazy grammar enforces: calls with all their tags, or a call without the optional ones."""
+        if format.free_grammar is not None:
+            self._tools(format.free_grammar, tools)
+            starts = " | ".join(map(self._text, format.free_starts))
+            return self._grammar("free_start call", f"free_start: {starts}")
+        has_frame = format.around != ("", "")
+        whole = self._calls(format, tools, allows_many and has_frame)
+        if format.region.opens_answer_only:
+            leads = " | ".join(self._text(lead) for lead in self._leads(format) if lead)
+            return self._grammar(f"lead? {whole}", f"lead: {leads}") if leads else self._grammar(whole)
+        has_bare = bool(format.region.before) and (has_frame or format.tags != ("", ""))
+        return self._grammar(f"whole{' | call' if has_bare else ''}", f"whole: {whole}")
+
+    def free_markers(self, format: ToolFormat, tools: Sequence[Tool]) -> tuple[Marker, ...]:
+        """The texts with which these calls start."""
+        if format.free_grammar is not None:
+            return tuple(map(self.marker, format.free_starts))
+        if not format.region.opens_answer_only:
+            return tuple(map(self.marker, (*format.region.before, *format.region.opening)))
+        assert format.call_grammar is not None
+        starts = [format.call_grammar(tool)[0] for tool in tools]
+        texts = (f"{lead}{format.around[0]}{start}" for lead in self._leads(format) for start in starts)
+        return tuple(self.marker(text.rstrip()) for text in texts)  # half of all tokens start with a blank
+
+    def _leads(self, format: ToolFormat) -> list[str]:
+        """What may stand between the start of the answer, or the last call, and a call."""
+        return ["", *format.region.before, *(f"{after} " for after in format.region.after)]
 
     def calls_or(self, format: ToolFormat, tools: Sequence[Tool], allows_many: bool, answer: Grammar) -> str:
         """Calls, or an answer under its own grammar."""
@@ -142,15 +225,20 @@ class _Writer:
 
     def _calls(self, format: ToolFormat, tools: Sequence[Tool], allows_many: bool) -> str:
         assert format.call_grammar is not None
+        self._tools(format.call_grammar, tools)
+        tagged = f"{self._text(format.tags[0])} call {self._text(format.tags[1])}".strip()
+        more = f" ({self._text(format.between)} {tagged})*" if allows_many and not format.is_single else ""
+        start, after = format.around[0], self._text(format.around[1])
+        before = self._text(start) if isinstance(start, str) else self._elements(start, "before")
+        return f"{before} {tagged}{more} {after}".strip()
+
+    def _tools(self, call_grammar: Callable[[Tool], CallGrammar], tools: Sequence[Tool]) -> None:
+        """The rule `call`: a call of one of the tools."""
         names = []
         for i, tool in enumerate(tools):
             names.append(f"call_{i}")
-            elements = self._elements(format.call_grammar(tool), f"part_{i}")
-            self._rules.append(f"call_{i}: {elements}")
+            self._rules.append(f"call_{i}: {self._elements(call_grammar(tool), f'part_{i}')}")
         self._rules.append(f"call: {' | '.join(names)}")
-        more = f" ({self._text(format.between)} call)*" if allows_many and not format.is_single else ""
-        before, after = map(self._text, format.around)
-        return f"{before} call{more} {after}".strip()
 
     def _elements(self, elements: Sequence[Element], name: str) -> str:
         return " ".join(self._element(element, f"{name}_{i}") for i, element in enumerate(elements))
@@ -161,33 +249,55 @@ class _Writer:
                 return self._text(element)
             case JsonValue(schema, is_strict):
                 style = {**_JSON_STYLE, "lenient": not is_strict}
-                self._rules.append(f"{name}: %json {json.dumps({**schema, 'x-guidance': style})}")
+                written = json.dumps({**without_notes(schema), "x-guidance": style})
+                self._rules.append(f"{name}: %json {written}")
                 return name
             case FreeText(until):
                 return self._free_text(until, name)
             case OneOf(choices):
                 return f"({' | '.join(map(_quoted, choices))})"
+            case Pattern(expression):
+                return f"/{expression}/"
             case OptionalElements(inner):
                 return f"({self._elements(inner, name)})?"
+            case Separated(items, separator):
+                return self._separated(items, separator, name)
+            case Repeated(item, separator):
+                self._rules.append(f"{name}: {self._elements(item, f'{name}_item')}")
+                return f"({name} ({self._text(separator)} {name})*)?"
+
+    def _separated(self, items: Items, separator: str, name: str) -> str:
+        """Two rules for each item: `first`, while nothing is written, and `more`, after something is."""
+        self._rules += [f'{name}_first_{len(items)}: ""', f'{name}_more_{len(items)}: ""']
+        for i, (elements, is_required) in enumerate(items):
+            self._rules.append(f"{name}_item_{i}: {self._elements(elements, f'{name}_{i}')}")
+            first = f"{name}_item_{i} {name}_more_{i + 1}"
+            more = f"{self._text(separator)} {first}"
+            or_skip = ("", "") if is_required else (f" | {name}_first_{i + 1}", f" | {name}_more_{i + 1}")
+            self._rules.append(f"{name}_first_{i}: {first}{or_skip[0]}")
+            self._rules.append(f"{name}_more_{i}: {more}{or_skip[1]}")
+        return f"{name}_first_0"
 
     def _free_text(self, until: str, name: str) -> str:
-        if until in self._added:
-            self._rules.append(f"{name}: {_ANYTHING}")
-            return f"{name} {self._text(until)}"
-        if self._tokens.search(until):
-            raise InvalidRequest("this model's tool calls end in a way that a grammar cannot force")
-        self._rules.append(f"{name}[suffix={_quoted(until)}]: {_ANYTHING}")
-        return name
+        """Any text up to and including `until`. Text never contains an added token."""
+        token = self._tokens.search(until)
+        text, rest = (until[: token.start()], until[token.start() :]) if token else (until, "")
+        self._rules.append(f"{name}[suffix={_quoted(text)}]: {_ANYTHING}" if text else f"{name}: {_ANYTHING}")
+        return f"{name} {self._text(rest)}".strip()
 
     def _text(self, text: str) -> str:
         """Literal text, with added tokens written by their ids."""
-        written, at = [], 0
+        parts = self.marker(text)
+        return " ".join(_quoted(part) if isinstance(part, str) else f"<[{part}]>" for part in parts)
+
+    def marker(self, text: str) -> Marker:
+        """A text, cut at its added tokens."""
+        parts: list[str | int] = []
+        at = 0
         for found in self._tokens.finditer(text):
-            written += [_quoted(text[at : found.start()])] if found.start() > at else []
-            written.append(f"<[{self._added[found.group()]}]>")
+            parts += [text[at : found.start()], self._added[found.group()]]
             at = found.end()
-        written += [_quoted(text[at:])] if at < len(text) else []
-        return " ".join(written)
+        return tuple(part for part in (*parts, text[at:]) if part != "")
 
 
 def _answer(grammar: Grammar) -> str:

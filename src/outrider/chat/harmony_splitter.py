@@ -68,13 +68,16 @@ class HarmonySplitter(StateSplitter):
         name = harmony.called_function(self._header) if self._tools else None
         if name is None:
             self._state = self._in_content
-        elif self._streams_calls:
+        elif self._streams_calls and name in self._tools and self._is_under_grammar():
             self._arguments = JsonEnd()
             self._state = self._in_arguments
             yield CallOpened(name)
         else:
             self._call = ""
             self._state = self._in_call
+
+    def _is_under_grammar(self) -> bool:
+        return any(start in self._header for start in harmony.CALL_STARTS)
 
     def _in_content(self) -> Iterator[Segment]:
         found, text = self._take_content()

@@ -11,16 +11,25 @@ from typing import Any, NoReturn
 MAX_DEPTH = 100  # nested lists and objects of a value that is read; chosen by hand: clients can send it back
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
-_IN_STRING = re.compile(r'["\\]')
+_OUTSIDE_PYTHON = re.compile(r"""["'{}\[\]]""")
+_IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 
 
 class JsonEnd:
-    """Finds the end of an object or array by its brackets. `loads` decides whether the JSON is valid."""
+    """Finds the end of an object or array by its brackets. `loads` decides whether the JSON is valid.
 
-    def __init__(self) -> None:
+    With `is_python`, strings may be in single quotes too.
+    """
+
+    def __init__(self, is_python: bool = False) -> None:
+        self._outside = _OUTSIDE_PYTHON if is_python else _OUTSIDE
         self._depth = 0
         self._is_escaped = False
-        self.in_string = False
+        self._quote = ""  # of the string that is open
+
+    @property
+    def in_string(self) -> bool:
+        return bool(self._quote)
 
     def feed(self, text: str) -> int | None:
         """Take the next chunk. Once the last bracket has come: how many characters belong to the value."""
@@ -30,20 +39,20 @@ class JsonEnd:
                 self._is_escaped = False
                 at += 1
                 continue
-            found = (_IN_STRING if self.in_string else _OUTSIDE).search(text, at)
+            found = (_IN_STRING[self._quote] if self._quote else self._outside).search(text, at)
             if found is None:
                 return None
             at = found.end()
             self._take(found.group())
-            if self._depth == 0 and not self.in_string:
+            if self._depth == 0 and not self._quote:
                 return at
         return None
 
     def _take(self, character: str) -> None:
         if character == "\\":
             self._is_escaped = True
-        elif character == '"':
-            self.in_string = not self.in_string
+        elif character in "\"'":
+            self._quote = "" if self._quote else character
         else:
             self._depth += 1 if character in "{[" else -1
 

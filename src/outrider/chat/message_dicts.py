@@ -72,7 +72,7 @@ def tools_from_dicts(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
                 function["name"],
                 function.get("description") or "",
                 function.get("parameters") or {},
-                strict=bool(function.get("strict")),
+                strict=None if function.get("strict") is None else bool(function["strict"]),
             )
         )
     return converted

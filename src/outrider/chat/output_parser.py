@@ -67,11 +67,13 @@ def new_splitter(
     *,
     starts_inside: bool = False,
     streams_calls: bool = False,
+    interrupting: Collection[str] = (),
 ) -> Splitter:
     """The splitter for answers in these formats. Calls are looked for only if there are tools.
 
     `starts_inside`: the prompt has opened the reasoning. `streams_calls`: a grammar guarantees the form of
-    calls, so their arguments are passed on while they arrive.
+    calls, so their arguments are passed on while they arrive. `interrupting`: markers of calls that end the
+    reasoning.
     """
     if reasoning_format is harmony.REASONING:
         return HarmonySplitter(tools, starts_inside, streams_calls)
@@ -80,7 +82,7 @@ def new_splitter(
         answer = CallSplitter(tool_format, tools, streams_calls)
     if reasoning_format is None:
         return answer
-    return ReasoningSplitter(reasoning_format, answer, starts_inside)
+    return ReasoningSplitter(reasoning_format, answer, starts_inside, interrupting if tools else ())
 
 
 def new_call_id() -> str:
@@ -122,6 +124,8 @@ class OutputParser:
 
     def read(self, delta: Delta, with_logprobs: bool) -> Iterator[ChatEvent]:
         """The events of one engine delta, except for Finished: see `finished_event`."""
+        if delta.prompt_progress is not None:
+            yield delta.prompt_progress
         if delta.origins:
             yield TokenOrigins(token_details(delta))
         yield from self.push(delta.text)

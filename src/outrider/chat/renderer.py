@@ -14,18 +14,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from outrider.chat.conversation import ChatRequest, Message
+from outrider.chat.conversation import ChatRequest, Message, Tool
 from outrider.chat.formats import DEFAULT_TOOL_FORMAT, detect
-from outrider.chat.formats.tool_format import ToolsByName
-from outrider.chat.grammars import Constraint, Thinking, constraint_for
+from outrider.chat.formats.tool_format import ToolFormat, ToolsByName
+from outrider.chat.grammars import Constraint, Thinking, constraint_for, free_calls, interrupting
 from outrider.chat.messages import calls_as_text, describe_tools
 from outrider.chat.output_parser import OutputParser, PlainSplitter, new_splitter
 from outrider.chat.prompt_limit import NO_LIMIT, PromptLimit
 from outrider.chat.special_tokens import Vocabulary
 from outrider.chat.template import ChatTemplate, RenderedMessages, template_source
+from outrider.chat.thinking import AUTO_PARSER, ThinkingBudgets, reasoning_format
 from outrider.media.image_reader import ImageReader
 from outrider.prompt_media import PromptMedia
 from outrider.request import InvalidRequest, SamplingParams
+
+# Tools of a format in which each tool has a start of its own. Chosen by hand: 100 take some 0.3 s to compile.
+MAX_NAMES_AT_START = 100
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,9 @@ class ChatPrompt:
     new_parser: Callable[[], OutputParser]  # makes the reader of one answer: it has a state
     continues_prompt: bool  # True: the answer's text continues the prompt's text
     media: PromptMedia | None = None  # the prompt's images
+    num_images: int = 0  # frames of videos included
+    # The same prompt with less of a grammar, if its own grammar cannot be used.
+    relaxed: Callable[[], ChatPrompt] | None = None
 
 
 class ChatRenderer:
@@ -48,16 +56,32 @@ class ChatRenderer:
         image_reader: ImageReader | None = None,
         no_images_reason: str | None = None,
         max_context: int | None = None,
+        tool_format: ToolFormat | None = None,
+        has_tool_grammar: bool = True,
+        *,
+        reasoning_parser: str = AUTO_PARSER,
+        budget_message: str = "",
+        max_thinking_tokens: int | None = None,
     ) -> None:
         """`image_reader`: None for a model that reads text only, with the reason if it is a vision model.
 
         `max_context`: prompts far longer than this are refused before they are rendered.
+        `tool_format`: None for the format that template and tokenizer show.
+        `has_tool_grammar`: calls that are not forced are under a grammar too.
+        `reasoning_parser`: a name of `chat/thinking.py`.
+        `budget_message`: written before the end of reasoning that has used up its budget.
+        `max_thinking_tokens`: most tokens of reasoning of every answer; None: no limit.
         """
         self.image_reader = image_reader
         self.limit = NO_LIMIT if max_context is None else PromptLimit(max_context)
+        self._has_tool_grammar = has_tool_grammar
         self._vocabulary = Vocabulary(tokenizer)
-        tool_format, self._reasoning = detect(template_source(tokenizer), tokenizer)
-        self._tool_format = tool_format or DEFAULT_TOOL_FORMAT
+        detected, self._reasoning = detect(template_source(tokenizer), tokenizer)
+        self._tool_format = tool_format or detected or DEFAULT_TOOL_FORMAT
+        self._reasoning = reasoning_format(reasoning_parser, self._reasoning)
+        self._budgets = ThinkingBudgets(
+            self._reasoning, self._vocabulary, budget_message, max_thinking_tokens
+        )
         self._template = ChatTemplate(
             tokenizer,
             self._vocabulary,
@@ -75,24 +99,71 @@ class ChatRenderer:
         """The prompt of a conversation. Raises InvalidRequest if the model cannot take the conversation."""
         rendered = self.render_messages(request)
         thinking = self._thinking(request, rendered)
-        constraint = Constraint()
+        constraint, starts_inside = Constraint(), thinking == "inside"
+        is_lazy = not request.is_constrained and self._may_constrain(request)
         if request.is_constrained:
             constraint = constraint_for(
                 request, self._tool_format, self._reasoning, thinking, self._vocabulary
             )
+        elif is_lazy:
+            constraint = self._free_calls(tuple(request.active_tools.values()), request, starts_inside)
         prompt_ids = rendered.ids
         if constraint.opens_reasoning and self._reasoning is not None:
             prompt_ids += tuple(self._vocabulary.encode(self._reasoning.opening))
-            thinking = "inside"
+            starts_inside = True
         media = None
         if self.image_reader is not None and rendered.images:
             media = self.image_reader.place(prompt_ids, rendered.images)
-        return ChatPrompt(
+        prompt = ChatPrompt(
             prompt_ids,
-            self._params(request, constraint),
-            partial(self._new_parser, request, constraint, starts_inside=thinking == "inside"),
+            self._budgets.apply(
+                self._params(request, constraint),
+                starts_inside=starts_inside,
+                constraint=constraint,
+                has_tools=bool(request.active_tools),
+                effort=self._effort(request),
+            ),
+            partial(self._new_parser, request, constraint, starts_inside=starts_inside),
             continues_prompt=bool(request.template_kwargs.get("continue_final_message")),
             media=media,
+            num_images=len(rendered.images),
+        )
+        return (
+            replace(prompt, relaxed=partial(self._relaxed, prompt, request, starts_inside))
+            if is_lazy
+            else prompt
+        )
+
+    def _may_constrain(self, request: ChatRequest) -> bool:
+        """True if calls that are not forced get a grammar."""
+        format, num_tools = self._tool_format, len(request.active_tools)
+        if not self._has_tool_grammar or format.call_grammar is None or request.params.min_tokens:
+            return False
+        return num_tools > 0 and (num_tools <= MAX_NAMES_AT_START or not format.region.opens_answer_only)
+
+    def _free_calls(self, tools: Sequence[Tool], request: ChatRequest, starts_inside: bool) -> Constraint:
+        tools = [replace(tool, parameters=ANY_OBJECT) if tool.strict is False else tool for tool in tools]
+        is_parallel, vocabulary = request.parallel_tool_calls, self._vocabulary
+        return free_calls(tools, self._tool_format, self._reasoning, starts_inside, is_parallel, vocabulary)
+
+    def _relaxed(
+        self, prompt: ChatPrompt, request: ChatRequest, starts_inside: bool, has_names: bool = True
+    ) -> ChatPrompt:
+        """The prompt without the schemas of its tools, except strict ones; or without any grammar."""
+        constraint, relaxed = Constraint(), None
+        if has_names:
+            tools = [
+                tool if tool.strict else replace(tool, strict=False) for tool in request.active_tools.values()
+            ]
+            constraint = self._free_calls(tools, request, starts_inside)
+            relaxed = partial(self._relaxed, prompt, request, starts_inside, has_names=False)
+        if any(tool.strict for tool in request.active_tools.values()):
+            relaxed = None
+        return replace(
+            prompt,
+            params=replace(prompt.params, grammar=constraint.grammar),
+            new_parser=partial(self._new_parser, request, constraint, starts_inside=starts_inside),
+            relaxed=relaxed,
         )
 
     def render_text(self, prompt: str | Sequence[int], params: SamplingParams) -> ChatPrompt:
@@ -102,6 +173,8 @@ class ChatRenderer:
             ids: Sequence[int] = self.limit.encode([prompt], self._vocabulary.encode_prompt)
         else:
             ids = prompt
+        if params.thinking_token_budget is not None:  # else nothing is looked for in a bare prompt's answer
+            params = self._budgets.apply(params, starts_inside=self._ends_inside(ids))
         return ChatPrompt(
             tuple(ids), params, lambda: OutputParser(PlainSplitter(), {}), continues_prompt=True
         )
@@ -111,14 +184,15 @@ class ChatRenderer:
         tools = request.active_tools
         if request.tools and len({tool.name for tool in request.tools}) < len(request.tools):
             raise InvalidRequest("two tools have the same name")
+        shown = tuple(tool for tool in tools.values() if not tool.is_deferred) or tuple(tools.values())
         messages: Sequence[Message] = request.messages
         has_calls = any(message.tool_calls or message.role == "tool" for message in messages)
         if (tools or has_calls) and not self._template.mentions_tools:
             messages = calls_as_text(messages)
             if tools:
                 instructions = self._tool_format.instructions or DEFAULT_TOOL_FORMAT.instructions or ""
-                messages = describe_tools(messages, tuple(tools.values()), instructions)
-        return self._template.render(messages, tuple(tools.values()), request.template_kwargs)
+                messages = describe_tools(messages, shown, instructions)
+        return self._template.render(messages, shown, request.template_kwargs)
 
     def count_tokens(self, text: str) -> int:
         return len(self._vocabulary.encode(text))
@@ -130,6 +204,17 @@ class ChatRenderer:
         is_closed = self._reasoning is not None and end.endswith(self._reasoning.closing)
         is_wanted = request.template_kwargs.get("enable_thinking", True)
         return "free" if self._template.has_thinking_switch and is_wanted and not is_closed else "off"
+
+    def _effort(self, request: ChatRequest) -> object:
+        """The effort whose budget is enforced: a template that knows efforts tells the model instead."""
+        return None if self._template.knows_effort else request.template_kwargs.get("reasoning_effort")
+
+    def _ends_inside(self, prompt_ids: Sequence[int]) -> bool:
+        """True if the last reasoning of a bare prompt is open."""
+        if self._reasoning is None:
+            return False
+        text = self._vocabulary.decode(prompt_ids)
+        return text.rfind(self._reasoning.opening) > text.rfind(self._reasoning.closing)
 
     def _params(self, request: ChatRequest, constraint: Constraint) -> SamplingParams:
         tools = request.active_tools
@@ -149,15 +234,18 @@ class ChatRenderer:
             self._reasoning,
             tools,
             starts_inside=starts_inside,
-            streams_calls=constraint.forces_call,
+            streams_calls=constraint.streams_calls,
+            interrupting=interrupting(self._tool_format, self._vocabulary),
         )
         markers = self._special_markers(tools)
         hides_special = bool(markers) and request.params.skip_special_tokens
+        hidden = self._vocabulary.special - markers if hides_special else frozenset()
+        layout = self._reasoning.layout if self._reasoning is not None else ()
         return OutputParser(
             splitter,
             tools,
             is_parallel=request.parallel_tool_calls,
-            hidden=self._vocabulary.special - markers if hides_special else (),
+            hidden=hidden.union(layout),
         )
 
     def _special_markers(self, tools: ToolsByName) -> frozenset[str]:

@@ -20,6 +20,7 @@ from outrider.chat.events import ChatEvent
 from outrider.chat.output_parser import finished_event
 from outrider.chat.prompt_limit import num_characters
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
+from outrider.chat.validation import validated
 from outrider.engine.engine import AsyncEngine, AsyncStream
 from outrider.engine.validation import ValidatedRequest
 from outrider.media.image_reader import ProcessedImage
@@ -117,7 +118,9 @@ class ChatService:
             prompt, first = await self._off_loop(self._render, render)
         if first is None:
             loop = asyncio.get_running_loop()
-            first = await loop.run_in_executor(self._grammar_threads, self._validate, prompt)
+            check = partial(validated, prompt, self._validate)
+            prompt, first = await loop.run_in_executor(self._grammar_threads, check)
+        assert first is not None
         others = [
             first.for_answer(uuid.uuid4().hex, prompt.params.for_answer(i)) for i in range(1, num_answers)
         ]
@@ -179,6 +182,7 @@ class ChatStream:
         count_tokens: Callable[[str], Awaitable[int]],
     ) -> None:
         self.prompt_ids = prompt.ids
+        self.num_images = prompt.num_images  # frames of videos included
         self._deltas = engine.submit(validated)
         # The generator holds no reference to this stream: dropping the stream ends generator and request.
         self._events = _read(engine, self._deltas, prompt, count_tokens)
@@ -191,6 +195,11 @@ class ChatStream:
     def num_generated(self) -> int:
         """Tokens of the answer so far, read or not."""
         return self._deltas.num_tokens
+
+    @property
+    def num_prefilled(self) -> int:
+        """Tokens of the prompt that are computed."""
+        return self._deltas.num_prefilled
 
     def __aiter__(self) -> AsyncIterator[ChatEvent]:
         return self

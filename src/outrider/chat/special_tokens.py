@@ -40,6 +40,10 @@ class Vocabulary:
         """Encode a bare prompt, with the tokens that the tokenizer adds (such as BOS)."""
         return list(self._tokenizer.encode(text))
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return str(self._tokenizer.decode(list(token_ids)))
+
     def ids_of(self, markers: Sequence[str]) -> tuple[int, ...]:
         """The ids of those markers that are added tokens."""
         return tuple(self.added[marker] for marker in markers if marker in self.added)

@@ -67,13 +67,20 @@ class Splitter(Protocol):
 class ReasoningSplitter:
     """Splits reasoning from the answer, and passes the answer's text on to the next splitter.
 
-    Reasoning is looked for at the start of an answer only: later its markers are plain text.
+    Reasoning is looked for at the start of an answer only: later its markers are plain text. It ends with its
+    closing, or before a marker in `interrupting`.
     """
 
-    def __init__(self, format: ReasoningFormat, answer: Splitter, starts_inside: bool) -> None:
+    def __init__(
+        self,
+        format: ReasoningFormat,
+        answer: Splitter,
+        starts_inside: bool,
+        interrupting: Iterable[str] = (),
+    ) -> None:
         self._format = format
         self._answer = answer
-        self._closing = MarkerSearch([format.closing])
+        self._closing = MarkerSearch([format.closing, *interrupting])
         self._held = ""
         self._is_inside = starts_inside
         self._is_past = False  # the reasoning has ended, or there was none
@@ -99,7 +106,8 @@ class ReasoningSplitter:
                 self._held = self._held[num_reasoning:]
             else:
                 self._is_inside = False
-                yield from self._pass_on(self._held[found.end :])
+                is_closing = found.marker == self._format.closing
+                yield from self._pass_on(self._held[found.end if is_closing else found.start :])
 
     def finish(self) -> Iterator[Segment]:
         held, self._held = self._held, ""

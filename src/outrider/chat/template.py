@@ -97,6 +97,11 @@ class ChatTemplate:
     def has_thinking_switch(self) -> bool:
         return "enable_thinking" in _variables(self.source)
 
+    @property
+    def knows_effort(self) -> bool:
+        """True if the template tells the model its effort of reasoning."""
+        return "reasoning_effort" in _variables(self.source)
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: Mapping[str, Any] | None = None
     ) -> RenderedMessages:
@@ -131,7 +136,7 @@ class ChatTemplate:
     ) -> RenderedMessages:
         names = _names_of_calls(messages)
         dicts = [_message_dict(m, names, arguments_as, self._takes_lists_only) for m in messages]
-        tool_dicts = [_tool_dict(tool) for tool in tools]
+        tool_dicts = [tool_dict(tool) for tool in tools]
         special = SpecialTokenEscape(self._escaped, dicts, [tool_dicts, dict(settings)])
         nothing: frozenset[str] = frozenset()
         text = self._tokenizer.apply_chat_template(
@@ -297,7 +302,7 @@ def _arguments(call: ToolCall, arguments_as: ArgumentsAs) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _tool_dict(tool: Tool) -> dict[str, Any]:
+def tool_dict(tool: Tool) -> dict[str, Any]:
     parameters = dict(tool.parameters) or {"type": "object", "properties": {}}
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}

@@ -71,7 +71,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--workloads",
         nargs="+",
         metavar="NAME",
-        help="chat, code, json, long, shared, mixed (default: chat code json)",
+        help="chat, code, json, long, arrivals, shared, mixed (default: chat code json)",
     )
     group.add_argument(
         "--streams", nargs="+", type=int, metavar="N", help="concurrent requests (default: 1 4 8)"
@@ -86,7 +86,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--prompt-tokens",
         type=int,
         metavar="N",
-        help="length of the prompts of the workload long, about, in tokens (default: 700)",
+        help="length of the long prompts of the workloads long, arrivals and uneven, about, in tokens "
+        "(default: 700, 4000 and 6000)",
     )
     group.add_argument(
         "--depths",

@@ -22,7 +22,8 @@ def _chunk_size(text: str) -> str:
     if text == "0":
         raise ValueError(
             "0 means no chunked prefill in vllm-mlx, and Outrider always prefills in chunks. Use "
-            "--prefill-step-size N, with N as large as --max-context to compute each prompt in one step"
+            "--prefill-step-size N, with N as large as --max-context, and --max-stall-ms 0 to compute each "
+            "prompt in one step"
         )
     return text
 
@@ -36,7 +37,7 @@ ALIASES: dict[str, tuple[str, Callable[[str], str], str]] = {
     "cache-memory-mb": ("prefix_cache_bytes", _mebibytes, "same as --prefix-cache-bytes, in MiB"),
 }
 SWITCH_ALIASES: dict[str, tuple[str, str | bool, str]] = {
-    "enable-mtp": ("mtp", "on", "same as --mtp on"),
+    "enable-mtp": ("mtp", "wanted", "same as --mtp wanted"),
     "no-enable-prefix-caching": ("no_prefix_cache", True, "same as --no-prefix-cache"),
     "disable-prefix-cache": ("no_prefix_cache", True, "same as --no-prefix-cache"),
 }
@@ -48,14 +49,13 @@ UNNEEDED: dict[str, tuple[bool, str]] = {
     "enable-metrics": (False, "/metrics is always served; with API keys, it needs an operator's key"),
     "mllm": (False, "the model's files show whether it reads images"),
     "enable-auto-tool-choice": (False, "tools are always available"),
-    "tool-call-parser": (True, "the chat template shows the tool format"),
-    "reasoning-parser": (True, "the chat template shows the reasoning format"),
 }
 # Flags of features that Outrider does not have: the reason, and the flag to use instead.
 REFUSED = {
     "use-paged-cache": (
-        "Outrider has no paged KV cache. Remove the flag: --memory-budget SIZE limits the KV caches of "
-        "running requests, and --prefix-cache-bytes SIZE limits the cached prefixes"
+        "the layout of the KV cache follows from the model and the device. Remove the flag: "
+        "--memory-budget SIZE limits the KV caches of running requests, "
+        "and --prefix-cache-bytes SIZE limits the cached prefixes"
     ),
 }
 

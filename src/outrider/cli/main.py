@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from outrider import __version__
 from outrider.cli.bench import add_bench
 from outrider.cli.chat import add_chat
+from outrider.cli.greeting import greet
 from outrider.cli.keys import add_keys
+from outrider.cli.launch.command import LOG_LEVELS, add_launch, split_arguments
 from outrider.cli.models import add_models
 from outrider.cli.mtp import add_mtp
 from outrider.cli.serve import add_serve
@@ -21,7 +23,9 @@ from outrider.request import InvalidRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    words, tool_arguments = split_arguments(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(words)
+    args.tool_arguments = tool_arguments
     # The same program again, in another process, for the supervisor of `serve`.
     args.command = sys.orig_argv[1:] if argv is None else ["-m", "outrider", *argv]
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -46,12 +50,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log-level",
         default="warning",
-        choices=["debug", "info", "warning", "error"],
+        choices=LOG_LEVELS,
         help="least severe messages to print (default: %(default)s)",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(run=greet)
+    commands = parser.add_subparsers(metavar="COMMAND")
     add_serve(commands)
     add_chat(commands)
+    add_launch(commands)
     add_keys(commands)
     add_models(commands)
     add_mtp(commands)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from outrider.api.app import Server
     from outrider.api.settings import ServerSettings
+    from outrider.chat.formats.tool_format import ToolFormat
     from outrider.cli.watchdog import Watchdog
     from outrider.engine.engine import Engine
     from outrider.media.limits import MediaLimits
@@ -70,6 +71,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if worker is None:
         api_keys(settings)
     media_limits(options)
+    tool_format(options)
     is_tracing_on(options["otlp_endpoint"])
     tls_context(options["tls_cert"], options["tls_key"])
     allow_connections(options["max_connections"])
@@ -95,8 +97,10 @@ def _supervise(args: argparse.Namespace, options: dict[str, Any], listener: sock
 def engine_config(options: dict[str, Any]) -> EngineConfig:
     """--mtp narrows --drafter. `_check_drafter` checks `--mtp on` once the model is loaded."""
     mtp, drafter = options["mtp"], options["drafter"]
-    if mtp == "on" and drafter not in ("auto", "mtp"):
-        raise InvalidConfig(f"--mtp on and --drafter {drafter} contradict each other: give only one of them")
+    if mtp in ("on", "wanted") and drafter not in ("auto", "mtp"):
+        raise InvalidConfig(
+            f"--mtp {mtp} and --drafter {drafter} contradict each other: give only one of them"
+        )
     if mtp == "off" and drafter == "mtp":
         raise InvalidConfig("--mtp off and --drafter mtp contradict each other: give only one of them")
     if mtp == "off" and options["head"] is not None:
@@ -117,6 +121,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         max_context=options["max_context"],
         memory_budget_bytes=options["memory_budget"],
         prefill_step_size=options["prefill_step_size"],
+        max_stall_ms=options["max_stall_ms"],
         drafter=drafter,
         prefix_cache_bytes=0 if options["no_prefix_cache"] else options["prefix_cache_bytes"],
         prefix_cache_dir=options["prefix_cache_dir"],
@@ -127,15 +132,19 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
 
 
 def _check_drafter(options: dict[str, Any], engine: Engine) -> None:
-    """Refuse to start if the loaded model has no drafter although the options require one."""
+    """Warn, or refuse to start, if the loaded model has no drafter although the options ask for one."""
     facts = engine.facts
-    if (options["mtp"] == "on" or options["drafter"] == "mtp") and facts.drafter != "mtp":
-        raise InvalidConfig(
-            f"--mtp on needs an MTP head, and {facts.name} has none, neither in its checkpoint nor beside it "
-            "(mtp/weights.safetensors or mtp.safetensors). Pass --head FILE, extract a head from the "
-            "original checkpoint with `outrider mtp extract`, train one with `outrider mtp train`, or use "
-            "--mtp auto or --drafter ngram."
+    if facts.drafter != "mtp" and options["mtp"] in ("on", "wanted"):
+        problem = (
+            f"--mtp {options['mtp']} needs an MTP head, and {facts.name} has none that can be used, neither "
+            "in its checkpoint nor beside it (mtp/weights.safetensors or mtp.safetensors). Pass --head FILE, "
+            "extract a head from the original checkpoint with `outrider mtp extract`, train one with "
+            "`outrider mtp train`, or use --drafter ngram."
         )
+        if options["mtp"] == "on":
+            raise InvalidConfig(f"{problem} Or use --mtp auto.")
+        log.warning("%s Answering without drafts.", problem)
+        return
     if options["draft_depth"] and facts.drafter == "none":
         raise InvalidConfig(
             f"--draft-depth {options['draft_depth']} needs a drafter, and {facts.name} has none: "
@@ -157,7 +166,7 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
         any_model_name=options["any_model_name"],
         max_tokens=options["max_tokens"],
         sampling=sampling_defaults(options),
-        max_rows=options["max_rows"],
+        max_rows=1 if options["max_rows"] is None else options["max_rows"],  # `_serve` knows it
         max_queue=options["max_queue"],
         max_body_bytes=options["max_body"],
         max_live_bytes=options["max_live_bytes"],
@@ -205,6 +214,15 @@ def media_limits(options: dict[str, Any]) -> MediaLimits:
     )
 
 
+def tool_format(options: dict[str, Any]) -> ToolFormat | None:
+    """The format that --tool-call-parser names; None without the flag: the chat template is to show it."""
+    if (name := options["tool_call_parser"]) is None:
+        return None
+    from outrider.chat.formats import tool_format_named
+
+    return tool_format_named(name)
+
+
 def model_name(model: str | Path) -> str:
     """The default served name: a Hugging Face id itself, the last part of a path, or an own model's name."""
     from outrider.models.files.named import named_model
@@ -224,6 +242,7 @@ def _serve(
     from outrider.build import ModelChoice, build_engine
     from outrider.chat.renderer import ChatRenderer
     from outrider.chat.service import ChatService
+    from outrider.chat.thinking import check_most, check_parser
     from outrider.cli.banner import banner
     from outrider.cli.loading import loading_bar
     from outrider.cli.watchdog import Watchdog, watch_loading
@@ -238,6 +257,8 @@ def _serve(
     model = options["model"] or default_model()
     name = model_name(model)
     named = named_model(name)
+    check_parser(options["reasoning_parser"])
+    check_most(options["max_thinking_tokens"])
     tls = tls_context(options["tls_cert"], options["tls_key"])
     settings = replace(_settings(options, (name,)), old_model_names=named.OLD_NAMES if named else ())
     revision = options["revision"]
@@ -259,8 +280,19 @@ def _serve(
         async_engine = AsyncEngine(engine)
         reader = engine.reader
         facts = engine.facts
-        settings = replace(settings, sampling=settings.sampling.over(facts.sampling))
-        renderer = ChatRenderer(tokenizer, reader, facts.no_images_reason, facts.max_context)
+        sampling = settings.sampling.over(facts.sampling)
+        settings = replace(settings, sampling=sampling, max_rows=engine.max_rows)
+        renderer = ChatRenderer(
+            tokenizer,
+            reader,
+            facts.no_images_reason,
+            facts.max_context,
+            tool_format(options),
+            has_tool_grammar=not options["no_tool_grammar"],
+            reasoning_parser=options["reasoning_parser"],
+            budget_message=options["reasoning_budget_message"],
+            max_thinking_tokens=options["max_thinking_tokens"],
+        )
         loader = MediaLoader(media_limits(options), reader.read) if reader is not None else None
         service = ChatService(async_engine, renderer, loader)
         watchdog = Watchdog(engine, settings.step_timeout_s, worker.restarts if worker else {})
@@ -274,6 +306,7 @@ def _serve(
             stop_engine=async_engine.close,
             prefix_cache=engine,
             cache_budget_bytes=engine.budget_bytes,
+            memory=engine,
             liveness=watchdog,
         )
         text = banner(

@@ -22,7 +22,7 @@ from outrider.request import MAX_DEPTH
 PREFIX = "OUTRIDER_"
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
-MTP = ("auto", "on", "off")
+MTP = ("auto", "wanted", "on", "off")
 LOG_FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -163,7 +163,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     "drafts": (
         Option(
             "mtp",
-            "draft with the MTP head. auto: if the model has one; on: refuse to start without one (auto)",
+            "draft with the MTP head. auto: if the model has one; wanted: warn, on: refuse to start, without "
+            "one (auto)",
             one_of(*MTP),
             "auto",
             "|".join(MTP),
@@ -189,12 +190,40 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("default-min-p", "0: off (generation_config.json's, else 0)", number),
         Option("default-repetition-penalty", "1: off (generation_config.json's, else 1)", number),
     ),
+    "chat": (
+        Option(
+            "reasoning-parser",
+            "format of the reasoning, such as think, harmony or qwen3; none: it stays in the text (auto)",
+            default="auto",
+            metavar="NAME",
+        ),
+        Option("max-thinking-tokens", "maximum tokens of reasoning in an answer (no limit)", whole_number),
+        Option(
+            "reasoning-budget-message",
+            "text before the end of reasoning that has used up its budget (none)",
+            default="",
+        ),
+        Option(
+            "tool-call-parser",
+            "format of tool calls, by its name here, in vLLM or mlx-lm (the chat template's)",
+            metavar="NAME",
+        ),
+        Option("no-tool-grammar", "enforce tools' schemas only in calls that are forced", is_switch=True),
+    ),
     "engine": (
-        Option("max-rows", "maximum sequences decoded at once (16)", whole_number, 16),
+        Option(
+            "max-rows",
+            "maximum sequences decoded at once (16 on a CPU, else 16 to 64 by memory)",
+            whole_number,
+        ),
         Option("max-context", "maximum tokens of a prompt and its answer (the model's limit)", whole_number),
         Option("memory-budget", "memory for KV caches, such as 8GB (a share of the free memory)", size_bytes),
+        Option("prefill-step-size", "maximum prompt tokens in one step (up to 2048, measured)", whole_number),
         Option(
-            "prefill-step-size", "maximum prompt tokens in one step (128 on a CPU, else 512)", whole_number
+            "max-stall-ms",
+            "longest step that prompts may cause while other requests decode; 0: no limit (200)",
+            whole_number,
+            200,
         ),
         Option(
             "step-timeout",

@@ -9,7 +9,9 @@ from typing import Any
 
 from outrider.grammar.backend import TokenizerSource, new_matcher
 from outrider.grammar.checker import GrammarChecker
+from outrider.grammar.lazy import LazyRowGrammar
 from outrider.grammar.matcher import CompiledGrammar, RowGrammar
+from outrider.grammar.triggers import CompiledTriggers, TokenTexts
 from outrider.isolation.stacks import run_with_stack
 from outrider.request import Grammar
 
@@ -32,12 +34,19 @@ class GrammarCompiler:
         self._checker = GrammarChecker(self._get_source)
         self._compiled: OrderedDict[Grammar, tuple[CompiledGrammar, int]] = OrderedDict()
         self._compiled_lock = threading.Lock()  # never held during a compilation
+        self._texts: TokenTexts | None = None
+        self._triggers: OrderedDict[Grammar, CompiledTriggers] = OrderedDict()
 
-    def new_row(self, grammar: Grammar) -> RowGrammar:
+    def new_row(self, grammar: Grammar) -> RowGrammar | LazyRowGrammar:
         """Raise InvalidRequest, with the reason, if this grammar cannot be used."""
         compiled = self._compile(Grammar(grammar.kind, grammar.text))
         source = self._get_source()
-        return RowGrammar(compiled, source.vocab_size, frozenset(source.eos_ids), grammar.after_ids)
+        eos_ids = frozenset(source.eos_ids)
+        if grammar.triggers is None:
+            return RowGrammar(compiled, source.vocab_size, eos_ids, grammar.after_ids)
+        triggers = self._compile_triggers(grammar, compiled)
+        row = RowGrammar(compiled, source.vocab_size, eos_ids, mask_after_end=triggers.mask_after_call)
+        return LazyRowGrammar(row, triggers)
 
     def close(self) -> None:
         """End the grammar child."""
@@ -60,6 +69,26 @@ class GrammarCompiler:
             self._compiled[key] = compiled, num_bytes + len(key.text)
             self._drop_oldest()
         return compiled
+
+    def _compile_triggers(self, grammar: Grammar, compiled: CompiledGrammar) -> CompiledTriggers:
+        with self._compiled_lock:
+            if grammar in self._triggers:
+                self._triggers.move_to_end(grammar)
+                return self._triggers[grammar]
+        assert grammar.triggers is not None
+        found = CompiledTriggers(grammar.triggers, self._get_texts(), compiled.new_matcher)
+        with self._compiled_lock:
+            self._triggers[grammar] = found
+            if len(self._triggers) > MAX_CACHED:
+                self._triggers.popitem(last=False)
+        return found
+
+    def _get_texts(self) -> TokenTexts:
+        tokenizer, source = self._get_tokenizer(), self._get_source()
+        with self._tokenizer_lock:
+            if self._texts is None:
+                self._texts = TokenTexts(tokenizer, source.vocab_size)
+            return self._texts
 
     def _drop_oldest(self) -> None:
         num_bytes = sum(size for _, size in self._compiled.values())

@@ -43,6 +43,13 @@ class CompiledGrammar:
         self._lock = threading.Lock()
         self.root: Any = compile()
 
+    def new_matcher(self, token_ids: Sequence[int]) -> Any:
+        """The grammar after these tokens; in its error state if it does not allow them."""
+        matcher = self.root.deep_copy()
+        if token_ids:
+            matcher.consume_tokens(list(token_ids))
+        return matcher
+
     def replace(self, root: Any) -> None:
         """Compile again, unless another row has replaced this root already."""
         with self._lock:
@@ -57,13 +64,18 @@ class RowGrammar:
     window                pending  d1  d2  d3     masks: after pending, after d1, …
     """
 
+    needs_host = True
+
     def __init__(
         self,
         compiled: CompiledGrammar,
         vocab_size: int,
         eos_ids: Collection[int],
         after_ids: Sequence[int] = (),
+        mask_after_end: np.ndarray | None = None,
     ) -> None:
+        """`mask_after_end`: the tokens that may follow a draft that ends the grammar; None: only EOS."""
+        self._mask_after_end = mask_after_end
         self._compiled = compiled
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
@@ -74,9 +86,16 @@ class RowGrammar:
         self._slowest_s = 0.0  # processor time of the slowest call of a matcher
         self._reset()
 
+    @property
+    def is_restricting(self) -> bool:
+        """True if `masks` has a mask for the next token."""
+        return not self._is_waiting
+
     def copy(self) -> RowGrammar:
         """The same grammar at its start, for another row. Only before the first commit."""
-        return RowGrammar(self._compiled, self._vocab_size, self._eos_ids, self._after_ids)
+        return RowGrammar(
+            self._compiled, self._vocab_size, self._eos_ids, self._after_ids, self._mask_after_end
+        )
 
     def commit(self, token_id: int) -> None:
         """Take a committed token. Raises GrammarStuck."""
@@ -93,6 +112,17 @@ class RowGrammar:
         if error:
             raise GrammarStuck(f"the grammar does not allow token {token_id}: {error}")
         self._committed.append(token_id)
+
+    def start(self, token_ids: Sequence[int]) -> bool:
+        """Begin the grammar after these tokens. False if the grammar does not allow them."""
+        self._committed = list(token_ids)
+        self._reset()
+        return not self._matcher.is_error()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if nothing can follow but EOS."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
         """The number of leading drafts that the grammar allows.
@@ -168,13 +198,16 @@ class RowGrammar:
         num_walked = 0
         while True:
             mask = np.frombuffer(self._timed(matcher.compute_bitmask), np.uint32)
-            mask = mask & _ids_of_model(len(mask), self._vocab_size)
+            mask = mask & ids_of_model(len(mask), self._vocab_size)
             if matcher.is_error() or not mask.any():
                 break
             masks.append(mask)
             if num_walked == len(drafts) or not self._timed(matcher.consume_token, drafts[num_walked]):
                 break
             num_walked += 1
+            if self._mask_after_end is not None and matcher.is_stopped() and not matcher.is_error():
+                masks.append(self._mask_after_end)
+                break
         if num_walked and not matcher.is_error():
             matcher.rollback(num_walked)
         return masks
@@ -194,6 +227,6 @@ class RowGrammar:
 
 
 @functools.cache
-def _ids_of_model(num_words: int, vocab_size: int) -> np.ndarray:
+def ids_of_model(num_words: int, vocab_size: int) -> np.ndarray:
     """The mask of the model's ids: a tokenizer may have more ids than the model."""
     return np.packbits(np.arange(num_words * 32) < vocab_size, bitorder="little").view(np.uint32)

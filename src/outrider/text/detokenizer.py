@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from outrider.request import Request
@@ -36,6 +36,8 @@ FORCE_TRIM_AT = 2 * TRIM_AT  # tokens in the window: it is trimmed even inside a
 
 # Random token lists, and the most tokens in each, that compare two decode functions. Chosen by hand.
 NUM_COMPARISONS, MAX_COMPARED_TOKENS = 64, 12
+
+MAX_CACHED_TEXTS = 1 << 16  # texts of single tokens; chosen by hand: a few megabytes
 
 
 class Detokenizer:
@@ -211,6 +213,17 @@ def answer_texts(tokenizer: Any, vocab_size: int) -> Callable[[Request], AnswerT
         return AnswerText(own, context, params.stop_strings, params.min_tokens)
 
     return new_text
+
+
+def token_texts(tokenizer: Any, vocab_size: int) -> Callable[[int], str]:
+    """A function that gives the text of one token, special tokens included."""
+    decode = decode_function(tokenizer, vocab_size)
+
+    @lru_cache(MAX_CACHED_TEXTS)
+    def token_text(token_id: int) -> str:
+        return decode([token_id], skips_special=False)
+
+    return token_text
 
 
 class TokenizerDecode(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -49,6 +50,13 @@ def test_whole_message() -> None:
             "output_tokens_details": {"thinking_tokens": 2},
         },
     }
+
+
+@pytest.mark.parametrize("display", ["summarized", "updates", None])
+def test_thinking_is_shown_whole(display: str | None) -> None:
+    """Claude Code asks for updates when its output is a stream of events."""
+    body = {"thinking": {"type": "adaptive", "display": display}}
+    assert ask(body, FakeBackend(THOUGHT))["content"][0]["thinking"] == "Hmm."
 
 
 def test_thinking_can_be_hidden() -> None:
@@ -259,7 +267,6 @@ def test_blocks_become_messages() -> None:
             "tool_choice",
         ),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
-        ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [TOOL | {"input_examples": [{}]}]}, "tools[0].input_examples"),
         ({"tools": [TOOL, TOOL]}, "twice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -319,3 +326,19 @@ def test_count_tokens() -> None:
     assert response.json() == {"input_tokens": 11}
     assert backend.requests[0].tools
     assert not backend.streams
+
+
+def test_a_deferred_tool_is_described_where_a_tool_result_names_it() -> None:
+    later = {"name": "tides", "description": "Asks the sea", "input_schema": {"type": "object"}}
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("tides", "stars")]
+    messages = [
+        *USER,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "search", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": found}]},
+    ]
+    request = request_for({"messages": messages, "tools": [TOOL, later | {"defer_loading": True}]})
+    assert [(tool.name, tool.is_deferred) for tool in request.tools] == [("weather", False), ("tides", True)]
+    described, missing = request.messages[-1].content
+    assert isinstance(described, TextPart)
+    assert json.loads(described.text)["function"]["description"] == "Asks the sea"
+    assert missing == TextPart("The tool stars is not available.")

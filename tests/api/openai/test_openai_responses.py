@@ -209,6 +209,35 @@ def test_previous_response_brings_its_conversation_but_not_its_instructions() ->
     assert [message.role for message in backend.requests[2].messages][-3:] == ["tool", "assistant", "user"]
 
 
+def test_a_reference_stands_for_an_item_of_a_stored_response() -> None:
+    """Vercel's ai refers to what the assistant said and sends its calls."""
+    backend = FakeBackend(CALLS)
+    client = Client(server(backend))
+    first = client.post(PATH, {"input": "Weather?"}).json()
+    said, call, other = first["output"]
+    backend.events = HELLO
+    items = [
+        {"role": "user", "content": "Weather?"},
+        {"type": "item_reference", "id": said["id"]},
+        {key: call[key] for key in ("type", "call_id", "name", "arguments")},
+        {"type": "item_reference", "id": other["id"]},
+        {"type": "function_call_output", "call_id": "call_a", "output": "rain"},
+        {"type": "function_call_output", "call_id": "call_b", "output": "9"},
+    ]
+    second = client.post(PATH, {"input": items}).json()
+    assert [message.role for message in backend.requests[1].messages] == ["user", "assistant", "tool", "tool"]
+    assert backend.requests[1].messages[1] == Message(
+        "assistant",
+        (TextPart("Let me look."),),
+        tool_calls=(ToolCall("call_a", "weather", '{"city":"Oslo"}'), ToolCall("call_b", "time", "{}")),
+    )
+    listed = client.get(f"{PATH}/{second['id']}/input_items").json()["data"]
+    assert [item["type"] for item in listed][:3] == ["message", "message", "function_call"]
+    client.request("DELETE", f"{PATH}/{first['id']}")
+    refusal = client.post(PATH, {"input": items})
+    assert (refusal.status_code, refusal.json()["error"]["code"]) == (400, "item_not_found")
+
+
 def test_stored_responses_can_be_read_and_deleted() -> None:
     client = Client(server(FakeBackend()))
     made = client.post(PATH, {"input": "Hi"}).json()

@@ -7,6 +7,7 @@ message_delta, message_stop                                             or: erro
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from outrider.api import sse
+from outrider.api.answer_streams import stream_answers
 from outrider.api.answers import Answers, failure_of
 from outrider.api.anthropic.answer_models import MessageAnswer, MessageEvent, TokenCount
 from outrider.api.anthropic.messages_request import (
@@ -59,15 +61,19 @@ class Messages:
         chat = messages_request(body, self._context.settings.sampling)
         prepare = partial(self._context.backend.prepare, chat)
         receive = request.receive
-        answers = await self._context.live.start("messages", model, 1, [prepare], receive, body.timeout)
-        builder = self._new_builder(body, model, answers)
+        starting = self._context.live.start("messages", model, 1, [prepare], receive, body.timeout)
         if body.stream:
-            frames = sse.named_frames(builder, answers.events())
             keep_alive_s = self._context.settings.keep_alive_s
-            return sse.EventStreamResponse(frames, answers.close, keep_alive_s, sse.named(PING))
+            frames = partial(self._frames, body, model)
+            return await stream_answers(starting, frames, _failure, keep_alive_s, sse.named(PING))
+        answers = await starting
+        builder = self._new_builder(body, model, answers)
         whole = answers.feed_all(lambda _, event: builder.feed(event))
         await sse.until_disconnected(request.receive, whole)
         return Response(dumps(builder.message), media_type="application/json")
+
+    def _frames(self, body: MessagesRequest, model: str, answers: Answers) -> AsyncIterator[bytes]:
+        return sse.named_frames(self._new_builder(body, model, answers), answers.events())
 
     async def count(self, body: CountTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation."""
@@ -87,6 +93,11 @@ class Messages:
             shows_thinking=not (body.thinking and body.thinking.display == "omitted"),
             asks_for_caching=asks_for_caching(body),
         )
+
+
+def _failure(error: ApiError) -> list[bytes]:
+    """The stream of a message that could not be started."""
+    return [sse.named(anthropic_error(error))]
 
 
 def _check_fields(body: CountTokensRequest) -> None:

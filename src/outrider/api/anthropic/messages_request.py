@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -30,6 +30,7 @@ from outrider.api.request_fields import (
     ToolName,
     Whole,
     callable_tools,
+    documented,
     grammar_of,
     named_tool,
     one_of_types,
@@ -49,13 +50,13 @@ from outrider.chat.conversation import (
     ToolCall,
     ToolChoice,
 )
+from outrider.chat.template import tool_dict
 from outrider.request import NO_DEFAULTS, SamplingDefaults
 
 ERROR_PREFIX = "Error: "  # the model reads it before the text of a tool_result with is_error
 BILLING_HEADER = re.compile(r"\A(?:x-anthropic-[a-z-]+:[^\n]*\n?)+")
 REFUSED_TOOL_FIELDS = {
     "input_examples": "not supported: put examples into the description",
-    "defer_loading": "not supported: the prompt shows all tools from the start",
     "allowed_callers": "not supported: only the model calls tools",
 }
 
@@ -98,7 +99,14 @@ class ToolUseBlock(RequestModel):
     input: JsonObject
 
 
-ResultPart = Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]
+class ToolReferenceBlock(RequestModel):
+    type: Literal["tool_reference"]
+    tool_name: Name
+
+
+ResultPart = Annotated[
+    TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock, Field(discriminator="type")
+]
 
 
 class ToolResultBlock(RequestModel):
@@ -140,6 +148,9 @@ class ToolParam(RequestModel):
     description: str | None = None
     input_schema: JsonObject | None = None
     strict: bool | None = None
+    defer_loading: bool | None = Field(
+        None, description="The prompt shows the tool where a tool_reference names it, not at its beginning"
+    )
 
 
 class ToolChoiceParam(RequestModel):
@@ -152,8 +163,12 @@ class ToolChoiceParam(RequestModel):
 
 class ThinkingParam(RequestModel):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Whole | None = Field(None, description="Passed to the chat template as thinking_budget")
-    display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: Whole | None = documented(
+        "Most tokens of thinking: at the limit its end is forced. Also for the chat template", minimum=0
+    )
+    display: Literal["summarized", "omitted", "updates"] | None = Field(
+        None, description="omitted: the blocks are empty; else they have all that was thought"
+    )
 
 
 class OutputFormat(RequestModel):
@@ -162,7 +177,9 @@ class OutputFormat(RequestModel):
 
 
 class OutputConfig(RequestModel):
-    effort: Word | None = Field(None, description="Passed to the chat template as reasoning_effort")
+    effort: Word | None = Field(
+        None, description="For the chat template, or a limit of the thinking's tokens"
+    )
     format: OutputFormat | None = None
 
 
@@ -207,12 +224,18 @@ def messages_request(body: CountTokensRequest, sampling: SamplingDefaults = NO_D
     grammar = None if format_ is None else schema_grammar(format_.schema_)
     if isinstance(body, MessagesRequest):
         check_stops("stop_sequences", body.stop_sequences)
-        params = sampling_params(body, sampling, max_tokens=body.max_tokens, stop=body.stop_sequences)
+        params = sampling_params(
+            body,
+            sampling,
+            max_tokens=body.max_tokens,
+            stop=body.stop_sequences,
+            thinking=_thinking_limit(body.thinking),
+        )
     else:
         params = sampling_params(body, sampling, max_tokens=1)
     choice = body.tool_choice
     return ChatRequest(
-        messages=_messages(body),
+        messages=_messages(body, tools),
         params=params,
         tools=tools,
         tool_choice=_choice(tools, choice),
@@ -235,6 +258,13 @@ def asks_for_caching(body: MessagesRequest) -> bool:
 
 def _blocks(content: str | Sequence[Any] | None) -> Sequence[Any]:
     return () if content is None or isinstance(content, str) else content
+
+
+def _thinking_limit(thinking: ThinkingParam | None) -> int | None:
+    """What the template cannot switch off is ended at once. Without the field nothing is enforced."""
+    if thinking is None:
+        return None
+    return 0 if thinking.type == "disabled" else thinking.budget_tokens
 
 
 def _template_kwargs(body: CountTokensRequest) -> dict[str, Any]:
@@ -263,7 +293,13 @@ def _tool(index: int, tool: ToolParam) -> Tool:
     for name, reason in REFUSED_TOOL_FIELDS.items():
         if (tool.model_extra or {}).get(name) not in (None, False, [], ["direct"]):
             raise refused(f"{where}.{name}", reason)
-    return Tool(tool.name, tool.description or "", tool.input_schema, strict=bool(tool.strict))
+    return Tool(
+        tool.name,
+        tool.description or "",
+        tool.input_schema,
+        strict=tool.strict,
+        is_deferred=bool(tool.defer_loading),
+    )
 
 
 def _choice(tools: Sequence[Tool], choice: ToolChoiceParam | None) -> ToolChoice:
@@ -273,7 +309,7 @@ def _choice(tools: Sequence[Tool], choice: ToolChoiceParam | None) -> ToolChoice
     return tool_choice_of(tools, openai_words.get(choice.type) if choice else None)
 
 
-def _messages(body: CountTokensRequest) -> list[Message]:
+def _messages(body: CountTokensRequest, tools: Sequence[Tool]) -> list[Message]:
     found = [Message("system", _system_parts(body.system))] if body.system else []
     for i, message in enumerate(body.messages):
         where = f"messages[{i}]"
@@ -282,7 +318,7 @@ def _messages(body: CountTokensRequest) -> list[Message]:
         elif isinstance(message, SystemMessageParam):
             found.append(Message("system", _text_parts(message.content)))
         else:
-            found += _user(message, where)
+            found += _user(message, where, {tool.name: tool for tool in tools})
     return found
 
 
@@ -309,7 +345,7 @@ def _assistant(message: AssistantMessageParam) -> Message:
     return Message("assistant", tuple(texts), "".join(thoughts) or None, tuple(calls))
 
 
-def _user(message: UserMessageParam, where: str) -> list[Message]:
+def _user(message: UserMessageParam, where: str, tools: Mapping[str, Tool]) -> list[Message]:
     """Each tool result becomes a message of its own; the blocks between tool results become user messages."""
     if isinstance(message.content, str):
         return [Message("user", _text_parts(message.content))]
@@ -319,7 +355,7 @@ def _user(message: UserMessageParam, where: str) -> list[Message]:
         if isinstance(block, ToolResultBlock):
             found += [Message("user", tuple(parts))] if parts else []
             parts = []
-            found.append(_tool_result(block, where))
+            found.append(_tool_result(block, where, tools))
         else:
             parts.append(_part(block, where))
     if parts or not found:
@@ -327,14 +363,25 @@ def _user(message: UserMessageParam, where: str) -> list[Message]:
     return found
 
 
-def _tool_result(block: ToolResultBlock, where: str) -> Message:
+def _tool_result(block: ToolResultBlock, where: str, tools: Mapping[str, Tool]) -> Message:
     if isinstance(block.content, list):
-        parts = tuple(_part(part, where) for part in block.content)
+        parts = tuple(
+            _definition(part, tools) if isinstance(part, ToolReferenceBlock) else _part(part, where)
+            for part in block.content
+        )
     else:
         parts = _text_parts(block.content or "")
     if block.is_error:
         parts = (TextPart(ERROR_PREFIX), *parts)
     return Message("tool", parts, tool_call_id=block.tool_use_id)
+
+
+def _definition(block: ToolReferenceBlock, tools: Mapping[str, Tool]) -> TextPart:
+    """A deferred tool as the model reads it: here, so that the prompt before it stays as it was."""
+    tool = tools.get(block.tool_name)
+    if tool is None:
+        return TextPart(f"The tool {block.tool_name} is not available.")
+    return TextPart(json.dumps(tool_dict(tool), ensure_ascii=False))
 
 
 def _text_parts(content: str | Sequence[TextBlock]) -> tuple[Part, ...]:

@@ -120,6 +120,13 @@ class ChatChunkChoice(TypedDict):
     token_origins: NotRequired[list[OriginOfToken]]  # with return_token_origins: true
 
 
+class ChunkPromptProgress(TypedDict):
+    total: int
+    cache: int  # tokens from the prefix cache
+    processed: int  # tokens, those from the cache included
+    time_ms: int  # since the row's first step
+
+
 class ChatCompletionChunk(TypedDict):
     id: str
     object: Literal["chat.completion.chunk"]
@@ -129,6 +136,7 @@ class ChatCompletionChunk(TypedDict):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[CompletionUsage | None]
+    prompt_progress: NotRequired[ChunkPromptProgress]  # with return_progress: true
 
 
 class CompletionLogprobLists(TypedDict):

@@ -10,10 +10,11 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from outrider.api import sse
+from outrider.api.answer_streams import stream_answers
 from outrider.api.answers import Answers, failure_of
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import FINGERPRINT, ServerContext
-from outrider.api.errors import openai_error
+from outrider.api.errors import ApiError, openai_error
 from outrider.api.logprobs import chat_logprobs, token_origins
 from outrider.api.openai.answer_models import ChatCompletion, ChatCompletionChunk
 from outrider.api.openai.chat_request import ChatCompletionRequest, chat_request
@@ -23,6 +24,7 @@ from outrider.chat.events import (
     ChatEvent,
     Finished,
     Logprobs,
+    PromptProgress,
     ReasoningDelta,
     TextDelta,
     TokenDetail,
@@ -51,12 +53,12 @@ class ChatCompletions:
         """Continue a conversation: one answer or n answers, whole or as a stream of chunks."""
         check_extra(body, REFUSED)
         model = self._context.resolve_model(body.model)
-        answers = await self._start(body, model, request)
+        starting = self._start(body, model, request)
         envelope = self._envelope(body, model)
         if body.stream:
-            chunks = _ChunkStream(self._context, body, envelope, answers).frames()
-            return sse.EventStreamResponse(chunks, answers.close, self._context.settings.keep_alive_s)
-        whole = self._whole(body, envelope, answers)
+            frames = partial(_frames, self._context, body, envelope)
+            return await stream_answers(starting, frames, openai_failure, self._context.settings.keep_alive_s)
+        whole = self._whole(body, envelope, await starting)
         return JSONResponse(await sse.until_disconnected(request.receive, whole))
 
     async def _start(self, body: ChatCompletionRequest, model: str, request: Request) -> Answers:
@@ -164,6 +166,17 @@ class _WholeChoice:
         return choice
 
 
+def openai_failure(error: ApiError) -> list[bytes]:
+    """The end of a stream that fails."""
+    return [sse.data(openai_error(error)), sse.DONE]
+
+
+def _frames(
+    context: ServerContext, body: ChatCompletionRequest, envelope: dict[str, Any], answers: Answers
+) -> AsyncIterator[bytes]:
+    return _ChunkStream(context, body, envelope, answers).frames()
+
+
 class _ChunkStream:
     """The chunks of all choices, in order of arrival."""
 
@@ -211,10 +224,16 @@ class _ChunkStream:
             has_rest = self._unsent.get(choice) or self._unsent_origins.get(choice)
             rest = [self._chunk(choice, {"content": ""})] if has_rest else []
             return [*rest, self._chunk(choice, {}, FINISH_REASONS[event.reason])]
+        if isinstance(event, PromptProgress):
+            progress = {"prompt_progress": _progress(event)}
+            return [sse.data(self._rendered(choice, {}, None) | progress)]
         delta = _delta(event)
         return [self._chunk(choice, delta)] if delta is not None else []
 
     def _chunk(self, choice: int, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        return sse.data(self._rendered(choice, delta, finish_reason))
+
+    def _rendered(self, choice: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
         logprobs = None
         if self._with_logprobs and (tokens := self._unsent.pop(choice, None)):
             logprobs = {"content": chat_logprobs(tokens, self._context.tokens), "refusal": None}
@@ -223,7 +242,17 @@ class _ChunkStream:
         if details := self._unsent_origins.pop(choice, None):
             rendered["token_origins"] = token_origins(details, self._context.tokens)
         chunk = self._envelope | {"choices": [rendered]}
-        return sse.data(chunk | {"usage": None} if self._with_usage else chunk)
+        return chunk | {"usage": None} if self._with_usage else chunk
+
+
+def _progress(progress: PromptProgress) -> dict[str, int]:
+    """As llama.cpp has it."""
+    return {
+        "total": progress.num_total,
+        "cache": progress.num_cached,
+        "processed": progress.num_done,
+        "time_ms": round(progress.seconds * 1000),
+    }
 
 
 def _delta(event: ChatEvent) -> dict[str, Any] | None:

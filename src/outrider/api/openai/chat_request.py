@@ -47,6 +47,7 @@ from outrider.api.request_fields import (
     tool_choice_of,
     tool_of,
 )
+from outrider.api.thinking_fields import effort_limit
 from outrider.chat.conversation import (
     ChatRequest,
     MediaPart,
@@ -219,12 +220,17 @@ class ChatCompletionRequest(ChatFields):
     return_token_origins: bool | None = Field(
         None, description="Extension: say of each token whether it was a draft, and of which kind"
     )
+    return_progress: bool | None = Field(
+        None, description="Extension: chunks with prompt_progress while the prompt is computed; needs stream"
+    )
     tools: Annotated[list[ToolSpec], AtMost(TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    reasoning_effort: Word | None = Field(None, description="Passed to the chat template; none: no thinking")
+    reasoning_effort: Word | None = Field(
+        None, description="For the chat template, or a limit of the reasoning's tokens; none: no thinking"
+    )
     modalities: Annotated[list[Word], AtMost(OPTIONS)] | None = documented(enum=[["text"], None])
     verbosity: Word | None = documented(enum=["medium", None])
 
@@ -257,6 +263,8 @@ def chat_request(
         stop=body.stop,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         token_origins=bool(body.return_token_origins),
+        prompt_progress=bool(body.return_progress),
+        thinking=effort_limit(body.reasoning_effort),
     )
     prediction = None if body.prediction is None else body.prediction.content
     if isinstance(prediction, list):
@@ -281,6 +289,8 @@ def _check_options(body: ChatCompletionRequest) -> None:
     if body.modalities not in (None, ["text"]):
         raise refused("modalities", "this server answers in text only")
     check_verbosity("verbosity", body.verbosity)
+    if body.return_progress and not body.stream:
+        raise invalid("return_progress", "is allowed only with stream: true")
 
 
 def _max_tokens(body: ChatCompletionRequest, default: int | None) -> int | None:
@@ -302,9 +312,7 @@ def _tool(index: int, tool: ToolSpec) -> Tool:
     if tool.function is None:
         raise invalid(f"tools[{index}].function", "is missing")
     function = tool.function
-    return Tool(
-        function.name, function.description or "", function.parameters or {}, strict=bool(function.strict)
-    )
+    return Tool(function.name, function.description or "", function.parameters or {}, strict=function.strict)
 
 
 def _choose(tools: list[Tool], choice: str | ChatToolChoice | None) -> tuple[list[Tool], ToolChoice]:

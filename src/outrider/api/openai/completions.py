@@ -19,6 +19,7 @@ from pydantic import (
 from starlette.responses import JSONResponse
 
 from outrider.api import sse
+from outrider.api.answer_streams import stream_answers
 from outrider.api.answers import Answers, failure_of
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import FINGERPRINT, ServerContext
@@ -34,7 +35,7 @@ from outrider.api.limits import (
 )
 from outrider.api.logprobs import MIN_LOGPROB, TokenText
 from outrider.api.openai.answer_models import Completion, CompletionChunk
-from outrider.api.openai.chat import FINISH_REASONS, usage_of
+from outrider.api.openai.chat import FINISH_REASONS, openai_failure, usage_of
 from outrider.api.openapi import OpenAIError, answer
 from outrider.api.request_fields import (
     UNSUPPORTED,
@@ -113,17 +114,34 @@ class Completions:
         model = self._context.resolve_model(body.model)
         is_single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
         prompts: list[Any] = [body.prompt] if is_single else list(body.prompt)
-        answers = await self._start(body, model, prompts, request)
-        try:
-            echoes = await asyncio.to_thread(self._echoes, body, prompts)
-        except BaseException:
-            answers.close()
-            raise
-        rendering = _CompletionRendering(self._context, body, model, echoes, answers)
+        starting = self._start(body, model, prompts, request)
         if body.stream:
-            keep_alive_s = self._context.settings.keep_alive_s
-            return sse.EventStreamResponse(rendering.frames(), answers.close, keep_alive_s)
-        return JSONResponse(await sse.until_disconnected(request.receive, rendering.whole()))
+            frames = partial(self._frames, body, model, prompts)
+            return await stream_answers(starting, frames, openai_failure, self._context.settings.keep_alive_s)
+        answers = await starting
+        whole = self._whole(body, model, prompts, answers)
+        try:
+            return JSONResponse(await sse.until_disconnected(request.receive, whole))
+        finally:
+            answers.close()
+
+    async def _frames(
+        self, body: CompletionRequest, model: str, prompts: Sequence[Prompt], answers: Answers
+    ) -> AsyncIterator[bytes]:
+        rendering = await self._rendering(body, model, prompts, answers)
+        async for frame in rendering.frames():
+            yield frame
+
+    async def _whole(
+        self, body: CompletionRequest, model: str, prompts: Sequence[Prompt], answers: Answers
+    ) -> dict[str, Any]:
+        return await (await self._rendering(body, model, prompts, answers)).whole()
+
+    async def _rendering(
+        self, body: CompletionRequest, model: str, prompts: Sequence[Prompt], answers: Answers
+    ) -> _CompletionRendering:
+        echoes = await asyncio.to_thread(self._echoes, body, prompts)
+        return _CompletionRendering(self._context, body, model, echoes, answers)
 
     async def _start(
         self, body: CompletionRequest, model: str, prompts: Sequence[Prompt], request: Request

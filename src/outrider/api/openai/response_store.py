@@ -22,6 +22,7 @@ class StoredResponse:
     response: bytes  # JSON: many small objects would take much more memory than their text
     input_items: bytes  # JSON: the whole list object
     messages: tuple[Message, ...]  # input and answer of this response and all before it, no instructions
+    output_ids: tuple[str, ...] = ()  # of the items of its answer
 
 
 class ResponseStore:
@@ -47,12 +48,19 @@ class ResponseStore:
         own.move_to_end(response_id)
         return own[response_id][0]
 
+    def with_item(self, tenant: str, item_id: str) -> StoredResponse | None:
+        """The response whose answer has an item with this id."""
+        response_id = self._tenants.get(tenant, _Stored()).item_owners.get(item_id)
+        return None if response_id is None else self.get(tenant, response_id)
+
     def put(self, tenant: str, stored: StoredResponse) -> None:
         """A response larger than the whole store is not stored."""
         size = _size(stored)
         if size > self._max_bytes:
             return
-        self._tenants.setdefault(tenant, _Stored())[stored.id] = (stored, size)
+        own = self._tenants.setdefault(tenant, _Stored())
+        own[stored.id] = (stored, size)
+        own.item_owners.update(dict.fromkeys(stored.output_ids, stored.id))
         self.num_bytes += size
         while len(self) > self._max_responses:
             self._drop_oldest(max(self._tenants, key=lambda name: len(self._tenants[name])))
@@ -63,7 +71,10 @@ class ResponseStore:
         own = self._tenants.get(tenant, _Stored())
         if response_id not in own:
             return False
-        self.num_bytes -= own.pop(response_id)[1]
+        stored, size = own.pop(response_id)
+        self.num_bytes -= size
+        for item_id in stored.output_ids:
+            own.item_owners.pop(item_id, None)
         if not own:
             del self._tenants[tenant]
         return True
@@ -75,13 +86,18 @@ class ResponseStore:
 class _Stored(OrderedDict[str, tuple[StoredResponse, int]]):
     """The responses of one tenant and their sizes, the most recently used last."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.item_owners: dict[str, str] = {}  # response id by the id of an item of its answer
+
     @property
     def num_bytes(self) -> int:
         return sum(size for _, size in self.values())
 
 
 def _size(stored: StoredResponse) -> int:
-    return len(stored.response) + len(stored.input_items) + _messages_size(stored.messages)
+    texts = len(stored.response) + len(stored.input_items)
+    return texts + PART_OVERHEAD_BYTES * len(stored.output_ids) + _messages_size(stored.messages)
 
 
 def _messages_size(messages: Sequence[Message]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,8 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse
 
 from outrider.api import sse
+from outrider.api.answer_streams import stream_answers
+from outrider.api.answers import Answers
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
 from outrider.api.errors import ApiError, context_exceeded
@@ -25,6 +29,7 @@ from outrider.api.openai.response_store import ResponseStore, StoredResponse
 from outrider.api.openai.responses_events import ResponseBuilder
 from outrider.api.openai.responses_request import (
     InputItem,
+    ItemReference,
     ResponsesRequest,
     input_items,
     input_messages,
@@ -57,6 +62,7 @@ class Responses:
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """Answer an input, whole or as a stream of events."""
+        body = self._with_items(body)
         model, messages, chat = self._read(body)
         context = self._context
         with_logprobs = chat.params.logprobs is not None
@@ -70,22 +76,31 @@ class Responses:
         )
         prepare = partial(context.backend.prepare, chat)
         receive = request.receive
-        try:
-            answers = await context.live.start("responses", model, 1, [prepare], receive, body.timeout)
-        except PromptTooLong as error:
-            if not body.stream:
-                raise
-            return _failed_stream(builder, context_exceeded(error))
+        starting = context.live.start("responses", model, 1, [prepare], receive, body.timeout)
         if body.stream:
-            frames = sse.named_frames(builder, answers.events(with_logprobs))
-            return sse.EventStreamResponse(frames, answers.close, context.settings.keep_alive_s)
+            return await self._stream(starting, builder, with_logprobs)
+        answers = await starting
         whole = answers.feed_all(lambda _, event: builder.feed(event), with_logprobs)
         await sse.until_disconnected(request.receive, whole)
         return JSONResponse(builder.response)
 
+    async def _stream(
+        self, starting: Coroutine[Any, Any, Answers], builder: ResponseBuilder, with_logprobs: bool
+    ) -> Response:
+        def frames(answers: Answers) -> AsyncIterator[bytes]:
+            return sse.named_frames(builder, answers.events(with_logprobs))
+
+        failure = partial(_failure, builder)
+        try:
+            return await stream_answers(starting, frames, failure, self._context.settings.keep_alive_s)
+        except PromptTooLong as error:  # Codex looks for it in a stream only
+            exceeded = context_exceeded(error)
+            note_refusal(exceeded.reason)
+            return Response(b"".join(failure(exceeded)), headers=sse.HEADERS)
+
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
         """Count the tokens of an input."""
-        _, _, chat = self._read(body)
+        _, _, chat = self._read(self._with_items(body))
         async with self._context.live.time_limits(body.timeout).preparing():
             counting = self._context.backend.count_tokens(chat)
             num_tokens = await sse.until_disconnected(request.receive, counting)
@@ -118,7 +133,34 @@ class Responses:
             answer = input_messages(OUTPUT_ITEMS.validate_python(response["output"]))
             listed = sse.to_json(_page(input_items(body.input))).encode()
             rendered = sse.to_json(response).encode()
-            self._store.put(tenant, StoredResponse(response["id"], rendered, listed, (*messages, *answer)))
+            ids = tuple(item["id"] for item in response["output"])
+            stored = StoredResponse(response["id"], rendered, listed, (*messages, *answer), ids)
+            self._store.put(tenant, stored)
+
+    def _with_items(self, body: ResponsesRequest) -> ResponsesRequest:
+        """The request with items in the place of references to them. Each response is read once."""
+        if isinstance(body.input, str) or not any(isinstance(item, ItemReference) for item in body.input):
+            return body
+        found: dict[str, Any] = {}
+        for i, item in enumerate(body.input):
+            if isinstance(item, ItemReference) and item.id not in found:
+                found |= self._output_items(item.id, f"input[{i}]")
+        items = [found[item.id] if isinstance(item, ItemReference) else item for item in body.input]
+        return body.model_copy(update={"input": items})
+
+    def _output_items(self, item_id: str, where: str) -> dict[str, Any]:
+        """By their ids: the items of the answer to which an item belongs."""
+        stored = self._store.with_item(current_tenant.get(), item_id)
+        if stored is None:
+            raise ApiError(
+                400,
+                f"the item {item_id[:100]!r} is not stored here: it was never stored, or it was dropped or "
+                "deleted. Send the item itself instead.",
+                param=where,
+                code="item_not_found",
+            )
+        output = OUTPUT_ITEMS.validate_python(json.loads(stored.response)["output"])
+        return dict(zip(stored.output_ids, output, strict=True))
 
     def _earlier(self, response_id: str | None) -> tuple[Message, ...]:
         if response_id is None:
@@ -141,11 +183,10 @@ class Responses:
         return found
 
 
-def _failed_stream(builder: ResponseBuilder, error: ApiError) -> Response:
-    """A stream that fails at once. Codex looks for a prompt that is too long in a stream only."""
-    note_refusal(error.reason)
+def _failure(builder: ResponseBuilder, error: ApiError) -> list[bytes]:
+    """The stream of a response that could not be started."""
     events = [*builder.start(), *builder.fail(error.code or "server_error", error.detail)]
-    return Response(b"".join(map(sse.named, events)), headers=sse.HEADERS)
+    return [sse.named(event) for event in events]
 
 
 def _new_response(
@@ -201,7 +242,7 @@ def _rendered_tool(tool: Any) -> dict[str, Any]:
         "name": tool.name,
         "description": tool.description or None,
         "parameters": dict(tool.parameters),
-        "strict": tool.strict,
+        "strict": bool(tool.strict),
     }
 
 

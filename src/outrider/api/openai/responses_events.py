@@ -23,6 +23,7 @@ from outrider.chat.events import (
     ChatEvent,
     Finished,
     Logprobs,
+    PromptProgress,
     ReasoningDelta,
     TextDelta,
     TokenOrigins,
@@ -81,7 +82,7 @@ class ResponseBuilder:
             case Logprobs(tokens):
                 self._logprobs += chat_logprobs(tokens, self._tokens) if self._with_logprobs else []
                 return []
-            case TokenOrigins():  # of chat completions only
+            case TokenOrigins() | PromptProgress():  # of chat completions only
                 return []
             case Finished():
                 return self._finish(event)

@@ -43,6 +43,7 @@ from outrider.api.request_fields import (
     tool_choice_of,
     tool_of,
 )
+from outrider.api.thinking_fields import effort_limit
 from outrider.chat.conversation import (
     ChatRequest,
     MediaPart,
@@ -125,6 +126,13 @@ class ReasoningItem(RequestModel):
     status: Word | None = None
 
 
+class ItemReference(RequestModel):
+    """An output item of a stored response, by its id. `Responses` replaces it by the item."""
+
+    type: Literal["item_reference"]
+    id: Word
+
+
 def _item_kind(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     return "message" if kind is None else str(kind)
@@ -134,7 +142,8 @@ InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_item_kind),
 ]
 
@@ -234,7 +243,14 @@ def response_request(
     tools, choice = _choose(tools, body.tool_choice)
     effort = body.reasoning.effort if body.reasoning else None
     max_tokens = default_max_tokens if body.max_output_tokens is None else body.max_output_tokens
-    params = sampling_params(body, sampling, max_tokens=max_tokens, stop=body.stop, logprobs=_logprobs(body))
+    params = sampling_params(
+        body,
+        sampling,
+        max_tokens=max_tokens,
+        stop=body.stop,
+        logprobs=_logprobs(body),
+        thinking=effort_limit(effort),
+    )
     instructions = [Message("system", (TextPart(body.instructions),))] if body.instructions else []
     return ChatRequest(
         messages=[*instructions, *messages],
@@ -292,7 +308,7 @@ def _format(text: ResponseTextConfig | None) -> Grammar | None:
 def _tool(index: int, tool: FunctionTool) -> Tool:
     if tool.name is None:
         raise invalid(f"tools[{index}].name", "is missing")
-    return Tool(tool.name, tool.description or "", tool.parameters or {}, strict=bool(tool.strict))
+    return Tool(tool.name, tool.description or "", tool.parameters or {}, strict=tool.strict)
 
 
 def _choose(tools: list[Tool], choice: str | ResponseToolChoice | None) -> tuple[list[Tool], ToolChoice]:

@@ -1,4 +1,4 @@
-"""Owns the elements that describe how a format writes one call, for grammars that force a call.
+"""Owns the elements that describe how a format writes one call, for the grammars of calls.
 
 Must not know the syntax of any grammar.
 """
@@ -33,10 +33,36 @@ class OneOf:
 
 
 @dataclass(frozen=True)
+class Pattern:
+    """Text that matches a regular expression."""
+
+    expression: str
+    example: str  # a text that matches
+
+
+@dataclass(frozen=True)
 class OptionalElements:
     elements: tuple[RequiredElement, ...]
 
 
-RequiredElement = str | JsonValue | FreeText | OneOf  # a str is literal text
+@dataclass(frozen=True)
+class Separated:
+    """Items in this order, with a separator between any two that are written."""
+
+    items: tuple[tuple[tuple[RequiredElement, ...], bool], ...]  # elements, and True if they must be written
+    separator: str
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Any number of items of one kind, with a separator between them."""
+
+    item: tuple[RequiredElement, ...]
+    separator: str
+
+
+RequiredElement = str | JsonValue | FreeText | OneOf | Pattern | Separated | Repeated  # a str is literal text
 Element = RequiredElement | OptionalElements
 CallGrammar = tuple[Element, ...]
+
+NEWLINE = Pattern(r"\n?", "\n")  # some models of a family write a line break here, others do not

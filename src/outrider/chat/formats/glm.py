@@ -1,9 +1,11 @@
-"""GLM 4.5 and later: a name, then keys and values between tags. LongCat uses the same form with its own tags.
+"""GLM 4.5 and later, and Laguna: a name, then keys and values between tags. LongCat has its own tags.
 
 <tool_call>f
 <arg_key>a</arg_key>
 <arg_value>1</arg_value>
 </tool_call>
+
+GLM 4.7 and Laguna write no line breaks.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import re
 from functools import partial
 
 from outrider.chat.conversation import Tool
-from outrider.chat.formats.call_grammar import CallGrammar
+from outrider.chat.formats.call_grammar import NEWLINE, CallGrammar
 from outrider.chat.formats.json_calls import call_with
 from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
-from outrider.chat.formats.typed_values import argument_elements, covering, typed
+from outrider.chat.formats.typed_values import arguments_and_end, covering, typed
 
 
 def parse(prefix: str, body: str, tools: ToolsByName) -> list[ParsedCall]:
@@ -37,9 +39,10 @@ def is_open(prefix: str, body: str) -> bool:
 
 
 def call_grammar(prefix: str, tool: Tool) -> CallGrammar:
-    before = f"\n<{prefix}arg_key>{{}}</{prefix}arg_key>\n<{prefix}arg_value>"
-    arguments = argument_elements(tool, before, f"</{prefix}arg_value>")
-    return (f"<{prefix}tool_call>{tool.name}", *arguments, f"\n</{prefix}tool_call>")
+    before = (NEWLINE, f"<{prefix}arg_key>{{}}</{prefix}arg_key>", NEWLINE, f"<{prefix}arg_value>")
+    end = (NEWLINE, f"</{prefix}tool_call>")
+    arguments = arguments_and_end(tool, (before, f"</{prefix}arg_value>"), *end)
+    return (f"<{prefix}tool_call>{tool.name}", *arguments)
 
 
 def _format(name: str, prefix: str) -> ToolFormat:

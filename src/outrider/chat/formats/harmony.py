@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from outrider.chat.conversation import Tool
-from outrider.chat.formats.call_grammar import CallGrammar
+from outrider.chat.formats.call_grammar import CallGrammar, OptionalElements
 from outrider.chat.formats.json_calls import arguments_of, call_with
 from outrider.chat.formats.reasoning_format import ReasoningFormat
 from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
@@ -19,6 +19,11 @@ _SIGN = re.compile(r"(?s)(?=.*<\|start\|>)(?=.*<\|message\|>).*<\|channel\|>")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 STARTS = ("<|start|>", "<|channel|>")
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
+CALL_STARTS = (
+    "<|channel|>commentary to=functions.",
+    "<|channel|>analysis to=functions.",
+    "<|start|>assistant to=functions.",
+)
 MESSAGE = "<|message|>"  # between a message's header and its content
 
 
@@ -41,6 +46,12 @@ def call_grammar(tool: Tool) -> CallGrammar:
     return (header, arguments_of(tool))
 
 
+def free_grammar(tool: Tool) -> CallGrammar:
+    """The rest of a call after one of CALL_STARTS. Models order and shorten the header in several ways."""
+    rest = [OptionalElements((part,)) for part in ("<|channel|>commentary", " ", "<|constrain|>", "json")]
+    return (tool.name, *rest, MESSAGE, arguments_of(tool))
+
+
 REASONING = ReasoningFormat(
     name="harmony",
     template_pattern=_SIGN,
@@ -55,6 +66,8 @@ FORMAT = ToolFormat(
     region=Region(opening=STARTS, closing=ENDS, inner=("<|constrain|>", MESSAGE)),
     parse=parse,
     call_grammar=call_grammar,
+    free_starts=CALL_STARTS,
+    free_grammar=free_grammar,
     is_single=True,
     stops=("<|call|>",),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.chat.closed_schema import closed
 from outrider.chat.conversation import Tool
-from outrider.chat.formats.call_grammar import JsonValue
+from outrider.chat.formats.call_grammar import CallGrammar, JsonValue
 from outrider.chat.formats.tool_format import ParsedCall, ToolsByName
 from outrider.chat.json_text import dumps, loads
 
@@ -41,7 +41,12 @@ def header(key: str) -> re.Pattern[str]:
 
 def arguments_of(tool: Tool) -> JsonValue:
     """The tool's parameters as the schema of an object without undeclared properties."""
-    return JsonValue(closed({**tool.parameters, "type": "object"}), is_strict=tool.strict)
+    return JsonValue(closed({**tool.parameters, "type": "object"}), is_strict=bool(tool.strict))
+
+
+def listed_call(tool: Tool, name_key: str = "name", arguments_key: str = "arguments") -> CallGrammar:
+    """For grammars: a call as a JSON object, as it stands in a list of calls."""
+    return (f'{{"{name_key}": {dumps(tool.name)}, "{arguments_key}": ', arguments_of(tool), "}")
 
 
 def _call_from(value: Any) -> ParsedCall:
@@ -50,7 +55,7 @@ def _call_from(value: Any) -> ParsedCall:
     inner = value.get("function")
     if isinstance(inner, dict):
         value = inner
-    name = value.get("name", inner)
+    name = value.get("name", value.get("tool_name", inner))
     if not isinstance(name, str):
         raise ValueError("a call needs a name")
     return call_with(name, value["arguments"] if "arguments" in value else value.get("parameters"))

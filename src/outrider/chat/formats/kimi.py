@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 
 from outrider.chat.conversation import Tool
-from outrider.chat.formats.call_grammar import CallGrammar
+from outrider.chat.formats.call_grammar import CallGrammar, Pattern
 from outrider.chat.formats.json_calls import arguments_of, call_with
 from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import ends_in_string, loads
 
+NUMBER = Pattern("[0-9]{1,4}", "0")  # of the call in the conversation: a grammar cannot count
 _HEADER = re.compile(
     r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<]+?):\d{1,9})\s*<\|tool_call_argument_begin\|>\s*"
 )
@@ -27,8 +28,8 @@ def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
 
 
 def call_grammar(tool: Tool) -> CallGrammar:
-    before = f"<|tool_call_begin|>functions.{tool.name}:0<|tool_call_argument_begin|>"
-    return (before, arguments_of(tool), "<|tool_call_end|>")
+    before = f"<|tool_call_begin|>functions.{tool.name}:"
+    return (before, NUMBER, "<|tool_call_argument_begin|>", arguments_of(tool), "<|tool_call_end|>")
 
 
 FORMAT = ToolFormat(
@@ -45,5 +46,5 @@ FORMAT = ToolFormat(
     parse=parse,
     call_grammar=call_grammar,
     around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    is_single=True,  # a grammar cannot count up the number in the name
+    between="",
 )

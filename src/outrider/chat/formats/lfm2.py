@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from outrider.chat.formats.json_calls import calls_from
-from outrider.chat.formats.python_calls import python_calls
+from outrider.chat.formats.python_calls import call_elements, python_calls
 from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import loads
 
@@ -24,4 +24,7 @@ FORMAT = ToolFormat(
     template_pattern=re.compile(r"<\|tool_(?:call|list)_start\|>"),
     region=Region(opening=("<|tool_call_start|>",), closing=("<|tool_call_end|>",)),
     parse=parse,
+    call_grammar=call_elements,
+    around=("<|tool_call_start|>[", "]<|tool_call_end|>"),
+    between=", ",
 )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 
 from outrider.chat.conversation import Tool
-from outrider.chat.formats.call_grammar import CallGrammar
-from outrider.chat.formats.json_calls import arguments_of, call_with, calls_from
+from outrider.chat.formats.call_grammar import CallGrammar, Pattern
+from outrider.chat.formats.json_calls import arguments_of, call_with, calls_from, listed_call
 from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
-from outrider.chat.json_text import dumps, loads
+from outrider.chat.json_text import loads
 
 _HEADER = re.compile(r"\s*(?P<name>[\w.\-]{1,128})\s*(?:\[CALL_ID\]\s*[\w.\-]{1,128}\s*)?\[ARGS\]\s*(?=\{)")
 _REGION = Region(
@@ -32,10 +32,6 @@ def call_grammar(tool: Tool) -> CallGrammar:
     return (f"[TOOL_CALLS]{tool.name}[ARGS]", arguments_of(tool))
 
 
-def listed_grammar(tool: Tool) -> CallGrammar:
-    return (f'{{"name": {dumps(tool.name)}, "arguments": ', arguments_of(tool), "}")
-
-
 FORMAT = ToolFormat(
     name="mistral",
     template_pattern=re.compile(r"(?s)(?=.*\[TOOL_CALLS\]).*\[ARGS\]"),
@@ -50,7 +46,7 @@ LISTED = ToolFormat(
     template_pattern=re.compile(r"\[TOOL_CALLS\]"),
     region=_REGION,
     parse=parse,
-    call_grammar=listed_grammar,
-    around=("[TOOL_CALLS][", "]"),
+    call_grammar=listed_call,
+    around=(("[TOOL_CALLS]", Pattern(" ?", ""), "["), "]"),
     between=", ",
 )

@@ -17,7 +17,7 @@ from outrider.chat.conversation import Tool
 from outrider.chat.formats.call_grammar import CallGrammar
 from outrider.chat.formats.json_calls import call_with
 from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
-from outrider.chat.formats.typed_values import argument_elements, covering, typed
+from outrider.chat.formats.typed_values import arguments_and_end, covering, typed
 
 _NAME = re.compile(r"\s*([^\s<>]+)\s*>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -37,8 +37,8 @@ def is_open(body: str) -> bool:
 
 
 def call_grammar(tool: Tool) -> CallGrammar:
-    arguments = argument_elements(tool, "<parameter={}>\n", "\n</parameter>\n")
-    return (f"<tool_call>\n<function={tool.name}>\n", *arguments, "</function>\n</tool_call>")
+    arguments = arguments_and_end(tool, (["<parameter={}>\n"], "\n</parameter>\n"), "</function>")
+    return (f"<function={tool.name}>\n", *arguments)
 
 
 FORMAT = ToolFormat(
@@ -54,4 +54,5 @@ FORMAT = ToolFormat(
     ),
     parse=parse,
     call_grammar=call_grammar,
+    tags=("<tool_call>\n", "\n</tool_call>"),
 )

@@ -18,6 +18,7 @@ from outrider.chat.conversation import Tool
 from outrider.chat.formats.call_grammar import CallGrammar
 
 ToolsByName = Mapping[str, Tool]
+BY_NAME_ONLY = re.compile("(?!)")  # the template pattern of a format that --tool-call-parser alone chooses
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Region:
     inner: tuple[str, ...] = ()  # other markers inside the body
     is_open: Callable[[str], bool] = lambda body: False  # True: a closing behind this body is part of a value
     value_start: re.Pattern[str] | None = None  # matches the body up to its JSON value
+    is_python: bool = False  # the value may have strings in single quotes, as Python has them
     opens_answer_only: bool = False  # a region opens only at the start of the answer or right after a call
     keeps_opening: bool = False  # the opening is part of the body
 
@@ -51,9 +53,9 @@ class ToolFormat:
     """The syntax of the calls of some models.
 
     `parse` reads a region's body and raises ValueError if the body is not a call. `call_grammar` describes a
-    call for grammars that force one; None if a grammar cannot force this format. `header` matches a body up
-    to its arguments, with a group `name`, if the arguments are JSON text: then the arguments of a forced call
-    are passed on while they arrive.
+    call for grammars; None if no grammar can be written for this format. `header` matches a body up to its
+    arguments, with a group `name`, if the arguments are JSON text: then the arguments of a call under a
+    grammar are passed on while they arrive.
     """
 
     name: str
@@ -61,9 +63,13 @@ class ToolFormat:
     region: Region
     parse: Callable[[str, ToolsByName], list[ParsedCall]]
     call_grammar: Callable[[Tool], CallGrammar] | None = None
-    around: tuple[str, str] = ("", "")  # text that a grammar writes before and after all calls
+    tags: tuple[str, str] = ("", "")  # text that a grammar writes before and after each call
+    around: tuple[str | CallGrammar, str] = ("", "")  # what a grammar writes before and after all calls
     between: str = "\n"  # text that a grammar writes between two calls
     is_single: bool = False  # an answer has at most one call
     header: re.Pattern[str] | None = None
+    # Of a call that is not forced, if it differs: the texts with which it starts, and the rest.
+    free_starts: tuple[str, ...] = ()
+    free_grammar: Callable[[Tool], CallGrammar] | None = None
     stops: tuple[str, ...] = ()  # tokens that end the answer, besides the model's EOS tokens
     instructions: str | None = None  # how to call, for models whose template does not mention tools

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from outrider.chat.conversation import Tool
@@ -20,8 +20,13 @@ from outrider.chat.json_text import loads
 
 
 def typed(tool: Tool | None, name: str, text: str) -> Any:
-    """The value of an argument: a string if the schema wants a string, else JSON, or a string if not JSON."""
-    kinds = _kinds(_properties(tool.parameters if tool is not None else {}).get(name))
+    """The value of an argument of a tool that may be unknown."""
+    return typed_value(member_schema(tool.parameters if tool is not None else {}, name), text)
+
+
+def typed_value(schema: Any, text: str) -> Any:
+    """A string if the schema wants a string, else JSON, or a string if the text is not JSON."""
+    kinds = _kinds(schema)
     if "string" in kinds:
         return None if text == "null" and "null" in kinds else text
     try:
@@ -42,24 +47,72 @@ def covering(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
     return matches
 
 
-def argument_elements(tool: Tool, before: str, after: str) -> tuple[Element, ...]:
-    """For grammars: each argument with a text before and after it, in which {} is replaced by its name."""
-    required = _list(tool.parameters.get("required"))
-    schema = arguments_of(tool)
+# What stands before and after the value of an argument; in texts, {} is the argument's name.
+ArgumentTags = tuple[Sequence[RequiredElement], str]
+
+
+def arguments_and_end(
+    tool: Tool, tags: ArgumentTags | Callable[[Any], ArgumentTags], *end: RequiredElement
+) -> tuple[Element, ...]:
+    """For grammars: the arguments, each with its tags, and the end of the call.
+
+    `tags` may be a function of the argument's schema, in formats that write the types of arguments. If the
+    tool's schema does not name all arguments, any text is allowed up to the end.
+    """
+    arguments = arguments_of(tool)
+    if not has_fixed_arguments(arguments):
+        return (FreeText("".join(part for part in end if isinstance(part, str))),)
     elements: list[Element] = []
-    for name, member in _properties(schema.schema).items():
-        written = (before.replace("{}", name), *_value_elements(member, after, schema))
-        elements.extend(written if name in required else (OptionalElements(written),))
-    return tuple(elements)
+    for name, member, is_required in properties_of(arguments):
+        before, after = tags(member) if callable(tags) else tags
+        named = [part.replace("{}", name) if isinstance(part, str) else part for part in before]
+        written = (*named, *_value_elements(member, after.replace("{}", name), arguments))
+        elements.extend(written if is_required else (OptionalElements(written),))
+    return (*elements, *end)
 
 
-def _value_elements(member: Any, after: str, whole: JsonValue) -> tuple[RequiredElement, ...]:
-    if "string" in _kinds(member):
-        choices = tuple(choice for choice in _list(member.get("enum")) if isinstance(choice, str))
-        return (OneOf(choices), after) if choices else (FreeText(after),)
-    definitions = {key: whole.schema[key] for key in ("$defs", "definitions") if key in whole.schema}
-    schema = {**member, **definitions} if isinstance(member, Mapping) else {}
-    return (JsonValue(schema, whole.is_strict), after)
+def has_fixed_arguments(arguments: JsonValue) -> bool:
+    """True if the schema names all arguments of a call. Otherwise a grammar cannot list them."""
+    return arguments.schema.get("additionalProperties") is False
+
+
+def properties_of(arguments: JsonValue) -> list[tuple[str, Any, bool]]:
+    """Name, schema and whether it is required, of each argument."""
+    required = _list(arguments.schema.get("required"))
+    properties = _properties(arguments.schema)
+    return [(name, member, name in required) for name, member in properties.items()]
+
+
+def with_definitions(member: Any, arguments: JsonValue) -> JsonValue:
+    """The value of an argument as JSON. Its schema may refer to definitions of the whole schema."""
+    schema = arguments.schema
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return JsonValue({**member, **definitions} if isinstance(member, Mapping) else {}, arguments.is_strict)
+
+
+def allows(schema: Any, kind: str) -> bool:
+    return kind in _kinds(schema)
+
+
+def member_schema(schema: Any, name: str) -> Any:
+    """The schema of an object's property; None if the schema does not name the property."""
+    return _properties(schema if isinstance(schema, Mapping) else {}).get(name)
+
+
+def item_schema(schema: Any) -> Any:
+    return schema.get("items") if isinstance(schema, Mapping) else None
+
+
+def is_text(schema: Any) -> bool:
+    """True if an argument under this schema is written as bare text."""
+    return "string" in _kinds(schema)
+
+
+def _value_elements(member: Any, after: str, arguments: JsonValue) -> tuple[RequiredElement, ...]:
+    if not is_text(member):
+        return (with_definitions(member, arguments), after)
+    choices = tuple(choice for choice in _list(member.get("enum")) if isinstance(choice, str))
+    return (OneOf(choices), after) if choices else (FreeText(after),)
 
 
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:

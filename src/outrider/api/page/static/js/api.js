@@ -1,6 +1,7 @@
 // Requests to the server: the API key, errors, and server-sent events.
 
 const KEY = "outrider-api-key";
+const SENDABLE = /^[\x20-\x7e]*$/; // in a header
 
 export class Problem extends Error {
   constructor(message, status = 0) {
@@ -93,8 +94,13 @@ export function setUpKeyDialog() {
   const input = document.getElementById("key-input");
   document.getElementById("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem(KEY, input.value.trim());
+    const key = input.value.trim();
     input.value = "";
+    if (!SENDABLE.test(key)) {
+      document.getElementById("key-problem").textContent = "This is no key: it has characters that cannot be sent.";
+      return;
+    }
+    sessionStorage.setItem(KEY, key);
     dialog.close();
     whenGiven();
   });

@@ -8,11 +8,12 @@ import { MessageView } from "./message.js";
 import { DEFAULTS, chatBody, settingsForm } from "./params.js";
 import * as store from "./store.js";
 
+// The first one is answered reliably even by the default model, which is tiny (docs/MODELS.md, "Which values are sampled with").
 const SUGGESTIONS = [
-  "What is the capital of France?",
+  "What is the capital of Japan?",
   "Write a Python function that checks whether a word is a palindrome.",
-  "Explain speculative decoding in three sentences.",
-  "Make a table of three planets with their diameter.",
+  "Explain how bees make honey in three sentences.",
+  "Write a short story about a lighthouse.",
 ];
 const DRAW_MS = 60; // between two drawings of an answer that is being written; chosen by hand
 const SAVE_MS = 1000; // between two times that it is stored
@@ -48,16 +49,21 @@ export class Chat {
             h("span", { class: "wide-only" }, "Enter sends · Shift+Enter: new line · Esc stops · ↑ edits · Alt+N: new conversation")))),
       this.drawer);
     this.acceptDrops();
+    this.current = this.fresh(); // until the stored conversations are loaded
   }
 
   async start() {
+    let stored = [];
     try {
-      this.conversations = await store.loadAll();
+      stored = await store.loadAll();
     } catch {
       this.notify("This browser does not store conversations: they last until the page is closed.");
     }
-    for (const conversation of this.conversations) endInterrupted(conversation);
-    this.open(this.conversations[0] ?? this.fresh());
+    const isUsed = path(this.current).length > 0; // somebody was faster than the storage
+    stored = stored.filter((conversation) => conversation.id !== this.current.id);
+    for (const conversation of stored) endInterrupted(conversation);
+    this.conversations.push(...stored);
+    this.open(isUsed ? this.current : this.conversations[0] ?? this.current);
   }
 
   setModel(model) {
