@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,15 @@ from outrider.cli.serve_options import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "outrider"
-DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md")]
 DOCS += sorted((ROOT / "docs").glob("*.md"))
 
 QUOTED = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"[\w./-]+\.(?:py|md|toml|lock|svg|c|h)")
 CITED = re.compile(r'docs/LOG\.md,\s*(?:#\s*)?"([^"]+)"')
+LOADED = re.compile(r"<(?:script|img|iframe|link)[^>]*\s(?:src|href)=\"(?:\w+:)?//")
+IMPORTED = re.compile(r"(?:@import|url\()\s*['\"]?(?:\w+:)?//")
 FOLDER = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?|[\w-]+/")
 FOLDERS = {path.name for base in (ROOT, PACKAGE) for path in base.iterdir() if path.is_dir()}
 
@@ -82,3 +86,13 @@ def test_limits_in_the_docs_are_those_of_the_code() -> None:
     in_code = {limit.what: limit.most for limit in vars(limits).values() if isinstance(limit, limits.Limit)}
     (characters,) = (what for what in documented if what.startswith("characters of a prompt"))
     assert documented == in_code | {characters: MAX_CHARACTERS_PER_TOKEN}
+
+
+def test_the_site_loads_nothing_from_other_servers(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (it is in outrider[dev])")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    pages = sorted(tmp_path.rglob("*.html"))
+    assert len(pages) > 10
+    assert [page.name for page in pages if LOADED.search(page.read_text())] == []
+    assert [file.name for file in tmp_path.rglob("*.css") if IMPORTED.search(file.read_text())] == []

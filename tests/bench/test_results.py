@@ -104,6 +104,15 @@ def test_mixed_rows_show_their_pace_by_kind() -> None:
     assert "ITL ms by kind of row: free 1000.0 / 1000.0, plain 1000.0 / 1000.0" in text
 
 
+def test_arrivals_show_what_a_long_prompt_does_to_chats() -> None:
+    chat = answer((1.0, 1), (1.5, 1), (3.5, 1), kind="free")
+    late = answer((9.0, 1), (14.0, 1), kind="long")
+    found = result(a_round("off", 0, 10, answers=(chat, late)), workload="arrivals")
+    text = plain(*tables([found], ["off"], ["off"]))
+    assert "TTFT ms by kind of row: free 1000 / 1000, long 9000 / 9000" in text
+    assert "longest time without a token of a chat: 2000 ms" in text
+
+
 def finished(**settings: object) -> Benchmark:
     chosen = {"workloads": ("chat", "long"), "streams": (1, 2), "rounds": 2, "requests": 1} | settings
     benchmark = Benchmark(variants_of([FakeTarget()], ("auto",)), BenchSettings(**chosen))  # type: ignore[arg-type]

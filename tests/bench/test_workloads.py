@@ -94,6 +94,28 @@ def test_a_third_of_the_mixed_rows_is_of_each_kind() -> None:
     assert all((task.schema is not None) == (task.kind == "constrained") for task in WORKLOADS["mixed"].tasks)
 
 
+@pytest.mark.parametrize("prompt_tokens", [6000, 30_000])
+def test_one_row_in_eight_of_the_uneven_ones_is_long(prompt_tokens: int) -> None:
+    """Its long part is always the same, so that a prefix cache has it after the first round."""
+    settings = BenchSettings(workloads=("uneven",), prompt_tokens=prompt_tokens)
+    tasks = settings.workload("uneven").take(0, 32)
+    long = {task.system for task in tasks[::8]}
+    assert len(long) == 1
+    assert abs(len(long.pop() or "") / 4.17 - prompt_tokens) < 0.05 * prompt_tokens
+    assert all(task.system is None for i, task in enumerate(tasks) if i % 8)
+    assert (settings.workload("uneven") == WORKLOADS["uneven"]) == (prompt_tokens == 6000)
+
+
+def test_every_fourth_request_of_arrivals_has_a_long_prompt_of_its_own() -> None:
+    settings = BenchSettings(workloads=("arrivals",), prompt_tokens=1000)
+    asked = settings.workload("arrivals").take(0, 32, 1)
+    assert [task.kind for task in asked] == (["free"] * 3 + ["long"]) * 8
+    long = [task.prompt for task in asked if task.kind == "long"]
+    assert all(3500 < len(prompt) < 4800 for prompt in long)
+    assert len({prompt[:16] for prompt in long}) == 8
+    assert asked == settings.workload("arrivals").take(0, 32, 2), "the variants' answers can be compared"
+
+
 def test_the_shared_prefix_is_long_and_the_same() -> None:
     tasks = WORKLOADS["shared"].tasks
     assert len({task.system for task in tasks}) == 1
@@ -113,7 +135,7 @@ def test_the_shared_prefix_is_long_and_the_same() -> None:
         ({"rounds": 0}, "--rounds"),
         ({"requests": 0}, "--requests"),
         ({"max_tokens": 1}, "--max-tokens"),
-        ({"prompt_tokens": 1500}, "--prompt-tokens is for the workload long: add --workloads long"),
+        ({"prompt_tokens": 1500}, "--prompt-tokens is for the workloads long, arrivals, uneven: add"),
         ({"workloads": ("long",), "prompt_tokens": 99}, "--prompt-tokens: 99 is not from 100"),
         ({"depths": (0,)}, "depth 0 is always measured"),
         ({"depths": (9,)}, "--depths: 9"),

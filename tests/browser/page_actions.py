@@ -7,16 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Pictures of the page, for the docs: OUTRIDER_SCREENSHOTS=FOLDER.
+# Pictures of the page, to look at: OUTRIDER_SCREENSHOTS=FOLDER. Those in the docs: OUTRIDER_PICTURES=FOLDER.
 SCREENSHOTS = os.environ.get("OUTRIDER_SCREENSHOTS")
+PICTURES = os.environ.get("OUTRIDER_PICTURES")
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True}
 OpenPage = Callable[..., Any]
 
 
-def screenshot(page: Any, name: str, after_s: float = 0) -> None:
-    if SCREENSHOTS:
+def screenshot(page: Any, name: str, after_s: float = 0, folder: str | None = SCREENSHOTS) -> None:
+    if folder:
         page.wait_for_timeout(after_s * 1000)
-        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png")
+        page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def picture(page: Any, name: str, after_s: float = 0) -> None:
+    """One of the docs: of the real server with the default model."""
+    screenshot(page, name, after_s, PICTURES)
 
 
 def ask(page: Any, text: str) -> None:

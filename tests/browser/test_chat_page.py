@@ -103,10 +103,21 @@ def test_a_picture_is_sent(site: PageServer, open_page: OpenPage, tmp_path: Path
         list(picture.read_bytes()),
     )
     page.get_by_alt_text("Picture to send").wait_for()
+    page.locator(".chat-main").evaluate(
+        """(target, bytes) => {
+            const data = new DataTransfer();
+            data.items.add(new File([new Uint8Array(bytes)], "dropped.png", { type: "image/png" }));
+            target.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true }));
+        }""",
+        list(picture.read_bytes()),
+    )
+    wait_until(lambda: page.get_by_alt_text("Picture to send").count() == 2)
     asked(page, "what is this?")
-    assert page.get_by_alt_text("Attached picture").count() == 1
+    assert page.get_by_alt_text("Attached picture").count() == 2
     parts = site.backend.requests[-1].messages[-1].content
-    assert [part.source[:22] for part in parts if isinstance(part, MediaPart)] == ["data:image/png;base64,"]
+    assert [part.source[:22] for part in parts if isinstance(part, MediaPart)] == [
+        "data:image/png;base64,"
+    ] * 2
 
 
 def test_hostile_output_does_nothing(site: PageServer, open_page: OpenPage) -> None:
@@ -122,9 +133,11 @@ def test_hostile_output_does_nothing(site: PageServer, open_page: OpenPage) -> N
     assert all(url.startswith(site.url) for url in requests)
 
 
+HOSTILE_FIELD = '"><img src=x onerror="window.hacked=1">\'; ${window.hacked=1} \u202e </textarea>'
+
+
 def test_hostile_text_in_every_field_does_nothing(site: PageServer, open_page: OpenPage) -> None:
-    page = open_page(site.url)
-    hostile = '"><img src=x onerror="window.hacked=1">\'; ${window.hacked=1} \u202e </textarea>'
+    page, hostile = open_page(site.url), HOSTILE_FIELD
     page.get_by_label("Settings of this conversation").click()
     for field in page.locator(".drawer textarea").all():
         field.fill(hostile)
@@ -139,6 +152,42 @@ def test_hostile_text_in_every_field_does_nothing(site: PageServer, open_page: O
     assert page.locator("img[src=x]").count() == 0
     request = site.backend.requests[-1]
     assert (request.messages[0].role, request.messages[0].text) == ("system", hostile)
+
+
+def test_hostile_text_in_edits_and_results_does_nothing(site: PageServer, open_page: OpenPage) -> None:
+    page = open_page(site.url)
+    asked(page, "call")
+    for name in ("weather", "time"):
+        page.get_by_label(f"Result of {name}").fill(HOSTILE_FIELD)
+    page.get_by_role("button", name="Send results").click()
+    page.get_by_text("The tool said: ").wait_for()
+    until_done(page)
+    assert site.backend.requests[-1].messages[-1].text == HOSTILE_FIELD
+    page.locator(".message.user").get_by_label("Edit and ask again").click()
+    page.get_by_label("Edit the message").fill(HOSTILE_FIELD)
+    page.get_by_role("button", name="Ask again").click()
+    page.get_by_text("Answer 1 to: ").wait_for()
+    until_done(page)
+    assert site.backend.requests[-1].messages[-1].text == HOSTILE_FIELD
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img[src=x]").count() == 0
+
+
+def test_a_key_that_cannot_be_sent_is_asked_for_again(
+    open_page: OpenPage, errors: list[str], browser: Any
+) -> None:
+    with page_server(api_key="right") as site:
+        page = open_page(site.url)
+        for key in (HOSTILE_FIELD, "clé €", "right"):
+            page.get_by_label("API key", exact=True).fill(key)
+            page.keyboard.press("Enter")
+            if key != "right":
+                page.get_by_text("characters that cannot be sent").wait_for()
+        page.get_by_text("tiny is ready.").wait_for()
+        assert page.evaluate("window.hacked") is None
+        page.close()
+    assert all("401" in error for error in errors)
+    errors.clear()
 
 
 def test_settings_are_sent_and_copied(site: PageServer, open_page: OpenPage) -> None:

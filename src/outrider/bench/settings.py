@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.bench.workloads import WORKLOADS, Workload, long_workload
+from outrider.bench.workloads import WORKLOADS, Workload, arrivals_workload, long_workload, uneven_workload
 from outrider.config import InvalidConfig
 from outrider.request import MAX_DEPTH, DraftDepth
+
+# Workloads whose prompts have a length that can be chosen.
+LONG_PROMPTS = {"long": long_workload, "arrivals": arrivals_workload, "uneven": uneven_workload}
 
 MAX_STREAMS = 1024  # connections at once; chosen by hand
 
@@ -23,7 +26,7 @@ class BenchSettings:
     rounds: int = 3
     requests: int = 2  # per stream and round; with only one, streams are idle for most of a round
     max_tokens: int = 64  # of an answer, which the model may end earlier
-    prompt_tokens: int | None = None  # about, of the workload `long`; None: its usual length
+    prompt_tokens: int | None = None  # about, of the workloads with long prompts; None: as usual
     depths: tuple[DraftDepth, ...] = ("auto",)  # one variant for each, beside the variant without drafts
     seed: int = 1
     timeout_s: float = 300.0  # without a byte from a server
@@ -44,8 +47,10 @@ class BenchSettings:
         _within("--max-tokens", self.max_tokens, 2, 1_000_000)
         if self.prompt_tokens is not None:
             _within("--prompt-tokens", self.prompt_tokens, 100, 1_000_000)
-            if "long" not in self.workloads:
-                raise InvalidConfig("--prompt-tokens is for the workload long: add --workloads long")
+            if not LONG_PROMPTS.keys() & set(self.workloads):
+                raise InvalidConfig(
+                    f"--prompt-tokens is for the workloads {', '.join(LONG_PROMPTS)}: add --workloads long"
+                )
         _unique("--depths", self.depths)
         for depth in self.depths:
             if depth != "auto" and not 1 <= depth <= MAX_DEPTH:
@@ -55,8 +60,8 @@ class BenchSettings:
         _within("--timeout", self.timeout_s, 0.001, 86_400)
 
     def workload(self, name: str) -> Workload:
-        if name == "long" and self.prompt_tokens is not None:
-            return long_workload(self.prompt_tokens)
+        if name in LONG_PROMPTS and self.prompt_tokens is not None:
+            return LONG_PROMPTS[name](self.prompt_tokens)
         return WORKLOADS[name]
 
     def requests_per_round(self, streams: int) -> int:

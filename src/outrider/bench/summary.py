@@ -46,6 +46,8 @@ class VariantFigures:
     inter_token: Latency
     stall: Latency  # between two arrivals, whatever number of tokens arrives
     pace_by_kind: dict[TaskKind, Latency]  # inter-token latency by the kind of row
+    ttft_by_kind: dict[TaskKind, Latency]
+    longest_stall_by_kind: dict[TaskKind, float | None]  # seconds
     stride: float | None
     acceptance: list[float] | None  # by position in the draft; None if not known
     peak_bytes: int | None
@@ -91,11 +93,15 @@ def figures(result: CaseResult, variant: str, baselines: Sequence[str]) -> Varia
         num_tokens=sum(answer.num_tokens for answer in good),
         tokens_per_s=Spread.of([one.tokens_per_s for one in rounds if not one.has_failed]),
         ratios={name: Spread.of(ratios(result, variant, name)) for name in baselines},
-        ttft=Latency.of([answer.ttft_s for answer in good if answer.ttft_s is not None]),
+        ttft=_ttft(good),
         ttft_ratios={name: Spread.of(ttft_ratios(result, variant, name)) for name in baselines},
         inter_token=Latency.per_token(good),
         stall=Latency.of(stalls(good)),
         pace_by_kind={kind: Latency.per_token([a for a in good if a.kind == kind]) for kind in kinds},
+        ttft_by_kind={kind: _ttft(a for a in good if a.kind == kind) for kind in kinds},
+        longest_stall_by_kind={
+            kind: max(stalls(a for a in good if a.kind == kind), default=None) for kind in kinds
+        },
         stride=None if drafts is None else drafts.stride,
         acceptance=None if drafts is None else drafts.acceptance,
         peak_bytes=max((one.peak_bytes for one in rounds if one.peak_bytes is not None), default=None),
@@ -104,6 +110,10 @@ def figures(result: CaseResult, variant: str, baselines: Sequence[str]) -> Varia
         token_sources=sorted({answer.token_source for answer in good}),
         errors=dict(Counter(answer.error for answer in answers if answer.error is not None)),
     )
+
+
+def _ttft(answers: Iterable[Answer]) -> Latency:
+    return Latency.of([answer.ttft_s for answer in answers if answer.ttft_s is not None])
 
 
 def ratios(result: CaseResult, variant: str, baseline: str) -> list[float]:

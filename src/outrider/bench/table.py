@@ -85,9 +85,14 @@ def _latency(latency: Latency, digits: int) -> str:
 
 def _notes(result: CaseResult, found: VariantFigures) -> list[str]:
     notes = []
-    if result.case.workload.name == "mixed":
+    if result.case.workload.name in ("mixed", "arrivals"):
         paces = ", ".join(f"{kind} {_latency(pace, 1)}" for kind, pace in found.pace_by_kind.items())
         notes.append(f"ITL ms by kind of row: {paces}")
+    if result.case.workload.name == "arrivals":
+        longest = found.longest_stall_by_kind.get("free")
+        first = ", ".join(f"{kind} {_latency(ttft, 0)}" for kind, ttft in found.ttft_by_kind.items())
+        stall = UNKNOWN if longest is None else f"{longest * 1000:.0f}"
+        notes.append(f"TTFT ms by kind of row: {first}; longest time without a token of a chat: {stall} ms")
     if result.case.workload.name == "long":
         notes += [
             f"TTFT / TTFT of {name}: {spread.text(2)}"
