@@ -592,12 +592,15 @@ REFUSED_TINY: dict[str, dict[str, Any]] = {
 }
 
 # How a model is quantised, by the end of its name, as in "llama-4bit": the names of published models.
-QUANTIZATIONS: dict[str, dict[str, int]] = {
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "4bit": {"bits": 4, "group_size": 32},
     "5bit": {"bits": 5, "group_size": 32},
     "6bit": {"bits": 6, "group_size": 64},
     "8bit": {"bits": 8, "group_size": 32},
     "mixed": {"bits": 4, "group_size": 32},
+    "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    "mxfp8": {"bits": 8, "group_size": 32, "mode": "mxfp8"},
+    "nvfp4": {"bits": 4, "group_size": 16, "mode": "nvfp4"},
 }
 MIXED: dict[str, bool | dict[str, int]] = {  # layers of a mixed model that differ, by the end of their names
     "v_proj": {"bits": 6, "group_size": 32},
@@ -611,13 +614,11 @@ WIDE = {  # sizes that a group of 32 divides, for families whose tiny models hav
     "mimo_v2_flash": {"v_head_dim": 16, "swa_v_head_dim": 16},  # OpenBLAS sums 8 columns in another order
     **{family: WIDE_LATENT for family, own in TINY.items() if "kv_lora_rank" in own},
 }
-# Families with latent attention: mlx-lm computes it in another form for a single token, with other sums. They
-# differ in their last bits. In a quantised model the next layer rounds them to 8 bits, and some tokens then
-# differ by a step of that.
-SUMS_DEPEND_ON_WIDTH = frozenset({
-    "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25",
-    "kimi_linear", "kimi_vl", "longcat_flash", "mistral4",
-})  # fmt: skip
+# Families with latent attention in two forms: a single token is computed in another form than more tokens.
+# The sums differ in their last bits. In a quantised model the next layer rounds to 15 bits, and some tokens
+# then differ by a step of that. Other families have one form (cpu/latent_attention.py). mistral4 joins keys
+# in a way of its own; deepseek_v32 and glm_moe_dsa gather the cells of a single token.
+SUMS_DEPEND_ON_WIDTH = frozenset({"deepseek_v32", "glm_moe_dsa", "mistral4"})
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -646,16 +647,18 @@ def _build(family: str, config: dict[str, Any]) -> nn.Module:
     return model
 
 
-def quantized_tiny_model(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
+def quantized_tiny_model(name: str, only: str = "", **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
     """A tiny model quantised by mlx-lm ("llama-4bit", "qwen3_moe-mixed"), and what its config.json says.
 
-    A layer whose inputs are no multiple of the group size stays as it is.
+    A layer whose inputs are no multiple of the group size stays as it is, and one whose name lacks `only`.
     """
     family, _, quantization = name.rpartition("-")
     how = QUANTIZATIONS[quantization]
     config = tiny_config(family) | WIDE.get(family, {}) | changes
 
     def own(path: str, layer: nn.Module) -> bool | dict[str, int]:
+        if only not in path or layer.weight.shape[-1] % 32:  # MLX packs nvfp4 in pieces of 32
+            return False
         found = MIXED.get(path.rpartition(".")[2], True) if quantization == "mixed" else True
         if isinstance(found, dict) and layer.weight.shape[-1] % found["group_size"]:
             return True

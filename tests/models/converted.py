@@ -7,10 +7,18 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import dequantize_model, load_model
+from mlx_lm.utils import dequantize_model, load_config, load_model
+
+from outrider.models.dtypes import settle_dtype
+from outrider.models.groups_of_16 import CONFIG_KEY
+from outrider.models.loader import trunk_on_disk
 
 
 def load(folder: Path) -> nn.Module:
+    if CONFIG_KEY in load_config(folder):  # which mlx-lm does not know
+        model = trunk_on_disk(folder).model
+        settle_dtype(model, "float32")
+        return model
     model, config = load_model(folder)
     model.update(tree_map(_as_float32, model.parameters()))
     if "quantization" in config:

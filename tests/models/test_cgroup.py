@@ -68,4 +68,24 @@ def test_no_control_groups_at_all(tmp_path: Path) -> None:
 
 def test_default_budget_is_within_the_limit_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "free_bytes", lambda: 200 << 20)
-    assert machine.cache_budget_bytes() == int(machine.SHARE_OF_FREE * (200 << 20))
+    assert machine.free_bytes() == 200 << 20
+
+
+def test_on_apples_gpus_the_recommended_working_set_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = {"max_recommended_working_set_size": 10 << 30, "memory_size": 16 << 30}
+    monkeypatch.setattr(machine, "is_cpu", lambda: False)
+    monkeypatch.setattr(machine.mx, "device_info", lambda: info)
+    monkeypatch.setattr(machine.mx, "get_active_memory", lambda: 4 << 30)
+    assert machine.free_bytes() == 6 << 30
+
+
+@pytest.mark.parametrize(("free_gib", "expected_gib"), [(50, 51), (200, 90), (0, 1)])
+def test_on_cuda_what_other_processes_take_is_not_free(
+    free_gib: int, expected_gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = {"total_memory": 100 << 30, "free_memory": free_gib << 30}
+    monkeypatch.setattr(machine, "is_cpu", lambda: False)
+    monkeypatch.setattr(machine.mx, "device_info", lambda: info)
+    monkeypatch.setattr(machine.mx, "get_active_memory", lambda: 10 << 30)
+    monkeypatch.setattr(machine.mx, "get_cache_memory", lambda: 1 << 30)
+    assert machine.free_bytes() == expected_gib << 30

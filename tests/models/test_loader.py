@@ -11,10 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.mla import QuantizedMultiLinear
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from outrider.cpu.extension import extension
-from outrider.cpu.quantized import is_kept
+from outrider.cpu.quantized import CpuQuantizedMultiLinear, is_kept, quantized_layers
+from outrider.models.dtypes import dequantize
 from outrider.models.families import UnsupportedModel
 from outrider.models.loader import (
     CONTEXT_KEYS,
@@ -25,7 +27,15 @@ from outrider.models.loader import (
     load,
 )
 from ragged_rows import error, solo_logits
-from tiny_models import END_ID, VOCAB_SIZE, save_checkpoint, tiny_config, tiny_model, write_checkpoint
+from tiny_models import (
+    END_ID,
+    VOCAB_SIZE,
+    quantized_tiny_model,
+    save_checkpoint,
+    tiny_config,
+    tiny_model,
+    write_checkpoint,
+)
 
 TEXT = [5, 9, 33, 70, 2, 111, 64]
 
@@ -125,29 +135,56 @@ def test_with_dtype_float32_a_quantised_model_is_dequantised_on_the_cpu_with_the
 
 @pytest.mark.skipif(extension() is None, reason="needs the native extension")
 @pytest.mark.parametrize(
-    ("family", "bits", "group_size"),
-    [("llama", 4, 32), ("qwen3", 8, 64), ("qwen3", 5, 32), ("llama", 6, 32), ("qwen3_moe", 4, 32)],
+    ("family", "mode", "bits", "group_size"),
+    [
+        ("llama", "affine", 4, 32),
+        ("qwen3", "affine", 8, 64),
+        ("qwen3", "affine", 5, 32),
+        ("llama", "affine", 6, 32),
+        ("qwen3_moe", "affine", 4, 32),
+        ("qwen3_moe", "mxfp4", 4, 32),
+        ("llama", "mxfp8", 8, 32),
+        ("qwen3", "nvfp4", 4, 16),
+    ],
 )
 def test_a_quantised_model_stays_quantised_on_the_cpu(
-    tmp_path: Path, family: str, bits: int, group_size: int
+    tmp_path: Path, family: str, mode: str, bits: int, group_size: int
 ) -> None:
-    quantised = _save_quantised(tmp_path, family, group_size, bits)
+    quantised = _save_quantised(tmp_path, family, group_size, bits, mode)
     loaded = load(tmp_path)
     layers = dict(loaded.trunk.model.named_modules())
     for name, before in quantised.named_modules():
         if hasattr(before, "bits"):
             assert is_kept(layers[name]), name
-            for part in ("weight", "scales", "biases"):
+            for part in ("weight", "scales", "biases") if mode == "affine" else ("weight", "scales"):
                 assert mx.array_equal(layers[name][part], before[part])
                 assert layers[name][part].dtype == before[part].dtype
     assert loaded.trunk.dtype == mx.float32
     assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(quantised, TEXT)) < 0.3
 
 
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("nvfp4", 4, 16), ("mxfp8", 8, 32)])
+def test_a_model_with_quantised_activations_runs_on_the_cpu(
+    tmp_path: Path, mode: str, bits: int, group_size: int
+) -> None:
+    """MLX rounds tokens of such models to the weights' format, on GPUs only. Here they are rounded less."""
+    model = tiny_model("llama")
+    settings = {"group_size": group_size, "bits": bits, "mode": mode}
+    nn.quantize(model, **settings, class_predicate=lambda _, layer: type(layer) is nn.Linear)
+    config = tiny_config("llama") | {"quantization": settings, "quantize_activations": True}
+    save_checkpoint(tmp_path, model, config)
+    want = solo_logits(model, TEXT)
+    assert error(solo_logits(load(tmp_path, "float32").trunk.model, TEXT), want) <= 1e-5
+    loaded = load(tmp_path)
+    assert error(solo_logits(loaded.trunk.model, TEXT), want) < 0.1
+    if extension() is not None:
+        assert all(is_kept(layer) for _, layer in quantized_layers(loaded.trunk.model))
+
+
 def test_quantisations_without_operations_for_cpus_become_float32(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quantised = _save_quantised(tmp_path, "llama", 32, 4, "mxfp4")
+    quantised = _save_quantised(tmp_path, "llama", 32, 1)
     loaded = load(tmp_path)
     assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(quantised, TEXT)) <= 1e-5
     assert not any(hasattr(module, "bits") for _, module in loaded.trunk.model.named_modules())
@@ -156,18 +193,111 @@ def test_quantisations_without_operations_for_cpus_become_float32(
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_quantised_projections_of_latent_attention_become_float32_on_the_cpu(
-    tmp_path: Path, dtype: str
-) -> None:
-    quantised = write_checkpoint(tmp_path, "deepseek_v3-8bit")
+@pytest.mark.parametrize("name", ["deepseek_v3-8bit", "glm4_moe_lite-mxfp4"])
+def test_quantised_projections_of_latent_attention(tmp_path: Path, name: str, dtype: str) -> None:
+    """They stay quantised with "auto". Both ways to multiply give what mlx-lm's own layer gives."""
+    quantised = write_checkpoint(tmp_path, name)
     assert isinstance(quantised.layers[0].self_attn.embed_q, QuantizedMultiLinear)
     model = load(tmp_path, dtype).trunk.model
-    assert not any(isinstance(module, QuantizedMultiLinear) for module in model.modules())
-    x = mx.random.normal((1, 4, 3, 32))
-    for layer, before in zip(model.layers, quantised.layers, strict=True):
-        for part in ("embed_q", "unembed_out"):
-            theirs = before.self_attn[part](x)
-            assert mx.allclose(layer.self_attn[part](x), theirs, atol=1e-5)
+    stays = dtype == "auto" and extension() is not None
+    kinds = {type(layer.self_attn[part]) for layer in model.layers for part in ("embed_q", "unembed_out")}
+    assert kinds == ({CpuQuantizedMultiLinear} if stays else {MultiLinear})
+    for x, transpose in ((numbers((2, 4, 3, 32)), True), (numbers((2, 1, 5, 32)), False)):
+        for layer, before in zip(model.layers, quantised.layers, strict=True):
+            for part in ("embed_q", "unembed_out"):
+                theirs = before.self_attn[part](x, transpose)
+                assert mx.allclose(layer.self_attn[part](x, transpose), theirs, atol=1e-3 if stays else 1e-5)
+
+
+def numbers(shape: tuple[int, ...]) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(5))
+
+
+def test_experts_with_a_scale_of_their_own_are_dequantised_with_it(tmp_path: Path) -> None:
+    """mlx-lm's `dequantize_model` forgets this scale of nvfp4."""
+    holder = nn.Module()
+    holder.experts = SwitchLinear(64, 48, 3, bias=True).to_quantized(16, 4, "nvfp4", global_scale=True)
+    holder.experts.bias = numbers((3, 48))
+    experts = holder.experts
+    arrays = zip(experts.weight, experts.scales, experts.global_scale, strict=True)
+    dense = [
+        mx.dequantize(w, s, None, 16, 4, "nvfp4", global_scale=g, dtype=mx.float32) for w, s, g in arrays
+    ]
+    dequantize(holder)
+    assert type(holder.experts) is SwitchLinear
+    assert mx.allclose(holder.experts.weight, mx.stack(dense), rtol=1e-6)
+    assert mx.array_equal(holder.experts.bias, experts.bias)
+
+
+# -- mxfp4 as OpenAI publishes it ------------------------------------------------------------------------
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture
+def published_gpt_oss(tmp_path: Path) -> tuple[Path, nn.Module]:
+    """gpt-oss with the names and shapes of the published files, and the model that it holds."""
+    model, config = quantized_tiny_model("gpt_oss-mxfp4", only=".experts.")
+    tensors = dict(tree_flatten(model.parameters()))
+    published = {name: array for name, array in tensors.items() if ".experts." not in name}
+    for index in range(config["num_hidden_layers"]):
+        experts = f"model.layers.{index}.mlp.experts"
+        for ours, theirs in (("weight", "_blocks"), ("scales", "_scales"), ("bias", "_bias")):
+            gate, up, down = (tensors[f"{experts}.{part}_proj.{ours}"] for part in ("gate", "up", "down"))
+            gate_up = mx.stack([gate, up], axis=2).flatten(1, 2)  # rows take turns
+            for name, array in (("gate_up", gate_up), ("down", down)):
+                if ours == "weight":
+                    array = array.view(mx.uint8).reshape(*array.shape[:2], -1, 16)
+                published[f"{experts}.{name}_proj{theirs}"] = array
+    del config["quantization"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    folder = tmp_path / "gpt-oss"
+    save_checkpoint(folder, nn.Module(), config)
+    mx.save_safetensors(str(folder / "model.safetensors"), published)
+    return folder, model
+
+
+@pytest.mark.skipif(extension() is None, reason="needs the native extension")
+def test_the_experts_of_a_published_gpt_oss_stay_in_mxfp4(
+    published_gpt_oss: tuple[Path, nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, model = published_gpt_oss
+    loaded = load(folder)
+    found = list(quantized_layers(loaded.trunk.model))
+    assert len(found) == 3 * len(model.layers)
+    assert all(is_kept(layer) and layer.mode == "mxfp4" for _, layer in found)
+    assert "become float32" not in caplog.text
+    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(model, TEXT)) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        ("down_proj_scales", lambda x: x.astype(mx.float32), f"{EXPERTS}.down_proj.biases is missing"),
+        ("down_proj_scales", lambda x: x.astype(mx.int32), f"{EXPERTS}.down_proj.scales is int32"),
+        ("gate_up_proj_scales", lambda x: x[..., :1], f"{EXPERTS}.gate_proj: 4 bits with group size 64"),
+        ("gate_up_proj_scales", lambda x: x[:, :-2], "_proj.scales is uint8 [4, 95, 2]"),
+        ("gate_up_proj_blocks", lambda x: x[..., :8], f"{EXPERTS}.gate_proj: 2 bits with group size 32"),
+        ("gate_up_proj_blocks", lambda x: x[:, :, :1], f"{EXPERTS}.gate_proj: 2 bits with group size 32"),
+        ("down_proj_blocks", lambda x: x[:-1], f"{EXPERTS}.down_proj.weight is uint32"),
+        ("down_proj_scales", None, f"{EXPERTS}.down_proj.scales is missing"),
+    ],
+)
+def test_a_damaged_gpt_oss_is_refused(
+    published_gpt_oss: tuple[Path, nn.Module],
+    name: str,
+    damage: Callable[[mx.array], mx.array] | None,
+    reason: str,
+) -> None:
+    folder, _ = published_gpt_oss
+    file = str(folder / "model.safetensors")
+    tensors: dict[str, mx.array] = dict(mx.load(file))  # type: ignore[arg-type]
+    mx.eval(tensors)
+    old = tensors.pop(f"{EXPERTS}.{name}")
+    if damage is not None:
+        tensors[f"{EXPERTS}.{name}"] = damage(old)
+    mx.save_safetensors(file, tensors)
+    assert reason in _damaged(folder)
 
 
 def test_layers_of_one_model_may_have_different_quantisations(tmp_path: Path) -> None:

@@ -408,6 +408,8 @@ class Soak:
                 if is_slow:
                     await asyncio.sleep(0.05)
         if error := next((e for e in events if "error" in e or e.get("type") == "response.failed"), None):
+            if "context_length_exceeded" in json.dumps(error):  # what /v1/responses sends instead of a 400
+                return "refused: too long", None
             if self._is_disturbed(began_s):
                 return "disturbed", None
             self.report.problem(f"{request.path} failed in its stream: {error}")

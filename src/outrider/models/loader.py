@@ -15,14 +15,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.config import DTYPES, GenerationConfigSource
+from outrider.models import groups_of_16
 from outrider.models.dtypes import settle_dtype
 from outrider.models.errors import ModelUnavailable
 from outrider.models.families import check_supported
 from outrider.models.files import generation_config as generation_files
+from outrider.models.files.eos_tokens import eos_ids
 from outrider.models.files.named import NAMED, make_ready, named_model
 from outrider.models.gguf import convert as gguf
 from outrider.models.heads.layouts import recognise
-from outrider.models.quantization_check import check_quantization
+from outrider.models.quantization_check import check_quantization, check_tensors
 from outrider.models.trunk import Trunk
 from outrider.models.vision.encoder import LoadedVision, has_extra, has_vision_weights, load_vision
 from outrider.models.vision.families import VisionFamily, vision_family, why_text_only
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 8192  # tokens, if the config names no limit; chosen by hand
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_context_length", "seq_length")
+UNPACKED_LATER = (None, "awq", "gptq", "bitnet")  # formats whose tensors are not MLX's after `sanitize`
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*tiktoken*")
 
 
@@ -82,9 +85,9 @@ def load(
     tokenizer = _load_tokenizer(path)
     trunk = _new_trunk(network, config, vision, mrope)
     loaded_vision, no_images_reason = _load_vision(path, vision, config, trunk)
-    eos_ids = frozenset(tokenizer.eos_token_ids)
+    ends = eos_ids(tokenizer, config)
     return LoadedModel(
-        path, family, trunk, tokenizer, config, eos_ids, loaded_vision, no_images_reason, sampling
+        path, family, trunk, tokenizer, config, ends, loaded_vision, no_images_reason, sampling
     )
 
 
@@ -208,11 +211,19 @@ def _with_checks(config: dict[str, Any], kind: type[nn.Module], args: type) -> t
         if head is not None:
             weights = {name: array for name, array in weights.items() if name not in head}
         arranged: dict[str, mx.array] = kind.sanitize(self, weights) if hasattr(kind, "sanitize") else weights
+        if groups_of_16.CONFIG_KEY in config:
+            arranged = groups_of_16.load_groups_of_16(self, arranged, config[groups_of_16.CONFIG_KEY])
         if config.get("quantization") is not None:
             check_quantization(self, arranged, config["quantization"])
+        elif _method(config.get("quantization_config")) not in UNPACKED_LATER:
+            check_tensors(self, arranged)
         return arranged
 
     return type(kind.__name__, (kind,), {"sanitize": sanitize, "__module__": kind.__module__}), args
+
+
+def _method(quantization_config: object) -> object:
+    return quantization_config.get("quant_method") if isinstance(quantization_config, dict) else None
 
 
 def _load_vision(

