@@ -30,6 +30,7 @@ class RaggedRows:
         self.cache = TrunkCache(trunk.layout)
         self.slots: dict[str, int] = {}
         self.starts: dict[str, int] = {}
+        self.adapters: dict[str, int] = {}  # ids, of rows that have one
         self._starts_before: dict[str, int] = {}  # of the rows in the pass that is not yet committed
         self.resize(num_slots, capacity)
 
@@ -51,17 +52,20 @@ class RaggedRows:
         key = mx.random.key(seed)
 
         def junk(like: mx.array) -> mx.array:
+            if like.dtype == mx.uint32:  # codes of quantised cells
+                return mx.random.randint(0, 2**31 - 1, like.shape, mx.uint32, key=key)
             return 1e3 * mx.random.normal(like.shape, like.dtype, key=key)
 
         for buffers in self.cache.buffers():
             if isinstance(buffers, RecurrentState):
                 buffers.parts = [junk(part) for part in buffers.parts]
             else:
-                buffers.keys, buffers.values = junk(buffers.keys), junk(buffers.values)
+                buffers.put([junk(array) for array in buffers.arrays()])
 
-    def join(self, row: str, slot: int) -> None:
+    def join(self, row: str, slot: int, adapter: int = 0) -> None:
         self.commit()
         self.slots[row], self.starts[row] = slot, 0
+        self.adapters[row] = adapter
 
     def exchange(self, source: int, target: int, one_way: bool = False) -> None:
         self.commit()
@@ -79,6 +83,7 @@ class RaggedRows:
         width = max(len(tokens) for tokens in fed.values())
         padded = mx.array([[*tokens, *([0] * (width - len(tokens)))] for tokens in fed.values()])
         starts = [self.starts[row] for row in fed]
+        ids = [self.adapters.get(row, 0) for row in fed]
         num_fed = [len(tokens) for tokens in fed.values()]
         place = Placement(
             slots=[self.slots[row] for row in fed],
@@ -88,6 +93,7 @@ class RaggedRows:
             end=max(start + num for start, num in zip(starts, num_fed, strict=True)),
             capacity=self.capacity,
             commits_all=commits_all,
+            adapters=self.trunk.adapters.of_pass(mx.array(ids) if any(ids) else None),
         )
         logits = self.trunk.logits(self.trunk.hidden(padded, self.cache, place))
         mx.eval(logits, [buffers.arrays() for buffers in self.cache.buffers()])

@@ -24,7 +24,12 @@ FORMAT = "outrider prefix block"
 VERSION = 2  # 1: the checksum had no key
 MAX_HEADER_BYTES = 1 << 20  # a block of a thousand layers needs less; bounds the memory for a damaged file
 
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),  # codes of quantised cells
+}
 
 
 class BadFile(ValueError):

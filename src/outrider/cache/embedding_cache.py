@@ -89,6 +89,12 @@ class ImageInputs:
         embedded[self.rows, self.columns] = self.embeddings[:, : embedded.shape[-1]].astype(embedded.dtype)
         return embedded
 
+    def blank(self, token_ids: mx.array) -> mx.array:
+        """The ids with 0 in place of images, for models that look up more than embeddings.  [rows, width]"""
+        ids = mx.array(token_ids)
+        ids[self.rows, self.columns] = 0
+        return ids
+
     def levels(self, embedded: mx.array) -> list[mx.array]:
         """What is added to the hidden states after each of the first layers.  Each [rows, width, hidden]"""
         hidden_size = embedded.shape[-1]

@@ -1,20 +1,28 @@
-"""Hidden states by cell.
+"""Hidden states by cell, which an MTP head is fed later.
 
-They are stored in key and value buffers, so that resizing, moving and accounting are the same code.
+They are stored in key and value buffers, so that resizing, moving and accounting are the same code. Beside
+quantised keys and values they have 8 bits, if they divide into groups: otherwise they could be the largest
+part of a cell. They affect drafts only, never the answer.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
+from outrider.cache.cell_format import GROUP_SIZES
 from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 
+HIDDEN_BITS = 8  # with 4 bits drafts would be worse
+
 
 class HiddenCells:
-    def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
+    def __init__(self, hidden_size: int, dtype: mx.Dtype, kv_bits: int | None = None) -> None:
+        """`kv_bits`: of the cells beside them."""
         self._half = hidden_size // 2
-        self.kv = RaggedKV(KVSpec(1, self._half, hidden_size - self._half, dtype))
+        spec = KVSpec(1, self._half, hidden_size - self._half, dtype)
+        is_divisible = hidden_size % (2 * GROUP_SIZES[-1]) == 0
+        self.kv = RaggedKV(spec.quantized(HIDDEN_BITS) if kv_bits is not None and is_divisible else spec)
 
     def write(self, hidden: mx.array, place: Placement) -> None:
         """[rows, width, H]"""
@@ -27,4 +35,4 @@ class HiddenCells:
             first, cells = place.read_blocks
         else:
             first, cells = place.slot_ids, mx.minimum(place.cells, place.limit)
-        return mx.concatenate([x[first, 0, cells] for x in (self.kv.keys, self.kv.values)], axis=-1)
+        return mx.concatenate([half.at(first, cells) for half in self.kv.cells], axis=-1)

@@ -6,9 +6,10 @@ those views, so every layer of the pass reaches the same object. Nothing of a pa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -33,6 +34,22 @@ class GridPositions:
 
 
 Positions = mx.array | GridPositions  # one offset for each row [rows], or three positions for each token
+
+
+class LowRankTerms(Protocol):
+    """What the adapters add to the output of one linear layer."""
+
+    def add(self, y: mx.array, x: mx.array, ids: mx.array) -> mx.array:
+        """y [..., outputs] with the terms; x [..., inputs] is the layer's input, ids [rows] the adapters."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowAdapters:
+    """The adapters of a pass's rows: see models/adapters/."""
+
+    ids: mx.array  # int32 [rows]; 0: the row has none
+    terms: Mapping[str, LowRankTerms]  # by the path of the layer in the model
 
 
 class RopeOffsets(mx.array):
@@ -120,6 +137,8 @@ class Placement:
         tables: mx.array | None = None,
         block_size: int = BLOCK_SIZE,
         ends: Sequence[int] | None = None,
+        span: tuple[int, int] | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
         if tables is not None:
             capacity = num_cells_of(tables, block_size)
@@ -132,10 +151,12 @@ class Placement:
         self.commits_all = commits_all  # True if no row has drafts, so that all fed tokens are committed
         self.deepstack = deepstack  # [rows, width, hidden] for each of the first layers: see vision/deepstack
         self.launches = launches  # for long passes; a pass that is traced has nothing to run yet
+        self.span = span  # first cell, and the one after the last, that all tokens of the one row attend to
         positions = starts if positions is None else positions
         self.positions = RopeOffsets(positions) if isinstance(positions, mx.array) else positions
         self.capacity = capacity
         self.tables = tables
+        self.adapters = adapters  # None: no row has one
         self._block_size = block_size
         self._ends = ends
         view_step = VIEW_STEP if end <= LONG_VIEW else LONG_VIEW_STEP
@@ -234,11 +255,15 @@ class Placement:
             if window is not None:
                 # Padding columns must attend to a cell too: attention over no cell is NaN on some devices.
                 mask = mask & (attended > mx.minimum(own, attended[-1:]) - window)
+            if self.span is not None:
+                mask = mask | ((attended >= self.span[0]) & (attended < self.span[1]))
             self._masks[window] = mask
         return self._masks[window]
 
     def window_of(self, mask: object) -> int | None:
-        """The window of a mask that `mask` made, 0 for none. None for another mask."""
+        """The window of a causal mask that `mask` made, 0 for none. None for another mask."""
+        if self.span is not None:
+            return None
         return next((window or 0 for window, own in self._masks.items() if own is mask), None)
 
     def score_bound(self, mask: mx.array) -> mx.array:

@@ -3,7 +3,7 @@
 A block holds the cells of all layers and of the head. Buffers of one shape are stacked into one array:
 
     buffer   [slots, heads, capacity + 1, dim]           one for the keys and one for the values of each layer
-             [blocks, heads, cells, dim]                 where rows keep their cells by blocks
+             [blocks, heads, cells, dim]                 or three if quantised (cache/cell_buffer.py)
     block    [buffers of one shape, heads, cells, dim]   a few arrays
 
 A block never changes, so any number of rows may load it. A state holds what the recurrent layers have for
@@ -19,6 +19,7 @@ from typing import TypeVar
 import mlx.core as mx
 import numpy as np
 
+from outrider.cache.cell_buffer import CellBuffer
 from outrider.cache.ragged_kv import RaggedKV
 from outrider.cache.recurrent import RecurrentState
 from outrider.host_array import HostArray
@@ -29,33 +30,41 @@ T = TypeVar("T")
 MAX_GATHERED_BLOCKS = (
     32  # blocks of rows that are copied at once: bounds the memory in between; chosen by hand
 )
-DTYPE_NAMES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}  # as in safetensors files
+DTYPE_NAMES = {  # as in safetensors files
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.uint32: "U32",
+}
 
 
 @dataclass(frozen=True)
 class _BufferGroup:
     """Buffers whose cells have one shape."""
 
-    members: tuple[tuple[RaggedKV, str], ...]  # layer, "keys" or "values"
+    members: tuple[tuple[CellBuffer, int], ...]  # keys or values of a layer, and which of its arrays
+
+    def _buffers(self) -> Iterator[mx.array]:
+        return (cells.arrays[number] for cells, number in self.members)
 
     def read(self, slot: int, start: int, end: int) -> mx.array:
         """A copy. A slice would refer to the whole buffer, and the next write would copy that buffer."""
-        return _copied(*(getattr(kv, name)[slot : slot + 1, :, start:end] for kv, name in self.members))
+        return _copied(*(buffer[slot : slot + 1, :, start:end] for buffer in self._buffers()))
 
     def write(self, slot: int, start: int, pieces: Sequence[mx.array]) -> None:
-        for i, (kv, name) in enumerate(self.members):
+        for i, buffer in enumerate(self._buffers()):
             cells = mx.concatenate([piece[i] for piece in pieces], axis=1)  # [heads, cells, dim]
-            getattr(kv, name)[slot, :, start : start + cells.shape[1]] = cells
+            buffer[slot, :, start : start + cells.shape[1]] = cells
 
     def read_blocks(self, blocks: Sequence[int]) -> mx.array:
         """Whole blocks of rows.  [blocks, buffers, heads, cells, dim]"""
         index = mx.array(list(blocks))
-        return mx.stack([getattr(kv, name)[index] for kv, name in self.members], axis=1)
+        return mx.stack([buffer[index] for buffer in self._buffers()], axis=1)
 
     def write_blocks(self, blocks: Sequence[int], pieces: Sequence[mx.array]) -> None:
         index = mx.array(list(blocks))
-        for i, (kv, name) in enumerate(self.members):
-            getattr(kv, name)[index] = mx.stack([piece[i] for piece in pieces])
+        for i, buffer in enumerate(self._buffers()):
+            buffer[index] = mx.stack([piece[i] for piece in pieces])
 
 
 class PrefixStore:
@@ -166,11 +175,11 @@ def _in_parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _grouped(buffers: Sequence[RaggedKV]) -> list[_BufferGroup]:
-    groups: dict[tuple[int, int, mx.Dtype], list[tuple[RaggedKV, str]]] = {}
+    groups: dict[tuple[int, int, mx.Dtype], list[tuple[CellBuffer, int]]] = {}
     for kv in buffers:
-        spec = kv.spec
-        groups.setdefault((spec.num_heads, spec.key_dim, spec.dtype), []).append((kv, "keys"))
-        groups.setdefault((spec.num_heads, spec.value_dim, spec.dtype), []).append((kv, "values"))
+        for cells in kv.cells:
+            for number, (size, dtype) in enumerate(cells.format.parts):
+                groups.setdefault((kv.spec.num_heads, size, dtype), []).append((cells, number))
     return [_BufferGroup(tuple(members)) for members in groups.values()]
 
 

@@ -11,6 +11,8 @@ anywhere in the buffers, and a block that no row writes any more may belong to s
 
     row r    blocks 7, 3, 9     cells 0..63 | 64..127 | 128..191       (RowPlan.blocks: the scheduler's table)
 
+Cells may be quantised (cache/cell_format.py): each buffer then is three arrays with these axes.
+
 The buffers store no length and no table. Each forward pass has the starts and the tables of its rows
 (cache/placement.py), so a rollback is a smaller start in the next pass. Cells past a row's end are masked,
 never assumed to be zero.
@@ -19,12 +21,13 @@ never assumed to be zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from outrider.cache.cell_buffer import CellBuffer
+from outrider.cache.cell_format import GROUP_SIZES, CellFormat
 from outrider.cache.placement import Placement, Positions
-from outrider.plan import NUM_SPARE_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +39,34 @@ class KVSpec:
     value_dim: int
     dtype: mx.Dtype
     window: int | None = None  # sliding-window layers attend to this many cells
+    bits: int | None = None  # of quantised keys and values; None: they are stored in `dtype`
+
+    @property
+    def key_format(self) -> CellFormat:
+        return self._format(self.key_dim)
+
+    @property
+    def value_format(self) -> CellFormat:
+        return self._format(self.value_dim)
+
+    def _format(self, dim: int) -> CellFormat:
+        return CellFormat(dim, self.dtype, self.bits if dim else None)
 
     @property
     def bytes_per_cell(self) -> int:
-        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.size
+        return self.num_heads * (self.key_format.num_bytes + self.value_format.num_bytes)
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of a slot that do not grow with its cells."""
         return 0
+
+    def quantized(self, bits: int | None) -> KVSpec:
+        """The same keys and values with so many bits. Raises ValueError if they do not divide into groups."""
+        for name, dim in (("keys", self.key_dim), ("values", self.value_dim)):
+            if bits is not None and dim % GROUP_SIZES[-1]:
+                raise ValueError(f"{name} of {dim} elements, which is no multiple of {GROUP_SIZES[-1]}")
+        return replace(self, bits=bits)
 
 
 class RaggedKV:
@@ -52,32 +74,58 @@ class RaggedKV:
 
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
-        self.keys = mx.zeros((0, spec.num_heads, 1, spec.key_dim), spec.dtype)
-        self.values = mx.zeros((0, spec.num_heads, 1, spec.value_dim), spec.dtype)
+        self.key_cells = CellBuffer(spec.num_heads, spec.key_format)
+        self.value_cells = CellBuffer(spec.num_heads, spec.value_format)
         self.attends_natively: bool | None = None  # None: not decided
 
     @property
+    def cells(self) -> tuple[CellBuffer, CellBuffer]:
+        return self.key_cells, self.value_cells
+
+    @property
+    def keys(self) -> mx.array:
+        """The keys, or their codes."""
+        return self.key_cells.arrays[0]
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        self.key_cells.arrays[0] = array
+
+    @property
+    def values(self) -> mx.array:
+        """The values, or their codes."""
+        return self.value_cells.arrays[0]
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        self.value_cells.arrays[0] = array
+
+    @property
     def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(cells.num_bytes for cells in self.cells)
 
     def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
+        """Keys and values. If they are quantised: codes, scales, biases of the keys, then of the values."""
+        return [array for cells in self.cells for array in cells.arrays]
 
     def put(self, arrays: Sequence[mx.array]) -> None:
-        self.keys, self.values = arrays
+        """Replace what `arrays` gives."""
+        num_key_arrays = len(self.key_cells.arrays)
+        self.key_cells.arrays = list(arrays[:num_key_arrays])
+        self.value_cells.arrays = list(arrays[num_key_arrays:])
 
     def resize(self, num_slots: int, capacity: int) -> None:
-        self.keys = _resized(self.keys, num_slots, capacity + 1)
-        self.values = _resized(self.values, num_slots, capacity + 1)
+        for cells in self.cells:
+            cells.resize(num_slots, capacity)
 
     def resize_blocks(self, num_blocks: int, block_size: int, kept: Sequence[int] | None = None) -> None:
         """Have so many blocks: those of `kept` in this order, or the first ones there are; then zeros."""
-        self.keys = _resized_blocks(self.keys, num_blocks, block_size, kept)
-        self.values = _resized_blocks(self.values, num_blocks, block_size, kept)
+        for cells in self.cells:
+            cells.resize_blocks(num_blocks, block_size, kept)
 
     def exchange(self, source: int, target: int, one_way: bool) -> None:
-        self.keys = exchanged(self.keys, source, target, one_way)
-        self.values = exchanged(self.values, source, target, one_way)
+        for cells in self.cells:
+            cells.exchange(source, target, one_way)
 
 
 class LayerView:
@@ -97,13 +145,17 @@ class LayerView:
     def keys(self, _: mx.array) -> None:
         """Does nothing. Some mlx-lm models assign the keys to get them evaluated; here all buffers are."""
 
+    @property
+    def spec(self) -> KVSpec:
+        return self._kv.spec
+
     def arrays(self) -> list[mx.array]:
-        """The keys and values of all slots."""
+        """The keys and values of all slots: see `RaggedKV.arrays`."""
         return self._kv.arrays()
 
-    def put(self, keys: mx.array, values: mx.array) -> None:
+    def put(self, arrays: Sequence[mx.array]) -> None:
         """Replace the keys and values of all slots."""
-        self._kv.keys, self._kv.values = keys, values
+        self._kv.put(arrays)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.write(keys, values)
@@ -114,12 +166,12 @@ class LayerView:
 
     def write(self, keys: mx.array, values: mx.array) -> None:
         """Each row's tokens into its own cells.  [rows, heads, width, dim]"""
-        kv = self._kv
-        self.put(self._write(kv.keys, keys), self._write(kv.values, values))
+        self._kv.key_cells.write(keys, self.placement)
+        self._kv.value_cells.write(values, self.placement)
 
     def read(self) -> tuple[mx.array, mx.array]:
         """The keys and values of all rows up to the longest one's end.  [rows, heads, cells, dim]"""
-        return self._read(self._kv.keys), self._read(self._kv.values)
+        return self._kv.key_cells.read(self.placement), self._kv.value_cells.read(self.placement)
 
     def window_of(self, keys: object, values: object, mask: object) -> int | None:
         """The window that attention has, 0 for none. None if the model has changed what it got from here."""
@@ -150,64 +202,3 @@ class LayerView:
         self, width: int, return_array: bool = True, window_size: int | None = None, **_: object
     ) -> mx.array:
         return self.placement.mask(window_size or self._kv.spec.window)
-
-    def _write(self, buffer: mx.array, new: mx.array) -> mx.array:
-        place = self.placement
-        if place.tables is not None:
-            blocks, cells = place.written_blocks
-            buffer[blocks, :, cells] = new.transpose(0, 2, 1, 3)
-            return buffer
-        if place.is_range and len(place.slots) == buffer.shape[0]:  # all slots: a cheaper write
-            cells = mx.broadcast_to(place.written[:, None, :, None], new.shape)
-            return mx.put_along_axis(buffer, cells, new, axis=2)
-        buffer[place.slot_ids, :, place.written] = new.transpose(0, 2, 1, 3)
-        return buffer
-
-    def _read(self, buffer: mx.array) -> mx.array:
-        place = self.placement
-        if place.tables is not None:
-            num_blocks, num_heads, size, dim = buffer.shape
-            parts = buffer.reshape(num_blocks * num_heads, size * dim)[place.gathered_blocks(num_heads)]
-            return parts.reshape(len(place.slots), num_heads, place.num_attended, dim)
-        if place.is_range:
-            return buffer[place.slots[0] : place.slots[-1] + 1, :, : place.num_attended]
-        return buffer[place.slot_ids[:, 0], :, : place.num_attended]
-
-
-def _resized(buffer: mx.array, num_slots: int, num_cells: int) -> mx.array:
-    old_slots, num_heads, old_cells, dim = buffer.shape
-    if (old_slots, old_cells) == (num_slots, num_cells):
-        return buffer
-    slots, cells = min(old_slots, num_slots), min(old_cells, num_cells) - 1  # not the padding's cell
-    grown = mx.zeros((num_slots, num_heads, num_cells, dim), buffer.dtype)
-    if slots:
-        grown[:slots, :, :cells] = buffer[:slots, :, :cells]
-    mx.eval(grown)  # one layer at a time: memory never holds the old and the new buffers of all layers
-    return grown
-
-
-def _resized_blocks(
-    buffer: mx.array, num_blocks: int, block_size: int, kept: Sequence[int] | None
-) -> mx.array:
-    _, num_heads, _, dim = buffer.shape
-    if num_blocks == 0:  # after a pass that failed the arrays cannot be read
-        return mx.zeros((0, num_heads, block_size, dim), buffer.dtype)
-    if kept is None and buffer.shape[0] == num_blocks:
-        return buffer
-    num_kept = min(buffer.shape[0], num_blocks) if kept is None else len(kept)
-    resized = mx.zeros((num_blocks, num_heads, block_size, dim), buffer.dtype)
-    if num_kept > NUM_SPARE_BLOCKS:
-        old = buffer[:num_kept] if kept is None else buffer[mx.array(list(kept))]
-        resized[NUM_SPARE_BLOCKS:num_kept] = old[NUM_SPARE_BLOCKS:]
-    mx.eval(resized)  # one layer at a time, as above
-    return resized
-
-
-def exchanged(buffer: mx.array, source: int, target: int, one_way: bool) -> mx.array:
-    """The buffer with slot `source` copied to `target`; unless `one_way`, also `target` to `source`."""
-    if one_way:
-        buffer[target] = buffer[source]
-    else:
-        pair = mx.array([target, source])
-        buffer[pair] = buffer[mx.array([source, target])]
-    return buffer

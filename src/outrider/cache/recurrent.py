@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from outrider.cache.cell_buffer import exchanged
 from outrider.cache.placement import CommitCounts, Placement
-from outrider.cache.ragged_kv import exchanged
 
 StateAfter = Callable[[CommitCounts], mx.array]  # -> the new value of one part for every row
 StatesAfter = Callable[[CommitCounts], Sequence[mx.array]]  # -> the new values of several parts

@@ -6,7 +6,7 @@ a masking `where` 4.4, a power of two 4.4 (2.6 for masked cells), a minimum and 
     swiglu       silu(x) = x / (1 + 2^(-x log2 e))
     attention    the scale of the queries contains log2 e, and the softmax weights are powers of two;
                  `minimum` with -inf masks cells; all heads that share a key head are one matmul
-                 or, beside quantised layers, one native primitive (native/extension/decoder_layer.h);
+                 or, with quantised layers or cells, one native primitive (native/extension/decoder_layer.h);
                  latent attention is computed in one form (cpu/latent_attention.py)
     rope         a pass computes sines and cosines once for all layers; bit-identical to MLX's rope
 
@@ -104,7 +104,7 @@ def _native_attention(
 ) -> mx.array | None:
     """Attention that reads each row's cells where they are. None if it cannot, or if nothing is compiled.
 
-    The extension is compiled for quantised layers only: models without any use MLX's operations.
+    The extension is compiled for quantised layers or cells only: other models use MLX's operations.
     """
     window = cache.window_of(keys, values, mask)
     if window is None or not cache.attends_natively(lambda: extension.if_loaded() is not None):
@@ -114,16 +114,15 @@ def _native_attention(
     native, place = extension.loaded(), cache.placement
     place.num_native += 1
     by_token = mx.contiguous(queries.transpose(0, 2, 1, 3))
-    cells = *cache.arrays(), place.starts, place.num_fed, place.places
+    cells = cache.arrays(), place.starts, place.num_fed, place.places
     return native.attend_cells(by_token, *cells, place.has_blocks, window, scale).transpose(0, 2, 1, 3)
 
 
 def _has_native_shape(queries: mx.array, cache: LayerView) -> bool:
-    keys, values = cache.arrays()
-    dim = queries.shape[3]
-    if cache.placement.has_blocks and keys.shape[2] != BLOCK_SIZE:
+    spec, dim = cache.spec, queries.shape[3]
+    if cache.placement.has_blocks and cache.keys.shape[2] != BLOCK_SIZE:
         return False
-    return dim % 16 == 0 and dim == keys.shape[3] == values.shape[3] and queries.shape[1] % keys.shape[1] == 0
+    return dim % 16 == 0 and dim == spec.key_dim == spec.value_dim and queries.shape[1] % spec.num_heads == 0
 
 
 def _products(queries: mx.array, keys: mx.array) -> mx.array:

@@ -1,6 +1,7 @@
 """The prefix cache of the scheduler: the cells that a row loads instead of computing, or saves.
 
-Pure Python. The cache decides what the runner copies between a row's slot and cached blocks:
+Pure Python. The cache decides what the runner copies between a row's slot and cached blocks. The decisions
+are collected in `pending` (prefix/copies.py):
 
     a row prefills     `ready_rows`   loads the longest cached prefix into the row's slot. The row waits while
                                       an older row computes cells that both need, or while the disk reads.
@@ -30,19 +31,11 @@ from outrider.cache.prefix_index import Node, PrefixIndex, PrefixMatch, num_comm
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.draft_planner import MAX_HEAD_LAG
 from outrider.engine.prefix.checkpoints import prompt_checkpoints
+from outrider.engine.prefix.copies import PendingCopies
 from outrider.engine.prefix.disk import DiskLoader, PrefixFetch, file_name
 from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.sequence import Sequence
-from outrider.plan import (
-    BLOCK_SIZE,
-    BlockPiece,
-    CacheGeometry,
-    LoadCells,
-    PrefixCopies,
-    RowPlan,
-    SaveCells,
-    SaveState,
-)
+from outrider.plan import BLOCK_SIZE, CacheGeometry, PrefixCopies, RowPlan, SaveState
 from outrider.request import MAX_DEPTH
 
 MIN_LOADED_CELLS = 16  # a shorter prefix is computed, not loaded; chosen by hand
@@ -94,13 +87,9 @@ class PrefixCache:
         self.num_hit_cells = 0  # cells loaded instead of computed, since the start
         self._has_states = has_states
         self._min_loaded_cells = min_loaded_cells
-        self._max_copied_cells = max(index.block_size, MAX_COPIED_BYTES // max(1, bytes_per_cell))
         self._progress_by_row: dict[int, _RowProgress] = {}
-        self._saves: list[SaveCells] = []
-        self._states: list[SaveState] = []
-        self._loads: list[LoadCells] = []
-        self._held: list[Node] = []  # blocks that the next plan's loads read: they must not be evicted
-        self._pool: BlockPool | None = None  # the rows' blocks, where they keep their cells by blocks
+        max_cells = max(index.block_size, MAX_COPIED_BYTES // max(1, bytes_per_cell))
+        self.pending = PendingCopies(index, max_cells)
 
     def use_blocks(self, pool: BlockPool | None, block_size: int | None) -> None:
         """Where rows keep their cells by blocks: these are shared with rows that start with the same text."""
@@ -108,7 +97,7 @@ class PrefixCache:
             raise ValueError(
                 f"rows have blocks of {block_size} cells, cached prefixes {self.index.block_size}"
             )
-        self._pool = pool
+        self.pending.pool = pool
 
     @property
     def num_bytes(self) -> int:
@@ -155,70 +144,27 @@ class PrefixCache:
         size = self.index.block_size
         match = self.index.match(progress.tree, _prompt_keys(row))
         end = self._num_usable(row, match, progress)
-        space = self._max_copied_cells - sum(load.num_cells for load in self._loads)
-        end_now = self._end_within(match, row.num_cached, end, space)
+        end_now = self.pending.end_of_load(match, row.num_cached, end)
         exceeds_space = end_now < end
-        if exceeds_space and self._has_states and self._loads:
+        if exceeds_space and self._has_states and self.pending.loads:
             return True  # a state needs all cells before it: both are loaded in a later step
         if exceeds_space and not self._has_states:
             end = end_now
         if end - row.num_cached >= self._min_cells(row):
-            assert row.slot is not None
             # Cells that the row's head was not fed are loaded again: the match may have the head's part now.
             start = min(row.num_cached, row.num_head_cached) if row.feeds_head else row.num_cached
             last = match.nodes[(end - 1) // size]
             state_id = last.state_id if self._has_states else None
-            self.index.hold(last)
-            self._held.append(last)
             self.num_hit_cells += end - row.num_cached
             row.count_loaded(end - row.num_cached)
             row.num_cached = end
             row.num_head_cached = max(row.num_head_cached, match.num_head_cached(end))
-            self._add_load(row, start, match.pieces(start, end), state_id)
+            self.pending.load(row, start, match.pieces(start, end), last, state_id)
             # Loaded blocks need not be saved. Those that the head was not fed are saved again once it was.
             progress.num_blocks = min(end // size, match.first_deferred) if row.feeds_head else end // size
             root = self.index.root(progress.tree)
             progress.node = match.nodes[progress.num_blocks - 1] if progress.num_blocks else root
         return exceeds_space and not self._has_states
-
-    def _end_within(self, match: PrefixMatch, start: int, end: int, space: int) -> int:
-        """Where a load from `start` to `end` has to stop, to copy no more than `space` cells."""
-        cell = start
-        for piece in match.pieces(start, end):
-            num_cells = piece.last - piece.first
-            is_shared = self._pool is not None and self._pool.with_content(piece.block_id) is not None
-            num_copied = 0 if is_shared else min(num_cells, space)
-            if not is_shared and num_copied < num_cells:
-                return cell + num_copied
-            cell, space = cell + num_cells, space - num_copied
-        return max(cell, end)
-
-    def _add_load(
-        self, row: Sequence, start: int, pieces: tuple[BlockPiece, ...], state_id: int | None
-    ) -> None:
-        """Fill the row's cells from `start` on. A block that another row has, and none writes, is shared."""
-        assert row.slot is not None
-        if self._pool is None:
-            self._loads.append(LoadCells(row.slot, start, pieces, state_id))
-            return
-        size = self.index.block_size
-        copied: list[tuple[int, BlockPiece]] = []
-        for number, piece in enumerate(pieces, start // size):
-            is_final = (piece.first, piece.last) == (0, size) and (number + 1) * size <= row.first_open
-            held = self._pool.with_content(piece.block_id) if is_final else None
-            if held is not None and number >= len(row.blocks):
-                assert number == len(row.blocks)
-                self._pool.share(held)
-                row.blocks.append(held)
-                continue
-            if number == len(row.blocks):
-                row.blocks.append(self._pool.take())
-            copied.append((row.blocks[number], piece))
-            if is_final:
-                self._pool.set_content(row.blocks[number], piece.block_id)
-        if copied or state_id is not None:
-            own, own_pieces = tuple(block for block, _ in copied), tuple(piece for _, piece in copied)
-            self._loads.append(LoadCells(row.slot, start, own_pieces, state_id, own))
 
     def _num_usable(self, row: Sequence, match: PrefixMatch, progress: _RowProgress) -> int:
         """Cells of a match that the row can start with."""
@@ -320,26 +266,20 @@ class PrefixCache:
 
     def _save_block(self, row: Sequence, parent: Node, start: int, end: int) -> Node | None:
         """The block of these cells, saved now if it is new. None if the index or this step has no room."""
-        assert row.slot is not None
         keys, num_head_cached = row.keys(start, end), row.num_head_cached_of(start, end)
         node = self.index.child(parent, keys)
         if node is not None and (len(node.keys) > len(keys) or node.num_head_cached >= num_head_cached):
             self.index.touch(node)
             return node
-        if sum(save.end - save.start for save in self._saves) + len(keys) > self._max_copied_cells:
+        if not self.pending.has_room_for(len(keys)):
             return None
         if node is not None:  # the head was fed more of it now
             self.index.renew(node, num_head_cached)
         else:
             node = self.index.insert(parent, keys, num_head_cached)
         if node is not None:
-            row_block = None if self._pool is None else row.blocks[start // self.index.block_size]
-            save = SaveCells(node.block_id, row.slot, start, end, self._file_name(node, row), row_block)
-            self._saves.append(save)
+            self.pending.save(row, node, start, end, self._file_name(node, row))
             row.count_saved(start, end)
-            is_final = end - start == self.index.block_size and end <= row.first_open
-            if self._pool is not None and row_block is not None and is_final:
-                self._pool.set_content(row_block, node.block_id)
         return node
 
     def _save_state(self, row: Sequence) -> None:
@@ -357,7 +297,7 @@ class PrefixCache:
             return
         # Answers have too many states for a disk.
         name = None if is_answer else self._state_file_name(progress.node)
-        self._states.append(SaveState(state_id, row.slot, name))
+        self.pending.states.append(SaveState(state_id, row.slot, name))
         if is_answer:  # only the latest state of an answer is stored
             if progress.answer_state is not None and progress.answer_state.is_alive:
                 self.index.drop_state(progress.answer_state)
@@ -395,33 +335,16 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget every block: at a client's request, or because a step failed and its cells may be wrong."""
         self.index.clear()
-        self._saves.clear()
-        self._states.clear()
-        self._loads.clear()
-        self._release_held()
+        self.pending.clear()
 
     @property
     def has_copies(self) -> bool:
         """True if the next plan has cells to copy or memory to free."""
-        return bool(self._saves or self._states or self._loads or self.index.has_dropped)
+        return bool(self.pending)
 
     def take_copies(self) -> PrefixCopies:
         """What the next step copies and frees. Every copy is handed out once."""
-        fetched = self.disk.take_arrivals() if self.disk is not None else ()
-        dropped = self.index.take_dropped()
-        gone = set(dropped)
-        if self._pool is not None:
-            self._pool.forget_content(dropped)
-        copies = PrefixCopies(
-            tuple(dropped),
-            tuple(save for save in self._saves if save.block_id not in gone),
-            tuple(save for save in self._states if save.state_id not in gone),
-            tuple(arrival for arrival in fetched if arrival.id not in gone),
-            tuple(self._loads),
-        )
-        self._saves, self._states, self._loads = [], [], []
-        self._release_held()
-        return copies
+        return self.pending.take(self.disk.take_arrivals() if self.disk is not None else ())
 
     def wait_for_disk(self, timeout_s: float) -> None:
         """Wait until the disk has read a file, or for `timeout_s`."""
@@ -436,7 +359,7 @@ class PrefixCache:
         """The row's progress. A row whose block was evicted starts at the root again."""
         progress = self._progress_by_row.get(row.id)
         if progress is None:
-            tree = f"{'with head' if row.has_head_cells else 'without head'}/{row.params.cache_salt}"
+            tree = _tree_name(row)
             progress = self._progress_by_row[row.id] = _RowProgress(tree, self.index.root(tree))
             if self._has_states:
                 prompt = row.tokens[: row.num_prefill]
@@ -445,12 +368,19 @@ class PrefixCache:
             progress.node, progress.num_blocks = self.index.root(progress.tree), 0
         return progress
 
-    def _release_held(self) -> None:
-        for node in self._held:
-            self.index.release(node)
-        self._held.clear()
+
+def _tree_name(row: Sequence) -> str:
+    """Rows share cached prefixes only with rows of the same name: the cells of others differ."""
+    head = "with head" if row.has_head_cells else "without head"
+    adapter = "" if row.adapter is None else f", adapter {row.adapter.fingerprint}"
+    return f"{head}{adapter}/{row.params.cache_salt}"
 
 
 def _prompt_keys(row: Sequence) -> tuple[int, ...]:
-    """Keys of the cells that a prefilling row may load. At least one token is left for the row to feed."""
+    """Keys of the cells that a prefilling row may load. At least one token is left for the row to feed.
+
+    A row that wants the log-probabilities of its prompt has to compute all of its tokens.
+    """
+    if row.params.prompt_logprobs is not None:
+        return ()
     return row.keys(0, max(0, row.num_prefill - max(1, row.num_ahead)))

@@ -116,6 +116,39 @@ TARGET static void add(const float *x, int size, float *y) {
         store(y + i, load(y + i) + load(x + i));
 }
 
+TARGET static void multiply(const float *x, int size, float *y) {
+    for (int i = 0; i < size; i += LANES)
+        store(y + i, load(y + i) * load(x + i));
+}
+
+template <int ROWS>
+INLINE void dot_rows(const float *x, const float *a, int size, float *y) {
+    float parts[ROWS][16];
+    for (int lane = 0; lane < 16; lane += LANES) {
+        Vec sums[ROWS] = {};
+        for (int i = lane; i < size; i += 16) {
+            Vec own = load(x + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++)
+                sums[r] = fma(own, load(a + size_t(r) * size + i), sums[r]);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++)
+            store(parts[r] + lane, sums[r]);
+    }
+    for (int r = 0; r < ROWS; r++)
+        y[r] = sum(parts[r]);
+}
+
+// y = a @ x; a [rows, size]. Four rows at once, so that their sums do not wait for each other.
+TARGET static void dots(const float *x, const float *a, int rows, int size, float *y) {
+    int row = 0;
+    for (; row + 4 <= rows; row += 4)
+        dot_rows<4>(x, a + size_t(row) * size, size, y + row);
+    for (; row < rows; row++)
+        dot_rows<1>(x, a + size_t(row) * size, size, y + row);
+}
+
 // c = a @ b, or c += a @ b if `adds`; a [rows, size], b [size, columns]. Each element of c is one sum over b's rows in
 // order, so it depends on nothing but its own row and column.
 struct Factors {
@@ -184,6 +217,10 @@ TARGET static void product(const Factors &p, int row, int rows, int columns) {
 
 TARGET static void product(const Factors &p, int rows, int columns) { product<MAX_ROWS>(p, 0, rows, columns); }
 
+TARGET static void add_product(const float *x, int rows, int size, const float *b, int columns, float *y) {
+    product({x, size, b, columns, y, columns, size, true, nullptr}, rows, columns);
+}
+
 typedef float Four __attribute__((vector_size(16)));
 typedef float UnalignedFour __attribute__((vector_size(16), aligned(4), may_alias));
 
@@ -209,13 +246,13 @@ INLINE Vec interleave(Vec a, Vec b, std::integer_sequence<int, I...>) {
         a, b, (I / 4 * 4 + 2 * HALF + (PAIRS ? I % 2 + I % 4 / 2 * LANES : I % 4 / 2 + I % 2 * LANES))...);
 }
 
-// LANES rows of `from`, four floats of each, become four rows of `to`.
-INLINE void transpose_tile(const float *from, ptrdiff_t from_stride, float *to, ptrdiff_t to_stride) {
+// LANES rows of `from`, four floats of each, become four rows of LANES floats.
+INLINE void transpose_tile(const float *from, ptrdiff_t stride, Vec to[4]) {
     constexpr auto lanes = std::make_integer_sequence<int, LANES>();
     Vec rows[4], pairs[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
-        rows[i] = load_fours(from + i * from_stride, 4 * from_stride);
+        rows[i] = load_fours(from + i * stride, 4 * stride);
 #pragma GCC unroll 2
     for (int i = 0; i < 4; i += 2) {
         pairs[i] = interleave<0, false>(rows[i], rows[i + 1], lanes);
@@ -223,8 +260,8 @@ INLINE void transpose_tile(const float *from, ptrdiff_t from_stride, float *to, 
     }
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
-        store(to + 2 * i * to_stride, interleave<0, true>(pairs[i], pairs[i + 2], lanes));
-        store(to + (2 * i + 1) * to_stride, interleave<1, true>(pairs[i], pairs[i + 2], lanes));
+        to[2 * i] = interleave<0, true>(pairs[i], pairs[i + 2], lanes);
+        to[2 * i + 1] = interleave<1, true>(pairs[i], pairs[i + 2], lanes);
     }
 }
 
@@ -234,11 +271,39 @@ TARGET static void transpose(const float *keys, const float *values, int num_cel
     for (; cell + LANES <= num_cells; cell += LANES)
         for (int d = 0; d < dim; d += 4) {
             prefetch(values + cell * dim + d * LANES, 4 * LANES);
-            transpose_tile(keys + cell * dim + d, dim, columns + d * CELLS + cell, CELLS);
+            Vec rows[4];
+            transpose_tile(keys + cell * dim + d, dim, rows);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++)
+                store(columns + (d + i) * CELLS + cell, rows[i]);
         }
     for (int d = 0; d < dim; d++)
         for (int i = cell; i < CELLS; i++)
             columns[d * CELLS + i] = i < num_cells ? keys[i * dim + d] : 0;
+}
+
+#include "cell_kernels.h"
+
+// Keys as columns [dim, CELLS], whatever their format. The values are asked for from memory meanwhile.
+INLINE void load_columns(const Cells &keys, const Cells &values, int num_cells, float *columns, float *spare) {
+    if (!keys.has_codes())
+        return transpose(keys.floats(), values.floats(), num_cells, keys.dim, columns);
+    prefetch(values.floats(), num_cells * values.num_words());
+    if (keys.bits == 8)
+        unpack_columns<8>(keys, num_cells, columns, spare);
+    else
+        unpack_columns<4>(keys, num_cells, columns, spare);
+}
+
+// Values as rows [num_cells, dim]: the cells themselves, or unpacked ones in `rows`.
+INLINE const float *load_rows(const Cells &values, int num_cells, float *rows) {
+    if (!values.has_codes())
+        return values.floats();
+    if (values.bits == 8)
+        unpack_rows<8>(values, num_cells, rows);
+    else
+        unpack_rows<4>(values, num_cells, rows);
+    return rows;
 }
 
 // Scores in [from, to) become weights; all others become 0. `out` [dim] and the total are rescaled to the new maximum.
@@ -283,6 +348,7 @@ struct Range {
 TARGET static void attend_segment(const Queries &p, int segment, float *scratch, const Partial &result) {
     const int group = p.group, dim = p.dim, rows = p.num * group;
     float *queries = scratch, *scores = queries + rows * dim, *columns = scores + rows * CELLS;
+    float *unpacked = columns + dim * CELLS;
     Vec scale = all(p.scale * 1.44269504f);  // weights are powers of two
     for (int i = 0; i < p.num; i++)
         for (int d = 0; d < group * dim; d += LANES)
@@ -290,21 +356,28 @@ TARGET static void attend_segment(const Queries &p, int segment, float *scratch,
     clear(result, rows, dim);
     const int begin = std::max(segment * SEGMENT, p.first_cell(0) / CELLS * CELLS);
     const int end = std::min((segment + 1) * SEGMENT, p.end_cell(p.num - 1));
-    prefetch(p.keys + p.at(begin), std::min(end - begin, int(CELLS)) * dim);
+    const int num_words = p.keys.num_words();
+    prefetch(p.keys.from(p.at(begin)).floats(), std::min(end - begin, int(CELLS)) * num_words);
     for (int cell = begin; cell < end; cell += CELLS) {
         Range tokens(p, cell, cell + CELLS);
         int first = tokens.first, last = tokens.last;
         auto from = [&](int i) { return std::max(p.first_cell(i) - cell, 0); };
         auto to = [&](int i) { return std::min(p.end_cell(i) - cell, int(CELLS)); };
-        const float *keys = p.keys + p.at(cell), *all_values = p.values + p.at(cell);
-        transpose(keys, all_values, std::min(end - cell, int(CELLS)), dim, columns);
-        const float *next = cell + CELLS < end ? p.keys + p.at(cell + CELLS) : nullptr;
+        const int num_cells = std::min(end - cell, int(CELLS));
+        const Cells own_values = p.values.from(p.at(cell));
+        load_columns(p.keys.from(p.at(cell)), own_values, num_cells, columns, unpacked);
+        const float *next = cell + CELLS < end ? p.keys.from(p.at(cell + CELLS)).floats() : nullptr;
+        if (next && p.keys.has_codes()) {  // they are fewer than the columns
+            prefetch(next, CELLS * num_words);
+            next = nullptr;
+        }
         float *block = scores + first * group * CELLS;
         product({queries + first * group * dim, dim, columns, CELLS, block, CELLS, dim, false, next},
                 (last - first) * group, CELLS);
         for (int i = first; i < last; i++)
             for (int row = i * group; row < (i + 1) * group; row++)
                 weigh(scores + row * CELLS, from(i), to(i), result.states[row], result.out + row * dim, dim);
+        const float *all_values = load_rows(own_values, num_cells, unpacked);
         for (int i = first, after; i < last; i = after) {
             for (after = i + 1; after < last && from(after) == from(i) && to(after) == to(i);)
                 after++;
@@ -342,7 +415,8 @@ TARGET static void finish(const Queries &p, const Partial &result) {
         }
 }
 
-const Math math = {rms_norm, rope, swiglu, add, attend_segment, merge, finish};
+const Math math = {rms_norm,      rope,           swiglu, add,   multiply, dots, add_product,
+                   quantize_cell, attend_segment, merge,  finish};
 
 #undef INLINE
 

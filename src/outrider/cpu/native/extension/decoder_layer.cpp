@@ -1,8 +1,10 @@
 #include "decoder_layer.h"
 
 #include <cstring>
+#include <initializer_list>
 #include <stdexcept>
 
+#include "cell_arrays.h"
 #include "decoder_math.h"
 #include "mlx/backend/cpu/simd/simd.h"
 #include "primitive.h"
@@ -73,15 +75,44 @@ void add_residual(const Math &math, const Linear &linear, const Token *tokens, i
     });
 }
 
-QuantizedTokens normed_tokens(const Math &math, const RMSNorm &norm, const Token *tokens, int num, const float *x) {
+struct NormedTokens {
+    const float *floats;
+    QuantizedTokens codes;
+};
+
+NormedTokens normed_tokens(const Math &math, const RMSNorm &norm, const Token *tokens, int num, const float *x) {
     static thread_local Scratch floats, codes;
     size_t size = norm.size();
     float *normed = floats.floats(num * size);
     for_tokens(num, [&](int t) {
         math.rms_norm(x + tokens[t].index * size, norm.data(), size, norm.eps, normed + t * size);
     });
-    return quantize(normed, num, size, size, codes.bytes(token_bytes(num, size)));
+    return {normed, quantize(normed, num, size, size, codes.bytes(token_bytes(num, size)))};
 }
+
+// The adapters of some tokens, and the terms of a layer's products.
+class TokenAdapters {
+public:
+    TokenAdapters(const int *of_rows, const std::vector<LowRank> &terms, const Token *tokens, int num) : terms(terms) {
+        if (of_rows)
+            for (int t = 0; t < num; t++)
+                ids.push_back(of_rows[tokens[t].row]);
+    }
+
+    // Adds the terms of the products from `first` on to their outputs, before the biases. x [tokens, size]
+    void add(size_t first, std::initializer_list<float *> outputs, const float *x, int size) const {
+        if (ids.empty())
+            return;
+        std::vector<LowRankProduct> products;
+        for (float *y : outputs)
+            products.push_back({&terms[first + products.size()], y});
+        add_low_rank(products.data(), products.size(), x, size, ids.data(), ids.size(), false);
+    }
+
+private:
+    const std::vector<LowRank> &terms;
+    std::vector<int> ids;  // empty: no token has one
+};
 
 struct Heads {
     int num, num_kv, dim;
@@ -96,11 +127,20 @@ struct AttentionCall {
     int columns;
     bool has_blocks;
     int num_cells;  // of a slot, or of a block
-    float *out, *keys, *values;
+    float *out;
+    KeysAndValues cells;            // all of the buffers
+    const int *adapters = nullptr;  // [rows]; null: no row has one
 
     int max_cell() const { return has_blocks ? (columns - 1) * num_cells - 1 : std::max(num_cells - 2, 0); }
     const int *blocks(int row) const { return has_blocks ? places + size_t(row) * columns : nullptr; }
 };
+
+void store_cell(const Math &math, const float *x, const Cells &to) {
+    if (to.has_codes())
+        math.quantize_cell(x, to);
+    else
+        std::memcpy(to.words, x, to.dim * sizeof(float));
+}
 
 // Norms and turns a token's queries and keys, and writes its keys and values into its cell.
 void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall &call, const Token &token, float *q,
@@ -128,9 +168,9 @@ void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall
         turn(w.k_norm, k + head * dim);
         if (call.has_blocks && place == 0)
             continue;  // past the row's blocks: a draft that goes deeper than the row's own depth
-        size_t at = ((size_t(place) * w.num_kv_heads + head) * call.num_cells + cell) * dim;
-        std::memcpy(call.keys + at, k + head * dim, dim * sizeof(float));
-        std::memcpy(call.values + at, v + head * dim, dim * sizeof(float));
+        size_t at = (size_t(place) * w.num_kv_heads + head) * call.num_cells + cell;
+        store_cell(math, k + head * dim, call.cells.keys.from(at));
+        store_cell(math, v + head * dim, call.cells.values.from(at));
     }
 }
 
@@ -200,20 +240,20 @@ void attend(const Math &math, const Heads &heads, const AttentionCall &call, con
                            .scale = heads.scale,
                            .stride = ptrdiff_t(heads.num) * dim,
                            .blocks = call.blocks(tokens[t].row),
-                           .block_stride = ptrdiff_t(heads.num_kv) * CELLS * dim};
+                           .block_stride = ptrdiff_t(heads.num_kv) * CELLS};
         int num_cells = queries.end_cell(queries.num - 1) - queries.first_cell(0);
         double own = 2.0 * num_cells * queries.num * heads.num * dim;
         work += own;
         most = std::max(most, own / heads.num_kv);
         for (int head = 0; head < heads.num_kv; head++) {
             size_t slot = call.has_blocks ? 0 : call.places[tokens[t].row];
-            size_t at = (slot * heads.num_kv + head) * call.num_cells * dim;
+            size_t at = (slot * heads.num_kv + head) * call.num_cells;
             ptrdiff_t place = has_padding ? tokens[t].index : t;
             ptrdiff_t first = place * queries.stride + ptrdiff_t(head) * group * dim;
             queries.queries = q + first;
             queries.out = out + first;
-            queries.keys = call.keys + at;
-            queries.values = call.values + at;
+            queries.keys = call.cells.keys.from(at);
+            queries.values = call.cells.values.from(at);
             all.push_back(queries);
         }
     }
@@ -228,7 +268,7 @@ void attend(const Math &math, const Heads &heads, const AttentionCall &call, con
         run(i);
 }
 
-void run(const AttentionWeights &w, const AttentionCall &call) {
+void run(const AttentionWeights &w, const std::vector<LowRank> &terms, const AttentionCall &call) {
     static thread_local Scratch qs, ks, vs, outs, ys, codes;
     const Math &math = outrider::math();
     size_t hidden = w.norm.size(), q_size = w.q.matrix.num_rows, kv_size = w.k.matrix.num_rows;
@@ -238,9 +278,11 @@ void run(const AttentionWeights &w, const AttentionCall &call) {
         const Token *tokens = all.data() + first;
         int num = std::min<size_t>(MAX_TOKENS, all.size() - first);
         float *q = qs.floats(num * q_size), *k = ks.floats(num * kv_size), *v = vs.floats(num * kv_size);
-        QuantizedTokens normed = normed_tokens(math, w.norm, tokens, num, call.x);
+        TokenAdapters adapters(call.adapters, terms, tokens, num);
+        NormedTokens normed = normed_tokens(math, w.norm, tokens, num, call.x);
         Product products[] = {product(w.q, q), product(w.k, k), product(w.v, v)};
-        multiply(products, 3, normed);
+        multiply(products, 3, normed.codes);
+        adapters.add(0, {q, k, v}, normed.floats, hidden);
         for_tokens(num, [&](int t) {
             write_cell(math, w, call, tokens[t], q + t * q_size, k + t * kv_size, v + t * kv_size);
         });
@@ -248,6 +290,7 @@ void run(const AttentionWeights &w, const AttentionCall &call) {
         attend(math, {w.num_heads, w.num_kv_heads, w.head_dim(), w.scale}, call, tokens, num, q, out, false);
         Product last = product(w.o, y);
         multiply(&last, 1, quantize(out, num, q_size, q_size, codes.bytes(token_bytes(num, q_size))));
+        adapters.add(3, {y}, out, q_size);
         add_residual(math, w.o, tokens, num, call.x, y, call.out);
     }
 }
@@ -257,9 +300,10 @@ struct MLPCall {
     const float *x;
     const int *num_fed;
     float *out;
+    const int *adapters;  // [rows]; null: no row has one
 };
 
-void run(const MLPWeights &w, const MLPCall &call) {
+void run(const MLPWeights &w, const std::vector<LowRank> &terms, const MLPCall &call) {
     static thread_local Scratch gates, ups, ys, codes;
     const Math &math = outrider::math();
     size_t hidden = w.norm.size(), size = w.gate.matrix.num_rows;
@@ -269,9 +313,11 @@ void run(const MLPWeights &w, const MLPCall &call) {
         const Token *tokens = all.data() + first;
         int num = std::min<size_t>(MAX_TOKENS, all.size() - first);
         float *gate = gates.floats(num * size), *up = ups.floats(num * size), *y = ys.floats(num * hidden);
-        QuantizedTokens normed = normed_tokens(math, w.norm, tokens, num, call.x);
+        TokenAdapters adapters(call.adapters, terms, tokens, num);
+        NormedTokens normed = normed_tokens(math, w.norm, tokens, num, call.x);
         Product products[] = {product(w.gate, gate), product(w.up, up)};
-        multiply(products, 2, normed);
+        multiply(products, 2, normed.codes);
+        adapters.add(0, {gate, up}, normed.floats, hidden);
         for_tokens(num, [&](int t) {
             add_bias(math, w.gate, gate + t * size);
             add_bias(math, w.up, up + t * size);
@@ -279,39 +325,49 @@ void run(const MLPWeights &w, const MLPCall &call) {
         });
         Product last = product(w.down, y);
         multiply(&last, 1, quantize(gate, num, size, size, codes.bytes(token_bytes(num, size))));
+        adapters.add(2, {y}, gate, size);
         add_residual(math, w.down, tokens, num, call.x, y, call.out);
     }
 }
 
+// The ids of the rows' adapters, if they are among the inputs.
+const int *adapters_of(mx::cpu::CommandEncoder &encoder, const std::vector<mx::array> &inputs, size_t index) {
+    return index < inputs.size() ? elements<int>(encoder, inputs[index]) : nullptr;
+}
+
 class AttentionPrimitive : public CpuPrimitive {
 public:
-    AttentionPrimitive(mx::Stream stream, std::shared_ptr<const AttentionWeights> weights, int window, bool has_blocks)
-        : CpuPrimitive(stream), weights(std::move(weights)), window(window), has_blocks(has_blocks) {}
+    AttentionPrimitive(mx::Stream stream, std::shared_ptr<const AttentionWeights> weights, int window, bool has_blocks,
+                       const std::vector<LowRank> &terms)
+        : CpuPrimitive(stream), weights(std::move(weights)), window(window), has_blocks(has_blocks), terms(terms) {}
+
+    static constexpr size_t NUM_OTHERS = 5;  // inputs before the buffers; the adapters are after them
 
     const char *name() const override { return "OutriderAttention"; }
 
     void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
         auto &encoder = mx::cpu::get_command_encoder(stream());
-        const mx::array &x = inputs[0], &keys = inputs[1];
+        const mx::array &x = inputs[0];
         outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
         release_inputs(inputs, outputs);
-        take_over(encoder, keys, outputs[1]);
-        take_over(encoder, inputs[2], outputs[2]);
+        for (size_t i = 1; i < outputs.size(); i++)
+            take_over(encoder, inputs[NUM_OTHERS + i - 1], outputs[i]);
+        auto data = [](const mx::array &buffer) { return static_cast<const void *>(buffer.data<char>()); };
         AttentionCall call = {.rows = x.shape(0),
                               .width = x.shape(1),
                               .window = window,
                               .x = elements<float>(encoder, x),
-                              .angles = elements<float>(encoder, inputs[3]),
-                              .starts = elements<int>(encoder, inputs[4]),
-                              .num_fed = elements<int>(encoder, inputs[5]),
-                              .places = elements<int>(encoder, inputs[6]),
-                              .columns = inputs[6].shape(1),
+                              .angles = elements<float>(encoder, inputs[1]),
+                              .starts = elements<int>(encoder, inputs[2]),
+                              .num_fed = elements<int>(encoder, inputs[3]),
+                              .places = elements<int>(encoder, inputs[4]),
+                              .columns = inputs[4].shape(1),
                               .has_blocks = has_blocks,
-                              .num_cells = keys.shape(2),
+                              .num_cells = outputs[1].shape(2),
                               .out = outputs[0].data<float>(),
-                              .keys = outputs[1].data<float>(),
-                              .values = outputs[2].data<float>()};
-        encoder.dispatch([weights = weights, call] { run(*weights, call); });
+                              .cells = cells_of(outputs, 1, weights->head_dim(), data),
+                              .adapters = adapters_of(encoder, inputs, NUM_OTHERS + outputs.size() - 1)};
+        encoder.dispatch([weights = weights, terms = terms, call] { run(*weights, terms, call); });
         note_holds(encoder, inputs, outputs);
     }
 
@@ -319,6 +375,7 @@ private:
     std::shared_ptr<const AttentionWeights> weights;
     int window;
     bool has_blocks;
+    std::vector<LowRank> terms;
 };
 
 class CellAttentionPrimitive : public CpuPrimitive {
@@ -326,25 +383,27 @@ public:
     CellAttentionPrimitive(mx::Stream stream, const Heads &heads, int window, bool has_blocks)
         : CpuPrimitive(stream), heads(heads), window(window), has_blocks(has_blocks) {}
 
+    static constexpr size_t NUM_OTHERS = 4;  // inputs before the buffers
+
     const char *name() const override { return "OutriderCellAttention"; }
 
     void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
         auto &encoder = mx::cpu::get_command_encoder(stream());
-        const mx::array &queries = inputs[0], &keys = inputs[1];
+        const mx::array &queries = inputs[0];
         outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+        auto data = [&](const mx::array &buffer) { return contiguous_data(encoder, buffer); };
         AttentionCall call = {.rows = queries.shape(0),
                               .width = queries.shape(1),
                               .window = window,
                               .x = elements<float>(encoder, queries),
-                              .starts = elements<int>(encoder, inputs[3]),
-                              .num_fed = elements<int>(encoder, inputs[4]),
-                              .places = elements<int>(encoder, inputs[5]),
-                              .columns = inputs[5].shape(1),
+                              .starts = elements<int>(encoder, inputs[1]),
+                              .num_fed = elements<int>(encoder, inputs[2]),
+                              .places = elements<int>(encoder, inputs[3]),
+                              .columns = inputs[3].shape(1),
                               .has_blocks = has_blocks,
-                              .num_cells = keys.shape(2),
+                              .num_cells = inputs[NUM_OTHERS].shape(2),
                               .out = outputs[0].data<float>(),
-                              .keys = const_cast<float *>(elements<float>(encoder, keys)),
-                              .values = const_cast<float *>(elements<float>(encoder, inputs[2]))};
+                              .cells = cells_of(inputs, NUM_OTHERS, heads.dim, data)};
         encoder.dispatch([heads = heads, call, bytes = outputs[0].nbytes()] {
             std::vector<Token> tokens = fed_tokens(call.num_fed, call.rows, call.width);
             std::memset(call.out, 0, bytes);
@@ -360,8 +419,8 @@ private:
 
 class MLPPrimitive : public CpuPrimitive {
 public:
-    MLPPrimitive(mx::Stream stream, std::shared_ptr<const MLPWeights> weights)
-        : CpuPrimitive(stream), weights(std::move(weights)) {}
+    MLPPrimitive(mx::Stream stream, std::shared_ptr<const MLPWeights> weights, const std::vector<LowRank> &terms)
+        : CpuPrimitive(stream), weights(std::move(weights)), terms(terms) {}
 
     const char *name() const override { return "OutriderMLP"; }
 
@@ -373,12 +432,14 @@ public:
                         .width = x.shape(1),
                         .x = elements<float>(encoder, x),
                         .num_fed = elements<int>(encoder, inputs[1]),
-                        .out = outputs[0].data<float>()};
-        encoder.dispatch([weights = weights, call] { run(*weights, call); });
+                        .out = outputs[0].data<float>(),
+                        .adapters = adapters_of(encoder, inputs, 2)};
+        encoder.dispatch([weights = weights, terms = terms, call] { run(*weights, terms, call); });
     }
 
 private:
     std::shared_ptr<const MLPWeights> weights;
+    std::vector<LowRank> terms;
 };
 
 class RMSNormPrimitive : public CpuPrimitive {
@@ -454,15 +515,26 @@ void check(const Linear &linear, size_t num_rows, size_t size) {
     require(num_rows % 16 == 0 && size % BLOCK == 0, "sizes must be multiples of 16 and 32");
 }
 
-void check_places(int rows, const mx::array &keys, const mx::array &starts, const mx::array &num_fed,
+void check_places(int rows, const mx::array &buffer, const mx::array &starts, const mx::array &num_fed,
                   const mx::array &places, bool has_blocks, int window) {
     for (const mx::array *each : {&starts, &num_fed})
         require(each->size() == size_t(rows) && each->dtype() == mx::int32, "starts, fed counts: int32 [rows]");
     require(places.ndim() == 2 && places.shape(0) == rows && places.dtype() == mx::int32 &&
                 (has_blocks ? places.shape(1) > 1 : places.shape(1) == 1),
             "places: int32 [rows, 1], or [rows, blocks + 1]");
-    require(!has_blocks || keys.shape(2) == CELLS, "blocks must have 64 cells");
+    require(!has_blocks || buffer.shape(2) == CELLS, "blocks must have 64 cells");
     require(window >= 0, "window: 0 or more");
+}
+
+void check_adapters(int rows, const std::optional<mx::array> &adapters, const std::vector<LowRank> &terms,
+                    std::initializer_list<const Linear *> linears) {
+    if (!adapters)
+        return;
+    require(adapters->shape() == mx::Shape{rows} && adapters->dtype() == mx::int32, "adapters: int32 [rows]");
+    require(terms.size() == linears.size(), "low-rank terms: one for each linear layer");
+    auto term = terms.begin();
+    for (const Linear *linear : linears)
+        require((term++)->fits(linear->matrix.size, linear->matrix.num_rows), "low-rank terms of another size");
 }
 
 }  // namespace
@@ -517,49 +589,64 @@ Attention::Attention(AttentionWeights own) : weights(std::make_shared<const Atte
     weights->check();
 }
 
-std::tuple<mx::array, mx::array, mx::array> Attention::operator()(
-    const mx::array &x, const mx::array &keys, const mx::array &values, const mx::array &angles,
-    const mx::array &starts, const mx::array &num_fed, const mx::array &places, bool has_blocks, int window) const {
+std::vector<mx::array> Attention::operator()(const mx::array &x, const std::vector<mx::array> &buffers,
+                                             const mx::array &angles, const mx::array &starts,
+                                             const mx::array &num_fed, const mx::array &places, bool has_blocks,
+                                             int window, const std::optional<mx::array> &adapters,
+                                             const std::vector<LowRank> &terms) const {
     const AttentionWeights &w = *weights;
     int hidden = w.norm.size();
     require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
     int rows = x.shape(0), width = x.shape(1);
-    require(keys.ndim() == 4 && keys.shape(1) == w.num_kv_heads && keys.shape(3) == w.head_dim() &&
-                keys.dtype() == mx::float32 && values.shape() == keys.shape() && values.dtype() == mx::float32,
-            "keys, values: float32 [slots, heads, capacity + 1, dim] or [blocks, heads, cells, dim]");
+    check_buffers(buffers, w.num_kv_heads, w.head_dim());
     require(angles.shape() == mx::Shape{rows, 1, width, w.rope_dims} && angles.dtype() == mx::float32,
             "angles: float32 [rows, 1, width, rope dims]");
-    check_places(rows, keys, starts, num_fed, places, has_blocks, window);
-    auto primitive = std::make_shared<AttentionPrimitive>(mx::default_stream(mx::Device::cpu), weights, window, has_blocks);
-    auto out = mx::array::make_arrays({x.shape(), keys.shape(), values.shape()}, {mx::float32, mx::float32, mx::float32},
-                                      primitive, {x, keys, values, angles, starts, num_fed, places});
-    return {std::move(out[0]), std::move(out[1]), std::move(out[2])};
+    check_places(rows, buffers[0], starts, num_fed, places, has_blocks, window);
+    check_adapters(rows, adapters, terms, {&w.q, &w.k, &w.v, &w.o});
+    auto stream = mx::default_stream(mx::Device::cpu);
+    auto primitive = std::make_shared<AttentionPrimitive>(stream, weights, window, has_blocks, terms);
+    std::vector<mx::array> inputs = {x, angles, starts, num_fed, places};
+    std::vector<mx::Shape> shapes = {x.shape()};
+    std::vector<mx::Dtype> dtypes = {mx::float32};
+    for (const mx::array &buffer : buffers) {
+        inputs.push_back(buffer);
+        shapes.push_back(buffer.shape());
+        dtypes.push_back(buffer.dtype());
+    }
+    if (adapters)
+        inputs.push_back(*adapters);
+    return mx::array::make_arrays(std::move(shapes), dtypes, primitive, std::move(inputs));
 }
 
-mx::array attend_cells(const mx::array &queries, const mx::array &keys, const mx::array &values,
-                       const mx::array &starts, const mx::array &num_fed, const mx::array &places, bool has_blocks,
-                       int window, float scale) {
+mx::array attend_cells(const mx::array &queries, const std::vector<mx::array> &buffers, const mx::array &starts,
+                       const mx::array &num_fed, const mx::array &places, bool has_blocks, int window, float scale) {
     require(queries.ndim() == 4 && queries.dtype() == mx::float32, "queries: float32 [rows, width, heads, dim]");
-    require(keys.ndim() == 4 && keys.shape(3) == queries.shape(3) && keys.dtype() == mx::float32 &&
-                values.shape() == keys.shape() && values.dtype() == mx::float32,
-            "keys, values: float32 [slots, heads, capacity + 1, dim] or [blocks, heads, cells, dim]");
-    Heads heads = {queries.shape(2), keys.shape(1), queries.shape(3), scale};
+    require(!buffers.empty() && buffers[0].ndim() == 4, "no buffers of keys and values");
+    Heads heads = {queries.shape(2), buffers[0].shape(1), queries.shape(3), scale};
     require(heads.num_kv > 0 && heads.num % heads.num_kv == 0 && heads.dim % 16 == 0,
             "heads do not divide, or are no multiples of 16");
-    check_places(queries.shape(0), keys, starts, num_fed, places, has_blocks, window);
+    check_buffers(buffers, heads.num_kv, heads.dim);
+    check_places(queries.shape(0), buffers[0], starts, num_fed, places, has_blocks, window);
+    std::vector<mx::array> inputs = {queries, starts, num_fed, places};
+    inputs.insert(inputs.end(), buffers.begin(), buffers.end());
     auto stream = mx::default_stream(mx::Device::cpu);
     auto primitive = std::make_shared<CellAttentionPrimitive>(stream, heads, window, has_blocks);
-    return mx::array(queries.shape(), mx::float32, primitive, {queries, keys, values, starts, num_fed, places});
+    return mx::array(queries.shape(), mx::float32, primitive, std::move(inputs));
 }
 
 MLP::MLP(MLPWeights own) : weights(std::make_shared<const MLPWeights>(std::move(own))) { weights->check(); }
 
-mx::array MLP::operator()(const mx::array &x, const mx::array &num_fed) const {
+mx::array MLP::operator()(const mx::array &x, const mx::array &num_fed, const std::optional<mx::array> &adapters,
+                          const std::vector<LowRank> &terms) const {
     int hidden = weights->norm.size();
     require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
     require(num_fed.shape() == mx::Shape{x.shape(0)} && num_fed.dtype() == mx::int32, "fed counts: int32 [rows]");
-    auto primitive = std::make_shared<MLPPrimitive>(mx::default_stream(mx::Device::cpu), weights);
-    return mx::array(x.shape(), mx::float32, primitive, {x, num_fed});
+    check_adapters(x.shape(0), adapters, terms, {&weights->gate, &weights->up, &weights->down});
+    auto primitive = std::make_shared<MLPPrimitive>(mx::default_stream(mx::Device::cpu), weights, terms);
+    std::vector<mx::array> inputs = {x, num_fed};
+    if (adapters)
+        inputs.push_back(*adapters);
+    return mx::array(x.shape(), mx::float32, primitive, std::move(inputs));
 }
 
 RopeAngles::RopeAngles(const mx::array &own, float scale, float magnitude)

@@ -5,15 +5,16 @@
 //
 // Weights are quantised (quantized.h), everything else is float32. A token's result is the same to the bit whatever
 // tokens and rows are beside it, and whatever the number of threads. Tokens that are padding are not computed: their
-// output is their input.
+// output is their input. Rows may have adapters (low_rank.h): `adapters` [rows] int32 are their ids, and `terms` has the
+// low-rank terms of each linear layer, in the order of the weights below. Both may be left out.
 #pragma once
 
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
+#include "low_rank.h"
 #include "mlx/mlx.h"
 #include "quantized.h"
 
@@ -62,26 +63,27 @@ class Attention {
 public:
     explicit Attention(AttentionWeights weights);
 
-    // x [rows, width, hidden]; keys, values [slots, heads, capacity + 1, dim]; angles [rows, 1, width, dim]: of every
-    // token the cosines, then the sines; starts, num_fed [rows] int32; places [rows, 1] int32: the rows' slots. A window
-    // of 0 is none. With blocks: keys, values [blocks, heads, 64, dim]; places [rows, blocks + 1]: the rows' blocks, 0
-    // past the last one. Block 0 is never written.
-    // Returns the new x, keys and values. The buffers are written in place if nothing else holds them.
-    std::tuple<mlx::core::array, mlx::core::array, mlx::core::array> operator()(
-        const mlx::core::array &x, const mlx::core::array &keys, const mlx::core::array &values,
-        const mlx::core::array &angles, const mlx::core::array &starts, const mlx::core::array &num_fed,
-        const mlx::core::array &places, bool has_blocks, int window) const;
+    // x [rows, width, hidden]; buffers [slots, heads, capacity + 1, ..] of keys and values (cell_arrays.h); angles
+    // [rows, 1, width, dim]: of every token the cosines, then the sines; starts, num_fed [rows] int32; places [rows, 1]
+    // int32: the rows' slots. A window of 0 is none. With blocks: buffers [blocks, heads, 64, ..]; places [rows, blocks +
+    // 1]: the rows' blocks, 0 past the last one. Block 0 is never written. adapters, terms: see low_rank.h.
+    // Returns the new x, then the new buffers. The buffers are written in place if nothing else holds them. All tokens
+    // read keys and values as they are stored: quantised ones too, in the pass that writes them.
+    std::vector<mlx::core::array> operator()(
+        const mlx::core::array &x, const std::vector<mlx::core::array> &buffers, const mlx::core::array &angles,
+        const mlx::core::array &starts, const mlx::core::array &num_fed, const mlx::core::array &places,
+        bool has_blocks, int window, const std::optional<mlx::core::array> &adapters,
+        const std::vector<LowRank> &terms) const;
 
 private:
     std::shared_ptr<const AttentionWeights> weights;
 };
 
-// Attention alone, for layers of other forms. queries [rows, width, heads, dim] -> the same, zeros for padding; keys and
-// values hold the tokens' cells already; the rest as above.
-mlx::core::array attend_cells(const mlx::core::array &queries, const mlx::core::array &keys,
-                              const mlx::core::array &values, const mlx::core::array &starts,
-                              const mlx::core::array &num_fed, const mlx::core::array &places, bool has_blocks,
-                              int window, float scale);
+// Attention alone, for layers of other forms. queries [rows, width, heads, dim] -> the same, zeros for padding; the
+// buffers hold the tokens' cells already; the rest as above.
+mlx::core::array attend_cells(const mlx::core::array &queries, const std::vector<mlx::core::array> &buffers,
+                              const mlx::core::array &starts, const mlx::core::array &num_fed,
+                              const mlx::core::array &places, bool has_blocks, int window, float scale);
 
 struct MLPWeights {
     RMSNorm norm;
@@ -95,7 +97,9 @@ public:
     explicit MLP(MLPWeights weights);
 
     // x [rows, width, hidden]; num_fed [rows] int32
-    mlx::core::array operator()(const mlx::core::array &x, const mlx::core::array &num_fed) const;
+    mlx::core::array operator()(const mlx::core::array &x, const mlx::core::array &num_fed,
+                                const std::optional<mlx::core::array> &adapters,
+                                const std::vector<LowRank> &terms) const;
 
 private:
     std::shared_ptr<const MLPWeights> weights;

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstddef>
 
+#include "cells.h"
+
 namespace outrider {
 
 constexpr int CELLS = 64;     // cells that attention takes at once, counted from cell 0; chosen by hand
@@ -20,12 +22,12 @@ struct Queries {
     const float *queries;          // [num, group * dim], `stride` floats apart
     float *out;                    // the same
     ptrdiff_t stride;
-    const float *keys, *values;    // [cells, dim]; with blocks: of block 0, the others `block_stride` floats apart
+    Cells keys, values;            // of the head that they share; with blocks: of block 0, the others `block_stride` cells apart
     const int *blocks;             // the row's block of every CELLS cells; null: the cells follow each other
     ptrdiff_t block_stride;
 
-    // Where the cells from `cell` on begin, a multiple of CELLS.
-    ptrdiff_t at(int cell) const { return blocks ? blocks[cell / CELLS] * block_stride : ptrdiff_t(cell) * dim; }
+    // The place of `cell`, a multiple of CELLS, in the buffers: the next ones follow it.
+    ptrdiff_t at(int cell) const { return blocks ? blocks[cell / CELLS] * block_stride : cell; }
     int end_cell(int i) const { return std::min(cell + i, max_cell) + 1; }
     int first_cell(int i) const { return window ? std::max(end_cell(i) - window, 0) : 0; }
     int first_segment() const { return first_cell(0) / SEGMENT; }
@@ -62,6 +64,14 @@ struct Math {
     void (*swiglu)(float *gate, const float *up, int size);
     // y += x
     void (*add)(const float *x, int size, float *y);
+    // y *= x
+    void (*multiply)(const float *x, int size, float *y);
+    // y = a @ x; a [rows, size]
+    void (*dots)(const float *x, const float *a, int rows, int size, float *y);
+    // y += x @ b; x [rows, size], b [size, columns], y [rows, columns]
+    void (*add_product)(const float *x, int rows, int size, const float *b, int columns, float *y);
+    // x [dim] into one cell that has codes
+    void (*quantize_cell)(const float *x, const Cells &to);
     // Attention: of each segment, merged in order, and the division at the end. scratch: attention_scratch(...) floats
     void (*attend_segment)(const Queries &queries, int segment, float *scratch, const Partial &result);
     void (*merge)(const Queries &queries, int segment, const Partial &part, const Partial &sum);
@@ -71,7 +81,7 @@ struct Math {
 const Math &math();
 
 inline size_t attention_scratch(const Queries &queries) {
-    return size_t(queries.num) * queries.group * (queries.dim + CELLS) + size_t(queries.dim) * CELLS;
+    return size_t(queries.num) * queries.group * (queries.dim + CELLS) + size_t(2) * queries.dim * CELLS;
 }
 
 }  // namespace outrider
