@@ -20,6 +20,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import DraftState
 from outrider.engine.sequence import Sequence as Row
 from outrider.models import machine
+from outrider.plan import BLOCK_SIZE
 from outrider.request import MAX_DEPTH, DraftDepth, Request, SamplingParams
 from outrider.speculate.controller import DepthController
 from outrider.step.runner import Runner
@@ -73,15 +74,18 @@ class Load:
     steps: int
     seconds: float  # the run ends after this time, but not before MIN_STEPS
     temperature: float = 0.0
+    longest_prompt: int = 0  # of the first row, if it is to be longer than the others
 
 
 class Loop:
     """Runs as an engine on this machine: compiled and overlapped if the device is faster than the host."""
 
-    def __init__(self, subject: Subject, outruns: bool | None = None) -> None:
+    def __init__(self, subject: Subject, outruns: bool | None = None, in_blocks: bool = False) -> None:
+        """`in_blocks`: rows keep their cells by blocks instead of slots."""
         self._trunk = subject.trunk
         self._outruns = machine.outruns_host() if outruns is None else outruns
-        self.runner = Runner(subject.trunk, subject.head, compiles=self._outruns)
+        block_size = BLOCK_SIZE if in_blocks else None
+        self.runner = Runner(subject.trunk, subject.head, compiles=self._outruns, block_size=block_size)
         self.budget_bytes = plan_memory(EngineConfig(), machine.free_bytes(), 0, False).rows
 
     def turn(self, policy: DraftDepth, load: Load, controller: DepthController) -> TimedRun:
@@ -127,7 +131,9 @@ class Loop:
         most = MAX_DEPTH if policy == "auto" else policy
         most_tokens = (load.steps + 4 * WARM_STEPS + load.rows * 8) * (MAX_DEPTH + 1)  # never reached
         rows = []
-        for i, prompt in enumerate(prompts(self._trunk.vocab_size, load.rows, load.num_prompt)):
+        lengths = [max(load.num_prompt, load.longest_prompt), *[load.num_prompt] * (load.rows - 1)]
+        drawn = prompts(self._trunk.vocab_size, load.rows, max(lengths))
+        for i, prompt in enumerate(own[:length] for own, length in zip(drawn, lengths, strict=True)):
             params = SamplingParams(
                 max_tokens=most_tokens, temperature=load.temperature, seed=i, ignore_eos=True
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -22,6 +23,8 @@ from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable, MeasuredCosts
 
+LONGEST = 3072  # prompt tokens of one row beside shorter ones
+
 
 def names_of(model: str, dtype: str, settings: CellSettings) -> list[str]:
     """The names of a model's cells. Does not load the model."""
@@ -30,7 +33,7 @@ def names_of(model: str, dtype: str, settings: CellSettings) -> list[str]:
         names.append(f"bare/rows={rows}")
         names += [f"loop/rows={rows}/accept={percent}" for percent in settings.accept]
         if settings.temperature == 0:
-            names.append(f"mlx-lm/rows={rows}")
+            names += [f"mlx-lm/rows={rows}", f"blocks/rows={rows}", f"blocks/rows={rows}/longest={LONGEST}"]
     return [f"{model}/{dtype}/{name}" for name in names]
 
 
@@ -51,6 +54,8 @@ class ModelCells:
         rows = int(values.get("rows", 0))
         if kind == "loop":
             return self._loop_cell(rows, int(values["accept"]))
+        if kind == "blocks":
+            return self._blocks_cell(rows, int(values.get("longest", 0)))
         if kind in ("bare", "mlx-lm"):
             return self._bare_cell(rows) if kind == "bare" else self._mlx_lm_cell(rows)
         return self._about() if kind == "about" else self._costs().as_json()
@@ -210,6 +215,29 @@ class ModelCells:
             "cost_ratio": own / plain,
             "efficiency": speedup / (stride / (own / plain)),
         }
+
+    # -- slots and blocks --------------------------------------------------------------------------------
+
+    def _blocks_cell(self, rows: int, longest: int) -> CellResult:
+        """Plain rows take turns with their cells in slots and in blocks. `longest`: the first prompt."""
+        controller = self._controller()
+        load = replace(self._load(rows, 2), longest_prompt=longest)
+        loops = {name: Loop(self._subject, in_blocks=name == "blocks") for name in ("slots", "blocks")}
+        turns: dict[str, list[TimedRun]] = {name: [] for name in loops}
+        for number in range(-1, self._settings.rounds):  # the first round is not counted
+            for name in list(loops) if number % 2 else list(reversed(loops)):
+                turn = loops[name].turn(0, load, controller)
+                if number >= 0:
+                    turns[name].append(turn)
+        pairs = zip(turns["blocks"], turns["slots"], strict=True)
+        ratio = Spread.of([a.tokens_per_s / b.tokens_per_s for a, b in pairs])
+        assert ratio is not None
+        steps = {name: 1e3 * median(t.step_s for t in each) for name, each in turns.items()}
+        say(
+            f"  blocks  rows {rows:3d} longest {longest}  slots {steps['slots']:8.3f} ms/step, "
+            f"blocks {steps['blocks']:8.3f}, ratio {ratio.text(3)}"
+        )
+        return {"step_ms": steps, "ratio": [ratio.median, ratio.least, ratio.most]}
 
     # -- mlx-lm ------------------------------------------------------------------------------------------
 

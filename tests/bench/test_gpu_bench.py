@@ -180,11 +180,12 @@ def test_a_step_moves_at_least_its_weights_states_keys_and_drafts(hybrid: Subjec
     ],
 )
 def test_all_cells_of_a_model(model: str, dtype: str, tmp_path: Path) -> None:
-    code, found = run(tmp_path, "--tiny", "--models", model, "--dtypes", dtype, "--only", "tiny-*")
     own = f"tiny-{model}/{dtype}"
-    names = ["about", "costs", "bare/rows=2", "loop/rows=2/accept=70", "mlx-lm/rows=2"]
+    cells = ["about", "costs", "bare/rows=2", "loop/rows=2/accept=70", "mlx-lm/rows=2", "blocks/rows=2"]
+    names = [f"{own}/{cell}" for cell in cells]
+    code, found = run(tmp_path, "--tiny", "--models", model, "--dtypes", dtype, "--only", *names)
     assert code == 0
-    assert list(found["cells"]) == [f"{own}/{name}" for name in names]
+    assert list(found["cells"]) == names
     MeasuredCosts.from_json(found["cells"][f"{own}/costs"])
     loop, times = found["cells"][f"{own}/loop/rows=2/accept=70"], found["cells"][f"{own}/bare/rows=2"]
     assert loop["0"]["stride"] == 1.0

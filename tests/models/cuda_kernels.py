@@ -15,7 +15,6 @@ from outrider.models import cuda_qmm, gpu_kernels
 CPP = """
     struct uint4 { uint32_t x, y, z, w; };
     alignas(16) static unsigned char memory[1 << 20];
-    #define __syncthreads() wait_for_all_lanes()
     #define __syncwarp() wait_for_all_lanes()
     auto __byte_perm = [](uint32_t x, uint32_t y, uint32_t places) {
         const uint64_t bytes = (uint64_t(y) << 32) | x;

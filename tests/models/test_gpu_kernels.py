@@ -8,12 +8,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outrider.models import gpu_kernels
+from outrider.models import attention_kernels, gpu_kernels
 from outrider.models.gpu_kernels import GpuKernel
 from outrider.models.recurrent import fused_layer, recurrent_kernels
 
-KERNELS = [value for module in (recurrent_kernels, fused_layer) for value in vars(module).values()]
-KERNELS = [value for value in KERNELS if isinstance(value, GpuKernel)]
+ATTENTION = (attention_kernels.PLAIN, attention_kernels.QUANTIZED)
+KERNELS = [kernel for kernels in ATTENTION for kernel in (kernels.whole, kernels.parts)]
+for module in (recurrent_kernels, fused_layer, attention_kernels):
+    KERNELS += [value for value in vars(module).values() if isinstance(value, GpuKernel)]
 
 
 @pytest.fixture
@@ -33,11 +35,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_the_start_for_both_languages_names_what_bodies_use() -> None:
-    assert len(KERNELS) == 7
+    assert len(KERNELS) == 12
     for start in (gpu_kernels._METAL, gpu_kernels._CUDA):
         for name in ("int lane", "int group_y", "int group_z"):
             assert name in start
-        for name in ("EXP(x)", "LOG(x)", "SQRT(x)", "FMA(x, y, z)", "GROUP_SUM(x)"):
+        functions = ("EXP(x)", "EXP2(x)", "LOG(x)", "SQRT(x)", "FMA(x, y, z)", "GROUP_SUM(x)", "GROUP_MAX(x)")
+        for name in (*functions, "SHUFFLE(x, i)", "SHARED", "BARRIER()", "VECTOR(type, pointer)"):
             assert f"#define {name}" in start
 
 

@@ -3,8 +3,11 @@
 A kernel is a C++ function body for groups of 32 lanes (a SIMD group on Metal, a warp on CUDA). It may use
 
     lane, group_y, group_z       the position in the grid (32, groups, groups)
-    EXP, LOG, SQRT, FMA          float32 functions
-    GROUP_SUM(x)                 the sum over the lanes of a group; every lane has to call it
+    EXP, EXP2, LOG, SQRT, FMA    float32 functions
+    GROUP_SUM(x), GROUP_MAX(x)   over the lanes of a group; every lane has to call it
+    SHUFFLE(x, i)                the x of lane i; likewise
+    SHARED, BARRIER()            memory of all groups of a block; all of them have arrived
+    VECTOR(type, pointer)        a value of another type at an address in an input; the address is aligned
     x_shape[i], x_strides[i]     shape and strides of an input x
     X_TYPE                       the element type of an array x, input or output
 """
@@ -22,8 +25,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from outrider import fallbacks
+
 log = logging.getLogger(__name__)
 
+INSTEAD = "slower MLX operations"
 LANES = 32  # threads of a SIMD group (Metal) or warp (CUDA)
 
 _METAL = """
@@ -31,16 +37,23 @@ _METAL = """
     const int group_y = thread_position_in_grid.y;
     const int group_z = thread_position_in_grid.z;
     #define EXP(x) metal::exp(x)
+    #define EXP2(x) metal::exp2(x)
     #define LOG(x) metal::log(x)
     #define SQRT(x) metal::sqrt(x)
     #define FMA(x, y, z) metal::fma(x, y, z)
     #define GROUP_SUM(x) simd_sum(x)
+    #define GROUP_MAX(x) simd_max(x)
+    #define SHUFFLE(x, i) simd_shuffle(x, (ushort)(i))
+    #define SHARED threadgroup
+    #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
+    #define VECTOR(type, pointer) (*(const device type*)(pointer))
 """
 _CUDA = """
     const int lane = threadIdx.x;
     const int group_y = blockIdx.y * blockDim.y + threadIdx.y;
     const int group_z = blockIdx.z;
     #define EXP(x) expf(x)
+    #define EXP2(x) exp2f(x)
     #define LOG(x) logf(x)
     #define SQRT(x) sqrtf(x)
     #define FMA(x, y, z) fmaf(x, y, z)
@@ -49,6 +62,15 @@ _CUDA = """
         return x;
     };
     #define GROUP_SUM(x) group_sum(x)
+    auto group_max = [](float x) {
+        for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, step));
+        return x;
+    };
+    #define GROUP_MAX(x) group_max(x)
+    #define SHUFFLE(x, i) __shfl_sync(0xffffffff, x, i)
+    #define SHARED __shared__
+    #define BARRIER() __syncthreads()
+    #define VECTOR(type, pointer) (*(const type*)(pointer))
 """
 
 
@@ -120,17 +142,16 @@ def shortened(source: str) -> str:
 
 
 def is_close(error: Callable[[], float], what: str, tolerance: float) -> bool:
-    """True if the kernels can be built and their error is at most `tolerance`; otherwise log a warning."""
+    """True if the kernels can be built and their error is at most `tolerance`. Otherwise log a warning, and
+    note that they are switched off."""
     try:
         found = error()
     except (RuntimeError, ValueError) as reason:
-        log.warning(
-            "The %s kernels cannot be built on this device (%s): using slower MLX operations.", what, reason
-        )
+        log.warning("The %s kernels cannot be built on this device (%s): using %s.", what, reason, INSTEAD)
+        fallbacks.note(f"{what} kernels", f"they cannot be built: {reason}", INSTEAD)
         return False
     if not found <= tolerance:  # also if the error is NaN
-        log.warning(
-            "The %s kernels are off by %.1e on this device: using slower MLX operations.", what, found
-        )
+        log.warning("The %s kernels are off by %.1e on this device: using %s.", what, found, INSTEAD)
+        fallbacks.note(f"{what} kernels", f"they are off by {found:.1e}", INSTEAD)
         return False
     return True

@@ -39,6 +39,7 @@ MIN_DEPTH_GAIN = 1.05  # expected speed-up from which a depth is changed; chosen
 CELL_STEP, CELL_PARTS = 256, 8  # cells that attention reads
 PREFILL_STEP, PREFILL_PARTS = 16, 8  # tokens of a prompt that a pass feeds
 CAPACITY_PARTS = 2  # cells that the caches have: every shape changes when they grow
+BLOCKS_STEP, BLOCKS_PARTS = 16, 8  # blocks that the caches have, likewise
 
 RowsAndWidth = tuple[int, int]
 
@@ -91,6 +92,10 @@ class ShapePolicy:
     def capacity(self, num_cells: int, capacity_step: int) -> int:
         """Cells that the caches should have for rows that need `num_cells`."""
         return rounded_up(num_cells, capacity_step, CAPACITY_PARTS) if self._few else num_cells
+
+    def num_blocks(self, roomy: int) -> int:
+        """Blocks that the caches should have where `roomy` are enough for some time."""
+        return rounded_up(roomy, BLOCKS_STEP, BLOCKS_PARTS) if self._few else roomy
 
     def _share(self, own: RowsAndWidth) -> float:
         share, step = self._shares.get(own, (0.0, 0))

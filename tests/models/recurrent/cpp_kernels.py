@@ -78,7 +78,11 @@ struct bfloat {
 };
 """
 METAL = """
-namespace metal { using ::exp; using ::fma; using ::log; using ::sqrt; }
+#define device
+#define threadgroup static
+#define threadgroup_barrier(what) wait_for_all_lanes()
+namespace metal { using ::exp; using ::exp2; using ::fma; using ::log; using ::sqrt; }
+typedef unsigned short ushort;
 static Place thread_position_in_threadgroup, thread_position_in_grid;
 static float simd_sum(float x) {
     shared[current] = x;
@@ -88,17 +92,41 @@ static float simd_sum(float x) {
     wait_for_all_lanes();
     return total;
 }
+static float simd_max(float x) {
+    shared[current] = x;
+    wait_for_all_lanes();
+    float found = shared[0];
+    for (int i = 1; i < 32; ++i) found = shared[i] > found ? shared[i] : found;
+    wait_for_all_lanes();
+    return found;
+}
+static float simd_shuffle(float x, ushort lane) {
+    shared[current] = x;
+    wait_for_all_lanes();
+    const float other = shared[lane];
+    wait_for_all_lanes();
+    return other;
+}
 static void stand_at(unsigned x, unsigned y, unsigned z, unsigned y_together) {
     thread_position_in_threadgroup = {x, y % y_together, 0};
     thread_position_in_grid = {x, y, z};
 }
 """
 CUDA = """
+#define __shared__ static
+#define __syncthreads() wait_for_all_lanes()
 static Place threadIdx, blockIdx, blockDim;
 static float __shfl_xor_sync(unsigned, float x, int step) {
     shared[current] = x;
     wait_for_all_lanes();
     const float other = shared[current ^ step];
+    wait_for_all_lanes();
+    return other;
+}
+static float __shfl_sync(unsigned, float x, int lane) {
+    shared[current] = x;
+    wait_for_all_lanes();
+    const float other = shared[lane];
     wait_for_all_lanes();
     return other;
 }

@@ -1,0 +1,381 @@
+"""GPU kernels for attention that reads every row's blocks where they are, each row as far as it has cells.
+
+For the few queries of a decode pass.
+
+    block of threads    a row, a key head, SPLIT cells, and up to TILE of the queries that share the key head
+    group of lanes      64 of these cells. For the scores each lane has a cell of its own. For the weighted
+                        sum of the values each lane has some dimensions of all cells
+    merge               the splits of each row, if a row of the pass has more than SPLIT cells
+
+A query's result is the same to the last bit, whatever else is in the pass: cells are always divided in the
+same way, and the parts are added in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+
+from outrider.cache.placement import Placement, block_tables
+from outrider.cache.ragged_kv import KVSpec
+from outrider.models import gpu_kernels
+from outrider.models.gpu_kernels import GpuKernel
+from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS
+
+GROUPS = 4  # groups of lanes in a block of threads
+SPLIT = GROUPS * BLOCK_SIZE  # cells of a block of threads
+DIMS = (64, 96, 128, 192, 256)  # of a head: each lane has the same number of dimensions
+QUANTIZED_DIMS = (64, 128, 256)  # a lane's codes begin at a byte
+MAX_TILE_NUMBERS = 1024  # of the queries of a tile; Metal has 32 KB of memory for a block of threads
+_LOG2_E = math.log2(math.e)
+TOLERANCE = {mx.float32: 1e-4, mx.float16: 5e-3, mx.bfloat16: 3e-2}
+
+_CONSTANTS = f"""
+    constexpr int GROUPS = {GROUPS}, CELLS = {BLOCK_SIZE}, SPLIT = {SPLIT};
+    constexpr int OWN = DIM / 32;  // dimensions of a lane
+    constexpr float LOWEST = -3.0e38f;
+"""
+# Cells as they are, and quantised (cache/cell_format.py). A quantised key k = scale * codes + bias gives
+# q * k = scale * (q * codes) + bias * sum(q), group by group.
+_PLAIN_CELLS = {
+    "CELL_TYPES": """
+    constexpr int STEP = 16 / sizeof(KEYS_TYPE);
+    struct alignas(16) Keys { KEYS_TYPE x[STEP]; };
+    constexpr int BYTES = OWN * sizeof(VALUES_TYPE);
+    struct alignas(BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : BYTES % 4 == 0 ? 4 : 2) Values {
+        VALUES_TYPE x[OWN];
+    };
+    """,
+    "ADD_SCORES": """
+            #pragma unroll 4
+            for (int d = 0; d < DIM; d += STEP) {
+                const Keys k = VECTOR(Keys, keys + (first + lane) * DIM + d);
+                #pragma unroll
+                for (int j = 0; j < TILE; ++j)
+                    #pragma unroll
+                    for (int i = 0; i < STEP; ++i)
+                        weights[j] = FMA((float)k.x[i], queries[query[j] * DIM + d + i], weights[j]);
+            }
+    """,
+    "READ_VALUES": """
+                const Values v = VECTOR(Values, values + at * DIM + lane * OWN);
+                #pragma unroll
+                for (int i = 0; i < OWN; ++i) value[i] = (float)v.x[i];
+    """,
+}
+_QUANTIZED_CELLS = {
+    "CELL_TYPES": """
+    constexpr int IN_WORD = 32 / BITS, WORDS = DIM / IN_WORD, NUM_GROUPS = DIM / GROUP_SIZE;
+    constexpr uint32_t CODE = (1 << BITS) - 1;
+    struct alignas(16) Codes { uint32_t x[4]; };
+    """,
+    "ADD_SCORES": """
+            for (int g = 0; g < NUM_GROUPS; ++g) {
+                float dots[TILE];
+                #pragma unroll
+                for (int j = 0; j < TILE; ++j) dots[j] = 0;
+                #pragma unroll 2
+                for (int w = g * GROUP_SIZE / IN_WORD; w < (g + 1) * GROUP_SIZE / IN_WORD; w += 4) {
+                    const Codes k = VECTOR(Codes, keys + (first + lane) * WORDS + w);
+                    #pragma unroll
+                    for (int v = 0; v < 4; ++v)
+                        #pragma unroll
+                        for (int i = 0; i < IN_WORD; ++i) {
+                            const float code = (float)((k.x[v] >> (BITS * i)) & CODE);
+                            const int d = (w + v) * IN_WORD + i;
+                            #pragma unroll
+                            for (int j = 0; j < TILE; ++j)
+                                dots[j] = FMA(code, queries[query[j] * DIM + d], dots[j]);
+                        }
+                }
+                const float scale = (float)key_scales[(first + lane) * NUM_GROUPS + g];
+                const float bias = (float)key_biases[(first + lane) * NUM_GROUPS + g];
+                #pragma unroll
+                for (int j = 0; j < TILE; ++j)
+                    weights[j] =
+                        FMA(scale, dots[j], FMA(bias, query_sums[query[j] * NUM_GROUPS + g], weights[j]));
+            }
+    """,
+    "READ_VALUES": """
+                const size_t group_of_values = at * NUM_GROUPS + lane * OWN / GROUP_SIZE;
+                const float scale = (float)value_scales[group_of_values];
+                const float bias = (float)value_biases[group_of_values];
+                #pragma unroll
+                for (int i = 0; i < OWN; ++i) {
+                    const int d = lane * OWN + i;
+                    const uint32_t word = values[at * WORDS + d / IN_WORD];
+                    value[i] = FMA(scale, (float)((word >> (BITS * (d % IN_WORD))) & CODE), bias);
+                }
+    """,
+}
+_SPLIT = """
+    const int num_heads = keys_shape[1], num_columns = tables_shape[1], width = queries_shape[2];
+    const int num_queries = queries_shape[1] / num_heads * width;  // that share a key head
+    const int num_tiles = (num_queries + TILE - 1) / TILE;
+    const int row = group_z / num_heads, head = group_z % num_heads;
+    const int group = group_y % GROUPS, tile = group_y / GROUPS % num_tiles;
+    const int split = group_y / GROUPS / num_tiles;
+    const int start = starts[row], end = start + num_fed[row];
+    const int first_query = tile * TILE;
+    SHARED float shared_highest[GROUPS][TILE], shared_total[GROUPS][TILE], shared_sums[GROUPS][TILE][DIM];
+
+    CELL_TYPES
+
+    if (split == 0 || split * SPLIT < end) {
+        float highest[TILE], total[TILE], sums[TILE][OWN];
+        int last_cell[TILE];  // that the query attends to
+        size_t query[TILE];
+        #pragma unroll
+        for (int j = 0; j < TILE; ++j) {
+            const int own = first_query + j < num_queries ? first_query + j : num_queries - 1;
+            query[j] = (size_t)group_z * num_queries + own;
+            last_cell[j] = start + own % width < end ? start + own % width : end - 1;
+            highest[j] = LOWEST;
+            total[j] = 0;
+            #pragma unroll
+            for (int i = 0; i < OWN; ++i) sums[j][i] = 0;
+        }
+        const int first_cell = split * SPLIT + group * CELLS;
+        for (int cell = first_cell; cell < first_cell + CELLS && cell < end; cell += 32) {
+            if (WINDOW > 0 && cell + 32 + WINDOW <= start) continue;  // all queries are past these cells
+            const size_t block = tables[row * num_columns + cell / CELLS];
+            const size_t first = (block * num_heads + head) * CELLS + cell % CELLS;
+            float weights[TILE];
+            #pragma unroll
+            for (int j = 0; j < TILE; ++j) weights[j] = 0;
+            ADD_SCORES
+            #pragma unroll
+            for (int j = 0; j < TILE; ++j) {
+                const int own = cell + lane;
+                const bool is_seen = own <= last_cell[j] && (WINDOW == 0 || own + WINDOW > last_cell[j]);
+                const float found = GROUP_MAX(is_seen ? weights[j] : LOWEST);
+                const float before = highest[j];
+                highest[j] = found > before ? found : before;
+                const float factor = EXP2(before - highest[j]);
+                weights[j] = is_seen ? EXP2(weights[j] - highest[j]) : 0.0f;
+                total[j] = FMA(total[j], factor, weights[j]);
+                #pragma unroll
+                for (int i = 0; i < OWN; ++i) sums[j][i] *= factor;
+            }
+            const int last = end - cell < 32 ? end - cell - 1 : 31;
+            #pragma unroll 8
+            for (int c = 0; c < 32; ++c) {  // cells past the last one have weights of 0
+                const size_t at = first + (c < last ? c : last);
+                float value[OWN];
+                READ_VALUES
+                #pragma unroll
+                for (int j = 0; j < TILE; ++j) {
+                    const float weight = SHUFFLE(weights[j], c);
+                    #pragma unroll
+                    for (int i = 0; i < OWN; ++i) sums[j][i] = FMA(weight, value[i], sums[j][i]);
+                }
+            }
+        }
+        #pragma unroll
+        for (int j = 0; j < TILE; ++j) {
+            const float whole = GROUP_SUM(total[j]);
+            if (lane == 0) {
+                shared_highest[group][j] = highest[j];
+                shared_total[group][j] = whole;
+            }
+            #pragma unroll
+            for (int i = 0; i < OWN; ++i) shared_sums[group][j][lane * OWN + i] = sums[j][i];
+        }
+        BARRIER();
+        for (int j = 0; j < TILE && first_query + j < num_queries && group == GROUPS - 1; ++j) {
+            float top = LOWEST, whole = 0, own[OWN];
+            for (int g = 0; g < GROUPS; ++g) top = shared_highest[g][j] > top ? shared_highest[g][j] : top;
+            for (int i = 0; i < OWN; ++i) own[i] = 0;
+            for (int g = 0; g < GROUPS; ++g) {
+                const float factor = EXP2(shared_highest[g][j] - top);
+                whole = FMA(shared_total[g][j], factor, whole);
+                for (int i = 0; i < OWN; ++i)
+                    own[i] = FMA(shared_sums[g][j][lane * OWN + i], factor, own[i]);
+            }
+            const size_t at = (size_t)group_z * num_queries + first_query + j;
+"""
+_WHOLE = """
+            if (HAS_SINKS) {
+                const float sink = sinks[at / width % queries_shape[1]];
+                const float higher = sink > top ? sink : top;
+                const float factor = EXP2(top - higher);
+                whole = FMA(whole, factor, EXP2(sink - higher));
+                for (int i = 0; i < OWN; ++i) own[i] *= factor;
+            }
+            for (int i = 0; i < OWN; ++i)
+                out[at * DIM + lane * OWN + i] = (OUT_TYPE)(whole > 0 ? own[i] / whole : 0.0f);
+        }
+    }
+"""
+_PART = """
+            const size_t part = (size_t)split * queries_shape[0] * queries_shape[1] * width + at;
+            if (lane == 0) {
+                stats[2 * part] = top;
+                stats[2 * part + 1] = whole;
+            }
+            for (int i = 0; i < OWN; ++i) parts[part * DIM + lane * OWN + i] = own[i];
+        }
+    }
+"""
+_MERGE = """
+    const int num_all = parts_shape[1], num_queries = num_all / starts_shape[0];  // of all rows, of a row
+    const int row = group_y / num_queries;
+    const int num_splits = (starts[row] + num_fed[row] + SPLIT - 1) / SPLIT;
+    float top = LOWEST, whole = 0, own[OWN];
+    for (int s = lane; s < num_splits; s += 32) {
+        const float found = stats[2 * ((size_t)s * num_all + group_y)];
+        top = found > top ? found : top;
+    }
+    top = GROUP_MAX(top);
+    if (HAS_SINKS) {
+        const float sink = sinks[group_y % num_queries / (num_queries / sinks_shape[0])];
+        top = sink > top ? sink : top;
+        whole = EXP2(sink - top);
+    }
+    for (int i = 0; i < OWN; ++i) own[i] = 0;
+    #pragma unroll 4
+    for (int s = 0; s < num_splits; ++s) {
+        const size_t part = (size_t)s * num_all + group_y;
+        const float factor = EXP2(stats[2 * part] - top);
+        whole = FMA(stats[2 * part + 1], factor, whole);
+        for (int i = 0; i < OWN; ++i) own[i] = FMA(parts[part * DIM + lane * OWN + i], factor, own[i]);
+    }
+    for (int i = 0; i < OWN; ++i)
+        out[(size_t)group_y * DIM + lane * OWN + i] = (OUT_TYPE)(whole > 0 ? own[i] / whole : 0.0f);
+"""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """For cells of one kind. `whole` is for rows of up to SPLIT cells, `parts` and MERGE for longer ones."""
+
+    whole: GpuKernel
+    parts: GpuKernel
+
+
+def _kernels(name: str, cells: Mapping[str, str], cell_inputs: tuple[str, ...]) -> Kernels:
+    body = _CONSTANTS + _SPLIT
+    for piece, code in cells.items():
+        body = body.replace(piece, code)
+    inputs = ("queries", *cell_inputs, "tables", "starts", "num_fed")
+    return Kernels(
+        GpuKernel(name, (*inputs, "sinks"), ("out",), body + _WHOLE, groups_per_block=GROUPS),
+        GpuKernel(f"{name}_parts", inputs, ("parts", "stats"), body + _PART, groups_per_block=GROUPS),
+    )
+
+
+PLAIN = _kernels("attention", _PLAIN_CELLS, ("keys", "values"))
+QUANTIZED = _kernels(
+    "quantized_attention",
+    _QUANTIZED_CELLS,
+    ("query_sums", "keys", "key_scales", "key_biases", "values", "value_scales", "value_biases"),
+)
+MERGE = GpuKernel(
+    "attention_merge", ("parts", "stats", "starts", "num_fed", "sinks"), ("out",), _CONSTANTS + _MERGE
+)
+
+
+def attend(
+    queries: mx.array,
+    cells: Sequence[mx.array],
+    spec: KVSpec,
+    place: Placement,
+    scale: float,
+    window: int,
+    sinks: mx.array | None,
+) -> mx.array:
+    """queries [rows, heads, width, dim]; cells: `RaggedKV.arrays` of a layer in blocks; sinks [heads]
+
+    `window`: cells that a query attends to; 0 for all.
+    """
+    rows, num_heads, width, dim = queries.shape
+    num_queries = num_heads // spec.num_heads * width
+    tile = 2 if num_queries <= 2 else min(8, MAX_TILE_NUMBERS // dim)
+    num_splits = -(-place.num_attended // SPLIT)
+    scaled = queries.astype(mx.float32) * (scale * _LOG2_E)
+    bounds = [place.starts, place.num_fed]
+    assert place.tables is not None
+    inputs = [scaled, *cells, place.tables, *bounds]
+    sizes = {"DIM": dim, "TILE": tile, "WINDOW": window}
+    kernels = PLAIN
+    if spec.bits is not None:
+        kernels, group_size = QUANTIZED, spec.key_format.group_size
+        inputs.insert(1, scaled.reshape(-1, dim // group_size, group_size).sum(axis=-1))
+        sizes |= {"BITS": spec.bits, "GROUP_SIZE": group_size}
+    own_sinks = mx.zeros(num_heads) if sinks is None else sinks.astype(mx.float32) * _LOG2_E
+    with_sinks = {"HAS_SINKS": int(sinks is not None)}
+    groups = num_splits * -(-num_queries // tile) * GROUPS, rows * spec.num_heads
+    out = [(queries.shape, queries.dtype)]
+    if num_splits == 1:
+        return gpu_kernels.run(kernels.whole, [*inputs, own_sinks], sizes | with_sinks, groups, out)[0]
+    num_all = rows * num_heads * width
+    outputs = [((num_splits, num_all, dim), mx.float32), ((num_splits, num_all, 2), mx.float32)]
+    parts = gpu_kernels.run(kernels.parts, inputs, sizes, groups, outputs)
+    merged = [*parts, *bounds, own_sinks]
+    return gpu_kernels.run(MERGE, merged, {"DIM": dim} | with_sinks, (num_all, 1), out)[0]
+
+
+@cache
+def agrees(dim: int, dtype: mx.Dtype, bits: int | None) -> bool:
+    """True if the kernels give what MLX's operations give, for cells of this kind, on this device."""
+    return gpu_kernels.is_available() and gpu_kernels.is_close(
+        lambda: _largest_error(dim, dtype, bits), "attention", TOLERANCE[dtype]
+    )
+
+
+def _largest_error(dim: int, dtype: mx.Dtype, bits: int | None) -> float:
+    """On rows of different lengths, with and without a window and sinks."""
+    lengths, width, num_heads, kv_heads = (3, 100, SPLIT + 40), 3, 6, 2
+    num_blocks = [-(-(num + width) // BLOCK_SIZE) for num in lengths]
+    firsts = [NUM_SPARE_BLOCKS + sum(num_blocks[:row]) for row in range(len(lengths))]
+    tables = block_tables([range(f, f + n) for f, n in zip(firsts, num_blocks, strict=True)])
+    random = mx.random.split(mx.random.key(0), 4)
+    spec = KVSpec(kv_heads, dim, dim, dtype, bits=bits)
+    shape = (NUM_SPARE_BLOCKS + sum(num_blocks), kv_heads, BLOCK_SIZE, dim)
+    vectors = [mx.random.normal(shape, key=key).astype(dtype) for key in random[:2]]
+    encoded = [spec.key_format.encode(one) for one in vectors]
+    cells = [array for parts in encoded for array in parts]
+    keys, values = (spec.key_format.decode(parts) for parts in encoded)
+    queries = mx.random.normal((len(lengths), num_heads, width, dim), key=random[2]).astype(dtype)
+    sinks, scale = mx.random.normal((num_heads,), key=random[3]), dim**-0.5
+    starts = mx.array(list(lengths))
+    fed = mx.full(starts.shape, width, mx.int32)
+    place = Placement(range(len(lengths)), starts, fed, width, max(lengths) + width, 0, tables=tables)
+    errors = []
+    for window, own_sinks in ((0, None), (70, sinks)):
+        got = attend(queries, cells, spec, place, scale, window, own_sinks)
+        want = _portable(queries, keys, values, place, scale, window, own_sinks)
+        errors.append(mx.abs(got.astype(mx.float32) - want).max())
+    return float(mx.stack(errors).max())
+
+
+def _portable(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    place: Placement,
+    scale: float,
+    window: int,
+    sinks: mx.array | None,
+) -> mx.array:
+    """The same in MLX's operations, in float32."""
+    rows, num_heads = queries.shape[:2]
+    kv_heads = keys.shape[1]
+
+    def gathered(buffer: mx.array) -> mx.array:  # [rows, heads, cells, dim]
+        own = buffer.astype(mx.float32)[place.tables].transpose(0, 2, 1, 3, 4)
+        cells = own.reshape(rows, kv_heads, -1, own.shape[-1])[:, :, : place.num_attended]
+        return mx.repeat(cells, num_heads // kv_heads, axis=1)
+
+    # Sums of products: matmuls of float32 are rounded more on some GPUs.
+    scores = (scale * queries.astype(mx.float32)[:, :, :, None] * gathered(keys)[:, :, None]).sum(axis=-1)
+    scores = mx.where(place.mask(window or None), scores, -mx.inf)
+    if sinks is not None:
+        column = mx.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        scores = mx.concatenate([scores, column], axis=-1)
+    weights = mx.softmax(scores, axis=-1)[..., : place.num_attended]
+    return (weights[..., None] * gathered(values)[:, :, None]).sum(axis=-2)

@@ -1,0 +1,83 @@
+"""Attention layers on GPUs for rows that keep their cells by blocks.
+
+Decode passes read the blocks where they are (models/attention_kernels.py). Wider passes copy the blocks of
+their rows together and use MLX's own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import base
+
+from outrider import function_swaps
+from outrider.cache.ragged_kv import LayerView
+from outrider.models import attention_kernels
+from outrider.plan import BLOCK_SIZE
+
+MAX_WIDTH = 16  # tokens of a row. For more of them MLX's attention over copied cells is faster
+
+
+def use_paged_attention(model: nn.Module) -> None:
+    """Swap the layers of a model that call mlx-lm's attention; layers that are swapped already stay."""
+    for _, module in model.named_modules():
+        kind: type[nn.Module] = type(module)
+        module.__class__ = function_swaps.with_functions(kind, _FUNCTIONS)
+
+
+def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a layer had before `use_paged_attention`."""
+    return kind.__bases__[0] if function_swaps.is_swapped(kind) else kind
+
+
+def attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's scaled_dot_product_attention, for layers of a model that is served on a GPU.
+
+    queries [rows, heads, width, dim]; keys, values: what the cache's `update_and_fetch` has given
+    """
+    view = cache[0] if isinstance(cache, Sequence) else cache
+    if isinstance(view, LayerView) and view.placement.has_blocks:
+        window = view.window_of(keys, values, mask)
+        if window is not None and _fits(queries, view):
+            view.placement.num_native += 1
+            return attention_kernels.attend(
+                queries, view.arrays(), view.spec, view.placement, scale, window, sinks
+            )
+        if groups := view.groups(keys, values, mask):  # prompts of different lengths: each group its own
+            order = mx.argsort(mx.concatenate([own for own, _, _ in groups]))
+            parts = [
+                base.scaled_dot_product_attention(
+                    queries[own], *group.read(), group, scale, own_mask, sinks=sinks
+                )
+                for own, group, own_mask in groups
+            ]
+            return mx.concatenate(parts)[order]
+    return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=sinks)
+
+
+def _fits(queries: mx.array, view: LayerView) -> bool:
+    num_heads, width, dim = queries.shape[1:]
+    spec = view.spec
+    return (
+        width <= MAX_WIDTH
+        and dim in (attention_kernels.DIMS if spec.bits is None else attention_kernels.QUANTIZED_DIMS)
+        and dim == spec.key_dim == spec.value_dim
+        and view.keys.shape[2] == BLOCK_SIZE
+        and num_heads % spec.num_heads == 0
+        and spec.dtype in attention_kernels.TOLERANCE
+        and attention_kernels.agrees(dim, spec.dtype, spec.bits)
+    )
+
+
+_FUNCTIONS = ((base.scaled_dot_product_attention, attention),)
