@@ -8,7 +8,8 @@ An MLP of another kind, such as experts, is computed as it is. Before a layer is
 with those of the plain form, which shows what the parts do not: a scaled residual, a norm in another place.
 A recognised layer gets a subclass of its class (models/layer_swaps.py).
 
-The primitives take float32 with Outrider's caches and masks. Every other call goes to the plain form.
+The primitives take float32 with Outrider's caches and masks. Every other call goes to the plain form. They
+add the low-rank terms of rows with adapters (cpu/low_rank.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from mlx_lm.models.smollm3 import NoPE
 from outrider.cache.placement import Placement, Positions
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu import extension
+from outrider.cpu.low_rank import native_terms
 from outrider.cpu.quantized import CpuQuantizedLinear
 
 log = logging.getLogger("outrider.cpu.layers")
@@ -115,16 +117,24 @@ class _Parts:
     mlp: Any | None  # None: the layer's own
     rope: _Rope
 
-    def attend(self, x: mx.array, cache: LayerView, window: int) -> mx.array:
+    def attend(self, layer: Any, x: mx.array, cache: LayerView, window: int) -> mx.array:
         place = cache.placement
         angles = place.angles.get(self.rope)
         if angles is None:
             angles = place.angles[self.rope] = self.rope.angles(place, x.shape[1])
         # No name for the old buffers: whoever holds them makes the primitive copy them.
-        h, keys, values = self.attention(
-            x, *cache.arrays(), angles, place.starts, place.num_fed, place.places, place.has_blocks, window
+        h, *buffers = self.attention(
+            x,
+            cache.arrays(),
+            angles,
+            place.starts,
+            place.num_fed,
+            place.places,
+            place.has_blocks,
+            window,
+            *native_terms(place.adapters, layer.self_attn, _PROJECTIONS),
         )
-        cache.put(keys, values)
+        cache.put(buffers)
         place.num_native += 1
         place.launch_every_few_layers(h)  # not the buffers: MLX would hold them, and the next pass copy them
         return h
@@ -134,7 +144,7 @@ class _FusedLayer:
     _fused: _Parts
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        if type(cache) is LayerView and x.dtype == mx.float32 == cache.keys.dtype:
+        if type(cache) is LayerView and x.dtype == mx.float32 == cache.spec.dtype:
             window = cache.placement.window_of(mask)
             if window is not None:
                 return _run(self, self._fused, x, cache, window)
@@ -143,9 +153,9 @@ class _FusedLayer:
 
 
 def _run(layer: Any, parts: _Parts, x: mx.array, cache: LayerView, window: int) -> mx.array:
-    h = parts.attend(x, cache, window)
+    h, place = parts.attend(layer, x, cache, window), cache.placement
     if parts.mlp is not None:
-        return parts.mlp(h, cache.placement.num_fed)
+        return parts.mlp(h, place.num_fed, *native_terms(place.adapters, layer.mlp, _MLP))
     return h + layer.mlp(layer.post_attention_layernorm(h))
 
 
@@ -306,7 +316,7 @@ def _check(layer: nn.Module, parts: _Parts) -> None:
     pairs = {
         "the layer": (_run(layer, parts, x, fused, 0) - x, layer(x, mask, plain) - x),
         "attention": (
-            parts.attend(x, fused_attention, 0) - x,
+            parts.attend(layer, x, fused_attention, 0) - x,
             attention(norm(x), mask, plain_attention),
         ),
         "keys": (fused.keys, plain.keys),

@@ -126,6 +126,11 @@ def _settle(layer: nn.Module, weights: dict[str, mx.array], group_size: int, bit
         setattr(layer, name, array)
 
 
+def dequantized(layer: nn.Module) -> mx.array:
+    """The weights of a kept layer in float32.  [outputs, inputs]"""
+    return _rows(layer, mx.arange(layer["weight"].shape[0]))
+
+
 def quantized_layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, layer) for name, layer in network.named_modules() if hasattr(layer, "bits"))
 

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "decoder_layer.h"
+#include "low_rank.h"
 #include "matmul.h"
 #include "primitive.h"
 #include "quantized.h"
@@ -24,6 +25,11 @@ void add_decoder_layers(nb::module_ &m) {
     nb::class_<Linear>(m, "Linear")
         .def(nb::init<const array &, const array &, const std::optional<array> &, int, int, const std::string &,
                       const std::optional<array> &>());
+    nb::class_<LowRank>(m, "LowRank")
+        .def(nb::init<>())
+        .def(nb::init<const LowRank::Arrays &, const LowRank::Arrays &, const LowRank::Arrays &,
+                      const LowRank::Arrays &>())
+        .def("__call__", &LowRank::operator());
     nb::class_<RMSNorm>(m, "RMSNorm")
         .def(nb::init<const array &, float>())
         .def("__call__", &RMSNorm::operator());
@@ -35,12 +41,15 @@ void add_decoder_layers(nb::module_ &m) {
                  new (self)
                      Attention({norm, q, k, v, o, q_norm, k_norm, num_heads, num_kv_heads, rope_dims, scale});
              })
-        .def("__call__", &Attention::operator());
+        .def("__call__", &Attention::operator(), nb::arg("x"), nb::arg("buffers"), nb::arg("angles"), nb::arg("starts"),
+             nb::arg("num_fed"), nb::arg("places"), nb::arg("has_blocks"), nb::arg("window"),
+             nb::arg("adapters").none() = nb::none(), nb::arg("terms") = nb::make_tuple());
     m.def("attend_cells", &attend_cells);
     nb::class_<MLP>(m, "MLP")
         .def("__init__", [](MLP *self, const RMSNorm &norm, const Linear &gate, const Linear &up,
                             const Linear &down) { new (self) MLP({norm, gate, up, down}); })
-        .def("__call__", &MLP::operator());
+        .def("__call__", &MLP::operator(), nb::arg("x"), nb::arg("num_fed"), nb::arg("adapters").none() = nb::none(),
+             nb::arg("terms") = nb::make_tuple());
     nb::class_<RopeAngles>(m, "RopeAngles")
         .def(nb::init<const array &, float, float>())
         .def("__call__", &RopeAngles::operator());

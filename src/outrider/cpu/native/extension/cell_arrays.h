@@ -1,0 +1,26 @@
+// Cache buffers as MLX arrays: of the keys, then of the values, [slots or blocks, heads, cells, elements] each.
+//
+//     float32    one array
+//     quantised  three arrays: codes (uint32), scales, biases (float32)
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "cells.h"
+#include "mlx/mlx.h"
+
+namespace outrider {
+
+// Throws std::invalid_argument unless the buffers hold `num_heads` heads of `dim` elements.
+void check_buffers(const std::vector<mlx::core::array> &buffers, int num_heads, int dim);
+
+struct KeysAndValues {
+    Cells keys, values;
+};
+
+// Buffers that were checked: the last arrays of `arrays`, from `first` on. `data` gives an array's elements in order.
+KeysAndValues cells_of(const std::vector<mlx::core::array> &arrays, size_t first, int dim,
+                       const std::function<const void *(const mlx::core::array &)> &data);
+
+}  // namespace outrider

@@ -1,0 +1,142 @@
+"""An adapter's arrays as the terms of one model's layers.
+
+mlx-lm's layers compute, with the scale s:
+
+    LoRA   y + s (x A) B                               A [inputs, rank], B [rank, outputs]
+    DoRA   (y0 + s (x A) B) g + bias                   y0 = y without its bias, g = m / |w + s (A B)^T|
+
+Both have the form  g y + (x A) (s g B) + (1 - g) bias.  The norm |..| is that of each row of the weights and
+does not depend on x: it is computed here, once.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from outrider.cpu.quantized import dequantized, is_kept
+from outrider.models.adapters.files import TENSORS, AdapterError, AdapterFiles
+
+LANGUAGE_MODEL = "language_model."  # before the names in adapters of vision models
+LINEAR = (nn.Linear, nn.QuantizedLinear)
+EMBEDDING = (nn.Embedding, nn.QuantizedEmbedding)
+SWITCH = (SwitchLinear, QuantizedSwitchLinear)
+
+
+@dataclass(frozen=True)
+class LayerTerms:
+    """What an adapter does to one linear layer: y = gain * y + (x @ a.T) @ b + shift. Float32."""
+
+    a: mx.array  # [rank, inputs]
+    b: mx.array  # [rank, outputs]; scale and gain are in it
+    gain: mx.array | None = None  # [outputs]; None: 1
+    shift: mx.array | None = None  # [outputs]; None: 0
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.a, self.b, self.gain, self.shift) if array is not None]
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A layer of the model, and the adapter's arrays for it, in float32."""
+
+    path: str  # in the model
+    module: nn.Module
+    lora_a: mx.array
+    lora_b: mx.array
+    m: mx.array | None
+
+    @property
+    def kind(self) -> str:
+        return type(self.module).__name__
+
+
+def adapted_layers(files: AdapterFiles, model: nn.Module) -> list[AdaptedLayer]:
+    """Find the adapter's layers in the model. Raises AdapterError for a layer that does not exist."""
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    arrays = _read_arrays(files)
+    found = []
+    for name in files.layers:
+        path = name if name in modules else name.removeprefix(LANGUAGE_MODEL)
+        if path not in modules:
+            raise AdapterError(
+                f"{files.path}: the adapter changes {name}, and this model has no such layer. The adapter is "
+                "for another base model."
+            )
+        m = arrays.get(f"{name}.m")
+        found.append(AdaptedLayer(path, modules[path], arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"], m))
+    return found
+
+
+def _read_arrays(files: AdapterFiles) -> dict[str, mx.array]:
+    try:
+        loaded = mx.load(io.BytesIO(files.tensors), format="safetensors")
+        assert isinstance(loaded, dict)
+        arrays = {name: array.astype(mx.float32) for name, array in loaded.items()}
+        mx.eval(arrays)
+    except (RuntimeError, ValueError) as error:
+        raise AdapterError(f"{files.path / TENSORS} cannot be read: {error}") from error
+    for name, array in arrays.items():
+        if not mx.isfinite(array).all().item():
+            raise AdapterError(f"{files.path}: {name} holds NaN or infinity.")
+    return arrays
+
+
+def linear_terms(files: AdapterFiles, layer: AdaptedLayer) -> LayerTerms:
+    """The terms of a linear layer, quantised or not. Raises AdapterError."""
+    num_outputs, num_inputs = linear_shape(layer.module)
+    wanted = {"lora_a": (num_inputs, files.rank), "lora_b": (files.rank, num_outputs), "m": (num_outputs,)}
+    check_shapes(files, layer, wanted)
+    a, b = layer.lora_a.T, files.scale * layer.lora_b
+    gain = shift = None
+    if layer.m is not None:
+        weights = linear_weights(layer.module) + (layer.lora_a @ b).T
+        gain = layer.m / mx.linalg.norm(weights, axis=1)
+        if not mx.isfinite(gain).all().item():
+            raise AdapterError(f"{files.path}: with this adapter a row of {layer.path} would be 0.")
+        b = b * gain
+        if "bias" in layer.module:
+            shift = (1 - gain) * layer.module["bias"].astype(mx.float32)
+    terms = LayerTerms(mx.contiguous(a), mx.contiguous(b), gain, shift)
+    mx.eval(terms.arrays)
+    return terms
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer."""
+    if isinstance(module, nn.QuantizedLinear):
+        num_outputs, num_groups = module["scales"].shape
+        return num_outputs, num_groups * module.group_size
+    num_outputs, num_inputs = module["weight"].shape
+    return num_outputs, num_inputs
+
+
+def linear_weights(module: nn.Module) -> mx.array:
+    """In float32.  [outputs, inputs]"""
+    if is_kept(module):
+        return dequantized(module)
+    if not isinstance(module, nn.QuantizedLinear):
+        return module["weight"].astype(mx.float32)
+    return mx.dequantize(
+        module["weight"], module["scales"], module.get("biases"), module.group_size, module.bits, module.mode
+    ).astype(mx.float32)
+
+
+def check_shapes(files: AdapterFiles, layer: AdaptedLayer, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in wanted.items():
+        array: mx.array | None = getattr(layer, name)
+        if array is not None and array.shape != shape:
+            raise AdapterError(
+                f"{files.path}: {layer.path}.{name} has the shape {array.shape}, and this model needs "
+                f"{shape}. The adapter is for another base model."
+            )
+
+
+def refusal(files: AdapterFiles, layer: AdaptedLayer, reason: str) -> AdapterError:
+    return AdapterError(f"{files.path}: the adapter changes {layer.path} ({layer.kind}). {reason}")
