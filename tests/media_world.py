@@ -19,7 +19,7 @@ from outrider.media.images import image_from_pixels
 from outrider.models.heads import new_head
 from outrider.models.loader import load
 from outrider.prompt_media import PromptMedia
-from tiny_vision import TILED, reference_inputs, write_vision_checkpoint
+from tiny_vision import SHOWN, SPANNED, reference_inputs, write_vision_checkpoint
 
 NUM_TOKENS = 14
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, logprobs=3)
@@ -47,8 +47,7 @@ class World:
 
     def text(self, *words: str) -> str:
         """Words with a picture between each two of them."""
-        shown = "<image>" if self.family in TILED else "<|vision_start|><|image_pad|><|vision_end|>"
-        return f"<|user|>{shown.join(words)}<|end|><|assistant|>"
+        return f"<|user|>{SHOWN[self.family].join(words)}<|end|><|assistant|>"
 
     def inputs(self, words: Sequence[str], pictures: Sequence[np.ndarray]) -> dict[str, mx.array]:
         return reference_inputs(self.folder, self.family, self.text(*words), pictures)
@@ -70,11 +69,14 @@ CASES: tuple[tuple[tuple[str, ...], tuple[np.ndarray, ...]], ...] = (
 def new_world(folder: Path, name: str) -> World:
     """`name` is a family, or that of a model whose language part is quantised: "smolvlm-4bit"."""
     model = write_vision_checkpoint(folder, name)
+    family = name.rpartition("-")[0] or name
+    if family in SPANNED:  # Gemma's layers cannot be those of a head
+        return World(family, folder, model)
     head = new_head(load(folder).trunk)
     (folder / "mtp").mkdir()
     weights = {f"mtp.{name}": array for name, array in tree_flatten(head.parameters())}
     mx.save_safetensors(str(folder / "mtp" / "weights.safetensors"), weights, {"format": "mlx"})
-    return World(name.rpartition("-")[0] or name, folder, model)
+    return World(family, folder, model)
 
 
 def whole(outbox: Outbox) -> Delta:

@@ -28,6 +28,7 @@ from tiny_models import (
 TILE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 TILE_TOKENS += tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
 GRID_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+SPAN_TOKENS = ("<|image|>", "<|image>", "<image|>", "<|video|>")
 VOCAB_SIZE = 144
 
 TILE_TEMPLATE = (  # takes lists only, as SmolVLM's does
@@ -43,6 +44,8 @@ GRID_TEMPLATE = (  # takes strings and lists, as Qwen's do
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
     "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+SPAN_TEMPLATE = GRID_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", SPAN_TOKENS[0])
 
 TEXT = {**COMMON, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 1024, "rope_theta": 10000.0}
 TILE_CONFIG: dict[str, Any] = {
@@ -177,8 +180,52 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA4_TEXT = {
+    **TEXT,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "sliding_window": 12,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "use_bidirectional_attention": "vision",
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+        SLIDING: {"rope_theta": 1e4, "rope_type": "default"},
+    },
+}
+CONFIGS["gemma4"] = {
+    "image_token_id": len(SPECIAL_TOKENS),
+    "video_token_id": len(SPECIAL_TOKENS) + 3,
+    "vocab_size": VOCAB_SIZE,
+    "text_config": GEMMA4_TEXT,
+    "vision_config": {
+        "model_type": "gemma4_vision",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+        "default_output_length": 20,
+    },
+}
 TILED = ("idefics3", "smolvlm")
+SPANNED = ("gemma4",)
 FAMILIES = tuple(CONFIGS)
+SHOWN = {  # what the template writes for an image
+    **dict.fromkeys(FAMILIES, "<|vision_start|><|image_pad|><|vision_end|>"),
+    **dict.fromkeys(TILED, "<image>"),
+    **dict.fromkeys(SPANNED, SPAN_TOKENS[0]),
+}
 
 
 def vision_config(family: str) -> dict[str, Any]:
@@ -225,6 +272,10 @@ def write_vision_checkpoint(folder: Path, name: str) -> nn.Module:
             "max_image_size": {"longest_edge": 16},
         }
         (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
+    elif family in SPANNED:
+        names = dict(zip(("image_token", "boi_token", "eoi_token"), SPAN_TOKENS, strict=False))
+        write_tokenizer(folder, (*SPECIAL_TOKENS, *SPAN_TOKENS), SPAN_TEMPLATE, extra_special_tokens=names)
+        picture = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 20}
     else:
         write_tokenizer(folder, (*SPECIAL_TOKENS, *GRID_TOKENS), GRID_TEMPLATE)
         picture = {
@@ -250,7 +301,11 @@ def reference_inputs(
     processor = _load_processor(folder, SUPPORTED[family])
     images = [Image.fromarray(pixels) for pixels in pictures]
     found = processor(text=[text], images=[images] if family in TILED else images)
-    return {name: mx.array(value) for name, value in dict(found).items() if name != "attention_mask"}
+    return {
+        name: value if isinstance(value, list) else mx.array(value)  # a list: images of different sizes
+        for name, value in dict(found).items()
+        if name != "attention_mask"
+    }
 
 
 def reference_logits(model: nn.Module, inputs: dict[str, mx.array]) -> mx.array:

@@ -1,7 +1,8 @@
 """MTP heads: where they are stored, which layout they have, and the one module that all of them become.
 
 layouts       which tensors of a checkpoint are a head, by their names alone
-files         where the head of a model is stored, by the headers of the files alone
+head_files    where the head of a model is stored, by the headers of the files alone
+norm_format   whether the norms of a head are as published (minus 1) or converted
 blocks        the decoder block of a family's head, built from the trunk's own classes
 weights       turns published or converted tensors into parameters
 module        the forward pass, the same for all families
@@ -12,7 +13,14 @@ originals     where original checkpoints come from
 """
 
 from outrider.models.heads.errors import HeadError, UnknownHead
-from outrider.models.heads.head_files import HEAD_FILES, HeadFiles, find_head, locate, locate_file
+from outrider.models.heads.head_files import (
+    HEAD_FILES,
+    HeadFiles,
+    find_head,
+    locate,
+    locate_file,
+    separate_drafter,
+)
 from outrider.models.heads.layouts import HeadSpec, expected, recognise
 from outrider.models.heads.loading import LoadedHead, load_head, new_head
 from outrider.models.heads.module import MTPHead, head_kv_spec, head_layout
@@ -44,4 +52,5 @@ __all__ = [
     "quantize_as_stored",
     "quantize_layers",
     "recognise",
+    "separate_drafter",
 ]

@@ -20,6 +20,7 @@ from outrider.files.safetensors import SafetensorsHeader, lay_out
 from outrider.models.heads.errors import HeadError
 from outrider.models.heads.head_files import (
     HEAD_FILES,
+    TAKEN_FROM,
     HeadFiles,
     StoredTensor,
     find_head,
@@ -28,9 +29,9 @@ from outrider.models.heads.head_files import (
 )
 from outrider.models.heads.layouts import QWEN, HeadTensors, expected, recognise
 from outrider.models.heads.loading import DRAFT_IDS, read_layers
+from outrider.models.heads.norm_format import CONVERTED, PUBLISHED, is_as_published
 from outrider.models.heads.originals import Original
 from outrider.models.heads.quantization import Quantization, QuantizedLayers, quantize_layers
-from outrider.models.heads.weights import is_as_published
 from outrider.models.loader import trunk_on_disk
 from outrider.models.trunk import Trunk
 from outrider.progress import Listener, Progress, ignore
@@ -70,7 +71,7 @@ def extract(
     if head is None or head.stored.keys() != named.targets.keys():
         missing = sorted(named.targets.keys() - (head.stored.keys() if head else set()))
         raise HeadError(f"{source.name} is incomplete: its files do not hold {missing[0]}.")
-    metadata = {"taken_from": source.name}
+    metadata = {TAKEN_FROM: source.name}
     if source.commit is not None:
         metadata["commit"] = source.commit
     layout, num_depths = named.layout.name, named.num_depths
@@ -78,7 +79,7 @@ def extract(
         _copy(target, head.stored, metadata | {"format": _format(head)}, progress)
         return Extracted(target, layout, num_depths, len(head.stored), head.num_bytes, head.num_bytes)
     tensors, quantized = _quantized(head, trunk, read_config(into), how)
-    _write(target, tensors, metadata | {"format": "mlx"} | quantized.metadata(), progress)
+    _write(target, tensors, metadata | {"format": CONVERTED} | quantized.metadata(), progress)
     num_bytes = sum(array.nbytes for array in tensors.values())
     return Extracted(target, layout, num_depths, len(tensors), num_bytes, head.num_bytes, quantized)
 
@@ -133,11 +134,11 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
 def _format(head: HeadFiles) -> str:
     """ "pt" for published tensors, "mlx" for converted ones. Some families store their norms differently."""
     try:
-        return "pt" if is_as_published(head) else "mlx"
+        return PUBLISHED if is_as_published(head) else CONVERTED
     except HeadError:
         if head.tensors.layout is QWEN:
             raise
-        return "pt"
+        return PUBLISHED
 
 
 def _quantized(

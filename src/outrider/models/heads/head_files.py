@@ -16,7 +16,9 @@ from outrider.models.heads.errors import HeadError
 from outrider.models.heads.layouts import HeadTensors, recognise
 
 QUANTIZATION = "head_quantization"  # the key of the formats of quantised layers in a head file's metadata
-HEAD_FILES = ("mtp/weights.safetensors", "mtp.safetensors")
+TAKEN_FROM = "taken_from"  # the key of the original checkpoint in the metadata of a head that `extract` wrote
+# Where tools store a head beside a model: Outrider and vllm-mlx, MTPLX, Rapid-MLX, OptiQ.
+HEAD_FILES = ("mtp/weights.safetensors", "mtp.safetensors", "mtp/model.safetensors", "optiq/mtp.safetensors")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class HeadFiles:
     stored: Mapping[str, StoredTensor]  # by the checkpoint's names, only the head's
     metadata: Mapping[str, str]  # of the head's files
     conv_is_raw: bool | None  # True: the checkpoint stores convolutions as PyTorch does; None: it has none
+    is_apart: bool = False  # True: in files of its own, whose format is not that of the trunk's files
 
     @property
     def files(self) -> dict[Path, list[str]]:
@@ -74,7 +77,27 @@ class HeadFiles:
 
 def find_head(model_folder: Path) -> Path | None:
     """The head file beside a model, if there is one."""
-    return next((model_folder / name for name in HEAD_FILES if (model_folder / name).is_file()), None)
+    named = named_by_config(model_folder)
+    candidates = [*([named] if named is not None else []), *(model_folder / name for name in HEAD_FILES)]
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def named_by_config(model_folder: Path) -> Path | None:
+    """The head file that config.json names, as MTPLX and OptiQ write it; None if it is outside the folder."""
+    entry = read_config(model_folder).get("mlx_lm_extra_tensors")
+    name = entry.get("mtp_file") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+        return None
+    return model_folder / name
+
+
+def separate_drafter(model_folder: Path) -> Path | None:
+    """The folder that `mlx_vlm convert --mtp` writes beside a model, if there is one with a head."""
+    folder = model_folder.with_name(f"{model_folder.name}-mtp")
+    try:
+        return folder if folder.is_dir() and locate(folder) is not None else None
+    except HeadError:
+        return None
 
 
 def locate(folder: Path) -> HeadFiles | None:
@@ -87,7 +110,12 @@ def locate(folder: Path) -> HeadFiles | None:
 
 
 def locate_file(file: Path, config: Mapping[str, Any] | None = None) -> HeadFiles:
-    """The head in this file. `config` is the config of its model."""
+    """The head in this file, or of the model or drafter in this folder. `config` is that of its model."""
+    if file.is_dir():
+        within = locate(file)
+        if within is None:
+            raise HeadError(f"{file} contains no MTP head, neither as a head file nor inside a checkpoint.")
+        return within
     if not file.is_file():
         raise HeadError(f"{file}: no such head file.")
     found = search([file], file, config or {}, is_inside=False)
@@ -120,7 +148,18 @@ def search(files: list[Path], source: Path, config: Mapping[str, Any], is_inside
     # PyTorch stores a depthwise convolution as [channels, 1, kernel], MLX as [channels, kernel, 1].
     shapes = [one.shape for name, one in stored.items() if name.endswith("conv1d.weight")]
     conv_is_raw = any(shape[-1] != 1 for shape in shapes) if shapes else None
-    return HeadFiles(source, is_inside, tensors, head, notes, conv_is_raw)
+    is_apart = _is_apart(stored, tensors, metadata)
+    return HeadFiles(source, is_inside, tensors, head, notes, conv_is_raw, is_apart)
+
+
+def _is_apart(
+    stored: Mapping[str, StoredTensor], tensors: HeadTensors, metadata: Mapping[Path, Mapping[str, str]]
+) -> bool:
+    """True if the head was written by another tool: alone in its files, in another format than the trunk."""
+    own = {one.file for name, one in stored.items() if name in tensors}
+    others = {one.file for name, one in stored.items() if name not in tensors}
+    formats, other_formats = ({metadata[file].get("format") for file in files} for files in (own, others))
+    return own.isdisjoint(others) and None not in formats and formats.isdisjoint(other_formats)
 
 
 def read_header(file: Path) -> tuple[dict[str, StoredTensor], Mapping[str, str]]:

@@ -17,9 +17,10 @@ from outrider.models.dtypes import settle_dtype
 from outrider.models.heads import weights
 from outrider.models.heads.blocks import Block, BlockHints, families, new_block, norm_eps
 from outrider.models.heads.errors import HeadError, UnknownHead
-from outrider.models.heads.head_files import HeadFiles, locate, locate_file
+from outrider.models.heads.head_files import HeadFiles, locate_file
 from outrider.models.heads.layouts import BLOCK, HeadSpec
 from outrider.models.heads.module import MTPHead, head_layout
+from outrider.models.heads.norm_format import QUANTISED, is_as_published
 from outrider.models.heads.quantization import WrongTensor, dtype_name, quantize_as_stored
 from outrider.models.layer_swaps import swap_layers
 from outrider.models.trunk import Trunk
@@ -84,11 +85,6 @@ def read_layers(
 def _located(source: Path | HeadFiles, trunk: Trunk, config: Mapping[str, Any]) -> HeadFiles:
     if isinstance(source, HeadFiles):
         return source
-    if source.is_dir():
-        found = locate(source)
-        if found is None:
-            raise HeadError(f"{source} contains no MTP head, neither as a head file nor inside a checkpoint.")
-        return found
     return locate_file(source, config or {"num_hidden_layers": len(trunk.model.layers)})
 
 
@@ -168,13 +164,13 @@ def _sanitized(
 
 
 def _plain_names(tensors: Mapping[str, mx.array]) -> set[str]:
-    return {name for name in tensors if not name.endswith(weights.QUANTISED)}
+    return {name for name in tensors if not name.endswith(QUANTISED)}
 
 
 def _with_norms(files: HeadFiles, tensors: Tensors, trunk: Trunk) -> Tensors:
     """Add 1 to published zero-centred norms. A head without a final norm gets the trunk's."""
     centred = [name for name in tensors if weights.is_zero_centred(trunk.model, name)]
-    if centred and weights.is_as_published(files):
+    if centred and is_as_published(files):
         tensors = tensors | {name: tensors[name].astype(mx.float32) + 1 for name in centred}
     if not files.tensors.layout.spec.has_norm:
         tensors = tensors | {"norm.weight": trunk.inner.norm.weight}

@@ -64,7 +64,10 @@ class MTPHead(nn.Module):
 
 
 def head_layout(head: MTPHead, trunk: Trunk) -> BlockLayout:
-    """What one depth stores for a cell: the cache shapes after a pass that is not computed."""
+    """What one depth stores for a cell: the cache shapes after a pass that is not computed.
+
+    Its keys and values have as many bits as the trunk's.
+    """
     cache = head.new_cache()
     one = mx.zeros((1, 1, trunk.hidden_size), trunk.dtype)
     kind = type(head.layers[0]).__name__
@@ -75,7 +78,13 @@ def head_layout(head: MTPHead, trunk: Trunk) -> BlockLayout:
     parts = getattr(cache, "caches", (cache,))
     if any(part.keys is None for part in parts):
         raise HeadError(f"a {kind} cannot be the layer of an MTP head: it stores no keys and values.")
-    specs = tuple(kv_spec(part) for part in parts)
+    try:
+        specs = tuple(kv_spec(part).quantized(trunk.kv_bits) for part in parts)
+    except ValueError as error:
+        raise HeadError(
+            f"kv_bits={trunk.kv_bits}: the MTP head has {error}, so they cannot be quantised. "
+            'Leave kv_bits out, or use drafter="ngram" or "none".'
+        ) from None
     return specs if hasattr(cache, "caches") else specs[0]
 
 

@@ -17,15 +17,15 @@ import mlx.nn as nn
 
 from outrider.models.heads.blocks import Block, families
 from outrider.models.heads.errors import HeadError
-from outrider.models.heads.head_files import HeadFiles
+from outrider.models.heads.norm_format import FP8_SCALE
 
 Tensors = dict[str, mx.array]
 FP8_BLOCK = 128
-FP8_SCALE = "_scale_inv"
-QUANTISED = (".scales", ".biases")
 ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5"})  # families that publish norm weights minus 1
 EXPERT = re.compile(r"(?P<mlp>.*mlp\.)experts\.(?P<number>\d+)\.(?P<rest>(gate|up|down)_proj\..*)")
-FUSED_EXPERTS = re.compile(r"(?P<mlp>.*mlp\.)experts\.(?P<projection>gate_up_proj|down_proj)")
+FUSED_EXPERTS = re.compile(
+    r"(?P<mlp>.*mlp\.)experts\.(?P<projection>gate_up_proj|down_proj)(?P<part>\.(weight|scales|biases))?"
+)
 NORM = re.compile(r"norm(_embedding|_hidden)?\.weight$")
 
 
@@ -44,7 +44,10 @@ def dequantised_fp8(tensors: Tensors) -> Tensors:
 
 
 def stacked(tensors: Tensors) -> Tensors:
-    """One tensor for each projection. Files have one for each expert, or one for gate and up."""
+    """One tensor for each projection. Files have one for each expert, or one for gate and up.
+
+    Quantised experts have scales and biases of the same rows.
+    """
     rest = dict(tensors)
     several: dict[str, dict[int, str]] = {}
     for name, array in tensors.items():
@@ -53,11 +56,11 @@ def stacked(tensors: Tensors) -> Tensors:
             several.setdefault(stack, {})[int(match["number"])] = name
         elif match := FUSED_EXPERTS.fullmatch(name):
             del rest[name]
-            into = f"{match['mlp']}switch_mlp."
+            into, part = f"{match['mlp']}switch_mlp.", match["part"] or ".weight"
             if match["projection"] == "down_proj":
-                rest[f"{into}down_proj.weight"] = array
+                rest[f"{into}down_proj{part}"] = array
             else:
-                rest[f"{into}gate_proj.weight"], rest[f"{into}up_proj.weight"] = mx.split(array, 2, axis=-2)
+                rest[f"{into}gate_proj{part}"], rest[f"{into}up_proj{part}"] = mx.split(array, 2, axis=-2)
     for stack, names in several.items():
         last = max(names)
         every = [names[last].replace(f"experts.{last}.", f"experts.{i}.") for i in range(last + 1)]
@@ -81,25 +84,3 @@ def _alias(name: str, aliases: tuple[tuple[str, str], ...]) -> str:
 def is_zero_centred(model: nn.Module, name: str) -> bool:
     """True if the family publishes this parameter minus 1."""
     return not ZERO_CENTRED.isdisjoint(families(model)) and NORM.search(name) is not None
-
-
-def is_as_published(files: HeadFiles) -> bool:
-    """True if the publisher wrote a head's files (norms minus 1), False if a converter did.
-
-    Decided by names and formats that only one of the two uses, never by the values.
-    """
-    names = list(files.stored)
-    if any(name.endswith(FP8_SCALE) or ".experts." in name for name in names):
-        return True
-    if any(name.endswith(QUANTISED) or ".switch_mlp." in name for name in names):
-        return False
-    if files.is_inside and files.conv_is_raw is not None:
-        return files.conv_is_raw
-    written_by = files.metadata.get("format")
-    if written_by in ("pt", "mlx"):
-        return written_by == "pt"
-    raise HeadError(
-        f"{files.source} does not say whether its norms are as published (zero-centred) or converted: it has "
-        f'no metadata "format" of "pt" or "mlx". Copy the head from the original checkpoint: '
-        f"outrider mtp extract ORIGINAL --into MODEL_DIR."
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +23,14 @@ from outrider.media.image_reader import ImageReader
 from outrider.models.errors import ModelUnavailable
 from outrider.models.quantization_check import check_quantization
 from outrider.models.vision.families import VisionFamily
-from outrider.models.vision.image_processor import GridReader, TileReader
+from outrider.models.vision.image_processor import GridReader, SpanReader, TileReader
 from outrider.models.vision.text_model import IDEFICS_VISION
 
-READERS: Mapping[str, Callable[..., ImageReader]] = {"tiles": TileReader, "grid": GridReader}
+READERS: Mapping[str, Callable[..., ImageReader]] = {
+    "tiles": TileReader,
+    "grid": GridReader,
+    "spans": SpanReader,
+}
 LANGUAGE = "language_model"
 
 
@@ -40,8 +45,12 @@ class LoadedVision:
 class VisionEncoder:
     """Turns pixels into embeddings."""
 
-    def __init__(self, model: nn.Module, image_token_id: int, hidden_size: int, dtype: mx.Dtype) -> None:
+    def __init__(
+        self, model: nn.Module, image_token_id: int, hidden_size: int, dtype: mx.Dtype, scale: float = 1.0
+    ) -> None:
+        """`scale`: the language model multiplies its input by this, the embeddings of images too."""
         self.model = model
+        self._scale = scale
         self._image_token_id = image_token_id
         self._dtype = dtype
         object.__setattr__(model, LANGUAGE, _ZeroEmbeddings(hidden_size, dtype))
@@ -53,11 +62,15 @@ class VisionEncoder:
         found = self.model.get_input_embeddings(token_ids, **arrays)
         levels = getattr(found, "deepstack_visual_embeds", None)
         wide = [found.inputs_embeds[0], *(levels if levels is not None else ())]
-        return mx.concatenate(wide, axis=-1).astype(self._dtype)
+        joined = mx.concatenate(wide, axis=-1)
+        return (joined if self._scale == 1 else joined / self._scale).astype(self._dtype)
 
 
 class _ZeroEmbeddings:
     """Replaces the language model from which mlx-vlm's code gets token embeddings."""
+
+    embed_scale = 1.0  # of Gemma's token embeddings
+    hidden_size_per_layer_input = 0  # Gemma's embeddings for each layer: the trunk has them
 
     def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
         self._hidden_size = hidden_size
@@ -86,7 +99,8 @@ def load_vision(
     _settle_dtype(model, dtype)
     reader = READERS[family.images](processor, config, family.placeholder)
     image_token_id = int(getattr(settings, "image_token_index", None) or settings.image_token_id)
-    return LoadedVision(reader, VisionEncoder(model, image_token_id, hidden_size, dtype))
+    scale = hidden_size**0.5 if family.scales_embeddings else 1.0
+    return LoadedVision(reader, VisionEncoder(model, image_token_id, hidden_size, dtype, scale))
 
 
 def has_extra() -> bool:
@@ -106,7 +120,9 @@ def _load_processor(path: Path, family: VisionFamily) -> Any:
     if importlib.util.find_spec(name) is None:  # the family uses Qwen3-VL's processor
         name = "mlx_vlm.models.qwen3_vl.processing_qwen3_vl"
     module = importlib.import_module(name)
-    processor_class = getattr(module, next(n for n in module.__all__ if n.endswith("Processor")))
+    others = ("ImageProcessor", "VideoProcessor")
+    names = (name for name in module.__all__ if name.endswith("Processor") and not name.endswith(others))
+    processor_class = getattr(module, next(names))
     try:
         with _quiet():
             return processor_class.from_pretrained(path, trust_remote_code=False)
@@ -122,7 +138,9 @@ def _quiet() -> Iterator[None]:
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.set_verbosity(before)
 
@@ -131,7 +149,7 @@ def _new_model(package: Any, config: dict[str, Any]) -> tuple[nn.Module, Any]:
     """mlx-vlm's model without its language part. MLX is lazy: the dropped weights are never computed."""
     from mlx_vlm.utils import update_module_configs
 
-    config = dict(config)
+    config = {name: part for name, part in config.items() if name != "audio_config"}  # no audio is read
     settings = package.ModelConfig.from_dict(config)
     settings = update_module_configs(settings, package, config, ["text", "vision"])
     model: nn.Module = package.Model(settings)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-ImageLayout = Literal["tiles", "grid"]
+ImageLayout = Literal["tiles", "grid", "spans"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class VisionFamily:
     images: ImageLayout  # how the processor cuts an image, and so which tokens the prompt has for it
     placeholder: str  # the text that chat templates write for an image
     mrope: Literal["chunked", "interleaved"] | None = None  # three positions for each token, in this layout
+    scales_embeddings: bool = False  # the language model multiplies all embeddings, those of images too
 
 
 QWEN_IMAGE = "<|image_pad|>"
@@ -34,14 +35,14 @@ SUPPORTED: Mapping[str, VisionFamily] = {
     "qwen3_vl_moe": VisionFamily("qwen3_vl_moe", "qwen3_moe", "grid", QWEN_IMAGE, "interleaved"),
     "qwen3_5": VisionFamily("qwen3_5", "qwen3_5", "grid", QWEN_IMAGE, "interleaved"),
     "qwen3_5_moe": VisionFamily("qwen3_5_moe", "qwen3_5_moe", "grid", QWEN_IMAGE, "interleaved"),
+    "gemma4": VisionFamily("gemma4", "gemma4", "spans", "<|image|>", scales_embeddings=True),
 }
 
-BIDIRECTIONAL = "its image tokens attend to each other in both directions; Outrider prefills causally"
+BIDIRECTIONAL = "its image tokens attend to each other in both directions, which is checked for gemma4 only"
 
 REFUSED: Mapping[str, str] = {
     "gemma3": BIDIRECTIONAL,
     "gemma3n": BIDIRECTIONAL,
-    "gemma4": BIDIRECTIONAL,
     "gemma4_unified": BIDIRECTIONAL,
     "paligemma": BIDIRECTIONAL,
 }

@@ -83,6 +83,31 @@ class GridReader:
         return PromptMedia(pieces, *grid_positions(prompt_ids, self._image_token_id, grids))
 
 
+class SpanReader:
+    """Gemma 4: an image keeps its shape and becomes one run of tokens, which may attend to each other."""
+
+    def __init__(self, processor: Any, config: Mapping[str, Any], placeholder: str) -> None:
+        self.placeholder = str(processor.image_token or placeholder)
+        self._image_processor = processor.image_processor
+        self._image_token_id = int(config.get("image_token_id", processor.image_token_id))
+        self._begin, self._end = str(processor.boi_token), str(processor.eoi_token)
+        text = config.get("text_config") or {}
+        self._is_bidirectional = text.get("use_bidirectional_attention") == "vision"
+
+    def read(self, image: DecodedImage) -> ProcessedImage:
+        try:
+            found, (size,) = self._image_processor([_as_pil(image)])
+        except ValueError as error:
+            raise _refused(error) from None
+        inputs = {"pixel_values": np.asarray(found["pixel_values"], np.float32)}  # [1, 3, height, width]
+        text = f"{self._begin}{self.placeholder * int(size)}{self._end}"
+        return ProcessedImage(image.digest, text, ((int(size), inputs),))
+
+    def place(self, prompt_ids: Sequence[int], images: Sequence[ProcessedImage]) -> PromptMedia:
+        pieces = _pieces(prompt_ids, self._image_token_id, images)
+        return PromptMedia(pieces, is_bidirectional=self._is_bidirectional)
+
+
 def _as_pil(image: DecodedImage) -> Any:
     from PIL import Image
 
@@ -93,7 +118,11 @@ def _processed(image_processor: Any, images: Any, **options: Any) -> Any:
     try:
         return image_processor(images, return_tensors="np", **options)
     except ValueError as error:  # for example an image a hundred times as wide as high
-        raise InvalidMedia(f"the model's processor refuses an image: {error}") from None
+        raise _refused(error) from None
+
+
+def _refused(error: ValueError) -> InvalidMedia:
+    return InvalidMedia(f"the model's processor refuses an image: {error}")
 
 
 def _pieces(
