@@ -56,6 +56,7 @@ def random_row(rng: random.Random, slot: int) -> RowPlan:
         presence_penalty=some(rng.uniform(-2, 2), 0.0),
         frequency_penalty=some(rng.uniform(-2, 2), 0.0),
         logit_bias={i: rng.choice((-math.inf, -100.0, 3.0)) for i in tokens(4)} if rng.random() < 0.5 else {},
+        bad_word_ids=[tokens(3, least=1) for _ in range(40)] if rng.random() < 0.5 else (),
     )
     banned = tokens(3) if min_tokens else []
     return plan_row(tokens(12, 1), tokens(10), tokens(8), params=params, slot=slot, banned_ids=banned)

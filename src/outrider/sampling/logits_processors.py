@@ -1,4 +1,4 @@
-"""Logits processors: penalties, bias and banned tokens. They change a few logits of a row, sparsely.
+"""Logits processors: penalties, bias, bad words, banned tokens. They change a few logits of a row, sparsely.
 
 At each position of a row's window the history is what plain decoding would have there: the committed tokens
 and the drafts before that position. The host builds small arrays with NumPy; the device applies them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -83,7 +84,8 @@ class _TokenTable:
         changed: dict[int, None] = dict.fromkeys(params.logit_bias)
         if params.has_penalties:
             changed.update(dict.fromkeys((*answer, *prompt, *drafts)))
-        changed.update(dict.fromkeys(banned))
+        bad_at = _ends_of_bad_words(row, drafts)
+        changed.update(dict.fromkeys((*banned, *(token_id for ends in bad_at for token_id in ends))))
         if not changed:
             changed = {0: None}
         self.ids = np.fromiter(changed, np.int32, len(changed))
@@ -105,6 +107,33 @@ class _TokenTable:
         banned_columns = max(0, min(width, params.min_tokens - length))
         for token_id in banned:
             self.bias[:banned_columns, place[token_id]] = -np.inf
+        for column, ends in enumerate(bad_at):
+            for token_id in ends:
+                self.bias[column, place[token_id]] = -np.inf
+
+
+def _ends_of_bad_words(row: RowPlan, drafts: Sequence[int]) -> list[list[int]]:
+    """At each position of the row's window, the tokens that would complete a bad word of the answer."""
+    if not row.params.bad_word_ids:
+        return []
+    by_start = _by_start(tuple(map(tuple, row.params.bad_word_ids)))
+    sizes = sorted(set(map(len, by_start)))
+    answer = [*row.history[max(row.num_prompt, len(row.history) - sizes[-1]) :], *drafts]
+    num_before = len(answer) - len(drafts)
+    found = []
+    for end in range(num_before, len(answer) + 1):
+        starts = (tuple(answer[end - size : end]) for size in sizes if size <= end)
+        found.append([token_id for start in starts for token_id in by_start.get(start, ())])
+    return found
+
+
+@lru_cache(maxsize=256)  # of rows at once; chosen by hand
+def _by_start(bad_word_ids: tuple[tuple[int, ...], ...]) -> dict[tuple[int, ...], list[int]]:
+    """The last tokens of bad words, by the tokens before them."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for token_ids in bad_word_ids:
+        found.setdefault(token_ids[:-1], []).append(token_ids[-1])
+    return found
 
 
 def _pad(array: np.ndarray, size: int) -> np.ndarray:

@@ -73,7 +73,7 @@ def read_logprobs(
             TokenLogprobs(
                 token_id,
                 float(of_targets[i, j]),
-                _best_first(top_ids[i, j], top[i, j], rows[row].params.logprobs),
+                best_first(top_ids[i, j], top[i, j], rows[row].params.logprobs),
             )
             for j, token_id in enumerate(tokens[row])
         )
@@ -82,6 +82,6 @@ def read_logprobs(
     }
 
 
-def _best_first(ids: np.ndarray, values: np.ndarray, num: int | None) -> tuple[tuple[int, float], ...]:
+def best_first(ids: np.ndarray, values: np.ndarray, num: int | None) -> tuple[tuple[int, float], ...]:
     order = np.lexsort((ids, -values))[: num or 0]
     return tuple((int(ids[k]), float(values[k])) for k in order)

@@ -178,10 +178,16 @@ class AnswerText:
     """
 
     def __init__(
-        self, decode: Decode, prompt_ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0
+        self,
+        decode: Decode,
+        prompt_ids: Sequence[int],
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        includes_stop: bool = False,
     ) -> None:
+        """`includes_stop`: the text ends after the stop string, not before it."""
         self._detokenizer = Detokenizer(decode, prompt_ids)
-        self._stops = StopStrings(stops) if stops else None
+        self._stops = StopStrings(stops, includes_stop) if stops else None
         self._num_protected = min_tokens  # coming tokens whose text cannot end the answer
 
     def push(self, token_id: int) -> tuple[str, str | None]:
@@ -210,7 +216,8 @@ def answer_texts(tokenizer: Any, vocab_size: int) -> Callable[[Request], AnswerT
         params = request.params
         context = request.prompt_ids if request.continues_prompt else ()
         own = partial(decode, skips_special=params.skip_special_tokens)
-        return AnswerText(own, context, params.stop_strings, params.min_tokens)
+        includes_stop = params.include_stop_str_in_output
+        return AnswerText(own, context, params.stop_strings, params.min_tokens, includes_stop)
 
     return new_text
 

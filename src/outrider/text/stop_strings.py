@@ -30,9 +30,11 @@ class StopStrings:
     complete at the same character, the longer one matches. The shown text ends where the match starts.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], shows_match: bool = False) -> None:
+        """`shows_match`: the shown text ends after the match, not before it."""
         if "" in stops:
             raise ValueError("a stop string must not be empty")
+        self._shows_match = shows_match
         self._root = _build_trie(tuple(stops))
         self._state = self._root
         self._held = ""
@@ -50,7 +52,8 @@ class StopStrings:
         for end, character in enumerate(text, start=len(self._held) + 1):
             state = state.after(character)
             if may_match and state.completes is not None:
-                return self._stop(seen[: end - len(state.completes)], state.completes)
+                num_shown = end if self._shows_match else end - len(state.completes)
+                return self._stop(seen[:num_shown], state.completes)
         return self._pass(seen, state)
 
     def flush(self) -> str:
