@@ -1,0 +1,118 @@
+"""Divides a model among ranks: each has some of the heads, of the experts' and of the MLP's columns.
+
+mlx-lm's models know which layers are divided how (`shard`). Afterwards its classes for divided layers are
+replaced by ordinary ones, so that everything that is done to a model's layers (models/layer_swaps.py, native
+matmuls for quantised weights) is done to the parts too. Embeddings and the output projection stay whole: only
+rank 0 samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
+from mlx.utils import tree_unflatten
+
+from outrider.models.families import UnsupportedModel, unsupported
+
+HEAD_COUNTS = (
+    "n_heads", "n_kv_heads", "num_attention_heads", "num_key_value_heads", "num_heads", "num_k_heads",
+    "num_v_heads",
+)  # fmt: skip
+
+
+class SummedLinear(nn.Module):
+    """A linear layer whose inputs are divided among the ranks: the outputs of all ranks are summed."""
+
+    def __init__(self, linear: nn.Module, bias: mx.array | None, group: mx.distributed.Group) -> None:
+        super().__init__()
+        self.linear = linear
+        self._group = group
+        if bias is not None:
+            self.bias = bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        summed = mx.distributed.all_sum(self.linear(x), group=self._group)
+        return summed + self.bias if "bias" in self else summed
+
+
+def shard(model: nn.Module, group: mx.distributed.Group, family: str) -> None:
+    """Keep this rank's part of the model's weights. Raises UnsupportedModel if it cannot be divided."""
+    if not hasattr(model, "shard"):
+        raise unsupported(family, "mlx-lm has no tensor parallelism for it: serve it on one machine")
+    before = dict(_head_counts(model))
+    try:
+        language_model = getattr(model, "language_model", None)
+        with _whole_output(language_model if isinstance(language_model, nn.Module) else model):
+            model.shard(group)
+    except (ValueError, AssertionError) as error:
+        raise _not_divisible(family, group, str(error)) from error
+    _check_heads(model, before, group, family)
+    replaced = [(name, _ordinary(layer, group)) for name, layer in model.named_modules()]
+    model.update_modules(tree_unflatten([(name, layer) for name, layer in replaced if layer is not None]))
+
+
+@contextmanager
+def _whole_output(language_model: nn.Module) -> Iterator[None]:
+    """mlx-lm leaves the output projection whole if it is tied to the embeddings: say so while it divides."""
+    args = getattr(language_model, "args", None)
+    was_tied = getattr(args, "tie_word_embeddings", None)
+    if args is None or was_tied is None:
+        yield
+        return
+    args.tie_word_embeddings = True
+    try:
+        yield
+    finally:
+        args.tie_word_embeddings = was_tied
+
+
+def _ordinary(layer: nn.Module, group: mx.distributed.Group) -> nn.Module | None:
+    """The layer in MLX's ordinary classes; None for a layer that has one."""
+    if isinstance(layer, AllToShardedLinear | ShardedToAllLinear):
+        linear: nn.Module = nn.Linear(1, 1, bias=False)
+    elif isinstance(layer, QuantizedAllToShardedLinear | QuantizedShardedToAllLinear):
+        linear = nn.QuantizedLinear(32, 32, bias=False, group_size=32, bits=layer.bits)
+        linear.group_size, linear.mode = layer.group_size, getattr(layer, "mode", "affine")
+    else:
+        return None
+    is_summed = isinstance(layer, ShardedToAllLinear | QuantizedShardedToAllLinear)
+    for name in ("weight", "scales", "biases"):
+        if layer.get(name) is not None:
+            linear[name] = layer[name]
+    if not is_summed:
+        if "bias" in layer:
+            linear.bias = layer.bias
+        return linear
+    return SummedLinear(linear, layer.get("bias"), group)
+
+
+def _head_counts(model: nn.Module) -> Iterator[tuple[tuple[str, str], int]]:
+    for path, module in model.named_modules():
+        for name in HEAD_COUNTS:
+            if isinstance(count := getattr(module, name, None), int):
+                yield (path, name), count
+
+
+def _check_heads(
+    model: nn.Module, before: dict[tuple[str, str], int], group: mx.distributed.Group, family: str
+) -> None:
+    """mlx-lm rounds down a number of heads that the ranks do not divide."""
+    size = group.size()
+    for key, after in _head_counts(model):
+        was = before[key]
+        is_repeated = was < size and size % was == 0 and after == 1  # fewer heads than ranks: each has a copy
+        if after != was and after * size != was and not is_repeated:
+            raise _not_divisible(family, group, f"{key[1]} is {was}")
+
+
+def _not_divisible(family: str, group: mx.distributed.Group, reason: str) -> UnsupportedModel:
+    return unsupported(family, f"{group.size()} ranks do not divide it evenly ({reason})")

@@ -1,0 +1,63 @@
+"""One rank of a model, for tests/test_tensor_parallel.py: `python ranks_program.py FOLDER OUT`.
+
+Rank 0 answers requests in two waves (the second one meets cached prefixes) and writes their tokens to OUT.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from outrider import LLM, SamplingParams
+
+WAVES = (
+    [[5, 9, 2, 40, 41, 7], [3], list(range(20, 45)), [88, 1, 4] * 30],
+    [[88, 1, 4] * 30 + [7, 7], [6, 60], list(range(20, 40))],
+)
+SETTINGS: dict[str, Any] = {"max_rows": 3, "prefill_step_size": 16}
+
+
+def params(wave: int, number: int, drafts: bool) -> SamplingParams:
+    depth = (4, 1, 3, 2)[number] if drafts else 0
+    return SamplingParams(
+        max_tokens=14, temperature=0.8 * (number % 2), seed=10 * wave + number, ignore_eos=True,
+        draft_depth=depth,
+        logit_bias={7: 1.5} if number == 2 else {}, presence_penalty=0.5 if number == 1 else 0.0,
+    )  # fmt: skip
+
+
+def answers(llm: LLM, drafts: bool) -> list[list[int]]:
+    found = []
+    for number, wave in enumerate(WAVES):
+        outs = llm.generate(wave, [params(number, i, drafts) for i in range(len(wave))])
+        found += [list(out.token_ids) for out in outs]
+    return found
+
+
+def main(folder: str, out: str) -> None:
+    import mlx.core as mx
+
+    from outrider import build, llm
+    from outrider.config import EngineConfig
+    from outrider.step.ranks import Ranks
+
+    ranks = Ranks(mx.distributed.init(strict=True))
+    settings = json.loads(Path(folder, "settings.json").read_text())
+    if ranks.rank > 0:
+        config = EngineConfig(**{key: value for key, value in settings.items() if key in ("kv_bits",)})
+        build.follow_rank_0(build.ModelChoice(folder), config, ranks)
+        return
+    llm.build_engine = functools.partial(build.build_engine, place=build.EnginePlace(ranks=ranks))
+    with LLM(folder, **SETTINGS, **settings) as served:
+        drafts = served.engine.facts.drafter != "none"
+        found = answers(served, drafts)
+        hits = served.engine.prefix_status().gauges()
+    result = {"answers": found, "hits": hits, "bytes_sent": ranks.num_bytes_sent}
+    Path(out).write_text(json.dumps(result, default=str))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
