@@ -28,8 +28,8 @@ def install(script_file: Path) -> None:
     load = build.loader.load
     tokenizers: list[Any] = []
 
-    def noted_load(*args: Any) -> Any:
-        loaded = load(*args)
+    def noted_load(*args: Any, **named: Any) -> Any:
+        loaded = load(*args, **named)
         tokenizers.append(loaded.tokenizer)
         return loaded
 

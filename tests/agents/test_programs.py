@@ -254,6 +254,61 @@ def test_langchain_mends_a_file(api: str, path: str, agent_server: AgentServer, 
     library_program(f"langchain_{api}", agent_server, workplace, command, path)
 
 
+def python_client(name: str) -> list[str]:
+    if not Path(f"{INSTALLED}/python.installed").exists():
+        skip_as_missing("Ollama's Python client")
+    return [os.path.abspath(f"{INSTALLED}/python/bin/python"), str(HERE / "clients" / name)]
+
+
+def test_ollamas_python_client_mends_a_file(agent_server: AgentServer, workplace: Workplace) -> None:
+    command = python_client("ollama_agent.py")
+    library_program("ollama_python", agent_server, workplace, command, "/api/chat")
+
+
+def test_ollamas_javascript_client_mends_a_file(agent_server: AgentServer, workplace: Workplace) -> None:
+    folder = Path(f"{INSTALLED}/npm")
+    if not (folder / "node_modules" / "ollama").exists():
+        skip_as_missing("Ollama's JavaScript client")
+    program = folder / "ollama_agent.mjs"  # beside node_modules, which it imports
+    program.write_text((HERE / "clients" / "ollama_agent.mjs").read_text())
+    command = ["node", os.path.abspath(program)]
+    library_program("ollama_javascript", agent_server, workplace, command, "/api/chat")
+
+
+def test_ollamas_python_client_reads_every_answer(agent_server: AgentServer, workplace: Workplace) -> None:
+    agent_server.play(Scene([TASK], [Turn(DONE, thought="Hm.")]))
+    model = agent_server.process.model
+    ended = workplace.run(*python_client("ollama_calls.py"), agent_server.url, model, TASK)
+    assert ended.status == 0, ended.errors
+    found = json.loads(ended.output)
+    text, thinking, reason = found.pop("chat")
+    assert (text.strip(), thinking.strip(), reason) == (DONE, "Hm.", "stop")
+    (status, message), (streamed_status, streamed_message) = (
+        found.pop("no model"),
+        found.pop("no model, streamed"),
+    )
+    assert status == streamed_status == 404
+    assert message == streamed_message
+    assert message.startswith("model 'none' not found")
+    assert [found.pop(name)[0] for name in ("bad option", "embed", "delete")] == [400, 404, 403]
+    thinking, reason, num_tokens = found.pop("generate")
+    assert (thinking in "\nHm.\n", reason, num_tokens) == (True, "length", 3)
+    (loaded,) = found.pop("ps")
+    assert loaded[0] == f"{model}:latest"
+    assert loaded[1] > 1000
+    capabilities, family, same = found.pop("show")
+    assert capabilities == ["completion", "tools", "thinking"]
+    assert family == same
+    assert found == {
+        "list": [f"{model}:latest"],
+        "logprobs": True,
+        "figures": [True, True],
+        "raw": 2,
+        "load": "load",
+        "pull": ["success"],
+    }
+
+
 @pytest.mark.parametrize(
     ("api", "path"),
     [

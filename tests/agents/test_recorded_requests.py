@@ -24,13 +24,16 @@ LEAST_HITS = {
     "codex_compaction": 0.6,  # asks for the summary without tools: the prompt begins differently
     "opencode": 0.7,  # asks for a title first, with a prompt of its own
     "opencode_sub_agent": 0.6,
+    "ollama_javascript": 0.0,  # Ollama's API does not say what was cached
+    "ollama_python": 0.0,
 }
 
 
 def events_of(answer: str) -> list[dict[str, Any]]:
     """Of a stream; a whole answer is one event."""
     lines = [line.removeprefix("data:").strip() for line in answer.splitlines() if line.startswith("data:")]
-    return [json.loads(line) for line in lines if line != "[DONE]"] or [json.loads(answer)]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    return events or [json.loads(line) for line in answer.split("\n") if line]  # Ollama's are lines
 
 
 def output_messages(answer: str) -> list[dict[str, Any]]:
@@ -43,6 +46,7 @@ def usage_of(answer: str) -> tuple[int, int]:
     """(tokens of the prompt, those that were cached), of a stream or a whole answer in any of the APIs."""
     prompt = cached = 0
     for event in events_of(answer):
+        prompt = event.get("prompt_eval_count", prompt)  # Ollama's; it does not say how many were cached
         holders = [event, event.get("message"), event.get("response")]
         for usage in [each["usage"] for each in holders if each and each.get("usage")]:
             if "cache_read_input_tokens" in usage:  # Anthropic's counts add up

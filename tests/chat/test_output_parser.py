@@ -116,7 +116,7 @@ def test_what_is_no_call_is_text_to_the_last_character(format: str, text: str) -
 
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 @given(data=st.data())
-@settings(max_examples=in_test_or_soak(50, 150), deadline=None)
+@settings(max_examples=in_test_or_soak(20, 150), deadline=None)
 def test_any_chunking_yields_the_same_events(format: str, data: st.DataObject) -> None:
     pieces = data.draw(chunked([text for name, text in SAMPLES if name == format] or [""]))
     streams = data.draw(st.booleans())
@@ -126,7 +126,7 @@ def test_any_chunking_yields_the_same_events(format: str, data: st.DataObject) -
 
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 @given(data=st.data())
-@settings(max_examples=in_test_or_soak(60, 200), deadline=None)
+@settings(max_examples=in_test_or_soak(20, 200), deadline=None)
 def test_any_mixture_of_markers_is_survived(format: str, data: st.DataObject) -> None:
     """Random rows of markers, JSON and text: the same events for any cut, and what is no call is kept."""
     region = TOOL_FORMATS[format].region

@@ -77,7 +77,7 @@ def is_writable(format: str, text: str) -> bool:
 
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 @given(data=st.data())
-@settings(max_examples=in_test_or_soak(40, 400), deadline=None)
+@settings(max_examples=in_test_or_soak(15, 400), deadline=None)
 def test_calls_are_read_back_however_they_are_cut(format: str, data: st.DataObject) -> None:
     wanted = data.draw(calls(format))
     assume(all(is_writable(format, given.get("text", "")) for _, given in wanted))

@@ -229,10 +229,22 @@ def test_images_are_refused() -> None:
         asyncio.run(new_service(FakeEngine()).start(request))
 
 
-def test_tokens_are_counted_without_queueing_anything() -> None:
-    engine = FakeEngine()
-    num = asyncio.run(new_service(engine).count_tokens(request_for("hello", tools=TOOLS)))
-    assert num == len(answer([""], request_for("hello", tools=TOOLS))[1].prompt_ids)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tools": TOOLS, "tool_choice": "required"},  # the prompt opens the reasoning: see grammars.py
+        {"grammar": Grammar("json_object")},
+        {"grammar": Grammar("json_object"), "template_kwargs": {"enable_thinking": False}},
+    ],
+)
+def test_tokens_are_counted_as_an_answer_counts_them_without_queueing_anything(
+    changes: dict[str, Any],
+) -> None:
+    engine, request = FakeEngine(), request_for("hello", **changes)
+    num = asyncio.run(new_service(engine).count_tokens(request))
+    assert num == len(answer([""], request)[1].prompt_ids)
     assert engine.submitted == []
 
 

@@ -50,6 +50,13 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's tokens, if requested, before the first text. NaN for the first."""
+
+    tokens: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
 class TokenDetail:
     """A token and how it was won."""
 
@@ -97,6 +104,7 @@ ChatEvent = (
     | ToolCallArguments
     | ToolCallEnded
     | Logprobs
+    | PromptLogprobs
     | TokenOrigins
     | PromptProgress
     | Finished

@@ -16,6 +16,7 @@ from outrider.chat.events import (
     Finished,
     FinishedReason,
     Logprobs,
+    PromptLogprobs,
     ReasoningDelta,
     TextDelta,
     TokenDetail,
@@ -126,6 +127,8 @@ class OutputParser:
         """The events of one engine delta, except for Finished: see `finished_event`."""
         if delta.prompt_progress is not None:
             yield delta.prompt_progress
+        if delta.prompt_logprobs:
+            yield PromptLogprobs(delta.prompt_logprobs)
         if delta.origins:
             yield TokenOrigins(token_details(delta))
         yield from self.push(delta.text)

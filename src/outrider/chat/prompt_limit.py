@@ -34,10 +34,15 @@ class PromptLimit:
         if count > MAX_CHARACTERS_PER_TOKEN * self.max_tokens:
             self._refuse(f"{count:,} characters", f"about {count // CHARACTERS_PER_TOKEN} tokens")
 
-    def encode(self, texts: Iterable[str], encode: Callable[[str], list[int]]) -> list[int]:
-        """The ids of all texts. Stops when they are far over the context."""
+    def encode(
+        self, texts: Iterable[str], encode: Callable[[str], list[int]], is_cut: bool = False
+    ) -> list[int]:
+        """The ids of all texts. Stops when they are far over the context, unless the prompt will be cut."""
         ids: list[int] = []
         for text in texts:
+            if is_cut:
+                ids += encode(text)
+                continue
             first_part = text[: FIRST_PART * self.max_tokens]
             if len(first_part) < len(text):
                 self._check_tokens(len(ids) + len(encode(first_part)))

@@ -95,6 +95,16 @@ class ChatRenderer:
     def has_template(self) -> bool:
         return self._template.exists
 
+    @property
+    def template(self) -> str:
+        """The template's Jinja source; empty if there is none."""
+        return self._template.source
+
+    @property
+    def thinks(self) -> bool:
+        """True if the model's answers have reasoning that is told from their text."""
+        return self._reasoning is not None
+
     def render(self, request: ChatRequest) -> ChatPrompt:
         """The prompt of a conversation. Raises InvalidRequest if the model cannot take the conversation."""
         rendered = self.render_messages(request)
@@ -111,6 +121,7 @@ class ChatRenderer:
         if constraint.opens_reasoning and self._reasoning is not None:
             prompt_ids += tuple(self._vocabulary.encode(self._reasoning.opening))
             starts_inside = True
+        prompt_ids = self.cut(prompt_ids, request.params, has_images=bool(rendered.images))
         media = None
         if self.image_reader is not None and rendered.images:
             media = self.image_reader.place(prompt_ids, rendered.images)
@@ -137,7 +148,9 @@ class ChatRenderer:
     def _may_constrain(self, request: ChatRequest) -> bool:
         """True if calls that are not forced get a grammar."""
         format, num_tools = self._tool_format, len(request.active_tools)
-        if not self._has_tool_grammar or format.call_grammar is None or request.params.min_tokens:
+        if not self._has_tool_grammar or format.call_grammar is None:
+            return False
+        if request.params.min_tokens or request.params.allowed_token_ids:
             return False
         return num_tools > 0 and (num_tools <= MAX_NAMES_AT_START or not format.region.opens_answer_only)
 
@@ -170,9 +183,11 @@ class ChatRenderer:
         """A bare prompt. The answer is text: no reasoning and no calls are looked for."""
         if isinstance(prompt, str):
             self.limit.check_characters(len(prompt))
-            ids: Sequence[int] = self.limit.encode([prompt], self._vocabulary.encode_prompt)
+            is_cut = params.truncate_prompt_tokens is not None
+            ids: Sequence[int] = self.limit.encode([prompt], self._vocabulary.encode_prompt, is_cut)
         else:
             ids = prompt
+        ids, params = self.cut(tuple(ids), params), self._with_bad_words(params)
         if params.thinking_token_budget is not None:  # else nothing is looked for in a bare prompt's answer
             params = self._budgets.apply(params, starts_inside=self._ends_inside(ids))
         return ChatPrompt(
@@ -192,7 +207,15 @@ class ChatRenderer:
             if tools:
                 instructions = self._tool_format.instructions or DEFAULT_TOOL_FORMAT.instructions or ""
                 messages = describe_tools(messages, shown, instructions)
-        return self._template.render(messages, shown, request.template_kwargs)
+        is_cut = request.params.truncate_prompt_tokens is not None
+        return self._template.render(messages, shown, request.template_kwargs, is_cut)
+
+    def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of a bare prompt. `add_special_tokens`: with those that the tokenizer adds (BOS)."""
+        vocabulary = self._vocabulary
+        return self.limit.encode(
+            [text], vocabulary.encode_prompt if add_special_tokens else vocabulary.encode
+        )
 
     def count_tokens(self, text: str) -> int:
         return len(self._vocabulary.encode(text))
@@ -218,7 +241,7 @@ class ChatRenderer:
 
     def _params(self, request: ChatRequest, constraint: Constraint) -> SamplingParams:
         tools = request.active_tools
-        params = replace(request.params, grammar=constraint.grammar)
+        params = self._with_bad_words(replace(request.params, grammar=constraint.grammar))
         if request.prediction:
             prediction_ids = self.limit.encode([request.prediction], self._vocabulary.encode)
             params = replace(params, prediction_ids=tuple(prediction_ids))
@@ -226,6 +249,23 @@ class ChatRenderer:
             stop_ids = (*params.stop_token_ids, *self._vocabulary.ids_of(self._tool_format.stops))
             params = replace(params, stop_token_ids=stop_ids)
         return replace(params, skip_special_tokens=False) if self._special_markers(tools) else params
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """With the ids of the bad words: each as the tokenizer writes it after a space, and without one."""
+        texts = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]
+        ids = dict.fromkeys(filter(None, (tuple(self._vocabulary.encode(text)) for text in texts)))
+        return replace(params, bad_word_ids=(*params.bad_word_ids, *ids)) if ids else params
+
+    def cut(self, ids: tuple[int, ...], params: SamplingParams, has_images: bool = False) -> tuple[int, ...]:
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` allows."""
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self.limit.max_tokens - (params.max_tokens or 1))
+        if most is None or len(ids) <= most:
+            return ids
+        if has_images:
+            raise InvalidRequest("truncate_prompt_tokens cannot cut a prompt with images: shorten it")
+        return ids[-most:]
 
     def _new_parser(self, request: ChatRequest, constraint: Constraint, starts_inside: bool) -> OutputParser:
         tools = request.active_tools

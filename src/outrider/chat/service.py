@@ -73,11 +73,18 @@ class ChatService:
         return await self._prepare(render, self._checked_size(prompt), num_answers)
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """The number of tokens of the request's prompt."""
-        size = self._checked_size(request)
-        request = await self.with_images(request)
+        """The number of tokens of the request's prompt, as an answer's usage counts them."""
+        return len(await self.prompt_ids(request))
+
+    async def prompt_ids(self, prompt: ChatRequest | str, add_special_tokens: bool = True) -> Sequence[int]:
+        """The tokens of a conversation, or of a bare prompt. Raises InvalidRequest."""
+        size = self._checked_size(prompt)
+        if isinstance(prompt, str):
+            async with self._turn(size):
+                return await self._off_loop(self._renderer.text_ids, prompt, add_special_tokens)
+        prompt = await self.with_images(prompt)
         async with self._turn(size):
-            return len((await self._off_loop(self._renderer.render_messages, request)).ids)
+            return (await self._off_loop(self._renderer.render, prompt)).ids
 
     async def with_images(self, request: ChatRequest) -> ChatRequest:
         """The request with its images loaded."""

@@ -103,16 +103,23 @@ class ChatTemplate:
         return "reasoning_effort" in _variables(self.source)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        is_cut: bool = False,
     ) -> RenderedMessages:
-        """Raises InvalidRequest, with the template's message, if the template accepts no variant."""
+        """Raises InvalidRequest, with the template's message, if the template accepts no variant.
+
+        `is_cut`: the prompt will be cut, so it may be longer than the context.
+        """
         settings = self._settings(kwargs or {})
         self._check(messages)
         fallback: RenderedMessages | None = None
         error: Exception | None = None
         for candidate, arguments_as in _candidates(messages):
             try:
-                rendered = self._render(candidate, tools, settings, arguments_as)
+                rendered = self._render(candidate, tools, settings, arguments_as, is_cut)
             except InvalidRequest:  # too long, in any variant
                 raise
             except Exception as failure:  # a template may raise anything
@@ -133,6 +140,7 @@ class ChatTemplate:
         tools: Sequence[Tool],
         settings: Mapping[str, Any],
         arguments_as: ArgumentsAs,
+        is_cut: bool,
     ) -> RenderedMessages:
         names = _names_of_calls(messages)
         dicts = [_message_dict(m, names, arguments_as, self._takes_lists_only) for m in messages]
@@ -151,7 +159,7 @@ class ChatTemplate:
         images = tuple(image for message in messages for part in message.image_parts for image in part.images)
         if images and self._placeholder is not None:
             text = _with_images(text, self._placeholder, images)
-        ids = self._limit.encode(special.chunks(text), self._vocabulary.encode)
+        ids = self._limit.encode(special.chunks(text), self._vocabulary.encode, is_cut)
         return RenderedMessages(tuple(ids), special.unescape(text), images)
 
     def _settings(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:

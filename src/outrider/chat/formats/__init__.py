@@ -110,6 +110,7 @@ TOOL_PARSER_NAMES = {
     "llama4_pythonic": "pythonic",
     "hunyuan_a13b": "jamba",
     "cohere2_moe": "cohere",
+    "cohere_command3": "cohere",
     "phi4_mini_json": "phi4_mini",
 }
 # Parsers of vLLM for formats of which we have no reliable description.
