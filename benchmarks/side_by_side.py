@@ -20,6 +20,7 @@ from outrider.engine.sequence import Sequence as Row
 from outrider.models import heads, loader, machine
 from outrider.models.files.shipped_head import shipped_head
 from outrider.models.layer_swaps import without_speed_swaps
+from outrider.plan import AdapterInfo
 from outrider.request import MAX_DEPTH, DraftDepth, Request, SamplingParams
 from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
@@ -92,9 +93,17 @@ class StepBench:
         ]
 
     def ours(
-        self, depths: Sequence[DraftDepth], num_tokens: int, temperature: float = 0.0, first_prompt: int = 0
+        self,
+        depths: Sequence[DraftDepth],
+        num_tokens: int,
+        temperature: float = 0.0,
+        first_prompt: int = 0,
+        adapters: Sequence[AdapterInfo | None] = (),
     ) -> tuple[DecodeRun, list[Row]]:
-        """One row for each depth (0 is a plain row). Each row decodes `num_tokens` tokens."""
+        """One row for each depth (0 is a plain row). Each row decodes `num_tokens` tokens.
+
+        `adapters`: of the rows; none: no row has one.
+        """
         config = EngineConfig(max_rows=len(depths))
         scheduler = Scheduler(config, self.runner.geometry(256), BUDGET_BYTES, self.controller)
         params = [
@@ -119,6 +128,8 @@ class StepBench:
                 zip(self.prompts(len(depths), first_prompt), depths, strict=True)
             )
         ]
+        for row, adapter in zip(rows, adapters, strict=False):
+            row.adapter = adapter
         for row in rows:
             scheduler.add(row)
         started = tokens_before = steps = 0

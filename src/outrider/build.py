@@ -6,28 +6,48 @@ import importlib.metadata
 import logging
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from outrider import __version__
 from outrider.cache.block_folder import BlockFolder
 from outrider.cache.disk_tier import DiskTier
-from outrider.config import GENERATION_CONFIGS, EngineConfig, GenerationConfigSource, InvalidConfig
+from outrider.config import (
+    GENERATION_CONFIGS,
+    CacheLayout,
+    EngineConfig,
+    GenerationConfigSource,
+    InvalidConfig,
+)
 from outrider.cpu import blas
 from outrider.cpu.quantized import quantized_layers
+from outrider.engine.device_turns import EngineTurns, TurnTakingRunner
 from outrider.engine.engine import Engine
-from outrider.engine.memory_plan import MAX_CPU_ROWS, MAX_ROWS, MemoryPlan, default_max_rows, plan_memory
+from outrider.engine.memory_plan import (
+    MAX_CPU_ROWS,
+    MAX_ROWS,
+    MemoryPlan,
+    MemoryShare,
+    default_max_rows,
+    plan_memory,
+    plan_share,
+)
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.validation import ModelFacts
 from outrider.grammar.backend import tokenizer_source
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.models import dtypes, heads, loader, machine
+from outrider.models.adapters.files import AdapterError, AdapterFiles, read_adapter
+from outrider.models.adapters.fit import LayerTerms
+from outrider.models.adapters.fuse import fuse
 from outrider.models.files.fingerprint import fingerprint
 from outrider.models.files.shipped_head import shipped_head
-from outrider.plan import BLOCK_SIZE
+from outrider.models.files.weight_size import loaded_bytes
+from outrider.models.trunk import Trunk
+from outrider.plan import BLOCK_SIZE, StepRunner
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
@@ -35,6 +55,9 @@ from outrider.speculate.costs import CostTable
 from outrider.speculate.per_draft import new_controller
 from outrider.speculate.prompt_calibration import measure_prompts
 from outrider.speculate.prompt_costs import MeasuredPromptCosts
+from outrider.step import step_message
+from outrider.step.follower import follow
+from outrider.step.ranks import Ranks
 from outrider.step.runner import Runner
 from outrider.text.detokenizer import answer_texts, token_texts
 
@@ -51,11 +74,60 @@ class ModelChoice:
     dtype: str = "auto"
     revision: str | None = None  # commit, tag or branch of a Hugging Face id; None: its main branch
     generation_config: GenerationConfigSource = "auto"  # "none": no sampling values of the model
+    adapter: str | Path | None = None  # LoRA or DoRA adapter that all requests are answered with
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)  # those that requests can name
 
     def __post_init__(self) -> None:
         if self.generation_config not in GENERATION_CONFIGS:
             names = ", ".join(GENERATION_CONFIGS)
             raise InvalidConfig(f"generation_config must be one of {names}, not {self.generation_config!r}")
+        if self.adapter is not None and self.adapters:
+            raise InvalidConfig(
+                "an adapter for all requests (--adapter) and adapters that requests name (--adapters) cannot "
+                "be combined: give one of the two"
+            )
+
+
+@dataclass(frozen=True)
+class FusedAdapter:
+    """The adapter of all requests, and its terms that could not be fused into the weights."""
+
+    files: AdapterFiles
+    terms: dict[str, LayerTerms]
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """How an engine shares the process with those of other models, or its model with other processes."""
+
+    turns: EngineTurns | None = None  # on the device
+    memory: MemoryShare | None = None  # None: all that is free
+    is_outlived: bool = False  # the process goes on after the engine
+    ranks: Ranks | None = None  # the model runs on several ranks; this is rank 0, the others `follow_rank_0`
+
+    def timing(self, runner: Runner) -> Timing:
+        """Beside other models, the passes that are timed take turns with their steps."""
+        turns = self.turns
+        if turns is None or self.memory is None:
+            return Timing(runner, machine.step_clock(), machine.extra_bytes)
+
+        def extra_bytes(run: Callable[[], object]) -> int:
+            with turns.held():
+                return machine.extra_bytes(run)
+
+        return Timing(cast(StepRunner, TurnTakingRunner(runner, turns)), turns.clock, extra_bytes)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How the costs of a model's steps are measured."""
+
+    runner: StepRunner
+    clock: Callable[[], float]
+    extra_bytes: Callable[[Callable[[], object]], int]  # memory that a function takes while it runs
+
+
+ALONE = EnginePlace()
 
 
 def build_engine(
@@ -63,38 +135,122 @@ def build_engine(
     config: EngineConfig,
     observer: EngineObserver | None = None,
     notify: Callable[[str], None] = lambda line: None,
+    place: EnginePlace = ALONE,
 ) -> tuple[Engine, Any]:
     """A running engine and its tokenizer. The engine's thread calls `notify` with a line before long work."""
+    config = _checked_for_ranks(choice, config, place.ranks)
     tokenizers: list[Any] = []
 
     def build() -> EngineParts:
         machine.settle()
-        loaded = loader.load(choice.model, choice.dtype, choice.revision, choice.generation_config)
+        loaded = _load(choice, place.ranks)
         tokenizers.append(loaded.tokenizer)
-        return _parts(loaded, choice, config, notify)
+        fused = None if choice.adapter is None else _fuse(loaded, choice.adapter)
+        return _parts(loaded, choice, config, fused, notify, place)
 
-    return Engine(config, build, observer), tokenizers[0]
+    return Engine(config, build, observer, place.turns, place.is_outlived), tokenizers[0]
+
+
+def _fuse(loaded: loader.LoadedModel, path: str | Path) -> FusedAdapter:
+    """Fuse the adapter into the weights that are not quantised. Raises InvalidConfig."""
+    try:
+        files = read_adapter(path)
+        return FusedAdapter(files, fuse(files, loaded.trunk.model))
+    except AdapterError as error:
+        raise InvalidConfig(f"the adapter cannot be used: {error}") from error
+
+
+def _use_for_all(trunk: Trunk, fused: FusedAdapter) -> None:
+    """Every row computes with the terms that could not be fused. Raises InvalidConfig."""
+    try:
+        trunk.adapters.load_for_all(fused.files, fused.terms)
+    except AdapterError as error:
+        raise InvalidConfig(f"the adapter cannot be used: {error}") from error
+
+
+def _load_adapters(trunk: Trunk, choice: ModelChoice, config: EngineConfig) -> None:
+    """Load the adapters that requests can name. Call it once the layers are those that serve."""
+    if len(choice.adapters) > config.max_adapters:
+        raise InvalidConfig(
+            f"{len(choice.adapters)} adapters, and max_adapters (--max-adapters) allows {config.max_adapters}"
+        )
+    trunk.adapters.allow(config.max_adapters, config.adapter_memory_bytes)
+    for name, path in choice.adapters.items():
+        try:
+            trunk.adapters.load(name, trunk.adapters.reader(str(path)))
+        except AdapterError as error:
+            raise InvalidConfig(f"the adapter {name} cannot be loaded: {error}") from error
+
+
+def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> None:
+    """Run this rank's part of the model until rank 0 stops."""
+    config = _checked_for_ranks(choice, config, ranks)
+    machine.settle()
+    loaded = _load(choice, ranks)
+    trunk = loaded.trunk
+    trunk.use_kv_bits(config.kv_bits)
+    trunk.prepare_for_serving()
+    block_size = _block_size(trunk, config.cache_layout, outruns=machine.outruns_host())
+    runner = Runner(trunk, block_size=block_size, ranks=ranks)
+    ranks.check_same(_facts_of_rank(loaded, config, block_size))
+    follow(ranks, runner)
+
+
+def _checked_for_ranks(choice: ModelChoice, config: EngineConfig, ranks: Ranks | None) -> EngineConfig:
+    """The configuration, without adapters on several ranks. Raises InvalidConfig."""
+    if ranks is None:
+        return config
+    if config.prefix_cache_dir is not None:
+        raise InvalidConfig("prefix_cache_dir cannot be used on several ranks yet: leave it out")
+    if choice.adapter is not None or choice.adapters:
+        raise InvalidConfig("adapters cannot be used on several ranks yet: leave them out")
+    return replace(config, max_adapters=0)
+
+
+def _load(choice: ModelChoice, ranks: Ranks | None) -> loader.LoadedModel:
+    group = None if ranks is None else ranks.group
+    return loader.load(choice.model, choice.dtype, choice.revision, choice.generation_config, group=group)
+
+
+def _facts_of_rank(loaded: loader.LoadedModel, config: EngineConfig, block_size: int | None) -> str:
+    """What has to be the same on all ranks."""
+    files = sorted((file.name, file.stat().st_size) for file in loaded.path.glob("*.safetensors"))
+    versions = __version__, importlib.metadata.version("mlx"), importlib.metadata.version("mlx-lm")
+    return repr((versions, step_message.VERSION, loaded.config, files, block_size, config.kv_bits))
 
 
 def _parts(
-    loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig, notify: Callable[[str], None]
+    loaded: loader.LoadedModel,
+    choice: ModelChoice,
+    config: EngineConfig,
+    fused: FusedAdapter | None,
+    notify: Callable[[str], None],
+    place: EnginePlace,
 ) -> EngineParts:
+    from mlx_lm.utils import get_total_parameters
+
+    loaded.trunk.use_kv_bits(config.kv_bits)
     head = _load_head(loaded, choice, config)
     drafter: str = config.drafter
     if drafter == "auto":
         drafter = "mtp" if head is not None else "none"
     disk = _prefix_disk(loaded, head, config)
     trunk, vision = loaded.trunk, loaded.vision
+    num_parameters = get_total_parameters(trunk.model)
     trunk.prepare_for_serving()
     if head is not None:
         head.prepare_for_serving(trunk)
+    if fused is not None and fused.terms:
+        _use_for_all(trunk, fused)
     # On a device that outruns its host, decode passes are traced in few shapes, steps are overlapped, and the
-    # head is never paused.
-    outruns = machine.outruns_host()
+    # head is never paused. On several ranks every step is read before the next one is sent.
+    ranks = place.ranks
+    outruns = machine.outruns_host() and ranks is None
     vision_encoder = vision.encoder if vision is not None else None
     write_block = None if disk is None else disk.write
-    # Where attention reads blocks in place, rows keep their cells by blocks, so that each costs what it
-    # holds. Elsewhere it would have to copy them: there every slot is as long as the longest row's.
+    block_size = _block_size(trunk, config.cache_layout, machine.outruns_host())
+    if ranks is not None:
+        ranks.check_same(_facts_of_rank(loaded, config, block_size))
     runner = Runner(
         trunk,
         head,
@@ -102,7 +258,8 @@ def _parts(
         vision_encoder,
         config.image_cache_bytes,
         compiles=outruns,
-        block_size=BLOCK_SIZE if trunk.reads_blocks else None,
+        block_size=block_size,
+        ranks=ranks,
     )
     facts = ModelFacts(
         name=str(choice.model),
@@ -115,23 +272,29 @@ def _parts(
         can_pause_head=not outruns,  # a step in which a head catches up is neither traced nor overlapped
         dtype=str(trunk.dtype).removeprefix("mlx.core."),
         weight_bits=tuple(sorted({layer.bits for _, layer in quantized_layers(trunk.model)})),
+        kv_bits=config.kv_bits,
         device=machine.device_name(),
         reads_images=vision is not None,
         no_images_reason=loaded.no_images_reason,
         sampling=loaded.sampling,
+        family=loaded.family,
+        num_parameters=num_parameters,
+        hidden_size=trunk.hidden_size,
     )
-    memory = _memory_plan(config, vision is not None)
+    memory = _memory_plan(loaded, head, config, place.memory)
+    _load_adapters(trunk, choice, config)
     geometry, most_rows = runner.geometry(config.capacity_step), MAX_ROWS if outruns else MAX_CPU_ROWS
     max_rows = config.max_rows or default_max_rows(geometry, memory.rows, most_rows)
     tokenizer, eos_ids, vocab_size = loaded.tokenizer, loaded.eos_ids, trunk.vocab_size
     # The lambda outlives the engine's parts, so it must not hold the trunk.
     grammars = GrammarCompiler(lambda: tokenizer_source(tokenizer, vocab_size, eos_ids))
+    timing = place.timing(runner)
     if config.auto_depth == "auto":
-        name = _fingerprint(loaded, head, choice, facts, max_rows)
-        controller = _controller(name, runner, facts, max_rows, memory.rows, notify)
+        name = _fingerprint(loaded, head, choice, facts, max_rows, fused)
+        controller = _controller(name, timing, facts, max_rows, memory.rows, notify)
     else:
         name = None
-        controller = new_controller(None, None, outruns, _measured_prompts(runner, facts, memory.rows))
+        controller = new_controller(None, None, outruns, _measured_prompts(timing, facts, memory.rows))
     return EngineParts(
         runner,
         facts,
@@ -139,7 +302,7 @@ def _parts(
         answer_texts(tokenizer, trunk.vocab_size),
         grammars,
         controller,
-        partial(_save_measurements, name, controller),
+        partial(_at_end, name, controller, None if ranks is None else runner),
         memory.prefixes,
         disk,
         vision.reader if vision is not None else None,
@@ -148,21 +311,41 @@ def _parts(
         held_bytes=machine.held_bytes,
         overlaps_steps=outruns,
         token_text=token_texts(tokenizer, trunk.vocab_size),
+        adapters=trunk.adapters,
     )
+
+
+def _block_size(trunk: Trunk, layout: CacheLayout, outruns: bool) -> int | None:
+    """Cells of a block; None: rows keep their cells by slots.
+
+    Where attention reads blocks in place, each row costs what it holds. Elsewhere it would have to copy them,
+    and slots are cheaper. On GPUs blocks are used if asked for: attention is faster with them, and writes are
+    slower (docs/BENCHMARKS.md, "Attention over blocks").
+    """
+    if layout == "slots" or (layout == "auto" and outruns):
+        return None
+    if trunk.reads_blocks:
+        return BLOCK_SIZE
+    if layout == "blocks":
+        raise InvalidConfig(
+            'cache_layout="blocks" needs attention that reads blocks in place, which not all layers of this '
+            'model have on this device: use "auto" or "slots"'
+        )
+    return None
 
 
 def _controller(
     name: str,
-    runner: Runner,
+    timing: Timing,
     facts: ModelFacts,
     max_rows: int,
     budget_bytes: int,
     notify: Callable[[str], None],
 ) -> DepthController:
     """A controller with the stored costs and acceptance rates. Invalid or missing costs are measured now."""
+    runner, clock = timing.runner, timing.clock
     few = runner.compiles
     found = cost_store.load(name)
-    clock = machine.step_clock()
     if found is not None and calibration.is_still_valid(
         runner, facts.vocab_size, found.measured, clock=clock
     ):
@@ -173,7 +356,7 @@ def _controller(
     measured = calibration.measure(
         runner, facts.vocab_size, max_rows, facts.max_context, budget_bytes, clock=clock
     )
-    prompts = _measured_prompts(runner, facts, budget_bytes)
+    prompts = _measured_prompts(timing, facts, budget_bytes)
     if measured is None:
         return new_controller(None, acceptance, few, prompts)
     controller = new_controller(CostTable(measured), acceptance, few, prompts)
@@ -181,18 +364,21 @@ def _controller(
     return controller
 
 
-def _measured_prompts(runner: Runner, facts: ModelFacts, budget_bytes: int) -> MeasuredPromptCosts | None:
+def _measured_prompts(timing: Timing, facts: ModelFacts, budget_bytes: int) -> MeasuredPromptCosts | None:
     return measure_prompts(
-        runner,
+        timing.runner,
         facts.vocab_size,
         facts.max_context,
         budget_bytes,
-        clock=machine.step_clock(),
-        extra_bytes=machine.extra_bytes,
+        clock=timing.clock,
+        extra_bytes=timing.extra_bytes,
     )
 
 
-def _save_measurements(name: str | None, controller: DepthController) -> None:
+def _at_end(name: str | None, controller: DepthController, followed: Runner | None) -> None:
+    """`followed`: the runner, if other ranks follow it."""
+    if followed is not None:
+        followed.stop_followers()
     if name is not None:
         cost_store.save(name, controller.costs, controller.acceptance, controller.prompt_costs.measured)
 
@@ -203,6 +389,7 @@ def _fingerprint(
     choice: ModelChoice,
     facts: ModelFacts,
     max_rows: int,
+    fused: FusedAdapter | None,
 ) -> str:
     """Identifies everything that the costs and the acceptance rates of a model depend on."""
     files = [*sorted(loaded.path.glob("*.safetensors")), *([Path(head.source)] if head is not None else [])]
@@ -217,22 +404,38 @@ def _fingerprint(
             "device": facts.device,
             "dtype": facts.dtype,
             "weight_bits": facts.weight_bits,
+            "kv_bits": facts.kv_bits,
             "drafter": facts.drafter,
             "rows": calibration.max_measured_rows(max_rows),
             "machine": (platform.machine(), os.cpu_count(), multiplies.name, multiplies.threads),
             "kernel": multiplies.kernel,
+            **({} if fused is None else {"adapter": fused.files.fingerprint}),
         }
     )
 
 
-def _memory_plan(config: EngineConfig, reads_images: bool) -> MemoryPlan:
-    """Call it once the weights are loaded."""
-    plan = plan_memory(config, machine.free_bytes(), machine.held_bytes()["arrays"], reads_images)
+def _memory_plan(
+    loaded: loader.LoadedModel,
+    head: heads.LoadedHead | None,
+    config: EngineConfig,
+    share: MemoryShare | None,
+) -> MemoryPlan:
+    """Call it once the weights are loaded. `share`: of a model beside others."""
+    reads_images = loaded.vision is not None
+    if share is not None:
+        layers = head.layers if head is not None else ()
+        encoder = () if loaded.vision is None else (loaded.vision.encoder.model,)
+        weight_bytes = loaded_bytes([loaded.trunk.model, *layers, *encoder])
+        plan = plan_share(config, share, weight_bytes, reads_images)
+    else:
+        plan = plan_memory(config, machine.free_bytes(), machine.held_bytes()["arrays"], reads_images)
     if plan.excess:
         log.warning(
-            "weights (%.2f GB), --memory-budget (%.2f), cached prefixes (%.2f) and images (%.2f) exceed the "
-            "memory of %.2f GB that this process may take: the system may end it. Give smaller budgets.",
-            *(part / 1e9 for part in (plan.weights, plan.rows, plan.prefixes, plan.images, plan.limit)),
+            "weights (%.2f GB), --memory-budget (%.2f), cached prefixes (%.2f), images (%.2f) and adapters "
+            "(%.2f) exceed the memory of %.2f GB that this process may take: the system may end it. Give "
+            "smaller budgets.",
+            *(part / 1e9 for part in (plan.weights, plan.rows, plan.prefixes, plan.images, plan.adapters)),
+            plan.limit / 1e9,
         )
     machine.limit_buffers(plan.steps)
     return plan
@@ -245,8 +448,9 @@ def _prefix_disk(
         return None
     layers = head.layers if head is not None else ()
     spec = head.spec if head is not None else None
-    facts = loaded.trunk.layout, spec, loaded.config, BLOCK_SIZE, dtypes.arithmetic(loaded.trunk.model)
-    name = fingerprint([loaded.trunk.model, *layers], *facts)
+    trunk = loaded.trunk
+    facts = trunk.layout, trunk.kv_bits, spec, loaded.config, BLOCK_SIZE, dtypes.arithmetic(trunk.model)
+    name = fingerprint([trunk.model, *layers], *facts)
     try:
         folder = BlockFolder(Path(config.prefix_cache_dir).expanduser(), name, config.prefix_cache_disk_bytes)
     except OSError as error:
@@ -293,6 +497,9 @@ def _ways_to_a_head(loaded: loader.LoadedModel) -> str:
 
 def _no_head(loaded: loader.LoadedModel) -> str:
     train = f"train one (outrider mtp train {loaded.path})"
+    drafter = heads.separate_drafter(loaded.path)
+    if drafter is not None:
+        return f"{loaded.path} has no MTP head. {drafter} is one: pass --head {drafter} (head= in Python)."
     if heads.expected(loaded.config):
         return (
             f"{loaded.path} was converted without its MTP head. Take it out of the original "

@@ -11,9 +11,13 @@ DrafterName = Literal["auto", "mtp", "ngram", "none"]
 DRAFTERS: tuple[DrafterName, ...] = ("auto", "mtp", "ngram", "none")
 GenerationConfigSource = Literal["auto", "none"]
 GENERATION_CONFIGS: tuple[GenerationConfigSource, ...] = ("auto", "none")  # auto: the model's own file
+CacheLayout = Literal["auto", "blocks", "slots"]
+CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("auto", "blocks", "slots")
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the weights
+KV_BITS = (4, 8)  # of quantised keys and values
 HEAD_BITS, HEAD_GROUP_SIZES = (4, 5, 6, 8), (32, 64, 128)  # in which `outrider mtp` writes quantised heads
 DEFAULT_HEAD_GROUP_SIZE = 64  # as mlx-lm's
+DEFAULT_MAX_ADAPTERS = 16  # where adapters are asked for; chosen by hand
 
 
 class InvalidConfig(ValueError):
@@ -37,6 +41,8 @@ class EngineConfig:
     # Milliseconds that a step with prompt chunks may take while other sequences decode. Also, prompts then
     # get half of the time at most. 0: neither limit.
     max_stall_ms: int = 200
+    # Bits of keys and values, also in cached prefixes (mlx-lm: kv_bits). None: not quantised.
+    kv_bits: int | None = None
     # Source of draft tokens for speculative decoding. "auto": the MTP head if the model has one, with n-gram
     # lookup beside it for requests of auto depth; else none.
     drafter: DrafterName = "auto"
@@ -45,6 +51,9 @@ class EngineConfig:
     auto_depth: DraftDepth = "auto"
     # The KV caches hold a multiple of this many tokens per sequence. Chosen by hand.
     capacity_step: int = 256
+    # How sequences keep their keys and values. "blocks": each has as many blocks as it needs. "slots": all
+    # have as much room as the longest. "auto": blocks on CPUs whose attention reads them, else slots.
+    cache_layout: CacheLayout = "auto"
     # Memory for cached prefixes, in addition to memory_budget_bytes. None: a quarter of the memory for
     # caches. 0: no prefix cache (vLLM: enable_prefix_caching=False).
     prefix_cache_bytes: int | None = None
@@ -54,16 +63,27 @@ class EngineConfig:
     prefix_cache_disk_bytes: int = 16 << 30
     # Memory for cached embeddings of images (vLLM: the encoder cache), in addition to the other caches.
     image_cache_bytes: int = 256 << 20
+    # LoRA and DoRA adapters that may be loaded at once, for requests to name (vLLM: max_loras). 0: none.
+    max_adapters: int = 0
+    # Memory for them, in addition to the caches.
+    adapter_memory_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         _at_least("max_stall_ms", self.max_stall_ms, 0)
         _at_least("capacity_step", self.capacity_step, 16)
         _at_least("image_cache_bytes", self.image_cache_bytes, 1)
+        _at_least("max_adapters", self.max_adapters, 0)
+        _at_least("adapter_memory_bytes", self.adapter_memory_bytes, 1)
         _at_least("prefix_cache_disk_bytes", self.prefix_cache_disk_bytes, 1)
         optional = (("max_rows", 1), ("prefill_step_size", 1), ("max_context", 2), ("memory_budget_bytes", 1))
         for name, minimum in (*optional, ("prefix_cache_bytes", 0)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), minimum)
+        if self.kv_bits is not None and (not is_int(self.kv_bits) or self.kv_bits not in KV_BITS):
+            known = " or ".join(map(str, KV_BITS))
+            raise InvalidConfig(
+                f"kv_bits must be {known}, or None for the model's dtype, not {self.kv_bits!r}"
+            )
         if self.prefix_cache_dir is not None and not isinstance(self.prefix_cache_dir, str):
             raise InvalidConfig(f"prefix_cache_dir must be a path as text, not {self.prefix_cache_dir!r}")
         if self.prefix_cache_dir is not None and self.prefix_cache_bytes == 0:
@@ -73,10 +93,15 @@ class EngineConfig:
         is_constant = is_int(self.auto_depth) and 0 <= self.auto_depth <= MAX_DEPTH
         if self.auto_depth != "auto" and not is_constant:
             raise InvalidConfig(f'auto_depth must be "auto" or 0..{MAX_DEPTH}, not {self.auto_depth!r}')
-        if self.drafter not in DRAFTERS:
-            raise InvalidConfig(f"drafter must be one of {', '.join(DRAFTERS)}, not {self.drafter!r}")
+        _one_of("drafter", self.drafter, DRAFTERS)
+        _one_of("cache_layout", self.cache_layout, CACHE_LAYOUTS)
 
 
 def _at_least(name: str, value: object, minimum: int) -> None:
     if not is_int(value) or value < minimum:
         raise InvalidConfig(f"{name} must be a whole number of at least {minimum}, not {value!r}")
+
+
+def _one_of(name: str, value: object, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise InvalidConfig(f"{name} must be one of {', '.join(names)}, not {value!r}")

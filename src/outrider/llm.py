@@ -20,11 +20,17 @@ from outrider.chat.message_dicts import ImageInput, messages_from_dicts, tool_ch
 from outrider.chat.output_parser import finish_reason
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
 from outrider.chat.validation import validated
-from outrider.config import DrafterName, EngineConfig, GenerationConfigSource
+from outrider.config import (
+    DEFAULT_MAX_ADAPTERS,
+    CacheLayout,
+    DrafterName,
+    EngineConfig,
+    GenerationConfigSource,
+)
 from outrider.engine.engine import AsyncEngine, Engine
 from outrider.engine.sequence import Stats, TokenOrigin
 from outrider.engine.validation import ValidatedRequest
-from outrider.plan import TokenLogprobs
+from outrider.plan import AdapterInfo, TokenLogprobs
 from outrider.request import InvalidRequest, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -49,6 +55,7 @@ class Completion:
     reasoning: str | None = None  # chat only: the reasoning, separate from the text
     tool_calls: list[ToolCall] = field(default_factory=list)  # chat only
     token_origins: list[TokenOrigin] | None = None  # one per token, if requested
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # if requested; None for the first token
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class CompletionDelta:
     stats: Stats | None = None  # only in the last delta
     stop_string: str | None = None  # the stop string that ended the answer, only in the last delta
     token_origins: tuple[TokenOrigin, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in one delta, if requested; NaN for the first
 
 
 class CompletionStream(Iterator[CompletionDelta]):
@@ -114,6 +122,7 @@ class CompletionStream(Iterator[CompletionDelta]):
             delta.stats,
             delta.stop_string,
             delta.origins,
+            delta.prompt_logprobs,
         )
 
     def completion(self) -> Completion:
@@ -121,6 +130,7 @@ class CompletionStream(Iterator[CompletionDelta]):
         deltas = list(self)
         logprobs = [one for delta in deltas for one in delta.logprobs]
         origins = [one for delta in deltas for one in delta.token_origins]
+        of_prompt = [one for delta in deltas for one in delta.prompt_logprobs]
         last = deltas[-1]
         assert last.finish_reason is not None
         return Completion(
@@ -134,6 +144,7 @@ class CompletionStream(Iterator[CompletionDelta]):
             reasoning="".join(delta.reasoning for delta in deltas) or None,
             tool_calls=[call for delta in deltas for call in delta.tool_calls],
             token_origins=origins if self._prompt.params.token_origins else None,
+            prompt_logprobs=[None, *of_prompt[1:]] if of_prompt else None,
         )
 
     def close(self) -> None:
@@ -167,25 +178,46 @@ class LLM:
         memory_budget_bytes: int | None = None,
         prefill_step_size: int | None = None,
         max_stall_ms: int = EngineConfig.max_stall_ms,
+        cache_layout: CacheLayout = "auto",
+        kv_bits: int | None = None,
         prefix_cache_bytes: int | None = None,
         prefix_cache_dir: str | Path | None = None,
         prefix_cache_disk_bytes: int = EngineConfig.prefix_cache_disk_bytes,
         generation_config: GenerationConfigSource = "auto",
+        adapter: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        max_adapters: int | None = None,
+        adapter_memory_bytes: int = EngineConfig.adapter_memory_bytes,
     ) -> None:
-        """`generation_config`: "none" ignores the sampling values in the model's generation_config.json."""
+        """`kv_bits`: 8 or 4 bits for keys and values; None: those of `dtype`.
+
+        `generation_config`: "none" ignores the sampling values in the model's generation_config.json.
+
+        `adapter`: a LoRA or DoRA adapter (mlx-lm's folder) for all calls. `adapters`: adapters by name, which
+        calls choose with `SamplingParams(adapter=NAME)`; `max_adapters`: how many may be loaded at once, also
+        later (16 if `adapters` is given, else none).
+        """
+        if max_adapters is None:
+            max_adapters = DEFAULT_MAX_ADAPTERS if adapters is not None else 0
         config = EngineConfig(
             max_rows=max_rows,
             max_context=max_context,
             memory_budget_bytes=memory_budget_bytes,
             prefill_step_size=prefill_step_size,
             max_stall_ms=max_stall_ms,
+            cache_layout=cache_layout,
+            kv_bits=kv_bits,
             drafter=drafter,
             prefix_cache_bytes=prefix_cache_bytes,
             prefix_cache_dir=None if prefix_cache_dir is None else str(prefix_cache_dir),
             prefix_cache_disk_bytes=prefix_cache_disk_bytes,
+            max_adapters=max_adapters,
+            adapter_memory_bytes=adapter_memory_bytes,
         )
         model = default_model() if model is None else model
-        choice = ModelChoice(model, head, draft_vocabulary, dtype, revision, generation_config)
+        choice = ModelChoice(
+            model, head, draft_vocabulary, dtype, revision, generation_config, adapter, adapters or {}
+        )
         self.engine, self.tokenizer = build_engine(choice, config)
         try:
             reader = self.engine.reader
@@ -273,6 +305,14 @@ class LLM:
     ) -> CompletionStream:
         """The answer to a conversation as it grows. The arguments are those of `chat`."""
         return self._start(self._render(messages, params, **options))
+
+    def load_adapter(self, name: str, path: str | Path) -> AdapterInfo:
+        """Load a LoRA or DoRA adapter. Raises AdapterRefused, or AdapterConflict if the name is taken."""
+        return self.engine.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Raises UnknownAdapter, or AdapterConflict while answers with the adapter are being computed."""
+        return self.engine.unload_adapter(name)
 
     @property
     def async_engine(self) -> AsyncEngine:

@@ -154,6 +154,20 @@ class PrefixCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A loaded LoRA or DoRA adapter. Its rows carry the id, the prefix cache of its rows the fingerprint."""
+
+    id: int  # from 1 on
+    name: str
+    path: str
+    kind: str  # "lora" or "dora"
+    rank: int
+    num_layers: int  # linear layers that it changes
+    num_bytes: int
+    fingerprint: str  # of the contents
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """One sequence's part in one forward pass."""
 
@@ -178,6 +192,7 @@ class RowPlan:
     num_forced: int = 0  # the first so many drafts are all that a grammar allows
     blocks: tuple[int, ...] = ()  # where cells are kept by blocks: the row's, in the order of its cells
     has_images: bool = False  # the prompt has images, also once the row decodes
+    adapter: int = 0  # the id of the row's adapter; 0: none
 
     @property
     def is_sampling(self) -> bool:
@@ -194,8 +209,8 @@ class RowPlan:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the row has penalties, a bias, or banned tokens now."""
-        return self.params.has_penalties or bool(self.params.logit_bias) or self.bans_tokens
+        """Whether the row has penalties, a bias, bad words, or banned tokens now."""
+        return self.params.changes_logits or self.bans_tokens
 
     @property
     def head_lag(self) -> int:
@@ -258,6 +273,8 @@ class RowResult:
     drafts: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     margins: tuple[float, ...] = ()  # of the drafts (sampling/sampler.py); not from traced passes
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from start + 1 on, if requested
+    error: str | None = None  # why no token could be sampled after token_ids: the request ends
 
     @property
     def num_accepted(self) -> int:

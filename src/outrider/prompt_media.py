@@ -41,6 +41,7 @@ class PromptMedia:
     pieces: tuple[MediaPiece, ...]
     positions: np.ndarray | None = None  # int32 [3, prompt]; None: the position of a cell is its index
     delta: int = 0  # added to a cell's index to get its position, after the prompt
+    is_bidirectional: bool = False  # the cells of a piece attend to each other; they are consecutive
 
     @property
     def keys(self) -> list[str]:
@@ -56,6 +57,23 @@ class PromptMedia:
     def within(self, start: int, end: int) -> tuple[MediaPiece, ...]:
         """The pieces with a cell in start..end-1."""
         return tuple(p for p in self.pieces if p.first < end and p.cells[-1] >= start)
+
+    def span_at(self, cell: int) -> tuple[int, int] | None:
+        """The first cell, and the cell after the last, of the bidirectional piece that has this cell."""
+        if not self.is_bidirectional:
+            return None
+        spans = ((p.first, p.first + p.num_tokens) for p in self.pieces)
+        return next((span for span in spans if span[0] <= cell < span[1]), None)
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """Where a prefill chunk from `start` that may reach `end` has to end.
+
+        A bidirectional piece is computed in a chunk of its own: each of its cells reads all of them.
+        """
+        if not self.is_bidirectional:
+            return end
+        edges = (edge for p in self.pieces for edge in (p.first, p.first + p.num_tokens))
+        return min((edge for edge in edges if start < edge < end), default=end)
 
     def first_missing(self, image_embeddings: Container[str], start: int = 0) -> MediaPiece | None:
         """The first piece with a cell at or after `start` whose embeddings are not there yet."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # NumPy is a third of the memory of a process that only super
 MAX_DEPTH = 8  # drafts that a row feeds in one step, at most; chosen by hand
 MAX_PRIORITY = 1000  # of a request, either way; chosen by hand
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
+MAX_PROMPT_LOGPROBS = 8192  # tokens of a prompt whose log-probabilities are given; chosen by hand
 NUM_CANDIDATES = 1024  # best tokens that a filtering row looks at first (docs/LOG.md, "Candidates")
 
 # Wide limits within which the changed logits stay finite in float32; chosen by hand.
@@ -24,6 +25,7 @@ MAX_BIAS = 1e10
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 DraftDepth = int | Literal["auto"]
+LogitsProcessor = Callable[[Any, Any], Any]  # (tokens, logits) -> logits: MLX arrays, as in mlx-lm
 
 
 class InvalidRequest(ValueError):
@@ -114,11 +116,23 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the answer
     frequency_penalty: float = 0.0  # over the answer
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()  # only these may be sampled; empty: all
+    bad_words: Sequence[str] = ()  # texts that the answer must not contain, as the tokenizer writes them
+    bad_word_ids: Sequence[Sequence[int]] = ()  # the same as token ids; the chat renderer adds the texts' ids
+    # Functions f(tokens, logits) -> logits, called in this order for every token, after penalties and bias:
+    # tokens [n] are the prompt and the answer so far, logits [1, vocabulary]. They must be pure functions of
+    # their arguments: they are called for drafts too, and drafts may be rejected. Python only.
+    logits_processors: Sequence[LogitsProcessor] = ()
     seed: int | None = None  # None: a fresh random seed for each request
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False  # the text ends after the stop string or the stop token's text
+    truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as fit; None: refuse
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives beside the sampled token; None: no logprobs
+    prompt_logprobs: int | None = (
+        None  # the same for the prompt's tokens, which are then computed, not cached
+    )
     prompt_progress: bool = False  # say how much of the prompt is computed, after each chunk of it
     token_origins: bool = False  # say of each token how it was won: by which draft, or without
     skip_special_tokens: bool = True
@@ -130,11 +144,13 @@ class SamplingParams:
     tenant: str = ""  # tenants take turns when rows are free: over HTTP, the name of the API key
     thinking_token_budget: int | None = None  # most tokens of reasoning; None: no limit
     reasoning: ReasoningMarks | None = None  # set by the chat renderer; None: the model does not reason
+    adapter: str | None = None  # the name of a loaded LoRA or DoRA adapter; None: the model itself
 
     def __post_init__(self) -> None:
         _check_lengths(self)
         _check_sampling(self)
         _check_penalties(self)
+        _check_bans(self)
         _check_stops(self)
         _check_grammar(self)
 
@@ -155,6 +171,11 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if single logits are changed at every position: by penalties, a bias or bad words."""
+        return self.has_penalties or bool(self.logit_bias) or bool(self.bad_word_ids)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -242,14 +263,21 @@ def _check_lengths(p: SamplingParams) -> None:
         p.max_tokens is None or p.min_tokens <= p.max_tokens,
         f"min_tokens ({p.min_tokens}) is larger than max_tokens ({p.max_tokens})",
     )
+    most = p.truncate_prompt_tokens
+    _refuse_unless(
+        most is None or (is_int(most) and (most == -1 or most >= 1)),
+        f"truncate_prompt_tokens must be 1 or more, or -1 for as many as fit, not {most!r}",
+    )
     _refuse_unless(
         p.draft_depth == "auto" or (is_int(p.draft_depth) and 0 <= p.draft_depth <= MAX_DEPTH),
         f'draft_depth must be "auto" or 0..{MAX_DEPTH}, not {p.draft_depth!r}',
     )
-    _refuse_unless(
-        p.logprobs is None or (is_int(p.logprobs) and 0 <= p.logprobs <= MAX_TOP_LOGPROBS),
-        f"logprobs must be None or 0..{MAX_TOP_LOGPROBS}, not {p.logprobs!r}",
-    )
+    for name in ("logprobs", "prompt_logprobs"):
+        num = getattr(p, name)
+        _refuse_unless(
+            num is None or (is_int(num) and 0 <= num <= MAX_TOP_LOGPROBS),
+            f"{name} must be None or 0..{MAX_TOP_LOGPROBS}, not {num!r}",
+        )
     _refuse_unless(
         p.thinking_token_budget is None or (is_int(p.thinking_token_budget) and p.thinking_token_budget >= 0),
         f"thinking_token_budget must be 0 or more (or None for no limit), not {p.thinking_token_budget!r}",
@@ -300,8 +328,34 @@ def _check_penalties(p: SamplingParams) -> None:
         )
 
 
+def _check_bans(p: SamplingParams) -> None:
+    _check_ids("allowed_token_ids", p.allowed_token_ids)
+    _refuse_unless(
+        isinstance(p.bad_words, Sequence) and not isinstance(p.bad_words, (str, bytes)),
+        f"bad_words must be a list of strings, not {p.bad_words!r}",
+    )
+    for word in p.bad_words:
+        _refuse_unless(
+            isinstance(word, str) and word.strip() != "",
+            f"bad_words must hold strings with more than spaces, not {word!r}",
+        )
+    _refuse_unless(
+        isinstance(p.bad_word_ids, Sequence) and not isinstance(p.bad_word_ids, (str, bytes)),
+        f"bad_word_ids must be a list of lists of token ids, not {p.bad_word_ids!r}",
+    )
+    for token_ids in p.bad_word_ids:
+        _check_ids("bad_word_ids", token_ids)
+        _refuse_unless(len(token_ids) > 0, "bad_word_ids has an empty list")
+    functions = p.logits_processors
+    _refuse_unless(
+        isinstance(functions, Sequence) and all(map(callable, functions)),
+        f"logits_processors must be a list of functions, not {functions!r}",
+    )
+
+
 def _check_stops(p: SamplingParams) -> None:
-    for name in ("ignore_eos", "skip_special_tokens", "token_origins", "prompt_progress"):
+    flags = "ignore_eos", "skip_special_tokens", "token_origins", "prompt_progress"
+    for name in (*flags, "include_stop_str_in_output"):
         value = getattr(p, name)
         _refuse_unless(isinstance(value, bool), f"{name} must be True or False, not {value!r}")
     _refuse_unless(
@@ -319,6 +373,9 @@ def _check_grammar(p: SamplingParams) -> None:
     for name in ("cache_salt", "tenant"):
         value = getattr(p, name)
         _refuse_unless(isinstance(value, str), f"{name} must be a string, not {value!r}")
+    _refuse_unless(
+        p.adapter is None or isinstance(p.adapter, str), f"adapter must be a name, not {p.adapter!r}"
+    )
     _refuse_unless(
         is_int(p.priority) and -MAX_PRIORITY <= p.priority <= MAX_PRIORITY,
         f"priority must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {p.priority!r}",

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from outrider.api.app import Server, create_server
+from outrider.api.model_card import NO_CARD, ModelCard
 from outrider.api.settings import ServerSettings
 from outrider.chat.conversation import ChatRequest
 from outrider.chat.events import (
@@ -154,6 +155,13 @@ class FakeBackend:
         self.requests.append(request)
         return sum(len(message.text) for message in request.messages)
 
+    async def prompt_ids(self, prompt: ChatRequest | str, add_special_tokens: bool) -> list[int]:
+        """A token for each character; 0 stands for the special tokens of a bare prompt."""
+        if isinstance(prompt, str):
+            return [*([0] if add_special_tokens else []), *map(ord, prompt)]
+        self.requests.append(prompt)
+        return [ord(character) for message in prompt.messages for character in message.text]
+
     def _stream(self, request: Any) -> FakeStream:
         if self.failure is not None:
             raise self.failure
@@ -179,7 +187,7 @@ def settings(**changes: Any) -> ServerSettings:
     return ServerSettings(**(defaults | changes))
 
 
-def server(backend: FakeBackend, **changes: Any) -> Server:
+def server(backend: FakeBackend, embedder: Any = None, card: ModelCard = NO_CARD, **changes: Any) -> Server:
     """With ids that count and a clock that stands still, so that answers repeat to the byte."""
     numbers = itertools.count(1)
     return create_server(
@@ -190,6 +198,8 @@ def server(backend: FakeBackend, **changes: Any) -> Server:
         now_s=lambda: 1700000000.0,
         started_s=1700000000.0,
         new_id=lambda prefix: f"{prefix}{next(numbers)}",
+        embedder=embedder,
+        card=card,
     )
 
 

@@ -13,6 +13,7 @@ import openai
 import pytest
 from fake_backend import CALLS, CUT, HELLO, USER, Client, FakeBackend, server
 
+from outrider.api.app import Server
 from outrider.request import PromptTooLong
 
 CLAUDE_CODE = re.compile(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", re.IGNORECASE)
@@ -26,21 +27,20 @@ BODIES: dict[str, dict[str, Any]] = {
 TOO_LONG = PromptTooLong("the prompt has 300 tokens and the context holds 256: shorten it", "300 tokens", 256)
 
 
-def connected(backend: FakeBackend, **changes: Any) -> httpx2.AsyncClient:
+def connected(made: Server) -> httpx2.AsyncClient:
     """An HTTP client for an SDK, connected to a server in this process."""
-    transport = httpx2.ASGITransport(server(backend, **changes).app)
-    return httpx2.AsyncClient(transport=transport, base_url="http://test")
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(made.app), base_url="http://test")
 
 
-def openai_sdk(backend: FakeBackend) -> openai.AsyncOpenAI:
+def openai_sdk(made: Server) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
-        base_url="http://test/v1", api_key="none", max_retries=0, http_client=connected(backend)
+        base_url="http://test/v1", api_key="none", max_retries=0, http_client=connected(made)
     )
 
 
-def anthropic_sdk(backend: FakeBackend) -> anthropic.AsyncAnthropic:
+def anthropic_sdk(made: Server) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(
-        base_url="http://test", api_key="none", max_retries=0, http_client=connected(backend)
+        base_url="http://test", api_key="none", max_retries=0, http_client=connected(made)
     )
 
 
@@ -103,7 +103,7 @@ def test_a_response_that_is_too_long_is_a_400_or_a_failed_stream() -> None:
 
 def test_openais_sdk_gets_the_final_response_of_a_cut_off_stream() -> None:
     async def read() -> Any:
-        sdk = openai_sdk(FakeBackend(CUT))
+        sdk = openai_sdk(server(FakeBackend(CUT)))
         async with sdk.responses.stream(model="tiny", input="Hi", max_output_tokens=5) as stream:
             return await stream.get_final_response()
 
@@ -143,7 +143,7 @@ def test_the_tool_runner_keeps_its_conversation() -> None:
     backend = FakeBackend(answer=lambda request: HELLO if len(request.messages) > 1 else CALLS)
 
     async def run() -> Any:
-        runner = anthropic_sdk(backend).beta.messages.tool_runner(
+        runner = anthropic_sdk(server(backend)).beta.messages.tool_runner(
             model="tiny", max_tokens=99, tools=[weather, time], messages=[{"role": "user", "content": "Hi"}]
         )
         return await runner.until_done()
@@ -158,13 +158,16 @@ def test_the_tool_runner_keeps_its_conversation() -> None:
 # -- tools that cannot be called here --------------------------------------------------------------------
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
-NAMESPACE = {"type": "namespace", "name": "mcp", "tools": [{"type": "function", "name": "g"}]}
 FOREIGN_TOOLS: dict[str, list[dict[str, Any]]] = {  # one that can be called, and others
     "/v1/chat/completions": [
         {"type": "custom", "custom": {"name": "x"}},
         {"type": "function", "function": FUNCTION},
     ],
-    "/v1/responses": [{"type": "web_search"}, NAMESPACE, {"type": "function", **FUNCTION}],
+    "/v1/responses": [
+        {"type": "mcp", "server_label": "x"},
+        {"type": "web_search"},
+        {"type": "function", **FUNCTION},
+    ],
     "/v1/messages": [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
         {"name": "f", "input_schema": {"type": "object"}},
@@ -192,6 +195,52 @@ def test_allowed_tools_that_cannot_be_called_are_left_out() -> None:
     body = {"input": "Hi", "tools": FOREIGN_TOOLS["/v1/responses"], "tool_choice": choice}
     assert Client(server(backend)).post("/v1/responses", body).status_code == 200
     assert [tool.name for tool in backend.requests[0].tools] == ["f"]
+
+
+# -- servers that take nobody ------------------------------------------------------------------------------
+
+
+def refusals(made: Server) -> tuple[openai.APIStatusError, anthropic.APIStatusError]:
+    """What the two SDKs raise."""
+
+    async def ask() -> tuple[Any, Any]:
+        with pytest.raises(openai.APIStatusError) as first:
+            await openai_sdk(made).responses.create(model="tiny", input="Hi", stream=True)
+        messages: Any = USER
+        with pytest.raises(anthropic.APIStatusError) as second:
+            await anthropic_sdk(made).messages.create(
+                model="tiny", messages=messages, max_tokens=9, stream=True
+            )
+        return first.value, second.value
+
+    return asyncio.run(ask())
+
+
+def test_a_wrong_key_is_the_sdks_authentication_error() -> None:
+    one, other = refusals(server(FakeBackend(), api_key="secret"))
+    assert isinstance(one, openai.AuthenticationError)
+    assert isinstance(other, anthropic.AuthenticationError)
+    assert (one.code, other.type) == ("invalid_api_key", "authentication_error")
+
+
+def test_a_full_server_is_the_sdks_rate_limit_error_with_a_time_to_come_back() -> None:
+    made = server(FakeBackend(), max_rows=1, max_queue=1)
+    made.context.live.admission.open("other").add(num_requests=1)
+    one, other = refusals(made)
+    assert isinstance(one, openai.RateLimitError)
+    assert isinstance(other, anthropic.RateLimitError)
+    assert (one.type, other.type) == ("rate_limit_error", "rate_limit_error")
+    assert one.response.headers["retry-after"] == other.response.headers["retry-after"] == "2"
+
+
+def test_a_server_that_shuts_down_is_the_sdks_overload() -> None:
+    made = server(FakeBackend())
+    made.context.live.drain()
+    one, other = refusals(made)
+    assert isinstance(one, openai.InternalServerError)
+    assert isinstance(other, anthropic.InternalServerError)
+    assert (one.status_code, other.status_code, other.type) == (503, 503, "overloaded_error")
+    assert one.response.headers["retry-after"]
 
 
 # -- betas -----------------------------------------------------------------------------------------------

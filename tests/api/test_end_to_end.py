@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from patience import PATIENCE_S, measures_time, wait_until
-from server_process import ServerProcess
+from server_process import CONTEXT, ServerProcess
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story."}]
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
@@ -275,7 +275,11 @@ def test_response_with_a_forced_call(client: openai.OpenAI, live: ServerProcess)
 def test_models(client: openai.OpenAI, claude: anthropic.Anthropic, live: ServerProcess) -> None:
     assert [model.id for model in client.models.list()] == [live.model]
     assert client.models.retrieve(live.model).id == live.model
-    assert [model.id for model in claude.models.list()] == [live.model]
+    (listed,) = claude.models.list()
+    assert claude.models.retrieve(live.model) == listed
+    assert (listed.id, listed.display_name, listed.type) == (live.model, live.model, "model")
+    assert (listed.max_input_tokens, listed.max_tokens, listed.lifecycle) == (CONTEXT, CONTEXT, "active")
+    assert listed.created_at.year >= 2026
 
 
 def test_errors_have_the_clients_own_types(client: openai.OpenAI, live: ServerProcess) -> None:

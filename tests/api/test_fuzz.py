@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_backend import CALLS, Client, FakeBackend, server
+from fake_embedder import FakeEmbedder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -92,7 +93,73 @@ FULL: dict[str, dict[str, Any]] = {
         "stop_sequences": ["x"],
         "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
     },
+    "/v1/embeddings": {
+        "model": "tiny",
+        "input": [[1, 2], [3]],
+        "dimensions": 4,
+        "encoding_format": "base64",
+        "truncate_prompt_tokens": -1,
+    },
+    "/v1/rerank": {"query": "q", "documents": ["a", {"text": "b"}], "top_n": 1, "return_documents": True},
+    "/tokenize": {
+        "messages": [{"role": "user", "content": "u"}],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "return_token_strs": True,
+    },
+    "/detokenize": {"tokens": [1, 2]},
+    "/api/chat": {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "t", "images": ["aGk="]},
+            {
+                "role": "assistant",
+                "content": "",
+                "thinking": "h",
+                "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+            },
+            {"role": "tool", "content": "r", "tool_name": "f", "tool_call_id": "c"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "format": {"type": "object"},
+        "options": {
+            "temperature": 0.5,
+            "top_k": 3,
+            "seed": 1,
+            "num_predict": 5,
+            "stop": ["x"],
+            "repeat_penalty": 1.1,
+            "repeat_last_n": -1,
+            "num_ctx": 64,
+            "mirostat": 0,
+        },
+        "think": "low",
+        "keep_alive": "5m",
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stream": True,
+    },
+    "/api/generate": {
+        "model": "tiny",
+        "prompt": "p",
+        "system": "s",
+        "images": ["aGk="],
+        "suffix": "",
+        "template": "",
+        "context": [],
+        "raw": False,
+        "format": "json",
+        "options": {"min_p": 0.1, "presence_penalty": 0.5},
+        "think": False,
+        "keep_alive": -1,
+        "stream": False,
+    },
+    "/api/show": {"model": "tiny", "name": "tiny", "verbose": True},
+    "/api/pull": {"model": "tiny", "stream": False},
+    "/api/embed": {"model": "tiny", "input": ["a", "b"], "truncate": True, "dimensions": 2, "keep_alive": 1},
+    "/api/embeddings": {"model": "tiny", "prompt": "a", "options": {}},
 }
+NUM_EXAMPLES = dict.fromkeys(("/api/show", "/api/pull", "/api/embed", "/api/embeddings"), 10)  # else 120
 
 ODD = st.sampled_from(
     [
@@ -151,16 +218,17 @@ def bodies(draw: st.DrawFn, path: str) -> Any:
 
 @pytest.mark.parametrize("path", FULL)
 def test_unchanged_request_is_served(path: str) -> None:
-    response = Client(server(FakeBackend(CALLS))).post(path, FULL[path])
+    response = Client(server(FakeBackend(CALLS), FakeEmbedder())).post(path, FULL[path])
     assert response.status_code == 200, response.text
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("path", FULL)
 def test_no_body_is_a_500(path: str) -> None:
-    client = Client(server(FakeBackend(CALLS)))
+    client = Client(server(FakeBackend(CALLS), FakeEmbedder()))
+    num_examples = in_test_or_soak(NUM_EXAMPLES.get(path, 120), 300)
 
-    @settings(max_examples=in_test_or_soak(120, 300), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=num_examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(body=bodies(path))
     def check(body: Any) -> None:
         response: httpx.Response = client.request(
@@ -168,7 +236,8 @@ def test_no_body_is_a_500(path: str) -> None:
         )
         assert response.status_code < 500, (body, response.text)
         if response.status_code >= 400:
-            assert response.json()["error"]["message"]
+            error = response.json()["error"]
+            assert error if path.startswith("/api/") else error["message"]
 
     check()
     assert client.get("/v1/status").json()["live_requests"] == 0

@@ -359,7 +359,8 @@ def test_places_are_freed_once() -> None:
     async def run() -> None:
         current_reservation.set(live.admission.open())
         receive: Any = asyncio.Event().wait
-        answers = await live.start("chat", "tiny", 2, [prepare], receive)
+        model = server(FakeBackend()).context.find_model("tiny")
+        answers = await live.start("chat", model, 2, lambda served: [prepare], receive)
         with pytest.raises(ApiError) as caught:
             live.admission.open()
         assert caught.value.status_code == 429

@@ -7,13 +7,15 @@ than its context, grammars that do not compile) is no part of the description.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import pytest
 import schemathesis
 from fake_backend import (
@@ -30,6 +32,8 @@ from fake_backend import (
     server,
 )
 from fake_backend import settings as settings_of
+from fake_embedder import DIMENSIONS, FakeEmbedder
+from fake_embedder import FACTS as POOLING_FACTS
 from hypothesis import HealthCheck, given, seed, settings
 from schemathesis import Case, GenerationMode
 
@@ -38,6 +42,7 @@ from outrider.chat.events import (
     ChatEvent,
     Finished,
     Logprobs,
+    PromptLogprobs,
     PromptProgress,
     TextDelta,
     TokenDetail,
@@ -55,15 +60,18 @@ WITH_LOGPROBS: tuple[ChatEvent, ...] = (
     Logprobs((TokenLogprobs(0, -0.5, ((0, -0.5), (26, -2.0))), TokenLogprobs(1, float("-inf"), ()))),
     Finished("stop", Usage(7, 3, 2), stop_string="."),
 )
+OF_PROMPT = PromptLogprobs((TokenLogprobs(0, float("nan"), ()), TokenLogprobs(1, -2.0, ((7, -0.2),))))
 WITH_ORIGINS: tuple[ChatEvent, ...] = (
     TokenOrigins((TokenDetail(0, TokenOrigin("head", 1), -0.5), TokenDetail(1, TokenOrigin("bonus")))),
     TextDelta("ab"),
     *WITH_LOGPROBS[1:],
 )
 SECONDS = float(os.environ.get("OUTRIDER_SOAK_SECONDS", "0"))
-# Their requests are those of /v1/responses and /v1/messages.
 ENDLESS = "/v1/status/stream"  # tests/api/operations/test_status_stream.py
+# Their requests are those of /v1/responses and /v1/messages.
 SAME_REQUESTS = ("/v1/responses/input_tokens", "/v1/messages/count_tokens")
+SAME_AS_RERANK = ("/rerank", "/v2/rerank")
+SMALL = [f"/api/{name}" for name in ("show", "pull", "delete", "embed", "embeddings")]  # of few fields
 CHAT = "/v1/chat/completions"
 SETTINGS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -76,7 +84,7 @@ def closed(document: dict[str, Any], model: str = "tiny") -> dict[str, Any]:
         if part.get("type") == "object" and properties and "additionalProperties" not in part:
             part["additionalProperties"] = False
         if part.get("additionalProperties") is True and "model" in properties:
-            properties["model"] = {"enum": [model, None]}
+            properties["model"] = {"enum": [model] if "model" in part.get("required", ()) else [model, None]}
     return document
 
 
@@ -93,6 +101,8 @@ def scripted(request: Any) -> tuple[ChatEvent, ...]:
     params = request[1] if is_bare else request.params
     if params.token_origins:
         return WITH_ORIGINS
+    if params.prompt_logprobs is not None:
+        return OF_PROMPT, *WITH_LOGPROBS
     if params.logprobs is not None:
         return WITH_LOGPROBS
     scripts = (HELLO, CUT) if is_bare else (HELLO, THOUGHT, CALLS, CUT)
@@ -100,7 +110,8 @@ def scripted(request: Any) -> tuple[ChatEvent, ...]:
 
 
 def new_schema() -> Any:
-    app = server(FakeBackend(answer=scripted), max_queue=1_000_000, allowed_hosts=("testserver",)).app
+    changes = {"max_queue": 1_000_000, "allowed_hosts": ("testserver",)}
+    app = server(FakeBackend(answer=scripted), FakeEmbedder(), **changes).app
     schema = schemathesis.openapi.from_dict(closed(app.openapi()))
     schema.app = app
     return with_expected(schema)
@@ -130,6 +141,15 @@ def consistent(body: Any) -> Any:
         items = [item for item in body["input"] if not _is_reference(item)]
         body["input"] = items or "Hi"
     body.pop("timeout", None)  # a short one is a 504
+    for name, most in (
+        ("dimensions", DIMENSIONS),
+        ("truncate_prompt_tokens", POOLING_FACTS.max_tokens),
+    ):
+        if body.get(name) is not None:
+            body[name] = min(body[name], most)
+    for name in ("tokens", "input"):
+        if name in body:
+            body[name] = _in_vocabulary(body[name])
     if body.get("best_of") is not None:
         body["best_of"] = body.get("n") or 1
     if body.get("stream_options") is not None or body.get("return_progress"):
@@ -137,14 +157,33 @@ def consistent(body: Any) -> Any:
     if "messages" in body and body.get("top_logprobs") is not None:
         body["logprobs"] = True
     if body.get("echo"):
-        body["logprobs"] = None
+        body["truncate_prompt_tokens"] = None
     if body.get("max_completion_tokens") is not None:
         body["max_tokens"] = None
     limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
     if "max_tokens" not in body and "prompt" in body:
         limits.append(16)
     body["min_tokens"] = min(body.get("min_tokens") or 0, *(limit or 1 for limit in limits))
+    return _as_ollama_takes_it(body)
+
+
+def _as_ollama_takes_it(body: dict[str, Any]) -> dict[str, Any]:
+    options = body.get("options")
+    if isinstance(options, dict) and options.get("repeat_last_n") not in (None, -1, 0):
+        body["options"] = options | {"repeat_penalty": None}
+    if body.get("raw"):
+        body |= {"system": None, "images": None, "think": None}
+    if not (body.get("messages") or body.get("prompt")):
+        body.pop("keep_alive", None)  # 0 would unload the model
     return body
+
+
+def _in_vocabulary(value: Any) -> Any:
+    """Token ids, also in lists; other values as they are."""
+    if isinstance(value, list):
+        return [_in_vocabulary(item) for item in value]
+    is_id = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value % FACTS.vocab_size if is_id else value
 
 
 def _is_reference(item: Any) -> bool:
@@ -172,6 +211,8 @@ def _with_known_tools(body: dict[str, Any]) -> dict[str, Any]:
     for i, tool in enumerate(callable_):
         named = tool.get("function", tool)
         named["name"] = f"{named['name']}{i}"
+    if "input" in body:
+        _name_functions([tool for tool in tools if tool["type"] == "namespace"])
     if tools:
         body["tools"] = tools
     choice = body.get("tool_choice")
@@ -180,9 +221,15 @@ def _with_known_tools(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
+def _name_functions(namespaces: Sequence[dict[str, Any]]) -> None:
+    functions = [function for namespace in namespaces for function in namespace.get("tools") or ()]
+    for i, function in enumerate(function for function in functions if function["type"] == "function"):
+        function["name"] = f"{function['name']}_{i}"
+
+
 def _is_callable(tool: dict[str, Any]) -> bool:
     """False for the tools that the server leaves out."""
-    return tool.get("type") in ((None, "custom") if "input_schema" in tool else ("function",))
+    return tool.get("type") in ((None, "custom") if "input_schema" in tool else (None, "function"))
 
 
 def _choice_of_first(choice: Any, tool: dict[str, Any]) -> Any:
@@ -216,22 +263,30 @@ def check(case: Case) -> None:
 
 
 def check_operations(schema: Any, max_examples: int, seed_: int = 0) -> None:
-    """Random requests to every route: `max_examples` as described, and as many bodies that are not."""
+    """Random requests to every route: `max_examples` as described, and as many bodies that are not.
+
+    To routes of few fields, a quarter of that.
+    """
     operations = [found.ok() for found in schema.get_all_operations()]
     for operation in operations:
+        num_examples = max_examples // 4 if operation.path in SMALL else max_examples
         modes = list(GenerationMode) if len(operation.body) else [GenerationMode.POSITIVE]
         for mode in modes:
             run = given(operation.as_strategy(generation_mode=mode))(check)
-            seed(seed_)(settings(SETTINGS, max_examples=max_examples)(run))()
+            seed(seed_)(settings(SETTINGS, max_examples=num_examples)(run))()
 
 
 def test_answers_are_as_described(schema: Any) -> None:
     SEEN.clear()
-    check_operations(schema.exclude(path=[*SAME_REQUESTS, ENDLESS]), max_examples=20)
+    check_operations(schema.exclude(path=[*SAME_REQUESTS, *SAME_AS_RERANK, ENDLESS]), max_examples=20)
     # A refusal has a described form too: the requests must have been served.
     served = {route for route, status in SEEN if status == 200}
     assert {f"POST {path}" for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages")} <= served
     assert {"GET /health", "GET /v1/models", "GET /v1/status", "GET /metrics"} <= served
+    small = ("/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize")
+    assert {f"POST {path}" for path in small} <= served
+    assert {f"POST /api/{name}" for name in ("chat", "generate", "show", "pull", "embed")} <= served
+    assert {"GET /api/tags", "GET /api/ps", "GET /api/version"} <= served
 
 
 if SECONDS:  # collecting it takes seconds: schemathesis makes some five thousand requests then
@@ -313,7 +368,8 @@ def test_clearing_the_cache_and_the_status_are_as_described(schema: Any) -> None
 )
 def test_faults_are_as_described(schema: Any, backend: FakeBackend, status: int) -> None:
     of = server(backend)
-    for path, body in ((CHAT, HI), ("/v1/messages", HI | {"max_tokens": 5})):
+    ollama = HI | {"model": "tiny", "stream": False}
+    for path, body in ((CHAT, HI), ("/v1/messages", HI | {"max_tokens": 5}), ("/api/chat", ollama)):
         response = Client(of).post(path, body)
         assert response.status_code == status
         assert_described(schema, "POST", path, response)
@@ -354,6 +410,23 @@ def test_streams_are_as_described(schema: Any, events: tuple[ChatEvent, ...]) ->
         assert_described(schema, "POST", path, response)
 
 
+@pytest.mark.parametrize("events", [FAILED, HELLO, CALLS, THOUGHT, CUT, WITH_LOGPROBS])
+def test_lines_are_as_described(schema: Any, events: tuple[ChatEvent, ...]) -> None:
+    """schemathesis reads no lines of JSON."""
+    of = server(FakeBackend(events))
+    bodies = {"/api/chat": HI, "/api/generate": {"prompt": "a"}, "/api/pull": {}}
+    for path, body in bodies.items():
+        response = Client(of).post(path, body | {"model": "tiny", "logprobs": events is WITH_LOGPROBS})
+        assert_described(schema, "POST", path, response)
+        content = schema.raw_schema["paths"][path]["post"]["responses"]["200"]["content"]
+        components = {"components": schema.raw_schema["components"]}
+        line_schema = content["application/x-ndjson"]["itemSchema"] | components
+        lines = [json.loads(line) for line in response.text.splitlines()]
+        assert lines
+        for line in lines:
+            jsonschema_rs.validate(line_schema, line)
+
+
 def test_streamed_origins_are_as_described(schema: Any) -> None:
     body = HI | {"stream": True, "return_token_origins": True, "logprobs": True}
     response = Client(server(FakeBackend(WITH_ORIGINS))).post(CHAT, body)
@@ -388,12 +461,6 @@ def test_a_405_names_all_methods_of_the_path() -> None:
     assert client.request("PUT", "/v1/responses/resp_1").headers["allow"] == "DELETE, GET"
     assert client.request("PUT", "/v1/responses/input_tokens").headers["allow"] == "POST"
     assert client.request("POST", "/v1/models/a/b").headers["allow"] == "GET"
-
-
-def test_embeddings_are_refused_with_a_status_that_clients_do_not_retry() -> None:
-    response = Client(server(FakeBackend())).post("/v1/embeddings", {"input": "a"})
-    assert response.status_code == 404
-    assert "no embedding model" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [{"seed": 2.0}, {"max_tokens": 5.0}, {"stop_token_ids": [1.0]}])

@@ -20,6 +20,7 @@ MAX_PAGE_BYTES = 500_000  # all files that a browser loads for /
 REFERENCE = re.compile(r"""(?:src|href)="(page/[^"]+)"|from "(\.[^"]+)"|import\("(\.[^"]+)"\)""")
 OWN = [path for path in sorted(STATIC.rglob("*")) if path.is_file() and "vendor" not in path.parts]
 VENDOR = STATIC / "vendor"
+HTML = {"accept": "text/html"}
 PICTURES = {"chat.png", "live.png", "phone.png", "tokens.png"}
 
 
@@ -64,7 +65,7 @@ def test_no_file_of_ours_is_unused() -> None:
 
 def test_pages_have_a_strict_policy_and_name_no_other_origin() -> None:
     for path in ("/", "/docs", "/page/js/main.js", "/page/style.css"):
-        headers = client().get(path).headers
+        headers = client().get(path, headers=HTML).headers
         policy = headers["content-security-policy"]
         assert policy.startswith("default-src 'self';")
         assert "unsafe" not in policy
@@ -85,13 +86,13 @@ def test_scripts_and_styles_are_files_not_parts_of_the_html() -> None:
 
 
 def test_a_page_that_has_not_changed_is_not_sent_again() -> None:
-    first = client().get("/")
+    first = client().get("/", headers=HTML)
     assert first.headers["content-type"] == "text/html; charset=utf-8"
-    again = client().get("/", headers={"if-none-match": f'"other", {first.headers["etag"]}'})
+    again = client().get("/", headers=HTML | {"if-none-match": f'"other", {first.headers["etag"]}'})
     assert (again.status_code, again.content) == (304, b"")
     assert again.headers["etag"] == first.headers["etag"]
-    assert client().get("/", headers={"if-none-match": '"other"'}).status_code == 200
-    assert client().request("HEAD", "/").status_code == 200
+    assert client().get("/", headers=HTML | {"if-none-match": '"other"'}).status_code == 200
+    assert client().request("HEAD", "/", headers=HTML).headers["etag"] == first.headers["etag"]
 
 
 @pytest.mark.parametrize("name", ["none.js", "", "../routes.py", "%2e%2e/routes.py", "js", "js/"])
@@ -112,13 +113,15 @@ def test_with_keys_the_pages_are_readable_and_data_is_not() -> None:
 def test_a_real_server_names_its_pages_and_serves_them(live: ServerProcess) -> None:
     assert f"{live.url}/docs" in live.banner
     for path in ("/", "/docs"):
-        assert httpx.get(f"{live.url}{path}", timeout=PATIENCE_S).text.startswith("<!doctype html>")
+        page = httpx.get(f"{live.url}{path}", headers=HTML, timeout=PATIENCE_S)
+        assert page.text.startswith("<!doctype html>")
 
 
 def test_pages_can_be_turned_off() -> None:
     without = client(serves_page=False)
-    for path in ("/", "/docs", "/page/js/main.js"):
+    for path in ("/docs", "/page/js/main.js"):
         assert without.get(path).status_code == 404
+    assert without.get("/", headers=HTML).headers["content-type"].startswith("text/plain")
     assert without.get("/openapi.json").status_code == 200
 
 

@@ -100,6 +100,16 @@ def test_the_list_as_json(caches: Path, capsys: pytest.CaptureFixture[str]) -> N
     }
 
 
+def test_a_head_inside_a_checkpoint_is_listed(caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = _hub_model(caches, "owner/model")
+    (snapshot / "model.safetensors").unlink()
+    tensors = {"mtp.fc.weight": mx.ones((50, 10)), "model.language_model.norm.weight": mx.ones(10)}
+    mx.save_safetensors(str(snapshot / "model-00001-of-00001.safetensors"), tensors)
+    assert main(["models", "--json"]) == 0
+    (hub,) = json.loads(capsys.readouterr().out)
+    assert (hub["head"], hub["head_bytes"]) == (str(snapshot), 2000)
+
+
 def test_a_damaged_folder_is_marked(caches: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _own_model(caches, "tiny")
     (folder / "model.safetensors").write_bytes(b"cut")

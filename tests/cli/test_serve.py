@@ -18,9 +18,11 @@ import httpx
 import pytest
 
 import faulty_engine
+from outrider.cli.engine_options import check_drafter, engine_config, sampling_defaults, tool_format
 from outrider.cli.foreign_flags import notes
-from outrider.cli.serve import _check_drafter, engine_config, model_name, sampling_defaults, tool_format
-from outrider.cli.serve_options import GROUPS, OPTIONS, add_options, resolve
+from outrider.cli.model_specs import model_name
+from outrider.cli.option_sources import resolve
+from outrider.cli.serve_options import GROUPS, OPTIONS, add_options
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.validation import ModelFacts
 from patience import PATIENCE_S, wait_until
@@ -71,7 +73,7 @@ def test_defaults() -> None:
     )
     assert found["api_key"] is None
     assert found["served_model_name"] == ()
-    assert set(found) == set(OPTIONS)
+    assert set(found) == {*OPTIONS, "models", "model_tables"}
 
 
 def test_flag_goes_before_variable_and_variable_before_file(tmp_path: Path) -> None:
@@ -98,6 +100,8 @@ def test_every_option_has_all_three_sources(option: Any, tmp_path: Path) -> None
         "log-format": "json",
         "memory-budget": "5MB",
         "draft-depth": "3",
+        "kv-bits": "4",
+        "cache-layout": "slots",
         "generation-config": "none",
     }
     text = texts.get(option.name, "true" if option.is_switch else "7")
@@ -126,6 +130,7 @@ def test_sizes(text: str, size: int) -> None:
     [
         (["--port", "x"], {}, "--port: 'x' is not a whole number"),
         (["--default-top-p", "nan"], {}, "--default-top-p: 'nan' is not a number"),
+        (["--kv-bits", "3"], {}, "--kv-bits: '3' is not 4 or 8"),
         (["--generation-config", "vllm"], {}, "--generation-config: 'vllm' is not one of auto, none"),
         ([], {"OUTRIDER_PORT": "x"}, "OUTRIDER_PORT: 'x'"),
         (["--memory-budget", "lots"], {}, "--memory-budget: 'lots' is not a size"),
@@ -251,16 +256,16 @@ def test_a_head_that_is_wanted_and_missing_is_a_warning_and_one_that_is_demanded
     plain = SimpleNamespace(facts=ModelFacts("tiny", 9, 9, frozenset(), "none"))
     drafting = SimpleNamespace(facts=ModelFacts("tiny", 9, 9, frozenset(), "mtp"))
     vllm_mlx = ("--enable-mtp", "--mllm", "--continuous-batching", "--mtp-num-draft-tokens", "1")
-    _check_drafter(options(*vllm_mlx), drafting)  # type: ignore[arg-type]
-    _check_drafter(options(), plain)  # type: ignore[arg-type]
+    check_drafter(options(*vllm_mlx), drafting)  # type: ignore[arg-type]
+    check_drafter(options(), plain)  # type: ignore[arg-type]
     assert not caplog.records
-    _check_drafter(options(*vllm_mlx), plain)  # type: ignore[arg-type]
+    check_drafter(options(*vllm_mlx), plain)  # type: ignore[arg-type]
     (said,) = [record.getMessage() for record in caplog.records]
     for words in ("tiny has none", "outrider mtp extract", "outrider mtp train", "without drafts"):
         assert words in said
     for flags in (("--mtp", "on"), ("--draft-depth", "2")):
         with pytest.raises(InvalidConfig, match="has none"):
-            _check_drafter(options(*flags), plain)  # type: ignore[arg-type]
+            check_drafter(options(*flags), plain)  # type: ignore[arg-type]
 
 
 def test_a_limit_for_a_folder_that_is_not_there_is_refused() -> None:
@@ -394,7 +399,7 @@ def test_banner_key_and_graceful_end(headless: Path, tmp_path: Path) -> None:
         assert "2 at once" in server.banner
         assert "--continuous-batching: not needed" in server.banner
         assert "/docs" not in server.banner
-        assert httpx.get(f"{server.url}/", headers={"x-api-key": "secret"}).status_code == 404
+        assert httpx.get(f"{server.url}/docs", headers={"x-api-key": "secret"}).status_code == 404
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
         assert httpx.get(f"{server.url}/health").status_code == 200
         _finishes_its_stream_and_refuses_others_after(signal.SIGTERM, server, hold_file)

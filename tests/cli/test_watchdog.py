@@ -43,7 +43,7 @@ def ends() -> list[int]:
 
 @pytest.fixture
 def watchdog(engine: Engine, ends: list[int]) -> Watchdog:
-    return Watchdog(engine, TIMEOUT_S, {}, ends.append)
+    return Watchdog(lambda: [engine], TIMEOUT_S, {}, ends.append)
 
 
 def look(watchdog: Watchdog, seconds: float) -> None:
@@ -79,7 +79,7 @@ def test_first_step_may_take_longer(
     wait_until(lambda: engine.heartbeat.activity.startswith("prefill step"))
     look(watchdog, TIMEOUT_S + 1)
     assert (ends, watchdog.fault()) == ([], None)
-    assert str(Watchdog(engine, 1e-9, {}).fault()).startswith("the engine hangs: prefill step of")
+    assert str(Watchdog(lambda: [engine], 1e-9, {}).fault()).startswith("the engine hangs: prefill step of")
     watchdog.look(FIRST_FACTOR * TIMEOUT_S)
     assert ends == [HUNG]
 

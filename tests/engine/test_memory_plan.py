@@ -71,6 +71,6 @@ def test_default_rows_follow_from_memory_and_model(row_bytes: int, rows: int) ->
 def test_what_no_other_part_explains_is_counted_as_the_steps() -> None:
     plan = MemoryPlan(limit=100, weights=40, rows=30, prefixes=10, images=5, steps=15)
     use = MemoryUse(plan, rows=12, prefixes=3, images=1, held=60)
-    assert use.used == {"weights": 40, "rows": 12, "prefixes": 3, "images": 1, "steps": 4}
+    assert use.used == {"weights": 40, "rows": 12, "prefixes": 3, "images": 1, "adapters": 0, "steps": 4}
     assert sum(use.budgets.values()) == use.limit_bytes == 100
     assert MemoryUse(plan, 12, 3, 1, held=50).used["steps"] == 0

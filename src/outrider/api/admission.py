@@ -10,6 +10,7 @@ body is complete: clients that send slowly keep nobody out.
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import replace
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,6 +49,9 @@ class Reservation:
         self.held += more
         self._admission.held += more
 
+    def allow_prompt_of(self, num_tokens: int) -> None:
+        self._admission.allow_prompt_of(num_tokens)
+
     def release(self) -> None:
         """Give everything back. A second call has no effect."""
         self._admission.held -= self.held
@@ -63,6 +67,11 @@ class Admission:
         self.held = Load()
         self.is_draining = False
         self._headers = {"Retry-After": str(retry_after_s)}
+
+    def allow_prompt_of(self, num_tokens: int) -> None:
+        """One prompt of a loaded model always fits, however long it may be."""
+        if self.limit.num_tokens is not None and num_tokens > self.limit.num_tokens:
+            self.limit = replace(self.limit, num_tokens=num_tokens)
 
     def open(self, tenant: str = "", usage: KeyUsage | None = None) -> Reservation:
         """A place for one request. Raises ApiError: 503 during a shutdown, 429 if the server is full."""
@@ -93,11 +102,9 @@ class Admission:
             )
 
 
-def admission_of(settings: ServerSettings, max_context: int) -> Admission:
+def admission_of(settings: ServerSettings) -> Admission:
     limit = LoadLimit(
-        settings.max_rows + settings.max_queue,
-        settings.max_live_bytes,
-        max(settings.max_live_tokens, max_context),  # one prompt always fits
+        settings.max_rows + settings.max_queue, settings.max_live_bytes, settings.max_live_tokens
     )
     return Admission(limit, settings.retry_after_s)
 

@@ -25,6 +25,7 @@ async def stream_answers(
     failure_frames: FailureFrames,
     keep_alive_s: float,
     keep_alive: bytes = sse.COMMENT,
+    content_type: str = sse.EVENT_STREAM,
 ) -> sse.EventStreamResponse:
     """Start the answers and stream them. Raises what `starting` raises within `keep_alive_s`.
 
@@ -36,11 +37,12 @@ async def stream_answers(
     except BaseException:
         started.cancel()
         raise
+    settings = keep_alive_s, keep_alive, content_type
     if started.done():
         answers = started.result()
-        return sse.EventStreamResponse(frames_of(answers), answers.close, keep_alive_s, keep_alive)
+        return sse.EventStreamResponse(frames_of(answers), answers.close, *settings)
     unstarted = _UnstartedStream(started, frames_of, failure_frames)
-    return sse.EventStreamResponse(unstarted.frames(), unstarted.close, keep_alive_s, keep_alive)
+    return sse.EventStreamResponse(unstarted.frames(), unstarted.close, *settings)
 
 
 class _UnstartedStream:

@@ -11,26 +11,30 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from starlette.types import Receive
 
 from outrider.api.admission import Admission, Reservation, current_reservation
+from outrider.api.chat_backend import EventStream, PreparedAnswers
 from outrider.api.errors import ApiError, internal_error
 from outrider.api.middleware import current_request_id, note_answers, note_refusal
 from outrider.api.operations.metrics import Metrics
 from outrider.api.request_summary import summary_of
+from outrider.api.served_model import RequestedModel, ServedModel
 from outrider.api.settings import ServerSettings
 from outrider.api.sse import until_disconnected
 from outrider.chat.events import (
     ChatEvent,
     Finished,
     Logprobs,
+    PromptLogprobs,
     PromptProgress,
     TextDelta,
     TokenOrigins,
     Usage,
 )
+from outrider.pool.model_pool import Lease
 
 if TYPE_CHECKING:
     from outrider.api.tracing import Tracing
@@ -43,49 +47,8 @@ MAX_QUEUED_EVENTS = 16
 DRAIN_LOOK_S = 0.05  # seconds between two looks at whether the running requests have ended; chosen by hand
 
 
-class EventStream(Protocol):
-    """One answer of the chat service. Its last event is a Finished."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens of the answer so far, read or not."""
-        ...
-
-    @property
-    def num_prefilled(self) -> int:
-        """Tokens of the prompt that are computed."""
-        ...
-
-    @property
-    def num_images(self) -> int: ...
-
-    def __aiter__(self) -> AsyncIterator[ChatEvent]: ...
-
-    def abort(self) -> None: ...
-
-    def abort_if_waiting(self) -> None:
-        """End with a Finished("queue_timeout"), unless the request has got a row."""
-        ...
-
-
-class PreparedAnswers(Protocol):
-    """The answers to one prompt, rendered and validated, not queued."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt, once for each answer."""
-        ...
-
-    def start(self) -> Sequence[EventStream]: ...
-
-
 Prepare = Callable[[], Awaitable[PreparedAnswers]]
+PromptsFor = Callable[[ServedModel], Iterable[Prepare]]
 
 
 @dataclass
@@ -131,32 +94,36 @@ class LiveRequests:
     async def start(
         self,
         api: str,
-        model: str,
+        model: RequestedModel,
         num_answers: int,
-        prompts: Iterable[Prepare],
+        prompts_for: PromptsFor,
         receive: Receive,
         timeout_s: float | None = None,
     ) -> Answers:
-        """Prepare all prompts, then start all their answers. If one cannot start, none runs.
+        """Load the model if needed, prepare all prompts, then start all answers. If one cannot, none runs.
 
-        `prompts` is read only after the answers are admitted. Raises ApiError if they are not: see Admission;
-        also if a time limit ends, or the client disconnects (`receive`), before they have started.
-        `timeout_s`: the client's limit.
+        `prompts_for` is called only after the answers are admitted. Raises ApiError if they are not: see
+        Admission; also if the model cannot be loaded, a time limit ends, or the client disconnects
+        (`receive`), before they have started. `timeout_s`: the client's limit.
         """
         limits, arrived_s = self.time_limits(timeout_s), time.perf_counter()
         reservation = current_reservation.get()
         reservation.usage.check_tokens()
         reservation.add(num_requests=num_answers - 1)  # the request itself holds a place already
-        async with limits.preparing():
-            prepared = await until_disconnected(receive, _prepare_all(prompts, reservation))
+        leases: list[Lease[ServedModel]] = []
         streams: list[EventStream] = []
         try:
+            preparing = _prepare_all(model, leases, prompts_for, reservation)
+            async with limits.preparing():
+                prepared = await until_disconnected(receive, preparing)
             for one in prepared:
                 streams += one.start()
-            return Answers(api, model, arrived_s, streams, self, reservation, limits)
+            return Answers(api, model.name, arrived_s, streams, self, reservation, limits, leases[0])
         except BaseException:
             for stream in streams:
                 stream.abort()
+            for lease in leases:
+                lease.release()
             raise
 
     def time_limits(self, timeout_s: float | None) -> TimeLimits:
@@ -172,9 +139,17 @@ class LiveRequests:
             await asyncio.sleep(DRAIN_LOOK_S)
 
 
-async def _prepare_all(prompts: Iterable[Prepare], reservation: Reservation) -> list[PreparedAnswers]:
+async def _prepare_all(
+    model: RequestedModel,
+    leases: list[Lease[ServedModel]],
+    prompts_for: PromptsFor,
+    reservation: Reservation,
+) -> list[PreparedAnswers]:
+    """The lease goes into a list, so that it is released also if this task is cancelled at its very end."""
+    leases.append(await model.lease())
+    reservation.allow_prompt_of(leases[0].model.facts.max_context)
     prepared: list[PreparedAnswers] = []
-    for prepare in prompts:
+    for prepare in prompts_for(model.with_adapter(leases[0].model)):
         prepared.append(await prepare())
         reservation.add(num_tokens=prepared[-1].num_tokens)
     return prepared
@@ -204,8 +179,8 @@ class TimeLimits:
             if not time_limit.expired():
                 raise
             if time_limit.when() == self.end_s:
-                raise _timeout_error(self.timeout_message) from None
-            raise _queue_timeout_error() from None
+                raise timeout_error(self.timeout_message) from None
+            raise queue_timeout_error() from None
 
     @property
     def timeout_message(self) -> str:
@@ -229,9 +204,11 @@ class Answers:
         live: LiveRequests,
         reservation: Reservation,
         limits: TimeLimits,
+        lease: Lease[ServedModel],
     ) -> None:
         self.api = api
         self.model = model  # the name that the answer carries
+        self.served = lease.model
         self.arrived_s = arrived_s  # before the prompt was rendered
         self.request_id = current_request_id.get()
         self.started_s = time.perf_counter()
@@ -239,6 +216,7 @@ class Answers:
         self._streams = streams
         self._live = live
         self._reservation = reservation
+        self._lease = lease  # until `close`
         self._queue: asyncio.Queue[tuple[int, ChatEvent]] = asyncio.Queue(MAX_QUEUED_EVENTS)
         self._limits = limits
         self._queue_timer: asyncio.TimerHandle | None = None
@@ -287,6 +265,7 @@ class Answers:
                 stream.abort()
         if self._live.answers.pop(id(self), None) is not None:
             self._reservation.release()
+            self._lease.release()
             self._reservation.usage.count_tokens(self.num_generated)
             note_answers(summary_of(self))
             for state in self.choices:
@@ -329,7 +308,7 @@ class Answers:
             if event.error is not None and event.reason != "timeout":
                 log.error("answer %s failed: %s", state.engine_id, event.error)
             return
-        if isinstance(event, (Logprobs, TokenOrigins, PromptProgress)):
+        if isinstance(event, (Logprobs, PromptLogprobs, TokenOrigins, PromptProgress)):
             return
         state.num_events += 1
         metrics = self._live.metrics
@@ -364,9 +343,9 @@ def failure_of(finished: Finished) -> ApiError | None:
         message = "the answer was cancelled: the server is shutting down"
         return ApiError(503, message, headers={"Retry-After": "5"})
     if finished.reason == "queue_timeout":
-        return _queue_timeout_error()
+        return queue_timeout_error()
     if finished.reason == "timeout":
-        return _timeout_error(finished.error or "the answer was not complete in time")
+        return timeout_error(finished.error or "the answer was not complete in time")
     if finished.reason == "error":
         if finished.is_client_error:
             return ApiError(400, finished.error or "the answer could not be finished")
@@ -374,12 +353,12 @@ def failure_of(finished: Finished) -> ApiError | None:
     return None
 
 
-def _queue_timeout_error() -> ApiError:
+def queue_timeout_error() -> ApiError:
     message = "the request waited too long for a free row (--queue-timeout). Try again later."
     return ApiError(503, message, headers={"Retry-After": "5"}, reason="queue_timeout")
 
 
-def _timeout_error(message: str) -> ApiError:
+def timeout_error(message: str) -> ApiError:
     # The header is for OpenAI's and Anthropic's clients: a second try would take as long.
     headers = {"x-should-retry": "false"}
     return ApiError(504, message, code="timeout", headers=headers, reason="request_timeout")

@@ -85,16 +85,29 @@ class JsonRoute(APIRoute):
         return handle_json
 
 
+def is_json(content_type: str) -> bool:
+    kind = _kind(content_type)
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _kind(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
 def _check_content_type(content_type: str) -> None:
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    if not is_json(content_type):
+        kind = _kind(content_type)
         sent = repr(kind) if kind else "missing"
         raise ApiError(415, f"Content-Type must be application/json, and is {sent}")
 
 
-def json_router(tag: str, *routes: tuple[str, str, Callable[..., Any], str, Responses]) -> APIRouter:
+def json_router(
+    tag: str,
+    *routes: tuple[str, str, Callable[..., Any], str, Responses],
+    route_class: type[JsonRoute] = JsonRoute,
+) -> APIRouter:
     """A router of endpoints with JSON bodies. A route is (method, path, endpoint, summary, answers)."""
-    router = APIRouter(tags=[tag], route_class=JsonRoute)
+    router = APIRouter(tags=[tag], route_class=route_class)
     for method, path, endpoint, summary, responses in routes:
         router.add_api_route(
             path, endpoint, methods=[method], summary=summary, response_model=None, responses=responses

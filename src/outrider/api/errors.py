@@ -1,4 +1,4 @@
-"""Errors in the JSON shape of the requested API: OpenAI's or Anthropic's.
+"""Errors in the JSON shape of the requested API: OpenAI's, Anthropic's or Ollama's.
 
 A 4xx names the problem and, if possible, the parameter. A fault of the server is a 500 without details.
 """
@@ -14,8 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 
+from outrider.engine.adapters import UnknownAdapter
 from outrider.engine.engine import EngineStopped
 from outrider.isolation.worker import WorkerUnavailable
+from outrider.pool.model_pool import LoadFailed, ModelPinned, ModelTooLarge, PoolClosed, PoolError
 from outrider.request import InvalidRequest, PromptTooLong
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status code
 MAX_SHOWN_PROBLEMS = 3  # schema errors that one message lists; chosen by hand
 MAX_SHOWN_CHARACTERS = 200  # of an error's path and text, which may contain the client's own; chosen by hand
 
+OLLAMA_PREFIX = "/api/"  # of all of Ollama's routes
+
 REFUSAL = "refusal"  # key of the request's state (scope["state"]): why it was refused, for log and metrics
 REASONS = {  # by status, for errors that name no reason
     400: "invalid_request",
@@ -31,6 +35,7 @@ REASONS = {  # by status, for errors that name no reason
     403: "forbidden",
     404: "not_found",
     405: "method",
+    409: "conflict",
     413: "body_size",
     414: "headers",
     415: "content_type",
@@ -128,14 +133,22 @@ def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str,
     return {"type": "error", "error": found, "request_id": request_id}
 
 
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    return {"error": error.detail}
+
+
 def error_response(connection: HTTPConnection, error: ApiError) -> JSONResponse:
     """The error in the JSON shape of the requested API. Notes its reason for the log and the metrics."""
     state = connection.scope.setdefault("state", {})
     state.setdefault(REFUSAL, error.reason)
     request_id = state.get("request_id")
     path = connection.scope.get("path", "")
-    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in connection.headers
-    body = anthropic_error(error, request_id) if is_anthropic else openai_error(error)
+    if path.startswith(OLLAMA_PREFIX):
+        body = ollama_error(error)
+    elif path.startswith("/v1/messages") or "anthropic-version" in connection.headers:
+        body = anthropic_error(error, request_id)
+    else:
+        body = openai_error(error)
     headers = dict(error.headers or {})
     if request_id:  # Starlette answers a 500 outside of RequestLog, which would set these headers
         headers |= {"x-request-id": request_id, "request-id": request_id}
@@ -170,10 +183,19 @@ def api_error_of(error: Exception, request_id: str) -> ApiError:
             return error
         case PromptTooLong():
             return context_exceeded(error)
+        case UnknownAdapter():
+            return ApiError(404, str(error), param="adapter", code="adapter_not_found")
         case InvalidRequest():
             return ApiError(400, str(error))
-        case EngineStopped():
+        case EngineStopped() | PoolClosed():
             return ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
+        case ModelPinned():
+            return ApiError(409, str(error), code="model_pinned")
+        case ModelTooLarge():
+            return ApiError(400, str(error), param="model", code="model_too_large", reason="model_too_large")
+        case LoadFailed():  # the header is for SDKs: a second try would not help
+            headers = {"x-should-retry": "false", "Retry-After": "30"}
+            return ApiError(503, str(error), code="model_load_failed", headers=headers, reason="model_load")
         case WorkerUnavailable():
             log.error("a grammar or an image could not be processed: %s", error)
             return ApiError(
@@ -202,6 +224,7 @@ HANDLERS: dict[int | type[Exception], Any] = {
     RequestValidationError: on_bad_body,
     InvalidRequest: on_known_error,
     EngineStopped: on_known_error,
+    PoolError: on_known_error,
     WorkerUnavailable: on_known_error,
     Exception: on_fault,
 }

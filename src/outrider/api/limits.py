@@ -41,11 +41,18 @@ CHOICES = Limit(1024, "strings of `guided_choice` and `structured_outputs.choice
 
 ANSWERS = Limit(128, "answers to one prompt (`n`)")
 PROMPTS = Limit(10_000, "prompts of a completion")
+EMBEDDING_INPUTS = Limit(
+    2048, "inputs of an embeddings or `/api/embed` request; documents of a rerank request"
+)
+EMBEDDING_TOKENS = Limit(300_000, "tokens of all inputs of one of these together")
 STOPS = Limit(4, "stop strings (`stop`)")
-STOP_SEQUENCES = Limit(64, "stop strings (`stop_sequences`)")
+STOP_SEQUENCES = Limit(64, "stop strings (`stop_sequences`; `options.stop`)")
 STOPS_TOTAL = Limit(4096, "characters of all stop strings together")
 STOP_IDS = Limit(1024, "`stop_token_ids`")
 LOGIT_BIAS = Limit(4096, "entries of `logit_bias`")
+ALLOWED_IDS = Limit(65_536, "`allowed_token_ids`")
+BAD_WORDS = Limit(256, "strings of `bad_words`")
+BAD_WORD = Limit(64, "characters of a string of `bad_words`")
 TOP_LOGPROBS = Limit(20, "`top_logprobs`; `logprobs` of a completion")
 METADATA = Limit(16, "entries of `metadata`")
 METADATA_KEY = Limit(64, "characters of a key of `metadata`")

@@ -36,6 +36,10 @@ class TokenText:
         )
         return text
 
+    def symbols(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary writes them; "" for an id without a token."""
+        return [self._tokenizer.convert_ids_to_tokens(token_id) or "" for token_id in token_ids]
+
     def _bytes_of(self, token_id: int) -> bytes:
         symbol = self._tokenizer.convert_ids_to_tokens(token_id) or ""
         text = self.decode([token_id])

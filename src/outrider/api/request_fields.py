@@ -16,8 +16,12 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from outrider.api.errors import invalid, refused
+from outrider.api.keep_alive import KeepAlive
 from outrider.api.limits import (
+    ALLOWED_IDS,
     ANSWERS,
+    BAD_WORD,
+    BAD_WORDS,
     CHOICES,
     GRAMMAR,
     INT_DIGITS,
@@ -53,12 +57,8 @@ UNSUPPORTED = {
     "length_penalty": "it belongs to beam search, which is not supported",
     "early_stopping": "it belongs to beam search, which is not supported",
     "best_of": "not supported: use n to get several answers",
-    "logits_processors": "not supported: use logit_bias or structured_outputs",
-    "allowed_token_ids": "not supported: use logit_bias or structured_outputs",
-    "bad_words": "not supported: use logit_bias",
-    "include_stop_str_in_output": "not supported: answers end before the stop string",
-    "truncate_prompt_tokens": "not supported: prompts are never truncated",
-    "prompt_logprobs": "not supported: logprobs are given for the answer only",
+    "logits_processors": "functions of Python, which only outrider.LLM takes: use logit_bias or bad_words",
+    "prompt_logprobs": "not supported: use echo with logprobs of /v1/completions",
     "guided_whitespace_pattern": "not supported",
     "suffix": "not supported: models continue prompts here and do not fill in the middle",
 }
@@ -70,6 +70,10 @@ UNSUPPORTED_IN_CHAT = UNSUPPORTED | {
 }
 
 
+KEEP_ALIVE = (
+    "Extension, Ollama's: how long the model stays loaded after its last use. A number of seconds, or a text "
+    'such as "10m"; 0: unload it after this request; -1: keep it'
+)
 NOT_NULL: dict[str, Any] = {"not": {"type": "null"}}  # JSON Schema of an optional field that is required here
 
 
@@ -110,6 +114,7 @@ Bias = Annotated[float, Field(json_schema_extra={"minimum": -MAX_BIAS, "maximum"
 TokenId = Annotated[Whole, Field(json_schema_extra={"minimum": 0})]
 ToolName = Annotated[Name, Field(json_schema_extra={"minLength": 1})]
 Choices = Annotated[list[AnyText], AtMost(CHOICES)]
+BadWord = Annotated[str, AtMost(BAD_WORD), Field(json_schema_extra={"pattern": r"\S"})]
 NumAnswers = Annotated[int, Field(ge=1, le=ANSWERS.most), BeforeValidator(whole)]
 NumLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS.most), BeforeValidator(whole)]
 
@@ -148,6 +153,20 @@ class SamplingFields(RequestModel):
     min_tokens: Whole | None = documented("Extension: at most max_tokens", minimum=0)
     ignore_eos: bool | None = Field(None, description="Extension")
     stop_token_ids: Annotated[list[TokenId], AtMost(STOP_IDS)] | None = Field(None, description="Extension")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Extension: the text ends after the stop string, or after the stop token's text"
+    )
+    allowed_token_ids: Annotated[list[TokenId], AtMost(ALLOWED_IDS), Field(min_length=1)] | None = Field(
+        None, description="Extension: only these tokens are sampled. Cannot be combined with a grammar"
+    )
+    bad_words: Annotated[list[BadWord], AtMost(BAD_WORDS)] | None = Field(
+        None, description="Extension: strings that the answer must not contain, as the tokenizer writes them"
+    )
+    truncate_prompt_tokens: Whole | None = documented(
+        "Extension: only the last so many tokens of the prompt are read. -1: as many as fit",
+        minimum=-1,
+        **{"not": {"const": 0}},
+    )
     skip_special_tokens: bool | None = Field(None, description="Extension")
     cache_salt: Word | None = Field(
         None, description="Extension: only requests of the same salt (and API key) share cached prefixes"
@@ -155,10 +174,14 @@ class SamplingFields(RequestModel):
     timeout: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Extension: seconds for the whole request"
     )
+    keep_alive: KeepAlive | None = Field(None, description=KEEP_ALIVE)
     priority: Whole | None = documented(
         "Extension: requests of a lower value start first, among those of the same API key that wait",
         minimum=-MAX_PRIORITY,
         maximum=MAX_PRIORITY,
+    )
+    adapter: Word | None = Field(
+        None, description="Extension: a loaded adapter; the model's name may also be base:adapter"
     )
     draft_depth: Whole | Literal["auto"] | None = documented(
         "Extension: drafts per step; changes the speed, never the answer", minimum=0, maximum=MAX_DEPTH
@@ -211,6 +234,10 @@ SAME_NAMES = (  # fields that SamplingParams has under the same name
     "min_tokens",
     "ignore_eos",
     "stop_token_ids",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
     "skip_special_tokens",
     "draft_depth",
     "priority",
@@ -227,6 +254,7 @@ def sampling_params(
     grammar: Grammar | None = None,
     token_origins: bool = False,
     prompt_progress: bool = False,
+    prompt_logprobs: int | None = None,
     thinking: int | None = None,
 ) -> SamplingParams:
     """Fields that the request leaves out get `defaults`, or else the engine's. Raises InvalidRequest.
@@ -247,6 +275,7 @@ def sampling_params(
         grammar=grammar,
         token_origins=token_origins,
         prompt_progress=prompt_progress,
+        prompt_logprobs=prompt_logprobs,
         **(defaults.given | given),
     )
 

@@ -51,8 +51,15 @@ def _times(stats: Stats) -> dict[str, float]:
     return found
 
 
+def embedding_summary(api: str, model: str, num_inputs: int, num_tokens: int) -> dict[str, Any]:
+    """The fields of the log entry of an embeddings or rerank request."""
+    return {"api": api, "model": model, "inputs": num_inputs, "prompt_tokens": num_tokens}
+
+
 def text_of(summary: dict[str, Any]) -> str:
     """The summary in a few words, for a line of text."""
+    if "inputs" in summary:
+        return f"{summary['inputs']} inputs, {summary['prompt_tokens']} tokens"
     parts = [f"prompt {summary['prompt_tokens']} tokens"]
     if summary["cached_tokens"]:
         parts[0] += f" ({summary['cached_tokens']} cached)"

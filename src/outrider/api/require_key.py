@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +20,12 @@ from outrider.api.rate_limits import KeyUsages, current_usage
 
 T = TypeVar("T")
 
-OPERATOR_PATHS = ("/metrics", "/v1/status", "/v1/status/stream", "/v1/cache")
+OPERATOR_PATHS = ("/metrics", "/v1/status", "/v1/status/stream", "/v1/cache", "/v1/adapters")
+OPERATOR_PATTERN = re.compile(r"/v1/models/.+/(load|unload)|/v1/adapters/.*")
+
+
+def is_operators(path: str) -> bool:
+    return path in OPERATOR_PATHS or OPERATOR_PATTERN.fullmatch(path) is not None
 
 
 class RequireKey:
@@ -78,7 +84,7 @@ async def _valid_key(keys: ApiKeys, headers: Headers) -> ApiKey:
 
 
 def _check_is_allowed(key: ApiKey, path: str) -> None:
-    if path in OPERATOR_PATHS and not key.is_operator:
+    if is_operators(path) and not key.is_operator:
         raise ApiError(
             403,
             f"{path} needs an operator's key, and {key.name!r} is a user's key",

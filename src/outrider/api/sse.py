@@ -1,4 +1,4 @@
-"""Server-sent events: framing, keep-alive, and cancellation when the client disconnects.
+"""Streams: framing of server-sent events, keep-alive, and cancellation when the client disconnects.
 
 Must not know what the events mean. A slow client holds a bounded number of events: `send` waits for the
 socket, and the engine's outbox merges further tokens.
@@ -23,8 +23,8 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"  # clients ignore lines that start with a colon
 FIRST_KEEP_ALIVE_S = 1.0  # a stream that begins with a pause shows life after this time; chosen by hand
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # nginx: forward each frame at once
 }
@@ -69,8 +69,9 @@ class EventStreamResponse(Response):
         close: Callable[[], None],
         keep_alive_s: float,
         keep_alive: bytes = COMMENT,
+        content_type: str = EVENT_STREAM,
     ) -> None:
-        super().__init__(headers=HEADERS)
+        super().__init__(headers={"content-type": content_type} | HEADERS)
         del self.headers["content-length"]
         self._frames = frames
         self._close = close

@@ -42,6 +42,7 @@ class EngineTarget:
             "kind": "engine",
             "model": facts.name,
             "dtype": facts.dtype,
+            "kv_bits": facts.kv_bits,
             "device": facts.device,
             "drafter": facts.drafter,
             "head": facts.head,

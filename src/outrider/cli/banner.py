@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outrider import __version__
+from outrider import __version__, fallbacks
+from outrider.api.served_model import Entry, Models
 from outrider.api.settings import ServerSettings
 from outrider.cpu import blas
 from outrider.engine.validation import ModelFacts
@@ -26,14 +27,43 @@ def banner(
         "rows": f"{settings.max_rows} at once, {settings.max_queue} may wait",
         "images": "read, and cached by content" if facts.reads_images else facts.no_images_reason,
         "context": f"{facts.max_context:,} tokens",
-        "caches": f"up to {budget_bytes / 1e9:.2f} GB",
+        "caches": f"up to {budget_bytes / 1e9:.2f} GB{_cells(facts)}",
         "prefixes": prefix_cache,
         "access": _access(settings),
-        "APIs": f"{url}/v1 (OpenAI), {url} (Anthropic)",
+        "APIs": f"{url}/v1 (OpenAI), {url} (Anthropic, Ollama)",
+        "slower": _switched_off(),
         "pages": f"{url}/ (chat, live batch), {url}/docs (the API)" if settings.serves_page else None,
     }
     body = "\n".join(f"  {name:<8} {value}" for name, value in lines.items() if value is not None)
     return f"Outrider {__version__}\n{body}\nReady: {url}"
+
+
+def pool_banner(models: Models, settings: ServerSettings, url: str) -> str:
+    """Of a server with several models."""
+    limit = models.limit_bytes
+    lines = {
+        "models": "".join(f"\n    {_model_line(entry)}" for entry in models.entries),
+        "memory": "" if limit is None else f"up to {limit / 1e9:.2f} GB for all models",
+        "rows": f"{settings.max_queue} requests may wait",
+        "access": _access(settings),
+        "APIs": f"{url}/v1 (OpenAI), {url} (Anthropic, Ollama)",
+        "slower": _switched_off(),
+        "pages": f"{url}/ (chat, live batch), {url}/docs (the API)" if settings.serves_page else None,
+    }
+    body = "\n".join(f"  {name:<8} {value}" for name, value in lines.items() if value)
+    return f"Outrider {__version__}\n{body}\nReady: {url}"
+
+
+def _model_line(entry: Entry) -> str:
+    also = f" (also {', '.join(entry.aliases)})" if entry.aliases else ""
+    pinned = ", pinned" if entry.is_pinned else ""
+    state = {"loaded": "loaded", "failed": f"failed: {entry.failure}"}.get(entry.state, "loaded on first use")
+    return f"{entry.name}{also}: {state}{pinned}"
+
+
+def _switched_off() -> str | None:
+    parts = [f"without {one}" for one in fallbacks.noted()]
+    return "; ".join([*parts, "`outrider doctor` tells more"]) if parts else None
 
 
 def _names(settings: ServerSettings) -> str:
@@ -44,6 +74,10 @@ def _names(settings: ServerSettings) -> str:
 def _weights(facts: ModelFacts) -> str:
     bits = " and ".join(map(str, facts.weight_bits))
     return f", weights in {bits} bits" if bits else ""
+
+
+def _cells(facts: ModelFacts) -> str:
+    return f", keys and values in {facts.kv_bits} bits" if facts.kv_bits is not None else ""
 
 
 def _drafts(facts: ModelFacts, auto_depth: DraftDepth) -> str:

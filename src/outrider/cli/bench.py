@@ -24,7 +24,13 @@ Commands = argparse._SubParsersAction  # of argparse.ArgumentParser
 DESCRIPTION = """Measures how fast a model answers without draft tokens and with them, in alternating rounds.
 The model runs in this process, in a server that this command starts (--http), or in running servers of any
 make (--url). An answer ends where the model ends it, or after --max-tokens."""
-LOADING_OPTIONS = ("drafter", "head", "draft_vocabulary", "dtype")  # of a model that this command loads
+LOADING_OPTIONS = (
+    "drafter",
+    "head",
+    "draft_vocabulary",
+    "dtype",
+    "kv_bits",
+)  # of a model that this command loads
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
 
 
@@ -167,6 +173,7 @@ def _engine(args: argparse.Namespace, settings: BenchSettings) -> Iterator[Targe
         head=args.head,
         draft_vocabulary=args.draft_vocabulary,
         max_rows=max(settings.streams),
+        kv_bits=args.kv_bits,
         generation_config="none",
     ) as llm:
         yield EngineTarget(llm)
@@ -217,8 +224,9 @@ def _opening(targets: list[Target], variants: list[str]) -> str:
         facts = target.facts()
         where = f" at {facts['url']}" if "url" in facts else ""
         runs = f", {facts['dtype']} on {facts['device']}" if "device" in facts else ""
+        cells = f", keys and values in {facts['kv_bits']} bits" if facts.get("kv_bits") else ""
         drafter = f", drafter: {facts['drafter']}" if "drafter" in facts else ""
-        lines.append(f"{target.name}: {facts['model']}{where}{runs}{drafter}")
+        lines.append(f"{target.name}: {facts['model']}{where}{runs}{cells}{drafter}")
         if facts.get("drafter") == "none":
             lines.append("  There is no drafter: only tokens that a grammar forces are drafted.")
     return printable("\n".join([*lines, f"variants, in turns: {', '.join(variants)}"]))

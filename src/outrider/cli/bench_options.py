@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outrider.config import DRAFTERS, DTYPES
+from outrider.config import DRAFTERS, DTYPES, KV_BITS
 from outrider.request import MAX_DEPTH
 
 
@@ -57,6 +57,9 @@ def _add_loading(group: argparse._ArgumentGroup) -> None:
         "--draft-vocabulary", type=int, metavar="N", help="draft only from the N most frequent tokens"
     )
     group.add_argument("--dtype", choices=DTYPES, help="data type of the weights (default: auto)")
+    group.add_argument(
+        "--kv-bits", type=int, choices=KV_BITS, help="bits of keys and values (default: not quantised)"
+    )
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:

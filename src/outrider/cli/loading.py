@@ -16,6 +16,24 @@ POLL_S = 0.1  # seconds between two looks at MLX's memory; chosen by hand
 
 
 @contextmanager
+def watch_loaded_bytes(show: Callable[[int], None]) -> Iterator[None]:
+    """Calls `show` again and again with the memory that MLX has taken since the body began to run."""
+    is_done, bytes_before = threading.Event(), mx.get_active_memory()
+
+    def poll() -> None:
+        while not is_done.wait(POLL_S):
+            show(max(0, mx.get_active_memory() - bytes_before))
+
+    thread = threading.Thread(target=poll, name="outrider-loading", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+
+
+@contextmanager
 def loading_bar(folder: Path, name: str) -> Iterator[Callable[[str], None]]:
     """Draws the bar while the body runs. The engine's thread does the loading itself.
 

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from outrider import __version__
 from outrider.cli.bench import add_bench
 from outrider.cli.chat import add_chat
+from outrider.cli.doctor.command import add_doctor
 from outrider.cli.greeting import greet
 from outrider.cli.keys import add_keys
 from outrider.cli.launch.command import LOG_LEVELS, add_launch, split_arguments
+from outrider.cli.model_commands import add_model_commands
 from outrider.cli.models import add_models
 from outrider.cli.mtp import add_mtp
+from outrider.cli.running_models import add_running_models
 from outrider.cli.serve import add_serve
 from outrider.config import InvalidConfig
 from outrider.models.errors import ModelUnavailable
@@ -58,8 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     add_serve(commands)
     add_chat(commands)
     add_launch(commands)
-    add_keys(commands)
+    add_model_commands(commands)
+    add_running_models(commands)
     add_models(commands)
+    add_keys(commands)
     add_mtp(commands)
     add_bench(commands)
+    add_doctor(commands)
     return parser

@@ -22,18 +22,34 @@ def add_models(commands: Commands[argparse.ArgumentParser]) -> None:
         help="list, download and remove cached models",
         description="Without a VERB, lists the models in Outrider's cache and in the Hugging Face cache.",
     )
-    models.add_argument("--json", action="store_true", help="print the list as JSON")
-    models.set_defaults(run=run_list)
+    add_list_options(models)
     verbs = models.add_subparsers(metavar="VERB")
-    pull = verbs.add_parser("pull", help="download a model", description="Downloads a model into the cache.")
-    pull.add_argument("name", help="a Hugging Face id, SmolLM2-135M-Instruct or outrider-vision-135m")
+    add_pull_options(
+        verbs.add_parser("pull", help="download a model", description="Downloads a model into the cache.")
+    )
+    add_rm_options(
+        verbs.add_parser(
+            "rm", help="remove a cached model", description="Asks, then removes a model from the cache."
+        )
+    )
+
+
+def add_list_options(listing: argparse.ArgumentParser) -> None:
+    listing.add_argument("--json", action="store_true", help="print the list as JSON")
+    listing.set_defaults(run=run_list)
+
+
+def add_pull_options(pull: argparse.ArgumentParser) -> None:
+    pull.add_argument(
+        "name", help="a Hugging Face id, or SmolLM2-135M-Instruct, outrider-vision-135m, all-minilm-l6-v2"
+    )
     pull.add_argument(
         "--revision", metavar="REVISION", help="commit, tag or branch of a Hugging Face id (main)"
     )
     pull.set_defaults(run=run_pull)
-    rm = verbs.add_parser(
-        "rm", help="remove a cached model", description="Asks, then removes a model from the cache."
-    )
+
+
+def add_rm_options(rm: argparse.ArgumentParser) -> None:
     rm.add_argument("name", help="the model's name in the list of `outrider models`")
     rm.add_argument("--yes", action="store_true", help="do not ask")
     rm.set_defaults(run=run_rm)
@@ -62,7 +78,8 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_pull(args: argparse.Namespace) -> int:
     path = _pull(args.name, args.revision)
-    print(f"{args.name} is in {path}")
+    commit = f" (commit {path.name})" if path.parent.name == "snapshots" else ""
+    print(f"{args.name} is in {path}{commit}")
     return 0
 
 
@@ -70,12 +87,12 @@ def run_rm(args: argparse.Namespace) -> int:
     from outrider.models.files.cached import find_cached, remove
 
     model = find_cached(args.name)
-    question = f"Remove {model.name} ({_size(model.num_bytes)}, {model.path})? [y/N] "
+    question = f"Remove {model.name} ({size_text(model.num_bytes)}, {model.path})? [y/N] "
     if not args.yes and not _is_confirmed(question):
         print("Nothing was removed.", file=sys.stderr)
         return 1
     remove(model)
-    print(f"Removed {model.name} ({_size(model.num_bytes)}).")
+    print(f"Removed {model.name} ({size_text(model.num_bytes)}).")
     return 0
 
 
@@ -112,13 +129,13 @@ def _record(model: CachedModel) -> dict[str, object]:
 
 
 def _row(model: CachedModel) -> tuple[str, str, str, str]:
-    head = "-" if model.head is None else _size(model.head_bytes)
+    head = "-" if model.head is None else size_text(model.head_bytes)
     note = "" if model.is_intact else " (incomplete or in an older format: built again at the next use)"
-    shared = f" + {_size(model.shared_bytes)} shared" if model.shared_bytes else ""
-    return model.name, _size(model.num_bytes) + shared, head, model.source + note
+    shared = f" + {size_text(model.shared_bytes)} shared" if model.shared_bytes else ""
+    return model.name, size_text(model.num_bytes) + shared, head, model.source + note
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""`outrider serve`: loads a model and serves it over HTTP. Owns the process: socket, signals, logging."""
+"""`outrider serve`: serves models over HTTP. Owns the process: socket, signals, logging."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import os
 import signal
 import socket
 import sys
-import threading
-from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.cli.adapters import adapters_folder, named_adapters
 from outrider.cli.connection_setup import allow_connections, tls_context
+from outrider.cli.engine_options import engine_config, media_limits, sampling_defaults, tool_format
 from outrider.cli.foreign_flags import notes
 from outrider.cli.log_format import add_request_ids, log_to_terminal
-from outrider.cli.serve_options import add_options, resolve
+from outrider.cli.model_specs import ModelSpec, model_specs, option_sets
+from outrider.cli.option_sources import resolve
+from outrider.cli.serve_options import add_options
 from outrider.cli.standard_streams import keep_standard_streams
+from outrider.cli.tensor_parallel import OtherRanks, join, own_rank
 from outrider.cli.tracing import is_tracing_on, new_tracing
 from outrider.cli.worker import ENGINE_FAILED, HARD_END_S, Worker, inherited
 from outrider.config import EngineConfig, InvalidConfig
-from outrider.request import InvalidRequest, SamplingDefaults
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Sequence
 
     from outrider.api.app import Server
     from outrider.api.settings import ServerSettings
-    from outrider.chat.formats.tool_format import ToolFormat
     from outrider.cli.watchdog import Watchdog
     from outrider.engine.engine import Engine
-    from outrider.media.limits import MediaLimits
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION = """Serves a model over OpenAI's and Anthropic's HTTP APIs.
+DESCRIPTION = """Serves one model or several over OpenAI's, Anthropic's and Ollama's HTTP APIs.
 
 Every option can also be set by an environment variable (--max-rows is OUTRIDER_MAX_ROWS) or in a TOML file
 (max-rows = 8). A flag overrides the variable, and the variable overrides the file."""
@@ -47,8 +47,8 @@ BACKLOG = 2048  # connections that wait while the model is loaded or the server 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve = commands.add_parser(
         "serve",
-        help="serve a model over OpenAI's and Anthropic's APIs",
-        usage="outrider serve [MODEL] [options]",
+        help="serve models over OpenAI's, Anthropic's and Ollama's APIs",
+        usage="outrider serve [MODEL ...] [options]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -66,25 +66,32 @@ def run_serve(args: argparse.Namespace) -> int:
     if worker is not None:
         worker.settle()
     options = resolve(args)
-    config = engine_config(options)
     settings = _settings(options, ("model",))  # built here too: a bad value is reported at once
+    adapters_folder(options)
     if worker is None:
         api_keys(settings)
-    media_limits(options)
-    tool_format(options)
+    for own in option_sets(options):
+        engine_config(own)
+        named_adapters(own)
+        media_limits(own)
+        tool_format(own)
+        sampling_defaults(own)
     is_tracing_on(options["otlp_endpoint"])
     tls_context(options["tls_cert"], options["tls_key"])
     allow_connections(options["max_connections"])
     log_to_terminal(options["log_level"], args.log_level, options["log_format"])
+    rank = own_rank()
+    if rank is not None and rank > 0:
+        return _follow(options, args.command)
     if worker is not None:
         with worker.listener:
-            return _serve(options, config, worker.listener, worker)
+            return _serve(options, worker.listener, worker, args.command)
     for note in notes(args):
         print(note, file=sys.stderr)
     with _listening_socket(options["host"], options["port"]) as listener:
-        if not options["no_supervisor"]:
+        if not options["no_supervisor"] and rank is None:  # mlx.launch watches over its ranks itself
             return _supervise(args, options, listener)
-        return _serve(options, config, listener, None)
+        return _serve(options, listener, None, args.command)
 
 
 def _supervise(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> int:
@@ -92,64 +99,6 @@ def _supervise(args: argparse.Namespace, options: dict[str, Any], listener: sock
 
     stop_timeout_s = options["drain"] + HARD_END_S
     return Supervisor(args.command, listener, stop_timeout_s, options["step_timeout"]).run()
-
-
-def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """--mtp narrows --drafter. `_check_drafter` checks `--mtp on` once the model is loaded."""
-    mtp, drafter = options["mtp"], options["drafter"]
-    if mtp in ("on", "wanted") and drafter not in ("auto", "mtp"):
-        raise InvalidConfig(
-            f"--mtp {mtp} and --drafter {drafter} contradict each other: give only one of them"
-        )
-    if mtp == "off" and drafter == "mtp":
-        raise InvalidConfig("--mtp off and --drafter mtp contradict each other: give only one of them")
-    if mtp == "off" and options["head"] is not None:
-        raise InvalidConfig("--mtp off and --head contradict each other: give only one of them")
-    if mtp == "off" and drafter == "auto":
-        drafter = "none"
-    if options["no_prefix_cache"] and (options["prefix_cache_bytes"] or options["prefix_cache_dir"]):
-        raise InvalidConfig(
-            "--no-prefix-cache contradicts --prefix-cache-bytes (--cache-memory-mb) and --prefix-cache-dir: "
-            "give one or the others"
-        )
-    disk_bytes = options["prefix_cache_disk_bytes"]
-    if disk_bytes is not None and options["prefix_cache_dir"] is None:
-        raise InvalidConfig("--prefix-cache-disk-bytes needs --prefix-cache-dir, the folder that it limits")
-    depth = {} if options["draft_depth"] is None else {"auto_depth": options["draft_depth"]}
-    return EngineConfig(
-        max_rows=options["max_rows"],
-        max_context=options["max_context"],
-        memory_budget_bytes=options["memory_budget"],
-        prefill_step_size=options["prefill_step_size"],
-        max_stall_ms=options["max_stall_ms"],
-        drafter=drafter,
-        prefix_cache_bytes=0 if options["no_prefix_cache"] else options["prefix_cache_bytes"],
-        prefix_cache_dir=options["prefix_cache_dir"],
-        prefix_cache_disk_bytes=EngineConfig.prefix_cache_disk_bytes if disk_bytes is None else disk_bytes,
-        image_cache_bytes=options["image_cache"],
-        **depth,
-    )
-
-
-def _check_drafter(options: dict[str, Any], engine: Engine) -> None:
-    """Warn, or refuse to start, if the loaded model has no drafter although the options ask for one."""
-    facts = engine.facts
-    if facts.drafter != "mtp" and options["mtp"] in ("on", "wanted"):
-        problem = (
-            f"--mtp {options['mtp']} needs an MTP head, and {facts.name} has none that can be used, neither "
-            "in its checkpoint nor beside it (mtp/weights.safetensors or mtp.safetensors). Pass --head FILE, "
-            "extract a head from the original checkpoint with `outrider mtp extract`, train one with "
-            "`outrider mtp train`, or use --drafter ngram."
-        )
-        if options["mtp"] == "on":
-            raise InvalidConfig(f"{problem} Or use --mtp auto.")
-        log.warning("%s Answering without drafts.", problem)
-        return
-    if options["draft_depth"] and facts.drafter == "none":
-        raise InvalidConfig(
-            f"--draft-depth {options['draft_depth']} needs a drafter, and {facts.name} has none: "
-            "pass --head FILE or --drafter ngram, or use --draft-depth auto."
-        )
 
 
 def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings:
@@ -187,143 +136,81 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
     )
 
 
-def sampling_defaults(options: dict[str, Any]) -> SamplingDefaults:
-    """The values of the flags. Raises InvalidConfig, which names the flag."""
-    names = [field.name for field in fields(SamplingDefaults)]
-    values = {name: options[f"default_{name}"] for name in names}
-    for name, value in values.items():
-        try:
-            SamplingDefaults(**{name: value})
-        except InvalidRequest as error:
-            raise InvalidConfig(f"--default-{name.replace('_', '-')}: {error}") from None
-    return SamplingDefaults(**values)
+def _follow(options: dict[str, Any], command: Sequence[str]) -> int:
+    """Run a rank other than 0."""
+    from outrider.build import follow_rank_0
+    from outrider.cli.model_source import model_choice
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; rank 0 stops the others
+    (spec,) = _one_spec(options)
+    ranks = join(options["tensor_parallel"], command, OtherRanks())
+    assert ranks is not None
+    follow_rank_0(model_choice(spec), engine_config(spec.options), ranks)
+    return 0
 
 
-def media_limits(options: dict[str, Any]) -> MediaLimits:
-    from outrider.media.limits import MediaLimits
-
-    return MediaLimits(
-        max_image_bytes=options["max_image_bytes"],
-        max_image_pixels=options["max_image_pixels"],
-        max_images=options["max_images"],
-        max_frames=options["max_frames"],
-        fetch_total_s=options["fetch_timeout"],
-        fetch_timeout_s=min(options["fetch_timeout"], 10.0),
-        allow_private_urls=options["allow_private_urls"],
-        local_folder=options["allow_local_media"],
-    )
-
-
-def tool_format(options: dict[str, Any]) -> ToolFormat | None:
-    """The format that --tool-call-parser names; None without the flag: the chat template is to show it."""
-    if (name := options["tool_call_parser"]) is None:
-        return None
-    from outrider.chat.formats import tool_format_named
-
-    return tool_format_named(name)
-
-
-def model_name(model: str | Path) -> str:
-    """The default served name: a Hugging Face id itself, the last part of a path, or an own model's name."""
-    from outrider.models.files.named import named_model
-
-    path = Path(model).expanduser()
-    if not path.exists():
-        own = named_model(model)
-        return str(model) if own is None else own.NAME
-    return path.stem if path.is_file() else path.resolve().name
+def _one_spec(options: dict[str, Any]) -> list[ModelSpec]:
+    specs = model_specs(options)
+    if len(specs) > 1:
+        raise InvalidConfig(f"several ranks serve one model, not {len(specs)}: name one")
+    return specs
 
 
 def _serve(
-    options: dict[str, Any], config: EngineConfig, listener: socket.socket, worker: Worker | None
+    options: dict[str, Any], listener: socket.socket, worker: Worker | None, command: Sequence[str]
 ) -> int:
-    from outrider.api.app import create_server
+    from outrider.api.app import create_pool_server
     from outrider.api.operations.metrics import Metrics
-    from outrider.build import ModelChoice, build_engine
-    from outrider.chat.renderer import ChatRenderer
-    from outrider.chat.service import ChatService
-    from outrider.chat.thinking import check_most, check_parser
-    from outrider.cli.banner import banner
-    from outrider.cli.loading import loading_bar
-    from outrider.cli.watchdog import Watchdog, watch_loading
-    from outrider.engine.engine import AsyncEngine
-    from outrider.llm import default_model
-    from outrider.media.loader import MediaLoader
-    from outrider.models.files.named import named_model
-    from outrider.models.loader import find_folder
+    from outrider.cli.banner import banner, pool_banner
+    from outrider.cli.embedder_source import embedder_banner
+    from outrider.cli.served_pool import ServedPool
+    from outrider.cli.watchdog import Watchdog
+    from outrider.embed.engine import EmbeddingEngine
 
     add_request_ids()
     faulthandler.enable()  # a crash in native code writes the stacks of all threads into the log
-    model = options["model"] or default_model()
-    name = model_name(model)
-    named = named_model(name)
-    check_parser(options["reasoning_parser"])
-    check_most(options["max_thinking_tokens"])
     tls = tls_context(options["tls_cert"], options["tls_key"])
-    settings = replace(_settings(options, (name,)), old_model_names=named.OLD_NAMES if named else ())
-    revision = options["revision"]
-    choice = ModelChoice(
-        model,
-        options["head"],
-        options["draft_vocabulary"],
-        options["dtype"],
-        revision,
-        options["generation_config"],
-    )
+    url = _url(listener, "http" if tls is None else "https")
     metrics, tracing = Metrics(), new_tracing(options["otlp_endpoint"])
-    folder, is_ready = find_folder(model, revision), threading.Event()  # downloads it, if needed
-    watch_loading(is_ready, options["load_timeout"])
-    with loading_bar(folder, name) as notify:
-        engine, tokenizer = build_engine(choice, config, metrics.steps, notify)
+    other_ranks = OtherRanks()
+    ranks = join(options["tensor_parallel"], command, other_ranks)
+    specs = model_specs(options) if ranks is None else _one_spec(options)
+    pool = ServedPool(specs, options["memory_limit"], metrics, ranks)
     try:
-        _check_drafter(options, engine)
-        async_engine = AsyncEngine(engine)
-        reader = engine.reader
-        facts = engine.facts
-        sampling = settings.sampling.over(facts.sampling)
-        settings = replace(settings, sampling=sampling, max_rows=engine.max_rows)
-        renderer = ChatRenderer(
-            tokenizer,
-            reader,
-            facts.no_images_reason,
-            facts.max_context,
-            tool_format(options),
-            has_tool_grammar=not options["no_tool_grammar"],
-            reasoning_parser=options["reasoning_parser"],
-            budget_message=options["reasoning_budget_message"],
-            max_thinking_tokens=options["max_thinking_tokens"],
+        pool.load_at_start()
+        settings = pool.settings(_settings(options, pool.names))
+        engines = pool.shared.engines
+        other_ranks.on_loss = pool.abandon
+        watchdog = Watchdog(
+            lambda: list(engines.values()), settings.step_timeout_s, worker.restarts if worker else {}
         )
-        loader = MediaLoader(media_limits(options), reader.read) if reader is not None else None
-        service = ChatService(async_engine, renderer, loader)
-        watchdog = Watchdog(engine, settings.step_timeout_s, worker.restarts if worker else {})
-        server = create_server(
-            service,
-            engine.facts,
-            tokenizer,
+        server = create_pool_server(
+            pool.models,
             settings,
             metrics=metrics,
             tracing=tracing,
-            stop_engine=async_engine.close,
-            prefix_cache=engine,
-            cache_budget_bytes=engine.budget_bytes,
-            memory=engine,
+            stop_engine=pool.close,
+            adapters_folder=adapters_folder(options),
             liveness=watchdog,
+            expected=pool.shared.expected,
         )
-        text = banner(
-            engine.facts,
-            settings,
-            engine.budget_bytes,
-            config.auto_depth,
-            _url(listener, "http" if tls is None else "https"),
-            _prefixes(engine, config),
-        )
-        _run(server, listener, text, watchdog, worker, tls, is_ready)
-        service.close()
+        if len(pool.models.entries) > 1:
+            text = pool_banner(pool.models, settings, url)
+        else:
+            (engine,) = engines.values()
+            if isinstance(engine, EmbeddingEngine):
+                text = embedder_banner(engine.facts, settings, url)
+            else:
+                config = engine_config(pool.first_options)
+                prefixes = _prefixes(engine, config)
+                text = banner(engine.facts, settings, engine.budget_bytes, config.auto_depth, url, prefixes)
+        _run(server, listener, text, watchdog, worker, tls)
     finally:
-        engine.close()
+        pool.stop()
         if tracing is not None:
             tracing.close()
-    return 0 if engine.failure is None else ENGINE_FAILED
+    has_failed = any(engine.failure is not None for engine in pool.shared.engines.values())
+    return ENGINE_FAILED if has_failed else 0
 
 
 def _prefixes(engine: Engine, config: EngineConfig) -> str:
@@ -344,7 +231,6 @@ def _run(
     watchdog: Watchdog,
     worker: Worker | None,
     tls: ssl.SSLContext | None,
-    is_ready: threading.Event,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then until running requests end or the drain time is over."""
     from outrider.cli.http_server import HttpServer, http_config
@@ -354,7 +240,6 @@ def _run(
             print(banner_text, flush=True)
         else:
             log.warning("ready again: restart number %d", worker.num_restarts)
-        is_ready.set()
         watchdog.on_engine_failure = on_engine_failure
         watchdog.start(worker.report_alive if worker else lambda: None)
 

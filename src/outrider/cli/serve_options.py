@@ -1,30 +1,28 @@
-"""The options of `outrider serve`: one table, three sources (flags, then OUTRIDER_*, then a TOML file).
+"""The options of `outrider serve`: one table of names, help and parsers. `option_sources` reads their values.
 
-Owns the names, the help and the parsing of values. Must not know what the values do.
+Must not know what the values do.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from outrider.cli.foreign_flags import add_foreign_flags, translated_flags
-from outrider.config import DRAFTERS, DTYPES, GENERATION_CONFIGS, InvalidConfig
+from outrider.cli.foreign_flags import add_foreign_flags
+from outrider.config import CACHE_LAYOUTS, DRAFTERS, DTYPES, GENERATION_CONFIGS, KV_BITS
+from outrider.pool.durations import duration_s
 from outrider.request import MAX_DEPTH
 
 PREFIX = "OUTRIDER_"
-TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 MTP = ("auto", "wanted", "on", "off")
 LOG_FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
+_KV_BITS = " or ".join(map(str, KV_BITS))
 
 
 def whole_number(text: str) -> int:
@@ -42,6 +40,14 @@ def seconds(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is not a number of seconds")
     return number
+
+
+def duration(text: str) -> float:
+    """10m, 1h30m, or plain seconds."""
+    found = duration_s(text)
+    if found is None or not 0 <= found < math.inf:
+        raise ValueError(f"{text!r} is not a duration: write 10m, 1h30m or a number of seconds")
+    return found
 
 
 def number(text: str) -> float:
@@ -70,6 +76,12 @@ def depth(text: str) -> int | None:
     if not 0 <= number <= MAX_DEPTH:
         raise ValueError(f"{text!r} is not auto or 0..{MAX_DEPTH}")
     return number
+
+
+def kv_bits(text: str) -> int:
+    if text not in map(str, KV_BITS):
+        raise ValueError(f"{text!r} is not {_KV_BITS}; without the flag, keys and values are not quantised")
+    return int(text)
 
 
 def one_of(*words: str) -> Callable[[str], str]:
@@ -109,7 +121,8 @@ class Option:
 
 MODEL = Option(
     "model",
-    "model folder, GGUF file, Hugging Face id or outrider-vision-135m (default: SmolLM2-135M-Instruct)",
+    "model folder, GGUF file, Hugging Face id, outrider-vision-135m, all-minilm-l6-v2, or the NAME of a "
+    "[models.NAME] table (default: SmolLM2-135M-Instruct). Of several models, a request names one",
 )
 
 METAVARS: dict[Callable[[str], Any], str] = {
@@ -118,6 +131,7 @@ METAVARS: dict[Callable[[str], Any], str] = {
     depth: "N",
     size_bytes: "SIZE",
     seconds: "S",
+    duration: "TIME",
 }
 GROUPS: dict[str, tuple[Option, ...]] = {
     "server": (
@@ -160,6 +174,21 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("no-supervisor", "serve in one process, which nothing restarts", is_switch=True),
     ),
+    "several models": (
+        Option("models-dir", "folder: serve every model folder and GGUF file in it (none)", metavar="DIR"),
+        Option(
+            "memory-limit",
+            "memory of all models together, such as 16GB (all that is free)",
+            size_bytes,
+        ),
+        Option("pin", "model that is loaded at the start and never unloaded", metavar="NAME", is_list=True),
+        Option(
+            "idle-unload",
+            "unload a model that no request has used for so long, such as 10m; 0: never (0)",
+            duration,
+            0.0,
+        ),
+    ),
     "drafts": (
         Option(
             "mtp",
@@ -173,7 +202,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option(
             "drafter", f"source of drafts: {', '.join(DRAFTERS)} (auto)", one_of(*DRAFTERS), "auto", "NAME"
         ),
-        Option("head", "file of the MTP head (the head in or beside the model)", metavar="FILE"),
+        Option("head", "file or folder of the MTP head (the head in or beside the model)", metavar="FILE"),
         Option("draft-vocabulary", "draft only among the N most frequent tokens (all)", whole_number),
     ),
     "sampling defaults": (
@@ -218,12 +247,23 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("max-context", "maximum tokens of a prompt and its answer (the model's limit)", whole_number),
         Option("memory-budget", "memory for KV caches, such as 8GB (a share of the free memory)", size_bytes),
+        Option("tensor-parallel", "run the model on so many ranks on this machine (1)", whole_number),
+        Option(
+            "cache-layout",
+            f"how keys and values are kept: {', '.join(CACHE_LAYOUTS)} (auto)",
+            one_of(*CACHE_LAYOUTS),
+            "auto",
+            "NAME",
+        ),
         Option("prefill-step-size", "maximum prompt tokens in one step (up to 2048, measured)", whole_number),
         Option(
             "max-stall-ms",
             "longest step that prompts may cause while other requests decode; 0: no limit (200)",
             whole_number,
             200,
+        ),
+        Option(
+            "kv-bits", f"bits of cached keys and values: {_KV_BITS} (not quantised)", kv_bits, metavar="N"
         ),
         Option(
             "step-timeout",
@@ -239,6 +279,23 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("revision", "commit, tag or branch of a Hugging Face id (main)", metavar="REVISION"),
         Option("dtype", f"type of the weights: {', '.join(DTYPES)} (auto)", one_of(*DTYPES), "auto", "NAME"),
+    ),
+    "adapters": (
+        Option("adapter", "LoRA or DoRA adapter for all requests, fused at load (none)", metavar="DIR"),
+        Option(
+            "adapters",
+            "adapters that requests can name, such as sql=adapters/sql (none)",
+            metavar="NAME=DIR",
+            is_list=True,
+            takes_words=True,
+        ),
+        Option(
+            "adapters-dir",
+            "folder from which POST /v1/adapters may load (none: it is refused)",
+            metavar="DIR",
+        ),
+        Option("max-adapters", "maximum adapters loaded at once (16)", whole_number),
+        Option("adapter-memory", "memory for --adapters and later ones (1GiB)", size_bytes, 1 << 30),
     ),
     "prefix cache": (
         Option("prefix-cache-bytes", "memory for cached prefixes (a quarter of all caches)", size_bytes),
@@ -290,9 +347,11 @@ OPTIONS = {option.key: option for group in GROUPS.values() for option in group} 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """A flag that is not given is missing in the namespace, so that variable, file and default apply."""
-    parser.add_argument("given_model", nargs="?", metavar="MODEL", help=MODEL.help)
+    parser.add_argument("given_models", nargs="*", metavar="MODEL", help=MODEL.help)
     parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with any of these options (OUTRIDER_CONFIG)"
+        "--config",
+        metavar="FILE",
+        help="TOML file with any of these options, and [models.NAME] tables (OUTRIDER_CONFIG)",
     )
     for title, options in GROUPS.items():
         group = parser.add_argument_group(title)
@@ -311,91 +370,3 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
         kind["action"] = "append"
     dest = f"given_{option.key}"
     group.add_argument(option.flag, dest=dest, default=argparse.SUPPRESS, help=option.help, **kind)
-
-
-def resolve(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The value of every option, by key. Raises InvalidConfig, which names the source of a bad value."""
-    flags = _flags(args)
-    file = args.config or environ.get(f"{PREFIX}CONFIG") or None
-    from_file = _read_file(Path(file)) if file else {}
-    found = {}
-    for key, option in OPTIONS.items():
-        given = environ.get(option.variable, "")
-        if key in flags:
-            source, value = flags[key]
-        elif given:
-            source, value = option.variable, given
-        elif key in from_file:
-            source, value = f"{file}: {key}", from_file[key]
-        else:
-            found[key] = () if option.is_list else False if option.is_switch else option.default
-            continue
-        try:
-            found[key] = _value(option, value)
-        except ValueError as error:
-            raise InvalidConfig(f"{source}: {error}") from None
-    return found
-
-
-def _flags(args: argparse.Namespace) -> dict[str, tuple[str, Any]]:
-    """(flag, value) by key. Raises InvalidConfig if a flag and another server's flag for it differ."""
-    found: dict[str, tuple[str, Any]] = {}
-    if args.given_model is not None:
-        found["model"] = ("MODEL", args.given_model)
-    else:
-        _check_words(args)
-    for key, option in OPTIONS.items():
-        if hasattr(args, f"given_{key}") and key != "model":
-            found[key] = (option.flag, getattr(args, f"given_{key}"))
-    for flag, key, value in translated_flags(args):
-        other_flag, other_value = found.setdefault(key, (flag, value))
-        if other_value != value:
-            raise InvalidConfig(f"{flag} and {other_flag} {other_value} contradict each other: give only one")
-    return found
-
-
-def _check_words(args: argparse.Namespace) -> None:
-    """A flag that takes several words would take a MODEL after them for one more word."""
-    for option in OPTIONS.values():
-        words = getattr(args, f"given_{option.key}", []) if option.takes_words else []
-        models = [word for word in words[1:] if "/" in word or word.endswith(".gguf") or Path(word).exists()]
-        if models:
-            raise InvalidConfig(
-                f"{option.flag} {' '.join(words)}: {models[0]} looks like the model. Give the MODEL before "
-                "this flag, or separate names by commas."
-            )
-
-
-def _read_file(file: Path) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise InvalidConfig(f"{file} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{file} is not TOML: {error}") from None
-    found = {name.replace("-", "_"): value for name, value in table.items()}
-    unknown = sorted(set(found) - set(OPTIONS))
-    if unknown:
-        known = ", ".join(sorted(OPTIONS))
-        raise InvalidConfig(f"{file}: {unknown[0]!r} is not an option. Options: {known}")
-    return found
-
-
-def _value(option: Option, given: Any) -> Any:
-    """Parse a value: the text of a flag or variable, or a value of a TOML type."""
-    if option.is_switch:
-        return _switch(given)
-    if option.is_list:
-        texts = given if isinstance(given, list) else [given]
-        return tuple(part.strip() for text in texts for part in str(text).split(",") if part.strip())
-    if isinstance(given, (bool, list, dict)):
-        raise ValueError(f"{given!r} is not a value for {option.flag}")
-    return option.parse(str(given))
-
-
-def _switch(given: Any) -> bool:
-    if isinstance(given, bool):
-        return given
-    if str(given).lower() in (*TRUE, *FALSE):
-        return str(given).lower() in TRUE
-    raise ValueError(f"{given!r} is neither true nor false")

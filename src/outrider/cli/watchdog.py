@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from outrider.cli.worker import HUNG, SHUTDOWN_TOO_LONG
@@ -36,19 +36,20 @@ class WatchedEngine(Protocol):
 class Watchdog:
     def __init__(
         self,
-        engine: WatchedEngine,
+        engines: Callable[[], Sequence[WatchedEngine]],
         step_timeout_s: float,
         restarts: Mapping[str, int],
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
+        """`engines`: of the models that are loaded now."""
         self.event_loop = Heartbeat()
         self.restarts = restarts
         self.on_engine_failure: Callable[[], None] = lambda: None  # called once, on the watchdog's thread
-        self._engine = engine
+        self._engines = engines
         self._step_timeout_s = step_timeout_s
         self._end_process = end_process
-        self._seen: dict[str, tuple[str, float]] = {}  # by thread: its activity at the last look
-        self._stuck_s = dict.fromkeys(("engine", "event loop"), 0.0)  # by thread: in that activity
+        # By heartbeat: its activity at the last look, and the seconds in that activity.
+        self._seen: dict[Heartbeat, tuple[tuple[str, float], float]] = {}
         self._has_failed = False
         self._time_left_s: float | None = None  # until the hard end of a shutdown
 
@@ -56,16 +57,17 @@ class Watchdog:
 
     def fault(self) -> str | None:
         """Why the engine does not work; None if it does."""
-        if self._engine.failure is not None:
-            return "the engine has failed"
-        heartbeat = self._engine.heartbeat
-        if heartbeat.age_s > heartbeat.limit_s(self._step_timeout_s):
-            return f"the engine hangs: {heartbeat.activity} for {heartbeat.age_s:.0f} s"
+        for engine in self._engines():
+            if engine.failure is not None:
+                return "the engine has failed"
+            heartbeat = engine.heartbeat
+            if heartbeat.age_s > heartbeat.limit_s(self._step_timeout_s):
+                return f"the engine hangs: {heartbeat.activity} for {heartbeat.age_s:.0f} s"
         return None
 
     @property
     def heartbeat_age_s(self) -> float:
-        return self._engine.heartbeat.age_s
+        return max((engine.heartbeat.age_s for engine in self._engines()), default=0.0)
 
     def end_within(self, seconds: float) -> None:
         """The process has to end within this time. Sets one field: signal handlers may call it."""
@@ -88,16 +90,19 @@ class Watchdog:
             looked_s = now_s
 
     def look(self, passed_s: float) -> None:
-        if self._engine.failure is not None and not self._has_failed:
+        engines = self._engines()
+        if not self._has_failed and any(engine.failure is not None for engine in engines):
             self._has_failed = True
             self.on_engine_failure()
-        for thread, heartbeat in (("engine", self._engine.heartbeat), ("event loop", self.event_loop)):
+        heartbeats = [("engine", engine.heartbeat) for engine in engines]
+        seen, self._seen = self._seen, {}
+        for thread, heartbeat in (*heartbeats, ("event loop", self.event_loop)):
             current = heartbeat.current
-            is_same = current is self._seen.get(thread)
-            self._seen[thread] = current
-            self._stuck_s[thread] = self._stuck_s[thread] + passed_s if is_same else 0.0
-            if self._stuck_s[thread] > heartbeat.limit_s(self._step_timeout_s):
-                text = f"the {thread} hangs: {current[0]} for {self._stuck_s[thread]:.0f} s"
+            before, stuck_s = seen.get(heartbeat, (None, 0.0))
+            stuck_s = stuck_s + passed_s if current is before else 0.0
+            self._seen[heartbeat] = (current, stuck_s)
+            if stuck_s > heartbeat.limit_s(self._step_timeout_s):
+                text = f"the {thread} hangs: {current[0]} for {stuck_s:.0f} s"
                 self._end(HUNG, f"{text} (--step-timeout). The process ends. Stacks of its threads:")
         if self._time_left_s is not None:
             self._time_left_s -= passed_s
@@ -118,7 +123,11 @@ def watch_loading(
         threading.Thread(target=_watch_loading, args=args, name="outrider-load-watch", daemon=True).start()
 
 
+_newest_watched: list[threading.Event] = []  # of the load for which faulthandler is set up
+
+
 def _watch_loading(is_ready: threading.Event, timeout_s: float, end_process: Callable[[int], None]) -> None:
+    _newest_watched[:] = [is_ready]
     # Native code that opens the files may keep Python's lock. Then no thread here goes on, and faulthandler,
     # which needs no lock, writes the stacks and ends the process with status 1.
     faulthandler.dump_traceback_later(timeout_s + 2 * REPORT_S, exit=True)
@@ -126,7 +135,8 @@ def _watch_loading(is_ready: threading.Event, timeout_s: float, end_process: Cal
         text = f"the model was not loaded within {timeout_s:g} s (--load-timeout)"
         _report_in_time(f"{text}. The process ends. Stacks of its threads:")
         end_process(HUNG)
-    faulthandler.cancel_dump_traceback_later()
+    if _newest_watched == [is_ready]:  # else the next load has begun already
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _report_in_time(text: str) -> None:

@@ -16,7 +16,7 @@ from outrider.engine.row_caches import SLACK, CacheShape, next_cells
 from outrider.engine.sequence import Sequence
 from outrider.plan import NUM_SPARE_BLOCKS, CacheGeometry, RowPlan
 from outrider.request import MAX_DEPTH
-from outrider.speculate.shapes import num_slots_for
+from outrider.speculate.shapes import ShapePolicy, num_slots_for
 
 # Caches that grow get one block in GROWTH_PARTS more than are needed. They shrink if more than one in
 # SHRINK_PARTS has been too much for PATIENCE steps. Chosen by hand.
@@ -26,8 +26,10 @@ PATIENCE = 16
 
 
 class BlockCaches:
-    def __init__(self, geometry: CacheGeometry, budget_bytes: int) -> None:
+    def __init__(self, geometry: CacheGeometry, budget_bytes: int, shapes: ShapePolicy | None = None) -> None:
+        """`shapes`: where passes are traced, the caches have few sizes."""
         self._geometry = geometry
+        self._shapes = shapes
         self.budget_bytes = budget_bytes
         self.pool = BlockPool()
         self.num_slots = 0
@@ -146,4 +148,6 @@ class BlockCaches:
     def _roomy(self, num_needed: int) -> int:
         """Some more blocks than are needed, if the budget allows it."""
         roomy = num_needed + max(MIN_GROWTH, num_needed // GROWTH_PARTS)
+        if self._shapes is not None:
+            roomy = self._shapes.num_blocks(roomy)
         return max(num_needed, min(roomy, self._max_blocks(self.num_slots)))

@@ -176,8 +176,8 @@ def needs_host(row: Sequence, can_roll_back: bool) -> bool:
     return (
         drafting.masks is not None
         or (may_restrict and (not can_roll_back or drafting.head_layers > 1))
-        or params.has_penalties
-        or bool(params.logit_bias)
+        or params.changes_logits
+        or bool(params.logits_processors)
         or params.min_tokens > row.num_generated
         or (drafting.drafter is not None and any(p.source != "head" for p in drafting.proposals))
     )
@@ -220,6 +220,7 @@ def overlapped_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next:
         defers_head=defers_head,
         position_delta=last.position_delta,
         has_images=last.has_images,
+        adapter=last.adapter,
     )
 
 
@@ -253,4 +254,5 @@ def _row(sequence: Sequence, token_ids: Rows[int], num_drafts: int, next_id: int
         draft_source=drafting.source,
         num_forced=drafting.num_forced,
         has_images=media is not None,
+        adapter=0 if sequence.adapter is None else sequence.adapter.id,
     )

@@ -13,12 +13,17 @@ import logging
 import queue
 import threading
 import time
+import traceback
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
 
 from outrider.config import EngineConfig, InvalidConfig
+from outrider.engine.adapters import AdapterConflict, AdapterRefused, UnknownAdapter
+from outrider.engine.device_turns import EngineTurns
 from outrider.engine.heartbeat import IDLE, Heartbeat
 from outrider.engine.loop import EngineLoop, Outbox
 from outrider.engine.memory_plan import MemoryUse
@@ -26,11 +31,16 @@ from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix.status import PrefixStatus
 from outrider.engine.sequence import Delta
 from outrider.engine.validation import RequestValidator, ValidatedRequest
+from outrider.plan import AdapterInfo
 from outrider.prompt_media import PromptMedia
 from outrider.request import InvalidRequest, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+END_S = 1.0  # seconds that the system gets to end a thread; chosen by hand
+TASKS = Path("/proc/self/task")  # of Linux: an entry for each thread
 PARK_S = 0.02  # seconds that the engine thread gets to begin its endless wait (see _main); chosen by hand
 
 
@@ -40,17 +50,29 @@ class EngineStopped(RuntimeError):
 
 class Engine:
     def __init__(
-        self, config: EngineConfig, build: Callable[[], EngineParts], observer: EngineObserver | None = None
+        self,
+        config: EngineConfig,
+        build: Callable[[], EngineParts],
+        observer: EngineObserver | None = None,
+        turns: EngineTurns | None = None,
+        is_outlived: bool = False,
     ) -> None:
-        """Start the thread and wait until `build` has made the parts there; its exception is raised here."""
+        """Start the thread and wait until `build` has made the parts there; its exception is raised here.
+
+        `turns`: on the device, if engines of other models share it. `is_outlived`: the process goes on after
+        this engine, so that its thread has to end with it.
+        """
+        self.is_outlived = is_outlived
         self._config = config
         self._observer = observer
+        self._turns = turns
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Nothing enters the inbox once stopping is set. Reentrant: the garbage collector may end an abandoned
         # stream, which cancels, on the very thread that submits.
         self._gate = threading.RLock()
         self._stopping = threading.Event()
         self._ended = threading.Event()
+        self._may_end_thread = threading.Event()
         self.failure: str | None = None  # why the engine has ended, if nobody closed it
         self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, args=(build,), name="outrider-engine", daemon=True)
@@ -62,6 +84,7 @@ class Engine:
             raise
         if failure is not None:
             self._wait_for_end()
+            _clear_frames(failure)
             raise failure
         atexit.register(_close_if_alive, weakref.ref(self))
 
@@ -130,22 +153,55 @@ class Engine:
 
     def clear_prefix_cache(self) -> int:
         """Drop all cached prefixes, in memory and on disk. Returns how many bytes of memory that freed."""
-        done: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        try:
+            return self._on_engine_thread(self._loop.clear_prefixes)
+        except EngineStopped:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"the prefix cache could not be cleared: {error}") from error
 
-        def clear() -> None:
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The loaded adapters, by name."""
+        return self._adapters.loaded
+
+    def load_adapter(self, name: str, path: str | Path) -> AdapterInfo:
+        """Load a LoRA or DoRA adapter that mlx-lm has written; requests name it in `SamplingParams.adapter`.
+
+        Raises AdapterRefused, or AdapterConflict if the name is taken. Reading a large one takes a while.
+        """
+        self._refuse_if_stopped()
+        files = self._adapters.read(str(path))
+        return self._on_engine_thread(
+            partial(self._loop.load_adapter, name, files), (AdapterRefused, AdapterConflict)
+        )
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Raises UnknownAdapter, or AdapterConflict while requests use the adapter, waiting ones included."""
+        return self._on_engine_thread(
+            partial(self._loop.unload_adapter, name), (UnknownAdapter, AdapterConflict)
+        )
+
+    def _on_engine_thread(self, work: Callable[[], T], refusals: tuple[type[Exception], ...] = ()) -> T:
+        """Wait for the result. Every exception but the `refusals` is a fault of the engine too."""
+        done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
             try:
-                done.put(self._loop.clear_prefixes())
+                done.put((work(), None))
+            except refusals as error:
+                done.put((None, error))
             except BaseException as error:  # the caller must not wait for ever
-                done.put(error)
+                done.put((None, error))
                 raise
 
         with self._gate:
             self._refuse_if_stopped()
-            self._inbox.put(clear)
-        freed = done.get()
-        if isinstance(freed, BaseException):
-            raise RuntimeError(f"the prefix cache could not be cleared: {freed}") from freed
-        return freed
+            self._inbox.put(run)
+        result, error = done.get()
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     def close(self) -> None:
         """Stop after the steps in flight; live requests end as cancelled."""
@@ -154,9 +210,21 @@ class Engine:
             self._inbox.put(None)
         self._wait_for_end()
 
+    def abandon(self, reason: str) -> None:
+        """End all requests with an error, although the thread may hang. The process has to end soon."""
+        self.failure = self.failure or reason
+        with self._gate:
+            self._stopping.set()
+        self._loop.end_all("error", reason)
+
     def _wait_for_end(self) -> None:
         self._ended.wait()
-        time.sleep(PARK_S)
+        if self.is_outlived:
+            self._may_end_thread.set()
+            self._thread.join()
+            _wait_for_system_thread(self._thread.native_id)
+        else:
+            time.sleep(PARK_S)
 
     def _refuse_if_stopped(self) -> None:
         if self._stopping.is_set():
@@ -174,16 +242,18 @@ class Engine:
         finally:
             self._ended.set()
         # When a thread ends, MLX frees the thread's compiled functions and takes the interpreter's lock for
-        # that. This crashes if the interpreter is ending too. So the thread never ends: it waits for ever.
-        threading.Event().wait()
+        # that. This crashes if the interpreter is ending too. So the thread waits here, unless the
+        # process outlives the engine.
+        self._may_end_thread.wait()
 
     def _start(self, build: Callable[[], EngineParts]) -> bool:
         try:
-            self._loop = EngineLoop(self._config, build(), self._observer)
+            self._loop = EngineLoop(self._config, build(), self._observer, self._turns)
             self.facts = self._loop.parts.facts
             self.budget_bytes = self._loop.parts.budget_bytes
             self.max_rows = self._loop.scheduler.max_rows
             self.reader = self._loop.parts.reader
+            self._adapters = self._loop.adapters
             self._validator = self._new_validator()
         except BaseException as error:
             self.__dict__.pop("_loop", None)  # this thread never ends, and must not hold the weights
@@ -200,8 +270,16 @@ class Engine:
                 f"it needs at least {geometry.min_bytes():,}"
             )
         parts = self._loop.parts
+        ids = None if self._turns is None else self._turns.sequence_ids
         return RequestValidator(
-            self._config, parts.facts, longest_context, parts.new_text, parts.grammars, parts.token_text
+            self._config,
+            parts.facts,
+            longest_context,
+            parts.new_text,
+            parts.grammars,
+            parts.token_text,
+            self._loop.adapters,
+            ids,
         )
 
     def _serve(self) -> str | None:
@@ -256,7 +334,9 @@ class Engine:
             return
         try:
             sequence = self._validator.new_sequence(request)
-        except InvalidRequest as error:  # its grammar has failed since it was validated
+        except (
+            InvalidRequest
+        ) as error:  # its grammar has failed, or its adapter is gone, since it was validated
             outbox.put(Delta(request.id, finish_reason="error", error=str(error), is_client_error=True))
             return
         except Exception as error:
@@ -264,6 +344,23 @@ class Engine:
             outbox.put(Delta(request.id, finish_reason="error", error=f"{type(error).__name__}: {error}"))
             return
         self._loop.add(sequence, outbox)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Who holds the exception must not hold the weights, which are locals of the functions that it left."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _wait_for_system_thread(native_id: int | None) -> None:
+    """Python's thread has ended. What MLX frees at the end of the system's thread takes a moment more."""
+    if not TASKS.is_dir():
+        time.sleep(END_S)
+        return
+    give_up_s = time.monotonic() + END_S
+    while (TASKS / str(native_id)).exists() and time.monotonic() < give_up_s:
+        time.sleep(0.001)
 
 
 def _close_if_alive(engine: weakref.ref[Engine]) -> None:

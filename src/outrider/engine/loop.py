@@ -16,8 +16,11 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Steps
 from dataclasses import replace
+from typing import Any
 
 from outrider.config import EngineConfig
+from outrider.engine.adapters import AdapterConflict, AdapterDirectory, AdapterRefused
+from outrider.engine.device_turns import DeviceTurns, EngineTurns
 from outrider.engine.heartbeat import IDLE, Heartbeat, sized
 from outrider.engine.memory_plan import MemoryUse
 from outrider.engine.parts import EngineObserver, EngineParts
@@ -25,7 +28,7 @@ from outrider.engine.prefix.cache import PrefixCache, new_prefix_cache
 from outrider.engine.prefix.status import PrefixStatus
 from outrider.engine.scheduler import InFlightStep, Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
-from outrider.plan import StepResult, StepRunner
+from outrider.plan import AdapterInfo, StepResult, StepRunner
 
 log = logging.getLogger(__name__)
 
@@ -124,17 +127,26 @@ class EncodingTurns:
 
 
 class EngineLoop:
-    def __init__(self, config: EngineConfig, parts: EngineParts, observer: EngineObserver | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        parts: EngineParts,
+        observer: EngineObserver | None,
+        turns: EngineTurns | None = None,
+    ) -> None:
+        """`turns`: of an engine that shares the device with those of other models."""
         self.parts = parts
         self.live: dict[str, tuple[Sequence, Outbox]] = {}
         self.num_steps = 0
         self.prefix_status: PrefixStatus | None = None
         self.heartbeat = Heartbeat()
+        self.adapters = AdapterDirectory(parts.adapters)
         self.geometry = parts.runner.geometry(config.capacity_step)
         self._config = replace(config, max_rows=config.max_rows or parts.max_rows)
         self._observer = observer
         self._executor = StepExecutor(parts.runner, self.heartbeat)
         self._turns = EncodingTurns()
+        self._device_turns = turns or DeviceTurns().join()
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -160,8 +172,8 @@ class EngineLoop:
         if plan is None:
             return None
         images = 0 if runner.image_embeddings is None else runner.image_embeddings.num_bytes
-        held = sum(self.parts.held_bytes().values())
-        return MemoryUse(plan, self.scheduler.num_bytes, self.scheduler.prefix_bytes, images, held)
+        held, adapters = sum(self.parts.held_bytes().values()), self.parts.adapters.num_bytes
+        return MemoryUse(plan, self.scheduler.num_bytes, self.scheduler.prefix_bytes, images, held, adapters)
 
     @property
     def has_work(self) -> bool:
@@ -196,6 +208,34 @@ class EngineLoop:
         self._clean_up_if_idle()
         return num_bytes
 
+    def load_adapter(self, name: str, files: Any) -> AdapterInfo:
+        """`files`: what `AdapterDirectory.read` has returned. Raises AdapterRefused, AdapterConflict."""
+        if name in self.adapters.loaded:
+            raise AdapterConflict(
+                f"an adapter {name!r} is loaded already: unload it first, or name it otherwise."
+            )
+        store = self.parts.adapters
+        try:
+            return store.load(name, files)
+        except (ValueError, RuntimeError) as error:  # RuntimeError: MLX, for example without memory
+            raise AdapterRefused(str(error)) from error
+        finally:
+            self.adapters.update(store)
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Raises UnknownAdapter; AdapterConflict while requests use the adapter, waiting ones included."""
+        info = self.adapters.find(name)
+        assert info is not None
+        num_users = sum(sequence.adapter is info for sequence, _ in self.live.values())
+        if num_users:
+            raise AdapterConflict(
+                f"{num_users} requests use the adapter {name!r}, running or waiting: try again when they "
+                "have ended."
+            )
+        self.parts.adapters.unload(name)
+        self.adapters.update(self.parts.adapters)
+        return info
+
     def before_waiting(self) -> None:
         """The thread is about to wait for a command."""
         self._executor.forget_last_read()
@@ -205,10 +245,16 @@ class EngineLoop:
 
     def turn(self) -> None:
         """One step, and then one piece of an image if its turn has come."""
-        if self.has_work:
+        if not self.has_work:
+            return
+        if self._device_turns.take(before_waiting=lambda: self.heartbeat.enter(IDLE)):
+            self._executor.forget_last_read()  # another model's step came in between
+        try:
             self.heartbeat.enter("planning")
             has_run = self._step()
             self._encode(is_urgent=not has_run)
+        finally:
+            self._device_turns.give_back()
 
     def recover(self, error: Exception) -> None:
         """A fault in the engine itself, not in the model: all live requests end, the engine goes on."""
@@ -227,13 +273,16 @@ class EngineLoop:
         if not in_flight:
             self._executor.forget_last_read()
             if scheduler.next_piece() is None:
+                self._device_turns.give_back()
                 scheduler.wait_for_disk()
             return False
         started_s = time.perf_counter()
         try:
             if planned is not None:
                 self._executor.launch(planned)
-            if self.parts.overlaps_steps and (overlapped := scheduler.plan_overlapped()) is not None:
+            # No step may stay on the device when another model's engine has its turn.
+            overlaps = self.parts.overlaps_steps and not self._device_turns.is_contended
+            if overlaps and (overlapped := scheduler.plan_overlapped()) is not None:
                 self._executor.launch(overlapped, in_front=[in_flight[0]])
             step = in_flight[0]
             self._executor.finish(step)
@@ -369,9 +418,9 @@ class EngineLoop:
         except BaseException:
             log.exception("a step failed while the engine stopped")
         try:
-            self.parts.save_measurements()
+            self.parts.on_close()
         except Exception:
-            log.exception("the measured costs could not be saved")
+            log.exception("the measured costs could not be saved, or other ranks not be stopped")
         if self.parts.disk is not None:
             self.parts.disk.close()
         self.parts.grammars.close()

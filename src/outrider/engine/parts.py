@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.cache.disk_tier import DiskTier
+from outrider.engine.adapters import AdapterStore, NoAdapters
 from outrider.engine.memory_plan import MemoryPlan
 from outrider.engine.sequence import OutputText
 from outrider.engine.validation import ModelFacts
@@ -31,7 +32,7 @@ class EngineParts:
     new_text: Callable[[Request], OutputText]
     grammars: GrammarCompiler
     controller: DepthController = field(default_factory=DepthController)
-    save_measurements: Callable[[], None] = lambda: None  # called once, at the end
+    on_close: Callable[[], None] = lambda: None  # called once, at the end
     prefix_bytes: int = 0  # budget of cached prefixes; 0: no prefix cache
     disk: DiskTier | None = None  # where cached prefixes outlive the process
     reader: ImageReader | None = None  # of a model that reads images; for any thread
@@ -42,6 +43,7 @@ class EngineParts:
     held_bytes: Callable[[], Mapping[str, int]] = dict  # memory that the device's library holds, by kind
     overlaps_steps: bool = False  # whether a step is launched before the one in front of it is read
     token_text: Callable[[int], str] = _no_tokenizer  # of one token, special tokens included
+    adapters: AdapterStore = field(default_factory=NoAdapters)
 
 
 class EngineObserver(Protocol):

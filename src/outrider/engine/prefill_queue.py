@@ -88,13 +88,18 @@ class PrefillQueue:
         """The rows that may feed the rest of their prompt in a step of `max_tokens` prompt tokens."""
         prefilling = [row for row in rows if not row.is_decoding]
         return [
-            row
-            for row in prefilling
-            if row.num_prefill - row.num_cached <= min(max_tokens, self._num_readable(row))
+            row for row in prefilling if row.num_prefill - row.num_cached <= self._max_chunk(row, max_tokens)
         ]
 
     def batch(self, ready: Rows[Sequence], limit: ChunkLimit) -> tuple[list[RowPlan], PromptShape]:
-        """A chunk of the row whose turn it is, and the chunks of other rows that fit beside it."""
+        """A chunk of the row whose turn it is, and the chunks of other rows that fit beside it.
+
+        A bidirectional image is computed whole, whatever the limit, in a pass of its own: its attention has
+        another mask.
+        """
+        if ready and _in_span(ready[0]) and (size := self._num_readable(ready[0])) > 0:
+            return [prefill_row(ready[0], size)], PromptShape().plus(size, ready[0].num_cached)
+        ready = [row for row in ready if not _in_span(row)]
         sizes: dict[int, int] = {}  # by sequence id
         shape = PromptShape()
         for sequence in [*self._short(ready, limit), *ready]:
@@ -161,7 +166,19 @@ class PrefillQueue:
     def _num_readable(self, sequence: Sequence) -> int:
         """Tokens that can be fed now: up to one before the first image piece that is not encoded.
 
-        The head reads one token ahead."""
-        missing = self._missing(sequence)
+        The head reads one token ahead. A chunk also ends where a bidirectional image begins or ends."""
+        missing, media = self._missing(sequence), sequence.request.media
         end = sequence.num_prefill if missing is None else missing.first - 1
+        if media is not None:
+            end = media.chunk_end(sequence.num_cached, end)
         return end - sequence.num_cached
+
+    def _max_chunk(self, sequence: Sequence, max_tokens: int) -> int:
+        readable = self._num_readable(sequence)
+        return readable if _in_span(sequence) else min(max_tokens, readable)
+
+
+def _in_span(sequence: Sequence) -> bool:
+    """True if the row's next cell is in a bidirectional image."""
+    media = sequence.request.media
+    return media is not None and media.span_at(sequence.num_cached) is not None

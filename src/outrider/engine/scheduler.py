@@ -26,14 +26,16 @@ from outrider.engine.prefill_queue import PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.prompt_pacing import PromptPacing, PromptWork
-from outrider.engine.row_caches import SlotCaches, SlotTable
+from outrider.engine.row_caches import CacheShape, SlotCaches, SlotTable
 from outrider.engine.sequence import Delta, FinishReason, Sequence, token_origins
 from outrider.engine.waiting_queue import WaitingQueue
 from outrider.plan import (
     CacheGeometry,
     ImageEmbeddings,
     LaunchedStep,
+    Move,
     PassShape,
+    PrefixCopies,
     RowPlan,
     RowResult,
     StepPlan,
@@ -70,6 +72,19 @@ class InFlightStep:
     seconds: float | None = None  # from the last read to this one, with the host's work in between
 
 
+@dataclass(frozen=True)
+class _Arrangement:
+    """What a plan does to the caches before its passes."""
+
+    moves: tuple[Move, ...]
+    kept_blocks: tuple[int, ...] | None  # see StepPlan
+    shape_before: CacheShape
+
+    def changes(self, shape: CacheShape) -> bool:
+        """`shape`: of the caches in the plan."""
+        return bool(self.moves) or self.kept_blocks is not None or self.shape_before != shape
+
+
 class Scheduler:
     def __init__(
         self,
@@ -89,7 +104,7 @@ class Scheduler:
         self._prefix = prefix_cache or NoPrefixCache()
         self._budget: SlotCaches | BlockCaches
         if geometry.has_blocks:
-            self._budget = BlockCaches(geometry, budget_bytes)
+            self._budget = BlockCaches(geometry, budget_bytes, self._controller.shapes)
         else:
             self._budget = SlotCaches(geometry, budget_bytes, self._controller.shapes)
         self._prefix.use_blocks(self._budget.pool, geometry.block_size)
@@ -156,55 +171,75 @@ class Scheduler:
         """The next step; None if there is nothing to do, or all rows wait for images or the disk."""
         if self.in_flight:
             raise RuntimeError("a step is in flight: commit it, or let it fail, before the next plan")
+        arrangement = self._arrange()
+        rows = self._rows_to_run()
+        ready = self._prefill_queue.ready(rows)
+        decoding = [row for row in rows if row.is_decoding]
+        if not self._pacing.may_prefill(len(decoding)):
+            ready = []
+        decode = self._decode_batch(decoding, ready)
+        decode_shape = self._draft_planner.pass_shape(decode, self._budget.num_slots)
+        decode_s = self._draft_planner.expected_s(decode, decode_shape) if decode else 0.0
+        prefill, prompt_shape = self._prefill_queue.batch(ready, self._pacing.limit(decode_s))
+        prefill = self._placed(prefill)
+        copies = self._prefix.take_copies()
+        is_rearranged = arrangement.changes(self._budget.shape)
+        if not (decode or prefill or copies or (is_rearranged and rows)):
+            return None
+        plan = self._step_plan(arrangement, copies, decode, decode_shape, prefill)
+        cost_shape, work = None, None
+        if decode and not (prefill or copies or is_rearranged):
+            cost_shape = self._draft_planner.step_shape(decode, decode_shape)
+        if prefill:
+            share = self._pacing.decode_share(len(decode), len(rows) - len(decode))
+            is_typical = not (is_rearranged or copies.loads or copies.arrivals)
+            work = PromptWork(prompt_shape, decode_s, share, is_typical)
+        is_decode_only = bool(decode) and not prefill
+        return self._new_step(plan, is_decode_only=is_decode_only, cost_shape=cost_shape, prompt_work=work)
+
+    def _arrange(self) -> _Arrangement:
+        """Let rows start and preempt rows, until the caches fit; then give the rows their places."""
         self._start_waiting()
         shape_before = self._budget.shape
         self._preempt_until_fit()
         kept_blocks = self._budget.compact(list(self._slots.sequences()))
         moves = self._slots.settle()
         moves = moves if self._moves_cells else []
-        rows = self._rows_to_run()
-        ready = self._prefill_queue.ready(rows)
-        decoding = [row for row in rows if row.is_decoding]
-        if not self._pacing.may_prefill(len(decoding)):
-            ready = []
+        return _Arrangement(tuple(moves), kept_blocks, shape_before)
+
+    def _decode_batch(self, decoding: list[Sequence], ready: list[Sequence]) -> list[RowPlan]:
+        """The decoding rows with their drafts. `ready`: rows that may prefill beside them."""
         joining = self._prefill_queue.about_to_sample(ready, self._pacing.max_tokens)
         self._draft_planner.choose_drafts(decoding, joining, self._budget.num_slots)
-        decode = [decode_row(row, self._prefix.max_drafts(row)) for row in decoding]
-        decode = self._placed(decode)
-        decode_shape = self._draft_planner.pass_shape(decode, self._budget.num_slots)
-        decode_s = self._draft_planner.expected_s(decode, decode_shape) if decode else 0.0
-        prefill, prompt_shape = self._prefill_queue.batch(ready, self._pacing.limit(decode_s))
-        prefill = self._placed(prefill)
-        copies = self._prefix.take_copies()
-        is_rearranged = bool(moves) or kept_blocks is not None or shape_before != self._budget.shape
-        if not (decode or prefill or copies or (is_rearranged and rows)):
-            return None
-        batches, shapes, cost_shape, work = [], [], None, None
+        return self._placed([decode_row(row, self._prefix.max_drafts(row)) for row in decoding])
+
+    def _step_plan(
+        self,
+        arrangement: _Arrangement,
+        copies: PrefixCopies,
+        decode: list[RowPlan],
+        decode_shape: PassShape,
+        prefill: list[RowPlan],
+    ) -> StepPlan:
+        batches, shapes = [], []
         if decode:
             batches.append(tuple(decode))
             shapes.append(decode_shape)
-            if not (prefill or copies or is_rearranged):
-                cost_shape = self._draft_planner.step_shape(decode, decode_shape)
         if prefill:
             width = self._controller.shapes.prefill_width(max(row.num_fed for row in prefill))
             batches.append(tuple(prefill))
             shapes.append(PassShape(width=width))
-            share = self._pacing.decode_share(len(decode), len(rows) - len(decode))
-            is_typical = not (is_rearranged or copies.loads or copies.arrivals)
-            work = PromptWork(prompt_shape, decode_s, share, is_typical)
         num_slots, capacity, num_blocks = self._budget.shape
-        plan = StepPlan(
+        return StepPlan(
             num_slots,
             capacity,
-            tuple(moves),
+            arrangement.moves,
             tuple(batches),
             tuple(shapes),
             copies,
             num_blocks=num_blocks,
-            kept_blocks=kept_blocks,
+            kept_blocks=arrangement.kept_blocks,
         )
-        is_decode_only = bool(decode) and not prefill
-        return self._new_step(plan, is_decode_only=is_decode_only, cost_shape=cost_shape, prompt_work=work)
 
     def plan_overlapped(self) -> InFlightStep | None:
         """The step after the one in flight; None if that one has to be read first.
@@ -297,6 +332,8 @@ class Scheduler:
         sequence.num_cached += planned.num_fed - planned.num_drafts + result.num_accepted
         if planned.feeds_head:
             sequence.num_head_cached = sequence.num_cached
+        if result.prompt_logprobs:  # those of a part that is computed again take the place of the first ones
+            sequence.prompt_logprobs[planned.start + 1 :] = result.prompt_logprobs
         if not planned.is_sampling:
             self._prefill_queue.pass_turn(sequence)
             self._prefix.save(sequence)
@@ -312,11 +349,17 @@ class Scheduler:
         is_rolled_back = num_taken < len(result.token_ids) and delta.finish_reason is None
         if is_rolled_back:
             self._roll_back(sequence, len(result.token_ids) - num_taken)
+        if result.error is not None and delta.finish_reason is None:
+            delta = replace(delta, logprobs=result.logprobs[:num_taken])
+            ended = replace(self._finish(sequence, "error", result.error), is_client_error=True)
+            return delta.merged(ended)
         if num_taken == 0:
             return None  # the row runs again, with the drafts that it had
         self._draft_planner.observe(sequence, result.token_ids[:num_taken])
         counters.add_drafts(planned.num_drafts, min(result.num_accepted, num_taken))
         delta = replace(delta, logprobs=result.logprobs[:num_taken])
+        if sequence.num_generated == num_taken:  # the first tokens of the answer
+            delta = replace(delta, prompt_logprobs=tuple(sequence.prompt_logprobs))
         if sequence.params.token_origins:
             origins = token_origins(planned, len(result.token_ids))
             delta = replace(delta, origins=origins[:num_taken])

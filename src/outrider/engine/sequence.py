@@ -5,6 +5,7 @@ Its drafts are in `Sequence.drafting`, its counters and times in `Sequence.count
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from outrider.cache.prefix_index import pair_key
-from outrider.plan import RowPlan, TokenLogprobs
+from outrider.plan import AdapterInfo, RowPlan, TokenLogprobs
 from outrider.request import MAX_DEPTH, InvalidRequest, Request, SamplingParams
 from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.drafter import Drafter
@@ -100,6 +101,7 @@ class Delta:
     is_client_error: bool = False  # the error is of the request, such as its grammar, not of the engine
     origins: tuple[TokenOrigin, ...] = ()  # one for each token, if requested
     prompt_progress: PromptProgress | None = None  # if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # if requested, once; NaN for the first token
 
     def merged(self, later: Delta) -> Delta:
         return Delta(
@@ -114,6 +116,7 @@ class Delta:
             later.is_client_error,
             self.origins + later.origins,
             later.prompt_progress or self.prompt_progress,
+            self.prompt_logprobs or later.prompt_logprobs,
         )
 
 
@@ -297,10 +300,14 @@ class Sequence:
     num_head_cached: int = 0  # cells that have the head's part; fewer than num_cached after a pause
     num_prefill: int = 0  # tokens to cache before the row samples; after a preemption, more than the prompt
     failures: int = 0  # failed steps with this sequence in them, since its last good decode step
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # if requested
+    adapter: AdapterInfo | None = None
     _keys: list[int] = field(default_factory=list)  # by cell; see keys
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [TokenLogprobs(self.tokens[0], math.nan, ())]  # nothing is before it
         self.num_prefill = len(self.tokens)
 
     @property
@@ -420,7 +427,8 @@ class Sequence:
         reason: FinishReason | None = None
         stop_string: str | None = None
         if token_id in self.stop_ids:
-            text, reason = self.text.flush(), "stop"
+            text, stop_string = self._text_of_stop(token_id)
+            reason = "stop"
         else:
             text, stop_string = self.text.push(token_id)
             if stop_string is not None:
@@ -428,6 +436,13 @@ class Sequence:
             elif self.num_left <= 0:
                 text, reason = text + self.text.flush(), "length"
         return Delta(self.request.id, (token_id,), text, finish_reason=reason, stop_string=stop_string)
+
+    def _text_of_stop(self, token_id: int) -> tuple[str, str | None]:
+        """The last text of an answer that a stop token ends; the token's own text only if it is asked for."""
+        if not self.params.include_stop_str_in_output:
+            return self.text.flush(), None
+        text, stop_string = self.text.push(token_id)
+        return text + self.text.flush(), stop_string
 
     def prompt_progress(self) -> PromptProgress:
         started_s, now_s = self.counters.started_s, time.perf_counter()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
+from outrider.engine.adapters import AdapterDirectory, NoAdapters
+from outrider.engine.allowed_tokens import AllowedTokens
 from outrider.engine.sequence import DraftState, OutputText, Sequence, TokenGrammar
 from outrider.engine.thinking_budget import ThinkingBudget, ThinkingRule
 from outrider.grammar.compiler import GrammarCompiler
@@ -18,6 +20,7 @@ from outrider.grammar.lazy import LazyRowGrammar
 from outrider.grammar.matcher import RowGrammar
 from outrider.request import (
     MAX_DEPTH,
+    MAX_PROMPT_LOGPROBS,
     NO_DEFAULTS,
     DraftDepth,
     Grammar,
@@ -47,10 +50,14 @@ class ModelFacts:
     can_pause_head: bool = True  # False: feeding the head in every step is cheaper than catching up later
     dtype: str = ""
     weight_bits: tuple[int, ...] = ()  # of quantised layers
+    kv_bits: int | None = None  # of quantised keys and values
     reads_images: bool = False
     no_images_reason: str | None = None  # why a vision model does not read images
     device: str = ""
     sampling: SamplingDefaults = NO_DEFAULTS  # from the model's generation_config.json
+    family: str = ""  # the model_type of its config.json
+    num_parameters: int = 0  # without the head and the vision encoder
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,15 +89,18 @@ class RequestValidator:
         new_text: Callable[[Request], OutputText],
         grammars: GrammarCompiler,
         token_text: Callable[[int], str],
+        adapters: AdapterDirectory | None = None,
+        ids: Iterator[int] | None = None,
     ) -> None:
-        """`token_text`: the text of one token, special tokens included."""
+        """`token_text`: the text of one token, special tokens included. `ids`: of sequences."""
         self._config = config
         self._facts = facts
         self._longest_context = longest_context  # tokens that the memory budget allows for a single row
         self._new_text = new_text
         self._grammars = grammars
         self._token_text = token_text
-        self._ids = itertools.count()
+        self._ids = itertools.count() if ids is None else ids
+        self._adapters = adapters or AdapterDirectory(NoAdapters())
 
     def validate(self, request: Request) -> ValidatedRequest:
         """Raise InvalidRequest, with the reason, if this request cannot be served."""
@@ -99,9 +109,11 @@ class RequestValidator:
             reason = self._facts.no_images_reason or "this model reads text only"
             raise InvalidRequest(f"the prompt has images: {reason}")
         params = request.params
+        self._adapters.find(params.adapter)
         grammar_ids = params.grammar.token_ids if params.grammar is not None else ()
         close_ids = params.reasoning.close_ids if params.reasoning is not None else ()
         named = (*params.logit_bias, *params.stop_token_ids, *params.prediction_ids, *grammar_ids, *close_ids)
+        named += (*params.allowed_token_ids, *(i for word in params.bad_word_ids for i in word))
         outside = [i for i in named if not 0 <= i < self._facts.vocab_size]
         if outside:
             raise InvalidRequest(
@@ -117,6 +129,9 @@ class RequestValidator:
                 'Leave it "auto" or 0, or start the engine with a head or drafter="ngram".'
             )
         self._check_thinking(params)
+        self._check_allowed(params)
+        if params.bad_words and not params.bad_word_ids:
+            raise InvalidRequest("bad_words are texts, and the engine reads token ids: give it bad_word_ids")
         grammar = None
         if params.grammar is not None:
             if params.grammar.triggers is None and (params.ignore_eos or params.min_tokens):
@@ -132,6 +147,7 @@ class RequestValidator:
             raise InvalidGrammar(str(error)) from error
 
     def new_sequence(self, validated: ValidatedRequest) -> Sequence:
+        """Raises InvalidRequest if the request's adapter has been unloaded meanwhile."""
         request = validated.request
         params = request.params
         wanted = self._config.auto_depth if params.draft_depth == "auto" else params.draft_depth
@@ -148,6 +164,7 @@ class RequestValidator:
             text=self._new_text(request),
             stop_ids=stop_ids,
             max_tokens=left if params.max_tokens is None else min(left, params.max_tokens),
+            adapter=self._adapters.find(params.adapter),
             drafting=DraftState(
                 max_depth=self._max_drafts(params),
                 head_depth=depth if self._facts.drafter == "mtp" else 0,
@@ -162,8 +179,11 @@ class RequestValidator:
         )
 
     def _new_grammar(self, validated: ValidatedRequest) -> TokenGrammar | None:
-        """What restricts the row's tokens: its grammar, its thinking budget, or both."""
-        grammar = None if validated.grammar is None else validated.grammar.copy()
+        """What restricts the row's tokens: its grammar or its allowed tokens, and its thinking budget."""
+        allowed_ids = validated.request.params.allowed_token_ids
+        grammar: TokenGrammar | None = None if validated.grammar is None else validated.grammar.copy()
+        if allowed_ids:
+            grammar = AllowedTokens(allowed_ids, self._facts.vocab_size)
         marks, budget = validated.request.params.reasoning, validated.request.params.thinking_token_budget
         if marks is None or budget is None:
             return grammar
@@ -188,10 +208,39 @@ class RequestValidator:
                     "thinking_token_budget: leave out one of the three"
                 )
 
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """Refuse `allowed_token_ids` that leave no token to sample at some place of every answer."""
+        if not params.allowed_token_ids:
+            return
+        if params.grammar is not None:
+            raise InvalidRequest(
+                "allowed_token_ids cannot be combined with a grammar, which allows tokens too"
+            )
+        allowed, marks = set(params.allowed_token_ids), params.reasoning
+        if (
+            marks is not None
+            and params.thinking_token_budget is not None
+            and not allowed.issuperset(marks.close_ids)
+        ):
+            raise InvalidRequest(
+                "allowed_token_ids lacks the tokens that end the reasoning at thinking_token_budget: "
+                f"add {list(marks.close_ids)}"
+            )
+        left = {i for i in allowed if params.logit_bias.get(i) != -math.inf}
+        left -= {word[0] for word in params.bad_word_ids if len(word) == 1}
+        if not left:
+            raise InvalidRequest("logit_bias and bad_words exclude all of allowed_token_ids: leave one token")
+
     def _check_prompt(self, request: Request) -> None:
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         length, limit = len(request.prompt_ids), self._facts.max_context
+        most = request.params.truncate_prompt_tokens
+        if most is not None and 0 < most < length:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens and truncate_prompt_tokens is {most}: the engine does not "
+                "cut prompts, so cut it before"
+            )
         size = f"{length} tokens"
         if length >= limit:
             raise PromptTooLong(
@@ -205,6 +254,11 @@ class RequestValidator:
                 "answer included: shorten it or raise the budget",
                 size,
                 self._longest_context,
+            )
+        if request.params.prompt_logprobs is not None and length > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequest(
+                f"log-probabilities are given for prompts of at most {MAX_PROMPT_LOGPROBS} tokens, and this "
+                f"one has {length}: shorten it, or leave out prompt_logprobs (echo with logprobs)"
             )
         vocab_size = self._facts.vocab_size
         outside = [i for i in request.prompt_ids if not 0 <= i < vocab_size]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from outrider.models.encoders.families import ENCODERS
 from outrider.models.errors import ModelUnavailable
 
 
@@ -35,6 +36,7 @@ SUPPORTED: frozenset[str] = frozenset({
 
 RECURRENT = "its recurrent layers have a state that Outrider cannot roll back per row yet"
 MEDIA = "its language model has not been checked without its vision and audio encoders"
+ENCODER = "it is an encoder, which generates no text: `outrider serve` makes embeddings with it"
 LOGITS_ONLY = "its mlx-lm definition returns logits only, and drafting needs hidden states"
 
 REFUSED: Mapping[str, str] = {
@@ -62,7 +64,8 @@ REFUSED: Mapping[str, str] = {
 def check_supported(family: str) -> None:
     """Raise UnsupportedModel if rows of this family cannot be rolled back exactly."""
     if family not in SUPPORTED:
-        raise unsupported(family, REFUSED.get(family, "it has not been checked with per-row caches"))
+        unknown = ENCODER if family in ENCODERS else "it has not been checked with per-row caches"
+        raise unsupported(family, REFUSED.get(family, unknown))
 
 
 def unsupported(family: str, reason: str) -> UnsupportedModel:

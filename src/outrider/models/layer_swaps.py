@@ -14,13 +14,18 @@ where they are, and mlx-lm's own modules and other models of the process do not 
     5. fused layers       Two native primitives for a decoder layer with quantised weights.
                           For models that stay quantised on a CPU (cpu/quantized.py). After 4, which computes
                           the calls that the primitives do not take.
-    6. flat matmuls       Quantised matmuls of all tokens of a pass at once (models/quantized_layers.py).
-                          For models that are served on CUDA. Before 7, which merges such layers too.
-    7. merged linear      One matmul for layers that read the same input.
+    6. paged attention    Attention that reads the rows' blocks where they are (models/paged_attention.py).
+                          For models that are served on a GPU.
+    7. flat matmuls       Quantised matmuls of all tokens of a pass at once (models/quantized_layers.py).
+                          For models that are served on CUDA. Before 8, which merges such layers too.
+    8. merged linear      One matmul for layers that read the same input.
                           For models that are served on a GPU. Last, since a dry run of the final layers shows
                           which of them read the same input.
 
-1 to 3 are needed for correct results: a Trunk and an MTP head apply them when they are made. 4 to 7 are for
+    9. adapters           A linear layer adds the terms of its rows' adapters (models/adapters/terms.py).
+                          For layers that a loaded adapter changes, from then on. Not applied here.
+
+1 to 3 are needed for correct results: a Trunk and an MTP head apply them when they are made. 4 to 8 are for
 speed: they are applied when a model is built for serving. Training uses mlx-lm's own arithmetic.
 """
 
@@ -33,7 +38,8 @@ import mlx.nn as nn
 
 from outrider.cpu import fast_math, fused_layers
 from outrider.cpu import layers as cpu_layers
-from outrider.models import machine, merged_linear, quantized_layers
+from outrider.models import gpu_kernels, machine, merged_linear, paged_attention, quantized_layers
+from outrider.models.adapters import terms as adapters
 from outrider.models.recurrent.layer_classes import use_row_states
 from outrider.models.vision.deepstack import use_deepstack
 from outrider.models.vision.mrope import MRopeSections, use_mrope
@@ -60,16 +66,20 @@ def swap_layers(
     if fast_math.applies():
         cpu_layers.use_fast_math(model)
     fused_layers.use_fused_layers(model)
+    if gpu_kernels.is_available():
+        paged_attention.use_paged_attention(model)
     if quantized_layers.applies():
         quantized_layers.use_flat_matmuls(model)
     if machine.outruns_host():
         merged_linear.merge(model, dry_run)
 
 
-# Undo swaps 4 to 7, the last one first.
+# Undo swaps 4 to 8, the last one first.
 PLAIN_CLASSES = (
+    adapters.plain_class,
     merged_linear.plain_class,
     quantized_layers.plain_class,
+    paged_attention.plain_class,
     fused_layers.plain_class,
     cpu_layers.plain_class,
 )
@@ -77,7 +87,7 @@ PLAIN_CLASSES = (
 
 @contextmanager
 def without_speed_swaps(*models: nn.Module) -> Iterator[None]:
-    """mlx-lm's own arithmetic while the context is open, to compare with: swaps 4 to 7 are undone."""
+    """mlx-lm's own arithmetic while the context is open, to compare with: swaps 4 to 8 are undone."""
     kinds = [(module, type(module)) for model in models for _, module in model.named_modules()]
     for module, kind in kinds:
         for plain_class in PLAIN_CLASSES:

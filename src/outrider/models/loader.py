@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from outrider.models.dtypes import settle_dtype
 from outrider.models.errors import ModelUnavailable
 from outrider.models.families import check_supported
 from outrider.models.files import generation_config as generation_files
+from outrider.models.files import hub
 from outrider.models.files.eos_tokens import eos_ids
 from outrider.models.files.named import NAMED, make_ready, named_model
 from outrider.models.gguf import convert as gguf
 from outrider.models.heads.layouts import recognise
 from outrider.models.quantization_check import check_quantization, check_tensors
+from outrider.models.sharding import shard
 from outrider.models.trunk import Trunk
 from outrider.models.vision.encoder import LoadedVision, has_extra, has_vision_weights, load_vision
 from outrider.models.vision.families import VisionFamily, vision_family, why_text_only
@@ -37,6 +40,7 @@ log = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 8192  # tokens, if the config names no limit; chosen by hand
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_context_length", "seq_length")
 UNPACKED_LATER = (None, "awq", "gptq", "bitnet")  # formats whose tensors are not MLX's after `sanitize`
+PROJECTION = re.compile(r"^(?:language_model\.)?lm_head\.")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*tiktoken*")
 
 
@@ -64,27 +68,35 @@ def load(
     dtype: str = "auto",
     revision: str | None = None,
     generation_config: GenerationConfigSource = "none",
+    needs_logits: bool = True,
+    group: mx.distributed.Group | None = None,
 ) -> LoadedModel:
     """`dtype` is one of DTYPES. "auto": float32 on the CPU, elsewhere the dtype of the checkpoint.
 
     `revision`: commit, tag or branch of a Hugging Face id. `generation_config`: "auto" reads the sampling
-    values in generation_config.json.
+    values in generation_config.json. `needs_logits` False: for embeddings, which need no output projection.
+    `group`: load this rank's part of the model only.
     """
     if dtype not in DTYPES:
         raise ModelLoadError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
     path = find_folder(model, revision)
     if path.parent.name == "snapshots":  # a folder of the Hugging Face cache has the name of its commit
         log.info("%s: commit %s", model, path.name)
-    config = _read_config(path)
+    config = read_config(path)
     sampling = _sampling(path, generation_config)
     vision = vision_family(config)
     family = _family(config, vision)
     check_supported(family)
-    network, mrope = _load_network(path, config, vision)
+    network, mrope = _load_network(path, config, vision, lazy=group is not None, needs_logits=needs_logits)
+    if group is not None:
+        shard(network, group, family)
     settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
     trunk = _new_trunk(network, config, vision, mrope)
-    loaded_vision, no_images_reason = _load_vision(path, vision, config, trunk)
+    if group is None or vision is None:
+        loaded_vision, no_images_reason = _load_vision(path, vision, config, trunk)
+    else:
+        loaded_vision, no_images_reason = None, "images are not read by a model on several ranks"
     ends = eos_ids(tokenizer, config)
     return LoadedModel(
         path, family, trunk, tokenizer, config, ends, loaded_vision, no_images_reason, sampling
@@ -100,7 +112,7 @@ def _sampling(path: Path, source: GenerationConfigSource) -> SamplingDefaults:
 
 def trunk_on_disk(folder: Path) -> Trunk:
     """The trunk of a model folder as it is stored. A weight is read from the disk when it is first used."""
-    config = _read_config(folder)
+    config = read_config(folder)
     vision = vision_family(config)
     check_supported(_family(config, vision))
     network, mrope = _load_network(folder, config, vision, lazy=True)
@@ -112,7 +124,18 @@ def _new_trunk(
 ) -> Trunk:
     vision_config = config["vision_config"] if vision is not None else {}
     num_deepstack = len(vision_config.get("deepstack_visual_indexes") or ())
-    return Trunk(network, _max_context(config), mrope, num_deepstack)
+    return Trunk(network, max_context(config), mrope, num_deepstack)
+
+
+def local_folder(model: str | Path, revision: str | None = None) -> Path | None:
+    """A model's folder, if nothing has to be downloaded or converted for it."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return path if path.is_dir() else None
+    if (own := named_model(model)) is not None:
+        return own.folder() if own.folder().is_dir() else None
+    is_id = str(model).count("/") == 1 and not str(model).startswith((".", "/", "~"))
+    return hub.downloaded(str(model), revision) if is_id else None
 
 
 def find_folder(model: str | Path, revision: str | None = None) -> Path:
@@ -135,24 +158,13 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
             f"{model}: no such folder, and not a Hugging Face id of the form owner/name. "
             f"Names without an owner: {', '.join(named.NAME for named in NAMED)}."
         )
-    return _download(str(model), revision)
-
-
-def _download(repo_id: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
-    except Exception as error:
-        at = "" if revision is None else f" at revision {revision}"
-        raise ModelLoadError(
-            f"{repo_id}: there is no such local folder, and it could not be downloaded{at} "
-            f"({type(error).__name__}: {str(error).partition(chr(10))[0]})."
-        ) from error
+        return hub.download(str(model), revision)
+    except hub.DownloadFailed as error:
+        raise ModelLoadError(str(error)) from error
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     try:
         config = json.loads(file.read_text())
@@ -175,7 +187,11 @@ def _family(config: dict[str, Any], vision: VisionFamily | None) -> str:
 
 
 def _load_network(
-    path: Path, config: dict[str, Any], vision: VisionFamily | None, lazy: bool = False
+    path: Path,
+    config: dict[str, Any],
+    vision: VisionFamily | None,
+    lazy: bool = False,
+    needs_logits: bool = True,
 ) -> tuple[nn.Module, MRopeSections | None]:
     """Load the text model, or the language part of a vision checkpoint. Also return its mrope sections."""
     from mlx_lm.utils import _get_classes, load_model
@@ -185,7 +201,9 @@ def _load_network(
         network, _ = load_model(
             path,
             lazy=True,
-            get_model_classes=lambda config: _with_checks(config, *get_classes(config)),
+            get_model_classes=lambda config: _with_checks(
+                config, *get_classes(config), needs_logits=needs_logits
+            ),
             trust_remote_code=False,
         )
         mrope = None if vision is None else mrope_sections(vision, config)
@@ -200,17 +218,21 @@ def _load_network(
     return network, mrope
 
 
-def _with_checks(config: dict[str, Any], kind: type[nn.Module], args: type) -> tuple[type[nn.Module], type]:
+def _with_checks(
+    config: dict[str, Any], kind: type[nn.Module], args: type, *, needs_logits: bool
+) -> tuple[type[nn.Module], type]:
     """Return the model's classes with a `sanitize` that drops an MTP head and checks quantised tensors.
 
     Most of mlx-lm's families drop the weights of a head themselves. The others would refuse the checkpoint.
     """
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        weights = weights if needs_logits else _completed(self, weights)
         head = recognise(weights, config)
         if head is not None:
             weights = {name: array for name, array in weights.items() if name not in head}
         arranged: dict[str, mx.array] = kind.sanitize(self, weights) if hasattr(kind, "sanitize") else weights
+        arranged = _without_tied_copy(self, arranged, config)
         if groups_of_16.CONFIG_KEY in config:
             arranged = groups_of_16.load_groups_of_16(self, arranged, config[groups_of_16.CONFIG_KEY])
         if config.get("quantization") is not None:
@@ -220,6 +242,35 @@ def _with_checks(config: dict[str, Any], kind: type[nn.Module], args: type) -> t
         return arranged
 
     return type(kind.__name__, (kind,), {"sanitize": sanitize, "__module__": kind.__module__}), args
+
+
+def _completed(network: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The weights of an embedding model under the names that mlx-lm expects.
+
+    Qwen3-Embedding, for example, is published without the name of its inner stack and without an output
+    projection, which nobody uses: the embedding takes the place of the projection.
+    """
+    if "embed_tokens.weight" in weights:
+        weights = {f"model.{name}": array for name, array in weights.items()}
+    if "lm_head" not in network or "lm_head.weight" in weights:
+        return weights
+    embedding = "model.embed_tokens."
+    rows = {name.removeprefix(embedding): a for name, a in weights.items() if name.startswith(embedding)}
+    return weights | {f"lm_head.{name}": array for name, array in rows.items()}
+
+
+def _without_tied_copy(
+    model: nn.Module, weights: dict[str, mx.array], config: dict[str, Any]
+) -> dict[str, mx.array]:
+    """Drop the copy of the embeddings that some files with tied embeddings have for the output projection.
+
+    mlx-lm drops it in text models only.
+    """
+    text = config.get("text_config") or config
+    has_projection = any(path.endswith("lm_head") for path, _ in model.named_modules())
+    if has_projection or not text.get("tie_word_embeddings"):
+        return weights
+    return {name: array for name, array in weights.items() if not PROJECTION.match(name)}
 
 
 def _method(quantization_config: object) -> object:
@@ -265,7 +316,7 @@ def _load_tokenizer(path: Path) -> Any:
         raise ModelLoadError(f"the tokenizer in {path} cannot be loaded: {error}") from error
 
 
-def _max_context(config: dict[str, Any]) -> int:
+def max_context(config: dict[str, Any]) -> int:
     """Return the context limit. A model with learned positions has no position past the limit."""
     limits = (part.get(key) for part in (config, config.get("text_config") or {}) for key in CONTEXT_KEYS)
     return int(next((limit for limit in limits if limit), DEFAULT_CONTEXT))

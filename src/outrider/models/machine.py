@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 
+from outrider import fallbacks
 from outrider.cpu import blas
 from outrider.models import cgroup
 
@@ -28,7 +31,19 @@ def settle() -> None:
     """Call before a model is loaded. On the CPU, mx.compile gains nothing and needs a C++ compiler."""
     if is_cpu():
         mx.disable_compile()
-        blas.watch_threads()
+        _note_blas(blas.watch_threads())
+
+
+def has_own_matmul() -> bool:
+    """True if the matmul for few tokens (cpu/matmul.py) is made for this device."""
+    return sys.platform == "linux" and platform.machine() == "x86_64" and is_cpu()
+
+
+def _note_blas(report: blas.BlasReport) -> None:
+    if sys.platform == "linux" and not report.active:
+        fallbacks.note("BLAS", report.reason, f"{report.name}: float32 matmuls are slow")
+    elif has_own_matmul() and not report.kernel:
+        fallbacks.note("own matmul", report.no_kernel, report.name)
 
 
 def step_clock() -> Callable[[], float]:

@@ -17,6 +17,9 @@ from mlx.utils import tree_reduce
 from outrider.cache.placement import CommitCounts, Placement, block_tables
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
+from outrider.config import InvalidConfig
+from outrider.cpu import extension, fast_math
+from outrider.models.adapters.store import TrunkAdapters
 from outrider.models.families import LOGITS_ONLY, UnsupportedModel, unsupported
 from outrider.models.layer_swaps import swap_layers
 from outrider.models.vision.mrope import MRopeSections
@@ -73,6 +76,8 @@ class Trunk:
         self.hidden_size = embedded.shape[-1]
         self.dtype = embedded.dtype
         self.layout = self._read_layout(caches)
+        self.kv_bits: int | None = None  # of quantised keys and values
+        self.adapters = TrunkAdapters(model, self.inner, self.dtype)
         swap_layers(model, mrope, num_deepstack)
         self._check_rows()
         self._projection = copy.copy(model)  # shares every parameter
@@ -97,9 +102,11 @@ class Trunk:
 
         `embeddings` [rows, width, hidden] replace the token embeddings where images are among the tokens.
         """
-        if embeddings is not None:
-            return self.inner(token_ids, cache=cache.views(placement), input_embeddings=embeddings)
-        return self.inner(token_ids, cache=cache.views(placement))
+        views = cache.views(placement)
+        with self.adapters.current_pass.of(placement.adapters):
+            if embeddings is not None:
+                return self.inner(token_ids, cache=views, input_embeddings=embeddings)
+            return self.inner(token_ids, cache=views)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """The model's own output projection, soft caps and scales included, in float32."""
@@ -115,8 +122,33 @@ class Trunk:
             for layer in caches
         ]
 
+    def use_kv_bits(self, bits: int | None) -> None:
+        """Store keys and values with so many bits. Raises InvalidConfig if a layer cannot."""
+        family = _family(self.model)
+        kv_specs = [spec for layer in self.layout for spec in _parts(layer) if isinstance(spec, KVSpec)]
+        if bits is not None and not kv_specs:
+            raise InvalidConfig(
+                f"kv_bits={bits}: no layer of {family} stores keys and values. Leave kv_bits out."
+            )
+        try:
+            self.layout = [
+                tuple(_quantized(part, bits) for part in layer)
+                if isinstance(layer, tuple)
+                else _quantized(layer, bits)
+                for layer in self.layout
+            ]
+        except ValueError as error:
+            raise InvalidConfig(
+                f"kv_bits={bits}: {family} has {error}, so they cannot be quantised. Leave kv_bits out."
+            ) from None
+        self.kv_bits = bits
+
     def prepare_for_serving(self) -> None:
         """Swap layers for speed. Weights must not be changed afterwards."""
+        if self.kv_bits is not None and fast_math.applies():
+            # Also for weights that are not quantised: native attention reads quantised cells where they are.
+            # MLX's operations would dequantise all cells in every layer.
+            extension.extension()
         swap_layers(self.model, dry_run=self.dry_run)
 
     @property
@@ -193,6 +225,14 @@ class TrunkCache:
         self._uncommitted = []
 
 
+def _parts(layer: Spec | tuple[Spec, ...]) -> tuple[Spec, ...]:
+    return layer if isinstance(layer, tuple) else (layer,)
+
+
+def _quantized(spec: Spec, bits: int | None) -> Spec:
+    return spec.quantized(bits) if isinstance(spec, KVSpec) else spec
+
+
 def _buffers(spec: Spec) -> Buffers:
     return RaggedKV(spec) if isinstance(spec, KVSpec) else RecurrentState(spec)
 
@@ -233,5 +273,9 @@ def kv_spec(cache: Any) -> KVSpec:
     return KVSpec(num_heads, key_dim, cache.values.shape[-1], cache.keys.dtype, window)
 
 
+def _family(model: nn.Module) -> str:
+    return type(model).__module__.rpartition(".")[2]
+
+
 def _refusal(model: nn.Module, reason: str) -> UnsupportedModel:
-    return unsupported(type(model).__module__.rpartition(".")[2], reason)
+    return unsupported(_family(model), reason)

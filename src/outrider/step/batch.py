@@ -8,8 +8,8 @@ holds arrays that the device will fill, and `read` turns them into plain Python.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -21,10 +21,18 @@ from outrider.plan import RowPlan, RowResult, TokenLogprobs
 from outrider.sampling.logprobs import read_logprobs
 
 if TYPE_CHECKING:
+    from outrider.sampling.custom_processors import RowError
     from outrider.step.mtp import Drafts
+    from outrider.step.prompt_logprobs import PromptLogprobs
     from outrider.step.verify import VerifyOutput
 
 Batch = Sequence[RowPlan]
+
+NOT_FINITE, SAMPLED, NO_TOKEN = range(3)  # statuses of a target token
+NO_TOKEN_LEFT = (
+    "no token is left to sample: logit_bias, allowed_token_ids, bad_words, min_tokens, the grammar and "
+    "logits_processors together exclude all of them (a logits processor also by NaN or +infinity)"
+)
 
 
 class InvalidLogits(RuntimeError):
@@ -42,16 +50,19 @@ class InputBatch:
     head_fed: mx.array  # [rows] tokens whose pairs the head is fed: num_fed or 0
     position_deltas: mx.array | None = None  # [rows] position minus cell number; None: 0 for all rows
     tables: mx.array | None = None  # [rows, blocks] the rows' blocks; None: cells are kept by slots
+    adapters: mx.array | None = None  # [rows] ids, 0 for none; None: 0 for all rows
 
     @classmethod
-    def from_plan(cls, batch: Batch, width: int) -> InputBatch:
+    def from_plan(cls, batch: Batch, width: int, num_columns: int = 0) -> InputBatch:
+        """`num_columns`: that tables have at least."""
         token_ids = np.zeros((len(batch), width), np.int32)
         for i, row in enumerate(batch):
             token_ids[i, : row.num_fed] = row.token_ids
-        return cls(mx.array(token_ids), mx.array([row.start for row in batch]), *_planned_arrays(batch))
+        starts = mx.array([row.start for row in batch])
+        return cls(mx.array(token_ids), starts, *_planned_arrays(batch, num_columns))
 
     @classmethod
-    def after(cls, previous: NextInputs, batch: Batch, width: int) -> InputBatch:
+    def after(cls, previous: NextInputs, batch: Batch, width: int, num_columns: int = 0) -> InputBatch:
         """The same rows' next pass: each feeds the token that it has just sampled, then its drafts.
 
         The two passes may have different numbers of padding rows. Padding rows come last and feed nothing.
@@ -66,7 +77,7 @@ class InputBatch:
         if (num_rows := len(batch)) > starts.shape[0]:
             more = num_rows - starts.shape[0]
             token_ids, starts = mx.pad(token_ids, [(0, more), (0, 0)]), mx.pad(starts, (0, more))
-        return cls(token_ids[:num_rows], starts[:num_rows], *_planned_arrays(batch))
+        return cls(token_ids[:num_rows], starts[:num_rows], *_planned_arrays(batch, num_columns))
 
     @property
     def arrays(self) -> dict[str, mx.array]:
@@ -77,20 +88,27 @@ class InputBatch:
             "num_drafts": self.num_drafts,
             "head_fed": self.head_fed,
         }
-        optional = {"position_deltas": self.position_deltas, "tables": self.tables}
+        optional = {
+            "position_deltas": self.position_deltas,
+            "tables": self.tables,
+            "adapters": self.adapters,
+        }
         return named | {name: array for name, array in optional.items() if array is not None}
 
 
-def _planned_arrays(batch: Batch) -> tuple[mx.array, mx.array, mx.array, mx.array | None, mx.array | None]:
+def _planned_arrays(
+    batch: Batch, num_columns: int
+) -> tuple[mx.array, mx.array, mx.array, mx.array | None, mx.array | None, mx.array | None]:
     """The fields of an InputBatch that a plan always knows."""
-    deltas = [row.position_delta for row in batch]
+    deltas, adapters = [row.position_delta for row in batch], [row.adapter for row in batch]
     has_blocks = any(row.blocks for row in batch)
     return (
         mx.array([row.num_fed for row in batch]),
         mx.array([row.num_drafts for row in batch]),
         mx.array([row.num_fed if row.feeds_head else 0 for row in batch]),
         mx.array(deltas) if any(deltas) else None,
-        block_tables([row.blocks for row in batch]) if has_blocks else None,
+        block_tables([row.blocks for row in batch], num_columns) if has_blocks else None,
+        mx.array(adapters) if any(adapters) else None,
     )
 
 
@@ -115,6 +133,15 @@ def image_inputs(
         return None
     row_index, column_index = (mx.array(np.concatenate(found)) for found in (rows, columns))
     return ImageInputs(row_index, column_index, mx.concatenate(parts))
+
+
+def span_of(batch: Batch) -> tuple[int, int] | None:
+    """The cells of the bidirectional image that the pass computes; None: the pass is causal."""
+    spans = [row.media.span_at(row.start) for row in batch if row.media is not None]
+    found = [span for span in spans if span is not None]
+    if found and len(batch) > 1:
+        raise ValueError("a bidirectional image needs a pass of its own")
+    return found[0] if found else None
 
 
 def positions_of(
@@ -158,6 +185,7 @@ class PassOutput:
     drafts: Drafts | None  # of these rows
     next_inputs: NextInputs | None  # None unless every row samples
     report: mx.array  # everything that the host reads, except log-probabilities, in one array
+    prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)  # by row of the batch
     is_first_trace: bool = False  # the pass was traced just now, which takes the host far longer than a step
 
     @classmethod
@@ -169,10 +197,11 @@ class PassOutput:
         drafts: Drafts | None,
         hidden: mx.array,
         ends: mx.array,
+        prompt_logprobs: Mapping[int, PromptLogprobs],
     ) -> PassOutput:
         parts = [hidden[:1, :1, 0] != 0]  # the host waits for this value if no row samples
         if verified is not None:
-            parts = [verified.targets, verified.is_finite, verified.num_accepted]
+            parts = [verified.targets, verified.statuses, verified.num_accepted]
         if drafts is not None:
             parts.append(drafts.token_ids)
             if drafts.margins is not None:
@@ -185,7 +214,7 @@ class PassOutput:
                 drafts_of_all = mx.zeros((len(batch), drafts.token_ids.shape[1]), drafts.token_ids.dtype)
                 drafts_of_all[mx.array(drafting)] = drafts.token_ids
             next_inputs = NextInputs(verified.last_ids(), ends, drafts_of_all)
-        return cls(batch, verified, drafting, drafts, next_inputs, report)
+        return cls(batch, verified, drafting, drafts, next_inputs, report, prompt_logprobs)
 
     @property
     def num_rows(self) -> int:
@@ -197,6 +226,8 @@ class PassOutput:
         yield self.report
         if self.verified is not None and self.verified.logprobs is not None:
             yield from self.verified.logprobs.arrays.values()
+        for prompt in self.prompt_logprobs.values():
+            yield from prompt.arrays()
 
     def read(self) -> Iterator[RowResult]:
         """Wait for the device, then take the report apart in the order in which it was put together."""
@@ -209,18 +240,17 @@ class PassOutput:
             return taken.reshape(shape)
 
         tokens: dict[int, tuple[int, ...]] = {}
+        errors: dict[int, str | None] = {}
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         if (verified := self.verified) is not None:
-            targets, is_finite, num_accepted = (
-                take(x.shape) for x in (verified.targets, verified.is_finite, verified.num_accepted)
+            targets, statuses, num_accepted = (
+                take(x.shape) for x in (verified.targets, verified.statuses, verified.num_accepted)
             )
             for j, i in enumerate(verified.rows):
-                stride = num_accepted[j] + 1
                 if i >= len(self.batch):
                     continue  # a padding row
-                if not is_finite[j, :stride].all():
-                    raise InvalidLogits("the model gave NaN or infinite logits")
-                tokens[i] = tuple(targets[j, :stride].tolist())
+                num, errors[i] = _usable(statuses[j, : num_accepted[j] + 1], verified.errors.get(j))
+                tokens[i] = tuple(targets[j, :num].tolist())
             if verified.logprobs is not None:
                 rows = [self.batch[i] for i in tokens]
                 found = read_logprobs(verified.logprobs, rows, list(tokens.values()))
@@ -240,4 +270,17 @@ class PassOutput:
                 tuple(drafts.get(i, ())[:num_next]),
                 logprobs.get(i, ()),
                 tuple(margins.get(i, ())[:num_next]),
+                prompt.read() if (prompt := self.prompt_logprobs.get(i)) is not None else (),
+                errors.get(i),
             )
+
+
+def _usable(statuses: np.ndarray, error: RowError | None) -> tuple[int, str | None]:
+    """How many of a row's sampled tokens count, and the error after them, if there is one."""
+    ends = [(int(place), NO_TOKEN_LEFT) for place in np.flatnonzero(statuses == NO_TOKEN)[:1]]
+    if error is not None and error.position < len(statuses):
+        ends.append((error.position, error.message))
+    num, message = min(ends, default=(len(statuses), None), key=lambda end: end[0])
+    if (statuses[:num] == NOT_FINITE).any():
+        raise InvalidLogits("the model gave NaN or infinite logits")
+    return num, message

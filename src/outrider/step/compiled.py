@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from outrider.cache.placement import num_cells_of
+from outrider.models.adapters.store import TracedArrays
 from outrider.plan import RowPlan
 from outrider.request import SamplingParams
 from outrider.sampling.logprobs import LogprobArrays
@@ -30,6 +31,8 @@ PADDING_ID = -1  # the sequence id of padding rows
 NEUTRAL_PARAMS = SamplingParams(temperature=0)  # of a traced row: the real ones are in the SamplingBatch
 MAX_TRACES = 128  # then the least recently used one is dropped; chosen by hand: a busy server has a few dozen
 
+NO_ADAPTERS = TracedArrays({})
+
 Tree = dict[str, Any]  # named arrays, nested
 CacheArrays = list[list[mx.array]]  # of each cache buffer
 Traced = Callable[[Tree, CacheArrays], tuple[Tree, CacheArrays]]
@@ -38,13 +41,15 @@ Traced = Callable[[Tree, CacheArrays], tuple[Tree, CacheArrays]]
 def is_traceable(batch: Batch) -> bool:
     """Whether all rows decode, in the first slots, so that the same shape will come again.
 
-    Other batches prefill, feed a head what it has missed, or run one row alone after a failed step.
+    Other batches prefill, feed a head what it has missed, or run one row alone after a failed step. Functions
+    of the user (logits_processors) must be called in every pass.
     """
     return [row.slot for row in batch] == list(range(len(batch))) and all(
         row.is_sampling
         and row.start > 0
         and row.first_target == 0
         and row.media is None
+        and not row.params.logits_processors
         and not (row.feeds_head and row.head_lag)
         for row in batch
     )
@@ -70,6 +75,14 @@ def padding_rows(batch: Batch, num_rows: int) -> Batch:
     ]
 
 
+def num_table_columns(batch: Batch, block_size: int | None) -> int:
+    """Columns of the tables of a traced pass: rounded up, so that the same shapes come again."""
+    if block_size is None:
+        return 0
+    num_cells = block_size * max(len(row.blocks) for row in batch)
+    return 1 + rounded_up(num_cells, CELL_STEP, CELL_PARTS) // block_size
+
+
 class CompiledPasses:
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -92,6 +105,7 @@ class CompiledPasses:
             [*batch, *padding], drafting, width, self._forward.vocab_size, for_trace=True
         )
         end = min(capacity, rounded_up(end_of(batch), CELL_STEP, CELL_PARTS))
+        adapters = NO_ADAPTERS if inputs.adapters is None else self._forward.adapter_arrays
         key = (
             inputs.token_ids.shape,
             end,
@@ -102,10 +116,13 @@ class CompiledPasses:
             None if inputs.tables is None else (inputs.tables.shape, self._num_blocks()),
             tuple((row.slot, row.feeds_head, row.defers_head) for row in rows),
             max((row.num_drafts_next for row in rows if row.feeds_head), default=0),
+            inputs.adapters is None,
+            adapters.shapes,
         )
         known = self._traces.get(key)
         traced = known or self._trace(rows, sampling.without_arrays(), end, capacity)
-        arrays, caches = traced({"inputs": inputs.arrays, "sampling": sampling.arrays}, self._cache_arrays())
+        given: Tree = {"inputs": inputs.arrays, "sampling": sampling.arrays, "adapters": adapters.arrays}
+        arrays, caches = traced(given, self._cache_arrays())
         self._put_cache_arrays(caches)
         self._traces[key] = traced  # only now: a trace that fails is not stored
         self._traces.move_to_end(key)
@@ -133,6 +150,7 @@ class CompiledPasses:
                 masks=None,
                 position_delta=0,
                 blocks=(),
+                adapter=0,
                 head_start=None,
                 feeds_head=any_head if on_all else row.feeds_head,
                 defers_head=any_deferred,
@@ -144,7 +162,8 @@ class CompiledPasses:
         def run(arrays: Tree, caches: CacheArrays) -> tuple[Tree, CacheArrays]:
             self._put_cache_arrays(caches)
             inputs, own_sampling = InputBatch(**arrays["inputs"]), sampling.with_arrays(arrays["sampling"])
-            output = self._forward.run(batch, inputs, own_sampling, end, capacity)
+            adapters = arrays["adapters"]
+            output = self._forward.run(batch, inputs, own_sampling, end, capacity, adapter_arrays=adapters)
             return _to_arrays(output), self._cache_arrays()
 
         return mx.compile(run)
@@ -166,7 +185,7 @@ def _to_arrays(output: PassOutput) -> Tree:
     arrays: Tree = {
         "targets": verified.targets,
         "num_accepted": verified.num_accepted,
-        "is_finite": verified.is_finite,
+        "statuses": verified.statuses,
         "report": output.report,
         "last_ids": next_inputs.last_ids,
         "ends": next_inputs.ends,
@@ -184,8 +203,8 @@ def _from_arrays(
     rows = range(num_rows)
     logprobs = LogprobArrays(tuple(rows), **arrays["logprobs"]) if "logprobs" in arrays else None
     verified = VerifyOutput(
-        list(rows), arrays["targets"], arrays["num_accepted"], arrays["is_finite"], logprobs
+        list(rows), arrays["targets"], arrays["num_accepted"], arrays["statuses"], logprobs
     )
     next_inputs = NextInputs(arrays["last_ids"], arrays["ends"], arrays.get("drafts_of_all"))
     drafts = Drafts(arrays["drafts"]) if "drafts" in arrays else None
-    return PassOutput(batch, verified, drafting, drafts, next_inputs, arrays["report"], is_first_trace)
+    return PassOutput(batch, verified, drafting, drafts, next_inputs, arrays["report"], {}, is_first_trace)

@@ -26,7 +26,7 @@ WIDTH_STEP = 16  # cells; the width of a catch-up pass is a multiple, so that sh
 
 class DeferredHeadInputs:
     def __init__(self, trunk: Trunk) -> None:
-        self._cells = HiddenCells(trunk.hidden_size, trunk.dtype)
+        self._cells = HiddenCells(trunk.hidden_size, trunk.dtype, trunk.kv_bits)
 
     @property
     def kv(self) -> RaggedKV:

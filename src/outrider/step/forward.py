@@ -16,11 +16,15 @@ import mlx.core as mx
 
 from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.placement import Placement
+from outrider.cache.recurrent import RecurrentState
+from outrider.models.adapters.store import ArraysByPath, TracedArrays
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
-from outrider.step.batch import Batch, InputBatch, PassOutput, image_inputs, positions_of
+from outrider.step.batch import Batch, InputBatch, PassOutput, image_inputs, positions_of, span_of
 from outrider.step.deferred_head import DeferredHeadInputs
 from outrider.step.mtp import HeadRows, MTPDrafter
+from outrider.step.prompt_logprobs import prompt_logprobs
+from outrider.step.ranks import Ranks
 from outrider.step.verify import SamplingBatch, max_targets, next_tokens, num_committed_tokens, verify
 
 
@@ -33,14 +37,24 @@ class Forward:
         head: LoadedHead | None,
         image_embeddings: EmbeddingCache | None,
         block_size: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`block_size`: of the rows' blocks; None: rows keep their cells by slots."""
+        """`block_size`: of the rows' blocks; None: rows keep their cells by slots.
+
+        `ranks`: if the model runs on several ranks. Then all other ranks `follow` each pass of rank 0.
+        """
         self.block_size = block_size or 0
+        self._ranks = ranks
         self._trunk = trunk
         self._image_embeddings = image_embeddings
         self._drafter = MTPDrafter(head, trunk) if head is not None else None
         self._deferred = DeferredHeadInputs(trunk) if head is not None else None
         self._cache = TrunkCache(trunk.layout)
+
+    @property
+    def adapter_arrays(self) -> TracedArrays:
+        """What a traced pass of rows with adapters takes as inputs."""
+        return self._trunk.adapters.traced
 
     @property
     def has_head(self) -> bool:
@@ -82,14 +96,20 @@ class Forward:
         capacity: int,
         launches: bool = False,
         ends: Sequence[int] | None = None,
+        adapter_arrays: ArraysByPath | None = None,
     ) -> PassOutput:
-        """All fed cells are below `end`. `launches`, `ends`: see Placement; not for traced passes."""
+        """All fed cells are below `end`. `launches`, `ends`: see Placement; not for traced passes.
+
+        `adapter_arrays`: the adapters' arrays as inputs of a traced pass.
+        """
         width = inputs.token_ids.shape[1]
+        token_ids = inputs.token_ids
         embeddings: mx.array | None = None
         deepstack: list[mx.array] = []
         if (images := image_inputs(batch, self._image_embeddings)) is not None:
-            embeddings = images.put_into(self._trunk.embed(inputs.token_ids))
+            embeddings = images.put_into(self._trunk.embed(token_ids))
             deepstack = images.levels(embeddings)
+            token_ids = images.blank(token_ids)
         place = Placement(
             [row.slot for row in batch],
             inputs.starts,
@@ -105,10 +125,16 @@ class Forward:
             tables=inputs.tables,
             block_size=self.block_size,
             ends=ends,
+            span=span_of(batch),
+            adapters=self._trunk.adapters.of_pass(inputs.adapters, adapter_arrays),
         )
-        hidden = self._trunk.hidden(inputs.token_ids, self._cache, place, embeddings)
+        hidden = self._trunk.hidden(token_ids, self._cache, place, embeddings)
+        if self._ranks is not None:
+            mx.eval(hidden, self._cache_arrays())  # passes meet the ranks' sums in the order of the plan
         verified = verify(self._trunk, hidden, batch, inputs, sampling)
         num_committed = num_committed_tokens(inputs, verified)
+        if self._ranks is not None and self._waits_for_rank_0(place):
+            num_committed = self._ranks.from_first(num_committed)
         self._cache.commit(num_committed)
         if self._deferred is not None and any(row.defers_head for row in batch):
             self._deferred.store(hidden, place)
@@ -144,7 +170,44 @@ class Forward:
             )
             fed = self._deferred.catch_up(rows, head_hidden, next_ids, head_rows, capacity)
             drafts = self._drafter.draft(*fed, capacity)
-        return PassOutput.of(batch, verified, drafting, drafts, hidden, inputs.starts + num_committed)
+        prompts = prompt_logprobs(self._trunk, hidden, batch)
+        ends_now = inputs.starts + num_committed
+        return PassOutput.of(batch, verified, drafting, drafts, hidden, ends_now, prompts)
+
+    # -- several ranks -----------------------------------------------------------------------------------
+
+    def follow(self, batch: Batch, inputs: InputBatch, capacity: int) -> None:
+        """Run the trunk as rank 0 does now, and commit the tokens that rank 0 commits."""
+        assert self._ranks is not None
+        width, ends = inputs.token_ids.shape[1], [row.start + row.num_fed for row in batch]
+        place = Placement(
+            [row.slot for row in batch],
+            inputs.starts,
+            inputs.num_fed,
+            width,
+            max(ends),
+            capacity,
+            any_new=any(row.start == 0 for row in batch),
+            positions=positions_of(batch, inputs.starts, width, inputs.position_deltas),
+            commits_all=not any(row.num_drafts for row in batch),
+            tables=inputs.tables,
+            block_size=self.block_size,
+            ends=ends,
+        )
+        hidden = self._trunk.hidden(inputs.token_ids, self._cache, place)
+        mx.eval(hidden, self._cache_arrays())
+        num_committed = inputs.num_fed
+        if self._waits_for_rank_0(place):
+            num_committed = self._ranks.from_first(num_committed)
+        self._cache.commit(num_committed)
+        mx.eval(self._cache_arrays())
+
+    def _waits_for_rank_0(self, place: Placement) -> bool:
+        """Whether other ranks have to be told how many tokens are committed: for recurrent states only."""
+        return not place.commits_all and any(isinstance(one, RecurrentState) for one in self._cache.buffers())
+
+    def _cache_arrays(self) -> list[mx.array]:
+        return [array for buffers in self._cache.buffers() for array in buffers.arrays()]
 
 
 def end_of(batch: Batch) -> int:

@@ -100,7 +100,8 @@ class MTPDrafter:
         self._is_chained = head.spec.is_chained
         num_between = len(head.layers) - 1
         self._between = [
-            HiddenCells(trunk.hidden_size, trunk.dtype) for _ in range(num_between if self._is_chained else 1)
+            HiddenCells(trunk.hidden_size, trunk.dtype, trunk.kv_bits)
+            for _ in range(num_between if self._is_chained else 1)
         ]
         self._takes_grids = any(isinstance(m, MRope) for h in head.layers for m in h.modules())
         self._trunk = trunk

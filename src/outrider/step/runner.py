@@ -21,9 +21,11 @@ from outrider.models.trunk import Buffers, Trunk
 from outrider.models.vision.encoder import VisionEncoder
 from outrider.plan import CacheGeometry, PassShape, PrefixCopies, SaveCells, StepPlan, StepResult
 from outrider.prompt_media import MediaPiece
+from outrider.step import step_message
 from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
-from outrider.step.compiled import CompiledPasses, is_traceable, padding_rows
+from outrider.step.compiled import CompiledPasses, is_traceable, num_table_columns, padding_rows
 from outrider.step.forward import Forward
+from outrider.step.ranks import Ranks
 
 WriteBlock = Callable[[str, Mapping[str, HostArray]], object]
 
@@ -53,16 +55,22 @@ class Runner:
         image_cache_bytes: int = 0,
         compiles: bool = False,
         block_size: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`write_block` writes cached blocks to disk. `block_size`: rows keep their cells by blocks of so
         many cells; None: by slots.
 
         `compiles`: trace decode passes once for each shape and replay them. This pays where the device is so
         fast that the host takes longer to build a pass than the device takes to run it.
+
+        `ranks`: the model runs on several ranks. Rank 0 sends them every step (step/follower.py).
         """
+        if ranks is not None and (compiles or write_block is not None):
+            raise ValueError("steps of several ranks are not traced, and their cells are not written to disk")
+        self._ranks = ranks
         self._vision_encoder = vision_encoder
         self.image_embeddings = None if vision_encoder is None else EmbeddingCache(image_cache_bytes)
-        self._forward = Forward(trunk, head, self.image_embeddings, block_size)
+        self._forward = Forward(trunk, head, self.image_embeddings, block_size, ranks)
         self._compiled = CompiledPasses(self._forward) if compiles else None
         self._prefixes = PrefixStore(self._buffers(), block_size)
         self._write_block = write_block
@@ -99,8 +107,11 @@ class Runner:
         """Hand a step to the device. An overlapped step takes its inputs from `previous`."""
         if plan.is_overlapped != (previous is not None):
             raise ValueError("an overlapped plan needs the step before it, and no other plan does")
-        self._arrange(plan)
         shapes = plan.shapes or (PassShape(),) * len(plan.batches)
+        if self._ranks is not None:
+            widths = [_width(*each) for each in zip(plan.batches, shapes, strict=True)]
+            self._ranks.send(step_message.encode(plan, widths))
+        self._arrange(plan)
         next_inputs = None if previous is None else previous.outputs[0].next_inputs
         outputs = [
             self._launch_pass(batch, shape, next_inputs)
@@ -114,17 +125,32 @@ class Runner:
         return LaunchedPasses(tuple(outputs), is_as_planned)
 
     def _launch_pass(self, batch: Batch, shape: PassShape, next_inputs: NextInputs | None) -> PassOutput:
-        width = max(shape.width, *(row.num_fed for row in batch))
+        width = _width(batch, shape)
         compiled = self._compiled if self._compiled is not None and is_traceable(batch) else None
         padding = () if compiled is None else padding_rows(batch, shape.rows)
         rows = [*batch, *padding]
+        num_columns = 0 if compiled is None else num_table_columns(batch, self._block_size)
         if next_inputs is None:
-            inputs = InputBatch.from_plan(rows, width)
+            inputs = InputBatch.from_plan(rows, width, num_columns)
         else:
-            inputs = InputBatch.after(next_inputs, rows, width)
+            inputs = InputBatch.after(next_inputs, rows, width, num_columns)
         if compiled is None:
             return self._forward(batch, inputs, self._capacity)
         return compiled(batch, padding, inputs, self._num_slots, self._capacity)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Run a step of rank 0 on another rank."""
+        self._arrange(plan)
+        for batch, shape in zip(plan.batches, plan.shapes, strict=True):
+            inputs = InputBatch.from_plan(batch, _width(batch, shape))
+            self._forward.follow(batch, inputs, self._capacity)
+
+    def stop_followers(self) -> None:
+        self._tell(step_message.STOP)
+
+    def _tell(self, what: int) -> None:
+        if self._ranks is not None and self._ranks.rank == 0:
+            self._ranks.send([what])
 
     def finish(self, launched: LaunchedPasses) -> StepResult:
         """Wait for a step and read it."""
@@ -140,10 +166,12 @@ class Runner:
 
     def reset(self) -> None:
         """Drop all cells, for instance after a step that failed half-way."""
+        self._tell(step_message.RESET)
         self._resize(0, 0)
         self._resize_blocks(0)
 
     def clear_prefixes(self) -> None:
+        self._tell(step_message.CLEAR_PREFIXES)
         self._prefixes.clear()
 
     def _buffers(self) -> Iterator[Buffers]:
@@ -203,6 +231,11 @@ class Runner:
             for i, file_name in named:
                 if file_name is not None:
                     self._write_block(file_name, store.to_host(i))
+
+
+def _width(batch: Batch, shape: PassShape) -> int:
+    """Columns of a pass."""
+    return max(shape.width, *(row.num_fed for row in batch))
 
 
 def _neighbouring(saves: Sequence[SaveCells]) -> list[list[SaveCells]]:

@@ -7,7 +7,7 @@ Must not know caches.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,11 +15,12 @@ import numpy as np
 from mlx.utils import tree_map
 
 from outrider.models.trunk import Trunk
+from outrider.sampling.custom_processors import CustomProcessors, RowError
 from outrider.sampling.logits_processors import LogitsProcessors
 from outrider.sampling.logprobs import LogprobArrays, LogprobRequest, compute_logprobs
 from outrider.sampling.masks import Masks
 from outrider.sampling.sampler import Sampler
-from outrider.step.batch import Batch, InputBatch
+from outrider.step.batch import NO_TOKEN, Batch, InputBatch
 
 
 def sampling_rows(batch: Batch) -> list[int]:
@@ -59,7 +60,8 @@ class SamplingBatch:
     """How the logits of a batch become tokens: processors, grammar masks, logprobs, samplers.
 
     Everything that differs from request to request, or from step to step, is in arrays that the host has
-    made. So one trace serves all batches with the same `key`.
+    made. So one trace serves all batches with the same `key`. (`custom`: functions of the user, which run on
+    the host. A batch with some is not traced.)
     """
 
     target_sampler: Sampler  # of the sampling rows, as are the next three
@@ -68,6 +70,7 @@ class SamplingBatch:
     logprobs: LogprobRequest | None
     draft_sampler: Sampler  # of the rows that the head follows
     ragged: RaggedTargets | None = None  # then the target sampler's rows are single targets
+    custom: CustomProcessors | None = None
 
     @classmethod
     def of(
@@ -82,17 +85,18 @@ class SamplingBatch:
         processors, masks, logprobs = None, None, None
         if any(row.changes_logits for row in rows):
             processors = LogitsProcessors.of(rows, num_targets, vocab, for_trace)
+        custom = CustomProcessors.of(rows)
         if any(row.masks is not None for row in rows):
             masks = Masks.of(rows, num_targets, for_trace)
         if any(row.params.logprobs is not None for row in rows):
             logprobs = LogprobRequest.of(rows, vocab, for_trace)
         ragged = None
         nums = [1 + row.num_drafts for row in rows]
-        if len(set(nums)) > 1 and not for_trace and processors is masks is logprobs is None:
+        if len(set(nums)) > 1 and not for_trace and processors is masks is logprobs is custom is None:
             ragged = RaggedTargets.of(nums)
             of_targets = [row.params for row, num in zip(rows, nums, strict=True) for _ in range(num)]
             targets = Sampler.of(of_targets)
-        return cls(targets, processors, masks, logprobs, drafts, ragged)
+        return cls(targets, processors, masks, logprobs, drafts, ragged, custom)
 
     @property
     def key(self) -> Hashable:
@@ -130,8 +134,9 @@ class VerifyOutput:
     rows: list[int]  # [sampling] indices into the batch
     targets: mx.array  # [sampling, 1 + most drafts]
     num_accepted: mx.array  # [sampling]
-    is_finite: mx.array  # [sampling, 1 + most drafts] whether the model gave the target a finite logit
+    statuses: mx.array  # [sampling, 1 + most drafts] SAMPLED, NOT_FINITE or NO_TOKEN
     logprobs: LogprobArrays | None
+    errors: Mapping[int, RowError] = field(default_factory=dict)  # of custom processors, by sampling row
 
     def last_ids(self) -> mx.array:
         """The last token that each row has sampled: its bonus token.  [sampling]"""
@@ -166,21 +171,35 @@ def verify(
         hidden, own_positions = ragged.taken_from(hidden), ragged.taken_from(positions)
     logits = trunk.logits(hidden)  # [sampling, num_targets, vocab]; ragged: [targets, 1, vocab]
     scores = logits if sampling.processors is None else sampling.processors.apply(logits)
+    errors: Mapping[int, RowError] = {}
+    if sampling.custom is not None:
+        scores, errors = sampling.custom.apply(scores)
     scores = scores if sampling.masks is None else sampling.masks.apply(scores)
     targets = sampling.target_sampler.sample(scores, own_positions)
     logprobs = None
     if sampling.logprobs is not None:
         logprobs = compute_logprobs(logits, targets, sampling.logprobs)
-    is_finite = mx.isfinite(mx.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
+    statuses = _statuses(logits, scores, targets)
     if ragged is not None:
-        targets, is_finite = ragged.put_back(targets), ragged.put_back(is_finite)
+        targets, statuses = ragged.put_back(targets), ragged.put_back(statuses)
     return VerifyOutput(
         rows=index,
         targets=targets,
         num_accepted=count_accepted(targets, token_ids[:, 1:], num_drafts, positions[:, :-1]),
-        is_finite=is_finite,
+        statuses=statuses,
         logprobs=logprobs,
+        errors=errors,
     )
+
+
+def _statuses(logits: mx.array, scores: mx.array, targets: mx.array) -> mx.array:
+    """logits and scores [rows, width, vocab], targets [rows, width] -> [rows, width]"""
+    places = targets[..., None]
+    is_finite = mx.isfinite(mx.take_along_axis(logits, places, axis=-1)[..., 0])
+    if scores is logits:
+        return is_finite.astype(mx.int32)
+    is_excluded = mx.take_along_axis(scores, places, axis=-1)[..., 0] == -mx.inf
+    return mx.where(is_finite & is_excluded, NO_TOKEN, is_finite.astype(mx.int32))
 
 
 def count_accepted(

@@ -193,6 +193,13 @@ def test_tool_choice(choice: Any, expected: Any, names: list[str]) -> None:
         assert request.tools[0] == Tool("weather", "Looks outside", {"type": "object"}, strict=True)
 
 
+def test_bans_and_cuts_are_passed_on() -> None:
+    body = {"allowed_token_ids": [3, 4.0], "bad_words": ["no"], "truncate_prompt_tokens": 7}
+    params = request_for(body | {"include_stop_str_in_output": True}).params
+    assert (params.allowed_token_ids, params.bad_words) == ([3, 4], ["no"])
+    assert (params.truncate_prompt_tokens, params.include_stop_str_in_output) == (7, True)
+
+
 def test_prediction_is_passed_on() -> None:
     assert request_for({"prediction": {"type": "content", "content": "abc"}}).prediction == "abc"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -212,10 +219,17 @@ def test_prediction_is_passed_on() -> None:
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-        ({"bad_words": ["x"]}, "bad_words"),
+        ({"logits_processors": ["x"]}, "logits_processors"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["x"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": list(range(65_537))}, "allowed_token_ids"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": ["x" * 65]}, "bad_words"),
+        ({"bad_words": ["x"] * 257}, "bad_words"),
+        ({"bad_words": [" "]}, None),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, None),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"documents": [{}]}, "documents"),
         ({"echo": True}, "echo"),

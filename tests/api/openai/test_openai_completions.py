@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 from fake_backend import HELLO, USAGE, Client, FakeBackend, server
 
-from outrider.chat.events import Finished, Logprobs, TextDelta
+from outrider.chat.events import Finished, Logprobs, PromptLogprobs, TextDelta
 from outrider.plan import TokenLogprobs
 from outrider.request import Grammar
 
@@ -71,7 +72,7 @@ def test_echo_repeats_text_and_decodes_ids() -> None:
     [
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "truncate_prompt_tokens": 5}, "echo"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"stop": list("abcde")}, "stop"),
@@ -94,6 +95,32 @@ def test_legacy_logprobs() -> None:
         "top_logprobs": [{"b": -0.1, "h": -0.5}, {"\\xc3": -1.0}],
         "text_offset": [0, 1],
     }
+
+
+OF_PROMPT = PromptLogprobs((TokenLogprobs(0, math.nan, ()), TokenLogprobs(1, -2.0, ((7, -0.2),))))
+WITH_PROMPT = (OF_PROMPT, *WITH_LOGPROBS)
+
+
+def test_echo_with_logprobs_has_those_of_the_prompt_first() -> None:
+    backend = FakeBackend(WITH_PROMPT)
+    choice = ask({"prompt": [0, 1], "echo": True, "logprobs": 1}, backend)["choices"][0]
+    assert choice["text"] == "abh"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "h", "\\xc3"],
+        "token_logprobs": [None, -2.0, -0.5, -1.0],
+        "top_logprobs": [None, {"h": -0.2, "b": -2.0}, {"b": -0.1, "h": -0.5}, {"\\xc3": -1.0}],
+        "text_offset": [0, 1, 2, 3],
+    }
+    assert backend.completions[-1][1].prompt_logprobs == 1
+
+
+def test_streamed_echo_comes_with_the_prompts_logprobs() -> None:
+    body = {"prompt": [0, 1], "echo": True, "logprobs": 0, "stream": True}
+    response = Client(server(FakeBackend(WITH_PROMPT))).post(PATH, body)
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert [choice["text"] for choice in choices] == ["ab", "h", ""]
+    assert [choice["logprobs"]["text_offset"] for choice in choices] == [[0, 1], [2], [3]]
 
 
 def test_streamed_logprobs_go_on_counting() -> None:

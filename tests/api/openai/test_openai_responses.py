@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from fake_backend import CALLS, CUT, FAILED, HELLO, THOUGHT, Client, FakeBackend, server
+from fake_backend import CALLS, CUT, FAILED, HELLO, THOUGHT, USAGE, Client, FakeBackend, server
 
 from outrider.api.openai.response_store import ResponseStore, StoredResponse
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedTool, TextPart, Tool, ToolCall
+from outrider.chat.events import Finished, ToolCallEnded, ToolCallStarted
 from outrider.request import Grammar
 
 PATH = "/v1/responses"
@@ -174,6 +175,62 @@ def test_input_items_become_messages() -> None:
 def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], param: str) -> None:
     error = ask(body, status=400)["error"]
     assert error["param"].startswith(param)
+
+
+FILES = {  # as Codex sends the tools of an MCP server
+    "type": "namespace",
+    "name": "mcp__files__",
+    "description": "Files of the project.",
+    "tools": [
+        {"type": "function", "name": "read", "description": "Reads.", "strict": False},
+        {"type": "custom", "name": "patch"},
+        {"type": "function", "name": "list", "parameters": {"type": "object"}},
+    ],
+}
+
+
+def test_functions_of_a_namespace_are_tools_with_joined_names() -> None:
+    request = request_for({"tools": [TOOL, FILES, FILES | {"name": "sub"}]})
+    assert [tool.name for tool in request.tools] == [
+        *("weather", "mcp__files__read", "mcp__files__list"),
+        *("sub__read", "sub__list"),
+    ]
+    assert request.tools[1] == Tool("mcp__files__read", "Files of the project.\n\nReads.", {}, strict=False)
+    assert request.tools[2] == Tool("mcp__files__list", "", {"type": "object"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_a_namespaces_function_has_the_names_that_the_client_sent(stream: bool) -> None:
+    calls = [
+        ToolCallStarted(0, "c", "mcp__files__read"),
+        ToolCallEnded(0, "{}"),
+        ToolCallStarted(1, "d", "weather"),
+        ToolCallEnded(1, "{}"),
+        Finished("tool_calls", USAGE),
+    ]
+    body = {"input": "Hi", "tools": [TOOL, FILES], "stream": stream}
+    response = Client(server(FakeBackend(calls))).post(PATH, body)
+    whole = (
+        json.loads(response.text.strip().rpartition("data: ")[2])["response"] if stream else response.json()
+    )
+    first, second = whole["output"]
+    assert (first["name"], first["namespace"]) == ("read", "mcp__files__")
+    assert (second["name"], "namespace" in second) == ("weather", False)
+    back = request_for({"input": [first, {"type": "function_call_output", "call_id": "c", "output": "x"}]})
+    assert back.messages[0].tool_calls == (ToolCall("c", "mcp__files__read", "{}"),)
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ([FILES, FILES], "'mcp__files__read' is used twice"),
+        ([{"type": "namespace", "tools": []}], "tools[0].name"),
+        ([FILES | {"tools": [{"type": "function"}]}], "tools[0].tools[0].name"),
+        ([FILES | {"name": f"n{i}", "tools": FILES["tools"] * 300} for i in range(2)], "of at most 1,024"),
+    ],
+)
+def test_bad_namespaces_are_refused(tools: list[Any], words: str) -> None:
+    assert words in ask({"tools": tools}, status=400)["error"]["message"]
 
 
 def test_previous_response_brings_its_conversation_but_not_its_instructions() -> None:

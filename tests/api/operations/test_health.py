@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-from fake_backend import Client, FakeBackend
+from fake_backend import FACTS, Client, FakeBackend
 from fake_backend import server as make_server
 
+from outrider import fallbacks
 from outrider.api.app import Server, create_server
 
 
@@ -31,7 +32,7 @@ def liveness() -> FakeLiveness:
 def made(liveness: FakeLiveness) -> Server:
     plain = make_server(FakeBackend())
     context = plain.context
-    return create_server(context.backend, context.facts, None, context.settings, liveness=liveness)
+    return create_server(FakeBackend(), FACTS, None, context.settings, liveness=liveness)
 
 
 def answers(made: Server) -> list[httpx.Response]:
@@ -42,6 +43,18 @@ def answers(made: Server) -> list[httpx.Response]:
 def test_engine_that_works(made: Server) -> None:
     assert [response.status_code for response in answers(made)] == [200, 200, 200]
     assert Client(made).get("/v1/status").json()["status"] == "ready"
+
+
+def test_status_lists_what_is_switched_off(made: Server) -> None:
+    fallbacks.clear()
+    assert Client(made).get("/v1/status").json()["fallbacks"] == []
+    fallbacks.note("quick kernels", "they are off by 2", "slow operations")
+    try:
+        assert Client(made).get("/v1/status").json()["fallbacks"] == [
+            {"part": "quick kernels", "reason": "they are off by 2", "instead": "slow operations"}
+        ]
+    finally:
+        fallbacks.clear()
 
 
 def test_engine_that_does_not_work(made: Server, liveness: FakeLiveness) -> None:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 
 from outrider.api import sse
 from outrider.api.answer_streams import stream_answers
-from outrider.api.answers import Answers, failure_of
+from outrider.api.answers import Answers, Prepare, failure_of
 from outrider.api.anthropic.answer_models import MessageAnswer, MessageEvent, TokenCount
 from outrider.api.anthropic.messages_request import (
     CountTokensRequest,
@@ -29,6 +29,7 @@ from outrider.api.context import ServerContext
 from outrider.api.errors import ApiError, anthropic_error
 from outrider.api.openapi import answer
 from outrider.api.request_fields import UNSUPPORTED_IN_CHAT
+from outrider.api.served_model import ServedModel
 from outrider.chat.events import (
     ChatEvent,
     Finished,
@@ -44,7 +45,7 @@ from outrider.chat.json_text import dumps, loads
 REFUSED = UNSUPPORTED_IN_CHAT | {
     "container": "not supported: this server executes no code",
     "mcp_servers": "not supported: this server connects to no other server. Give the model tools",
-    "fallback": "not supported: this server has one model",
+    "fallback": "not supported: the model that the request names answers",
 }
 PING: dict[str, Any] = {"type": "ping"}
 SIGNATURE = "outrider"  # of thinking blocks; clients send it back, and this server does not verify it
@@ -57,17 +58,21 @@ class Messages:
     async def create(self, body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""
         _check_fields(body)
-        model = self._context.resolve_model(body.model)
-        chat = messages_request(body, self._context.settings.sampling)
-        prepare = partial(self._context.backend.prepare, chat)
-        receive = request.receive
-        starting = self._context.live.start("messages", model, 1, [prepare], receive, body.timeout)
+        model = self._context.find_model(body.model, body.keep_alive, body.adapter)
+        chat = messages_request(body, model.defaults.sampling)
+
+        def prompts(served: ServedModel) -> list[Prepare]:
+            sampling = served.defaults.sampling
+            exact = chat if sampling == model.defaults.sampling else messages_request(body, sampling)
+            return [partial(served.backend.prepare, exact)]
+
+        starting = self._context.live.start("messages", model, 1, prompts, request.receive, body.timeout)
         if body.stream:
             keep_alive_s = self._context.settings.keep_alive_s
-            frames = partial(self._frames, body, model)
+            frames = partial(self._frames, body, model.name)
             return await stream_answers(starting, frames, _failure, keep_alive_s, sse.named(PING))
         answers = await starting
-        builder = self._new_builder(body, model, answers)
+        builder = self._new_builder(body, model.name, answers)
         whole = answers.feed_all(lambda _, event: builder.feed(event))
         await sse.until_disconnected(request.receive, whole)
         return Response(dumps(builder.message), media_type="application/json")
@@ -78,9 +83,9 @@ class Messages:
     async def count(self, body: CountTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation."""
         _check_fields(body)
-        self._context.resolve_model(body.model)
+        model = self._context.find_model(body.model, body.keep_alive, body.adapter)
+        counting = model.count_tokens(messages_request(body))
         async with self._context.live.time_limits(body.timeout).preparing():
-            counting = self._context.backend.count_tokens(messages_request(body))
             num_tokens = await sse.until_disconnected(request.receive, counting)
         return JSONResponse({"input_tokens": num_tokens})
 

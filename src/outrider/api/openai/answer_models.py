@@ -141,8 +141,8 @@ class ChatCompletionChunk(TypedDict):
 
 class CompletionLogprobLists(TypedDict):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]  # null for the first token of a prompt
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -220,6 +220,7 @@ class OutputFunctionCall(TypedDict):
     arguments: str
     call_id: str
     name: str
+    namespace: NotRequired[str]
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
@@ -357,13 +358,17 @@ class Model(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
+    state: Literal["not_loaded", "loading", "loaded", "unloading", "failed"]
+    max_model_len: int | None  # null: not known before the model is loaded
     default_sampling_params: DefaultSamplingParams
     type: Literal["model"]
     display_name: str
     created_at: str
-    max_input_tokens: int
+    max_input_tokens: int | None
+    max_tokens: int | None
+    lifecycle: Literal["active"]
     input_modalities: list[Literal["text", "image"]]
+    parent: NotRequired[str]  # of an adapter (base:adapter): the base
 
 
 class ModelList(TypedDict):
@@ -372,3 +377,24 @@ class ModelList(TypedDict):
     has_more: Literal[False]
     first_id: str
     last_id: str
+
+
+# -- embeddings ------------------------------------------------------------------------------------------
+
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # str: base64 of little-endian float32
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage

@@ -11,15 +11,16 @@ from starlette.responses import JSONResponse
 
 from outrider.api import sse
 from outrider.api.answer_streams import stream_answers
-from outrider.api.answers import Answers, failure_of
+from outrider.api.answers import Answers, Prepare, failure_of
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.errors import ApiError, openai_error
-from outrider.api.logprobs import chat_logprobs, token_origins
+from outrider.api.logprobs import TokenText, chat_logprobs, token_origins
 from outrider.api.openai.answer_models import ChatCompletion, ChatCompletionChunk
 from outrider.api.openai.chat_request import ChatCompletionRequest, chat_request
 from outrider.api.openapi import OpenAIError, answer
 from outrider.api.request_fields import UNSUPPORTED_IN_CHAT
+from outrider.api.served_model import RequestedModel, ServedModel
 from outrider.chat.events import (
     ChatEvent,
     Finished,
@@ -52,22 +53,25 @@ class ChatCompletions:
     async def create(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Continue a conversation: one answer or n answers, whole or as a stream of chunks."""
         check_extra(body, REFUSED)
-        model = self._context.resolve_model(body.model)
+        model = self._context.find_model(body.model, body.keep_alive, body.adapter)
         starting = self._start(body, model, request)
-        envelope = self._envelope(body, model)
+        envelope = self._envelope(body, model.name)
         if body.stream:
-            frames = partial(_frames, self._context, body, envelope)
+            frames = partial(_frames, body, envelope)
             return await stream_answers(starting, frames, openai_failure, self._context.settings.keep_alive_s)
         whole = self._whole(body, envelope, await starting)
         return JSONResponse(await sse.until_disconnected(request.receive, whole))
 
-    async def _start(self, body: ChatCompletionRequest, model: str, request: Request) -> Answers:
-        settings = self._context.settings
-        chat = chat_request(body, settings.max_tokens, settings.sampling)
+    async def _start(self, body: ChatCompletionRequest, model: RequestedModel, request: Request) -> Answers:
+        chat = chat_request(body, *model.defaults)
         num_answers = body.n or 1
-        prepare = partial(self._context.backend.prepare, chat, num_answers)
+
+        def prompts(served: ServedModel) -> list[Prepare]:
+            exact = chat if served.defaults == model.defaults else chat_request(body, *served.defaults)
+            return [partial(served.backend.prepare, exact, num_answers)]
+
         return await self._context.live.start(
-            "chat", model, num_answers, [prepare], request.receive, body.timeout
+            "chat", model, num_answers, prompts, request.receive, body.timeout
         )
 
     def _envelope(self, body: ChatCompletionRequest, model: str) -> dict[str, Any]:
@@ -91,7 +95,7 @@ class ChatCompletions:
         await answers.feed_all(lambda choice, event: choices[choice].feed(event))
         usages = [choice.finished.usage for choice in choices]
         options = bool(body.logprobs), bool(body.return_token_origins)
-        rendered = [choice.render(self._context, *options) for choice in choices]
+        rendered = [choice.render(answers.served.tokens, *options) for choice in choices]
         return envelope | {"choices": rendered, "usage": usage_of(usages, usages[0].num_prompt)}
 
 
@@ -143,7 +147,7 @@ class _WholeChoice:
             case Finished():
                 self.finished = event
 
-    def render(self, context: ServerContext, with_logprobs: bool, with_origins: bool) -> dict[str, Any]:
+    def render(self, text_of: TokenText, with_logprobs: bool, with_origins: bool) -> dict[str, Any]:
         text = "".join(self._text)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -154,7 +158,7 @@ class _WholeChoice:
             message["reasoning_content"] = "".join(self._reasoning)
         if self._calls:
             message["tool_calls"] = list(self._calls.values())
-        logprobs = {"content": chat_logprobs(self._logprobs, context.tokens), "refusal": None}
+        logprobs = {"content": chat_logprobs(self._logprobs, text_of), "refusal": None}
         choice = {
             "index": self._index,
             "message": message,
@@ -162,7 +166,7 @@ class _WholeChoice:
             "finish_reason": FINISH_REASONS[self.finished.reason],
         }
         if with_origins:
-            choice["token_origins"] = token_origins(self._origins, context.tokens)
+            choice["token_origins"] = token_origins(self._origins, text_of)
         return choice
 
 
@@ -171,10 +175,8 @@ def openai_failure(error: ApiError) -> list[bytes]:
     return [sse.data(openai_error(error)), sse.DONE]
 
 
-def _frames(
-    context: ServerContext, body: ChatCompletionRequest, envelope: dict[str, Any], answers: Answers
-) -> AsyncIterator[bytes]:
-    return _ChunkStream(context, body, envelope, answers).frames()
+def _frames(body: ChatCompletionRequest, envelope: dict[str, Any], answers: Answers) -> AsyncIterator[bytes]:
+    return _ChunkStream(body, envelope, answers).frames()
 
 
 class _ChunkStream:
@@ -182,12 +184,10 @@ class _ChunkStream:
 
     def __init__(
         self,
-        context: ServerContext,
         body: ChatCompletionRequest,
         envelope: dict[str, Any],
         answers: Answers,
     ) -> None:
-        self._context = context
         self._envelope = envelope
         self._answers = answers
         self._with_logprobs = bool(body.logprobs)
@@ -236,11 +236,11 @@ class _ChunkStream:
     def _rendered(self, choice: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
         logprobs = None
         if self._with_logprobs and (tokens := self._unsent.pop(choice, None)):
-            logprobs = {"content": chat_logprobs(tokens, self._context.tokens), "refusal": None}
+            logprobs = {"content": chat_logprobs(tokens, self._answers.served.tokens), "refusal": None}
         rendered: dict[str, Any] = {"index": choice, "delta": delta, "logprobs": logprobs}
         rendered["finish_reason"] = finish_reason
         if details := self._unsent_origins.pop(choice, None):
-            rendered["token_origins"] = token_origins(details, self._context.tokens)
+            rendered["token_origins"] = token_origins(details, self._answers.served.tokens)
         chunk = self._envelope | {"choices": [rendered]}
         return chunk | {"usage": None} if self._with_usage else chunk
 

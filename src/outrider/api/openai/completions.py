@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from starlette.responses import JSONResponse
 
 from outrider.api import sse
 from outrider.api.answer_streams import stream_answers
-from outrider.api.answers import Answers, failure_of
+from outrider.api.answers import Answers, Prepare, failure_of
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.errors import openai_error, refused
@@ -50,8 +51,10 @@ from outrider.api.request_fields import (
     sampling_params,
     whole,
 )
-from outrider.chat.events import ChatEvent, Finished, Logprobs, TextDelta, Usage
+from outrider.api.served_model import RequestDefaults, RequestedModel, ServedModel
+from outrider.chat.events import ChatEvent, Finished, Logprobs, PromptLogprobs, TextDelta, Usage
 from outrider.plan import TokenLogprobs
+from outrider.request import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default of this endpoint
 REFUSED = {name: reason for name, reason in UNSUPPORTED.items() if name != "best_of"}
@@ -59,7 +62,7 @@ REFUSED = {name: reason for name, reason in UNSUPPORTED.items() if name != "best
 Prompt = str | list[int]
 
 
-def _prompt_kind(prompt: Any) -> str:
+def prompt_kind(prompt: Any) -> str:
     """By the first item: pydantic would check a long list of ids against every other form first."""
     if isinstance(prompt, str):
         return "text"
@@ -69,7 +72,7 @@ def _prompt_kind(prompt: Any) -> str:
     return "ids" if isinstance(first, (int, float)) else "texts"
 
 
-def _whole_ids(ids: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+def whole_ids(ids: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     """Numbers with a point are rare: a long list is searched for them only if it is not valid as it is."""
     try:
         return validate(ids)
@@ -79,13 +82,13 @@ def _whole_ids(ids: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         return validate([whole(i) for i in ids])
 
 
-PromptIds = Annotated[list[Annotated[int, Field(ge=0)]], AtMost(JSON_VALUES), WrapValidator(_whole_ids)]
+PromptIds = Annotated[list[Annotated[int, Field(ge=0)]], AtMost(JSON_VALUES), WrapValidator(whole_ids)]
 Prompts = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[list[str], AtMost(PROMPTS), Tag("texts"), Field(min_length=1)]
     | Annotated[PromptIds, Tag("ids")]
     | Annotated[list[PromptIds], AtMost(PROMPTS), Tag("lists of ids")],
-    Discriminator(_prompt_kind),
+    Discriminator(prompt_kind),
 ]
 
 
@@ -99,7 +102,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: Whole | None = documented("Default: 16", minimum=1)
     stop: StopStrings | None = None
     logprobs: NumLogprobs | None = None
-    echo: bool | None = Field(None, description="Cannot be combined with logprobs")
+    echo: bool | None = Field(None, description="Cannot be combined with truncate_prompt_tokens")
     user: Word | None = Field(None, description="No effect")
 
 
@@ -111,15 +114,15 @@ class Completions:
         """Continue prompts: a string, a list of token ids, or a list of either."""
         check_extra(body, REFUSED)
         _check_options(body)
-        model = self._context.resolve_model(body.model)
+        model = self._context.find_model(body.model, body.keep_alive, body.adapter)
         is_single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
         prompts: list[Any] = [body.prompt] if is_single else list(body.prompt)
         starting = self._start(body, model, prompts, request)
         if body.stream:
-            frames = partial(self._frames, body, model, prompts)
+            frames = partial(self._frames, body, model.name, prompts)
             return await stream_answers(starting, frames, openai_failure, self._context.settings.keep_alive_s)
         answers = await starting
-        whole = self._whole(body, model, prompts, answers)
+        whole = self._whole(body, model.name, prompts, answers)
         try:
             return JSONResponse(await sse.until_disconnected(request.receive, whole))
         finally:
@@ -140,35 +143,43 @@ class Completions:
     async def _rendering(
         self, body: CompletionRequest, model: str, prompts: Sequence[Prompt], answers: Answers
     ) -> _CompletionRendering:
-        echoes = await asyncio.to_thread(self._echoes, body, prompts)
+        echoes = await asyncio.to_thread(_echoes, answers.served.tokens, body, prompts)
         return _CompletionRendering(self._context, body, model, echoes, answers)
 
     async def _start(
-        self, body: CompletionRequest, model: str, prompts: Sequence[Prompt], request: Request
+        self, body: CompletionRequest, model: RequestedModel, prompts: Sequence[Prompt], request: Request
     ) -> Answers:
-        settings, max_tokens = self._context.settings, body.max_tokens
-        if max_tokens is None:
-            max_tokens = DEFAULT_MAX_TOKENS if settings.max_tokens is None else settings.max_tokens
-        params = sampling_params(
-            body,
-            settings.sampling,
-            max_tokens=max_tokens,
-            stop=body.stop,
-            logprobs=body.logprobs,
-            grammar=grammar_of(body),
-        )
-        n = body.n or 1
-        prepares = (partial(self._context.backend.prepare_text, prompt, params, n) for prompt in prompts)
+        n, params = body.n or 1, _params(body, model.defaults)
+
+        def prepares(served: ServedModel) -> Iterator[Prepare]:
+            exact = params if served.defaults == model.defaults else _params(body, served.defaults)
+            return (partial(served.backend.prepare_text, prompt, exact, n) for prompt in prompts)
+
         return await self._context.live.start(
             "completions", model, n * len(prompts), prepares, request.receive, body.timeout
         )
 
-    def _echoes(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[str]:
-        """The text before each answer: the prompt, if the request asks for it. Decoding takes a while."""
-        echoed = prompts if body.echo else [""] * len(prompts)
-        decode = self._context.tokens.decode
-        texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in echoed]
-        return [text for text in texts for _ in range(body.n or 1)]
+
+def _params(body: CompletionRequest, defaults: RequestDefaults) -> SamplingParams:
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        max_tokens = DEFAULT_MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens
+    return sampling_params(
+        body,
+        defaults.sampling,
+        max_tokens=max_tokens,
+        stop=body.stop,
+        logprobs=body.logprobs,
+        grammar=grammar_of(body),
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+
+
+def _echoes(text_of: TokenText, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[str]:
+    """The text before each answer: the prompt, if the request asks for it. Decoding takes a while."""
+    echoed = prompts if body.echo else [""] * len(prompts)
+    texts = [prompt if isinstance(prompt, str) else text_of.decode(prompt) for prompt in echoed]
+    return [text for text in texts for _ in range(body.n or 1)]
 
 
 def _check_options(body: CompletionRequest) -> None:
@@ -176,8 +187,8 @@ def _check_options(body: CompletionRequest) -> None:
     check_stream_options(body.stream_options, body.stream)
     if body.best_of not in (None, body.n or 1):
         raise refused("best_of", "must equal n, since all answers are returned: use n")
-    if body.echo and body.logprobs is not None:
-        raise refused("echo", "cannot be combined with logprobs: logprobs of the prompt are not computed")
+    if body.echo and body.truncate_prompt_tokens is not None:
+        raise refused("echo", "cannot be combined with truncate_prompt_tokens")
 
 
 class _CompletionRendering:
@@ -203,8 +214,8 @@ class _CompletionRendering:
         self._n = body.n or 1
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._echoes = echoes
-        with_top = bool(body.logprobs)
-        self._logprobs = [CompletionLogprobs(context.tokens, len(echo), with_top) for echo in self._echoes]
+        with_top, tokens = bool(body.logprobs), answers.served.tokens
+        self._logprobs = [CompletionLogprobs(tokens, with_top) for _ in self._echoes]
         self._usages: dict[int, Usage] = {}
 
     async def whole(self) -> dict[str, Any]:
@@ -216,7 +227,7 @@ class _CompletionRendering:
             match event:
                 case TextDelta(text):
                     texts[choice].append(text)
-                case Logprobs(more):
+                case Logprobs(more) | PromptLogprobs(more):
                     tokens[choice].extend(more)
                 case Finished():
                     self._usages[choice] = event.usage
@@ -232,12 +243,15 @@ class _CompletionRendering:
     async def frames(self) -> AsyncIterator[bytes]:
         unsent: dict[int, list[TokenLogprobs]] = {}
         for choice, echo in enumerate(self._echoes):
-            if echo:
+            if echo and self._body.logprobs is None:  # else it comes with the prompt's log-probabilities
                 yield self._chunk(self._choice(choice, echo, [], None))
         async for choice, event in self._answers.events(self._body.logprobs is not None):
             if isinstance(event, Finished) and (error := failure_of(event)):
                 yield sse.data(openai_error(error))
                 break
+            if isinstance(event, PromptLogprobs):
+                yield self._chunk(self._choice(choice, self._echoes[choice], list(event.tokens), None))
+                continue
             if isinstance(event, Logprobs):
                 unsent.setdefault(choice, []).extend(event.tokens)
                 continue
@@ -277,9 +291,9 @@ class _CompletionRendering:
 class CompletionLogprobs:
     """The legacy format: parallel lists, with the offset of each token in the text."""
 
-    def __init__(self, text: TokenText, offset: int, with_top: bool) -> None:
+    def __init__(self, text: TokenText, with_top: bool) -> None:
         self._text = text
-        self._offset = offset
+        self._offset = 0
         self._with_top = with_top
 
     def render(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -291,15 +305,22 @@ class CompletionLogprobs:
             self._offset += len(string)
         return {
             "tokens": strings,
-            "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
+            "token_logprobs": [_logprob(token) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens] if self._with_top else None,
             "text_offset": offsets,
         }
 
-    def _top(self, token: TokenLogprobs) -> dict[str, float]:
+    def _top(self, token: TokenLogprobs) -> dict[str, float] | None:
         """The most likely tokens, and the sampled token if it is not among them."""
+        if _logprob(token) is None:
+            return None
         pairs = [*token.top, (token.token_id, token.logprob)]
         return {self._text.text_of(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in pairs}
+
+
+def _logprob(token: TokenLogprobs) -> float | None:
+    """None for the first token of a prompt."""
+    return None if math.isnan(token.logprob) else max(token.logprob, MIN_LOGPROB)
 
 
 def completions_router(context: ServerContext) -> APIRouter:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from outrider.api import sse
 from outrider.api.answer_streams import stream_answers
-from outrider.api.answers import Answers
+from outrider.api.answers import Answers, Prepare
 from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
 from outrider.api.errors import ApiError, context_exceeded
@@ -35,8 +35,10 @@ from outrider.api.openai.responses_request import (
     input_messages,
     response_request,
 )
+from outrider.api.openai.responses_tools import namespaces_of
 from outrider.api.openapi import answer
 from outrider.api.request_fields import UNSUPPORTED_IN_CHAT
+from outrider.api.served_model import RequestedModel, ServedModel
 from outrider.chat.conversation import ChatRequest, Message
 from outrider.request import PromptTooLong
 
@@ -65,30 +67,36 @@ class Responses:
         body = self._with_items(body)
         model, messages, chat = self._read(body)
         context = self._context
-        with_logprobs = chat.params.logprobs is not None
         builder = ResponseBuilder(
-            _new_response(context, body, model, chat),
-            context.tokens,
-            with_logprobs,
+            _new_response(context, body, model.name, chat),
+            chat.params.logprobs is not None,
             context.new_id,
             context.now_s,
             partial(self._put, current_tenant.get(), body, messages),
+            namespaces_of(body.tools),
         )
-        prepare = partial(context.backend.prepare, chat)
-        receive = request.receive
-        starting = context.live.start("responses", model, 1, [prepare], receive, body.timeout)
+
+        def prompts(served: ServedModel) -> list[Prepare]:
+            exact = chat
+            if served.defaults != model.defaults:
+                exact = response_request(body, messages, *served.defaults)
+                values = {"temperature": exact.params.temperature, "top_p": exact.params.top_p}
+                builder.response |= values
+            return [partial(served.backend.prepare, exact)]
+
+        starting = context.live.start("responses", model, 1, prompts, request.receive, body.timeout)
         if body.stream:
-            return await self._stream(starting, builder, with_logprobs)
+            return await self._stream(starting, builder)
         answers = await starting
-        whole = answers.feed_all(lambda _, event: builder.feed(event), with_logprobs)
+        builder.tokens = answers.served.tokens
+        whole = answers.feed_all(lambda _, event: builder.feed(event), builder.with_logprobs)
         await sse.until_disconnected(request.receive, whole)
         return JSONResponse(builder.response)
 
-    async def _stream(
-        self, starting: Coroutine[Any, Any, Answers], builder: ResponseBuilder, with_logprobs: bool
-    ) -> Response:
+    async def _stream(self, starting: Coroutine[Any, Any, Answers], builder: ResponseBuilder) -> Response:
         def frames(answers: Answers) -> AsyncIterator[bytes]:
-            return sse.named_frames(builder, answers.events(with_logprobs))
+            builder.tokens = answers.served.tokens
+            return sse.named_frames(builder, answers.events(builder.with_logprobs))
 
         failure = partial(_failure, builder)
         try:
@@ -100,10 +108,9 @@ class Responses:
 
     async def count(self, body: ResponsesRequest, request: Request) -> Response:
         """Count the tokens of an input."""
-        _, _, chat = self._read(self._with_items(body))
+        model, _, chat = self._read(self._with_items(body))
         async with self._context.live.time_limits(body.timeout).preparing():
-            counting = self._context.backend.count_tokens(chat)
-            num_tokens = await sse.until_disconnected(request.receive, counting)
+            num_tokens = await sse.until_disconnected(request.receive, model.count_tokens(chat))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def retrieve(self, response_id: str) -> Response:
@@ -117,13 +124,12 @@ class Responses:
         self._store.delete(current_tenant.get(), response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    def _read(self, body: ResponsesRequest) -> tuple[str, list[Message], ChatRequest]:
-        """(model name, conversation without instructions, request to the chat service)."""
+    def _read(self, body: ResponsesRequest) -> tuple[RequestedModel, list[Message], ChatRequest]:
+        """(model, conversation without instructions, request to the chat service)."""
         check_extra(body, REFUSED)
-        model = self._context.resolve_model(body.model)
+        model = self._context.find_model(body.model, body.keep_alive, body.adapter)
         messages = [*self._earlier(body.previous_response_id), *input_messages(body.input)]
-        settings = self._context.settings
-        return model, messages, response_request(body, messages, settings.max_tokens, settings.sampling)
+        return model, messages, response_request(body, messages, *model.defaults)
 
     def _put(
         self, tenant: str, body: ResponsesRequest, messages: list[Message], response: dict[str, Any]

@@ -14,7 +14,7 @@ Must not know HTTP or the store of responses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from outrider.api.answers import failure_of
@@ -23,6 +23,7 @@ from outrider.chat.events import (
     ChatEvent,
     Finished,
     Logprobs,
+    PromptLogprobs,
     PromptProgress,
     ReasoningDelta,
     TextDelta,
@@ -39,24 +40,27 @@ Event = dict[str, Any]
 class ResponseBuilder:
     """`response` is the whole answer, which the last event of a stream carries too.
 
-    `on_success` gets the response when it ends without a failure.
+    `on_success` gets the response when it ends without a failure. `tokens` is set before the first event.
+    `namespaces`: (namespace, name) of the functions that have one, by the name that the model knows.
     """
+
+    tokens: TokenText
 
     def __init__(
         self,
         response: dict[str, Any],
-        tokens: TokenText,
         with_logprobs: bool,
         new_id: Callable[[str], str],
         now_s: Callable[[], float],
         on_success: Callable[[dict[str, Any]], None],
+        namespaces: Mapping[str, tuple[str, str]],
     ) -> None:
         self.response = response
-        self._tokens = tokens
-        self._with_logprobs = with_logprobs
+        self.with_logprobs = with_logprobs
         self._new_id = new_id
         self._now_s = now_s
         self._on_success = on_success
+        self._namespaces = namespaces
         self._num_events = 0
         self._open: _Item | None = None
         self._logprobs: list[dict[str, Any]] = []  # they wait for the event of their text
@@ -71,18 +75,17 @@ class ResponseBuilder:
             case ReasoningDelta(text):
                 return [*self._enter("reasoning"), *self._grow(text)]
             case ToolCallStarted(_, call_id, name):
-                return [
-                    *self._leave("completed"),
-                    *self._begin(_CallItem(self._new_id("fc_"), call_id, name)),
-                ]
+                namespace, name = self._namespaces.get(name, (None, name))
+                item = _CallItem(self._new_id("fc_"), call_id, name, namespace)
+                return [*self._leave("completed"), *self._begin(item)]
             case ToolCallArguments(_, fragment):
                 return self._grow(fragment)
             case ToolCallEnded(_, arguments):
                 return self._end_call(arguments)
             case Logprobs(tokens):
-                self._logprobs += chat_logprobs(tokens, self._tokens) if self._with_logprobs else []
+                self._logprobs += chat_logprobs(tokens, self.tokens) if self.with_logprobs else []
                 return []
-            case TokenOrigins() | PromptProgress():  # of chat completions only
+            case TokenOrigins() | PromptProgress() | PromptLogprobs():  # of chat completions and completions
                 return []
             case Finished():
                 return self._finish(event)
@@ -234,10 +237,11 @@ class _CallItem(_Item):
     delta_type = "response.function_call_arguments.delta"
     done_type = "response.function_call_arguments.done"
 
-    def __init__(self, item_id: str, call_id: str, name: str) -> None:
+    def __init__(self, item_id: str, call_id: str, name: str, namespace: str | None) -> None:
         super().__init__(item_id)
         self._call_id = call_id
         self._name = name
+        self._namespace = {} if namespace is None else {"namespace": namespace}
 
     def done(self) -> dict[str, Any]:
         return {"name": self._name, "arguments": self.text}
@@ -250,6 +254,7 @@ class _CallItem(_Item):
             "arguments": "" if empty else self.text,
             "call_id": self._call_id,
             "name": self._name,
+            **self._namespace,
         }
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from outrider.api.errors import invalid, refused
+from outrider.api.errors import refused
 from outrider.api.limits import (
     MESSAGES,
     OPTIONS,
@@ -23,25 +23,26 @@ from outrider.api.limits import (
     Word,
     check_stops,
 )
+from outrider.api.openai.responses_tools import (
+    ResponseTool,
+    ResponseToolChoice,
+    choose,
+    joined_name,
+    tools_of,
+)
 from outrider.api.request_fields import (
     NOT_NULL,
     ChatFields,
     NumLogprobs,
     RequestModel,
     Whole,
-    allowed_functions,
-    callable_tools,
     check_verbosity,
     documented,
     format_grammar,
     grammar_of,
-    keep_allowed,
-    named_tool,
     one_of_types,
     sampling_params,
     template_kwargs,
-    tool_choice_of,
-    tool_of,
 )
 from outrider.api.thinking_fields import effort_limit
 from outrider.chat.conversation import (
@@ -51,9 +52,7 @@ from outrider.chat.conversation import (
     Part,
     Role,
     TextPart,
-    Tool,
     ToolCall,
-    ToolChoice,
 )
 from outrider.request import Grammar, SamplingDefaults
 
@@ -100,6 +99,7 @@ class FunctionCallItem(RequestModel):
     id: Word | None = None
     call_id: Word
     name: Name
+    namespace: Name | None = None
     arguments: str
     status: Word | None = None
 
@@ -148,25 +148,6 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(RequestModel):
-    model_config = ConfigDict(json_schema_extra=tool_of("function", require="name"))
-
-    type: Word = Field(description="function; tools of other types are left out")
-    name: Name | None = documented(minLength=1)
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-
-
-class ResponseToolChoice(RequestModel):
-    model_config = ConfigDict(json_schema_extra=one_of_types(function=["name"], allowed_tools=["tools"]))
-
-    type: Word
-    name: Name | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[JsonObject], AtMost(TOOLS)] | None = None
-
-
 class ResponseTextFormat(RequestModel):
     model_config = ConfigDict(json_schema_extra=one_of_types(text=[], json_object=[], json_schema=["schema"]))
 
@@ -206,7 +187,7 @@ class ResponsesRequest(ChatFields):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     stop: StopStrings | None = Field(None, description="Extension")
-    tools: Annotated[list[FunctionTool], AtMost(TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], AtMost(TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: ResponseTextConfig | None = None
@@ -239,8 +220,7 @@ def response_request(
     `default_max_tokens`, `sampling`: for requests that leave the values out.
     """
     _check_options(body)
-    tools = [_tool(i, tool) for i, tool in callable_tools(body.tools, "function")]
-    tools, choice = _choose(tools, body.tool_choice)
+    tools, choice = choose(tools_of(body.tools), body.tool_choice)
     effort = body.reasoning.effort if body.reasoning else None
     max_tokens = default_max_tokens if body.max_output_tokens is None else body.max_output_tokens
     params = sampling_params(
@@ -305,23 +285,6 @@ def _format(text: ResponseTextConfig | None) -> Grammar | None:
     return format_grammar("text.format", text.format.type, text.format.schema_)
 
 
-def _tool(index: int, tool: FunctionTool) -> Tool:
-    if tool.name is None:
-        raise invalid(f"tools[{index}].name", "is missing")
-    return Tool(tool.name, tool.description or "", tool.parameters or {}, strict=tool.strict)
-
-
-def _choose(tools: list[Tool], choice: str | ResponseToolChoice | None) -> tuple[list[Tool], ToolChoice]:
-    if isinstance(choice, ResponseToolChoice):
-        if choice.type == "function" and choice.name is not None:
-            return tools, named_tool(tools, choice.name)
-        if choice.type == "allowed_tools" and choice.tools is not None:
-            names = [tool.get("name") for tool in allowed_functions(choice.tools)]
-            return keep_allowed(tools, names, choice.mode or "auto")
-        raise refused("tool_choice", f"choices of type {choice.type!r} are not supported")
-    return tools, tool_choice_of(tools, choice)
-
-
 def input_messages(given: str | Sequence[InputItem]) -> list[Message]:
     """Input items as messages. Consecutive reasoning, text and calls of the assistant become one message."""
     if isinstance(given, str):
@@ -358,7 +321,7 @@ class _AssistantTurn:
         if isinstance(item, ReasoningItem):
             self._reasoning += [part.text for part in item.content or item.summary or ()]
         elif isinstance(item, FunctionCallItem):
-            self._calls.append(ToolCall(item.call_id, item.name, item.arguments))
+            self._calls.append(ToolCall(item.call_id, joined_name(item.namespace, item.name), item.arguments))
         elif isinstance(item, MessageItem) and item.role == "assistant":
             self._content += _parts(item.content, where)
         else:

@@ -15,10 +15,28 @@ class ServedModel(TypedDict):
     name: str
     path: str
     dtype: str
+    kv_bits: int | None  # of quantised keys and values
     device: str
     max_context: int
     drafter: str
     head: str | None
+
+
+class ModelState(TypedDict):
+    """A model of this server, loaded or not."""
+
+    name: str
+    aliases: list[str]
+    path: str
+    state: Literal["not_loaded", "loading", "loaded", "unloading", "failed"]
+    stage: str | None  # of a load
+    progress: float | None  # of that stage, 0 to 1; null: not known
+    failure: str | None  # why the last load failed
+    pinned: bool
+    requests: int  # that use the model or wait for it
+    reserved_bytes: int  # weights and caches; 0 while it is not loaded
+    loads: int
+    unloads_in_s: float | None  # if no request comes; null: in use, or it stays loaded
 
 
 class StatusRow(TypedDict):
@@ -34,6 +52,7 @@ class StatusRequest(TypedDict):
     request_id: str
     engine_id: str
     api: str
+    model: str
     state: Literal["waiting", "prompt", "answering", "finished"]
     age_s: float
     prompt_tokens: int
@@ -53,14 +72,23 @@ class Memory(TypedDict):
     rows: MemoryPart  # KV caches of running requests
     prefixes: MemoryPart  # cached prefixes
     images: MemoryPart  # cached embeddings of images
+    adapters: MemoryPart  # LoRA and DoRA adapters that requests can name
     steps: MemoryPart  # the arrays of a step, and buffers for the next one
+
+
+class SwitchedOff(TypedDict):
+    part: str  # fast code that is switched off
+    reason: str
+    instead: str  # what is used in its place
 
 
 class Status(TypedDict):
     server: str
     status: str  # as in Health
     up_s: float
-    model: ServedModel
+    model: ServedModel | None  # the first model; null while it is not loaded
+    models: list[ModelState]
+    fallbacks: list[SwitchedOff]
     live_requests: int
     capacity: int
     live_bytes: int
@@ -110,6 +138,30 @@ class StatusEvent(TypedDict):
     cache_budget_bytes: int | None
     prefix_cache: dict[str, int] | None
     memory_bytes: int | None  # of the process; null on macOS
+
+
+class Adapter(TypedDict):
+    id: str  # the name that requests have
+    object: Literal["adapter"]
+    model: str
+    path: str
+    kind: Literal["lora", "dora"]
+    rank: int
+    layers: int  # linear layers that it changes
+    bytes: int
+    fingerprint: str  # of its contents
+
+
+class AdapterList(TypedDict):
+    object: Literal["list"]
+    data: list[Adapter]
+
+
+class DeletedAdapter(TypedDict):
+    id: str
+    object: Literal["adapter.deleted"]
+    deleted: Literal[True]
+    freed_bytes: int
 
 
 class ClearedCache(TypedDict):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Response
 from starlette.responses import JSONResponse
 
+from outrider import fallbacks
 from outrider.api.answers import Answers, ChoiceState
 from outrider.api.context import FINGERPRINT, ServerContext
 from outrider.api.openapi import answer
+from outrider.api.operations.all_models import AllMemory, AllPrefixes
 from outrider.api.operations.answer_models import Health, Status
 from outrider.api.operations.memory import memory_status
+from outrider.api.operations.model_control import model_state
 from outrider.api.operations.prefix_cache import status_of
 
 LIVE = "200 while the engine works, 503 if it has failed or hangs"
@@ -52,29 +56,23 @@ def readiness(context: ServerContext) -> str:
 
 
 def _status(context: ServerContext) -> dict[str, Any]:
-    facts, live, steps = context.facts, context.live, context.live.metrics.steps
+    live, steps = context.live, context.live.metrics.steps
     drafted, accepted = steps.acceptance
     return {
         "server": FINGERPRINT,
         "status": readiness(context),
         "up_s": round(context.now_s() - context.started_s, 3),
-        "model": {
-            "name": context.settings.model_name,
-            "path": facts.name,
-            "dtype": facts.dtype,
-            "device": facts.device,
-            "max_context": facts.max_context,
-            "drafter": facts.drafter,
-            "head": facts.head,
-        },
+        "model": _first_model(context),
+        "models": [model_state(entry) for entry in context.models.entries],
+        "fallbacks": [asdict(one) for one in fallbacks.noted()],
         "live_requests": live.num_live,
         "capacity": live.admission.limit.num_requests,
         "live_bytes": live.admission.held.num_bytes,
         "live_tokens": live.admission.held.num_tokens,
         "waiting": steps.num_waiting,
         "cache_bytes": steps.cache_bytes,
-        "prefix_cache": status_of(context.prefix_cache),
-        "memory": memory_status(context.memory),
+        "prefix_cache": status_of(AllPrefixes(context.models)),
+        "memory": memory_status(AllMemory(context.models)),
         "steps": steps.num_steps,
         "since_last_step_s": steps.since_last_step_s,
         "drafted_by_position": drafted,
@@ -94,6 +92,23 @@ def _status(context: ServerContext) -> dict[str, Any]:
     }
 
 
+def _first_model(context: ServerContext) -> dict[str, Any] | None:
+    entry = context.models.default
+    if entry.model is None:
+        return None
+    facts = entry.model.facts
+    return {
+        "name": entry.name,
+        "path": facts.name,
+        "dtype": facts.dtype,
+        "kv_bits": facts.kv_bits,
+        "device": facts.device,
+        "max_context": facts.max_context,
+        "drafter": facts.drafter,
+        "head": facts.head,
+    }
+
+
 def _requests(answers: Answers) -> list[dict[str, Any]]:
     now_s = time.perf_counter()
     return [
@@ -101,6 +116,7 @@ def _requests(answers: Answers) -> list[dict[str, Any]]:
             "request_id": answers.request_id,
             "engine_id": choice.engine_id,
             "api": answers.api,
+            "model": answers.model,
             "state": _state(choice, answers.num_prefilled(i)),
             "age_s": round(now_s - answers.started_s, 3),
             "prompt_tokens": choice.num_prompt,

@@ -40,6 +40,8 @@ class Metrics:
         self.http_s = histogram("outrider_http_seconds", text, ["route"], buckets=TOTAL_S)
         self.finished = counter("outrider_requests", "Answers, by API and finish reason", ["api", "finish"])
         self.tokens = counter("outrider_tokens", "Tokens of finished answers", ["kind"])
+        text = "Inputs of embeddings and rerank requests that were answered"
+        self.embedding_inputs = counter("outrider_embedding_inputs", text, ["api"])
         text = "From the request to its first delta"
         self.first_token_s = histogram(
             "outrider_time_to_first_token_seconds", text, ["api"], buckets=LATENCY_S
@@ -69,6 +71,13 @@ class Metrics:
             self.queue_s.observe(finished.stats.queue_s)
         if finished.stats.total_s is not None:
             self.total_s.labels(api).observe(finished.stats.total_s)
+
+    def count_embeddings(self, api: str, num_inputs: int, num_tokens: int, seconds: float) -> None:
+        """Count an embeddings or rerank request that was answered."""
+        self.finished.labels(api, "stop").inc()
+        self.embedding_inputs.labels(api).inc(num_inputs)
+        self.tokens.labels("prompt").inc(num_tokens)
+        self.total_s.labels(api).observe(seconds)
 
     def watch_connections(self, num_open: Callable[[], int]) -> None:
         """Read the number of open connections at each scrape."""

@@ -20,6 +20,7 @@ from outrider.api import sse
 from outrider.api.context import ServerContext
 from outrider.api.errors import ApiError
 from outrider.api.openapi import answer
+from outrider.api.operations.all_models import AllPrefixes
 from outrider.api.operations.answer_models import StatusEvent
 from outrider.api.operations.health import readiness
 from outrider.api.operations.prefix_cache import status_of
@@ -153,7 +154,7 @@ class Snapshots:
             "time_s": round(context.now_s(), 3),
             "status": readiness(context),
             "rows": _rows(steps, metrics.rows),
-            "max_rows": context.settings.max_rows,
+            "max_rows": _sum_of(context, "max_rows") or context.settings.max_rows,
             "waiting": metrics.num_waiting,
             "live_requests": live.num_live,
             "steps": metrics.num_steps,
@@ -164,8 +165,8 @@ class Snapshots:
             "drafted_by_position": drafted,
             "accepted_by_position": accepted,
             "cache_bytes": metrics.cache_bytes,
-            "cache_budget_bytes": context.cache_budget_bytes,
-            "prefix_cache": status_of(context.prefix_cache),
+            "cache_budget_bytes": _sum_of(context, "cache_budget_bytes"),
+            "prefix_cache": status_of(AllPrefixes(context.models)),
             "memory_bytes": _resident_bytes(),
         }
 
@@ -179,6 +180,13 @@ class Snapshots:
         seconds = max(now_s - then_s, INTERVAL_S)
         gained = (num_committed - committed, num_prefilled - prefilled)
         return round(gained[0] / seconds, 1), round(gained[1] / seconds, 1)
+
+
+def _sum_of(context: ServerContext, name: str) -> int | None:
+    """Over the loaded models; None if none of them knows the value."""
+    values = [getattr(entry.model, name) for entry in context.models.loaded]
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _rows(steps: Iterable[tuple[LiveRow, ...]], now: Iterable[LiveRow]) -> list[dict[str, Any]]:

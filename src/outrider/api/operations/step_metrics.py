@@ -88,11 +88,42 @@ class LiveRow:
         return max(0, min(self.num_drafts, self.num_committed - 1))
 
 
+@dataclass
+class ModelSteps:
+    """The observer of one model's engine: counts for all models together, and its own figures."""
+
+    total: StepMetrics
+    is_idle: Callable[[], bool]  # True: no row of the model runs, its last step is outdated
+    rows: tuple[LiveRow, ...] = ()
+    num_waiting: int = 0
+    cache_bytes: int = 0
+    num_committed: int = 0
+    seconds: float = 0.0
+
+    def on_step(
+        self, plan: StepPlan, result: StepResult, seconds: float, num_waiting: int, cache_bytes: int
+    ) -> None:
+        self.rows = self.total.count_step(plan, result, seconds)
+        self.num_waiting, self.cache_bytes = num_waiting, cache_bytes
+        self.num_committed += sum(row.num_committed for row in self.rows)
+        self.seconds += seconds
+
+    def on_encode(self, seconds: float) -> None:
+        self.total.on_encode(seconds)
+
+    def on_embedding_cache(self, num_hits: int, num_bytes: int) -> None:
+        self.total.on_embedding_cache(num_hits, num_bytes)
+
+
 class StepMetrics:
-    """An observer of the engine and a Prometheus collector in one."""
+    """The figures of all engines, as a Prometheus collector. Each engine has an observer: `of_model`.
+
+    Engines take turns (engine/device_turns.py), so that no two of them count at once.
+    """
 
     def __init__(self) -> None:
         self.is_idle: Callable[[], bool] = lambda: False  # True: no row runs, the last step is outdated
+        self._models: dict[str, ModelSteps] = {}
         self._steps = dict.fromkeys(("plain", "speculating", "plain_and_speculating", "prefill_only"), 0)
         self._row_steps: dict[str, int] = dict.fromkeys(ROW_KINDS, 0)
         self._drafted = [0] * MAX_DEPTH
@@ -101,28 +132,39 @@ class StepMetrics:
         self._num_committed = 0
         self._seconds = StepHistogram(STEP_BUCKETS_S)
         self._stride = StepHistogram(tuple(float(stride) for stride in STRIDES))
-        self._rows: tuple[LiveRow, ...] = ()
-        self._num_waiting = 0
-        self._cache_bytes = 0
         self._last_step_s: float | None = None
         self._encode_seconds = StepHistogram(STEP_BUCKETS_S)
         self._embedding_hits = 0
         self._watched: deque[tuple[LiveRow, ...]] | None = None
         self._embedding_bytes = 0
 
+    def of_model(self, name: str, is_idle: Callable[[], bool] = lambda: False) -> ModelSteps:
+        """The observer of a model's engine. A model that is loaded again goes on counting."""
+        before = self._models.get(name)
+        own = ModelSteps(self, is_idle)
+        if before is not None:
+            own.num_committed, own.seconds = before.num_committed, before.seconds
+        self._models[name] = own
+        return own
+
     # -- on the engine thread ----------------------------------------------------------------------------
 
     def on_step(
         self, plan: StepPlan, result: StepResult, seconds: float, num_waiting: int, cache_bytes: int
     ) -> None:
+        """For an engine without a name."""
+        own = self._models.get("") or self.of_model("")
+        own.on_step(plan, result, seconds, num_waiting, cache_bytes)
+
+    def count_step(self, plan: StepPlan, result: StepResult, seconds: float) -> tuple[LiveRow, ...]:
         committed = {row.sequence_id: len(row.token_ids) for row in result.rows}
         rows = tuple(self._count_row(row, committed) for batch in plan.batches for row in batch)
         self._steps[decode_kind({row.kind for row in rows})] += 1
         self._seconds.observe(seconds)
-        self._rows, self._num_waiting, self._cache_bytes = rows, num_waiting, cache_bytes
         self._last_step_s = time.monotonic()
         if (watched := self._watched) is not None:
             watched.append(rows)
+        return rows
 
     def on_encode(self, seconds: float) -> None:
         self._encode_seconds.observe(seconds)
@@ -167,7 +209,18 @@ class StepMetrics:
 
     @property
     def rows(self) -> tuple[LiveRow, ...]:
-        return () if self.is_idle() else self._rows
+        return tuple(row for model in self._busy_models() for row in model.rows)
+
+    @property
+    def committed_by_model(self) -> dict[str, int]:
+        return {name: model.num_committed for name, model in self._models.items() if name}
+
+    @property
+    def seconds_by_model(self) -> dict[str, float]:
+        return {name: model.seconds for name, model in self._models.items() if name}
+
+    def _busy_models(self) -> list[ModelSteps]:
+        return [] if self.is_idle() else [one for one in list(self._models.values()) if not one.is_idle()]
 
     @property
     def depth(self) -> float:
@@ -177,11 +230,11 @@ class StepMetrics:
 
     @property
     def num_waiting(self) -> int:
-        return 0 if self.is_idle() else self._num_waiting
+        return sum(model.num_waiting for model in self._busy_models())
 
     @property
     def cache_bytes(self) -> int:
-        return 0 if self.is_idle() else self._cache_bytes
+        return sum(model.cache_bytes for model in self._busy_models())
 
     @property
     def num_committed(self) -> int:

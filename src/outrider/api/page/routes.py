@@ -1,5 +1,7 @@
 """GET / and /docs: web pages whose files are part of the package. No file comes from another origin.
 
+At / a client that does not ask for a page gets a line of text instead: Ollama's clients look for it.
+
 The files are read once, when the server starts. They are readable without a key; the data that the pages show
 comes from the API, with the key that the visitor enters.
 """
@@ -8,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
+from starlette.responses import PlainTextResponse
 
 from outrider.api.errors import ApiError
 
+RUNNING = "Ollama is running"  # what Ollama answers; some clients compare it to the letter
 STATIC = Path(__file__).parent / "static"
 CONTENT_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -46,6 +51,7 @@ class StaticFile:
     etag: str
 
 
+@cache
 def static_files(folder: Path = STATIC) -> dict[str, StaticFile]:
     """All files of the page, by their path below `folder`."""
     found = {}
@@ -58,13 +64,26 @@ def static_files(folder: Path = STATIC) -> dict[str, StaticFile]:
     return found
 
 
+def root_router(serves_page: bool) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    page = static_files()["index.html"] if serves_page else None
+
+    @router.api_route("/", methods=["GET", "HEAD"])
+    async def root(request: Request) -> Response:
+        wants_page = "text/html" in request.headers.get("accept", "").lower()  # as every browser does
+        if page is not None and wants_page:
+            response = _response(page, request)
+        else:
+            response = PlainTextResponse(RUNNING, headers=HEADERS)
+        response.headers["vary"] = "accept"
+        return response
+
+    return router
+
+
 def page_router() -> APIRouter:
     router = APIRouter(include_in_schema=False)
     files = static_files()
-
-    @router.api_route("/", methods=["GET", "HEAD"])
-    async def page(request: Request) -> Response:
-        return _response(files["index.html"], request)
 
     @router.api_route("/docs", methods=["GET", "HEAD"])
     async def docs(request: Request) -> Response:

@@ -46,5 +46,5 @@ TOOL = Tool(
     program="codex",
     install="npm install -g @openai/codex",
     plan=plan,
-    prompt_tokens=6_500,
+    prompt_tokens=9_200,
 )

@@ -132,7 +132,7 @@ def _target(url: str, served: ServedModel, api_key: str | None) -> Target:
 
 def _future_target(model: str | None) -> Target:
     """What is known before the server is started: neither its port nor the model's context."""
-    from outrider.cli.serve import model_name
+    from outrider.cli.model_specs import model_name
     from outrider.llm import default_model
 
     return Target(UNKNOWN_PORT, model_name(model or default_model()), None)

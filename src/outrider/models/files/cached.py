@@ -18,7 +18,7 @@ from outrider.models.files import origin
 from outrider.models.files.folders import models_folder
 from outrider.models.files.named import named_model
 from outrider.models.files.shipped_head import shipped_head
-from outrider.models.heads import find_head
+from outrider.models.heads import HeadError, find_head, locate
 
 Place = Literal["outrider", "huggingface"]
 
@@ -31,13 +31,10 @@ class CachedModel:
     entry: Path  # the folder in the cache that a removal deletes
     num_bytes: int  # freed by a removal
     source: str  # a description
-    head: Path | None
+    head: Path | None  # a file, or the model folder if the head is inside its checkpoint
+    head_bytes: int = 0
     is_intact: bool = True  # False: incomplete or damaged; rebuilt when needed
     shared_bytes: int = 0  # of files that other models in the cache share
-
-    @property
-    def head_bytes(self) -> int:
-        return self.head.stat().st_size if self.head is not None else 0
 
 
 def cached_models() -> list[CachedModel]:
@@ -91,9 +88,9 @@ def _own() -> Iterator[CachedModel]:
         record = origin.read(path)
         source = record.source if record is not None else "unknown"
         shared = sum(size for file, size in sizes.items() if holders[file] > 1)
-        own, head = sum(sizes.values()) - shared, find_head(path) or shipped_head(path)
+        own, head = sum(sizes.values()) - shared, _head(path)
         intact = origin.is_intact(path)
-        yield CachedModel(path.name, "outrider", path, path, own, source, head, intact, shared)
+        yield CachedModel(path.name, "outrider", path, path, own, source, *head, intact, shared)
 
 
 def _remove_own(path: Path) -> None:
@@ -127,13 +124,25 @@ def _hub() -> Iterator[CachedModel]:
         latest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
         path = Path(latest.snapshot_path if latest is not None else repo.repo_path)
         entry, size = Path(repo.repo_path), repo.size_on_disk
-        yield CachedModel(repo.repo_id, "huggingface", path, entry, size, "Hugging Face hub", find_head(path))
+        yield CachedModel(repo.repo_id, "huggingface", path, entry, size, "Hugging Face hub", *_head(path))
 
 
 def _hub_folder() -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE).expanduser().resolve()
+
+
+def _head(folder: Path) -> tuple[Path | None, int]:
+    """Where a model's head is, and its bytes."""
+    file = find_head(folder) or shipped_head(folder)
+    if file is not None:
+        return file, file.stat().st_size
+    try:
+        inside = locate(folder)
+    except HeadError:  # a damaged file: `serve` names it
+        return None, 0
+    return (None, 0) if inside is None else (inside.source, inside.num_bytes)
 
 
 def _by_name(model: CachedModel) -> str:

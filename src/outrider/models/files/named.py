@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Protocol
 
-from outrider.models.files import default_model, vision_model
+from outrider.models.files import default_model, embedding_model, vision_model
 from outrider.progress import Listener, ProgressBar
 
 
@@ -11,10 +11,12 @@ class NamedModel(Protocol):
     NAME: str
     OLD_NAMES: tuple[str, ...]  # names of earlier releases, which go on working
 
+    def folder(self) -> Path: ...  # where it is, or will be
+
     def ensure(self, progress: Listener) -> Path: ...
 
 
-NAMED: tuple[NamedModel, ...] = (default_model, vision_model)
+NAMED: tuple[NamedModel, ...] = (default_model, vision_model, embedding_model)
 
 
 def named_model(name: str | Path) -> NamedModel | None:

@@ -42,10 +42,12 @@ export class Chat {
       this.list);
     this.settingsButton = iconButton("sliders", "Settings of this conversation", () => this.toggleSettings(),
       { id: "settings", "aria-expanded": "false" });
+    this.picker = h("select", { id: "model-picker", "aria-label": "Model", hidden: true,
+      onchange: () => this.pickModel(this.picker.value) });
     this.element = h("section", { class: "chat", "aria-label": "Chat" }, this.sidebar,
       h("div", { class: "chat-main" }, this.scroller,
         h("div", { class: "composer-area" }, this.composer.element,
-          h("div", { class: "composer-hint muted small" }, this.settingsButton,
+          h("div", { class: "composer-hint muted small" }, this.settingsButton, this.picker,
             h("span", { class: "wide-only" }, "Enter sends · Shift+Enter: new line · Esc stops · ↑ edits · Alt+N: new conversation")))),
       this.drawer);
     this.acceptDrops();
@@ -64,6 +66,13 @@ export class Chat {
     for (const conversation of stored) endInterrupted(conversation);
     this.conversations.push(...stored);
     this.open(isUsed ? this.current : this.conversations[0] ?? this.current);
+  }
+
+  // The picker is shown if the server has several models.
+  setModels(names, current, pick) {
+    this.pickModel = pick;
+    this.picker.hidden = names.length < 2;
+    this.picker.replaceChildren(...names.map((name) => h("option", { value: name, selected: name === current }, name)));
   }
 
   setModel(model) {
@@ -160,7 +169,7 @@ export class Chat {
   greeting() {
     return h("div", { class: "greeting" },
       h("h1", {}, "What would you like to know?"),
-      h("p", { class: "muted" }, this.model ? `${this.model.id} is ready.` : ""),
+      h("p", { class: "muted" }, this.model ? readiness(this.model) : ""),
       h("div", { class: "suggestions" }, SUGGESTIONS.map((text) => (
         h("button", { class: "suggestion", type: "button", onclick: () => this.send(text, []) }, text)))));
   }
@@ -251,6 +260,10 @@ export class Chat {
       this.composer.attach(event.dataTransfer.files);
     });
   }
+}
+
+function readiness({ id, state }) {
+  return state === "loaded" ? `${id} is ready.` : `${id} is loaded when you ask the first question.`;
 }
 
 // The page was closed while an answer was being written.

@@ -34,12 +34,22 @@ function show() {
   views[name].redraw?.();
 }
 
+async function showModel(name) {
+  const model = await get(`v1/models/${encodeURIComponent(name)}`);
+  for (const view of Object.values(views)) view.setModel(model);
+}
+
 // Again and again until the server answers. Without a valid key, until one is given.
 async function loadModel() {
   try {
-    const name = (await get("v1/models")).data[0].id;
-    const model = await get(`v1/models/${encodeURIComponent(name)}`);
-    for (const view of Object.values(views)) view.setModel(model);
+    const names = (await get("v1/models")).data.map((model) => model.id);
+    const last = localStorage.getItem("model");
+    const name = names.includes(last) ? last : names[0];
+    chat.setModels(names, name, (chosen) => {
+      localStorage.setItem("model", chosen);
+      showModel(chosen).catch((error) => notify(error.message));
+    });
+    await showModel(name);
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
     if (error.status === 401) return;

@@ -26,13 +26,15 @@ export class ModelPage {
   }
 
   async setModel(model) {
-    const rows = [["Name", model.id], ["Context", `${model.max_model_len.toLocaleString("en")} tokens`],
+    const rows = [["Name", model.id], ["Context", model.max_model_len && `${model.max_model_len.toLocaleString("en")} tokens`],
       ["Reads", model.input_modalities.join(" and ")]];
     const defaults = Object.entries(model.default_sampling_params ?? {});
     if (defaults.length) rows.push(["Sampling by default", defaults.map(([name, value]) => `${name} ${value}`).join(", ")]);
     this.drawFacts(rows);
     try {
-      const { model: loaded } = await get("v1/status");
+      const { model: loaded, models } = await get("v1/status");
+      if (models.length > 1) rows.push(...models.map(({ name, state }) => [`Model ${name}`, state.replace("_", " ")]));
+      if (loaded?.name !== model.id) return this.drawFacts(rows);
       rows.push(["Loaded from", loaded.path], ["Computes in", `${loaded.dtype} on ${loaded.device}`],
         ["Drafts", loaded.head ? `MTP head ${loaded.head}` : loaded.drafter]);
       this.drawFacts(rows);
