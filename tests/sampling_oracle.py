@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 
 from outrider.request import SamplingParams
@@ -70,6 +71,15 @@ def edited(
     if len(answer) < params.min_tokens:
         for token_id in banned:
             out[token_id] = -np.inf
+    for word in params.bad_word_ids:
+        start = list(word[:-1])
+        if start == list(answer)[len(answer) - len(start) :] and len(start) <= len(answer):
+            out[word[-1]] = -np.inf
+    for function in params.logits_processors:
+        tokens, own = mx.array([*prompt, *answer]), mx.array(out[None].astype(np.float32))
+        out = np.array(function(tokens, own), np.float64)[0]
+    if params.allowed_token_ids:
+        out[np.setdiff1d(np.arange(len(out)), params.allowed_token_ids)] = -np.inf
     if allowed is not None:
         out[~allowed] = -np.inf
     return out

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.config import DRAFTERS, EngineConfig, InvalidConfig
+from outrider.config import CACHE_LAYOUTS, DRAFTERS, EngineConfig, InvalidConfig
 
 REFUSED: dict[str, list[Any]] = {
     "max_rows": [0, -1, True, 1.5, "4", math.nan, [4]],
@@ -16,10 +16,14 @@ REFUSED: dict[str, list[Any]] = {
     "memory_budget_bytes": [0, -1, True, 1e9, "1GB"],
     "prefill_step_size": [0, -1, True, 1.5, "512"],
     "max_stall_ms": [-1, True, None, 1.5, "200", math.nan],
+    "kv_bits": [0, 3, 2, 16, True, 8.0, "8", math.nan],
     "drafter": [None, "", "MTP", "n-gram", True, 3, ["mtp"]],
+    "cache_layout": [None, "", "paged", True, ["slots"]],
     "auto_depth": [-1, 9, True, None, 2.0, "2", "automatic", math.nan],
     "capacity_step": [15, 0, -16, True, None, 16.0, "256"],
     "image_cache_bytes": [0, -1, True, None, 1e9],
+    "max_adapters": [-1, True, None, 1.5, "4"],
+    "adapter_memory_bytes": [0, -1, True, None, 1e9],
     "prefix_cache_bytes": [-1, True, 1.5, "1GB"],
     "prefix_cache_dir": [3, True, Path("x")],
     "prefix_cache_disk_bytes": [0, -1, True, None, 1e9],
@@ -31,10 +35,14 @@ ACCEPTED: dict[str, list[Any]] = {
     "memory_budget_bytes": [None, 1, 2**40],
     "prefill_step_size": [None, 1, 8192],
     "max_stall_ms": [0, 1, 200, 10_000],
+    "kv_bits": [None, 4, 8],
     "drafter": list(DRAFTERS),
+    "cache_layout": list(CACHE_LAYOUTS),
     "auto_depth": ["auto", 0, 8],
     "capacity_step": [16, 256, 1000],
     "image_cache_bytes": [1, 256 << 20],
+    "max_adapters": [0, 1, 64],
+    "adapter_memory_bytes": [1, 2**40],
     "prefix_cache_bytes": [None, 0, 2**40],
     "prefix_cache_dir": [None, "somewhere"],
     "prefix_cache_disk_bytes": [1, 2**40],

@@ -614,6 +614,9 @@ WIDE = {  # sizes that a group of 32 divides, for families whose tiny models hav
     "mimo_v2_flash": {"v_head_dim": 16, "swa_v_head_dim": 16},  # OpenBLAS sums 8 columns in another order
     **{family: WIDE_LATENT for family, own in TINY.items() if "kv_lora_rank" in own},
 }
+QUANTIZABLE_CELLS = {  # sizes of keys and values that a group of 32 divides; for all others {"head_dim": 32}
+    family: {**WIDE_LATENT, "qk_rope_head_dim": 32} for family, own in TINY.items() if "kv_lora_rank" in own
+}
 # Families with latent attention in two forms: a single token is computed in another form than more tokens.
 # The sums differ in their last bits. In a quantised model the next layer rounds to 15 bits, and some tokens
 # then differ by a step of that. Other families have one form (cpu/latent_attention.py). mistral4 joins keys

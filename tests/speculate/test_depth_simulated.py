@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 from depth_simulator import (
@@ -26,6 +28,7 @@ from outrider.speculate.controller import PROBE_INTERVAL, DepthController, Draft
 from outrider.speculate.costs import CostTable, StepShape
 from outrider.speculate.depth import DepthChoice
 from outrider.speculate.shapes import FEW_DEPTHS
+from patience import case_only_in_soak
 
 KINDS: dict[str, tuple[Trace, ...]] = {
     "chat": traces("chat", False),
@@ -34,8 +37,20 @@ KINDS: dict[str, tuple[Trace, ...]] = {
     "hot words": traces("words", True),
     "anything": traces()[::3],
 }
+SOME_KINDS = ["chat", "code", "hot words"]
+NUMS_OF_ROWS = [1, 4, 16]
 NUM_STEPS = 160
 DEAR_TO_FEED = ("h200", "h200 quantised")  # feeding heads that are never paused takes 3.5 and 4 % of a step
+
+
+def every_third(*axes: Iterable[Any]) -> list[Any]:
+    """All combinations, of which `make test` runs one in three: each value of an axis with others' values."""
+    found = []
+    for places in itertools.product(*(enumerate(axis) for axis in axes)):
+        case = tuple(value for _, value in places)
+        is_run = sum(place for place, _ in places) % 3 == 0
+        found.append(case if is_run else case_only_in_soak(*case))
+    return found
 
 
 def simulated(machine: str) -> Simulation:
@@ -67,9 +82,7 @@ def constant_paces(machine: str, kind: str, num_rows: int) -> list[float]:
     return [pace(machine, kind, num_rows, policy) for policy in policies]
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("machine", "kind", "num_rows"), every_third(MACHINES, KINDS, NUMS_OF_ROWS))
 def test_auto_is_near_the_best_constant_depth_and_never_below_depth_0(
     machine: str, kind: str, num_rows: int
 ) -> None:
@@ -79,9 +92,9 @@ def test_auto_is_near_the_best_constant_depth_and_never_below_depth_0(
     assert auto >= 0.95 * max(paces)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16])
-@pytest.mark.parametrize("percent", [30, 50, 70, 85])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("machine", "percent", "num_rows"), every_third(MACHINES, [30, 50, 70, 85], NUMS_OF_ROWS)
+)
 def test_auto_hardly_costs_where_drafts_are_right_by_chance(
     machine: str, percent: int, num_rows: int
 ) -> None:
@@ -97,11 +110,12 @@ def test_auto_hardly_costs_where_drafts_are_right_by_chance(
     assert tokens[0] / seconds[0] >= 0.95 * tokens[1] / seconds[1]
 
 
-@pytest.mark.parametrize("kind", ["chat", "code", "hot words"])
 @pytest.mark.parametrize(
-    ("machine", "num_rows"),
-    [(machine, rows) for machine in TRACED_MACHINES for rows in (1, 4, 16) if machine != "h200 quantised"]
-    + [("h200 quantised", 1), ("h200 quantised", 8)],
+    ("machine", "kind", "num_rows"),
+    [
+        *every_third([m for m in TRACED_MACHINES if m != "h200 quantised"], SOME_KINDS, NUMS_OF_ROWS),
+        *every_third(["h200 quantised"], SOME_KINDS, [1, 8]),
+    ],
 )
 def test_few_depths_are_nearly_as_good_as_all(machine: str, kind: str, num_rows: int) -> None:
     """Where passes are traced, and heads are fed whether they draft or not."""
@@ -118,9 +132,9 @@ def test_few_depths_are_nearly_as_good_as_all(machine: str, kind: str, num_rows:
     assert pace >= 0.9 * max(paces)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16])
-@pytest.mark.parametrize("kind", ["chat", "code", "hot words"])
-@pytest.mark.parametrize("machine", ["own products", "quantised"])
+@pytest.mark.parametrize(
+    ("machine", "kind", "num_rows"), every_third(["own products", "quantised"], SOME_KINDS, NUMS_OF_ROWS)
+)
 def test_lookup_beside_the_head_never_costs(machine: str, kind: str, num_rows: int) -> None:
     alone, both = (pace(machine, kind, num_rows, None, with_ngram) for with_ngram in (False, True))
     assert both >= 0.97 * constant_paces(machine, kind, num_rows)[0]
@@ -152,8 +166,9 @@ def after_change(simulation: Simulation, text: Trace) -> Outcome:
     return simulation.run(96)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16])
-@pytest.mark.parametrize("machine", ["cpu", "quantised", "flat", "gpu", "cliffs"])
+@pytest.mark.parametrize(
+    ("machine", "num_rows"), every_third(["cpu", "quantised", "flat", "gpu", "cliffs"], NUMS_OF_ROWS)
+)
 def test_depth_comes_back_within_32_steps_when_text_becomes_predictable(machine: str, num_rows: int) -> None:
     simulation = running(machine, *[constant(0)] * num_rows)
     outcome = after_change(simulation, constant(4))
@@ -164,8 +179,7 @@ def test_depth_comes_back_within_32_steps_when_text_becomes_predictable(machine:
     assert outcome.pace_of(32, 96) >= least * max(best.run(64, fixed(d)).pace for d in range(1, 9))
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 16])
-@pytest.mark.parametrize("machine", MACHINES | TRACED_MACHINES)
+@pytest.mark.parametrize(("machine", "num_rows"), every_third(list(MACHINES | TRACED_MACHINES), NUMS_OF_ROWS))
 def test_depth_goes_within_32_steps_when_text_becomes_unpredictable(machine: str, num_rows: int) -> None:
     simulation = running(machine, *[constant(8)] * num_rows)
     outcome = after_change(simulation, constant(0))
@@ -196,9 +210,7 @@ def test_rows_of_different_worth_go_to_different_depths() -> None:
 # -- rows that do not draft, among rows that do -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_each", [1, 3])
-@pytest.mark.parametrize("num_streams", [2, 4, 8, 16])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("machine", "num_streams", "num_each"), every_third(MACHINES, [2, 4, 8, 16], [1, 3]))
 def test_rows_that_never_draft_do_not_make_a_mixed_round_longer(
     machine: str, num_streams: int, num_each: int
 ) -> None:

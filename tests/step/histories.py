@@ -33,7 +33,7 @@ from outrider.engine.sequence import Delta, DraftState
 from outrider.models.dtypes import settle_dtype
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
-from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS, TokenLogprobs
+from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS, AdapterInfo, TokenLogprobs
 from outrider.request import Request, SamplingParams
 from outrider.speculate.controller import DepthController
 from outrider.speculate.drafter import Drafter
@@ -45,6 +45,7 @@ from run_steps import run_step
 from step.reference import (
     Answer,
     Cells,
+    Row,
     engine_cells,
     engine_row,
     fresh_cells,
@@ -52,10 +53,17 @@ from step.reference import (
     solo_answer,
     stop_ids_of,
 )
+from step.row_bans import with_random_bans
 from step.row_grammars import with_random_grammar
 from step.row_thinking import fate_of_reasoning, row_grammar
 from step.scripted_drafter import ScriptedDrafter
-from tiny_models import SUMS_DEPEND_ON_WIDTH, is_quantized_name, quantized_tiny_model, tiny_model
+from tiny_models import (
+    QUANTIZABLE_CELLS,
+    SUMS_DEPEND_ON_WIDTH,
+    is_quantized_name,
+    quantized_tiny_model,
+    tiny_model,
+)
 
 Kind = Literal[
     "plain", "scripted", "ngram", "prediction", "head", "scripted with head", "prediction with head"
@@ -167,16 +175,22 @@ class Tally:
 class World:
     """A tiny model with heads of random weights, and a runner for each.
 
-    `name` is a family, or that of a quantised model ("llama-4bit"), whose head is quantised too.
+    `name` is a family, or that of a quantised model ("llama-4bit"), whose head is quantised too. " kv8" or
+    " kv4" behind it: keys and values are quantised.
     """
 
     def __init__(self, name: str) -> None:
-        self.model = _model(name)
-        self._rounds_tokens = any(is_kept(layer) for _, layer in quantized_layers(self.model))
+        name, _, kv_bits = name.partition(" kv")
+        changes = QUANTIZABLE_CELLS.get(_family(name), {"head_dim": 32}) if kv_bits else {}
+        self.new_model = functools.partial(_model, name, changes)
+        self.model = self.new_model()
+        # Such models magnify a difference in the last bit of a float: they are compared with themselves.
+        self._rounds = bool(kv_bits) or any(is_kept(layer) for _, layer in quantized_layers(self.model))
         self.tolerance = FLOAT32
-        if self._rounds_tokens:
+        if self._rounds:
             self.tolerance = QUANTIZED_BY_WIDTH if _family(name) in SUMS_DEPEND_ON_WIDTH else QUANTIZED
         self.trunk = Trunk(self.model, max_context=256)
+        self.trunk.use_kv_bits(int(kv_bits) if kv_bits else None)
         self.vocab_size = self.trunk.vocab_size
         self.head = random_head(self.trunk)
         if is_quantized_name(name):
@@ -195,7 +209,7 @@ class World:
         }
         self._block_runners: dict[tuple[HeadSize, int], Runner] = {}
         # Native attention takes blocks of one size only.
-        self.block_sizes = (BLOCK_SIZE,) if self._rounds_tokens else (4, 8, 16, BLOCK_SIZE)
+        self.block_sizes = (BLOCK_SIZE,) if self._rounds else (4, 8, 16, BLOCK_SIZE)
         self._answers: dict[str, Answer] = {}
 
     def block_runner(self, head: HeadSize, block_size: int) -> Runner:
@@ -209,28 +223,35 @@ class World:
         """The same request is asked by several histories, and by all controls."""
         asked = repr((ask.prompt, ask.params, so_far))
         if asked not in self._answers:
-            row = engine_row(self.trunk) if self._rounds_tokens else mlx_lm_row(self.model)
+            row = self.row_alone(ask.params)
             self._answers[asked] = solo_answer(row, ask.prompt, ask.params, so_far, self.tolerance.logits)
         return self._answers[asked]
+
+    def row_alone(self, params: SamplingParams) -> Row:
+        return engine_row(self.trunk) if self._rounds else mlx_lm_row(self.model)
+
+    def adapter_of(self, params: SamplingParams) -> AdapterInfo | None:
+        return None
 
     def cells(self, token_ids: Sequence[int], has_head: bool) -> Cells:
         """What a decoding row with these tokens must hold."""
         head = self.head if has_head else None
-        if self._rounds_tokens:
+        if self._rounds:
             return engine_cells(self.trunk, head, token_ids)
         return fresh_cells(self.model, head, token_ids)
 
 
-def _model(name: str) -> nn.Module:
+def _model(name: str, changes: dict[str, int]) -> nn.Module:
+    changes = SHALLOW.get(_family(name), {}) | changes
     if not is_quantized_name(name):
-        return tiny_model(name, **SHALLOW.get(name, {}))
-    model, _ = quantized_tiny_model(name, **SHALLOW.get(_family(name), {}))
+        return tiny_model(name, **changes)
+    model, _ = quantized_tiny_model(name, **changes)
     settle_dtype(model, "auto")
     return model
 
 
 def _family(name: str) -> str:
-    return name.rpartition("-")[0]
+    return name.rpartition("-")[0] if is_quantized_name(name) else name
 
 
 def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
@@ -309,6 +330,7 @@ def _random_ask(rng: random.Random, vocab_size: int, head: HeadSize) -> Ask:
         params = replace(params, logit_bias=dict.fromkeys(rng.sample(range(vocab_size), 2), 12.0))
     if rng.random() < 0.3:
         params = with_random_grammar(rng, params, vocab_size)
+    params = with_random_bans(params, vocab_size)
     return Ask(
         prompt=_random_prompt(rng, vocab_size),
         params=params,
@@ -476,6 +498,7 @@ class _Player:
             text=_NoText(),
             stop_ids=stop_ids_of(ask.params),
             max_tokens=ask.params.max_tokens,
+            adapter=self._world.adapter_of(ask.params),
             drafting=DraftState(
                 max_depth=depth,
                 head_depth=depth if ask.kind.endswith("head") else 0,
@@ -567,6 +590,8 @@ class _Player:
                 continue
             cells = self._world.cells(row.tokens, row.feeds_head)
             num_trunk = len(cells) - row.feeds_head
+            if self._world.trunk.kv_bits is not None:
+                cells = cells[:num_trunk]  # a head that was paused has been fed hidden states in 8 bits
             for layer, (kv, expected) in enumerate(zip(buffers, cells, strict=False)):
                 num_cells = (
                     len(row.tokens) - 1 if layer < num_trunk else row.num_head_cached
@@ -579,7 +604,7 @@ class _Player:
                         found, want = found[:, :num_cells], want[:, :num_cells]
                     if not found.size:
                         continue
-                    error = np.abs(found - want).max()
+                    error = np.abs(found.astype(np.float64) - want).max()
                     if not error <= self._world.tolerance.cells:
                         raise Divergence(f"row {row.id}: part {part} of layer {layer} is off by {error:.2g}")
                     self.tally.cells += want.shape[1]
@@ -596,15 +621,19 @@ class _Player:
             for row in self._rows():
                 for place, num in self._places(row, num_cells):
                     lengths[place] = max(lengths[place], num)
-            for save in self._prefix_cache._saves if self._prefix_cache is not None else ():
+            for save in self._prefix_cache.pending.saves if self._prefix_cache is not None else ():
                 place, end = save.slot, save.end  # still to be copied
                 if save.row_block is not None:
                     place, end = save.row_block, (save.end - 1) % num_cells + 1
                 lengths[place] = max(lengths[place], end)
             empty = mx.array(np.arange(num_cells) >= lengths[:, None])[:, None, :, None]
-            junk = self._rng.uniform(-1e4, 1e4)
-            kv.keys = mx.where(empty, junk, kv.keys)
-            kv.values = mx.where(empty, junk, kv.values)
+            for cells in kv.cells:
+                cells.arrays = [mx.where(empty, self._junk(array), array) for array in cells.arrays]
+
+    def _junk(self, like: mx.array) -> mx.array:
+        if like.dtype == mx.uint32:  # codes of quantised cells
+            return mx.array(self._rng.getrandbits(32), mx.uint32)
+        return mx.array(self._rng.uniform(-1e4, 1e4), like.dtype)
 
     @property
     def _has_blocks(self) -> bool:
@@ -623,7 +652,7 @@ class _Player:
     def _scribble_states(self, states: RecurrentState) -> None:
         owned = {row.slot for row in self._rows() if row.num_cached}
         if self._prefix_cache is not None:
-            owned |= {save.slot for save in self._prefix_cache._states}
+            owned |= {save.slot for save in self._prefix_cache.pending.states}
         for part in states.parts:
             for slot in range(part.shape[0]):
                 if slot not in owned:

@@ -49,10 +49,10 @@ def mlx_lm_row(model: nn.Module) -> Row:
     return feed
 
 
-def engine_row(trunk: Trunk) -> Row:
+def engine_row(trunk: Trunk, adapter: int = 0) -> Row:
     """A new row of a trunk as it is served, the only one."""
     rows = RaggedRows(trunk, num_slots=1, capacity=trunk.max_context)
-    rows.join("alone", slot=0)
+    rows.join("alone", slot=0, adapter=adapter)
 
     return lambda token_ids: rows.feed({"alone": token_ids})["alone"][-1]
 

@@ -12,9 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from outrider.engine.allowed_tokens import AllowedTokens
 from outrider.engine.sequence import TokenGrammar
 from outrider.engine.thinking_budget import ThinkingBudget, ThinkingRule
 from outrider.request import ReasoningMarks, SamplingParams
+from step.row_bans import without_bans
 from step.row_grammars import AllowedNow, compiler
 from tiny_models import VOCAB_SIZE
 
@@ -45,12 +47,15 @@ def with_random_thinking(rng: random.Random, params: SamplingParams, vocab_size:
     )
     if after_ids:  # the grammar begins where the reasoning ends, as the renderer sees to
         marks = replace(marks, closings=("".join(map(token_text, after_ids)) or "never",))
-    return replace(params, reasoning=marks, thinking_token_budget=rng.choice((0, 1, 3, rng.randint(0, 25))))
+    budget = rng.choice((0, 1, 3, rng.randint(0, 25)))
+    return replace(without_bans(params), reasoning=marks, thinking_token_budget=budget)
 
 
 def row_grammar(params: SamplingParams, vocab_size: int) -> TokenGrammar | None:
     """As RequestValidator makes it."""
     grammar = None if params.grammar is None else compiler().new_row(params.grammar)
+    if params.allowed_token_ids:
+        return AllowedTokens(params.allowed_token_ids, vocab_size)
     if params.reasoning is None or params.thinking_token_budget is None:
         return grammar
     rule = ThinkingRule(params.reasoning, params.thinking_token_budget, token_text)

@@ -286,9 +286,9 @@ def test_a_trace_keeps_nothing_of_the_requests_that_it_was_made_for(monkeypatch:
     runner, images = Runner(world("llama").trunk, compiles=True), []
     run = forward.Forward.run
 
-    def watched(self: forward.Forward, batch: Sequence[RowPlan], *facts: Any) -> Any:
+    def watched(self: forward.Forward, batch: Sequence[RowPlan], *facts: Any, **arrays: Any) -> Any:
         images.append(batch)
-        return run(self, batch, *facts)
+        return run(self, batch, *facts, **arrays)
 
     asked = SamplingParams(temperature=0.5, seed=1, logit_bias={3: 1.0}, logprobs=2, stop="x")
     runner.run(StepPlan(1, CAPACITY, (), ((plan_row([3, 1, 4], params=asked, start=0, next_id=1),),)))

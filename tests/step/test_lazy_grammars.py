@@ -18,6 +18,7 @@ from outrider.grammar.triggers import CompiledTriggers
 from outrider.request import SamplingParams
 from patience import in_test_or_soak
 from step.histories import Ask, Divergence, History, Kind, Tally, play, random_history, world
+from step.row_bans import without_bans
 from step.row_grammars import VOWELS, with_lazy_grammar
 
 NUM_HISTORIES = {
@@ -51,7 +52,7 @@ def lazy_history(seed: int, vocab_size: int) -> History:
 
 
 def _lazy(rng: random.Random, ask: Ask) -> Ask:
-    return replace(ask, params=with_lazy_grammar(rng, replace(ask.params, grammar=None)))
+    return replace(ask, params=with_lazy_grammar(rng, replace(without_bans(ask.params), grammar=None)))
 
 
 def play_many(family: str, num: int) -> Tally:

@@ -25,7 +25,16 @@ HOT = SamplingParams(temperature=0.9, seed=5, max_tokens=12)
 CAPACITY = 96
 SLOTS = 6
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
-WITH_HEADS = ["llama", "gpt_oss", "deepseek_v3", "qwen3_5", "qwen3_next", "nemotron_h", "kimi_linear"]
+WITH_HEADS = [
+    "llama",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_5",
+    "qwen3_next",
+    "nemotron_h",
+    "kimi_linear",
+    "gpt_oss kv8",
+]
 HEADLESS = ["mamba2", "falcon_h1", "lfm2"]
 
 

@@ -13,16 +13,18 @@ from step.histories import world
 from step.prefix_sessions import SessionTally, play_session
 
 NUM_SESSIONS = {  # in `make test`, in `make soak`
-    "llama": in_test_or_soak(6, 24),  # attention
+    "llama": in_test_or_soak(4, 24),  # attention
     "gemma3_text": in_test_or_soak(2, 6),  # sliding windows
     "gpt_oss": in_test_or_soak(2, 4),
     "deepseek_v3": in_test_or_soak(2, 6),  # latent attention
-    "qwen3_5": in_test_or_soak(3, 10),  # recurrent layers
+    "qwen3_5": in_test_or_soak(2, 10),  # recurrent layers
     "qwen3_next": in_test_or_soak(2, 4),
     "qwen3-mixed": in_test_or_soak(2, 8),
     "qwen3_5-4bit": in_test_or_soak(2, 4),
     "gpt_oss-mxfp4": in_test_or_soak(1, 4),
     "deepseek_v3-4bit": in_test_or_soak(2, 4),
+    "llama-4bit kv8": in_test_or_soak(2, 10),  # quantised keys and values
+    "qwen3_5-4bit kv4": in_test_or_soak(2, 6),
 }
 
 
