@@ -7,6 +7,7 @@ the event loop for a fraction of a second. The length of a prompt is limited in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from pydantic import AfterValidator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from outrider.api.errors import ApiError, invalid
-from outrider.chat.json_text import is_nested_deeper, members_of
+from outrider.chat.json_text import members_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ JSON_VALUES = Limit(300_000, "commas and opening brackets of a body, outside of 
 JSON_OBJECTS = Limit(20_000, "opening braces of a body, outside of its texts")
 JSON_DEPTH = Limit(128, "nested lists and objects of a body")
 INT_DIGITS = Limit(64, "digits of an integer")
+_TOO_MANY_DIGITS = 10**INT_DIGITS.most
 SLICE_BYTES = 1 << 18  # of a body that is searched; chosen by hand: a slice of quotes takes 5 ms
 
 MESSAGES = Limit(10_000, "messages; input items; content parts of one of them; tool calls of one of them")
@@ -71,9 +73,9 @@ def check_counts(body: bytes) -> None:
         raise ApiError(400, f"the body has {num:,} {limit.what}; the limit is {limit.most:,}")
 
 
-def slices(body: bytes, overlap: int = 0) -> Iterator[bytes]:
+def slices(body: bytes) -> Iterator[bytes]:
     """Parts of a body that are searched one by one: other threads can run between two of them."""
-    return (body[begin : begin + SLICE_BYTES + overlap] for begin in range(0, len(body), SLICE_BYTES))
+    return (body[begin : begin + SLICE_BYTES] for begin in range(0, len(body), SLICE_BYTES))
 
 
 def _excess(parts: Iterable[bytes]) -> tuple[int, Limit] | None:
@@ -101,16 +103,20 @@ def _without_texts(body: bytes) -> Iterator[bytes]:
         is_text ^= (len(parts) - 1) % 2
 
 
-def check_depth(value: Any) -> None:
-    if is_nested_deeper(value, JSON_DEPTH.most):
-        raise ApiError(400, f"the body is nested too deeply: at most {JSON_DEPTH.most} {JSON_DEPTH.what}")
-
-
-def parse_int(digits: str) -> int:
-    """The time that int() takes grows with the square of the number of digits."""
-    if len(digits) > INT_DIGITS.most:
-        raise ValueError(f"an integer has {len(digits)} digits, of at most {INT_DIGITS.most}")
-    return int(digits)
+def check_values(value: Any) -> None:
+    """Refuse what is nested too deeply, and numbers that JSON cannot express or that take long to print."""
+    level: list[Any] = [value]
+    for _ in range(JSON_DEPTH.most + 1):
+        for number in level:
+            if isinstance(number, float) and math.isinf(number):
+                raise ApiError(400, "the body is not valid JSON: a number is too large")
+            if isinstance(number, int) and abs(number) >= _TOO_MANY_DIGITS:
+                raise ApiError(400, f"an integer of the body has more than {INT_DIGITS.most} digits")
+        outers = [outer for outer in level if isinstance(outer, (dict, list))]
+        if not outers:
+            return
+        level = [member for outer in outers for member in members_of(outer)]
+    raise ApiError(400, f"the body is nested too deeply: at most {JSON_DEPTH.most} {JSON_DEPTH.what}")
 
 
 # -- types of fields -------------------------------------------------------------------------------------

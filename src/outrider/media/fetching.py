@@ -89,7 +89,7 @@ def _parse(url: str) -> _RequestTarget:
 
 async def _request(target: _RequestTarget, limits: MediaLimits) -> bytes | str:
     """Send one request. Return the content, or the location of a redirect."""
-    transport = httpx.AsyncHTTPTransport(verify=_tls_context(), trust_env=False)
+    transport = httpx.AsyncHTTPTransport(verify=await asyncio.to_thread(_tls_context), trust_env=False)
     try:
         async with asyncio.timeout(limits.fetch_timeout_s), transport:
             response = await _connect(transport, target, limits)
@@ -144,5 +144,5 @@ def _check_size(num_bytes: int, limits: MediaLimits) -> None:
 
 @cache
 def _tls_context() -> ssl.SSLContext:
-    """Use the certificate authorities of the certifi package."""
+    """Use the certificate authorities of the certifi package. To read them takes some 50 ms."""
     return httpx.create_ssl_context(trust_env=False)
