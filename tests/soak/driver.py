@@ -265,7 +265,7 @@ class Soak:
         attackers = [
             self._attack(random.Random(f"a{self._plan.seed}/{i}")) for i in range(self._plan.num_attackers)
         ]
-        with self._probing() as probes, self._fuzzing() as self._fuzzed, _nicer_clients():
+        with self._probing() as probes, _nicer_clients(), self._fuzzing() as self._fuzzed:
             self._may_run.set()
             await asyncio.gather(*clients, *attackers, self._direct())
             await self._wait_until_idle()
