@@ -63,22 +63,23 @@ def place_of(lengths: list[int], width: int, in_blocks: bool) -> Placement:
     return Placement(range(len(lengths)), starts, fed, width, max(ends), 0, tables=block_tables(tables))
 
 
-def views(shape: Shape, lengths: list[int], width: int) -> tuple[LayerView, LayerView]:
-    """A layer's cells in slots, and in blocks."""
+def views(shape: Shape, lengths: list[int], width: int) -> tuple[LayerView, LayerView, LayerView]:
+    """A layer's cells in slots, in blocks, and in blocks of 8 bits."""
     spec = KVSpec(shape.kv_heads, shape.dim, shape.dim, mx.bfloat16)
-    slots, blocks = RaggedKV(spec), RaggedKV(spec)
+    slots, blocks, coded = RaggedKV(spec), RaggedKV(spec), RaggedKV(spec.quantized(8))
     in_slots, in_blocks = place_of(lengths, width, False), place_of(lengths, width, True)
     slots.resize(len(lengths), in_slots.capacity)
     assert in_blocks.tables is not None
-    blocks.resize_blocks(1 + int(in_blocks.tables.max()), BLOCK_SIZE)
+    for kv in (blocks, coded):
+        kv.resize_blocks(1 + int(in_blocks.tables.max()), BLOCK_SIZE)
     for kv in (slots, blocks):
         kv.put([mx.random.normal(x.shape, mx.bfloat16) for x in kv.arrays()])
         mx.eval(kv.arrays())
-    return LayerView(slots, in_slots), LayerView(blocks, in_blocks)
+    return LayerView(slots, in_slots), LayerView(blocks, in_blocks), LayerView(coded, in_blocks)
 
 
 def measure(name: str, shape: Shape, lengths: list[int], width: int) -> None:
-    slots, blocks = views(shape, lengths, width)
+    slots, blocks, coded = views(shape, lengths, width)
     queries = mx.random.normal((len(lengths), shape.num_heads, width, shape.dim), mx.bfloat16)
     mask, scale = slots.placement.mask(None), shape.dim**-0.5
     mx.eval(queries, mask)
@@ -87,10 +88,8 @@ def measure(name: str, shape: Shape, lengths: list[int], width: int) -> None:
         keys, values = slots.read()
         return [mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)]
 
-    def of_blocks() -> list[mx.array]:
-        return [
-            attention_kernels.attend(queries, blocks.arrays(), blocks.spec, blocks.placement, scale, 0, None)
-        ]
+    def of_blocks(view: LayerView) -> list[mx.array]:
+        return [attention_kernels.attend(queries, view.arrays(), view.spec, view.placement, scale, 0, None)]
 
     def written(view: LayerView) -> Callable[[], list[mx.array]]:
         new = mx.random.normal((len(lengths), shape.kv_heads, width, shape.dim), mx.bfloat16)
@@ -102,11 +101,12 @@ def measure(name: str, shape: Shape, lengths: list[int], width: int) -> None:
 
         return write
 
-    slots_us, blocks_us = timed_us(of_slots), timed_us(of_blocks)
+    slots_us, blocks_us = timed_us(of_slots), timed_us(lambda: of_blocks(blocks))
+    coded_us = timed_us(lambda: of_blocks(coded))
     num_bytes = sum(lengths) * shape.kv_heads * shape.dim * 2 * 2
     print(
         f"{name:28s} width {width}  slots {slots_us:8.1f}  blocks {blocks_us:8.1f} us  "
-        f"({num_bytes / blocks_us / 1e6:5.2f} TB/s)   "
+        f"({num_bytes / blocks_us / 1e6:5.2f} TB/s)  8 bits {coded_us:8.1f}   "
         f"writes {timed_us(written(slots)):7.1f} {timed_us(written(blocks)):7.1f} us",
         flush=True,
     )
@@ -114,7 +114,7 @@ def measure(name: str, shape: Shape, lengths: list[int], width: int) -> None:
 
 def main() -> None:
     for model, shape in SHAPES.items():
-        for dtype in (mx.float32, mx.bfloat16):
+        for dtype in (mx.float32, mx.bfloat16, mx.float16):
             for bits in (None, 8, 4):
                 error = attention_kernels._largest_error(shape.dim, dtype, bits)
                 print(model, dtype, bits, "off by", error, flush=True)

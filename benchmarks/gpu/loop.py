@@ -80,8 +80,15 @@ class Load:
 class Loop:
     """Runs as an engine on this machine: compiled and overlapped if the device is faster than the host."""
 
-    def __init__(self, subject: Subject, outruns: bool | None = None, in_blocks: bool = False) -> None:
-        """`in_blocks`: rows keep their cells by blocks instead of slots."""
+    def __init__(
+        self,
+        subject: Subject,
+        outruns: bool | None = None,
+        in_blocks: bool = False,
+        kv_bits: int | None = None,
+    ) -> None:
+        """`in_blocks`: rows keep their cells by blocks instead of slots. One loop at a time has `kv_bits`."""
+        subject.trunk.use_kv_bits(kv_bits)
         self._trunk = subject.trunk
         self._outruns = machine.outruns_host() if outruns is None else outruns
         block_size = BLOCK_SIZE if in_blocks else None

@@ -23,7 +23,8 @@ from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable, MeasuredCosts
 
-LONGEST = 3072  # prompt tokens of one row beside shorter ones
+LONGEST = 6000  # prompt tokens of one row beside shorter ones
+BLOCKS_ACCEPT = 0.7  # of the drafts, in the cells that compare slots and blocks
 
 
 def names_of(model: str, dtype: str, settings: CellSettings) -> list[str]:
@@ -33,7 +34,9 @@ def names_of(model: str, dtype: str, settings: CellSettings) -> list[str]:
         names.append(f"bare/rows={rows}")
         names += [f"loop/rows={rows}/accept={percent}" for percent in settings.accept]
         if settings.temperature == 0:
-            names += [f"mlx-lm/rows={rows}", f"blocks/rows={rows}", f"blocks/rows={rows}/longest={LONGEST}"]
+            names.append(f"mlx-lm/rows={rows}")
+            for depth in (0, *settings.depths):
+                names += [f"blocks/rows={rows}/depth={depth}/longest={num}" for num in (0, LONGEST)]
     return [f"{model}/{dtype}/{name}" for name in names]
 
 
@@ -55,7 +58,7 @@ class ModelCells:
         if kind == "loop":
             return self._loop_cell(rows, int(values["accept"]))
         if kind == "blocks":
-            return self._blocks_cell(rows, int(values.get("longest", 0)))
+            return self._blocks_cell(rows, int(values["depth"]), int(values["longest"]))
         if kind in ("bare", "mlx-lm"):
             return self._bare_cell(rows) if kind == "bare" else self._mlx_lm_cell(rows)
         return self._about() if kind == "about" else self._costs().as_json()
@@ -218,26 +221,35 @@ class ModelCells:
 
     # -- slots and blocks --------------------------------------------------------------------------------
 
-    def _blocks_cell(self, rows: int, longest: int) -> CellResult:
-        """Plain rows take turns with their cells in slots and in blocks. `longest`: the first prompt."""
+    def _blocks_cell(self, rows: int, depth: int, longest: int) -> CellResult:
+        """Cells in slots, in blocks, and in blocks of 8 bits take turns. `longest`: of the first prompt."""
         controller = self._controller()
-        load = replace(self._load(rows, 2), longest_prompt=longest)
-        loops = {name: Loop(self._subject, in_blocks=name == "blocks") for name in ("slots", "blocks")}
-        turns: dict[str, list[TimedRun]] = {name: [] for name in loops}
-        for number in range(-1, self._settings.rounds):  # the first round is not counted
-            for name in list(loops) if number % 2 else list(reversed(loops)):
-                turn = loops[name].turn(0, load, controller)
-                if number >= 0:
-                    turns[name].append(turn)
-        pairs = zip(turns["blocks"], turns["slots"], strict=True)
-        ratio = Spread.of([a.tokens_per_s / b.tokens_per_s for a, b in pairs])
-        assert ratio is not None
-        steps = {name: 1e3 * median(t.step_s for t in each) for name, each in turns.items()}
-        say(
-            f"  blocks  rows {rows:3d} longest {longest}  slots {steps['slots']:8.3f} ms/step, "
-            f"blocks {steps['blocks']:8.3f}, ratio {ratio.text(3)}"
-        )
-        return {"step_ms": steps, "ratio": [ratio.median, ratio.least, ratio.most]}
+        load = replace(self._load(rows, 3), longest_prompt=longest)
+        with scripted(AcceptanceScript(BLOCKS_ACCEPT)):
+            loops = {
+                "slots": Loop(self._subject),
+                "8 bits": Loop(self._subject, in_blocks=True, kv_bits=8),
+                "blocks": Loop(self._subject, in_blocks=True),
+            }
+            turns: dict[str, list[TimedRun]] = {name: [] for name in loops}
+            for number in range(-1, self._settings.rounds):  # the first round is not counted
+                for name in list(loops) if number % 2 else list(reversed(loops)):
+                    turn = loops[name].turn(depth, load, controller)
+                    if number >= 0:
+                        turns[name].append(turn)
+        found: CellResult = {}
+        for name, each in turns.items():
+            ratio = Spread.of(
+                [a.tokens_per_s / b.tokens_per_s for a, b in zip(each, turns["slots"], strict=True)]
+            )
+            assert ratio is not None
+            step_ms = 1e3 * median(t.step_s for t in each)
+            found[name] = {"step_ms": step_ms, "ratio": [ratio.median, ratio.least, ratio.most]}
+            say(
+                f"  blocks  rows {rows:3d} x {load.num_prompt}, longest {longest}, depth {depth}  {name:6s} "
+                f"{step_ms:8.3f} ms/step, / slots {ratio.text(3)}"
+            )
+        return found
 
     # -- mlx-lm ------------------------------------------------------------------------------------------
 

@@ -319,10 +319,10 @@ def _block_size(trunk: Trunk, layout: CacheLayout, outruns: bool) -> int | None:
     """Cells of a block; None: rows keep their cells by slots.
 
     Where attention reads blocks in place, each row costs what it holds. Elsewhere it would have to copy them,
-    and slots are cheaper. On GPUs blocks are used if asked for: attention is faster with them, and writes are
-    slower (docs/BENCHMARKS.md, "Attention over blocks").
+    and slots are cheaper. On GPUs blocks are used for quantised cells, which attention would have to
+    dequantise in slots, and if asked for (docs/BENCHMARKS.md, "Attention over blocks").
     """
-    if layout == "slots" or (layout == "auto" and outruns):
+    if layout == "slots" or (layout == "auto" and outruns and trunk.kv_bits is None):
         return None
     if trunk.reads_blocks:
         return BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""The kernels of models/cuda_qmm.py without a GPU: their source, with C++ in the place of PTX."""
+"""The kernels of models/cuda_qmm.py and cuda_attention.py without a GPU: C++ in the place of PTX."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import mlx.core as mx
 import pytest
 from recurrent.cpp_kernels import CppKernels
 
-from outrider.models import cuda_qmm, gpu_kernels
+from outrider import gpu_kernels
+from outrider.gpu_kernels import GpuKernel
+from outrider.models import cuda_attention, cuda_qmm
 
 # What CUDA brings along, and the tensor cores' product: every lane shows the others what it holds.
-CPP = """
+PRODUCT = """
     struct uint4 { uint32_t x, y, z, w; };
-    alignas(16) static unsigned char memory[1 << 20];
-    #define __syncwarp() wait_for_all_lanes()
     auto __byte_perm = [](uint32_t x, uint32_t y, uint32_t places) {
         const uint64_t bytes = (uint64_t(y) << 32) | x;
         uint32_t found = 0;
@@ -44,11 +44,22 @@ CPP = """
             }
         wait_for_all_lanes();
     };
+"""
+CPP = (
+    PRODUCT
+    + """
+    alignas(16) static unsigned char memory[1 << 20];
+    #define __syncwarp() wait_for_all_lanes()
     auto start_copy = [](void* to, const void* from) { memcpy(to, from, 16); };
     auto start_copy_of_factors = [](void* to, const void* from) { memcpy(to, from, 2 * GROUPS); };
     auto end_of_copies = []() {};
     auto wait_for_oldest_copies = []() { wait_for_all_lanes(); };
 """
+)
+
+
+def attention_in_cpp(pair: tuple[GpuKernel, GpuKernel]) -> tuple[GpuKernel, ...]:
+    return tuple(replace(one, body=one.body.replace(cuda_attention._PTX, PRODUCT)) for one in pair)
 
 
 def in_cpp(variant: cuda_qmm.Variant) -> cuda_qmm.Variant:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider import fallbacks
-from outrider.models import gpu_kernels
+from outrider import fallbacks, gpu_kernels
 from outrider.models.kernel_checks import all_checks
 
 

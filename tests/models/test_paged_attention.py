@@ -5,11 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from cuda_kernels import attention_in_cpp
 from recurrent.cpp_kernels import CppKernels, cpp_folder, kernels  # noqa: F401  (fixtures)
 
+from outrider import gpu_kernels
 from outrider.cache.placement import Placement, block_tables
 from outrider.cache.ragged_kv import KVSpec
-from outrider.models import attention_kernels, gpu_kernels, paged_attention
+from outrider.models import attention_kernels, cuda_attention, paged_attention
 from outrider.models.trunk import Trunk, TrunkCache
 from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS
 from tiny_models import tiny_model
@@ -22,6 +24,15 @@ def on_gpu(kernels: CppKernels, monkeypatch: pytest.MonkeyPatch) -> CppKernels: 
     attention_kernels.agrees.cache_clear()
     yield kernels
     attention_kernels.agrees.cache_clear()
+
+
+@pytest.fixture
+def on_tensor_cores(on_gpu: CppKernels, monkeypatch: pytest.MonkeyPatch) -> CppKernels:
+    on_gpu.language = "CUDA"
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    for name in ("PLAIN", "QUANTIZED"):
+        monkeypatch.setattr(cuda_attention, name, attention_in_cpp(getattr(cuda_attention, name)))
+    return on_gpu
 
 
 @pytest.mark.parametrize(
@@ -39,10 +50,15 @@ def test_the_kernels_agree_with_mlx(
     """Rows of 3, 100 and SPLIT + 40 cells, with and without a window and sinks."""
     on_gpu.language = language
     assert attention_kernels.agrees(dim, dtype, bits)
-    assert set(on_gpu.made) == {
-        "attention_parts" if bits is None else "quantized_attention_parts",
-        "attention_merge",
-    }
+    own = {"attention_parts"} if bits is None else {"quantized_attention_parts", "encode_cells"}
+    assert set(on_gpu.made) == own | {"attention_merge"}
+
+
+@pytest.mark.parametrize(("dim", "bits"), [(64, None), (192, None), (64, 8), (128, 4)])
+def test_tensor_cores_agree_with_mlx(on_tensor_cores: CppKernels, dim: int, bits: int | None) -> None:
+    assert attention_kernels.agrees(dim, mx.bfloat16, bits)
+    own = {"tensor_attention_parts"} if bits is None else {"tensor_quantized_attention_parts", "encode_cells"}
+    assert set(on_tensor_cores.made) == own | {"attention_merge"}
 
 
 @pytest.mark.parametrize(
@@ -64,22 +80,38 @@ def test_a_kernel_that_is_wrong_is_not_used(
     assert "attention kernels are off by" in caplog.text
 
 
-SPEC = KVSpec(2, 64, 64, mx.float32)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("cell <= last_cell", "cell < end"),
+        ("tables[row * num_columns", "tables[0 * num_columns"),
+        ("weights[m][i / 2][1]", "weights[m][i / 2][0]"),
+        ("FMA(shared_total[g][j], share, whole)", "whole + shared_total[g][j]"),
+        ("i % 2 ? 0x7632 : 0x5410", "i % 2 ? 0x5410 : 0x7632"),
+    ],
+)
+def test_a_tensor_kernel_that_is_wrong_is_not_used(on_tensor_cores: CppKernels, old: str, new: str) -> None:
+    assert attention_kernels.agrees(64, mx.bfloat16, None)
+    on_tensor_cores.made["tensor_attention_parts"].break_it(old, new)
+    assert not attention_kernels.agrees.__wrapped__(64, mx.bfloat16, None)
 
 
 def attend(queries: mx.array, keys: mx.array, values: mx.array, place: Placement) -> mx.array:
-    return attention_kernels.attend(queries, [keys, values], SPEC, place, 0.125, 0, None)
+    spec = KVSpec(2, 64, 64, keys.dtype)
+    return attention_kernels.attend(queries, [keys, values], spec, place, 0.125, 0, None)
 
 
-def random_pass(lengths: list[int], width: int, num_heads: int = 4) -> tuple[list[mx.array], Placement]:
+def random_pass(
+    lengths: list[int], width: int, num_heads: int = 4, dtype: mx.Dtype = mx.float32
+) -> tuple[list[mx.array], Placement]:
     """Queries and cells of rows whose blocks lie about in the buffers, and the pass's placement."""
     num = [-(-(length + width) // BLOCK_SIZE) for length in lengths]
     order = np.random.default_rng(3).permutation(sum(num)) + NUM_SPARE_BLOCKS
     tables = np.split(order, np.cumsum(num)[:-1])
     shape = (NUM_SPARE_BLOCKS + sum(num), 2, BLOCK_SIZE, 64)
     mx.random.seed(4)
-    keys, values = mx.random.normal(shape), mx.random.normal(shape)
-    queries = mx.random.normal((len(lengths), num_heads, width, 64))
+    keys, values = mx.random.normal(shape).astype(dtype), mx.random.normal(shape).astype(dtype)
+    queries = mx.random.normal((len(lengths), num_heads, width, 64)).astype(dtype)
     place = Placement(
         range(len(lengths)), mx.array(lengths), mx.full((len(lengths),), width, mx.int32), width,
         max(lengths) + width, 0, tables=block_tables([table.tolist() for table in tables]),
@@ -105,9 +137,23 @@ def test_a_query_has_the_same_bits_whatever_is_beside_it(on_gpu: CppKernels) -> 
             assert mx.array_equal(got[0], together[row, :, :own_width])
 
 
-def test_cells_past_a_row_are_not_read(on_gpu: CppKernels) -> None:
+def test_a_query_has_the_same_bits_on_tensor_cores(on_tensor_cores: CppKernels) -> None:
+    """Alone, and in a pass whose queries are more than one tile."""
+    (queries, keys, values), place = random_pass([70, 290], 9, dtype=mx.bfloat16)
+    together = attend(queries, keys, values, place)
+    assert place.tables is not None
+    for row, length in enumerate((70, 290)):
+        own = Placement(
+            [0], mx.array([length]), mx.array([2]), 2, length + 2, 0, tables=place.tables[row : row + 1]
+        )
+        got = attend(queries[row : row + 1, :, :2], keys, values, own)
+        assert mx.array_equal(got[0], together[row, :, :2])
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_cells_past_a_row_are_not_read(on_tensor_cores: CppKernels, dtype: mx.Dtype) -> None:
     """They may hold anything: here they are not numbers."""
-    (queries, keys, values), place = random_pass([40], 2)
+    (queries, keys, values), place = random_pass([40], 2, dtype=dtype)
     want = attend(queries, keys, values, place)
     assert place.tables is not None
     block = int(place.tables[0, 0])
@@ -116,8 +162,9 @@ def test_cells_past_a_row_are_not_read(on_gpu: CppKernels) -> None:
     assert mx.array_equal(got, want)
 
 
-def test_padding_rows_give_finite_numbers(on_gpu: CppKernels) -> None:
-    (queries, keys, values), _ = random_pass([9, 30], 2)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_padding_rows_give_finite_numbers(on_tensor_cores: CppKernels, dtype: mx.Dtype) -> None:
+    (queries, keys, values), _ = random_pass([9, 30], 2, dtype=dtype)
     tables = block_tables([[NUM_SPARE_BLOCKS], []])
     fed = mx.array([2, 0])
     padded = Placement([0, 1], mx.array([9, 1]), fed, 2, 11, 0, tables=tables)

@@ -69,7 +69,7 @@ def _why_invalid(data: bytes, message: str) -> str:
 
 class JsonRequest(Request):
     async def body(self) -> bytes:
-        """Grows as the parts arrive: to join 32 MiB of them at the end would stop the event loop for 50 ms."""
+        """Grows as the parts arrive: joining 32 MiB of them at the end stops the event loop for 50 ms."""
         if not hasattr(self, "_received"):
             self._received = bytearray()
             async for part in self.stream():

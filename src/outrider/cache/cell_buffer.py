@@ -1,8 +1,8 @@
 """The keys, or the values, of all cells of one layer, in the arrays of their format.
 
 Every array has the axes `[slots, heads, capacity + 1, elements]` or `[blocks, heads, block size, elements]`.
-Code that moves cells as they are (resize, exchange, the prefix cache) treats all arrays alike. Only `write`,
-`read` and `at` know the format.
+Code that moves cells as they are (resize, exchange, the prefix cache) treats all arrays alike. Only `read`
+and `at` know the format.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ class CellBuffer:
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
-    def write(self, vectors: mx.array, place: Placement) -> None:
-        """Each row's vectors into its own cells.  [rows, heads, width, dim]"""
-        parts = self.format.encode(vectors)
+    def write(self, parts: Sequence[mx.array], place: Placement) -> None:
+        """Each row's vectors, as `CellFormat.encode` gives them, into its own cells."""
         self.arrays = [_written(*pair, place) for pair in zip(self.arrays, parts, strict=True)]
 
     def read(self, place: Placement) -> mx.array:
@@ -50,9 +49,10 @@ class CellBuffer:
 
 def _written(buffer: mx.array, new: mx.array, place: Placement) -> mx.array:
     if place.tables is not None:
-        blocks, cells = place.written_blocks
-        buffer[blocks, :, cells] = new.transpose(0, 2, 1, 3)
-        return buffer
+        cells = place.written_in_blocks(buffer.shape[1])
+        rows, dim = buffer.reshape(-1, buffer.shape[-1]), buffer.shape[-1]
+        index = mx.broadcast_to(cells.reshape(-1, 1), (cells.size, dim))
+        return mx.put_along_axis(rows, index, new.reshape(-1, dim), axis=0).reshape(buffer.shape)
     if place.is_range and len(place.slots) == buffer.shape[0]:  # all slots: a cheaper write
         cells = mx.broadcast_to(place.written[:, None, :, None], new.shape)
         return mx.put_along_axis(buffer, cells, new, axis=2)

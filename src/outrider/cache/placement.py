@@ -175,6 +175,7 @@ class Placement:
         self.written = mx.where(self.fed, own, self.limit)  # [rows, width] the cells that the pass writes
         self.angles: dict[Hashable, mx.array] = {}  # cosines and sines, by rope: see cpu/fused_layers.py
         self._gathered: dict[int, mx.array] = {}
+        self._written_in_blocks: dict[int, mx.array] = {}
         self._masks: dict[int | None, mx.array] = {}
         self._score_bounds: dict[int | None, mx.array] = {}
         self._num_layers_written = 0
@@ -191,13 +192,16 @@ class Placement:
         """The rows' blocks [rows, most blocks + 1], or their slots [rows, 1]."""
         return self.slot_ids if self.tables is None else self.tables
 
-    @cached_property
-    def written_blocks(self) -> tuple[mx.array, mx.array]:
-        """The block of each fed token's cell, and the cell's number in it.  [rows, width]"""
+    def written_in_blocks(self, num_heads: int) -> mx.array:
+        """The cell of each fed token, numbered block by block and head by head.  [rows, heads, width]"""
         assert self.tables is not None
-        blocks = mx.where(self.fed, self._blocks_of(self.cells), JUNK_BLOCK)
-        blocks = mx.maximum(blocks, JUNK_BLOCK)  # past a row's own blocks
-        return blocks, self.cells % self._block_size
+        if num_heads not in self._written_in_blocks:
+            blocks = mx.where(self.fed, self._blocks_of(self.cells), JUNK_BLOCK)
+            blocks = mx.maximum(blocks, JUNK_BLOCK)[:, None]  # past a row's own blocks
+            of_head = blocks * num_heads + mx.arange(num_heads)[:, None]
+            cells = of_head * self._block_size + (self.cells % self._block_size)[:, None]
+            self._written_in_blocks[num_heads] = cells
+        return self._written_in_blocks[num_heads]
 
     @cached_property
     def read_blocks(self) -> tuple[mx.array, mx.array]:

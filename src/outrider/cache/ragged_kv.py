@@ -11,7 +11,7 @@ anywhere in the buffers, and a block that no row writes any more may belong to s
 
     row r    blocks 7, 3, 9     cells 0..63 | 64..127 | 128..191       (RowPlan.blocks: the scheduler's table)
 
-Cells may be quantised (cache/cell_format.py): each buffer then is three arrays with these axes.
+Cells may be quantised (cache/cell_format.py): each buffer then is three arrays with these axes (on GPUs one).
 
 The buffers store no length and no table. Each forward pass has the starts and the tables of its rows
 (cache/placement.py), so a rollback is a smaller start in the next pass. Cells past a row's end are masked,
@@ -105,7 +105,8 @@ class RaggedKV:
         return sum(cells.num_bytes for cells in self.cells)
 
     def arrays(self) -> list[mx.array]:
-        """Keys and values. If they are quantised: codes, scales, biases of the keys, then of the values."""
+        """Keys and values. If they are quantised and not packed: codes, scales, biases of the keys, then of
+        the values."""
         return [array for cells in self.cells for array in cells.arrays]
 
     def put(self, arrays: Sequence[mx.array]) -> None:
@@ -113,6 +114,16 @@ class RaggedKV:
         num_key_arrays = len(self.key_cells.arrays)
         self.key_cells.arrays = list(arrays[:num_key_arrays])
         self.value_cells.arrays = list(arrays[num_key_arrays:])
+
+    def write(self, keys: mx.array, values: mx.array, place: Placement) -> None:
+        """Each row's tokens into its own cells.  [rows, heads, width, dim]"""
+        of_keys, of_values = self.spec.key_format, self.spec.value_format
+        if of_keys == of_values:
+            encoded = of_keys.encode_both(keys, values)
+        else:
+            encoded = of_keys.encode(keys), of_values.encode(values)
+        for cells, parts in zip(self.cells, encoded, strict=True):
+            cells.write(parts, place)
 
     def resize(self, num_slots: int, capacity: int) -> None:
         for cells in self.cells:
@@ -166,8 +177,7 @@ class LayerView:
 
     def write(self, keys: mx.array, values: mx.array) -> None:
         """Each row's tokens into its own cells.  [rows, heads, width, dim]"""
-        self._kv.key_cells.write(keys, self.placement)
-        self._kv.value_cells.write(values, self.placement)
+        self._kv.write(keys, values, self.placement)
 
     def read(self) -> tuple[mx.array, mx.array]:
         """The keys and values of all rows up to the longest one's end.  [rows, heads, cells, dim]"""

@@ -1,6 +1,7 @@
 """GPU kernels for attention that reads every row's blocks where they are, each row as far as it has cells.
 
-For the few queries of a decode pass.
+For the few queries of a decode pass. On CUDA, 16-bit cells have kernels of their own
+(models/cuda_attention.py); these are for Metal, and for float32.
 
     block of threads    a row, a key head, SPLIT cells, and up to TILE of the queries that share the key head
     group of lanes      64 of these cells. For the scores each lane has a cell of its own. For the weighted
@@ -15,19 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import mlx.core as mx
 
+from outrider import gpu_kernels
 from outrider.cache.placement import Placement, block_tables
 from outrider.cache.ragged_kv import KVSpec
-from outrider.models import gpu_kernels
-from outrider.models.gpu_kernels import GpuKernel
+from outrider.gpu_kernels import GpuKernel
+from outrider.models import cuda_attention
+from outrider.models.cuda_attention import GROUPS, SPLIT
 from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS
 
-GROUPS = 4  # groups of lanes in a block of threads
-SPLIT = GROUPS * BLOCK_SIZE  # cells of a block of threads
 DIMS = (64, 96, 128, 192, 256)  # of a head: each lane has the same number of dimensions
 QUANTIZED_DIMS = (64, 128, 256)  # a lane's codes begin at a byte
 MAX_TILE_NUMBERS = 1024  # of the queries of a tile; Metal has 32 KB of memory for a block of threads
@@ -39,7 +39,7 @@ _CONSTANTS = f"""
     constexpr int OWN = DIM / 32;  // dimensions of a lane
     constexpr float LOWEST = -3.0e38f;
 """
-# Cells as they are, and quantised (cache/cell_format.py). A quantised key k = scale * codes + bias gives
+# Cells as they are, and quantised and packed (cache/cell_format.py). A key k = scale * codes + bias gives
 # q * k = scale * (q * codes) + bias * sum(q), group by group.
 _PLAIN_CELLS = {
     "CELL_TYPES": """
@@ -70,8 +70,10 @@ _PLAIN_CELLS = {
 _QUANTIZED_CELLS = {
     "CELL_TYPES": """
     constexpr int IN_WORD = 32 / BITS, WORDS = DIM / IN_WORD, NUM_GROUPS = DIM / GROUP_SIZE;
+    constexpr int ROW_WORDS = WORDS + NUM_GROUPS * sizeof(NUMBER) / 2;
     constexpr uint32_t CODE = (1 << BITS) - 1;
-    struct alignas(16) Codes { uint32_t x[4]; };
+    struct alignas(ROW_WORDS % 4 == 0 ? 16 : ROW_WORDS % 2 == 0 ? 8 : 4) Codes { uint32_t x[4]; };
+    struct alignas(4) Factors { NUMBER scale[NUM_GROUPS], bias[NUM_GROUPS]; };
     """,
     "ADD_SCORES": """
             for (int g = 0; g < NUM_GROUPS; ++g) {
@@ -80,7 +82,7 @@ _QUANTIZED_CELLS = {
                 for (int j = 0; j < TILE; ++j) dots[j] = 0;
                 #pragma unroll 2
                 for (int w = g * GROUP_SIZE / IN_WORD; w < (g + 1) * GROUP_SIZE / IN_WORD; w += 4) {
-                    const Codes k = VECTOR(Codes, keys + (first + lane) * WORDS + w);
+                    const Codes k = VECTOR(Codes, keys + (first + lane) * ROW_WORDS + w);
                     #pragma unroll
                     for (int v = 0; v < 4; ++v)
                         #pragma unroll
@@ -92,8 +94,8 @@ _QUANTIZED_CELLS = {
                                 dots[j] = FMA(code, queries[query[j] * DIM + d], dots[j]);
                         }
                 }
-                const float scale = (float)key_scales[(first + lane) * NUM_GROUPS + g];
-                const float bias = (float)key_biases[(first + lane) * NUM_GROUPS + g];
+                const Factors factors = VECTOR(Factors, keys + (first + lane) * ROW_WORDS + WORDS);
+                const float scale = (float)factors.scale[g], bias = (float)factors.bias[g];
                 #pragma unroll
                 for (int j = 0; j < TILE; ++j)
                     weights[j] =
@@ -101,13 +103,13 @@ _QUANTIZED_CELLS = {
             }
     """,
     "READ_VALUES": """
-                const size_t group_of_values = at * NUM_GROUPS + lane * OWN / GROUP_SIZE;
-                const float scale = (float)value_scales[group_of_values];
-                const float bias = (float)value_biases[group_of_values];
+                const Factors factors = VECTOR(Factors, values + at * ROW_WORDS + WORDS);
+                const float scale = (float)factors.scale[lane * OWN / GROUP_SIZE];
+                const float bias = (float)factors.bias[lane * OWN / GROUP_SIZE];
                 #pragma unroll
                 for (int i = 0; i < OWN; ++i) {
                     const int d = lane * OWN + i;
-                    const uint32_t word = values[at * WORDS + d / IN_WORD];
+                    const uint32_t word = values[at * ROW_WORDS + d / IN_WORD];
                     value[i] = FMA(scale, (float)((word >> (BITS * (d % IN_WORD))) & CODE), bias);
                 }
     """,
@@ -249,12 +251,10 @@ _MERGE = """
 """
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """For cells of one kind. `whole` is for rows of up to SPLIT cells, `parts` and MERGE for longer ones."""
-
-    whole: GpuKernel
-    parts: GpuKernel
+# For cells of one kind: a kernel for rows of up to SPLIT cells; one for longer rows, which MERGE follows.
+Kernels = tuple[GpuKernel, GpuKernel]
+# The kernels, the queries of a block of threads, the first inputs and the sizes.
+Launch = tuple[Kernels, int, list[mx.array], dict[str, int | mx.Dtype]]
 
 
 def _kernels(name: str, cells: Mapping[str, str], cell_inputs: tuple[str, ...]) -> Kernels:
@@ -262,18 +262,14 @@ def _kernels(name: str, cells: Mapping[str, str], cell_inputs: tuple[str, ...]) 
     for piece, code in cells.items():
         body = body.replace(piece, code)
     inputs = ("queries", *cell_inputs, "tables", "starts", "num_fed")
-    return Kernels(
+    return (
         GpuKernel(name, (*inputs, "sinks"), ("out",), body + _WHOLE, groups_per_block=GROUPS),
         GpuKernel(f"{name}_parts", inputs, ("parts", "stats"), body + _PART, groups_per_block=GROUPS),
     )
 
 
 PLAIN = _kernels("attention", _PLAIN_CELLS, ("keys", "values"))
-QUANTIZED = _kernels(
-    "quantized_attention",
-    _QUANTIZED_CELLS,
-    ("query_sums", "keys", "key_scales", "key_biases", "values", "value_scales", "value_biases"),
-)
+QUANTIZED = _kernels("quantized_attention", _QUANTIZED_CELLS, ("query_sums", "keys", "values"))
 MERGE = GpuKernel(
     "attention_merge", ("parts", "stats", "starts", "num_fed", "sinks"), ("out",), _CONSTANTS + _MERGE
 )
@@ -294,29 +290,47 @@ def attend(
     """
     rows, num_heads, width, dim = queries.shape
     num_queries = num_heads // spec.num_heads * width
-    tile = 2 if num_queries <= 2 else min(8, MAX_TILE_NUMBERS // dim)
-    num_splits = -(-place.num_attended // SPLIT)
-    scaled = queries.astype(mx.float32) * (scale * _LOG2_E)
+    if cuda_attention.supports(dim, spec.dtype):
+        kernels, tile, inputs, sizes = _on_tensor_cores(queries, num_queries, spec, scale)
+    else:
+        kernels, tile, inputs, sizes = _on_all_devices(queries, num_queries, spec, scale)
     bounds = [place.starts, place.num_fed]
     assert place.tables is not None
-    inputs = [scaled, *cells, place.tables, *bounds]
-    sizes = {"DIM": dim, "TILE": tile, "WINDOW": window}
-    kernels = PLAIN
+    inputs += [*cells, place.tables, *bounds]
+    sizes |= {"DIM": dim, "WINDOW": window}
     if spec.bits is not None:
-        kernels, group_size = QUANTIZED, spec.key_format.group_size
-        inputs.insert(1, scaled.reshape(-1, dim // group_size, group_size).sum(axis=-1))
-        sizes |= {"BITS": spec.bits, "GROUP_SIZE": group_size}
+        sizes |= {"BITS": spec.bits, "GROUP_SIZE": spec.key_format.group_size, "NUMBER": spec.dtype}
     own_sinks = mx.zeros(num_heads) if sinks is None else sinks.astype(mx.float32) * _LOG2_E
     with_sinks = {"HAS_SINKS": int(sinks is not None)}
+    num_splits = -(-place.num_attended // SPLIT)
     groups = num_splits * -(-num_queries // tile) * GROUPS, rows * spec.num_heads
     out = [(queries.shape, queries.dtype)]
+    whole, part = kernels
     if num_splits == 1:
-        return gpu_kernels.run(kernels.whole, [*inputs, own_sinks], sizes | with_sinks, groups, out)[0]
+        return gpu_kernels.run(whole, [*inputs, own_sinks], sizes | with_sinks, groups, out)[0]
     num_all = rows * num_heads * width
     outputs = [((num_splits, num_all, dim), mx.float32), ((num_splits, num_all, 2), mx.float32)]
-    parts = gpu_kernels.run(kernels.parts, inputs, sizes, groups, outputs)
+    parts = gpu_kernels.run(part, inputs, sizes, groups, outputs)
     merged = [*parts, *bounds, own_sinks]
     return gpu_kernels.run(MERGE, merged, {"DIM": dim} | with_sinks, (num_all, 1), out)[0]
+
+
+def _on_tensor_cores(queries: mx.array, num_queries: int, spec: KVSpec, scale: float) -> Launch:
+    kernels = cuda_attention.PLAIN if spec.bits is None else cuda_attention.QUANTIZED
+    num_tiles = 1 if num_queries <= 16 else 2
+    inputs = [queries.astype(spec.dtype), mx.array([scale * _LOG2_E])]
+    return kernels, 16 * num_tiles, inputs, {"TILES": num_tiles, "IS_BFLOAT": int(spec.dtype == mx.bfloat16)}
+
+
+def _on_all_devices(queries: mx.array, num_queries: int, spec: KVSpec, scale: float) -> Launch:
+    dim = queries.shape[-1]
+    tile = 2 if num_queries <= 2 else min(8, MAX_TILE_NUMBERS // dim)
+    scaled = queries.astype(mx.float32) * (scale * _LOG2_E)
+    if spec.bits is None:
+        return PLAIN, tile, [scaled], {"TILE": tile}
+    group_size = spec.key_format.group_size
+    sums = scaled.reshape(-1, dim // group_size, group_size).sum(axis=-1)
+    return QUANTIZED, tile, [scaled, sums], {"TILE": tile}
 
 
 @cache

@@ -32,8 +32,8 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.models import gpu_kernels
-from outrider.models.gpu_kernels import GpuKernel
+from outrider import gpu_kernels
+from outrider.gpu_kernels import GpuKernel
 
 MAX_TOKENS = 128  # measured: for 256 tokens MLX's kernels are as fast
 FORMATS = {(4, 32), (4, 64), (4, 128), (8, 32), (8, 64)}  # bits and group size

@@ -13,10 +13,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from outrider import fallbacks
+from outrider import fallbacks, gpu_kernels
 from outrider.cpu import blas, extension
 from outrider.fallbacks import Fallback
-from outrider.models import attention_kernels, cuda_qmm, gpu_kernels, machine
+from outrider.models import attention_kernels, cuda_qmm, machine
 from outrider.models.recurrent import fused_layer, recurrent_kernels
 from outrider.models.recurrent.layer_inputs import LayerSizes
 

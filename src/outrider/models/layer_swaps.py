@@ -36,9 +36,10 @@ from contextlib import contextmanager
 
 import mlx.nn as nn
 
+from outrider import gpu_kernels
 from outrider.cpu import fast_math, fused_layers
 from outrider.cpu import layers as cpu_layers
-from outrider.models import gpu_kernels, machine, merged_linear, paged_attention, quantized_layers
+from outrider.models import machine, merged_linear, paged_attention, quantized_layers
 from outrider.models.adapters import terms as adapters
 from outrider.models.recurrent.layer_classes import use_row_states
 from outrider.models.vision.deepstack import use_deepstack

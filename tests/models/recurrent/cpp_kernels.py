@@ -1,7 +1,8 @@
 """GPU kernels without a GPU: their source for Metal or CUDA, compiled as C++.
 
-The 32 lanes of a group run one after the other in a single thread: a lane hands over to the next where it has
-to wait for the others' numbers. Threads would compute the same, but would mostly be waking each other.
+All lanes of a block run one after the other in a single thread: a lane hands over to the next one of its
+group, or of its block, where it has to wait for the others' numbers. Threads would compute the same, but
+would mostly be waking each other.
 
 What the two languages bring along is stood in for: where a thread is, sums and shuffles over a group, shapes
 and strides as MLX declares them. Types are as strict as Metal's: nothing becomes a bfloat unless told to.
@@ -23,8 +24,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.models import gpu_kernels
-from outrider.models.gpu_kernels import GpuKernel
+from outrider import gpu_kernels
+from outrider.gpu_kernels import GpuKernel
 
 START = """
 #define _XOPEN_SOURCE 700
@@ -36,26 +37,31 @@ START = """
 struct Shape { int32_t sizes[8]; int32_t operator[](int i) const { return sizes[i]; } };
 struct Strides { int64_t sizes[8]; int64_t operator[](int i) const { return sizes[i]; } };
 struct Place { unsigned x, y, z; };
-static ucontext_t caller, contexts[32];
-alignas(64) static char stacks[32][1 << 16];
-static bool has_ended[32];
-static int current;  // lane
+constexpr int MOST = 256;  // lanes of a block
+static ucontext_t caller, contexts[MOST];
+alignas(64) static char stacks[MOST][1 << 16];
+static bool has_ended[MOST];
+static int current, num_lanes;  // the lane that runs, and those of a block
 static float shared[32];
-static void wait_for_all_lanes() {
-    const int lane = current;
-    current = (lane + 1) % 32;
+static void hand_over(int next) {
+    const int own = current;
+    current = next;
     if (has_ended[current]) abort();  // it should have waited too
-    swapcontext(&contexts[lane], &contexts[current]);
+    swapcontext(&contexts[own], &contexts[current]);
 }
-template <class Lane> static void run_lanes(const Lane& one) {
+static void wait_for_all_lanes() { hand_over(current / 32 * 32 + (current + 1) % 32); }  // of the group
+static void wait_for_block() { hand_over((current + 1) % num_lanes); }
+template <class Lane> static void run_lanes(int num, const Lane& one) {
     static const Lane* running;
     running = &one;
-    for (int lane = 0; lane < 32; ++lane) {
+    num_lanes = num;
+    if (num > MOST) abort();
+    for (int lane = 0; lane < num; ++lane) {
         has_ended[lane] = false;
         getcontext(&contexts[lane]);
         contexts[lane].uc_stack.ss_sp = stacks[lane];
         contexts[lane].uc_stack.ss_size = sizeof(stacks[lane]);
-        contexts[lane].uc_link = lane < 31 ? &contexts[lane + 1] : &caller;
+        contexts[lane].uc_link = lane < num - 1 ? &contexts[lane + 1] : &caller;
         makecontext(&contexts[lane], [] { (*running)(); has_ended[current++] = true; }, 0);
     }
     current = 0;
@@ -80,12 +86,12 @@ struct bfloat {
 METAL = """
 #define device
 #define threadgroup static
-#define threadgroup_barrier(what) wait_for_all_lanes()
+#define threadgroup_barrier(what) wait_for_block()
 namespace metal { using ::exp; using ::exp2; using ::fma; using ::log; using ::sqrt; }
 typedef unsigned short ushort;
 static Place thread_position_in_threadgroup, thread_position_in_grid;
 static float simd_sum(float x) {
-    shared[current] = x;
+    shared[current % 32] = x;
     wait_for_all_lanes();
     float total = 0;
     for (int i = 0; i < 32; ++i) total += shared[i];
@@ -93,7 +99,7 @@ static float simd_sum(float x) {
     return total;
 }
 static float simd_max(float x) {
-    shared[current] = x;
+    shared[current % 32] = x;
     wait_for_all_lanes();
     float found = shared[0];
     for (int i = 1; i < 32; ++i) found = shared[i] > found ? shared[i] : found;
@@ -101,7 +107,7 @@ static float simd_max(float x) {
     return found;
 }
 static float simd_shuffle(float x, ushort lane) {
-    shared[current] = x;
+    shared[current % 32] = x;
     wait_for_all_lanes();
     const float other = shared[lane];
     wait_for_all_lanes();
@@ -114,17 +120,17 @@ static void stand_at(unsigned x, unsigned y, unsigned z, unsigned y_together) {
 """
 CUDA = """
 #define __shared__ static
-#define __syncthreads() wait_for_all_lanes()
+#define __syncthreads() wait_for_block()
 static Place threadIdx, blockIdx, blockDim;
 static float __shfl_xor_sync(unsigned, float x, int step) {
-    shared[current] = x;
+    shared[current % 32] = x;
     wait_for_all_lanes();
-    const float other = shared[current ^ step];
+    const float other = shared[current % 32 ^ step];
     wait_for_all_lanes();
     return other;
 }
 static float __shfl_sync(unsigned, float x, int lane) {
-    shared[current] = x;
+    shared[current % 32] = x;
     wait_for_all_lanes();
     const float other = shared[lane];
     wait_for_all_lanes();
@@ -191,12 +197,12 @@ class CppKernel:
         return f"""{START}{own}{constants}
         extern "C" void run({", ".join(arguments)}, int num_y, int num_z, int y_together) {{
             {layouts}
-            run_lanes([=] {{
+            run_lanes(32 * y_together, [=] {{
                 for (int z_of_grid = 0; z_of_grid < num_z; ++z_of_grid)
-                for (int y_of_grid = 0; y_of_grid < num_y; ++y_of_grid) {{
-                    stand_at(current, y_of_grid, z_of_grid, y_together);
+                for (int first_y = 0; first_y < num_y; first_y += y_together) {{
+                    stand_at(current % 32, first_y + current / 32, z_of_grid, y_together);
                     {{ {start}{kernel.body} }}
-                    wait_for_all_lanes();  // the next groups may use the same shared memory
+                    wait_for_block();  // the next block may use the same shared memory
                 }}
             }});
         }}"""

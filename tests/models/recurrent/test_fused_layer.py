@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.models import gpu_kernels
+from outrider import gpu_kernels
 from outrider.models.recurrent import fused_layer, recurrent_kernels
 from outrider.models.recurrent.fused_layer_check import largest_error
 from outrider.models.recurrent.layer_inputs import LayerSizes, Projected

@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.models import gpu_kernels
-from outrider.models.gpu_kernels import LANES
+from outrider import gpu_kernels
+from outrider.gpu_kernels import LANES
 from outrider.models.recurrent import recurrent_kernels
 from outrider.models.recurrent.delta_rule import chunk_delta_rule
 from outrider.models.recurrent.recurrent_kernels import ConvolutionInputs

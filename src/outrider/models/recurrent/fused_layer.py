@@ -16,9 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from outrider import gpu_kernels
 from outrider.cache.recurrent import StateView
-from outrider.models import gpu_kernels
-from outrider.models.gpu_kernels import LANES, GpuKernel
+from outrider.gpu_kernels import LANES, GpuKernel
 from outrider.models.recurrent import recurrent_kernels
 from outrider.models.recurrent.fused_layer_check import largest_error
 from outrider.models.recurrent.layer_inputs import LayerSizes, Projected

@@ -18,8 +18,8 @@ from functools import cache
 
 import mlx.core as mx
 
-from outrider.models import gpu_kernels
-from outrider.models.gpu_kernels import LANES, GpuKernel
+from outrider import gpu_kernels
+from outrider.gpu_kernels import LANES, GpuKernel
 from outrider.models.recurrent.delta_rule import chunk_delta_rule
 
 MAX_TOKENS = 16  # of a window; chosen by hand: wider passes use the chunked form

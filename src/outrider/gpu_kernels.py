@@ -7,6 +7,7 @@ A kernel is a C++ function body for groups of 32 lanes (a SIMD group on Metal, a
     GROUP_SUM(x), GROUP_MAX(x)   over the lanes of a group; every lane has to call it
     SHUFFLE(x, i)                the x of lane i; likewise
     SHARED, BARRIER()            memory of all groups of a block; all of them have arrived
+    DEVICE                       the address space of inputs and outputs, for pointers to them
     VECTOR(type, pointer)        a value of another type at an address in an input; the address is aligned
     x_shape[i], x_strides[i]     shape and strides of an input x
     X_TYPE                       the element type of an array x, input or output
@@ -45,6 +46,7 @@ _METAL = """
     #define GROUP_MAX(x) simd_max(x)
     #define SHUFFLE(x, i) simd_shuffle(x, (ushort)(i))
     #define SHARED threadgroup
+    #define DEVICE device
     #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
     #define VECTOR(type, pointer) (*(const device type*)(pointer))
 """
@@ -69,6 +71,7 @@ _CUDA = """
     #define GROUP_MAX(x) group_max(x)
     #define SHUFFLE(x, i) __shfl_sync(0xffffffff, x, i)
     #define SHARED __shared__
+    #define DEVICE
     #define BARRIER() __syncthreads()
     #define VECTOR(type, pointer) (*(const type*)(pointer))
 """
@@ -94,11 +97,11 @@ def is_available() -> bool:
 def run(
     kernel: GpuKernel,
     inputs: Sequence[mx.array],
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, int | mx.Dtype],
     groups: tuple[int, int],
     outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
 ) -> list[mx.array]:
-    """Launch groups[0] x groups[1] groups of lanes; `sizes` are constants of the body.
+    """Launch groups[0] x groups[1] groups of lanes; `sizes` are constants and types of the body.
 
     The types of all arrays are constants too: MLX caches a compiled kernel by its name and its constants.
     """
