@@ -115,10 +115,10 @@ def _largest_error(dim: int, bits: int, group_size: int, dtype: mx.Dtype) -> flo
             want[1, 1, 1, -1] = True
         if not mx.array_equal(mx.isnan(biases), want):
             return float("inf")
-        exact = [part.astype(mx.float32) for part in (scales, biases)]
-        decoded = mx.dequantize(codes, *exact, group_size=group_size, bits=bits)
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        decoded = mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
         off = mx.abs(decoded - vectors.astype(mx.float32)).reshape(*scales.shape, group_size).max(axis=-1)
-        errors.append(mx.where(want, 0, off / exact[0]).max())
+        errors.append(mx.where(want, 0, off / scales).max())
     return float(mx.stack(errors).max())
 
 
