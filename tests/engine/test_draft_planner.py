@@ -68,6 +68,16 @@ def test_auto_rows_do_not_draft_where_it_cannot_pay_and_their_head_rests() -> No
     harness.run_to_idle()
 
 
+def test_a_head_is_not_fed_the_end_of_a_prompt_if_no_draft_is_wanted() -> None:
+    harness = Harness(controller=ScriptedController([0, 0, 2, 2]))
+    auto_rows(harness, 2)
+    first, *others = harness.steps(6)
+    assert first is not None
+    assert all(row.defers_head for batch in first.batches for row in batch)
+    assert any(row.head_lag > 4 and row.feeds_head for plan in others for row in decode_rows(plan))
+    harness.run_to_idle()
+
+
 def test_a_head_comes_back_after_a_rest_with_all_that_it_missed() -> None:
     """The fake runner checks that the head has the whole text when it drafts."""
     harness = Harness(controller=ScriptedController([2, 2, 0, 0, 0, 0, 3, 3, 0, 0, 1]))

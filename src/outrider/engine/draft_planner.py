@@ -231,7 +231,7 @@ def _row(sequence: Sequence, token_ids: Rows[int], num_drafts: int, next_id: int
     num_next = (
         min(drafting.num_drafts_next, max_drafts_next(sequence, sequence.num_left)) if is_sampling else 0
     )
-    is_paused = drafting.may_pause_head and sequence.is_decoding and num_next == 0
+    is_paused = drafting.may_pause_head and is_sampling and num_next == 0
     defers_head = drafting.stores_head_inputs or is_paused
     return RowPlan(
         sequence_id=sequence.id,

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
 
+from outrider import gpu_kernels
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import NVFP4_RANGE, is_kept, keep_quantized, quantized_layers
 from outrider.models import machine
@@ -43,7 +44,9 @@ def keeps_quantized(dtype: str) -> bool:
 
 
 def arithmetic(network: nn.Module) -> str:
-    """Names how quantised layers compute: with the same weights, another arithmetic gives other results."""
+    """Names how layers compute: with the same weights, another arithmetic gives other results."""
+    if gpu_kernels.is_available():
+        return "a GPU's"
     return "15-bit tokens" if any(is_kept(layer) for _, layer in quantized_layers(network)) else "mlx"
 
 
