@@ -19,6 +19,7 @@ from outrider.cli.foreign_flags import notes
 from outrider.cli.log_format import add_request_ids, log_to_terminal
 from outrider.cli.model_specs import ModelSpec, model_specs, option_sets
 from outrider.cli.option_sources import resolve
+from outrider.cli.process_settings import settle_process
 from outrider.cli.serve_options import add_options
 from outrider.cli.standard_streams import keep_standard_streams
 from outrider.cli.tensor_parallel import OtherRanks, join, own_rank
@@ -41,9 +42,6 @@ DESCRIPTION = """Serves one model or several over OpenAI's, Anthropic's and Olla
 
 Every option can also be set by an environment variable (--max-rows is OUTRIDER_MAX_ROWS) or in a TOML file
 (max-rows = 8). A flag overrides the variable, and the variable overrides the file."""
-# How long a thread that computes in Python keeps the others waiting (Python's default: 0.005). The event loop
-# waits several times until it has answered a request, so that short answers took 50 ms beside a busy engine.
-SWITCH_S = 0.001
 BACKLOG = 2048  # connections that wait while the model is loaded or the server is busy; uvicorn's default
 
 
@@ -171,7 +169,7 @@ def _serve(
     from outrider.embed.engine import EmbeddingEngine
 
     add_request_ids()
-    sys.setswitchinterval(SWITCH_S)
+    settle_process()
     faulthandler.enable()  # a crash in native code writes the stacks of all threads into the log
     tls = tls_context(options["tls_cert"], options["tls_key"])
     url = _url(listener, "http" if tls is None else "https")
