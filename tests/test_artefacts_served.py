@@ -31,6 +31,7 @@ from tiny_artefacts import (
     convert_with_mlx_vlm,
     write_published,
 )
+from video_files import clip
 
 NUM_TOKENS = 24
 WHITE = np.full((24, 40, 3), 255, np.uint8)
@@ -43,8 +44,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: write_published(folder / family, family) for family in (DENSE, MOE)}
 
 
-def about(*pictures: Any) -> list[dict[str, Any]]:
-    parts = [{"type": "image", "image": picture} for picture in pictures]
+def about(*pictures: Any, kind: str = "image") -> list[dict[str, Any]]:
+    parts = [{"type": kind, kind: picture} for picture in pictures]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "what is it?"}]}]
 
 
@@ -53,6 +54,7 @@ CONVERSATIONS = [
     about(WHITE),
     about(),
     about(noise(16, 16), noise(24, 16, 3)),
+    about(clip(6, 32, 24), kind="video"),
 ]
 
 
@@ -74,12 +76,14 @@ def accepted(answer: Completion) -> int:
 def check_served(folder: Path, **settings: Any) -> None:
     with LLM(folder, max_rows=4, **settings) as llm:
         assert llm.engine.facts.reads_images
+        assert llm.renderer.video_reader is not None
         assert llm.engine.facts.drafter == "mtp"
         plain, drafted = answers(llm, 0), answers(llm, 3)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert [accepted(one) for one in plain] == [0] * len(plain)
-    for answer in drafted:
+    for answer in drafted[:-1]:
         assert accepted(answer) >= NUM_TOKENS // 4, [one.stats for one in drafted]
+    assert accepted(drafted[-1]) > 0  # of the video
     first, second = (tuple(one.token_ids) for one in plain[:2])
     assert first != second  # only the picture differs
 

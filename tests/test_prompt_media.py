@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from outrider.prompt_media import MediaPiece, PromptMedia, grid_positions
+from outrider.prompt_media import MediaPiece, PromptMedia, TokenGrid, grid_positions
 
 
 def piece(key: str, *cells: int) -> MediaPiece:
@@ -46,7 +46,7 @@ def test_requests_with_different_salts_share_no_key():
 
 
 def test_grid_positions_of_the_picture_in_the_docstring():
-    positions, delta = grid_positions([1, 1, 7, 7, 7, 7, 1, 1, 1], 7, [(1, 2, 2)])
+    positions, delta = grid_positions([1, 1, 7, 7, 7, 7, 1, 1, 1], [7], [TokenGrid(2, 2)])
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 4, 5, 6],
         [0, 1, 2, 2, 3, 3, 4, 5, 6],
@@ -63,6 +63,19 @@ def test_positions_without_a_grid_are_the_cells():
 
 
 def test_grids_that_do_not_fit_the_prompt_are_refused():
-    for ids, grids in (([7, 7, 1], [(1, 2, 2)]), ([7, 1, 7, 7], [(1, 2, 2)]), ([1, 1], [(1, 1, 1)])):
+    square, single = TokenGrid(2, 2), TokenGrid(1, 1)
+    for ids, grids in (([7, 7, 1], [square]), ([7, 1, 7, 7], [square]), ([1, 1], [single])):
         with pytest.raises(ValueError, match="not consecutive"):
-            grid_positions(ids, 7, grids)
+            grid_positions(ids, [7], grids)
+
+
+def test_a_video_has_its_times_as_positions():
+    """Two times that are three positions apart, in two rows of one column; an image stands before it."""
+    grids = [TokenGrid(1, 2), TokenGrid(2, 1, times=(0, 3))]
+    positions, delta = grid_positions([1, 7, 7, 1, 8, 8, 8, 8, 1], [7, 8], grids)
+    assert positions.tolist() == [
+        [0, 1, 1, 3, 4, 4, 7, 7, 8],
+        [0, 1, 1, 3, 4, 5, 4, 5, 8],
+        [0, 1, 2, 3, 4, 4, 4, 4, 8],
+    ]
+    assert delta == 0

@@ -41,7 +41,8 @@ GRID_TEMPLATE = (  # takes strings and lists, as Qwen's do
     "{% for message in messages %}<|{{ message['role'] }}|>"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif part['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
     "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -120,6 +121,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             **QWEN_VISION,
             "model_type": "qwen2_5_vl",
             "window_size": 16,
+            "tokens_per_second": 1,
             "fullatt_block_indexes": [1],
         },
     },
@@ -285,6 +287,8 @@ def write_vision_checkpoint(folder: Path, name: str) -> nn.Module:
             "min_pixels": 64,
             "max_pixels": 1024,
         }
+        video = {**picture, "max_pixels": 8192, "fps": 2, "min_frames": 4, "max_frames": 12}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
     (folder / "preprocessor_config.json").write_text(json.dumps(picture))
     return model
 
@@ -308,15 +312,40 @@ def reference_inputs(
     }
 
 
+def reference_video_inputs(
+    folder: Path, family: str, text: str, videos: Sequence[bytes], pictures: Sequence[np.ndarray] = ()
+) -> dict[str, mx.array]:
+    """What mlx-vlm makes of a rendered conversation with videos: it samples and decodes their frames too."""
+    from mlx_vlm.utils import prepare_inputs
+    from PIL import Image
+
+    from outrider.models.vision.encoder import _load_processor
+    from outrider.models.vision.families import SUPPORTED
+
+    files = [folder / f"video_{number}.mp4" for number in range(len(videos))]
+    for file, data in zip(files, videos, strict=True):
+        file.write_bytes(data)
+    found = prepare_inputs(
+        _load_processor(folder, SUPPORTED[family]),
+        images=[Image.fromarray(pixels) for pixels in pictures] or None,
+        videos=[str(file) for file in files],
+        prompts=[text],
+    )
+    names = ("input_ids", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+    return {name: found[name] for name in names if name in found}
+
+
 def reference_logits(model: nn.Module, inputs: dict[str, mx.array]) -> mx.array:
     """mlx-vlm's logits for a prompt with pictures.  [1, tokens, vocab]"""
+    _forget_positions(model)
     token_ids = inputs["input_ids"]
     rest = {name: value for name, value in inputs.items() if name != "input_ids"}
-    return model(token_ids, rest.pop("pixel_values"), **rest).logits
+    return model(token_ids, rest.pop("pixel_values", None), **rest).logits
 
 
 def reference_tokens(model: nn.Module, inputs: dict[str, mx.array], num_tokens: int) -> list[int]:
     """mlx-vlm's greedy answer, with its own caches and position deltas."""
+    _forget_positions(model)
     cache = (
         model.language_model.make_cache()
         if hasattr(model.language_model, "make_cache")
@@ -324,10 +353,17 @@ def reference_tokens(model: nn.Module, inputs: dict[str, mx.array], num_tokens: 
     )
     token_ids = inputs["input_ids"]
     rest = {name: value for name, value in inputs.items() if name != "input_ids"}
-    logits = model(token_ids, rest.pop("pixel_values"), cache=cache, **rest).logits
+    logits = model(token_ids, rest.pop("pixel_values", None), cache=cache, **rest).logits
     found = []
     for _ in range(num_tokens):
         token = int(mx.argmax(logits[0, -1]))
         found.append(token)
         logits = model.language_model(mx.array([[token]]), cache=cache).logits
     return found
+
+
+def _forget_positions(model: nn.Module) -> None:
+    """Before a prompt with videos: mlx-vlm forgets those of the prompt before only if there are images."""
+    for name in ("_position_ids", "_rope_deltas"):
+        if getattr(model.language_model, name, None) is not None:
+            setattr(model.language_model, name, None)

@@ -220,11 +220,9 @@ class LLM:
         )
         self.engine, self.tokenizer = build_engine(choice, config)
         try:
-            reader = self.engine.reader
-            self._images = None if reader is None else ImageInput(reader)
-            no_images_reason = self.engine.facts.no_images_reason
-            max_context = self.engine.facts.max_context
-            self.renderer = ChatRenderer(self.tokenizer, reader, no_images_reason, max_context)
+            reader, facts = self.engine.reader, self.engine.facts
+            self.renderer = ChatRenderer(self.tokenizer, reader, facts.no_images_reason, facts.max_context)
+            self._images = None if reader is None else ImageInput(reader, self.renderer.video_reader)
         except BaseException:
             self.engine.close()
             raise

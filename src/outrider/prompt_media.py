@@ -1,4 +1,4 @@
-"""Owns the images of a prompt: their cells, the vision encoder's inputs, and their positions. Pure data.
+"""Owns the images and videos of a prompt: their cells, the vision encoder's inputs, and positions. Pure data.
 
 prompt   t  t  I  I  I  I  t  t  t          I: image tokens; their embeddings come from the vision encoder
 cells    0  1  2  3  4  5  6  7  8
@@ -6,6 +6,8 @@ grid     0  1  2  2  2  2  4  5  6          mrope: time, row and column, three n
                2  2  3  3
                2  3  2  3
 delta    -2: the token in cell 9 has position 7
+
+A video has such a grid for each of its times. Its tokens are called image tokens too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class MediaPiece:
-    """The input of one vision encoder call: an image, or some tiles of an image."""
+    """The input of one vision encoder call: an image, some tiles of an image, or some frames of a video."""
 
     key: str  # equal pieces have equal keys in all requests with the same cache salt
     inputs: Mapping[str, np.ndarray]  # only the vision encoder reads them
@@ -100,26 +102,50 @@ class PromptMedia:
         return np.concatenate([self.positions[:, start:end], np.broadcast_to(after, (3, len(after)))], axis=1)
 
 
-def grid_positions(
-    token_ids: Sequence[int], image_token_id: int, grids: Sequence[tuple[int, int, int]]
-) -> tuple[np.ndarray, int]:
-    """Positions int32 [3, tokens], and the delta after them, for images of these (times, rows, columns).
+@dataclass(frozen=True)
+class TokenGrid:
+    """Image tokens that are consecutive in the prompt: an image, a video, or a video's part at one time."""
 
-    Text positions count up. An image starts at the position after the text before it, and takes as many
-    positions as its longest side. The text after the image continues from there.
+    rows: int
+    columns: int
+    times: tuple[int, ...] = (0,)  # rising; the position of each time, counted from the grid's first position
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.times) * self.rows * self.columns
+
+    @property
+    def num_positions(self) -> int:
+        """How much further on the text after the grid is than the text before it."""
+        return max(self.times[-1] + 1, self.rows, self.columns)
+
+    def positions(self) -> np.ndarray:
+        """int [3, tokens]"""
+        grid = np.indices((len(self.times), self.rows, self.columns)).reshape(3, -1)
+        grid[0] = np.asarray(self.times)[grid[0]]
+        return grid
+
+
+def grid_positions(
+    token_ids: Sequence[int], image_token_ids: Sequence[int], grids: Sequence[TokenGrid]
+) -> tuple[np.ndarray, int]:
+    """Positions int32 [3, tokens], and the delta after them, for a prompt with these grids.
+
+    Text positions count up. A grid starts at the position after the text before it, and takes as many
+    positions as its longest side. The text after the grid continues from there.
     """
     ids = np.asarray(token_ids)
-    is_image = ids == image_token_id
+    is_image = np.isin(ids, image_token_ids)
     positions = np.zeros((3, len(ids)), np.int32)
     at, position = 0, 0
     for grid in grids:
         start = at + int(np.argmax(is_image[at:]))
         positions[:, at:start] = np.arange(position, position + start - at)
         position += start - at
-        at = start + int(np.prod(grid))
+        at = start + grid.num_tokens
         if not is_image[start:at].all() or at > len(ids):
             raise ValueError("the tokens of an image are not consecutive in the prompt")
-        positions[:, start:at] = np.indices(grid).reshape(3, -1) + position
-        position += max(grid)
+        positions[:, start:at] = grid.positions() + position
+        position += grid.num_positions
     positions[:, at:] = np.arange(position, position + len(ids) - at)
     return positions, position - at

@@ -90,6 +90,14 @@ def test_the_frames_of_a_video_are_shown_one_after_the_other() -> None:
     assert "[0][1][2]what" in render(EITHER, says("user", frames, "what")).text
 
 
+def test_a_template_without_videos_is_noticed() -> None:
+    tokenizer = new_tokenizer(EITHER, SPECIAL)
+    template = ChatTemplate(
+        tokenizer, Vocabulary(tokenizer), placeholder="<image>", video_placeholder="<row>"
+    )
+    assert not template.shows_videos
+
+
 def test_a_clients_own_placeholder_is_text() -> None:
     found = render(EITHER, says("user", "<image> and ", shown("<row>"), " <image>"))
     assert len(found.images) == 1
@@ -134,6 +142,7 @@ class Reader:
     """Says "<row>" for a picture."""
 
     placeholder = "<image>"
+    videos = None
 
     def __init__(self) -> None:
         self.num_read = 0

@@ -142,6 +142,21 @@ def test_pictures_and_frames_of_videos_are_placed_where_they_were_shown(numbered
     assert found.text.index("[frame 1]") < found.text.index("[frame 2]") < found.text.index("And this?")
 
 
+@pytest.mark.parametrize("placeholder", ["<|video_pad|>", "<|vision_start|><|video_pad|><|vision_end|>"])
+def test_videos_are_placed_between_pictures(placeholder: str) -> None:
+    tokenizer = new_tokenizer(SOURCE, SPECIAL)
+    settings = {"placeholder": "<|image_pad|>", "video_placeholder": placeholder}
+    template = ChatTemplate(tokenizer, Vocabulary(tokenizer), **settings)  # type: ignore[arg-type]
+    assert template.shows_videos
+    picture, video = ProcessedImage("A", "[A]", ()), ProcessedImage("V", "[V]", (), num_frames=4)
+    parts = (ImagePart((picture,)), "then", ImagePart((video,)), "and", ImagePart((picture,)))
+    found = template.render([says("user", *parts, "<|video_pad|>?")])
+    assert [image.digest for image in found.images] == ["A", "V", "A"]
+    shown = "[V]" if "start" in placeholder else "<|vision_start|>[V]<|vision_end|>"
+    assert f"then{shown}and<|vision_start|>[A]<|vision_end|><|video_pad|>?" in found.text
+    assert tokenizer.convert_tokens_to_ids("<|video_pad|>") not in found.ids  # the client's words are text
+
+
 def test_an_answer_ends_where_the_template_ends_a_turn() -> None:
     tokenizer = new_tokenizer(SOURCE, SPECIAL)
     tokenizer._tokenizer.eos_token = "<|endoftext|>"

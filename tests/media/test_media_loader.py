@@ -6,18 +6,21 @@ import pytest
 from image_files import animation, data_url, encoded, noise
 from outrider.media import loader as loader_module
 from outrider.media.decoder import MediaDecoder
+from outrider.media.frames import FrameSample
 from outrider.media.images import image_from_pixels
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.loader import MediaItem, MediaLoader
+from outrider.request import PromptTooLong
 from patience import Hurdle, goes_on_while_held, until, wait_until
+from video_files import clip, encoded_video
 
 
 def image(seed: int = 0) -> MediaItem:
     return MediaItem("image", data_url(encoded(noise(seed=seed))))
 
 
-def load(wanted, limits=None, use=lambda image: image.digest):
-    loader = MediaLoader(limits or MediaLimits(), use)
+def load(wanted, limits=None, use=lambda image: image.digest, **more):
+    loader = MediaLoader(limits or MediaLimits(), use, **more)
     try:
         return asyncio.run(loader.load(wanted))
     finally:
@@ -38,6 +41,52 @@ def test_a_videos_frames_count_as_images():
         load([image(), video], limits)
     with pytest.raises(InvalidMedia, match="4 images"):
         load([image()] * 4, limits)
+
+
+class EverySecondFrame:
+    """Reads every second frame of a video, at most `max_frames`, as 8 x 6 pixels and ten tokens."""
+
+    def sample(self, header, max_frames):
+        numbers = tuple(range(0, header.num_frames, 2))[:max_frames]
+        return FrameSample(numbers, 8, 6, num_tokens=10)
+
+    def read(self, video):
+        return video.header, video.numbers, video.frames.shape
+
+
+def test_a_video_that_is_read_as_a_video_counts_as_one_image():
+    videos = [
+        MediaItem("video", data_url(animation(5), "image/gif")),
+        MediaItem("video", data_url(encoded_video(clip(6), fps=12), "video/mp4")),
+    ]
+    limits = MediaLimits(max_frames=1, max_images=3)
+    gif, mp4, picture = load([*videos, image()], limits, videos=EverySecondFrame())
+    ((header, numbers, shape),) = gif
+    assert (header.num_frames, header.fps, header.width, header.height) == (5, 20.0, 10, 6)
+    assert (numbers, shape) == ((0, 2, 4), (3, 6, 8, 3))
+    ((header, numbers, shape),) = mp4
+    assert (header.num_frames, header.fps, header.width, header.height) == (6, 12.0, 64, 48)
+    assert (numbers, shape) == ((0, 2, 4), (3, 6, 8, 3))
+    assert picture == [image_from_pixels(noise(seed=0)).digest]
+
+
+def test_frames_and_tokens_of_all_videos_are_counted_before_any_is_decoded(monkeypatch):
+    monkeypatch.setattr(MediaDecoder, "decode_video", lambda *_: pytest.fail("a video was decoded"))
+    video = MediaItem("video", data_url(animation(6), "image/gif"))
+    with pytest.raises(InvalidMedia, match="6 frames to read; the limit is 5"):
+        load([video, video], MediaLimits(max_video_frames=5), videos=EverySecondFrame())
+    with pytest.raises(PromptTooLong, match="need 20 tokens and the context holds 16"):
+        load([video, video], videos=EverySecondFrame(), max_context=16)
+
+
+def test_a_video_without_a_frame_that_can_be_decoded_is_refused():
+    data = encoded_video(clip(6))
+    start = data.index(b"mdat") + 4
+    size = int.from_bytes(data[start - 8 : start - 4], "big") - 8
+    blank = data[:start] + bytes(size) + data[start + size :]  # the header is whole, the frames are zeros
+    video = MediaItem("video", data_url(blank, "video/mp4"))
+    with pytest.raises(InvalidMedia, match="damaged or has no frames"):
+        load([video], videos=EverySecondFrame())
 
 
 def test_one_bad_image_refuses_them_all_and_leaves_nothing_running():

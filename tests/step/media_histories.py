@@ -1,4 +1,4 @@
-"""Random histories with everything at once: pictures, cached prefixes, resting heads, preemptions, failures.
+"""Random histories with everything at once: pictures, videos, cached prefixes, resting heads, preemptions.
 
 Conversations go on from earlier ones, answers included, or fork off; pictures come back. Every answer is
 compared with that of the same request alone: without drafts, cached prefixes or chunks.
@@ -23,7 +23,8 @@ from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_caches import SLACK
 from outrider.engine.scheduler import InFlightStep, Scheduler
 from outrider.engine.sequence import Delta, DraftState
-from outrider.media.image_reader import ProcessedImage
+from outrider.media.frames import DecodedVideo, VideoHeader
+from outrider.media.image_reader import ProcessedImage, VideoReader
 from outrider.media.images import image_from_pixels
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.models.loader import load
@@ -35,8 +36,10 @@ from restless_controller import RestlessController
 from run_steps import run_step
 from step.histories import _NoText, random_head
 from tiny_models import SPECIAL_TOKENS
+from video_files import clip
 
 SIZES = ((16, 16), (40, 24), (20, 36), (40, 40))
+VIDEO_SIZES = ((16, 16), (32, 24))
 FIRST_WORD = 40  # ids from here on are text
 BANNED = dict.fromkeys(range(len(SPECIAL_TOKENS), FIRST_WORD), -np.inf)  # an answer holds no image tokens
 LONGEST, MOST_TOKENS = 150, 60  # of a prompt, of an answer
@@ -74,8 +77,14 @@ class MediaTally:
         self.failed_steps += other.failed_steps
 
 
+def read_video(videos: VideoReader, frames: np.ndarray) -> ProcessedImage:
+    """All frames, two a second."""
+    header = VideoHeader(len(frames), 2.0, frames.shape[2], frames.shape[1])
+    return videos.read(DecodedVideo(header, tuple(range(len(frames))), frames))
+
+
 class MediaWorld:
-    """One tiny vision model, heads of one and of three layers, some pictures, and what is said alone."""
+    """One tiny vision model, heads of one and three layers, pictures and videos, and what is said alone."""
 
     def __init__(self, folder: Path, name: str) -> None:
         world = new_world(folder, name)
@@ -90,6 +99,11 @@ class MediaWorld:
             ids = world.inputs(("", ""), [pixels])["input_ids"][0].tolist()
             self.shown.append(tuple(ids[1:-2]))  # without the roles
             self._read.append(self._reader.read(image_from_pixels(pixels)))
+        for number, size in enumerate(VIDEO_SIZES if self._reader.videos is not None else ()):
+            video = read_video(self._reader.videos, clip(5, *size, seed=number))
+            text = f"<|vision_start|>{video.text}<|vision_end|>"
+            self.shown.append(tuple(loaded.tokenizer.encode(text, add_special_tokens=False)))
+            self._read.append(video)
         self._alone = self.runner(0)
         self._answers: dict[tuple[Talk, str], list[int]] = {}
 
@@ -240,7 +254,7 @@ class MediaHistory:
                 said = self._cut(said)
         for _ in range(rng.choice((1, 1, 2))):
             if rng.random() < 0.6:
-                number = rng.randrange(len(SIZES))
+                number = rng.randrange(len(self._world.shown))
                 said = Talk((*said.ids, *self._world.shown[number]), (*said.pictures, number))
             said = Talk((*said.ids, *self._words(rng.choice((1, 3, 20)))), said.pictures)
         return said if len(said.ids) <= LONGEST else Talk(tuple(self._words(9)), ())

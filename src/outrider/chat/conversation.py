@@ -27,7 +27,7 @@ class MediaPart:
 
 @dataclass(frozen=True, eq=False)
 class ImagePart:
-    """A loaded MediaPart: one image, or the frames of a video."""
+    """A loaded MediaPart: one image, one video, or the frames of a video that is read as images."""
 
     images: tuple[ProcessedImage, ...]
 

@@ -1,8 +1,9 @@
 """Owns the conversion of OpenAI-style message and tool dicts, as Python callers write them.
 
-Images may be arrays, Pillow images, bytes, files or data: URLs. The caller may name any file, unlike a client
-of the server. Nothing is fetched from the network. Encoded images are decoded in a child process, as those of
-the server's clients are: the caller may have them from elsewhere.
+Images may be arrays, Pillow images, bytes, files or data: URLs; videos may be arrays of frames, bytes, files
+or data: URLs. The caller may name any file, unlike a client of the server. Nothing is fetched from the
+network. Encoded images and videos are decoded in a child process, as those of the server's clients are: the
+caller may have them from elsewhere.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from outrider.chat.conversation import (
 from outrider.chat.json_text import dumps
 from outrider.chat.messages import role_named
 from outrider.media.decoder import MediaDecoder
-from outrider.media.image_reader import ImageReader
+from outrider.media.frames import DecodedVideo, VideoHeader
+from outrider.media.image_reader import ImageReader, ProcessedImage, VideoReader
 from outrider.media.images import DecodedImage, image_from_pixels
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.sources import DataUrl, parse_source, read_inline
+from outrider.media.video import FPS_RANGE, is_fps, resized, spread
 from outrider.request import InvalidRequest
 
 LIMITS = MediaLimits()
 IMAGE_TYPES = ("image", "image_url", "input_image")
+VIDEO_TYPES = ("video", "video_url", "input_video")
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class ImageInput:
     """How images become parts of messages. The decoder's process starts with the first encoded image."""
 
     reader: ImageReader
+    videos: VideoReader | None = None  # None: a video is read as separate images
     decoder: MediaDecoder = field(default_factory=lambda: MediaDecoder(LIMITS, num_processes=1))
 
 
@@ -122,32 +127,71 @@ def _part(part: Mapping[str, Any], images: ImageInput | None) -> Part:
     kind = part.get("type")
     if kind in ("text", "refusal"):
         return TextPart(part[kind])
-    if kind not in IMAGE_TYPES:
-        raise InvalidRequest(f"content parts are text or images, not {kind!r}")
+    if kind not in (*IMAGE_TYPES, *VIDEO_TYPES):
+        raise InvalidRequest(f"content parts are text, images or videos, not {kind!r}")
     if images is None:
-        return MediaPart("image", "")  # the renderer refuses it, with the reason
-    return ImagePart((images.reader.read(_image(part, images.decoder)),))
+        return MediaPart("image" if kind in IMAGE_TYPES else "video", "")  # the renderer refuses it
+    if kind in IMAGE_TYPES:
+        return ImagePart((images.reader.read(_image(_given(part, "image"), images.decoder)),))
+    return ImagePart(_video(_given(part, "video"), part.get("fps"), images))
 
 
-def _image(part: Mapping[str, Any], decoder: MediaDecoder) -> DecodedImage:
-    given = part.get("image", part.get("image_url"))
-    if isinstance(given, Mapping):
-        given = given.get("url")
+def _given(part: Mapping[str, Any], kind: str) -> Any:
+    given = part.get(kind, part.get(f"{kind}_url"))
+    return given.get("url") if isinstance(given, Mapping) else given
+
+
+def _image(given: Any, decoder: MediaDecoder) -> DecodedImage:
     if isinstance(given, np.ndarray):
         return image_from_pixels(given)
+    if hasattr(given, "convert"):  # a Pillow image
+        return image_from_pixels(np.asarray(given.convert("RGB")))
+    return decoder.decode_image(*_bytes(given, "image"))
+
+
+def _video(given: Any, fps: float | None, images: ImageInput) -> tuple[ProcessedImage, ...]:
+    """A video, or its frames as images."""
+    if isinstance(given, np.ndarray):
+        return _frames(given, fps, images)
+    data, declared = _bytes(given, "video")
+    if images.videos is None:
+        return tuple(images.reader.read(frame) for frame in images.decoder.decode_frames(data, declared))
+    header = images.decoder.read_header(data, declared)
+    sample = images.videos.sample(header, LIMITS.max_video_frames)
+    return (images.videos.read(images.decoder.decode_video(data, declared, header, sample)),)
+
+
+def _frames(frames: np.ndarray, fps: float | None, images: ImageInput) -> tuple[ProcessedImage, ...]:
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or 0 in frames.shape:
+        raise InvalidMedia("a video must be an array of uint8 [frames, height, width, 3]")
+    if images.videos is None:
+        numbers = spread(len(frames), LIMITS.max_frames)
+        return tuple(images.reader.read(image_from_pixels(frames[number])) for number in numbers)
+    fps = images.videos.fps if fps is None else fps
+    if not isinstance(fps, (int, float)) or not is_fps(fps):
+        raise InvalidMedia("a video's fps must be between {:g} and {:g}, not {}".format(*FPS_RANGE, fps))
+    header = VideoHeader(len(frames), fps, frames.shape[2], frames.shape[1])
+    sample = images.videos.sample(header, LIMITS.max_video_frames)
+    sized = np.stack([resized(frames[number], sample) for number in sample.numbers])
+    return (images.videos.read(DecodedVideo(header, sample.numbers, sized)),)
+
+
+def _bytes(given: Any, kind: str) -> tuple[bytes, str]:
+    """The bytes of an encoded image or video, and the media type that a data: URL declares."""
     if isinstance(given, bytes):
-        return decoder.decode_image(given, "")
+        return given, ""
     if isinstance(given, Path) or (isinstance(given, str) and ":" not in given[:8]):
         try:
-            data = Path(given).read_bytes()
+            return Path(given).read_bytes(), ""
         except OSError as error:
             raise InvalidMedia(f"{given} cannot be read: {error.strerror}") from None
-        return decoder.decode_image(data, "")
     if isinstance(given, str):
         source = parse_source(given)
         if isinstance(source, DataUrl):
-            return decoder.decode_image(read_inline(source, LIMITS), source.media_type)
-        raise InvalidMedia("the Python API fetches nothing: give an image's bytes, file, array or data: URL")
-    if hasattr(given, "convert"):  # a Pillow image
-        return image_from_pixels(np.asarray(given.convert("RGB")))
-    raise InvalidMedia(f"an image is an array, bytes, a file or a data: URL, not {type(given).__name__}")
+            return read_inline(source, LIMITS), source.media_type
+        raise InvalidMedia(
+            f"the Python API fetches nothing: give bytes, file, array or data: URL of the {kind}"
+        )
+    raise InvalidMedia(
+        f"the {kind} must be an array, bytes, a file or a data: URL, not {type(given).__name__}"
+    )

@@ -24,7 +24,7 @@ from outrider.chat.prompt_limit import NO_LIMIT, PromptLimit
 from outrider.chat.special_tokens import Vocabulary
 from outrider.chat.template import ChatTemplate, RenderedMessages, template_source
 from outrider.chat.thinking import AUTO_PARSER, ThinkingBudgets, reasoning_format
-from outrider.media.image_reader import ImageReader
+from outrider.media.image_reader import ImageReader, VideoReader
 from outrider.prompt_media import PromptMedia
 from outrider.request import InvalidRequest, SamplingParams
 
@@ -82,6 +82,7 @@ class ChatRenderer:
         self._budgets = ThinkingBudgets(
             self._reasoning, self._vocabulary, budget_message, max_thinking_tokens
         )
+        videos = image_reader.videos if image_reader is not None else None
         self._template = ChatTemplate(
             tokenizer,
             self._vocabulary,
@@ -89,11 +90,19 @@ class ChatRenderer:
             placeholder=image_reader.placeholder if image_reader is not None else None,
             no_images_reason=no_images_reason,
             limit=self.limit,
+            video_placeholder=videos.placeholder if videos is not None else None,
         )
 
     @property
     def has_template(self) -> bool:
         return self._template.exists
+
+    @property
+    def video_reader(self) -> VideoReader | None:
+        """None: the model, or its chat template, knows no videos. They are read as separate images."""
+        if self.image_reader is None or not self._template.shows_videos:
+            return None
+        return self.image_reader.videos
 
     @property
     def template(self) -> str:
@@ -137,7 +146,7 @@ class ChatRenderer:
             partial(self._new_parser, request, constraint, starts_inside=starts_inside),
             continues_prompt=bool(request.template_kwargs.get("continue_final_message")),
             media=media,
-            num_images=len(rendered.images),
+            num_images=sum(image.num_frames or 1 for image in rendered.images),
         )
         return (
             replace(prompt, relaxed=partial(self._relaxed, prompt, request, starts_inside))

@@ -64,7 +64,7 @@ class ChatTemplate:
 
     `assistant_tokens`: special tokens that assistant messages may contain, because the template looks for
     them. `placeholder`: the text that the template writes for an image; None for a model that reads text
-    only. `no_images_reason`: why a vision model reads text only.
+    only. `video_placeholder`: the same for a video. `no_images_reason`: why a vision model reads text only.
     """
 
     def __init__(
@@ -75,10 +75,12 @@ class ChatTemplate:
         placeholder: str | None = None,
         no_images_reason: str | None = None,
         limit: PromptLimit = NO_LIMIT,
+        video_placeholder: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
         self._placeholder = placeholder
+        self._video_placeholder = video_placeholder
         self._no_images_reason = no_images_reason
         self._vocabulary = vocabulary
         self.source = template_source(tokenizer)
@@ -158,7 +160,7 @@ class ChatTemplate:
         )
         images = tuple(image for message in messages for part in message.image_parts for image in part.images)
         if images and self._placeholder is not None:
-            text = _with_images(text, self._placeholder, images)
+            text = _with_images(text, self._placeholder, self._video_placeholder, images)
         ids = self._limit.encode(special.chunks(text), self._vocabulary.encode, is_cut)
         return RenderedMessages(tuple(ids), special.unescape(text), images)
 
@@ -192,9 +194,15 @@ class ChatTemplate:
             return False
         return not self._shows(PROBE) and self._shows([{"type": "text", "text": PROBE}])
 
-    def _shows(self, content: Any) -> bool:
+    @cached_property
+    def shows_videos(self) -> bool:
+        """True if the template has a place for videos."""
+        placeholder = self._video_placeholder
+        return placeholder is not None and self._shows([{"type": "video"}], placeholder)
+
+    def _shows(self, content: Any, text: str = PROBE) -> bool:
         try:
-            return PROBE in self._tokenizer.apply_chat_template(
+            return text in self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": content}], tokenize=False
             )
         except Exception:  # a template may raise anything
@@ -250,11 +258,15 @@ def _is_complete(text: str, messages: Sequence[Message], arguments_as: Arguments
     return not any("'" in str(mapping) and str(mapping) in text for mapping in mappings)
 
 
-def _with_images(text: str, placeholder: str, images: Sequence[ProcessedImage]) -> str:
-    """Replace each placeholder by the text that the model needs for that image."""
-    between = text.split(placeholder)
-    if len(between) != len(images) + 1:
-        raise TemplateError(f"the template shows {len(between) - 1} of {len(images)} images")
+def _with_images(
+    text: str, placeholder: str, video_placeholder: str | None, images: Sequence[ProcessedImage]
+) -> str:
+    """Replace each placeholder by the text that the model needs for that image or video."""
+    wanted = [video_placeholder if image.is_video else placeholder for image in images]
+    pattern = "|".join(map(re.escape, filter(None, (placeholder, video_placeholder))))
+    between, shown = re.split(pattern, text), re.findall(pattern, text)
+    if shown != wanted:
+        raise TemplateError(f"the template shows {len(shown)} of {len(images)} images")
     return between[0] + "".join(image.text + t for image, t in zip(images, between[1:], strict=True))
 
 
@@ -289,7 +301,7 @@ def _content_list(message: Message) -> list[dict[str, str]]:
         if isinstance(part, TextPart):
             listed.append({"type": "text", "text": part.text})
         elif isinstance(part, ImagePart):
-            listed += [{"type": "image"}] * len(part.images)
+            listed += [{"type": "video" if image.is_video else "image"} for image in part.images]
     return listed or [{"type": "text", "text": ""}]
 
 

@@ -100,6 +100,7 @@ def media_limits(options: dict[str, Any]) -> MediaLimits:
         max_image_pixels=options["max_image_pixels"],
         max_images=options["max_images"],
         max_frames=options["max_frames"],
+        max_video_frames=options["max_video_frames"],
         fetch_total_s=options["fetch_timeout"],
         fetch_timeout_s=min(options["fetch_timeout"], 10.0),
         allow_private_urls=options["allow_private_urls"],

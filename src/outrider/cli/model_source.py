@@ -259,7 +259,10 @@ class ServedModelSource:
             budget_message=options["reasoning_budget_message"],
             max_thinking_tokens=options["max_thinking_tokens"],
         )
-        media = MediaLoader(media_limits(options), reader.read) if reader is not None else None
+        media = None
+        if reader is not None:
+            limits, videos = media_limits(options), renderer.video_reader
+            media = MediaLoader(limits, reader.read, videos, facts.max_context)
         service = ChatService(AsyncEngine(engine), renderer, media)
         sampling = sampling_defaults(options).over(facts.sampling)
         defaults = RequestDefaults(options["max_tokens"], sampling)

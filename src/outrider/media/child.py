@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from dataclasses import asdict
 
 import numpy as np
 
 from outrider.isolation.child import Handler, Reply, serve
 from outrider.isolation.messages import Message
-from outrider.media.images import count_frames, frame_pixels, image_pixels
+from outrider.media.frames import FrameSample
+from outrider.media.images import count_frames, frame_pixels, image_pixels, video_header
 from outrider.media.limits import InvalidMedia, MediaLimits
 
 # FFmpeg opens nothing but the file itself, and decodes on one thread: other threads need more memory.
@@ -34,13 +37,20 @@ def _done(job: Message, limits: MediaLimits) -> Reply:
         case "count_frames":
             return {"count": count_frames(data, declared, limits)}, ()
         case "decode_frames":
-            return _images(frame_pixels(data, declared, limits))
+            return _images(frame_pixels(data, declared, limits).values())
+        case "video_header":
+            return asdict(video_header(data, declared, limits)), ()
+        case "decode_video":
+            frames = frame_pixels(data, declared, limits, FrameSample(**job.fields["sample"]))
+            fields, parts = _images(frames.values())
+            return {**fields, "numbers": list(frames)}, parts
         case "decode_image":
             return _images([image_pixels(data, declared, limits)])
     raise ValueError(f"unknown work: {job.fields['work']}")
 
 
-def _images(arrays: list[np.ndarray]) -> Reply:
+def _images(arrays: Iterable[np.ndarray]) -> Reply:
+    arrays = list(arrays)
     parts = [np.ascontiguousarray(array).data.cast("B") for array in arrays]
     return {"sizes": [array.shape[:2] for array in arrays]}, parts
 

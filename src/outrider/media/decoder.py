@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from outrider.isolation.messages import Message
 from outrider.isolation.worker import IsolatedWorker, JobFailed, WorkerLimits
+from outrider.media.frames import DecodedVideo, FrameSample, VideoHeader
 from outrider.media.images import DecodedImage, image_from_pixels
 from outrider.media.limits import MIB, InvalidMedia, MediaLimits
 
@@ -22,13 +23,14 @@ CPU_S = 30  # processor time for one image or video; chosen by hand: the largest
 ANSWER_S = 120.0  # by the clock; chosen by hand
 DECODER_BYTES = 512 * MIB  # memory of the decoders' libraries and tables; chosen by hand
 BYTES_PER_PIXEL = 64  # memory for each pixel of the largest image: copies, and frames that others refer to
+NOTHING: Mapping[str, Any] = {}
 
 
 class MediaDecoder:
     """Thread-safe. Each process starts when it is first needed."""
 
     def __init__(self, limits: MediaLimits, num_processes: int) -> None:
-        frame_bytes = 3 * limits.max_image_pixels * limits.max_frames
+        self._max_reply_bytes = frame_bytes = 3 * limits.max_image_pixels * limits.max_frames
         worker_limits = WorkerLimits(
             memory_bytes=DECODER_BYTES + BYTES_PER_PIXEL * limits.max_image_pixels + frame_bytes,
             cpu_s=CPU_S,
@@ -60,6 +62,23 @@ class MediaDecoder:
         """The most frames that `decode_frames` returns, by the header. No pixels are decoded."""
         return int(self._ask("count_frames", data, declared).fields["count"])
 
+    def read_header(self, data: bytes, declared: str) -> VideoHeader:
+        """What a video or an animation says of itself."""
+        return VideoHeader(**self._ask("video_header", data, declared).fields)
+
+    def decode_video(
+        self, data: bytes, declared: str, header: VideoHeader, sample: FrameSample
+    ) -> DecodedVideo:
+        """The frames of a sample, in its size."""
+        if sample.num_bytes > self._max_reply_bytes:
+            raise InvalidMedia(
+                f"a video needs {len(sample.numbers)} frames of {sample.width} x {sample.height} pixels; the "
+                f"limit is {self._max_reply_bytes // 3:,} pixels in all frames together"
+            )
+        reply = self._ask("decode_video", data, declared, {"sample": asdict(sample)})
+        pixels = np.frombuffer(reply.data, np.uint8).reshape(-1, sample.height, sample.width, 3)
+        return DecodedVideo(header, tuple(reply.fields["numbers"]), pixels)
+
     def close(self) -> None:
         for worker in self._workers:
             worker.close()
@@ -68,8 +87,8 @@ class MediaDecoder:
     def process_ids(self) -> list[int]:
         return [worker.process_id for worker in self._workers if worker.process_id is not None]
 
-    def _ask(self, work: str, data: bytes, declared: str) -> Message:
-        fields: dict[str, Any] = {"work": work, "declared": declared[:100]}
+    def _ask(self, work: str, data: bytes, declared: str, more: Mapping[str, Any] = NOTHING) -> Message:
+        fields: dict[str, Any] = {"work": work, "declared": declared[:100], **more}
         try:
             with self._free_worker() as worker:
                 reply = worker.call(fields, data)

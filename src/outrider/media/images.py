@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from outrider.media.frames import FrameSample, VideoHeader
 from outrider.media.limits import InvalidMedia, MediaLimits, import_extra
-from outrider.media.video import count_video_frames, read_frames, video_kind
+from outrider.media.video import is_fps, read_frames, read_header, resized, spread, video_kind
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -44,6 +45,7 @@ UNSPECIFIC_TYPES = (  # declared types that do not name a format
     "application/octet-stream",
     "binary/octet-stream",
 )
+DEFAULT_DURATION_MS = 100  # of a frame of an animation that does not say: what browsers take
 ANIMATED_FORMATS = ("GIF", "WEBP", "PNG")
 
 
@@ -67,33 +69,51 @@ def decode_image(data: bytes, declared: str, limits: MediaLimits) -> DecodedImag
 
 def decode_frames(data: bytes, declared: str, limits: MediaLimits) -> list[DecodedImage]:
     """Decode frames of a video or an animation, evenly spread from the first to the last."""
-    return [image_from_pixels(frame) for frame in frame_pixels(data, declared, limits)]
+    return [image_from_pixels(frame) for frame in frame_pixels(data, declared, limits).values()]
 
 
 def image_pixels(data: bytes, declared: str, limits: MediaLimits) -> np.ndarray:
     return _open(data, declared, limits, _pixels)
 
 
-def frame_pixels(data: bytes, declared: str, limits: MediaLimits) -> list[np.ndarray]:
+def frame_pixels(
+    data: bytes, declared: str, limits: MediaLimits, sample: FrameSample | None = None
+) -> dict[int, np.ndarray]:
+    """The frames of a sample by their numbers; without one, evenly spread from the first to the last."""
     if video_kind(data) is not None:
-        return read_frames(data, declared, limits)
+        return read_frames(data, declared, limits, sample)
 
-    def frames(image: Image.Image) -> list[np.ndarray]:
+    def frames(image: Image.Image) -> dict[int, np.ndarray]:
         count = _checked_count(image, limits)
-        chosen = np.linspace(0, count - 1, min(count, limits.max_frames)).round().astype(int).tolist()
-        decoded = []
-        for number in chosen:
+        decoded = {}
+        for number in spread(count, limits.max_frames) if sample is None else sample.numbers:
             image.seek(number)
-            decoded.append(_pixels(image))
+            pixels = _pixels(image)
+            decoded[number] = pixels if sample is None else resized(pixels, sample)
         return decoded
 
     return _open(data, declared, limits, frames)
 
 
-def count_frames(data: bytes, declared: str, limits: MediaLimits) -> int:
-    """The number of frames that `frame_pixels` returns, at most. No pixels are decoded."""
+def video_header(data: bytes, declared: str, limits: MediaLimits) -> VideoHeader:
+    """The header of a video or an animation. At most the first frame of an animation is decoded."""
     if video_kind(data) is not None:
-        count = count_video_frames(data, declared, limits)
+        return read_header(data, declared, limits)
+
+    def header(image: Image.Image) -> VideoHeader:
+        count = _checked_count(image, limits)
+        image.load()  # WebP's durations are known only then
+        fps = 1000 / float(image.info.get("duration") or DEFAULT_DURATION_MS)
+        fps = fps if is_fps(fps) else 1000 / DEFAULT_DURATION_MS
+        return VideoHeader(count, fps, image.width, image.height)
+
+    return _open(data, declared, limits, header)
+
+
+def count_frames(data: bytes, declared: str, limits: MediaLimits) -> int:
+    """The number of frames that `frame_pixels` returns without a sample, at most. No pixels are decoded."""
+    if video_kind(data) is not None:
+        count = read_header(data, declared, limits).num_frames
     else:
         count = _open(data, declared, limits, lambda image: _checked_count(image, limits))
     return min(count, limits.max_frames)

@@ -31,8 +31,9 @@ class MediaLimits:
 
     max_image_bytes: int = 20 * MIB  # encoded image, after base64 decoding
     max_image_pixels: int = 32 * MIB  # width x height, decoded
-    max_images: int = 16  # in one request; each frame of a video counts
-    max_frames: int = 8  # sampled from one video
+    max_images: int = 16  # in one request; each frame of a video that is read as images counts
+    max_frames: int = 8  # sampled from one video that is read as images
+    max_video_frames: int = 128  # of all videos of one request that are read as videos
     fetch_timeout_s: float = 10.0  # for one answer of a web server
     fetch_total_s: float = 30.0  # for all downloads of one request
     max_redirects: int = 3
@@ -40,7 +41,7 @@ class MediaLimits:
     local_folder: str | None = None  # file: URLs may name files in this folder
 
     def __post_init__(self) -> None:
-        for name in ("max_image_bytes", "max_image_pixels", "max_images", "max_frames"):
+        for name in ("max_image_bytes", "max_image_pixels", "max_images", "max_frames", "max_video_frames"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("fetch_timeout_s", "fetch_total_s"):

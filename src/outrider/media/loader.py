@@ -10,19 +10,30 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from outrider.media.decoder import MediaDecoder
 from outrider.media.fetching import fetch
+from outrider.media.frames import DecodedVideo, FrameSample, VideoHeader
 from outrider.media.images import DecodedImage
 from outrider.media.limits import InvalidMedia, MediaLimits
 from outrider.media.sources import DataUrl, FileUrl, Source, WebUrl, parse_source, read_inline
+from outrider.request import PromptTooLong
 
 NUM_THREADS = 2  # chosen by hand
 MAX_FETCHES = 4  # concurrent downloads of one request; chosen by hand
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 R = TypeVar("R")
+
+
+class VideoUse(Protocol[T_co]):
+    """Chooses the frames of a video by its header, and preprocesses the decoded frames."""
+
+    def sample(self, header: VideoHeader, max_frames: int) -> FrameSample: ...
+
+    def read(self, video: DecodedVideo) -> T_co: ...
 
 
 @dataclass(frozen=True)
@@ -40,20 +51,36 @@ class _Content:
     kind: Literal["image", "video"]
     data: bytes
     declared: str  # media type; "" if unknown
-    num_images: int  # at most
+    num_images: int = 1  # at most
+    video: tuple[VideoHeader, FrameSample] | None = None  # of a video that is read as a video
 
 
 class MediaLoader(Generic[T]):
     """`use` preprocesses each decoded image. Only the result of `use` is stored."""
 
-    def __init__(self, limits: MediaLimits, use: Callable[[DecodedImage], T]) -> None:
+    def __init__(
+        self,
+        limits: MediaLimits,
+        use: Callable[[DecodedImage], T],
+        videos: VideoUse[T] | None = None,
+        max_context: int | None = None,
+    ) -> None:
+        """`videos`: None for a model that reads a video as separate images.
+
+        `max_context`: videos that need more tokens are refused before they are decoded.
+        """
         self.limits = limits
         self._use = use
+        self._videos = videos
+        self._max_context = max_context
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="outrider-media")
         self.decoder = MediaDecoder(limits, num_processes=NUM_THREADS)
 
     async def load(self, items: Sequence[MediaItem]) -> list[list[T]]:
-        """Return for each item its images: one image, or the frames of a video. One refusal refuses all."""
+        """Return for each item its images: one image, one video, or the frames of a video.
+
+        One refusal refuses all.
+        """
         self._check_count(len(items))
         sources = [parse_source(item.source) for item in items]
         fetched = await self._fetch_all(sources)
@@ -63,6 +90,7 @@ class MediaLoader(Generic[T]):
             for item, source, data in zip(items, sources, fetched, strict=True)
         )
         self._check_count(sum(content.num_images for content in contents))  # before anything is decoded
+        self._check_videos([content.video[1] for content in contents if content.video is not None])
         return await _all(loop.run_in_executor(self._threads, self._decode, content) for content in contents)
 
     def close(self) -> None:
@@ -74,6 +102,22 @@ class MediaLoader(Generic[T]):
             raise InvalidMedia(
                 f"the request has {count} images, frames of videos included; the limit is "
                 f"{self.limits.max_images}"
+            )
+
+    def _check_videos(self, samples: Sequence[FrameSample]) -> None:
+        num_frames = sum(len(sample.numbers) for sample in samples)
+        if num_frames > self.limits.max_video_frames:
+            raise InvalidMedia(
+                f"the videos of the request have {num_frames} frames to read; the limit is "
+                f"{self.limits.max_video_frames} for all of them together: send fewer or shorter videos"
+            )
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        if self._max_context is not None and num_tokens >= self._max_context:
+            raise PromptTooLong(
+                f"the videos of the request need {num_tokens} tokens and the context holds "
+                f"{self._max_context}, answer included: send fewer, shorter or smaller videos",
+                f"more than {num_tokens} tokens",
+                self._max_context,
             )
 
     async def _fetch_all(self, sources: Sequence[Source]) -> list[bytes | None]:
@@ -103,10 +147,18 @@ class MediaLoader(Generic[T]):
         if fetched is None:
             assert isinstance(source, (DataUrl, FileUrl))
             fetched = read_inline(source, self.limits)
-        num_images = self.decoder.count_frames(fetched, declared) if kind == "video" else 1
-        return _Content(kind, fetched, declared, num_images)
+        if kind == "image":
+            return _Content(kind, fetched, declared)
+        if self._videos is None:
+            return _Content(kind, fetched, declared, self.decoder.count_frames(fetched, declared))
+        header = self.decoder.read_header(fetched, declared)
+        sample = self._videos.sample(header, self.limits.max_video_frames)
+        return _Content(kind, fetched, declared, video=(header, sample))
 
     def _decode(self, content: _Content) -> list[T]:
+        if content.video is not None and self._videos is not None:
+            video = self.decoder.decode_video(content.data, content.declared, *content.video)
+            return [self._videos.read(video)]
         if content.kind == "video":
             frames = self.decoder.decode_frames(content.data, content.declared)
         else:

@@ -214,6 +214,7 @@ def test_blocks_become_messages() -> None:
                             "source": {"type": "base64", "media_type": "image/png", "data": "AA"},
                         },
                         {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}},
+                        {"type": "video", "source": {"type": "url", "url": "http://x/y.mp4"}},
                         {
                             "type": "document",
                             "title": "Notes",
@@ -239,6 +240,7 @@ def test_blocks_become_messages() -> None:
                 TextPart("So?"),
                 MediaPart("image", "data:image/png;base64,AA"),
                 MediaPart("image", "http://x/y.png"),
+                MediaPart("video", "http://x/y.mp4"),
                 TextPart("Notes\nabc"),
             ),
         ),

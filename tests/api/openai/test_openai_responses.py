@@ -117,7 +117,10 @@ def test_input_items_become_messages() -> None:
                 {
                     "type": "message",
                     "role": "user",
-                    "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA"}],
+                    "content": [
+                        {"type": "input_image", "image_url": "data:image/png;base64,AA"},
+                        {"type": "input_video", "video_url": "http://x/y.mp4"},
+                    ],
                 },
             ]
         }
@@ -133,7 +136,9 @@ def test_input_items_become_messages() -> None:
         ),
         Message("tool", (TextPart("rain"),), tool_call_id="c"),
         Message("tool", (TextPart("9"),), tool_call_id="d"),
-        Message("user", (MediaPart("image", "data:image/png;base64,AA"),)),
+        Message(
+            "user", (MediaPart("image", "data:image/png;base64,AA"), MediaPart("video", "http://x/y.mp4"))
+        ),
     ]
 
 

@@ -74,8 +74,10 @@ class BlockSource(RequestModel):
     content: str | Annotated[list[TextBlock], AtMost(MESSAGES)] | None = None
 
 
-class ImageBlock(RequestModel):
-    type: Literal["image"]
+class MediaBlock(RequestModel):
+    """Videos are not in Anthropic's API: they have the sources of images."""
+
+    type: Literal["image", "video"]
     source: BlockSource = Field(json_schema_extra=one_of_types(url=["url"], base64=["data", "media_type"]))
 
 
@@ -105,7 +107,7 @@ class ToolReferenceBlock(RequestModel):
 
 
 ResultPart = Annotated[
-    TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock, Field(discriminator="type")
+    TextBlock | MediaBlock | DocumentBlock | ToolReferenceBlock, Field(discriminator="type")
 ]
 
 
@@ -116,7 +118,7 @@ class ToolResultBlock(RequestModel):
     is_error: bool | None = None
 
 
-UserBlock = Annotated[TextBlock | ImageBlock | DocumentBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | MediaBlock | DocumentBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 
@@ -393,20 +395,22 @@ def _text_parts(content: str | Sequence[TextBlock]) -> tuple[Part, ...]:
 def _part(block: Any, where: str) -> Part:
     if isinstance(block, TextBlock):
         return TextPart(block.text)
-    if isinstance(block, ImageBlock):
-        return _image(block.source, where)
+    if isinstance(block, MediaBlock):
+        return _media(block, where)
     return _document(block, where)
 
 
-def _image(source: BlockSource, where: str) -> MediaPart:
+def _media(block: MediaBlock, where: str) -> MediaPart:
+    kind, source = block.type, block.source
     if source.type == "url" and source.url is not None:
-        return MediaPart("image", source.url)
+        return MediaPart(kind, source.url)
     if source.type == "base64" and source.data is not None and source.media_type is not None:
-        return MediaPart("image", f"data:{source.media_type};base64,{source.data}")
+        return MediaPart(kind, f"data:{source.media_type};base64,{source.data}")
+    article = "an" if kind == "image" else "a"
     raise refused(
         where,
-        "an image source must be of type base64, with data and media_type, or of type url, with url; "
-        f"this one is of type {source.type!r}",
+        f"the source of {article} {kind} must be of type base64, with data and media_type, or of type url, "
+        f"with url; this one is of type {source.type!r}",
     )
 
 

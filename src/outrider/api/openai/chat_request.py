@@ -99,7 +99,7 @@ class ChatAudioPart(RequestModel):
 UserPart = Annotated[
     ChatTextPart | ChatImagePart | ChatVideoPart | ChatAudioPart, Field(discriminator="type")
 ]
-ToolPart = Annotated[ChatTextPart | ChatImagePart, Field(discriminator="type")]
+ToolPart = Annotated[ChatTextPart | ChatImagePart | ChatVideoPart, Field(discriminator="type")]
 AssistantPart = Annotated[ChatTextPart | ChatRefusalPart, Field(discriminator="type")]
 
 

@@ -81,8 +81,14 @@ class InputImageContent(RequestModel):
     detail: Word | None = None
 
 
+class InputVideoContent(RequestModel):
+    type: Literal["input_video"]
+    video_url: str
+
+
 InputContent = Annotated[
-    InputTextContent | InputRefusalContent | InputImageContent, Field(discriminator="type")
+    InputTextContent | InputRefusalContent | InputImageContent | InputVideoContent,
+    Field(discriminator="type"),
 ]
 
 
@@ -355,6 +361,8 @@ def _part(part: Any, where: str) -> Part:
         return TextPart(part.text)
     if isinstance(part, InputRefusalContent):
         return TextPart(part.refusal)
+    if isinstance(part, InputVideoContent):
+        return MediaPart("video", part.video_url)
     if part.image_url is None:
         raise refused(f"{where}.content", "an image needs an image_url: this server stores no files")
     return MediaPart("image", part.image_url)

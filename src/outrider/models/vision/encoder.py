@@ -97,7 +97,7 @@ def load_vision(
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise ModelUnavailable(f"the vision encoder in {path} cannot be loaded: {error}") from error
     _settle_dtype(model, dtype)
-    reader = READERS[family.images](processor, config, family.placeholder)
+    reader = READERS[family.images](processor, config, family)
     image_token_id = int(getattr(settings, "image_token_index", None) or settings.image_token_id)
     scale = hidden_size**0.5 if family.scales_embeddings else 1.0
     return LoadedVision(reader, VisionEncoder(model, image_token_id, hidden_size, dtype, scale))

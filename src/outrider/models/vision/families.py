@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 ImageLayout = Literal["tiles", "grid", "spans"]
+# How a model learns when the frames of a video are: their positions count frame groups, or time by the
+# config's tokens_per_second, or each group has its seconds as text before it.
+FrameTimes = Literal["groups", "seconds", "text"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class VisionFamily:
     images: ImageLayout  # how the processor cuts an image, and so which tokens the prompt has for it
     placeholder: str  # the text that chat templates write for an image
     mrope: Literal["chunked", "interleaved"] | None = None  # three positions for each token, in this layout
+    videos: FrameTimes | None = None  # None: a video is read as separate images
     scales_embeddings: bool = False  # the language model multiplies all embeddings, those of images too
 
 
@@ -29,12 +33,12 @@ QWEN_IMAGE = "<|image_pad|>"
 SUPPORTED: Mapping[str, VisionFamily] = {
     "idefics3": VisionFamily("idefics3", "llama", "tiles", "<image>"),
     "smolvlm": VisionFamily("smolvlm", "llama", "tiles", "<image>"),
-    "qwen2_vl": VisionFamily("qwen2_vl", "qwen2", "grid", QWEN_IMAGE, "chunked"),
-    "qwen2_5_vl": VisionFamily("qwen2_5_vl", "qwen2", "grid", QWEN_IMAGE, "chunked"),
-    "qwen3_vl": VisionFamily("qwen3_vl", "qwen3", "grid", QWEN_IMAGE, "interleaved"),
-    "qwen3_vl_moe": VisionFamily("qwen3_vl_moe", "qwen3_moe", "grid", QWEN_IMAGE, "interleaved"),
-    "qwen3_5": VisionFamily("qwen3_5", "qwen3_5", "grid", QWEN_IMAGE, "interleaved"),
-    "qwen3_5_moe": VisionFamily("qwen3_5_moe", "qwen3_5_moe", "grid", QWEN_IMAGE, "interleaved"),
+    "qwen2_vl": VisionFamily("qwen2_vl", "qwen2", "grid", QWEN_IMAGE, "chunked", "groups"),
+    "qwen2_5_vl": VisionFamily("qwen2_5_vl", "qwen2", "grid", QWEN_IMAGE, "chunked", "seconds"),
+    "qwen3_vl": VisionFamily("qwen3_vl", "qwen3", "grid", QWEN_IMAGE, "interleaved", "text"),
+    "qwen3_vl_moe": VisionFamily("qwen3_vl_moe", "qwen3_moe", "grid", QWEN_IMAGE, "interleaved", "text"),
+    "qwen3_5": VisionFamily("qwen3_5", "qwen3_5", "grid", QWEN_IMAGE, "interleaved", "text"),
+    "qwen3_5_moe": VisionFamily("qwen3_5_moe", "qwen3_5_moe", "grid", QWEN_IMAGE, "interleaved", "text"),
     "gemma4": VisionFamily("gemma4", "gemma4", "spans", "<|image|>", scales_embeddings=True),
 }
 

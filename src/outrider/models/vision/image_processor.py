@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from outrider.media.image_reader import ProcessedImage
+from outrider.media.image_reader import ProcessedImage, VideoReader
 from outrider.media.images import DecodedImage
 from outrider.media.limits import InvalidMedia
-from outrider.prompt_media import MediaPiece, PromptMedia, grid_positions
+from outrider.models.vision.families import VisionFamily
+from outrider.models.vision.video_processor import GridVideoReader
+from outrider.prompt_media import MediaPiece, PromptMedia, TokenGrid, grid_positions
 
 TILES_PER_PIECE = 4  # tiles of an image that are encoded between two steps; chosen by hand
 
@@ -21,10 +23,11 @@ TILES_PER_PIECE = 4  # tiles of an image that are encoded between two steps; cho
 class TileReader:
     """idefics3 and smolvlm: an image is cut into square tiles. A small copy of the whole image comes last."""
 
-    def __init__(self, processor: Any, config: Mapping[str, Any], placeholder: str) -> None:
+    def __init__(self, processor: Any, config: Mapping[str, Any], family: VisionFamily) -> None:
         vision = config["vision_config"]
         per_side = vision["image_size"] // vision["patch_size"] // config["scale_factor"]
-        self.placeholder = str(getattr(processor, "image_token", placeholder))
+        self.placeholder = str(getattr(processor, "image_token", family.placeholder))
+        self.videos: VideoReader | None = None
         self._per_tile = per_side * per_side
         self._image_processor = processor.image_processor
         self._image_token_id = int(processor.image_token_id)
@@ -60,34 +63,40 @@ class TileReader:
 class GridReader:
     """Qwen's families: an image keeps its shape and is cut into patches. A square of patches is one token."""
 
-    def __init__(self, processor: Any, config: Mapping[str, Any], placeholder: str) -> None:
-        self.placeholder = placeholder
+    def __init__(self, processor: Any, config: Mapping[str, Any], family: VisionFamily) -> None:
+        self.placeholder = family.placeholder
         self._image_processor = processor.image_processor
         self._image_token_id = int(config.get("image_token_id", processor.image_token_id))
         self._merge = int(self._image_processor.merge_size)
+        self._video_token_id = config.get("video_token_id", processor.video_token_id)
+        self.videos: VideoReader | None = None
+        if family.videos is not None and self._video_token_id is not None:
+            self.videos = GridVideoReader(processor, config, family.videos)
 
     def read(self, image: DecodedImage) -> ProcessedImage:
         found = _processed(self._image_processor, [_as_pil(image)])
         patches = np.asarray(found["image_grid_thw"])[0]
-        grid = (int(patches[0]), int(patches[1]) // self._merge, int(patches[2]) // self._merge)
+        grid = TokenGrid(int(patches[1]) // self._merge, int(patches[2]) // self._merge)
         inputs = {
             "pixel_values": np.asarray(found["pixel_values"], np.float32),
             "image_grid_thw": np.asarray(found["image_grid_thw"], np.int32),
         }
-        size = int(np.prod(grid))
-        return ProcessedImage(image.digest, self.placeholder * size, ((size, inputs),), grid)
+        size = grid.num_tokens
+        return ProcessedImage(image.digest, self.placeholder * size, ((size, inputs),), (grid,))
 
     def place(self, prompt_ids: Sequence[int], images: Sequence[ProcessedImage]) -> PromptMedia:
-        pieces = _pieces(prompt_ids, self._image_token_id, images)
-        grids = [image.grid for image in images if image.grid is not None]
-        return PromptMedia(pieces, *grid_positions(prompt_ids, self._image_token_id, grids))
+        pieces = _pieces(prompt_ids, self._image_token_id, images, self._video_token_id)
+        token_ids = [id for id in (self._image_token_id, self._video_token_id) if id is not None]
+        grids = [grid for image in images for grid in image.grids]
+        return PromptMedia(pieces, *grid_positions(prompt_ids, token_ids, grids))
 
 
 class SpanReader:
     """Gemma 4: an image keeps its shape and becomes one run of tokens, which may attend to each other."""
 
-    def __init__(self, processor: Any, config: Mapping[str, Any], placeholder: str) -> None:
-        self.placeholder = str(processor.image_token or placeholder)
+    def __init__(self, processor: Any, config: Mapping[str, Any], family: VisionFamily) -> None:
+        self.placeholder = str(processor.image_token or family.placeholder)
+        self.videos: VideoReader | None = None
         self._image_processor = processor.image_processor
         self._image_token_id = int(config.get("image_token_id", processor.image_token_id))
         self._begin, self._end = str(processor.boi_token), str(processor.eoi_token)
@@ -126,14 +135,19 @@ def _refused(error: ValueError) -> InvalidMedia:
 
 
 def _pieces(
-    prompt_ids: Sequence[int], image_token_id: int, images: Sequence[ProcessedImage]
+    prompt_ids: Sequence[int],
+    image_token_id: int,
+    images: Sequence[ProcessedImage],
+    video_token_id: int | None = None,
 ) -> tuple[MediaPiece, ...]:
-    cells = np.flatnonzero(np.asarray(prompt_ids) == image_token_id).astype(np.int32)
-    wanted = sum(size for image in images for size, _ in image.inputs)
-    if wanted != len(cells):
+    ids = np.asarray(prompt_ids)
+    is_video = ids == (-1 if video_token_id is None else video_token_id)
+    cells = np.flatnonzero((ids == image_token_id) | is_video).astype(np.int32)
+    kinds = [image.is_video for image in images for size, _ in image.inputs for _ in range(size)]
+    if is_video[cells].tolist() != kinds:
         raise InvalidMedia(
-            f"the images need {wanted} tokens and the prompt has {len(cells)} image tokens: the prompt text "
-            "may contain the model's own placeholder for an image"
+            f"the images need {len(kinds)} tokens and the prompt has {len(cells)} image tokens: the prompt "
+            "text may contain the model's own placeholder for an image"
         )
     pieces, at = [], 0
     for image in images:
