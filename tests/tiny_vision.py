@@ -29,6 +29,7 @@ TILE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_
 TILE_TOKENS += tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
 GRID_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 SPAN_TOKENS = ("<|image|>", "<|image>", "<image|>", "<|video|>")
+SQUARE_TOKENS = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
 VOCAB_SIZE = 144
 
 TILE_TEMPLATE = (  # takes lists only, as SmolVLM's does
@@ -46,6 +47,7 @@ GRID_TEMPLATE = (  # takes strings and lists, as Qwen's do
     "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+SQUARE_TEMPLATE = GRID_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", SQUARE_TOKENS[1])
 SPAN_TEMPLATE = GRID_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", SPAN_TOKENS[0])
 
 TEXT = {**COMMON, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 1024, "rope_theta": 10000.0}
@@ -220,13 +222,42 @@ CONFIGS["gemma4"] = {
         "default_output_length": 20,
     },
 }
+GEMMA3_TEXT = {
+    **TEXT,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "sliding_window": 12,
+    "sliding_window_pattern": 2,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "query_pre_attn_scalar": 16,
+    "mm_tokens_per_image": 16,
+}
+CONFIGS["gemma3"] = {
+    "image_token_index": len(SPECIAL_TOKENS),
+    "mm_tokens_per_image": 16,
+    "hidden_size": 64,  # published configs have none, and mlx-vlm takes 2048 then
+    "pad_token_id": VOCAB_SIZE - 1,  # mlx-vlm's embeddings of it are zeros
+    "vocab_size": VOCAB_SIZE,
+    "text_config": GEMMA3_TEXT,
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "image_size": 32,
+    },
+}
 TILED = ("idefics3", "smolvlm")
-SPANNED = ("gemma4",)
+SPANNED = ("gemma4", "gemma3")
 FAMILIES = tuple(CONFIGS)
 SHOWN = {  # what the template writes for an image
     **dict.fromkeys(FAMILIES, "<|vision_start|><|image_pad|><|vision_end|>"),
     **dict.fromkeys(TILED, "<image>"),
-    **dict.fromkeys(SPANNED, SPAN_TOKENS[0]),
+    "gemma4": SPAN_TOKENS[0],
+    "gemma3": SQUARE_TOKENS[1],
 }
 
 
@@ -274,6 +305,13 @@ def write_vision_checkpoint(folder: Path, name: str) -> nn.Module:
             "max_image_size": {"longest_edge": 16},
         }
         (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
+    elif family == "gemma3":
+        names = dict(zip(("image_token", "boi_token", "eoi_token"), SQUARE_TOKENS, strict=True))
+        write_tokenizer(
+            folder, (*SPECIAL_TOKENS, *SQUARE_TOKENS), SQUARE_TEMPLATE, extra_special_tokens=names
+        )
+        picture = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}}
+        (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 16}))
     elif family in SPANNED:
         names = dict(zip(("image_token", "boi_token", "eoi_token"), SPAN_TOKENS, strict=False))
         write_tokenizer(folder, (*SPECIAL_TOKENS, *SPAN_TOKENS), SPAN_TEMPLATE, extra_special_tokens=names)
@@ -335,8 +373,28 @@ def reference_video_inputs(
     return {name: found[name] for name in names if name in found}
 
 
+def square_logits(model: nn.Module, inputs: dict[str, mx.array], is_causal: bool = False) -> mx.array:
+    """Gemma 3: mlx-vlm's layers under the masks of Hugging Face's code.  [1, tokens, vocab]
+
+    mlx-vlm's own forward pass lets all tokens of the prompt attend to each other.
+    """
+    token_ids, text = inputs["input_ids"], model.language_model
+    found = model.get_input_embeddings(token_ids, inputs["pixel_values"], mask=mx.ones_like(token_ids))
+    is_image = np.array(token_ids[0]) == model.config.image_token_index
+    image = np.cumsum(np.diff(is_image, prepend=False)) * is_image  # the same number for all of an image
+    distance = np.subtract.outer(np.arange(len(image)), np.arange(len(image)))
+    shared = (image[:, None] == image) & is_image & (not is_causal)
+    masks = [mx.array((distance >= 0) & (distance < most) | shared)[None, None] for most in (12, len(image))]
+    hidden = found.inputs_embeds * 8  # the root of the width
+    for number, layer in enumerate(text.model.layers):
+        hidden = layer(hidden, masks[number % 2], None)
+    return text.lm_head(text.model.norm(hidden))
+
+
 def reference_logits(model: nn.Module, inputs: dict[str, mx.array]) -> mx.array:
     """mlx-vlm's logits for a prompt with pictures.  [1, tokens, vocab]"""
+    if hasattr(model, "config") and model.config.model_type == "gemma3":
+        return square_logits(model, inputs)
     _forget_positions(model)
     token_ids = inputs["input_ids"]
     rest = {name: value for name, value in inputs.items() if name != "input_ids"}
@@ -345,6 +403,8 @@ def reference_logits(model: nn.Module, inputs: dict[str, mx.array]) -> mx.array:
 
 def reference_tokens(model: nn.Module, inputs: dict[str, mx.array], num_tokens: int) -> list[int]:
     """mlx-vlm's greedy answer, with its own caches and position deltas."""
+    if hasattr(model, "config") and model.config.model_type == "gemma3":
+        return _square_tokens(model, inputs, num_tokens)
     _forget_positions(model)
     cache = (
         model.language_model.make_cache()
@@ -367,3 +427,13 @@ def _forget_positions(model: nn.Module) -> None:
     for name in ("_position_ids", "_rope_deltas"):
         if getattr(model.language_model, name, None) is not None:
             setattr(model.language_model, name, None)
+
+
+def _square_tokens(model: nn.Module, inputs: dict[str, mx.array], num_tokens: int) -> list[int]:
+    """The greedy answer, each token from a pass over all tokens before it."""
+    ids = inputs["input_ids"]
+    for _ in range(num_tokens):
+        token = mx.argmax(square_logits(model, {**inputs, "input_ids": ids})[:, -1:], axis=-1)
+        ids = mx.concatenate([ids, token.astype(ids.dtype)], axis=1)
+    found: list[int] = ids[0, -num_tokens:].tolist()
+    return found

@@ -1,4 +1,4 @@
-"""Images whose tokens attend to each other (Gemma 4): mlx-vlm's own answers, however prompts are cut."""
+"""Images whose tokens attend to each other (Gemma 3 and 4): mlx-vlm's answers, however prompts are cut."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ from outrider.cache.placement import Placement
 from outrider.media.images import image_from_pixels
 from outrider.models.loader import load
 from outrider.prompt_media import MediaPiece, PromptMedia
-from tiny_vision import reference_logits, reference_tokens
+from tiny_vision import SPANNED, reference_logits, reference_tokens, square_logits
+
+
+@pytest.fixture(scope="module", params=SPANNED)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return new_world(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return new_world(tmp_path_factory.mktemp("gemma4"), "gemma4")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return new_world(tmp_path_factory.mktemp("gemma4_alone"), "gemma4")
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +52,17 @@ def test_logits_and_greedy_tokens_are_those_of_mlx_vlm(world: World, llm: LLM) -
 def test_a_causal_mask_would_give_other_logits(world: World) -> None:
     """So the comparison above sees the mask."""
     inputs = world.inputs(*CASES[0])
-    causal = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
-    both = [np.array(reference_logits(world.model, one)[0, -1]) for one in (inputs, causal)]
-    assert np.abs(both[0] - both[1]).max() > 1e-2
+    if world.family == "gemma3":
+        causal = square_logits(world.model, inputs, is_causal=True)
+    else:
+        kept = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
+        causal = reference_logits(world.model, kept)
+    assert mx.abs(reference_logits(world.model, inputs)[0, -1] - causal[0, -1]).max() > 1e-2
 
 
-def test_without_the_entry_in_the_config_images_are_causal(world: World, tmp_path: Path) -> None:
+def test_without_the_entry_in_the_config_images_are_causal(gemma4: World, tmp_path: Path) -> None:
     """As in Gemma 4's small models."""
+    world = gemma4
     folder = tmp_path / "model"
     shutil.copytree(world.folder, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -66,8 +75,8 @@ def test_without_the_entry_in_the_config_images_are_causal(world: World, tmp_pat
     assert list(found) == reference_tokens(world.model, inputs, NUM_TOKENS)
 
 
-def test_the_makers_names_load_and_the_audio_encoder_is_left_out(world: World, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+def test_the_makers_names_load_and_the_audio_encoder_is_left_out(gemma4: World, tmp_path: Path) -> None:
+    world, folder = gemma4, tmp_path / "model"
     shutil.copytree(world.folder, folder)
     stored = mx.load(str(world.folder / "model.safetensors"))
     assert isinstance(stored, dict)
@@ -87,9 +96,10 @@ def test_rows_of_a_mixed_batch_give_what_they_give_alone(world: World, llm: LLM)
     check_mixed_batch(world, llm)
 
 
-def test_rows_of_a_quantised_model_give_what_they_give_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", SPANNED)
+def test_rows_of_a_quantised_model_give_what_they_give_alone(tmp_path: Path, family: str) -> None:
     """Its causal passes attend natively; a pass over an image does not, and has no other rows."""
-    world = new_world(tmp_path, "gemma4-4bit")
+    world = new_world(tmp_path, f"{family}-4bit")
     with LLM(world.folder, drafter="ngram", max_rows=8, prefill_step_size=8) as llm:
         check_mixed_batch(world, llm)
 

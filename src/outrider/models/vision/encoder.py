@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,13 +23,14 @@ from outrider.media.image_reader import ImageReader
 from outrider.models.errors import ModelUnavailable
 from outrider.models.quantization_check import check_quantization
 from outrider.models.vision.families import VisionFamily
-from outrider.models.vision.image_processor import GridReader, SpanReader, TileReader
+from outrider.models.vision.image_processor import GridReader, SpanReader, SquareReader, TileReader
 from outrider.models.vision.text_model import IDEFICS_VISION
 
 READERS: Mapping[str, Callable[..., ImageReader]] = {
     "tiles": TileReader,
     "grid": GridReader,
     "spans": SpanReader,
+    "squares": SquareReader,
 }
 LANGUAGE = "language_model"
 
@@ -99,8 +100,16 @@ def load_vision(
     _settle_dtype(model, dtype)
     reader = READERS[family.images](processor, config, family)
     image_token_id = int(getattr(settings, "image_token_index", None) or settings.image_token_id)
-    scale = hidden_size**0.5 if family.scales_embeddings else 1.0
+    if family.images == "squares":
+        settings.hidden_size = 1  # mlx-vlm divides by its root; `scale` is what the trunk multiplies by
+    scale = _scale(family, hidden_size)
     return LoadedVision(reader, VisionEncoder(model, image_token_id, hidden_size, dtype, scale))
+
+
+def _scale(family: VisionFamily, hidden_size: int) -> float:
+    if family.scales_embeddings is None:
+        return 1.0
+    return cast(float, mx.array(hidden_size**0.5, getattr(mx, family.scales_embeddings)).item())
 
 
 def has_extra() -> bool:
@@ -165,7 +174,8 @@ def _load_weights(
         weights.update(mx.load(str(file)))  # type: ignore[arg-type]
     if family.images == "tiles":  # mlx-vlm may not know the names of the text model's weights
         weights = {name: array for name, array in weights.items() if IDEFICS_VISION.match(name)}
-    weights = model.sanitize(weights)
+    if hasattr(model, "sanitize"):
+        weights = model.sanitize(weights)
     weights = {name: array for name, array in weights.items() if not name.startswith(f"{LANGUAGE}.")}
     encoder = next(module for _, module in model.named_modules() if isinstance(module, package.VisionModel))
     if hasattr(encoder, "sanitize"):

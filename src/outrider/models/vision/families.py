@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-ImageLayout = Literal["tiles", "grid", "spans"]
+ImageLayout = Literal["tiles", "grid", "spans", "squares"]
 # How a model learns when the frames of a video are: their positions count frame groups, or time by the
 # config's tokens_per_second, or each group has its seconds as text before it.
 FrameTimes = Literal["groups", "seconds", "text"]
@@ -25,7 +25,8 @@ class VisionFamily:
     placeholder: str  # the text that chat templates write for an image
     mrope: Literal["chunked", "interleaved"] | None = None  # three positions for each token, in this layout
     videos: FrameTimes | None = None  # None: a video is read as separate images
-    scales_embeddings: bool = False  # the language model multiplies all embeddings, those of images too
+    # The language model multiplies all embeddings, also of images, by the root of its width in this dtype.
+    scales_embeddings: Literal["float32", "bfloat16"] | None = None
 
 
 QWEN_IMAGE = "<|image_pad|>"
@@ -39,13 +40,15 @@ SUPPORTED: Mapping[str, VisionFamily] = {
     "qwen3_vl_moe": VisionFamily("qwen3_vl_moe", "qwen3_moe", "grid", QWEN_IMAGE, "interleaved", "text"),
     "qwen3_5": VisionFamily("qwen3_5", "qwen3_5", "grid", QWEN_IMAGE, "interleaved", "text"),
     "qwen3_5_moe": VisionFamily("qwen3_5_moe", "qwen3_5_moe", "grid", QWEN_IMAGE, "interleaved", "text"),
-    "gemma4": VisionFamily("gemma4", "gemma4", "spans", "<|image|>", scales_embeddings=True),
+    "gemma4": VisionFamily("gemma4", "gemma4", "spans", "<|image|>", scales_embeddings="float32"),
+    "gemma3": VisionFamily("gemma3", "gemma3", "squares", "<start_of_image>", scales_embeddings="bfloat16"),
 }
 
-BIDIRECTIONAL = "its image tokens attend to each other in both directions, which is checked for gemma4 only"
+BIDIRECTIONAL = (
+    "its image tokens attend to each other in both directions, which is checked for gemma3 and gemma4 only"
+)
 
 REFUSED: Mapping[str, str] = {
-    "gemma3": BIDIRECTIONAL,
     "gemma3n": BIDIRECTIONAL,
     "gemma4_unified": BIDIRECTIONAL,
     "paligemma": BIDIRECTIONAL,

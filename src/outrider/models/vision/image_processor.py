@@ -117,6 +117,30 @@ class SpanReader:
         return PromptMedia(pieces, is_bidirectional=self._is_bidirectional)
 
 
+class SquareReader:
+    """Gemma 3: an image becomes a square of one size, and one run of tokens, which attend to each other."""
+
+    def __init__(self, processor: Any, config: Mapping[str, Any], family: VisionFamily) -> None:
+        self.placeholder = str(processor.boi_token or family.placeholder)
+        self.videos: VideoReader | None = None
+        self._image_processor = processor.image_processor
+        self._image_token_id = int(processor.image_token_id)
+        self._size = int(processor.image_seq_length)
+        self._text = str(processor.full_image_sequence)
+
+    def read(self, image: DecodedImage) -> ProcessedImage:
+        found = _processed(self._image_processor, [_as_pil(image)], do_pan_and_scan=False)
+        inputs = {
+            "pixel_values": np.asarray(found["pixel_values"], np.float32),  # [1, 3, side, side]
+            "mask": np.ones((1, self._size), np.int32),  # mlx-vlm's code asks for one
+        }
+        return ProcessedImage(image.digest, self._text, ((self._size, inputs),))
+
+    def place(self, prompt_ids: Sequence[int], images: Sequence[ProcessedImage]) -> PromptMedia:
+        pieces = _pieces(prompt_ids, self._image_token_id, images)
+        return PromptMedia(pieces, is_bidirectional=True)
+
+
 def _as_pil(image: DecodedImage) -> Any:
     from PIL import Image
 
