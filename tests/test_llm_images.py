@@ -58,8 +58,10 @@ def test_what_cannot_be_read_is_refused(llm: LLM, tmp_path: Path) -> None:
     for image in (b"no picture", "http://host/a.png", tmp_path / "missing.png", 7, noise()[0]):
         with pytest.raises(InvalidRequest):
             llm.chat(about(image), GREEDY)
-    with pytest.raises(InvalidRequest, match="input_audio"):
+    with pytest.raises(InvalidRequest, match="has no audio encoder"):
         llm.chat(about(None, type="input_audio"), GREEDY)
+    with pytest.raises(InvalidRequest, match="'smell'"):
+        llm.chat(about(None, type="smell"), GREEDY)
 
 
 def test_image_that_crashes_its_decoder_is_refused_and_the_process_lives(

@@ -47,6 +47,7 @@ from outrider.models.files.fingerprint import fingerprint
 from outrider.models.files.shipped_head import shipped_head
 from outrider.models.files.weight_size import loaded_bytes
 from outrider.models.trunk import Trunk
+from outrider.models.vision.families import why_no_audio
 from outrider.plan import BLOCK_SIZE, StepRunner
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
@@ -276,6 +277,7 @@ def _parts(
         device=machine.device_name(),
         reads_images=vision is not None,
         no_images_reason=loaded.no_images_reason,
+        no_audio_reason=why_no_audio(loaded.config),
         sampling=loaded.sampling,
         family=loaded.family,
         num_parameters=num_parameters,

@@ -221,7 +221,8 @@ class LLM:
         self.engine, self.tokenizer = build_engine(choice, config)
         try:
             reader, facts = self.engine.reader, self.engine.facts
-            self.renderer = ChatRenderer(self.tokenizer, reader, facts.no_images_reason, facts.max_context)
+            known = (reader, facts.no_images_reason, facts.max_context)
+            self.renderer = ChatRenderer(self.tokenizer, *known, no_audio_reason=facts.no_audio_reason)
             self._images = None if reader is None else ImageInput(reader, self.renderer.video_reader)
         except BaseException:
             self.engine.close()

@@ -346,11 +346,21 @@ def test_killed_child_process_is_a_503(seeing: Seeing, monkeypatch: pytest.Monke
     assert seeing.chat(text("what?"), **grammar).status_code == 200  # nothing is remembered
 
 
-def test_sound_is_refused_by_the_responses_api_too(seeing: Seeing) -> None:
+def test_audio_is_refused_with_the_reason_through_each_api(seeing: Seeing) -> None:
     sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
-    answer = seeing.client.post("/v1/responses", {"input": [{"role": "user", "content": [sound]}]})
-    assert answer.status_code == 400
-    assert "audio" in answer.json()["error"]["message"]
+    source = {"type": "base64", "media_type": "audio/wav", "data": "AAAA"}
+    blocks = [{"type": "audio", "source": source}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [sound, picture(RED)]}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [sound]}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": blocks}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": blocks}]}),
+    ):
+        answer = seeing.client.post(path, body)
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert message.startswith("a message has audio, which is not read: ")
+        assert message.endswith(" has no audio encoder")
 
 
 def test_too_many_pictures_are_refused_through_each_api(seeing: Seeing) -> None:

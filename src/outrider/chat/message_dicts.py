@@ -40,6 +40,7 @@ from outrider.request import InvalidRequest
 LIMITS = MediaLimits()
 IMAGE_TYPES = ("image", "image_url", "input_image")
 VIDEO_TYPES = ("video", "video_url", "input_video")
+AUDIO_TYPES = ("audio", "audio_url", "input_audio")
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ def _part(part: Mapping[str, Any], images: ImageInput | None) -> Part:
     kind = part.get("type")
     if kind in ("text", "refusal"):
         return TextPart(part[kind])
+    if kind in AUDIO_TYPES:
+        return MediaPart("audio", "")  # the renderer refuses it, with the reason
     if kind not in (*IMAGE_TYPES, *VIDEO_TYPES):
         raise InvalidRequest(f"content parts are text, images or videos, not {kind!r}")
     if images is None:

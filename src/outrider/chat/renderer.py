@@ -22,7 +22,7 @@ from outrider.chat.messages import calls_as_text, describe_tools
 from outrider.chat.output_parser import OutputParser, PlainSplitter, new_splitter
 from outrider.chat.prompt_limit import NO_LIMIT, PromptLimit
 from outrider.chat.special_tokens import Vocabulary
-from outrider.chat.template import ChatTemplate, RenderedMessages, template_source
+from outrider.chat.template import NO_AUDIO, ChatTemplate, RenderedMessages, template_source
 from outrider.chat.thinking import AUTO_PARSER, ThinkingBudgets, reasoning_format
 from outrider.media.image_reader import ImageReader, VideoReader
 from outrider.prompt_media import PromptMedia
@@ -62,6 +62,7 @@ class ChatRenderer:
         reasoning_parser: str = AUTO_PARSER,
         budget_message: str = "",
         max_thinking_tokens: int | None = None,
+        no_audio_reason: str = NO_AUDIO,
     ) -> None:
         """`image_reader`: None for a model that reads text only, with the reason if it is a vision model.
 
@@ -71,6 +72,7 @@ class ChatRenderer:
         `reasoning_parser`: a name of `chat/thinking.py`.
         `budget_message`: written before the end of reasoning that has used up its budget.
         `max_thinking_tokens`: most tokens of reasoning of every answer; None: no limit.
+        `no_audio_reason`: why audio is not read.
         """
         self.image_reader = image_reader
         self.limit = NO_LIMIT if max_context is None else PromptLimit(max_context)
@@ -91,6 +93,7 @@ class ChatRenderer:
             no_images_reason=no_images_reason,
             limit=self.limit,
             video_placeholder=videos.placeholder if videos is not None else None,
+            no_audio_reason=no_audio_reason,
         )
 
     @property

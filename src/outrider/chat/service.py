@@ -25,7 +25,7 @@ from outrider.engine.engine import AsyncEngine, AsyncStream
 from outrider.engine.validation import ValidatedRequest
 from outrider.media.image_reader import ProcessedImage
 from outrider.media.loader import MediaItem, MediaLoader
-from outrider.request import InvalidRequest, SamplingParams
+from outrider.request import SamplingParams
 
 NUM_GRAMMAR_THREADS = 4  # chosen by hand; they mostly wait for the grammar child
 
@@ -89,9 +89,10 @@ class ChatService:
     async def with_images(self, request: ChatRequest) -> ChatRequest:
         """The request with its images loaded."""
         parts = [part for m in request.messages for part in m.content if isinstance(part, MediaPart)]
-        if self._media_loader is None or not parts:
-            return request
-        loaded = iter(await self._media_loader.load([_wanted(part) for part in parts]))
+        items = [MediaItem(part.kind, part.source) for part in parts if part.kind != "audio"]
+        if self._media_loader is None or not parts or len(items) < len(parts):
+            return request  # the renderer refuses what is not loaded
+        loaded = iter(await self._media_loader.load(items))
 
         def load(part: Part) -> Part:
             return ImagePart(tuple(next(loaded))) if isinstance(part, MediaPart) else part
@@ -252,9 +253,3 @@ async def _read(
                 engine.abort(deltas.request_id)
     finally:
         deltas.abort()
-
-
-def _wanted(part: MediaPart) -> MediaItem:
-    if part.kind == "audio":
-        raise InvalidRequest("this model reads text and images, and a message has audio")
-    return MediaItem(part.kind, part.source)

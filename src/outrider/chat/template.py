@@ -47,6 +47,7 @@ RESERVED = frozenset(
 )
 
 MAX_REASON = 500  # characters of a template's message that are shown; chosen by hand
+NO_AUDIO = "this model has no audio encoder"
 PROBE = "outrider"  # the content of the message that probes a template
 
 ArgumentsAs = Literal["mapping", "text"]  # how a template gets the arguments of earlier calls
@@ -76,12 +77,14 @@ class ChatTemplate:
         no_images_reason: str | None = None,
         limit: PromptLimit = NO_LIMIT,
         video_placeholder: str | None = None,
+        no_audio_reason: str = NO_AUDIO,
     ) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
         self._placeholder = placeholder
         self._video_placeholder = video_placeholder
         self._no_images_reason = no_images_reason
+        self._no_audio_reason = no_audio_reason
         self._vocabulary = vocabulary
         self.source = template_source(tokenizer)
         self.exists = bool(self.source) or bool(getattr(tokenizer, "has_chat_template", False))
@@ -181,6 +184,8 @@ class ChatTemplate:
             raise InvalidRequest("messages is empty: there must be at least one")
         parts = [part for message in messages for part in message.content]
         media = [part.kind for part in parts if isinstance(part, MediaPart)]
+        if "audio" in media:
+            raise InvalidRequest(f"a message has audio, which is not read: {self._no_audio_reason}")
         if media or (self._placeholder is None and any(isinstance(part, ImagePart) for part in parts)):
             kind = media[0] if media else "image"
             article = "a" if kind == "video" else "an"

@@ -258,6 +258,7 @@ class ServedModelSource:
             reasoning_parser=options["reasoning_parser"],
             budget_message=options["reasoning_budget_message"],
             max_thinking_tokens=options["max_thinking_tokens"],
+            no_audio_reason=facts.no_audio_reason,
         )
         media = None
         if reader is not None:

@@ -53,6 +53,7 @@ class ModelFacts:
     kv_bits: int | None = None  # of quantised keys and values
     reads_images: bool = False
     no_images_reason: str | None = None  # why a vision model does not read images
+    no_audio_reason: str = "this model has no audio encoder"
     device: str = ""
     sampling: SamplingDefaults = NO_DEFAULTS  # from the model's generation_config.json
     family: str = ""  # the model_type of its config.json

@@ -182,6 +182,13 @@ def test_families_that_are_not_served_have_a_reason() -> None:
     assert why_text_only({"model_type": "smolvlm", "vision_config": {"a": 1}}) is None
 
 
+def test_audio_is_not_read_for_a_reason() -> None:
+    from outrider.models.vision.families import why_no_audio
+
+    assert why_no_audio({"model_type": "llama"}) == "llama has no audio encoder"
+    assert "encoder of gemma4 is left out" in why_no_audio({"model_type": "gemma4", "audio_config": {"a": 1}})
+
+
 def test_every_served_family_has_a_tiny_checkpoint() -> None:
     assert set(SUPPORTED) == set(FAMILIES)
 

@@ -75,9 +75,9 @@ class BlockSource(RequestModel):
 
 
 class MediaBlock(RequestModel):
-    """Videos are not in Anthropic's API: they have the sources of images."""
+    """Videos and audio are not in Anthropic's API: they have the sources of images. Audio is refused."""
 
-    type: Literal["image", "video"]
+    type: Literal["image", "video", "audio"]
     source: BlockSource = Field(json_schema_extra=one_of_types(url=["url"], base64=["data", "media_type"]))
 
 
@@ -406,11 +406,10 @@ def _media(block: MediaBlock, where: str) -> MediaPart:
         return MediaPart(kind, source.url)
     if source.type == "base64" and source.data is not None and source.media_type is not None:
         return MediaPart(kind, f"data:{source.media_type};base64,{source.data}")
-    article = "an" if kind == "image" else "a"
     raise refused(
         where,
-        f"the source of {article} {kind} must be of type base64, with data and media_type, or of type url, "
-        f"with url; this one is of type {source.type!r}",
+        f"the source of the {kind} must be of type base64, with data and media_type, or of type url, with "
+        f"url; this one is of type {source.type!r}",
     )
 
 

@@ -87,8 +87,13 @@ class ChatVideoPart(RequestModel):
 
 
 class AudioData(RequestModel):
+    """Refused: this server reads no audio."""
+
     data: str = Field(description="base64")
     format: Word
+
+    def media_part(self) -> MediaPart:
+        return MediaPart("audio", f"data:audio/{self.format};base64,{self.data}")
 
 
 class ChatAudioPart(RequestModel):
@@ -369,5 +374,4 @@ def _part(part: Any) -> Part:
         case ChatVideoPart():
             return MediaPart("video", part.video_url.url)
         case _:
-            audio = part.input_audio
-            return MediaPart("audio", f"data:audio/{audio.format};base64,{audio.data}")
+            return part.input_audio.media_part()

@@ -23,6 +23,7 @@ from outrider.api.limits import (
     Word,
     check_stops,
 )
+from outrider.api.openai.chat_request import AudioData
 from outrider.api.openai.responses_tools import (
     ResponseTool,
     ResponseToolChoice,
@@ -86,8 +87,13 @@ class InputVideoContent(RequestModel):
     video_url: str
 
 
+class InputAudioContent(RequestModel):
+    type: Literal["input_audio"]
+    input_audio: AudioData
+
+
 InputContent = Annotated[
-    InputTextContent | InputRefusalContent | InputImageContent | InputVideoContent,
+    InputTextContent | InputRefusalContent | InputImageContent | InputVideoContent | InputAudioContent,
     Field(discriminator="type"),
 ]
 
@@ -363,6 +369,8 @@ def _part(part: Any, where: str) -> Part:
         return TextPart(part.refusal)
     if isinstance(part, InputVideoContent):
         return MediaPart("video", part.video_url)
+    if isinstance(part, InputAudioContent):
+        return part.input_audio.media_part()
     if part.image_url is None:
         raise refused(f"{where}.content", "an image needs an image_url: this server stores no files")
     return MediaPart("image", part.image_url)

@@ -63,6 +63,14 @@ def why_text_only(config: Mapping[str, Any]) -> str | None:
     return f"images are not read with {name}: {REFUSED.get(name, 'its vision encoder has not been checked')}"
 
 
+def why_no_audio(config: Mapping[str, Any]) -> str:
+    """Why Outrider reads no audio with a model. mlx-vlm has audio encoders for some families."""
+    name = str(config.get("model_type"))
+    if not config.get("audio_config"):
+        return f"{name} has no audio encoder"
+    return f"the audio encoder of {name} is left out, because it has not been checked"
+
+
 def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:
     """The family of a vision checkpoint; None for text models and for families that are not supported."""
     if not config.get("vision_config"):
