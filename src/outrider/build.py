@@ -43,6 +43,7 @@ from outrider.models import dtypes, heads, loader, machine
 from outrider.models.adapters.files import AdapterError, AdapterFiles, read_adapter
 from outrider.models.adapters.fit import LayerTerms
 from outrider.models.adapters.fuse import fuse
+from outrider.models.draft_model import DraftModel, load_draft_model
 from outrider.models.files.fingerprint import fingerprint
 from outrider.models.files.shipped_head import shipped_head
 from outrider.models.files.weight_size import loaded_bytes
@@ -57,6 +58,7 @@ from outrider.speculate.per_draft import new_controller
 from outrider.speculate.prompt_calibration import measure_prompts
 from outrider.speculate.prompt_costs import MeasuredPromptCosts
 from outrider.step import step_message
+from outrider.step.device_drafter import LoadedDrafter
 from outrider.step.follower import follow
 from outrider.step.ranks import Ranks
 from outrider.step.runner import Runner
@@ -77,8 +79,15 @@ class ModelChoice:
     generation_config: GenerationConfigSource = "auto"  # "none": no sampling values of the model
     adapter: str | Path | None = None  # LoRA or DoRA adapter that all requests are answered with
     adapters: Mapping[str, str | Path] = field(default_factory=dict)  # those that requests can name
+    draft_model: str | Path | None = None  # a smaller model that drafts, in the place of a head
 
     def __post_init__(self) -> None:
+        if self.draft_model is not None and (self.head is not None or self.draft_vocabulary is not None):
+            head, vocabulary = "an MTP head (--head)", "a draft vocabulary (--draft-vocabulary)"
+            given = vocabulary if self.head is None else head
+            raise InvalidConfig(
+                f"{given} and a draft model (--draft-model) cannot be combined: give one of the two"
+            )
         if self.generation_config not in GENERATION_CONFIGS:
             names = ", ".join(GENERATION_CONFIGS)
             raise InvalidConfig(f"generation_config must be one of {names}, not {self.generation_config!r}")
@@ -140,6 +149,7 @@ def build_engine(
 ) -> tuple[Engine, Any]:
     """A running engine and its tokenizer. The engine's thread calls `notify` with a line before long work."""
     config = _checked_for_ranks(choice, config, place.ranks)
+    _check_drafter(choice, config)
     tokenizers: list[Any] = []
 
     def build() -> EngineParts:
@@ -205,7 +215,17 @@ def _checked_for_ranks(choice: ModelChoice, config: EngineConfig, ranks: Ranks |
         raise InvalidConfig("prefix_cache_dir cannot be used on several ranks yet: leave it out")
     if choice.adapter is not None or choice.adapters:
         raise InvalidConfig("adapters cannot be used on several ranks yet: leave them out")
+    if choice.draft_model is not None:
+        raise InvalidConfig("a draft model cannot be used on several ranks yet: leave it out")
     return replace(config, max_adapters=0)
+
+
+def _check_drafter(choice: ModelChoice, config: EngineConfig) -> None:
+    if choice.draft_model is not None and config.drafter != "auto":
+        raise InvalidConfig(
+            f'drafter="{config.drafter}" (--drafter) and a draft model (--draft-model) contradict each '
+            "other: give only one of them"
+        )
 
 
 def _load(choice: ModelChoice, ranks: Ranks | None) -> loader.LoadedModel:
@@ -231,20 +251,27 @@ def _parts(
     from mlx_lm.utils import get_total_parameters
 
     loaded.trunk.use_kv_bits(config.kv_bits)
-    head = _load_head(loaded, choice, config)
+    draft_model: DraftModel | None = None
+    head: heads.LoadedHead | None = None
+    if choice.draft_model is not None:
+        draft_model = load_draft_model(choice.draft_model, loaded, choice.dtype, config.kv_bits)
+    else:
+        head = _load_head(loaded, choice, config)
+    device_drafter = draft_model or head
     drafter: str = config.drafter
     if drafter == "auto":
-        drafter = "mtp" if head is not None else "none"
-    disk = _prefix_disk(loaded, head, config)
+        drafter = "model" if draft_model is not None else "mtp" if head is not None else "none"
+    disk = _prefix_disk(loaded, device_drafter, config)
     trunk, vision = loaded.trunk, loaded.vision
     num_parameters = get_total_parameters(trunk.model)
     trunk.prepare_for_serving()
-    if head is not None:
-        head.prepare_for_serving(trunk)
+    if device_drafter is not None:
+        device_drafter.prepare_for_serving(trunk)
     if fused is not None and fused.terms:
         _use_for_all(trunk, fused)
-    # On a device that outruns its host, decode passes are traced in few shapes, steps are overlapped, and the
-    # head is never paused. On several ranks every step is read before the next one is sent.
+    # On a device that outruns its host, decode passes are traced in few shapes, steps are overlapped, and an
+    # MTP head is never paused. (A draft model is: feeding it costs more than a pass that is not traced.) On
+    # several ranks every step is read before the next one is sent.
     ranks = place.ranks
     outruns = machine.outruns_host() and ranks is None
     vision_encoder = vision.encoder if vision is not None else None
@@ -254,7 +281,7 @@ def _parts(
         ranks.check_same(_facts_of_rank(loaded, config, block_size))
     runner = Runner(
         trunk,
-        head,
+        device_drafter,
         write_block,
         vision_encoder,
         config.image_cache_bytes,
@@ -270,7 +297,10 @@ def _parts(
         drafter=drafter,
         head=head.source if head is not None else None,
         head_layers=len(head.layers) if head is not None else 0,
-        can_pause_head=not outruns,  # a step in which a head catches up is neither traced nor overlapped
+        # A step in which a head catches up is neither traced nor overlapped.
+        can_pause_head=not outruns if draft_model is None else draft_model.can_be_paused,
+        draft_model=None if draft_model is None else str(choice.draft_model),
+        draft_context=None if draft_model is None else draft_model.max_context,
         dtype=str(trunk.dtype).removeprefix("mlx.core."),
         weight_bits=tuple(sorted({layer.bits for _, layer in quantized_layers(trunk.model)})),
         kv_bits=config.kv_bits,
@@ -283,7 +313,7 @@ def _parts(
         num_parameters=num_parameters,
         hidden_size=trunk.hidden_size,
     )
-    memory = _memory_plan(loaded, head, config, place.memory)
+    memory = _memory_plan(loaded, device_drafter, config, place.memory)
     _load_adapters(trunk, choice, config)
     geometry, most_rows = runner.geometry(config.capacity_step), MAX_ROWS if outruns else MAX_CPU_ROWS
     max_rows = config.max_rows or default_max_rows(geometry, memory.rows, most_rows)
@@ -292,7 +322,7 @@ def _parts(
     grammars = GrammarCompiler(lambda: tokenizer_source(tokenizer, vocab_size, eos_ids))
     timing = place.timing(runner)
     if config.auto_depth == "auto":
-        name = _fingerprint(loaded, head, choice, facts, max_rows, fused)
+        name = _fingerprint(loaded, device_drafter, choice, facts, max_rows, fused)
         controller = _controller(name, timing, facts, max_rows, memory.rows, notify)
     else:
         name = None
@@ -356,7 +386,7 @@ def _controller(
     notify("Measuring what drafts and prompts cost on this machine, once for this model")
     acceptance = found.acceptance if found is not None else ModelAcceptance()
     measured = calibration.measure(
-        runner, facts.vocab_size, max_rows, facts.max_context, budget_bytes, clock=clock
+        runner, facts.vocab_size, max_rows, facts.drafted_context, budget_bytes, clock=clock
     )
     prompts = _measured_prompts(timing, facts, budget_bytes)
     if measured is None:
@@ -370,7 +400,7 @@ def _measured_prompts(timing: Timing, facts: ModelFacts, budget_bytes: int) -> M
     return measure_prompts(
         timing.runner,
         facts.vocab_size,
-        facts.max_context,
+        facts.drafted_context,
         budget_bytes,
         clock=timing.clock,
         extra_bytes=timing.extra_bytes,
@@ -387,14 +417,14 @@ def _at_end(name: str | None, controller: DepthController, followed: Runner | No
 
 def _fingerprint(
     loaded: loader.LoadedModel,
-    head: heads.LoadedHead | None,
+    drafter: LoadedDrafter | None,
     choice: ModelChoice,
     facts: ModelFacts,
     max_rows: int,
     fused: FusedAdapter | None,
 ) -> str:
     """Identifies everything that the costs and the acceptance rates of a model depend on."""
-    files = [*sorted(loaded.path.glob("*.safetensors")), *([Path(head.source)] if head is not None else [])]
+    files = [*sorted(loaded.path.glob("*.safetensors")), *([] if drafter is None else drafter.weight_files)]
     multiplies = blas.report()
     return cost_store.fingerprint(
         {
@@ -412,20 +442,21 @@ def _fingerprint(
             "machine": (platform.machine(), os.cpu_count(), multiplies.name, multiplies.threads),
             "kernel": multiplies.kernel,
             **({} if fused is None else {"adapter": fused.files.fingerprint}),
+            **({} if facts.draft_model is None else {"draft_model": facts.draft_model}),
         }
     )
 
 
 def _memory_plan(
     loaded: loader.LoadedModel,
-    head: heads.LoadedHead | None,
+    drafter: LoadedDrafter | None,
     config: EngineConfig,
     share: MemoryShare | None,
 ) -> MemoryPlan:
     """Call it once the weights are loaded. `share`: of a model beside others."""
     reads_images = loaded.vision is not None
     if share is not None:
-        layers = head.layers if head is not None else ()
+        layers = drafter.modules if drafter is not None else ()
         encoder = () if loaded.vision is None else (loaded.vision.encoder.model,)
         weight_bytes = loaded_bytes([loaded.trunk.model, *layers, *encoder])
         plan = plan_share(config, share, weight_bytes, reads_images)
@@ -444,14 +475,14 @@ def _memory_plan(
 
 
 def _prefix_disk(
-    loaded: loader.LoadedModel, head: heads.LoadedHead | None, config: EngineConfig
+    loaded: loader.LoadedModel, drafter: LoadedDrafter | None, config: EngineConfig
 ) -> DiskTier | None:
     if config.prefix_cache_dir is None:
         return None
-    layers = head.layers if head is not None else ()
-    spec = head.spec if head is not None else None
+    layers = drafter.modules if drafter is not None else ()
+    of_drafter = drafter.cell_facts if drafter is not None else None
     trunk = loaded.trunk
-    facts = trunk.layout, trunk.kv_bits, spec, loaded.config, BLOCK_SIZE, dtypes.arithmetic(trunk.model)
+    facts = trunk.layout, trunk.kv_bits, of_drafter, loaded.config, BLOCK_SIZE, dtypes.arithmetic(trunk.model)
     name = fingerprint([trunk.model, *layers], *facts)
     try:
         folder = BlockFolder(Path(config.prefix_cache_dir).expanduser(), name, config.prefix_cache_disk_bytes)

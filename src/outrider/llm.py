@@ -170,6 +170,7 @@ class LLM:
         *,
         drafter: DrafterName = "auto",
         head: str | Path | None = None,
+        draft_model: str | Path | None = None,
         draft_vocabulary: int | None = None,
         dtype: str = "auto",
         revision: str | None = None,
@@ -189,7 +190,9 @@ class LLM:
         max_adapters: int | None = None,
         adapter_memory_bytes: int = EngineConfig.adapter_memory_bytes,
     ) -> None:
-        """`kv_bits`: 8 or 4 bits for keys and values; None: those of `dtype`.
+        """`draft_model`: a smaller model with the same tokenizer, which drafts in the place of an MTP head.
+
+        `kv_bits`: 8 or 4 bits for keys and values; None: those of `dtype`.
 
         `generation_config`: "none" ignores the sampling values in the model's generation_config.json.
 
@@ -216,7 +219,15 @@ class LLM:
         )
         model = default_model() if model is None else model
         choice = ModelChoice(
-            model, head, draft_vocabulary, dtype, revision, generation_config, adapter, adapters or {}
+            model,
+            head,
+            draft_vocabulary,
+            dtype,
+            revision,
+            generation_config,
+            adapter,
+            adapters or {},
+            draft_model,
         )
         self.engine, self.tokenizer = build_engine(choice, config)
         try:

@@ -177,7 +177,7 @@ class RowPlan:
     token_ids: Sequence[int]  # fed now: committed tokens, then drafts
     num_drafts: int  # the last so many of token_ids are drafts
     next_id: int | None  # the prompt token after token_ids; None: the row samples its next token
-    feeds_head: bool  # whether the MTP head is fed this row's pairs
+    feeds_head: bool  # whether the MTP head is fed this row's pairs, or the draft model its tokens
     num_drafts_next: int  # drafts that the head makes now for the row's next step
     params: SamplingParams
     history: Sequence[int]  # all committed tokens; a live list: read it at once, never store it

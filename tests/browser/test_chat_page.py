@@ -250,7 +250,7 @@ def test_tokens_are_coloured_by_origin(site: PageServer, open_page: OpenPage) ->
     assert len(colours) == 7
     tokens.nth(2).hover()
     detail = answer.locator(".token-detail")
-    assert detail.inner_text() == '"c" · draft of the MTP head · place 2 · probability 74.1 %'
+    assert detail.inner_text() == '"c" · draft of the MTP head or draft model · place 2 · probability 74.1 %'
     screenshot(page, "tokens")
     answer.get_by_label("Show how each token was won").click()
     assert answer.locator(".markdown").inner_text() == "abcdefg"

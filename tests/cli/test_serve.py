@@ -243,6 +243,7 @@ def test_an_unknown_tool_call_parser_is_refused(name: str, words: str) -> None:
         (["--mtp", "off", "--drafter", "ngram"], "ngram", AUTO),
         (["--drafter", "ngram", "--draft-depth", "5"], "ngram", 5),
         (["--draft-depth", "0"], "auto", 0),
+        (["--draft-model", "m", "--mtp", "off"], "auto", AUTO),  # no head, but the draft model
     ],
 )
 def test_engine_config(flags: list[str], drafter: str, depth: int) -> None:
@@ -280,6 +281,8 @@ def test_a_limit_for_a_folder_that_is_not_there_is_refused() -> None:
         ["--enable-mtp", "--drafter", "ngram"],
         ["--mtp", "off", "--drafter", "mtp"],
         ["--mtp", "off", "--head", "f"],
+        ["--draft-model", "m", "--drafter", "ngram"],
+        ["--draft-model", "m", "--enable-mtp"],
     ],
 )
 def test_contradictions_are_refused(flags: list[str]) -> None:

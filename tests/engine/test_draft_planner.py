@@ -170,3 +170,21 @@ def test_steps_are_launched_ahead_while_the_heads_of_many_rows_rest(num_rows: in
     rows = [row for plan in harness.steps(40) for row in decode_rows(plan)]
     assert sum(row.defers_head for row in rows) > len(rows) / 2
     assert harness.num_ahead - before > 15
+
+
+def test_a_draft_model_stops_where_its_context_ends() -> None:
+    """The row goes on without drafts, and is not fed to the draft model past its last position."""
+    harness = Harness(controller=DepthController(CostTable(CHEAP)))
+    row = harness.add(20, max_tokens=60, depth=3)
+    row.drafting.head_context = limit = 50
+    plans = harness.steps(60)
+    fed = [planned for plan in plans for batch in plan.batches for planned in batch]
+    assert any(planned.num_drafts for planned in fed)
+    assert fed[-1].start > limit
+    for planned in fed:
+        if planned.feeds_head:
+            assert planned.start + planned.num_fed + planned.num_drafts_next < limit
+        else:
+            assert planned.num_drafts_next == 0
+            assert planned.defers_head
+    harness.run_to_idle()

@@ -30,6 +30,7 @@ from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_caches import SLACK
 from outrider.engine.scheduler import InFlightStep, Scheduler
 from outrider.engine.sequence import Delta, DraftState
+from outrider.models.draft_model import DraftModel
 from outrider.models.dtypes import settle_dtype
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head
 from outrider.models.trunk import Trunk
@@ -39,6 +40,7 @@ from outrider.speculate.controller import DepthController
 from outrider.speculate.drafter import Drafter
 from outrider.speculate.ngram import NgramDrafter
 from outrider.speculate.prediction import PredictionDrafter
+from outrider.step.device_drafter import LoadedDrafter
 from outrider.step.runner import Runner
 from restless_controller import RestlessController
 from run_steps import run_step
@@ -77,6 +79,7 @@ SHALLOW = {
     "qwen3": {"num_hidden_layers": 2},
 }  # where two say as much as three
 MADE_TO_FAIL = "made to fail"
+DRAFTED = " drafted by "  # in the name of a world whose drafter is a tinier model: "llama drafted by qwen3"
 
 
 @dataclass(frozen=True)
@@ -175,9 +178,15 @@ class Tally:
 class World:
     """A tiny model with heads of random weights, and a runner for each.
 
+    The last head has a reduced vocabulary.
+
     `name` is a family, or that of a quantised model ("llama-4bit"), whose head is quantised too. " kv8" or
     " kv4" behind it: keys and values are quantised.
     """
+
+    head_layers = 1  # see DraftState
+    num_head_buffers = 1  # that hold cells or states of the row's text
+    can_pause_head = True
 
     def __init__(self, name: str) -> None:
         name, _, kv_bits = name.partition(" kv")
@@ -199,24 +208,27 @@ class World:
         self.trunk.prepare_for_serving()  # as the engine does
         LoadedHead((self.head,), "random").prepare_for_serving(self.trunk)
         some = mx.array(sorted(random.Random(7).sample(range(self.vocab_size), self.vocab_size // 2)))
-        self._heads: dict[HeadSize, LoadedHead | None] = {
-            "none": None,
-            "whole": LoadedHead((self.head,), "random"),
-            "reduced": LoadedHead((self.head,), "random", some),
-        }
-        self.runners: dict[HeadSize, Runner] = {
-            size: Runner(self.trunk, head) for size, head in self._heads.items()
-        }
-        self._block_runners: dict[tuple[HeadSize, int], Runner] = {}
+        self._use(LoadedHead((self.head,), "random"), LoadedHead((self.head,), "random", some))
         # Native attention takes blocks of one size only.
         self.block_sizes = (BLOCK_SIZE,) if self._rounds else (4, 8, 16, BLOCK_SIZE)
         self._answers: dict[str, Answer] = {}
+
+    def _use(self, whole: LoadedDrafter, reduced: LoadedDrafter) -> None:
+        self.drafters: dict[HeadSize, LoadedDrafter | None] = {
+            "none": None,
+            "whole": whole,
+            "reduced": reduced,
+        }
+        self.runners: dict[HeadSize, Runner] = {
+            size: Runner(self.trunk, drafter) for size, drafter in self.drafters.items()
+        }
+        self._block_runners: dict[tuple[HeadSize, int], Runner] = {}
 
     def block_runner(self, head: HeadSize, block_size: int) -> Runner:
         """A runner whose rows keep their cells by blocks."""
         key = head, block_size
         if key not in self._block_runners:
-            self._block_runners[key] = Runner(self.trunk, self._heads[head], block_size=block_size)
+            self._block_runners[key] = Runner(self.trunk, self.drafters[head], block_size=block_size)
         return self._block_runners[key]
 
     def answer(self, ask: Ask, so_far: Sequence[int] = ()) -> Answer:
@@ -239,6 +251,38 @@ class World:
         if self._rounds:
             return engine_cells(self.trunk, head, token_ids)
         return fresh_cells(self.model, head, token_ids)
+
+
+class DraftModelWorld(World):
+    """A world whose drafter is a tinier model. A tinier llama has one layer and lacks some tokens."""
+
+    head_layers = 0
+
+    def __init__(self, name: str, draft_name: str) -> None:
+        super().__init__(name)
+        changes = {}
+        if _family(draft_name) == "llama":
+            changes = {"num_hidden_layers": 1, "vocab_size": self.vocab_size - 13, "intermediate_size": 32}
+        if self.trunk.kv_bits is not None:
+            changes["head_dim"] = 32
+        self._draft_model = _model(draft_name, changes)
+        draft_trunk = Trunk(self._draft_model, max_context=256)
+        draft_trunk.use_kv_bits(self.trunk.kv_bits)
+        draft_model = DraftModel(draft_trunk, "random")
+        draft_model.prepare_for_serving(self.trunk)
+        self._draft_trunk = draft_trunk
+        self.num_head_buffers = len(draft_trunk.layout)
+        self.can_pause_head = draft_model.can_be_paused
+        self._use(draft_model, draft_model)
+
+    def cells(self, token_ids: Sequence[int], has_head: bool) -> Cells:
+        cells = super().cells(token_ids, has_head=False)
+        known = [min(token_id, self._draft_trunk.vocab_size - 1) for token_id in token_ids]
+        if has_head and self._rounds:
+            cells += engine_cells(self._draft_trunk, None, known)
+        elif has_head:
+            cells += fresh_cells(self._draft_model, None, known)
+        return cells
 
 
 def _model(name: str, changes: dict[str, int]) -> nn.Module:
@@ -271,7 +315,8 @@ def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
 
 @functools.cache
 def world(name: str) -> World:
-    return World(name)
+    own_name, is_drafted, draft_name = name.partition(DRAFTED)
+    return DraftModelWorld(own_name, draft_name) if is_drafted else World(own_name)
 
 
 # -- making one ------------------------------------------------------------------------------------------
@@ -502,14 +547,25 @@ class _Player:
             drafting=DraftState(
                 max_depth=depth,
                 head_depth=depth if ask.kind.endswith("head") else 0,
-                can_pause_head=random.Random(f"rests {self._history.seed}").random() < 0.85,
-                stores_head_inputs=self._runner.has_head and self._plain_rows_store,
+                head_layers=self._world.head_layers,
+                head_context=self._head_context(),
+                can_pause_head=self._world.can_pause_head
+                and random.Random(f"rests {self._history.seed}").random() < 0.85,
+                stores_head_inputs=self._world.can_pause_head
+                and self._runner.has_head
+                and self._plain_rows_store,
                 drafter=self._drafter(ask, answer, random.Random(f"{self._history.seed}/{index}")),
                 grammar=row_grammar(ask.params, self._world.vocab_size),
                 is_auto=random.Random(f"auto {self._history.seed}/{index}").random() < AUTO_SHARE[ask.kind],
             ),
         )
         return _Live(ask, sequence, answer)
+
+    def _head_context(self) -> int | None:
+        """Some draft models read only a part of the longer texts."""
+        if self._world.head_layers or not self._world.can_pause_head:
+            return None
+        return random.Random(f"context {self._history.seed}").choice((None, None, 50))
 
     def _drafter(self, ask: Ask, answer: Answer, rng: random.Random) -> Drafter | None:
         vocab_size = self._world.vocab_size
@@ -589,7 +645,7 @@ class _Player:
             if not row.is_decoding:
                 continue
             cells = self._world.cells(row.tokens, row.feeds_head)
-            num_trunk = len(cells) - row.feeds_head
+            num_trunk = len(cells) - (self._world.num_head_buffers if row.feeds_head else 0)
             if self._world.trunk.kv_bits is not None:
                 cells = cells[:num_trunk]  # a head that was paused has been fed hidden states in 8 bits
             for layer, (kv, expected) in enumerate(zip(buffers, cells, strict=False)):

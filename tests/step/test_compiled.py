@@ -41,16 +41,17 @@ def not_compiled() -> None:
         ("llama", in_test_or_soak(8, 24)),
         ("qwen3_5", in_test_or_soak(3, 8)),
         ("gpt_oss", in_test_or_soak(3, 8)),
+        ("llama drafted by llama", in_test_or_soak(2, 12)),
+        ("llama drafted by qwen3_5", in_test_or_soak(2, 12)),
     ],
-    ids=["llama", "qwen3_5", "gpt_oss"],
+    ids=["llama", "qwen3_5", "gpt_oss", "draft model", "hybrid draft model"],
 )
 @pytest.mark.usefixtures("not_compiled")
 def test_histories_are_the_same_from_traces(family: str, num: int) -> None:
     tiny = world(family)
-    heads = {"none": None, "whole": LoadedHead((tiny.head,), "random")}
     runners = {
-        (name, block_size): Runner(tiny.trunk, head, compiles=True, block_size=block_size)
-        for name, head in heads.items()
+        (name, block_size): Runner(tiny.trunk, tiny.drafters[name], compiles=True, block_size=block_size)
+        for name in ("none", "whole")
         for block_size in (None, 8)
     }
     tally = Tally()

@@ -21,7 +21,7 @@ from outrider.sampling.logprobs import LogprobArrays, LogprobRequest
 from outrider.sampling.masks import Masks
 from outrider.sampling.sampler import Sampler
 from outrider.step import batch as batch_module
-from outrider.step import forward, verify
+from outrider.step import draft_model, forward, verify
 from outrider.step.batch import Batch, InputBatch
 from patience import IN_SOAK, in_test_or_soak
 from step.histories import Divergence, Tally, play, random_history, world
@@ -54,6 +54,11 @@ FIRST_SEED = {  # the first few histories contain one that compares all cells
     "deepseek_v3-4bit kv8": 3002,
     "gemma3_text kv4": 2027,
     "llama kv8": 22,
+    "llama drafted by llama": 694,
+    "qwen3_5 drafted by llama": 697,
+    "llama drafted by qwen3_5": 697,
+    "llama-4bit drafted by llama-4bit": 697,
+    "llama-4bit kv8 drafted by llama-4bit": 697,
 }
 MOST_MORE_HISTORIES = 30
 NUM_HISTORIES = {  # in `make test`, in `make soak`
@@ -84,6 +89,11 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "deepseek_v3-4bit kv8": in_test_or_soak(2, 20),  # latent attention
     "gemma3_text kv4": in_test_or_soak(2, 20),  # sliding windows
     "llama kv8": in_test_or_soak(3, 40),  # float32
+    "llama drafted by llama": in_test_or_soak(8, 80),  # a draft model
+    "qwen3_5 drafted by llama": in_test_or_soak(2, 20),
+    "llama drafted by qwen3_5": in_test_or_soak(3, 40),  # a draft model with recurrent layers
+    "llama-4bit drafted by llama-4bit": in_test_or_soak(2, 30),
+    "llama-4bit kv8 drafted by llama-4bit": in_test_or_soak(2, 15),
 }
 
 
@@ -113,8 +123,11 @@ def test_every_request_gives_what_it_gives_alone_without_drafts(family: str) -> 
     print(tally.summary())
     assert tally.excused <= world(family).tolerance.excused * tally.tokens
     assert tally.cells > 0
-    if family.startswith("llama"):
+    if family.startswith("llama") and "drafted" not in family:
         assert tally.held.total() > 0
+    if family == "llama drafted by llama":
+        assert tally.caught_up > 0
+        assert any(accepted for _, accepted in tally.accepted_lengths("head"))
     if family == "llama":
         assert_all_kinds_occurred(tally)
         if IN_SOAK:
@@ -297,6 +310,24 @@ def the_head_is_fed_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(forward, "next_tokens", wrong)
 
 
+def what_the_draft_model_missed_is_lost(patch: pytest.MonkeyPatch) -> None:
+    def wrong(rows: Batch, newest: mx.array, wide: int, offset: int) -> mx.array:
+        missed = mx.zeros((newest.shape[0], wide - newest.shape[1]), newest.dtype)
+        return mx.concatenate([missed, newest], axis=1)
+
+    patch.setattr(draft_model, "with_missed_tokens", wrong)
+
+
+def the_draft_model_begins_a_cell_late(patch: pytest.MonkeyPatch) -> None:
+    unread = draft_model._unread_tokens
+
+    def wrong(followed: draft_model.FollowedRows, has_x_end: bool) -> tuple[mx.array, draft_model.HeadRows]:
+        token_ids, rows = unread(followed, has_x_end)
+        return token_ids, replace(rows, starts=rows.starts + 1)
+
+    patch.setattr(draft_model, "_unread_tokens", wrong)
+
+
 def masks_lag_by_a_position(patch: pytest.MonkeyPatch) -> None:
     of = Masks.of
 
@@ -369,3 +400,16 @@ def test_control_a_fault_is_noticed(
     fault(monkeypatch)
     with pytest.raises(Divergence):
         play_many("llama")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [what_the_draft_model_missed_is_lost, the_draft_model_begins_a_cell_late],
+)
+def test_control_a_fault_of_a_draft_model_is_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such faults change no token: they leave cells that are not the text's."""
+    fault(monkeypatch)
+    with pytest.raises(Divergence):
+        play_many("llama drafted by llama")

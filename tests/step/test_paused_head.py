@@ -23,7 +23,7 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "llama drafted by llama"])
 def tiny(request: pytest.FixtureRequest) -> World:
     return world(request.param)
 

@@ -25,6 +25,8 @@ NUM_SESSIONS = {  # in `make test`, in `make soak`
     "deepseek_v3-4bit": in_test_or_soak(2, 4),
     "llama-4bit kv8": in_test_or_soak(2, 10),  # quantised keys and values
     "qwen3_5-4bit kv4": in_test_or_soak(2, 6),
+    "llama drafted by llama": in_test_or_soak(2, 12),  # a draft model
+    "llama drafted by qwen3_5": in_test_or_soak(2, 6),
 }
 
 

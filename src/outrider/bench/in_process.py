@@ -46,6 +46,7 @@ class EngineTarget:
             "device": facts.device,
             "drafter": facts.drafter,
             "head": facts.head,
+            "draft_model": facts.draft_model,
             "max_context": facts.max_context,
         }
 

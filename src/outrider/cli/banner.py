@@ -85,6 +85,8 @@ def _drafts(facts: ModelFacts, auto_depth: DraftDepth) -> str:
     depth = f"{num}, unless a request sets draft_depth"
     if facts.drafter == "mtp":
         return f"MTP head {facts.head}, {depth}"
+    if facts.drafter == "model":
+        return f"draft model {facts.draft_model}, {depth}"
     if facts.drafter == "ngram":
         return f"n-gram lookup, {depth}"
     return "none (no MTP head found); predicted outputs and grammars still draft"

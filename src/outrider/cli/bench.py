@@ -27,6 +27,7 @@ make (--url). An answer ends where the model ends it, or after --max-tokens."""
 LOADING_OPTIONS = (
     "drafter",
     "head",
+    "draft_model",
     "draft_vocabulary",
     "dtype",
     "kv_bits",
@@ -171,6 +172,7 @@ def _engine(args: argparse.Namespace, settings: BenchSettings) -> Iterator[Targe
         drafter=args.drafter or "auto",
         dtype=args.dtype or "auto",
         head=args.head,
+        draft_model=args.draft_model,
         draft_vocabulary=args.draft_vocabulary,
         max_rows=max(settings.streams),
         kv_bits=args.kv_bits,

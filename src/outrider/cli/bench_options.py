@@ -54,6 +54,9 @@ def _add_loading(group: argparse._ArgumentGroup) -> None:
         "--head", metavar="FILE", help="file of the MTP head (default: the head beside the model)"
     )
     group.add_argument(
+        "--draft-model", metavar="MODEL", help="smaller model with the same tokenizer, which drafts"
+    )
+    group.add_argument(
         "--draft-vocabulary", type=int, metavar="N", help="draft only from the N most frequent tokens"
     )
     group.add_argument("--dtype", choices=DTYPES, help="data type of the weights (default: auto)")

@@ -43,6 +43,9 @@ def add_chat(commands: Commands[argparse.ArgumentParser]) -> None:
         "--head", metavar="FILE", help="file of the MTP head (default: the head beside the model)"
     )
     loading.add_argument(
+        "--draft-model", metavar="MODEL", help="smaller model with the same tokenizer, which drafts"
+    )
+    loading.add_argument(
         "--generation-config",
         choices=GENERATION_CONFIGS,
         help="auto: sampling defaults of the model's generation_config.json; none: without (default: auto)",
@@ -104,10 +107,10 @@ def _chosen(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Some options are for a model that is loaded here, others for a server."""
-    if args.url and (args.drafter or args.head or args.generation_config):
+    if args.url and (args.drafter or args.head or args.draft_model or args.generation_config):
         raise InvalidConfig(
-            "--drafter, --head and --generation-config are for a model loaded here; the server of --url has "
-            "its own"
+            "--drafter, --head, --draft-model and --generation-config are for a model loaded here; the "
+            "server of --url has its own"
         )
     if args.api_key and not args.url:
         raise InvalidConfig("--api-key is for a server: give its address with --url")
@@ -121,6 +124,7 @@ def _local(args: argparse.Namespace, chosen: dict[str, Any]) -> Iterator[Backend
     options = {
         "drafter": args.drafter or "auto",
         "head": args.head,
+        "draft_model": args.draft_model,
         "generation_config": args.generation_config or "auto",
     }
     with LLM(args.model, **options) as llm:

@@ -96,7 +96,12 @@ class LocalBackend:
     @property
     def greeting(self) -> str:
         facts = self._facts
-        drafters = {"mtp": f"MTP head {facts.head}", "ngram": "n-gram lookup", "none": "no drafts"}
+        drafters = {
+            "mtp": f"MTP head {facts.head}",
+            "model": f"draft model {facts.draft_model}",
+            "ngram": "n-gram lookup",
+            "none": "no drafts",
+        }
         return (
             f"{facts.name}: {facts.dtype} on {facts.device}, {drafters[facts.drafter]}, "
             f"context of {facts.max_context} tokens."

@@ -29,7 +29,10 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         raise InvalidConfig("--mtp off and --drafter mtp contradict each other: give only one of them")
     if mtp == "off" and options["head"] is not None:
         raise InvalidConfig("--mtp off and --head contradict each other: give only one of them")
-    if mtp == "off" and drafter == "auto":
+    if options["draft_model"] is not None and (mtp in ("on", "wanted") or drafter != "auto"):
+        given = f"--mtp {mtp}" if mtp in ("on", "wanted") else f"--drafter {drafter}"
+        raise InvalidConfig(f"{given} and --draft-model contradict each other: give only one of them")
+    if mtp == "off" and drafter == "auto" and options["draft_model"] is None:
         drafter = "none"
     if options["no_prefix_cache"] and (options["prefix_cache_bytes"] or options["prefix_cache_dir"]):
         raise InvalidConfig(
@@ -76,7 +79,7 @@ def check_drafter(options: dict[str, Any], engine: Engine) -> None:
     if options["draft_depth"] and facts.drafter == "none":
         raise InvalidConfig(
             f"--draft-depth {options['draft_depth']} needs a drafter, and {facts.name} has none: "
-            "pass --head FILE or --drafter ngram, or use --draft-depth auto."
+            "pass --head FILE, --draft-model MODEL or --drafter ngram, or use --draft-depth auto."
         )
 
 

@@ -83,6 +83,7 @@ def model_choice(spec: ModelSpec) -> ModelChoice:
         options["generation_config"],
         options["adapter"],
         named_adapters(options),
+        options["draft_model"],
     )
 
 
@@ -116,7 +117,9 @@ class ServedModelSource:
                 card = model_card(folder)
                 if self._shared.limit_bytes is not None:
                     weights = estimated_bytes(folder, config, options["dtype"])
-                    self._shared.weights[self._spec.name] = weights
+                    draft_model = options["draft_model"]
+                    drafts = None if draft_model is None else loader.local_folder(draft_model)
+                    self._shared.weights[self._spec.name] = weights + self._draft_bytes(drafts)
                 max_context = loader.max_context(config)
                 reads_images = "vision_config" in config and has_extra()
                 if options["generation_config"] == "auto":
@@ -139,6 +142,8 @@ class ServedModelSource:
                 return MemoryNeed(0, 0)
             config = loader.read_config(folder)
             weights = estimated_bytes(folder, config, spec.options["dtype"])
+            if (draft_model := spec.options["draft_model"]) is not None:
+                weights += self._draft_bytes(loader.find_folder(draft_model))
         shared.weights[spec.name] = weights
         unknown = [0] * (shared.num_models - len(shared.weights))
         all_weights = [*shared.weights.values(), *unknown]
@@ -165,6 +170,12 @@ class ServedModelSource:
     def _find_folder(self) -> Path:
         return loader.find_folder(self._model, self._spec.options["revision"])
 
+    def _draft_bytes(self, folder: Path | None) -> int:
+        """What the weights of the draft model will take; 0 if there is none, or its files are not here."""
+        if folder is None:
+            return 0
+        return estimated_bytes(folder, loader.read_config(folder), self._spec.options["dtype"])
+
     @contextmanager
     def _without_path(self) -> Iterator[None]:
         """Clients see the messages of failed loads: they learn the model's name, not where it lies."""
@@ -174,7 +185,8 @@ class ServedModelSource:
             if self._shared.is_starting:
                 raise
             log.error("%s: %s", self._spec.name, str(error))
-            places = [str(place) for place in (self._folder, self._spec.model) if place is not None]
+            named = self._folder, self._spec.model, self._spec.options["draft_model"]
+            places = [str(place) for place in named if place is not None]
             message = str(error)
             for place in sorted(places, key=len, reverse=True):
                 message = message.replace(place, self._spec.name)

@@ -135,6 +135,7 @@ def _check_options_of_several(options: dict[str, Any]) -> None:
     for key, instead in (
         ("served_model_name", "aliases in a [models.NAME] table"),
         ("head", "head in a [models.NAME] table"),
+        ("draft_model", "draft_model in a [models.NAME] table"),
         ("revision", "revision in a [models.NAME] table"),
         ("adapter", "adapter in a [models.NAME] table"),
         ("adapters", "adapters in a [models.NAME] table"),

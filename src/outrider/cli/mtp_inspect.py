@@ -74,11 +74,16 @@ def add_inspect(verbs: Verbs[argparse.ArgumentParser]) -> None:
 def run_inspect(args: argparse.Namespace) -> int:
     from outrider.llm import default_model
     from outrider.models import heads, loader
+    from outrider.models.drafter_kinds import drafter_kind
     from outrider.models.files.shipped_head import shipped_head
     from outrider.models.heads.head_files import read_config
 
     folder = loader.find_folder(args.model or default_model())
     config = read_config(folder)
+    if (kind := drafter_kind(config)) is not None:
+        text = f"{folder} is {kind}. Outrider does not serve such drafters yet."
+        _print(args, {"model": str(folder), "head": None, "drafter": kind}, text)
+        return 1
     file = args.head or heads.find_head(folder)
     head = heads.locate_file(file, config) if file is not None else heads.locate(folder)
     if head is None and (shipped := shipped_head(folder)) is not None:

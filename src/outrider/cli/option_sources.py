@@ -19,7 +19,8 @@ from outrider.config import InvalidConfig
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 MODEL_TABLES = "models"  # in the file
 OF_ONE_MODEL_KEYS = (
-    *("mtp", "draft_depth", "drafter", "head", "draft_vocabulary", "generation_config", "max_tokens"),
+    *("mtp", "draft_depth", "drafter", "head", "draft_model", "draft_vocabulary"),
+    *("generation_config", "max_tokens"),
     *(key for key in OPTIONS if key.startswith("default_")),
     *("reasoning_parser", "max_thinking_tokens", "reasoning_budget_message"),
     *("tool_call_parser", "no_tool_grammar", "max_rows", "max_context", "memory_budget"),

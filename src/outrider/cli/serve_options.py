@@ -203,6 +203,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "drafter", f"source of drafts: {', '.join(DRAFTERS)} (auto)", one_of(*DRAFTERS), "auto", "NAME"
         ),
         Option("head", "file or folder of the MTP head (the head in or beside the model)", metavar="FILE"),
+        Option(
+            "draft-model",
+            "smaller model with the same tokenizer, which drafts in the place of an MTP head: folder, GGUF "
+            "file or Hugging Face id",
+            metavar="MODEL",
+        ),
         Option("draft-vocabulary", "draft only among the N most frequent tokens (all)", whole_number),
     ),
     "sampling defaults": (

@@ -4,8 +4,8 @@ The depth controller decides (speculate/controller.py); this module tells it wha
 turns its choice into RowPlans. It also plans overlapped steps: steps whose rows continue before the host has
 read the step before them. Pure Python.
 
-A device that outruns its host overlaps steps and never pauses its head (build.py). The code for a paused head
-in an overlapped step runs in tests only.
+"The head" is an MTP head or a draft model: a draft model is fed in the same rows (step/draft_model.py). A
+device that outruns its host overlaps steps and never pauses an MTP head (build.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence as Rows
 
 from outrider.engine.sequence import Sequence
 from outrider.plan import UNREAD, PassShape, RowPlan
+from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import DepthController, DraftRequest, Offer
 from outrider.speculate.costs import StepShape
 
@@ -160,7 +161,8 @@ def max_drafts_next(row: Sequence, num_left: int, head_lag: int = 0) -> int:
 
     This step commits at least one token, and the next step ends with a bonus token: that leaves num_left - 2.
     """
-    if head_lag > MAX_HEAD_LAG:
+    most_cells = len(row.tokens) + 2 * (1 + MAX_DEPTH)  # after this step and one before it that is not read
+    if head_lag > MAX_HEAD_LAG or row.drafting.exceeds_head_context(most_cells):
         return 0
     return max(0, min(row.drafting.head_depth, num_left - 2))
 
@@ -203,7 +205,8 @@ def overlapped_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next:
     """The step after `last`, which is not read yet: `start` is the most cells that the row can have."""
     max_cells = sequence.num_cached + last.num_fed
     drafting = sequence.drafting
-    defers_head = drafting.stores_head_inputs or (drafting.may_pause_head and num_next == 0)
+    is_too_long = drafting.exceeds_head_context(max_cells + 1 + num_drafts)
+    defers_head = drafting.stores_head_inputs or is_too_long or (drafting.may_pause_head and num_next == 0)
     return RowPlan(
         sequence_id=sequence.id,
         slot=last.slot,
@@ -232,7 +235,8 @@ def _row(sequence: Sequence, token_ids: Rows[int], num_drafts: int, next_id: int
         min(drafting.num_drafts_next, max_drafts_next(sequence, sequence.num_left)) if is_sampling else 0
     )
     is_paused = drafting.may_pause_head and is_sampling and num_next == 0
-    defers_head = drafting.stores_head_inputs or is_paused
+    is_too_long = drafting.exceeds_head_context(sequence.num_cached + len(token_ids))
+    defers_head = drafting.stores_head_inputs or is_paused or is_too_long
     return RowPlan(
         sequence_id=sequence.id,
         slot=sequence.slot,

@@ -195,8 +195,9 @@ class DraftState:
     """After each commit `propose` collects proposals; before the next step the planner calls `use`."""
 
     max_depth: int = 0  # most drafts that the row may feed in a step, from any source
-    head_depth: int = 0  # most drafts from the MTP head; 0: the head does not follow this row
-    head_layers: int = 1  # a cell of the head depends on so many tokens after the cell's own
+    head_depth: int = 0  # most drafts from the head, or the draft model; 0: it does not follow this row
+    head_layers: int = 1  # a cell of the head depends on so many tokens after its own; a draft model's: 0
+    head_context: int | None = None  # a draft model reads so many tokens at most; None: no such limit
     can_pause_head: bool = True  # the head is not fed while the controller wants no drafts from it
     stores_head_inputs: bool = False  # no head follows the row: it stores what other rows' heads may be fed
     is_auto: bool = False  # the controller chooses the depths, up to the limits above
@@ -224,6 +225,10 @@ class DraftState:
     @property
     def may_pause_head(self) -> bool:
         return self.feeds_head and self.is_auto and self.can_pause_head
+
+    def exceeds_head_context(self, num_cells: int) -> bool:
+        """Whether the draft model cannot read so many cells, and draft after them."""
+        return self.head_context is not None and num_cells + 1 + MAX_DEPTH > self.head_context
 
     def propose(
         self, tokens: Tokens[int], from_head: Tokens[int], margins: Tokens[float], num_left: int
@@ -364,7 +369,7 @@ class Sequence:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens after a cell's own token that the cell depends on, the head's part of it included."""
+        """Tokens after a cell's own token that the cell depends on, the drafter's part of it included."""
         return self.drafting.head_layers if self.has_head_cells else 0
 
     @property

@@ -44,10 +44,12 @@ class ModelFacts:
     vocab_size: int
     max_context: int  # tokens: the model's limit or the operator's limit, whichever is less
     eos_ids: frozenset[int]
-    drafter: str  # "mtp", "ngram" or "none": the drafter in use
+    drafter: str  # "mtp", "model", "ngram" or "none": the drafter in use
     head: str | None = None  # the file or folder that the head was loaded from
     head_layers: int = 0
     can_pause_head: bool = True  # False: feeding the head in every step is cheaper than catching up later
+    draft_model: str | None = None  # the model that drafts, as the operator named it
+    draft_context: int | None = None  # tokens that the draft model can read
     dtype: str = ""
     weight_bits: tuple[int, ...] = ()  # of quantised layers
     kv_bits: int | None = None  # of quantised keys and values
@@ -59,6 +61,11 @@ class ModelFacts:
     family: str = ""  # the model_type of its config.json
     num_parameters: int = 0  # without the head and the vision encoder
     hidden_size: int = 0
+
+    @property
+    def drafted_context(self) -> int:
+        """Tokens that the model and its draft model can read."""
+        return min(self.max_context, self.draft_context or self.max_context)
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,7 @@ class RequestValidator:
         ):
             raise InvalidRequest(
                 f"draft_depth {params.draft_depth} cannot be honoured: this engine runs without a drafter. "
-                'Leave it "auto" or 0, or start the engine with a head or drafter="ngram".'
+                'Leave it "auto" or 0, or start the engine with a head, a draft model or drafter="ngram".'
             )
         self._check_thinking(params)
         self._check_allowed(params)
@@ -157,8 +164,9 @@ class RequestValidator:
         if not params.ignore_eos:
             stop_ids |= self._facts.eos_ids
         left = min(self._facts.max_context, self._longest_context) - len(request.prompt_ids)
+        has_device_drafter = self._facts.drafter in ("mtp", "model")
         # With "auto", the row's own text is searched for drafts too, beside the head.
-        looks_up = wanted == "auto" and self._config.drafter == "auto" and self._facts.drafter == "mtp"
+        looks_up = wanted == "auto" and self._config.drafter == "auto" and has_device_drafter
         return Sequence(
             id=next(self._ids),
             request=request,
@@ -168,11 +176,12 @@ class RequestValidator:
             adapter=self._adapters.find(params.adapter),
             drafting=DraftState(
                 max_depth=self._max_drafts(params),
-                head_depth=depth if self._facts.drafter == "mtp" else 0,
-                head_layers=max(1, self._facts.head_layers),
+                head_depth=depth if self._follows(request) else 0,
+                head_layers=0 if self._facts.drafter == "model" else max(1, self._facts.head_layers),
+                head_context=self._facts.draft_context,
                 can_pause_head=self._facts.can_pause_head,
-                stores_head_inputs=self._facts.drafter == "mtp" and self._facts.can_pause_head,
-                drafter=self._new_drafter(request, depth),
+                stores_head_inputs=has_device_drafter and self._facts.can_pause_head,
+                drafter=self._new_drafter(request, depth, looks_up),
                 lookup=NgramDrafter() if looks_up else None,
                 is_auto=wanted == "auto",
                 grammar=self._new_grammar(validated),
@@ -276,10 +285,21 @@ class RequestValidator:
             return MAX_DEPTH
         return 0 if self._facts.drafter == "none" else _max_depth(self._config.auto_depth)
 
-    def _new_drafter(self, request: Request, depth: int) -> Drafter | None:
+    def _follows(self, request: Request) -> bool:
+        """Whether the head, or the draft model, can follow this request's row."""
+        if self._facts.drafter != "model":
+            return self._facts.drafter == "mtp"
+        limit = self._facts.draft_context
+        is_too_long = limit is not None and len(request.prompt_ids) + MAX_DEPTH >= limit
+        return request.media is None and not is_too_long  # a draft model sees no images
+
+    def _new_drafter(self, request: Request, depth: int, looks_up: bool) -> Drafter | None:
+        """The row's drafter on the host. Rows that a draft model cannot follow look drafts up instead."""
         if request.params.prediction_ids:
             return PredictionDrafter(request.params.prediction_ids, len(request.prompt_ids))
-        return NgramDrafter(depth) if self._facts.drafter == "ngram" and depth > 0 else None
+        drafter = self._facts.drafter
+        is_left_out = drafter == "model" and not looks_up and not self._follows(request)
+        return NgramDrafter(depth) if depth > 0 and (drafter == "ngram" or is_left_out) else None
 
 
 def _has_drafts(params: SamplingParams) -> bool:

@@ -70,12 +70,14 @@ def load(
     generation_config: GenerationConfigSource = "none",
     needs_logits: bool = True,
     group: mx.distributed.Group | None = None,
+    reads_images: bool = True,
 ) -> LoadedModel:
     """`dtype` is one of DTYPES. "auto": float32 on the CPU, elsewhere the dtype of the checkpoint.
 
     `revision`: commit, tag or branch of a Hugging Face id. `generation_config`: "auto" reads the sampling
     values in generation_config.json. `needs_logits` False: for embeddings, which need no output projection.
-    `group`: load this rank's part of the model only.
+    `group`: load this rank's part of the model only. `reads_images` False: of a vision model, load the
+    language model only.
     """
     if dtype not in DTYPES:
         raise ModelLoadError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
@@ -93,10 +95,12 @@ def load(
     settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
     trunk = _new_trunk(network, config, vision, mrope)
-    if group is None or vision is None:
+    loaded_vision: LoadedVision | None = None
+    no_images_reason: str | None = None
+    if reads_images and group is not None and vision is not None:
+        no_images_reason = "images are not read by a model on several ranks"
+    elif reads_images:
         loaded_vision, no_images_reason = _load_vision(path, vision, config, trunk)
-    else:
-        loaded_vision, no_images_reason = None, "images are not read by a model on several ranks"
     ends = eos_ids(tokenizer, config)
     return LoadedModel(
         path, family, trunk, tokenizer, config, ends, loaded_vision, no_images_reason, sampling

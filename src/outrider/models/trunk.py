@@ -143,6 +143,11 @@ class Trunk:
             ) from None
         self.kv_bits = bits
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer keeps a recurrent state."""
+        return any(isinstance(spec, StateSpec) for layer in self.layout for spec in _parts(layer))
+
     def prepare_for_serving(self) -> None:
         """Swap layers for speed. Weights must not be changed afterwards."""
         if self.kv_bits is not None and fast_math.applies():
@@ -216,6 +221,18 @@ class TrunkCache:
             tuple(view(part) for part in layer) if isinstance(layer, tuple) else view(layer)
             for layer in self._layers
         ]
+
+    def states(self) -> list[list[mx.array]]:
+        """The recurrent states of all layers, as they are now."""
+        # New objects: a later pass changes the arrays of a RecurrentState in place.
+        return [[mx.array(part) for part in layer.parts] for layer in self._recurrent_layers()]
+
+    def put_states(self, states: list[list[mx.array]]) -> None:
+        for layer, own in zip(self._recurrent_layers(), states, strict=True):
+            layer.put(own)
+
+    def _recurrent_layers(self) -> list[RecurrentState]:
+        return [buffers for buffers in self.buffers() if isinstance(buffers, RecurrentState)]
 
     def commit(self, num_committed: mx.array) -> None:
         """Write the states of recurrent layers after the first `num_committed` [rows] tokens of the pass."""

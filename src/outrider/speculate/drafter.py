@@ -1,4 +1,4 @@
-"""The interface of drafters that run on the host. (The MTP head drafts on the device: step/mtp.py.)"""
+"""The interface of drafters that run on the host. (Those on the device: step/device_drafter.py.)"""
 
 from __future__ import annotations
 

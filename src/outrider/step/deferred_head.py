@@ -1,4 +1,4 @@
-"""Deferred head inputs: the hidden states of cells that the trunk has computed and the head was not fed yet.
+"""A head that may be paused, and the hidden states of cells that the head was not fed yet.
 
 While a row decodes without drafts, its head may be paused. When the head is needed again, one pass feeds it
 everything that it has missed:
@@ -9,7 +9,8 @@ everything that it has missed:
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -17,11 +18,48 @@ import numpy as np
 from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import RaggedKV
-from outrider.models.trunk import Trunk
+from outrider.models.heads import LoadedHead
+from outrider.models.trunk import Buffers, Trunk
 from outrider.step.batch import Batch, positions_of
-from outrider.step.mtp import HeadRows
+from outrider.step.mtp import Drafts, HeadRows, MTPDrafter
 
 WIDTH_STEP = 16  # cells; the width of a catch-up pass is a multiple, so that shapes repeat; chosen by hand
+
+
+@dataclass(frozen=True)
+class FollowedRows:
+    """The rows of a pass that a drafter follows, and what the trunk has made of them."""
+
+    batch: Batch
+    token_ids: mx.array  # [rows, width] fed to the trunk
+    hidden: mx.array  # [rows, width, H] the trunk's, after these tokens
+    next_ids: mx.array  # [rows, width] the token after each: sampled, a draft, or of the prompt
+    rows: HeadRows
+
+
+class PausableHead:
+    """An MTP head with what it has missed: see step/device_drafter.py."""
+
+    def __init__(self, head: LoadedHead, trunk: Trunk) -> None:
+        self._drafter = MTPDrafter(head, trunk)
+        self._missed = DeferredHeadInputs(trunk)
+
+    @property
+    def may_run_on_all_rows(self) -> bool:
+        return self._drafter.num_layers == 1
+
+    def buffers(self) -> Iterator[Buffers]:
+        yield from self._drafter.buffers()
+        yield self._missed.kv
+
+    def defer(self, hidden: mx.array, place: Placement) -> None:
+        self._missed.store(hidden, place)
+
+    def draft(self, followed: FollowedRows, capacity: int) -> Drafts | None:
+        hidden, next_ids, rows = self._missed.catch_up(
+            followed.batch, followed.hidden, followed.next_ids, followed.rows, capacity
+        )
+        return self._drafter.draft(hidden, next_ids, rows, capacity)
 
 
 class DeferredHeadInputs:
@@ -40,13 +78,13 @@ class DeferredHeadInputs:
         self, rows: Batch, hidden: mx.array, next_ids: mx.array, head_rows: HeadRows, capacity: int
     ) -> tuple[mx.array, mx.array, HeadRows]:
         """Prepend what each row's head has missed to what it is fed now. Unchanged if nothing was missed."""
-        head_lag = np.array([row.head_lag for row in rows], np.int32)
+        head_lag = lags_of(rows)
         if not head_lag.any():
             return hidden, next_ids, head_rows
         width = next_ids.shape[1]
         self.store(hidden, head_rows.place(head_rows.starts, head_rows.num_fed, width, capacity))
         missed = mx.array(head_lag)
-        wide = -(-(int(head_lag.max()) + width) // WIDTH_STEP) * WIDTH_STEP
+        wide = catch_up_width(head_lag, width)
         starts = head_rows.starts - missed
         whole = replace(
             head_rows,
@@ -57,10 +95,29 @@ class DeferredHeadInputs:
             images=None if head_rows.images is None else head_rows.images.moved(missed),
         )
         place = whole.place(whole.starts, whole.num_fed, wide, capacity)
-        missed_ids = np.zeros((len(rows), wide), np.int32)
-        for i, row in enumerate(rows):
-            missed_ids[i, : head_lag[i]] = row.history[row.start - head_lag[i] + 1 : row.start + 1]
-        columns = np.arange(wide) - head_lag[:, None]  # columns of next_ids; negative: a missed cell
-        newest = mx.take_along_axis(next_ids, mx.array(np.clip(columns, 0, width - 1)), axis=1)
-        next_ids = mx.where(mx.array(columns < 0), mx.array(missed_ids), newest)
+        next_ids = with_missed_tokens(rows, next_ids, wide, offset=1)
         return self._cells.read(place), next_ids, whole
+
+
+def lags_of(rows: Batch) -> np.ndarray:
+    """Cells that each row's drafter has missed.  [rows]"""
+    return np.array([row.head_lag for row in rows], np.int32)
+
+
+def catch_up_width(head_lag: np.ndarray, width: int) -> int:
+    """Columns of a pass that feeds `width` tokens after those that were missed."""
+    return -(-(int(head_lag.max()) + width) // WIDTH_STEP) * WIDTH_STEP
+
+
+def with_missed_tokens(rows: Batch, newest: mx.array, wide: int, offset: int) -> mx.array:
+    """Prepend to each row of `newest` the tokens of the cells that it has missed.  [rows, wide]
+
+    `newest` [rows, width] begins with the token `offset` places after the row's start.
+    """
+    head_lag, width = lags_of(rows), newest.shape[1]
+    missed_ids = np.zeros((len(rows), wide), np.int32)
+    for i, row in enumerate(rows):
+        missed_ids[i, : head_lag[i]] = row.history[row.start - head_lag[i] + offset : row.start + offset]
+    columns = np.arange(wide) - head_lag[:, None]  # columns of `newest`; negative: a missed cell
+    shifted = mx.take_along_axis(newest, mx.array(np.clip(columns, 0, width - 1)), axis=1)
+    return mx.where(mx.array(columns < 0), mx.array(missed_ids), shifted)

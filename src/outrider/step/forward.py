@@ -3,7 +3,8 @@
     trunk    [rows, width] token ids -> hidden states; each row writes its own cells
     verify   target tokens after each row's last committed token and after each draft; accepted drafts
     commit   accepted drafts become committed tokens; recurrent states follow
-    draft    the head is fed the pairs (hidden state, next token) and drafts for the next step
+    draft    the head is fed the pairs (hidden state, next token), or the draft model the tokens, and drafts
+             for the next step
 
 (The one exception: a sampler that checks whether its candidates were enough. See sampling/sampler.py.)
 """
@@ -18,11 +19,11 @@ from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.placement import Placement
 from outrider.cache.recurrent import RecurrentState
 from outrider.models.adapters.store import ArraysByPath, TracedArrays
-from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.step.batch import Batch, InputBatch, PassOutput, image_inputs, positions_of, span_of
-from outrider.step.deferred_head import DeferredHeadInputs
-from outrider.step.mtp import HeadRows, MTPDrafter
+from outrider.step.deferred_head import FollowedRows
+from outrider.step.device_drafter import LoadedDrafter, new_device_drafter
+from outrider.step.mtp import HeadRows
 from outrider.step.prompt_logprobs import prompt_logprobs
 from outrider.step.ranks import Ranks
 from outrider.step.verify import SamplingBatch, max_targets, next_tokens, num_committed_tokens, verify
@@ -34,7 +35,7 @@ class Forward:
     def __init__(
         self,
         trunk: Trunk,
-        head: LoadedHead | None,
+        drafter: LoadedDrafter | None,
         image_embeddings: EmbeddingCache | None,
         block_size: int | None = None,
         ranks: Ranks | None = None,
@@ -47,8 +48,7 @@ class Forward:
         self._ranks = ranks
         self._trunk = trunk
         self._image_embeddings = image_embeddings
-        self._drafter = MTPDrafter(head, trunk) if head is not None else None
-        self._deferred = DeferredHeadInputs(trunk) if head is not None else None
+        self._drafter = None if drafter is None else new_device_drafter(drafter, trunk)
         self._cache = TrunkCache(trunk.layout)
 
     @property
@@ -67,14 +67,12 @@ class Forward:
     @property
     def head_may_run_on_all_rows(self) -> bool:
         """Whether the head may run over rows that feed it nothing, and leave their cells alone."""
-        return self._drafter is not None and self._drafter.num_layers == 1
+        return self._drafter is not None and self._drafter.may_run_on_all_rows
 
     def buffers(self) -> Iterator[Buffers]:
         yield from self._cache.buffers()
         if self._drafter is not None:
             yield from self._drafter.buffers()
-        if self._deferred is not None:
-            yield self._deferred.kv
 
     def drafting_rows(self, batch: Batch) -> list[int]:
         """Rows that the head follows in this pass."""
@@ -136,12 +134,12 @@ class Forward:
         if self._ranks is not None and self._waits_for_rank_0(place):
             num_committed = self._ranks.from_first(num_committed)
         self._cache.commit(num_committed)
-        if self._deferred is not None and any(row.defers_head for row in batch):
-            self._deferred.store(hidden, place)
+        if self._drafter is not None and any(row.defers_head for row in batch):
+            self._drafter.defer(hidden, place)
         drafting, drafts = self.drafting_rows(batch), None
         if drafting:
-            assert self._drafter is not None and self._deferred is not None
-            next_ids = next_tokens(batch, inputs, verified)
+            assert self._drafter is not None
+            next_ids, fed_ids = next_tokens(batch, inputs, verified), inputs.token_ids
             rows = [batch[i] for i in drafting]
             starts, head_fed, deltas = inputs.starts, inputs.head_fed, inputs.position_deltas
             tables = inputs.tables
@@ -149,7 +147,7 @@ class Forward:
             if len(drafting) < len(batch):
                 index = mx.array(drafting)
                 head_hidden, next_ids, head_committed = hidden[index], next_ids[index], num_committed[index]
-                starts, head_fed = starts[index], head_fed[index]
+                starts, head_fed, fed_ids = starts[index], head_fed[index], fed_ids[index]
                 deltas = None if deltas is None else deltas[index]
                 tables = None if tables is None else tables[index]
             head_rows = HeadRows(
@@ -168,8 +166,8 @@ class Forward:
                 block_size=self.block_size,
                 ends=None if ends is None else [ends[i] for i in drafting],
             )
-            fed = self._deferred.catch_up(rows, head_hidden, next_ids, head_rows, capacity)
-            drafts = self._drafter.draft(*fed, capacity)
+            followed = FollowedRows(rows, fed_ids, head_hidden, next_ids, head_rows)
+            drafts = self._drafter.draft(followed, capacity)
         prompts = prompt_logprobs(self._trunk, hidden, batch)
         ends_now = inputs.starts + num_committed
         return PassOutput.of(batch, verified, drafting, drafts, hidden, ends_now, prompts)

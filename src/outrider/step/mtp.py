@@ -67,8 +67,13 @@ class HeadRows:
         capacity: int,
         positions: Positions | None = None,
         further: int = 0,
+        commits_all: bool = False,
+        any_new: bool = False,
     ) -> Placement:
-        """The places of a pass whose cells are at most so many `further` than the fed ones."""
+        """The places of a pass whose cells are at most so many `further` than the fed ones.
+
+        `commits_all`, `any_new`: for recurrent layers, see Placement.
+        """
         if self.tables is not None:
             capacity = num_cells_of(self.tables, self.block_size)
         return Placement(
@@ -78,7 +83,9 @@ class HeadRows:
             width,
             min(self.end + further, capacity),
             capacity,
+            any_new=any_new,
             positions=positions,
+            commits_all=commits_all,
             tables=self.tables,
             block_size=self.block_size,
             ends=None if self.ends is None else [min(end + further, capacity) for end in self.ends],

@@ -16,7 +16,6 @@ from outrider.cache.prefix_store import PrefixStore
 from outrider.cache.ragged_kv import RaggedKV
 from outrider.cache.recurrent import RecurrentState
 from outrider.host_array import HostArray
-from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
 from outrider.models.vision.encoder import VisionEncoder
 from outrider.plan import CacheGeometry, PassShape, PrefixCopies, SaveCells, StepPlan, StepResult
@@ -24,6 +23,7 @@ from outrider.prompt_media import MediaPiece
 from outrider.step import step_message
 from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
 from outrider.step.compiled import CompiledPasses, is_traceable, num_table_columns, padding_rows
+from outrider.step.device_drafter import LoadedDrafter
 from outrider.step.forward import Forward
 from outrider.step.ranks import Ranks
 
@@ -49,7 +49,7 @@ class Runner:
     def __init__(
         self,
         trunk: Trunk,
-        head: LoadedHead | None = None,
+        drafter: LoadedDrafter | None = None,
         write_block: WriteBlock | None = None,
         vision_encoder: VisionEncoder | None = None,
         image_cache_bytes: int = 0,
@@ -70,7 +70,7 @@ class Runner:
         self._ranks = ranks
         self._vision_encoder = vision_encoder
         self.image_embeddings = None if vision_encoder is None else EmbeddingCache(image_cache_bytes)
-        self._forward = Forward(trunk, head, self.image_embeddings, block_size, ranks)
+        self._forward = Forward(trunk, drafter, self.image_embeddings, block_size, ranks)
         self._compiled = CompiledPasses(self._forward) if compiles else None
         self._prefixes = PrefixStore(self._buffers(), block_size)
         self._write_block = write_block

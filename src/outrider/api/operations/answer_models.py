@@ -20,6 +20,7 @@ class ServedModel(TypedDict):
     max_context: int
     drafter: str
     head: str | None
+    draft_model: str | None
 
 
 class ModelState(TypedDict):

@@ -106,6 +106,7 @@ def _first_model(context: ServerContext) -> dict[str, Any] | None:
         "max_context": facts.max_context,
         "drafter": facts.drafter,
         "head": facts.head,
+        "draft_model": facts.draft_model,
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.files import safetensors
+from outrider.models.drafter_kinds import drafter_kind
 from outrider.models.heads.errors import HeadError
 from outrider.models.heads.layouts import HeadTensors, recognise
 
@@ -114,7 +115,11 @@ def locate_file(file: Path, config: Mapping[str, Any] | None = None) -> HeadFile
     if file.is_dir():
         within = locate(file)
         if within is None:
-            raise HeadError(f"{file} contains no MTP head, neither as a head file nor inside a checkpoint.")
+            kind = drafter_kind(read_config(file))
+            what = "" if kind is None else f" It is {kind}, which Outrider does not serve yet."
+            raise HeadError(
+                f"{file} contains no MTP head, neither as a head file nor inside a checkpoint.{what}"
+            )
         return within
     if not file.is_file():
         raise HeadError(f"{file}: no such head file.")

@@ -39,6 +39,19 @@ class LoadedHead:
     def spec(self) -> HeadSpec:
         return self.layers[0].spec
 
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self.layers
+
+    @property
+    def cell_facts(self) -> object:
+        """What its cells depend on, beside its weights."""
+        return self.spec
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return [Path(self.source)]
+
     def prepare_for_serving(self, trunk: Trunk) -> None:
         """Swap layers for speed. Weights must not be changed afterwards."""
         for layer in self.layers:

@@ -36,7 +36,8 @@ export class ModelPage {
       if (models.length > 1) rows.push(...models.map(({ name, state }) => [`Model ${name}`, state.replace("_", " ")]));
       if (loaded?.name !== model.id) return this.drawFacts(rows);
       rows.push(["Loaded from", loaded.path], ["Computes in", `${loaded.dtype} on ${loaded.device}`],
-        ["Drafts", loaded.head ? `MTP head ${loaded.head}` : loaded.drafter]);
+        ["Drafts", loaded.head ? `MTP head ${loaded.head}`
+          : loaded.draft_model ? `draft model ${loaded.draft_model}` : loaded.drafter]);
       this.drawFacts(rows);
     } catch { /* a user's key: the operator's facts stay hidden, and the stream says so */ }
   }

@@ -3,7 +3,7 @@
 import { h } from "./dom.js";
 
 export const ORIGINS = {
-  head: "draft of the MTP head",
+  head: "draft of the MTP head or draft model",
   ngram: "lookup: found earlier in the text",
   prediction: "prediction of the request",
   forced: "forced by the grammar",
