@@ -127,6 +127,102 @@ ANSWERS: dict[str, list[tuple[str, Meaning]]] = {
             [PARIS],
         ),
     ],
+    "deepseek_v4": [
+        (
+            'I look.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+            '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'
+            '</｜DSML｜invoke>\n<｜DSML｜invoke name="clock">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+            ["I look.", PARIS, NOW],
+        ),
+        (  # without the attribute `string`, the schema tells the type
+            '<｜DSML｜tool_calls><｜DSML｜invoke name="get_weather">'
+            '<｜DSML｜parameter name="city">2</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>',
+            [("get_weather", {"city": "2"})],
+        ),
+    ],
+    "deepseek_v41": [
+        (
+            'I look.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="get_weather">\n'
+            '<｜DSML｜ parameter name="city" string="true">Paris</｜DSML｜ parameter>\n'
+            '<｜DSML｜ parameter name="days" string="false">2</｜DSML｜ parameter>\n'
+            '</｜DSML｜ invoke>\n<｜DSML｜ invoke name="clock">\n\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
+            ["I look.", PARIS, NOW],
+        ),
+    ],
+    "dots": [
+        (
+            'So.\n<dots_function_call>\n<invoke name="get_weather">\n'
+            '<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
+            "</dots_function_call>",
+            ["So.", PARIS],
+        ),
+    ],
+    "hy_v3": [
+        (
+            "Checking.<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n"
+            "<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
+            "</tool_call>\n<tool_call>clock<tool_sep>\n</tool_call>\n</tool_calls>",
+            ["Checking.", PARIS, NOW],
+        ),
+        ("<tool_calls><tool_call>clock<tool_sep></tool_call></tool_calls>", [NOW]),
+    ],
+    "hy_v4": [
+        (
+            "Checking.<tool_calls><tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value>"
+            "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>clock</tool_call>"
+            "</tool_calls>",
+            ["Checking.", PARIS, NOW],
+        ),
+    ],
+    "solar_open": [
+        (
+            "<|content|>I look.<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1b2c3d4e5"
+            f"<|tool_call:name|>get_weather<|tool_call:args|>{_json(TRICKY[1])}<|tool_call:end|>"
+            "<|tool_call:begin|><|tool_call:name|>clock<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+            ["I look.", TRICKY, NOW],
+        ),
+        ("<|content|>Hello.<|flush|>", ["Hello."]),
+    ],
+    "solar_open2": [
+        (
+            "I look.<|tool_call:start|>get_weather\n"
+            "<|tool_arg:start|>city<|tool_arg:value|>Paris<|tool_arg:end|>\n"
+            "<|tool_arg:start|>days<|tool_arg:value|>2<|tool_arg:end|>\n<|tool_call:end|>"
+            "<|tool_call:start|>clock\n<|tool_call:end|>",
+            ["I look.", PARIS, NOW],
+        ),
+    ],
+    "k2_horizon": [
+        (
+            "<ifm|tool_calls>\n<ifm|tool_call>get_weather\n<ifm|arg_key>city</ifm|arg_key>\n"
+            "<ifm|arg_value>Paris</ifm|arg_value>\n<ifm|arg_key>days</ifm|arg_key>\n"
+            "<ifm|arg_type>integer</ifm|arg_type>\n<ifm|arg_value>2</ifm|arg_value>\n</ifm|tool_call>\n"
+            '<ifm|tool_call>{"name": "clock", "arguments": {}}</ifm|tool_call>\n</ifm|tool_calls>',
+            [PARIS, NOW],
+        ),
+    ],
+    "plamo3": [
+        (
+            "Yes.<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|>"
+            "<|plamo:begin_tool_name:plamo|>get_weather<|plamo:end_tool_name:plamo|>"
+            f"<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{_json(TRICKY[1])}"
+            "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+            "<|plamo:end_tool_requests:plamo|>",
+            ["Yes.", TRICKY],
+        ),
+    ],
+    "inkling": [
+        (
+            "<|content_text|>I look.<|end_message|><|message_model|>get_weather<|content_invoke_tool_json|>"
+            f'{{"name":"get_weather","args":{_json(TRICKY[1])}}}<|end_message|><|message_model|>'
+            '<|content_invoke_tool_json|>{"name": "clock", "args": {}}<|end_message|>'
+            "<|content_model_end_sampling|>",
+            ["I look.", TRICKY, NOW],
+        ),
+        ("Hello without a marker.", ["Hello without a marker."]),
+        ("<|content_text|>Hello.<|end_message|><|message_model|>get_wea", ["Hello."]),
+    ],
     "minimax": [
         (
             '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
@@ -352,6 +448,14 @@ BROKEN: dict[str, list[str]] = {
         "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{} x<｜tool▁call▁end｜>",
     ],
     "kimi": ["<|tool_call_begin|>clock<|tool_call_argument_begin|>{}<|tool_call_end|>"],
+    "deepseek_v4": [
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="clock">x</｜DSML｜invoke>',
+        "<｜DSML｜tool_calls> no",
+    ],
+    "hy_v3": ["<tool_calls> is a tag", "<tool_calls><tool_call><tool_sep></tool_call></tool_calls>"],
+    "hy_v4": ["<tool_call>clock<arg_key>a</arg_key></tool_call>"],
+    "solar_open2": ["<|tool_call:start|>clock\n<|tool_arg:start|>a<|tool_call:end|>"],
+    "plamo3": ["<|plamo:begin_tool_request:plamo|>clock<|plamo:end_tool_request:plamo|>"],
     "minimax": ['<minimax:tool_call><invoke name="clock">x</invoke>'],
     "gemma4": ['<|tool_call>call:clock{a:<|"|>}<tool_call|>', "<|tool_call>clock{}<tool_call|>"],
     "gemma3": [

@@ -14,6 +14,7 @@ from answers import CLOCK, TOOLS, WEATHER
 from chat_tokenizers import CHATML, SPECIAL, plain_tokenizer
 from llguidance import LLMatcher, grammar_from
 from llguidance.hf import from_tokenizer
+from test_output_parser import MESSAGES
 from written_calls import WRITERS
 
 from outrider.chat.conversation import ChatRequest, Message, NamedTool, TextPart, Tool
@@ -67,8 +68,8 @@ def constraint(
     reasoning: Any = None,
     thinking: Thinking = "off",
 ) -> Constraint:
-    if format is harmony.FORMAT:
-        reasoning = harmony.REASONING
+    if format is not None:
+        reasoning = MESSAGES.get(format.name, reasoning)
     return constraint_for(request, format, reasoning, thinking, Vocabulary(tokenizer_with(special)))
 
 
@@ -155,7 +156,7 @@ def test_a_forced_call_is_written_in_the_models_own_format(format: ToolFormat, h
 
 @pytest.mark.parametrize("format", FORCEABLE, ids=lambda format: format.name)
 def test_a_forced_call_is_read_back(format: ToolFormat) -> None:
-    reasoning = harmony.REASONING if format is harmony.FORMAT else None
+    reasoning = MESSAGES.get(format.name)
     for streams in (True, False):
         parser = OutputParser(new_splitter(format, reasoning, TOOLS, streams_calls=streams), TOOLS)
         text = forced_text(format, (WEATHER, ARGUMENTS))
@@ -327,8 +328,7 @@ def lazy_row(
     reasoning: Any = None,
     starts_inside: bool = False,
 ) -> LazyRowGrammar:
-    if format is harmony.FORMAT:
-        reasoning = harmony.REASONING
+    reasoning = MESSAGES.get(format.name, reasoning)
     vocabulary = Vocabulary(tokenizer_with(special))
     grammar = free_calls(tools, format, reasoning, starts_inside, True, vocabulary).grammar
     assert grammar is not None
@@ -444,7 +444,7 @@ def test_large_and_odd_arguments_are_written() -> None:
 
 @pytest.mark.parametrize("format", FORCEABLE, ids=lambda format: format.name)
 def test_free_calls_are_read_back_while_they_arrive(format: ToolFormat) -> None:
-    reasoning = harmony.REASONING if format is harmony.FORMAT else None
+    reasoning = MESSAGES.get(format.name)
     streams = not format.region.opens_answer_only
     parser = OutputParser(new_splitter(format, reasoning, TOOLS, streams_calls=streams), TOOLS)
     text = free_text(format)

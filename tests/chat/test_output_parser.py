@@ -21,13 +21,27 @@ from outrider.chat.events import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from outrider.chat.formats import REASONING_FORMATS, TOOL_FORMATS, harmony, hermes, think
+from outrider.chat.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    harmony,
+    hermes,
+    inkling,
+    invoke,
+    solar_open,
+    think,
+)
 from outrider.chat.formats.reasoning_format import ReasoningFormat
 from outrider.chat.formats.tool_format import ToolFormat, ToolsByName
 from outrider.chat.output_parser import OutputParser, new_splitter
 from patience import in_test_or_soak
 
 EXAMPLES = [(name, text, meaning) for name, answers in ANSWERS.items() for text, meaning in answers]
+MESSAGES = {  # answers are lists of messages
+    "harmony": harmony.REASONING,
+    "inkling": inkling.REASONING,
+    "solar_open": solar_open.REASONING,
+}
 SAMPLES = [*((n, t) for n, t, _ in EXAMPLES), *((n, t) for n, texts in BROKEN.items() for t in texts)]
 
 
@@ -40,8 +54,8 @@ def new_parser(
     **settings: Any,
 ) -> OutputParser:
     tool_format = TOOL_FORMATS[format] if isinstance(format, str) else format
-    if tool_format is harmony.FORMAT:
-        reasoning = harmony.REASONING
+    if tool_format is not None:
+        reasoning = MESSAGES.get(tool_format.name, reasoning)
     numbers = itertools.count()
     splitter = new_splitter(tool_format, reasoning, tools, starts_inside=is_inside, streams_calls=streams)
     return OutputParser(splitter, tools, new_id=lambda: f"call_{next(numbers)}", **settings)
@@ -149,7 +163,7 @@ def test_any_mixture_of_markers_is_survived(format: str, data: st.DataObject) ->
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     events = events_of(new_parser(format), [text])
     assert events_of(new_parser(format), pieces) == events
-    if format != "harmony" and not any(isinstance(event, ToolCallStarted) for event in events):
+    if format not in MESSAGES and not any(isinstance(event, ToolCallStarted) for event in events):
         assert "".join(event.text for event in events if isinstance(event, TextDelta)) == text
 
 
@@ -203,7 +217,10 @@ def test_forced_arguments_are_passed_on_while_they_grow() -> None:
     assert parser.finish() == []
 
 
-@pytest.mark.parametrize("format", ["hermes", "llama3", "mistral", "deepseek", "deepseek_v3", "harmony"])
+@pytest.mark.parametrize(
+    "format",
+    ["hermes", "llama3", "mistral", "deepseek", "deepseek_v3", "harmony", "plamo3", "inkling", "solar_open"],
+)
 def test_streamed_calls_mean_the_same_as_whole_ones(format: str) -> None:
     for text, meaning in ANSWERS[format]:
         if format != "llama3" or text.startswith("{"):
@@ -301,6 +318,53 @@ def test_harmony_channels_say_what_is_thought_and_what_is_said() -> None:
         assert events_of(new_parser("harmony", tools={}), pieces) == [R("hm so"), T("Hi")]
         inside = "".join(pieces).removeprefix(harmony.REASONING.opening)
         assert events_of(new_parser("harmony", tools={}, is_inside=True), inside) == [R("hm so"), T("Hi")]
+
+
+MUSE_CALL = (
+    '<atem:function_calls>\n<atem:invoke name="clock">\n</atem:invoke>\n</atem:function_calls>'  # one line
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Hi<|eot|>", [R("hm"), T("Hi")]),
+        (" to=user<|message|>Hi<|eot|>", [T("Hi")]),
+        ("Hi without a header", [T("Hi without a header")]),
+        (f"{'x' * 300}<|message|>Hi", [T(f"{'x' * 300}<|message|>Hi")]),
+        (" to=user<|message|>Hi<|eom|><|start|>assistant to=us", [T("Hi")]),
+        (
+            " to=self<|message|>a<|eom|><|start|>assistant to=commentary<|message|>So.<|eom|>"
+            "<|start|>assistant to=self<|message|>b<|eom|>",
+            [R("a"), T("So."), R("b")],
+        ),
+        (
+            f" to=self<|message|>{MUSE_CALL}<|eom|><|start|>assistant to=user<|message|>{MUSE_CALL}<|eot|>",
+            [R(MUSE_CALL), T(MUSE_CALL)],  # only messages to a function are calls
+        ),
+    ],
+)
+def test_messages_say_what_is_thought_and_what_is_said(text: str, expected: list[ChatEvent]) -> None:
+    for pieces in ([text], list(text)):
+        assert events_of(new_parser("muse", invoke.MUSE_REASONING), pieces) == expected
+
+
+@pytest.mark.parametrize("header", ["<|start|>assistant to=clock<|message|>", ""])
+def test_calls_are_messages_with_and_without_a_header(header: str) -> None:
+    text = f" to=self<|message|>hm<|eom|>{header}{MUSE_CALL}<|eot|>"
+    for pieces in ([text], list(text)):
+        events = events_of(new_parser("muse", invoke.MUSE_REASONING), pieces)
+        assert events[0] == R("hm")
+        assert meaning_of(events) == [NOW]
+
+
+def test_the_tags_around_an_answer_are_left_out() -> None:
+    ernie = "so\n</think>\n\n\n<response>\nHi\n</response>\n"
+    parser = new_parser(None, think.ERNIE, {}, is_inside=True, hidden=think.ERNIE.layout)
+    assert events_of(parser, list(ernie)) == [R("so"), T("Hi\n\n")]
+    cohere = "<|START_THINKING|>so<|END_THINKING|><|START_TEXT|>Hi<|END_TEXT|>"
+    parser = new_parser("cohere", think.COHERE, hidden=think.COHERE.layout)
+    assert events_of(parser, list(cohere)) == [R("so"), T("Hi")]
 
 
 def test_reasoning_is_remembered_for_counting() -> None:

@@ -206,13 +206,15 @@ def test_every_format_has_an_end_that_its_parser_reads(llm: LLM, name: str) -> N
     """Also where the markers are no tokens of the vocabulary: each is spelt in characters."""
     format = REASONING_FORMATS[name]
     renderer = with_template(llm, MESSAGES + format.opening, reasoning_parser=name)
-    params = replace(PARAMS, thinking_token_budget=4)
+    params = replace(PARAMS, thinking_token_budget=4, max_tokens=80)
     prompt = renderer.render(ChatRequest([Message("user", (TextPart("why?"),))], params))
     assert prompt.params.reasoning is not None
     assert prompt.params.reasoning.starts_inside
     (answer,) = llm._answer([prompt])
     close_ids = prompt.params.reasoning.close_ids
-    assert llm.tokenizer.decode(close_ids).strip() == format.closing
+    framing = format.framing
+    rest = f"{framing.next_message}{format.answer}" if framing is not None else ""  # on to the answer
+    assert llm.tokenizer.decode(close_ids).strip() == format.closing + rest
     assert tuple(answer.token_ids[4 : 4 + len(close_ids)]) == close_ids
     assert answer.text.strip() == llm.tokenizer.decode(answer.token_ids[4 + len(close_ids) :]).strip()
 

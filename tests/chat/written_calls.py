@@ -113,15 +113,18 @@ def invoked(mark: str) -> Callable[[str, dict[str, Any]], str]:
     return lambda name, given: f'<{mark}invoke name="{name}">\n{parameter(given)}</{mark}invoke>\n'
 
 
-def dsml(name: str, arguments: dict[str, Any]) -> str:
-    mark = "｜DSML｜"
+def dsml(mark: str, outer: str) -> Writer:
     parameter = tagged(
         lambda key, value: (
             f'<{mark}parameter name="{key}" string="{js(isinstance(value, str))}">'
             f"{bare(value)}</{mark}parameter>\n"
         )
     )
-    return f'<{mark}invoke name="{name}">\n{parameter(arguments)}</{mark}invoke>\n'
+    return each(
+        lambda name, given: f'<{mark}invoke name="{name}">\n{parameter(given)}</{mark}invoke>\n',
+        "",
+        (f"<{mark}{outer}>\n", f"</{mark}{outer}>"),
+    )
 
 
 def glm(prefix: str) -> Callable[[str, dict[str, Any]], str]:
@@ -132,6 +135,54 @@ def glm(prefix: str) -> Callable[[str, dict[str, Any]], str]:
         )
     )
     return lambda name, given: f"<{prefix}tool_call>{name}\n{pair(given)}</{prefix}tool_call>"
+
+
+def hunyuan(separator: str, blank: str) -> Writer:
+    pair = tagged(
+        lambda key, value: f"<arg_key>{key}</arg_key>{blank}<arg_value>{bare(value)}</arg_value>{blank}"
+    )
+    return each(
+        lambda name, given: f"<tool_call>{name}{separator}{blank}{pair(given)}</tool_call>{blank}",
+        "",
+        (f"<tool_calls>{blank}", "</tool_calls>"),
+    )
+
+
+def solar(name: str, arguments: dict[str, Any]) -> str:
+    argument = tagged(
+        lambda key, value: f"<|tool_arg:start|>{key}<|tool_arg:value|>{bare(value)}<|tool_arg:end|>\n"
+    )
+    return f"<|tool_call:start|>{name}\n{argument(arguments)}<|tool_call:end|>"
+
+
+def solar_open(name: str, arguments: dict[str, Any]) -> str:
+    named = f"a1b2c3d4e5<|tool_call:name|>{name}<|tool_call:args|>{js(arguments)}"
+    return f"<|tool_call:begin|>{named}<|tool_call:end|>"
+
+
+def ifm(name: str, arguments: dict[str, Any]) -> str:
+    pair = tagged(
+        lambda key, value: f"<ifm|arg_key>{key}</ifm|arg_key>\n<ifm|arg_value>{bare(value)}</ifm|arg_value>\n"
+    )
+    return f"<ifm|tool_call>{name}\n{pair(arguments)}</ifm|tool_call>\n"
+
+
+def plamo(name: str, arguments: dict[str, Any]) -> str:
+    def between(part: str, text: str) -> str:
+        return f"<|plamo:begin_{part}:plamo|>{text}<|plamo:end_{part}:plamo|>"
+
+    content = f"<|plamo:constrain|>json<|plamo:msg|>{js(arguments)}"
+    return between("tool_request", between("tool_name", name) + between("tool_arguments", content))
+
+
+def inkling(calls: Sequence[Call]) -> str:
+    """The prompt has written the start of the first message."""
+    texts = [
+        f"{name}<|content_invoke_tool_json|>"
+        + json.dumps({"name": name, "args": given}, ensure_ascii=False, separators=(",", ":"))
+        for name, given in calls
+    ]
+    return "<|end_message|><|message_model|>".join(texts) + "<|end_message|>"
 
 
 def cohere(calls: Sequence[Call]) -> str:
@@ -179,8 +230,18 @@ WRITERS: dict[str, Writer] = {
         "\n",
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
-    "deepseek_v32": each(dsml, "", ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>")),
+    "deepseek_v32": dsml("｜DSML｜", "function_calls"),
+    "deepseek_v4": dsml("｜DSML｜", "tool_calls"),
+    "deepseek_v41": dsml("｜DSML｜ ", "calls"),
     "minimax": each(invoked(""), "", ("<minimax:tool_call>\n", "</minimax:tool_call>")),
+    "dots": each(invoked(""), "", ("<dots_function_call>\n", "</dots_function_call>")),
+    "hy_v3": hunyuan("<tool_sep>", "\n"),
+    "hy_v4": hunyuan("", ""),
+    "solar_open": each(solar_open, "", ("<|tool_calls|>", "<|calls|>")),
+    "solar_open2": each(solar, "\n"),
+    "k2_horizon": each(ifm, "", ("<ifm|tool_calls>\n", "</ifm|tool_calls>")),
+    "plamo3": each(plamo, "", ("<|plamo:begin_tool_requests:plamo|>", "<|plamo:end_tool_requests:plamo|>")),
+    "inkling": inkling,
     "muse": each(invoked("atem:"), "", ("<atem:function_calls>\n", "</atem:function_calls>")),
     "step3": each(step3, "", ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>")),
     "minimax_m3": each(minimax_m3, "", ("]<]minimax[>[<tool_call>", "]<]minimax[>[</tool_call>")),

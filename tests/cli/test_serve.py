@@ -227,7 +227,9 @@ def test_a_tool_call_parser_is_found_by_its_name_here_or_elsewhere(name: str, fo
     assert tool_format(options()) is None
 
 
-@pytest.mark.parametrize(("name", "words"), [("nonsense", "is unknown: leave it out"), ("ernie45", "ERNIE")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("nonsense", "is unknown: leave it out"), ("beam", "response_template")]
+)
 def test_an_unknown_tool_call_parser_is_refused(name: str, words: str) -> None:
     with pytest.raises(InvalidConfig, match=words):
         tool_format(options("--tool-call-parser", name))

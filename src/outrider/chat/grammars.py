@@ -69,7 +69,8 @@ def constraint_for(
         calls = _Writer(vocabulary).calls(_required(tool_format), forced, allows_many)
         return _after_reasoning(Grammar("lark", calls), reasoning, thinking, vocabulary, forces_call=True)
     assert grammar is not None, "the request is not constrained"
-    if tools and tool_format is not None and reasoning is not harmony.REASONING:
+    is_framed = reasoning is not None and reasoning.framing is not None  # calls are messages of their own
+    if tools and tool_format is not None and not is_framed:
         either = _Writer(vocabulary).calls_or(tool_format, tools, request.parallel_tool_calls, grammar)
         grammar = Grammar("lark", either)
     return _after_reasoning(grammar, reasoning, thinking, vocabulary)
@@ -92,7 +93,7 @@ def free_calls(
     markers = writer.free_markers(format, tools)
     thoughts = None
     if reasoning is not None and reasoning is not harmony.REASONING:
-        thoughts = writer.marker(reasoning.opening), writer.marker(reasoning.closing)
+        thoughts = writer.marker(reasoning.opening.lstrip()), writer.marker(reasoning.closing)
     triggers = Triggers(
         markers,
         at_start=format.region.opens_answer_only,
@@ -143,8 +144,8 @@ def _after_reasoning(
     vocabulary: Vocabulary,
     forces_call: bool = False,
 ) -> Constraint:
-    if reasoning is harmony.REASONING:
-        return _after_channel(grammar, thinking, vocabulary, forces_call)
+    if reasoning is not None and reasoning.framing is not None:
+        return _after_message(grammar, reasoning, thinking, vocabulary, forces_call)
     if reasoning is None or thinking == "off":
         return Constraint(grammar, streams_calls=forces_call)
     if reasoning.closing in vocabulary.added:
@@ -154,11 +155,13 @@ def _after_reasoning(
     return Constraint(grammar, opens_reasoning=thinking == "free", streams_calls=forces_call)
 
 
-def _after_channel(
-    grammar: Grammar, thinking: Thinking, vocabulary: Vocabulary, forces_call: bool
+def _after_message(
+    grammar: Grammar, format: ReasoningFormat, thinking: Thinking, vocabulary: Vocabulary, forces_call: bool
 ) -> Constraint:
-    """Harmony: a forced call follows the analysis, which the prompt opens; an answer has its own channel."""
-    format = harmony.REASONING
+    """Lists of messages: a forced call follows the reasoning, which the prompt opens.
+
+    An answer has a message of its own.
+    """
     mark = format.closing if forces_call else format.answer
     grammar = replace(grammar, after_ids=tuple(vocabulary.encode(mark)))
     return Constraint(

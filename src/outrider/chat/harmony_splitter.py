@@ -82,7 +82,8 @@ class HarmonySplitter(StateSplitter):
     def _in_content(self) -> Iterator[Segment]:
         found, text = self._take_content()
         if text:
-            yield ReasoningSegment(text) if "<|channel|>analysis" in self._header else TextSegment(text)
+            is_reasoning = harmony.message_kind(self._header) == "reasoning"
+            yield ReasoningSegment(text) if is_reasoning else TextSegment(text)
         if found is not None:
             self._end_message(found)
 

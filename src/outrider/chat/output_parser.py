@@ -31,6 +31,7 @@ from outrider.chat.formats.reasoning_format import ReasoningFormat
 from outrider.chat.formats.tool_format import ParsedCall, ToolFormat, ToolsByName
 from outrider.chat.harmony_splitter import HarmonySplitter
 from outrider.chat.json_text import loads
+from outrider.chat.message_splitter import MessageSplitter
 from outrider.chat.schema import problem
 from outrider.chat.splitters import (
     CallClosed,
@@ -83,6 +84,9 @@ def new_splitter(
         answer = CallSplitter(tool_format, tools, streams_calls)
     if reasoning_format is None:
         return answer
+    if reasoning_format.framing is not None:
+        region = tool_format.region if tools and tool_format is not None else None
+        return MessageSplitter(reasoning_format.framing, answer, region, starts_inside)
     return ReasoningSplitter(reasoning_format, answer, starts_inside, interrupting if tools else ())
 
 

@@ -80,7 +80,9 @@ class ChatRenderer:
         self._vocabulary = Vocabulary(tokenizer)
         detected, self._reasoning = detect(template_source(tokenizer), tokenizer)
         self._tool_format = tool_format or detected or DEFAULT_TOOL_FORMAT
-        self._reasoning = reasoning_format(reasoning_parser, self._reasoning)
+        if self._tool_format.for_tokens is not None:
+            self._tool_format = self._tool_format.for_tokens(self._vocabulary.added)
+        self._reasoning = reasoning_format(reasoning_parser, self._reasoning, self._vocabulary.added)
         self._budgets = ThinkingBudgets(
             self._reasoning, self._vocabulary, budget_message, max_thinking_tokens
         )

@@ -5,11 +5,11 @@ Must not know how a budget is enforced: see engine/thinking_budget.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from outrider.chat.formats import REASONING_FORMATS, harmony
-from outrider.chat.formats.reasoning_format import ReasoningFormat
+from outrider.chat.formats import REASONING_FORMATS, think
+from outrider.chat.formats.reasoning_format import Framing, ReasoningFormat
 from outrider.chat.grammars import Constraint
 from outrider.chat.special_tokens import Vocabulary
 from outrider.config import InvalidConfig
@@ -27,12 +27,23 @@ _OTHER_NAMES = {
         "deepseek_v3",
         "qwen3",
         "glm45",
+        "glm47",
+        "poolside_v1",
+        "mimo",
+        "step3p5",
+        "step5",
+        "granite_thinking_parser",
         "glm4_moe",
         "minimax_m2",
         "kimi_k2",
         "step3",
-        "ernie45",
         "hunyuan_a13b",
+        "hunyuan",
+        "hy_v3",
+        "hy_v4",
+        "deepseek_v4",
+        "deepseek_v41",
+        "ling3",
         "nemotron_v3",
         "olmo3",
         "holo2",
@@ -40,6 +51,8 @@ _OTHER_NAMES = {
     "harmony": ("openai_gptoss", "gpt_oss", "gpt-oss"),
     "magistral": ("mistral",),
     "seed_think": ("seed_oss",),
+    "muse": ("muse_glimmer", "musespark1x"),
+    "cohere": ("cohere_command3", "cohere_command4"),
 }
 PARSERS: dict[str, ReasoningFormat | None] = {**REASONING_FORMATS, "none": None} | {
     other: REASONING_FORMATS[name] for name, others in _OTHER_NAMES.items() for other in others
@@ -62,10 +75,14 @@ def check_most(most: int | None) -> None:
         raise InvalidConfig(f"max_thinking_tokens must be 0 or more, not {most}")
 
 
-def reasoning_format(name: str, detected: ReasoningFormat | None) -> ReasoningFormat | None:
-    """The format of a reasoning parser. None: reasoning stays in the text."""
+def reasoning_format(
+    name: str, detected: ReasoningFormat | None, tokens: Collection[str] = ()
+) -> ReasoningFormat | None:
+    """The format of a reasoning parser. None: reasoning stays in the text. `tokens`: the added ones."""
     check_parser(name)
-    return detected if name == AUTO_PARSER else PARSERS[name]
+    if name != AUTO_PARSER and PARSERS[name] is None:
+        return None
+    return think.for_tokens(detected if name == AUTO_PARSER else PARSERS[name], tokens)
 
 
 class ThinkingBudgets:
@@ -107,20 +124,21 @@ class ThinkingBudgets:
     def _marks(
         self, format: ReasoningFormat, starts_inside: bool, constraint: Constraint, has_tools: bool
     ) -> ReasoningMarks:
-        is_harmony = format is harmony.REASONING
-        end, banned_ids = (
-            self._channel_end(constraint, has_tools) if is_harmony else self._end(format, constraint)
-        )
+        framing = format.framing
+        if framing is None:
+            end, banned_ids = self._end(format, constraint)
+        else:
+            end, banned_ids = self._message_end(format, framing, constraint, has_tools)
         close_ids = self._vocabulary.encode(self._message + end)
         if not close_ids:
             raise InvalidRequest("this tokenizer cannot write the end of the model's reasoning")
         return ReasoningMarks(
             opening=format.opening,
-            closings=(*harmony.STARTS, *harmony.ENDS) if is_harmony else (format.closing,),
+            closings=(format.closing,) if framing is None else (*framing.starts, *framing.ends),
             close_ids=tuple(close_ids),
             banned_ids=tuple(banned_ids),
             starts_inside=starts_inside,
-            may_repeat=is_harmony,
+            may_repeat=framing is not None,
             splits_closing=format.closing not in self._vocabulary.added,
         )
 
@@ -134,15 +152,17 @@ class ThinkingBudgets:
             return before + format.closing, ()
         return before + format.closing + after, self._vocabulary.ids_of([format.opening])
 
-    def _channel_end(self, constraint: Constraint, has_tools: bool) -> tuple[str, Sequence[int]]:
-        """Harmony: on to the answer. With tools, the model chooses its next channel, except analysis."""
-        format = harmony.REASONING
+    def _message_end(
+        self, format: ReasoningFormat, framing: Framing, constraint: Constraint, has_tools: bool
+    ) -> tuple[str, Sequence[int]]:
+        """On to the message of the answer. With tools the model chooses the next one, except reasoning."""
         if constraint.streams_calls and _begins_after_reasoning(constraint.grammar):  # a forced call
             return format.closing, ()
-        next_message = f"{format.closing}<|start|>assistant"
+        next_message = format.closing + framing.next_message
         if _begins_after_reasoning(constraint.grammar) or not has_tools:
             return next_message + format.answer, ()
-        return f"{next_message}<|channel|>", self._vocabulary.encode("analysis")[:1]
+        banned_ids = self._vocabulary.encode(framing.reasoning_name)[:1]
+        return next_message + framing.recipient, banned_ids
 
 
 def _begins_after_reasoning(grammar: Grammar | None) -> bool:

@@ -11,7 +11,7 @@ import re
 from outrider.chat.conversation import Tool
 from outrider.chat.formats.call_grammar import CallGrammar, OptionalElements
 from outrider.chat.formats.json_calls import arguments_of, call_with
-from outrider.chat.formats.reasoning_format import ReasoningFormat
+from outrider.chat.formats.reasoning_format import Framing, MessageKind, ReasoningFormat
 from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
 from outrider.chat.json_text import loads
 
@@ -52,13 +52,27 @@ def free_grammar(tool: Tool) -> CallGrammar:
     return (tool.name, *rest, MESSAGE, arguments_of(tool))
 
 
+def message_kind(header: str) -> MessageKind:
+    """The kind of a message that calls no function."""
+    return "reasoning" if "<|channel|>analysis" in header else "text"
+
+
 REASONING = ReasoningFormat(
     name="harmony",
     template_pattern=_SIGN,
     opening="<|channel|>analysis<|message|>",
     closing="<|end|>",
     answer="<|channel|>final<|message|>",
-    inner=(*STARTS, *ENDS, "<|constrain|>"),
+    inner=("<|constrain|>",),
+    framing=Framing(
+        starts=STARTS,
+        contents=(MESSAGE,),
+        ends=ENDS,
+        kind=message_kind,
+        next_message="<|start|>assistant",
+        recipient="<|channel|>",
+        reasoning_name="analysis",
+    ),
 )
 FORMAT = ToolFormat(
     name="harmony",

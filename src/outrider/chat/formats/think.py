@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from dataclasses import replace
 
 from outrider.chat.formats.reasoning_format import ReasoningFormat
 
@@ -14,3 +16,29 @@ SEED = ReasoningFormat("seed_think", re.compile("<seed:think>"), "<seed:think>",
 MAGISTRAL = ReasoningFormat("magistral", re.compile(r"\[THINK\]"), "[THINK]", "[/THINK]")
 MINIMAX_M3 = ReasoningFormat("minimax_m3", re.compile("<mm:think>"), "<mm:think>", "</mm:think>")
 GEMMA4 = ReasoningFormat("gemma4", re.compile(r"<\|channel>"), "<|channel>thought", "<channel|>")
+# ERNIE 4.5: the answer is between tags too.
+ERNIE = replace(
+    THINK,
+    name="ernie45",
+    template_pattern=re.compile("(?s)(?=.*</think>).*<response>"),
+    layout=("<response>", "</response>"),
+)
+COHERE = ReasoningFormat(
+    "cohere",
+    re.compile(r"<\|START_THINKING\|>"),
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    layout=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)
+_SUFFIXED = re.compile(r"<think(:[^\s<>]+)>")
+
+
+def for_tokens(format: ReasoningFormat | None, tokens: Collection[str]) -> ReasoningFormat | None:
+    """The format with a tokenizer's own tags: those of Hunyuan's checkpoints end in a suffix."""
+    if format not in (None, THINK) or {THINK.opening, THINK.closing} <= set(tokens):
+        return format
+    for match in filter(None, map(_SUFFIXED.fullmatch, tokens)):
+        opening, closing = f"<think{match[1]}>", f"</think{match[1]}>"
+        if closing in tokens:
+            return replace(THINK, opening=opening, closing=closing)
+    return format

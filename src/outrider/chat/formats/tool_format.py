@@ -11,7 +11,7 @@ A call is a region of the text:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from outrider.chat.conversation import Tool
@@ -71,5 +71,7 @@ class ToolFormat:
     # Of a call that is not forced, if it differs: the texts with which it starts, and the rest.
     free_starts: tuple[str, ...] = ()
     free_grammar: Callable[[Tool], CallGrammar] | None = None
+    # Of formats whose markers differ between checkpoints: the format with the markers of these added tokens.
+    for_tokens: Callable[[Collection[str]], ToolFormat] | None = None
     stops: tuple[str, ...] = ()  # tokens that end the answer, besides the model's EOS tokens
     instructions: str | None = None  # how to call, for models whose template does not mention tools
