@@ -154,6 +154,14 @@ class PrefixCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoreState:
+    """Give a slot the recurrent states that it had before one of the last overlapped steps."""
+
+    slot: int  # as the last step had it: moves come later
+    age: int  # 1: before the last step that kept its states; 2: before the one in front of it
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterInfo:
     """A loaded LoRA or DoRA adapter. Its rows carry the id, the prefix cache of its rows the fingerprint."""
 
@@ -233,7 +241,9 @@ class PassShape:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: save blocks, move rows, resize the caches, load blocks, run the batches (one pass each).
+    """One step: restore states, save blocks, move rows, resize the caches, load blocks, run the batches.
+
+    Each batch is one pass.
 
     A step without batches only copies.
     """
@@ -245,6 +255,8 @@ class StepPlan:
     shapes: tuple[PassShape, ...] = ()  # of each batch; empty: no padding
     copies: PrefixCopies = PrefixCopies()
     is_overlapped: bool = False  # one batch, with the rows of the unread step in front: see UNREAD
+    keeps_states: bool = False  # keep the recurrent states from before an overlapped step: see RestoreState
+    restores: tuple[RestoreState, ...] = ()
     num_blocks: int = 0  # of the caches, where cells are kept by blocks
     # Blocks that stay, in their new order; the others are dropped before new ones are made. None: all stay.
     kept_blocks: tuple[int, ...] | None = None

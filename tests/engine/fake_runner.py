@@ -67,6 +67,8 @@ class FakeRunner:
         self.head: list[list[int]] = []
         self.rested: list[list[int]] = []  # tokens whose states are kept for a head that rests
         self.states_of: list[list[int] | None] = []  # by slot: the text that a recurrent layer has read
+        self.versions: list[list[list[int] | None]] = []  # of states_of, before the overlapped steps
+        self.num_restored = 0
         self.blocks: dict[int, tuple[list[int], ...]] = {}  # the prefix cache: cells, head, rested
         self.states: dict[int, list[int]] = {}
         self.most_prefix_bytes = 0
@@ -89,6 +91,7 @@ class FakeRunner:
         return self._geometry.num_bytes(len(self.cells), self.capacity)
 
     def reset(self) -> None:
+        self.versions.clear()
         self._resize(0, 0)
         self.row_blocks.clear()
 
@@ -102,6 +105,10 @@ class FakeRunner:
         assert plan.is_overlapped == (previous is not None)
         if previous is not None:
             plan = _resolved(plan, previous)
+        else:
+            self._restore(plan)
+        if plan.keeps_states:
+            self.versions.append(list(self.states_of))
         self._save(plan.copies)
         for move in plan.moves:
             self._move(move)
@@ -115,6 +122,12 @@ class FakeRunner:
     def finish(self, launched: FakeLaunched) -> StepResult:
         self._raise_if_faulty(launched.plan)  # the caches were changed: nothing in them may be used again
         return launched.result
+
+    def _restore(self, plan: StepPlan) -> None:
+        for restore in plan.restores:
+            self.num_restored += 1
+            self.states_of[restore.slot] = self.versions[-restore.age][restore.slot]
+        self.versions.clear()
 
     def clear_prefixes(self) -> None:
         self.blocks.clear()
@@ -332,6 +345,7 @@ def _resolved(plan: StepPlan, after: FakeLaunched) -> StepPlan:
     """What a plan means that was made before the step in front of it was read."""
     assert not plan.moves
     assert not plan.copies
+    assert not plan.restores
     assert (plan.num_slots, plan.capacity) == (after.plan.num_slots, after.plan.capacity)
     assert (plan.num_blocks, plan.kept_blocks) == (after.plan.num_blocks, None)
     (batch,), (before,) = plan.batches, after.plan.batches

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fake_runner import FakeRunner, StepFailed, true_next
+from sleepy_grammar import SleepyGrammar
 
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
@@ -138,10 +139,12 @@ class Harness:
         media: PromptMedia | None = None,
         priority: int = 0,
         tenant: str = "",
+        wakes: Tokens[int] = (),
     ) -> Sequence:
         """Queue a request; a number stands for a prompt of that length. Without a drafter the head drafts.
 
         With both, the head drafts where the drafter has nothing to say.
+        `wakes`: tokens that wake a lazy grammar.
         """
         sequence_id = next(self._ids)
         if head_depth is None:
@@ -174,6 +177,7 @@ class Harness:
                 depth,
                 head_depth,
                 drafter=drafter,
+                grammar=SleepyGrammar(wakes) if wakes else None,
                 is_auto=is_auto,
                 stores_head_inputs=self._plain_rows_store,
             ),

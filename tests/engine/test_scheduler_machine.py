@@ -37,6 +37,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 LOADED: list[int] = []  # cells that each history took from the prefix cache
+RESTORED: list[int] = []  # rows of each history that got earlier recurrent states back
 
 token_ids = st.integers(0, VOCAB_SIZE - 1)
 
@@ -63,6 +64,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "stop_ids": draw(st.sampled_from([()] * 6 + [(3,), (3, 7)])),
         "min_tokens": draw(st.sampled_from([0, 0, 1, 5, 30])),
         "stop_token": draw(st.sampled_from([None] * 7 + [5])),
+        "wakes": draw(st.sampled_from([(), (), (2,), (2, 9, 11)])),
         "fault": draw(st.sampled_from([None] * 45 + sorted(FAULTS))),
     }
 
@@ -166,6 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.harness.run_to_idle(most=self._most_steps())
         LOADED.append(self.harness.runner.num_loaded)
+        RESTORED.append(self.harness.runner.num_restored)
         faults = self.harness.runner.faults
         assert self.harness.runner.num_raised <= self.num_raised_at_random + 2 * len(faults)
         for sequence in self.harness.sequences:
@@ -178,11 +181,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         return any(sequence.failures for sequence in self.harness.live.values())
 
     def _most_steps(self) -> int:
-        """The oldest decodes in every step and prefills in its turn; a failure makes all begin again."""
+        """The oldest decodes in every step and prefills in its turn; a failure makes all begin again.
+
+        A row whose grammar wakes may feed up to two steps' tokens again, in turns with the others.
+        """
         rows, live = self.harness.max_rows, self.harness.live.values()
         size = min(self.harness.prefill_step_size, MIN_CHUNK)
         chunks = [-(-(s.num_prompt + s.max_tokens) // size) for s in live]
         once = sum(rows * (num + 1) + s.max_tokens + 2 for num, s in zip(chunks, live, strict=True))
+        again = 2 * (MAX_DEPTH + 1) * rows
+        once += sum(again * s.max_tokens for s in live if s.drafting.grammar is not None)
         return once * (1 + 2 * len(self.harness.runner.faults) + self.num_raised_at_random)
 
 
@@ -198,8 +206,10 @@ SETTINGS = settings(
 @pytest.mark.soak
 def test_every_history_gives_every_request_its_true_tokens() -> None:
     LOADED.clear()
+    RESTORED.clear()
     run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
     assert sum(LOADED) > in_test_or_soak(50, 200), "the prefix cache was hardly used"
+    assert sum(RESTORED) > in_test_or_soak(5, 50), "hardly any row was rolled back"
 
 
 @pytest.mark.soak

@@ -642,7 +642,7 @@ class _Player:
     def _check_cells(self) -> None:
         buffers = list(self._runner._buffers())
         for row in self._rows():
-            if not row.is_decoding:
+            if not row.is_decoding or row.state_age:  # its states come back with the next plan
                 continue
             cells = self._world.cells(row.tokens, row.feeds_head)
             num_trunk = len(cells) - (self._world.num_head_buffers if row.feeds_head else 0)

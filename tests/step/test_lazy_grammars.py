@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outrider.cache.recurrent import RecurrentState
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.grammar.lazy import LazyRowGrammar
@@ -74,9 +75,9 @@ def test_every_request_gives_what_it_gives_alone_without_drafts(
     counted: Counter[str] = Counter()
     roll_back, commit = Scheduler._roll_back, LazyRowGrammar.commit
 
-    def counting_roll_back(self: Scheduler, sequence: EngineSequence, num_tokens: int) -> None:
+    def counting_roll_back(self: Scheduler, sequence: EngineSequence, *numbers: int) -> None:
         counted["rolled back"] += 1
-        roll_back(self, sequence, num_tokens)
+        roll_back(self, sequence, *numbers)
 
     def counting_commit(self: LazyRowGrammar, token_id: int) -> None:
         before = self._awake
@@ -92,9 +93,8 @@ def test_every_request_gives_what_it_gives_alone_without_drafts(
     assert tally.excused <= world(family).tolerance.excused * tally.tokens
     assert counted["woken"] > 10
     assert counted["asleep again"] > 5
-    if family != "qwen3_5":  # recurrent states cannot be rolled back: its rows are not overlapped
-        assert counted["rolled back"] > 0
-        assert tally.ahead > 0
+    assert counted["rolled back"] > 0
+    assert tally.ahead > 0
 
 
 # -- controls: what the test above must notice -----------------------------------------------------------
@@ -118,10 +118,25 @@ def lets_any_token_go_on_after_a_marker(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CompiledTriggers, "mask", wrong)
 
 
+def forgets_to_restore_states(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecurrentState, "restore", lambda self, slot, version: None)
+
+
+def keeps_no_version_of_states(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecurrentState, "version", lambda self: self.parts)  # the arrays that a pass changes
+
+
 @pytest.mark.parametrize(
-    "break_it", [keeps_tokens_without_masks, feeds_drafts_that_wake_it, lets_any_token_go_on_after_a_marker]
+    ("break_it", "family"),
+    [
+        (keeps_tokens_without_masks, "llama"),
+        (feeds_drafts_that_wake_it, "llama"),
+        (lets_any_token_go_on_after_a_marker, "llama"),
+        (forgets_to_restore_states, "qwen3_5"),
+        (keeps_no_version_of_states, "qwen3_5"),
+    ],
 )
-def test_each_way_to_be_wrong_is_noticed(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_way_to_be_wrong_is_noticed(break_it: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     break_it(monkeypatch)
     with pytest.raises((Divergence, AssertionError)):
-        play_many("llama", NUM_HISTORIES["llama"])
+        play_many(family, NUM_HISTORIES[family])

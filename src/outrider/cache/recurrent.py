@@ -11,6 +11,9 @@ Where no row has drafts, a row commits all tokens that it is fed. The states are
 run, and `commit` has nothing to do.
 
 A row that starts at 0 reads zeros, whatever its slot held before.
+
+The tokens of an overlapped step may turn out to be void (StepPlan.keeps_states). The arrays from before the
+step are then still there (`version`), and a slot gets its old states back (`restore`).
 """
 
 from __future__ import annotations
@@ -61,6 +64,15 @@ class RecurrentState:
 
     def put(self, arrays: Sequence[mx.array]) -> None:
         self.parts = list(arrays)
+
+    def version(self) -> list[mx.array]:
+        """The states as they are now, for `restore`. Later passes then write into new buffers."""
+        return [part[:] for part in self.parts]  # other objects: a pass may assign to the elements of a part
+
+    def restore(self, slot: int, version: Sequence[mx.array]) -> None:
+        """Give a slot the states that it has in a version."""
+        for part, before in zip(self.parts, version, strict=True):
+            part[slot] = before[slot]
 
     def resize(self, num_slots: int, capacity: int) -> None:
         self.parts = [_resized(part, num_slots) for part in self.parts]

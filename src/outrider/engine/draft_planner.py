@@ -167,6 +167,12 @@ def max_drafts_next(row: Sequence, num_left: int, head_lag: int = 0) -> int:
     return max(0, min(row.drafting.head_depth, num_left - 2))
 
 
+def may_wake(row: Sequence) -> bool:
+    """Whether a grammar of the row may restrict one of its unread tokens."""
+    grammar = row.drafting.grammar
+    return grammar is not None and grammar.needs_host
+
+
 def needs_host(row: Sequence, can_roll_back: bool) -> bool:
     """Whether the row's next step depends on its unread tokens in a way that only the host can compute.
 
@@ -174,10 +180,9 @@ def needs_host(row: Sequence, can_roll_back: bool) -> bool:
     N-gram lookup is weighed elsewhere: DepthController.should_wait_for_lookup.
     """
     params, drafting = row.params, row.drafting
-    may_restrict = drafting.grammar is not None and drafting.grammar.needs_host
     return (
         drafting.masks is not None
-        or (may_restrict and (not can_roll_back or drafting.head_layers > 1))
+        or (may_wake(row) and (not can_roll_back or drafting.head_layers > 1))
         or params.changes_logits
         or bool(params.logits_processors)
         or params.min_tokens > row.num_generated

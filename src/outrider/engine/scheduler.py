@@ -20,7 +20,7 @@ from typing import Any
 
 from outrider.config import EngineConfig
 from outrider.engine.block_caches import BlockCaches
-from outrider.engine.draft_planner import DraftPlanner, decode_row, needs_host
+from outrider.engine.draft_planner import DraftPlanner, decode_row, may_wake, needs_host
 from outrider.engine.memory_plan import default_max_rows
 from outrider.engine.prefill_queue import PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
@@ -36,6 +36,7 @@ from outrider.plan import (
     Move,
     PassShape,
     PrefixCopies,
+    RestoreState,
     RowPlan,
     RowResult,
     StepPlan,
@@ -109,7 +110,8 @@ class Scheduler:
             self._budget = SlotCaches(geometry, budget_bytes, self._controller.shapes)
         self._prefix.use_blocks(self._budget.pool, geometry.block_size)
         self._moves_cells = not geometry.has_blocks or geometry.bytes_per_slot > 0
-        self._can_roll_back = geometry.bytes_per_slot == 0  # recurrent states have no earlier version
+        self._state_bytes = geometry.bytes_per_slot
+        self._step_bytes = step_bytes
         self.max_rows = config.max_rows or default_max_rows(geometry, budget_bytes)
         self._waiting = WaitingQueue()
         prompt_costs = self._controller.prompt_costs
@@ -171,6 +173,7 @@ class Scheduler:
         """The next step; None if there is nothing to do, or all rows wait for images or the disk."""
         if self.in_flight:
             raise RuntimeError("a step is in flight: commit it, or let it fail, before the next plan")
+        restores = self._take_restores()
         arrangement = self._arrange()
         rows = self._rows_to_run()
         ready = self._prefill_queue.ready(rows)
@@ -184,11 +187,11 @@ class Scheduler:
         prefill = self._placed(prefill)
         copies = self._prefix.take_copies()
         is_rearranged = arrangement.changes(self._budget.shape)
-        if not (decode or prefill or copies or (is_rearranged and rows)):
+        if not (decode or prefill or copies or restores or (is_rearranged and rows)):
             return None
-        plan = self._step_plan(arrangement, copies, decode, decode_shape, prefill)
+        plan = replace(self._step_plan(arrangement, copies, decode, decode_shape, prefill), restores=restores)
         cost_shape, work = None, None
-        if decode and not (prefill or copies or is_rearranged):
+        if decode and not (prefill or copies or restores or is_rearranged):
             cost_shape = self._draft_planner.step_shape(decode, decode_shape)
         if prefill:
             share = self._pacing.decode_share(len(decode), len(rows) - len(decode))
@@ -261,7 +264,14 @@ class Scheduler:
         batch = self._placed(batch)
         num_slots, capacity, num_blocks = self._budget.shape
         plan = StepPlan(
-            num_slots, capacity, (), (tuple(batch),), (shape,), is_overlapped=True, num_blocks=num_blocks
+            num_slots,
+            capacity,
+            (),
+            (tuple(batch),),
+            (shape,),
+            is_overlapped=True,
+            keeps_states=self._state_bytes > 0 and any(may_wake(sequence) for sequence, _ in rows),
+            num_blocks=num_blocks,
         )
         cost_shape = self._draft_planner.step_shape(batch, shape)
         return self._new_step(plan, is_decode_only=True, cost_shape=cost_shape)
@@ -277,11 +287,14 @@ class Scheduler:
             return False
         if self._prefill_queue and self._is_prompts_turn_after(step):
             return False
+        # Two more versions of the recurrent states: see StepPlan.keeps_states.
+        can_roll_back = 2 * self._budget.num_slots * self._state_bytes <= self._step_bytes
         return not any(
             sequence.slot is None  # cancelled or finished
             or sequence.failures
+            or sequence.state_age
             or sequence.num_left <= 1  # the step in flight will finish it
-            or needs_host(sequence, self._can_roll_back)
+            or needs_host(sequence, can_roll_back)
             or self._prefix.may_end_block(sequence, row.num_fed)
             for sequence, row in step.rows.values()
         )
@@ -312,8 +325,8 @@ class Scheduler:
         deltas = []
         for result in step.result.rows:
             sequence, planned = step.rows[result.sequence_id]
-            if sequence.slot is None:
-                continue  # cancelled, or finished by the step before, while this one ran
+            if sequence.slot is None or sequence.state_age:
+                continue  # cancelled, finished or rolled back by the step before, while this one ran
             try:
                 delta = self._commit_row(sequence, planned, result)
             except InvalidRequest as error:  # its grammar cannot go on
@@ -348,7 +361,7 @@ class Scheduler:
         num_taken = len(delta.token_ids)
         is_rolled_back = num_taken < len(result.token_ids) and delta.finish_reason is None
         if is_rolled_back:
-            self._roll_back(sequence, len(result.token_ids) - num_taken)
+            self._roll_back(sequence, len(result.token_ids) - num_taken, len(result.token_ids))
         if result.error is not None and delta.finish_reason is None:
             delta = replace(delta, logprobs=result.logprobs[:num_taken])
             ended = replace(self._finish(sequence, "error", result.error), is_client_error=True)
@@ -363,17 +376,38 @@ class Scheduler:
         if sequence.params.token_origins:
             origins = token_origins(planned, len(result.token_ids))
             delta = replace(delta, origins=origins[:num_taken])
-        self._prefix.save(sequence, to_end=has_just_prefilled or delta.finish_reason is not None)
+        if not sequence.state_age:
+            self._prefix.save(sequence, to_end=has_just_prefilled or delta.finish_reason is not None)
         if delta.finish_reason is not None:
             return delta.merged(self._finish(sequence, delta.finish_reason))
         drafts, margins = ((), ()) if is_rolled_back else (result.drafts, result.margins)
         sequence.drafting.propose(sequence.tokens, drafts, margins, sequence.num_left)
+        if not sequence.is_decoding:
+            sequence.drafting.drop()
         return delta
 
-    def _roll_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """A grammar woke in an overlapped step: the tokens after that were sampled without its masks."""
-        sequence.num_cached -= num_tokens
+    def _roll_back(self, sequence: Sequence, num_dropped: int, num_sampled: int) -> None:
+        """A grammar woke in an overlapped step: the tokens after that were sampled without its masks.
+
+        Recurrent states cannot be cut. They become what they were before the step, and the tokens of the step
+        that stand are fed again, as those of a prompt.
+        """
+        sequence.num_cached -= num_sampled if self._state_bytes else num_dropped
         sequence.num_head_cached = min(sequence.num_head_cached, sequence.num_cached)
+        if not self._state_bytes:
+            return
+        sequence.state_age = 1 + len(self.in_flight)
+        if sequence.num_cached < len(sequence.tokens) - 1:
+            sequence.num_prefill = len(sequence.tokens)
+            self._prefill_queue.add(sequence)
+
+    def _take_restores(self) -> tuple[RestoreState, ...]:
+        """The rows that were rolled back get their earlier states with the next step."""
+        rows = [(row, row.slot) for row in self._slots.sequences() if row.state_age]
+        restores = tuple(RestoreState(slot, row.state_age) for row, slot in rows if slot is not None)
+        for row, _ in rows:
+            row.state_age = 0
+        return restores
 
     def fail(self, error: str) -> list[Delta]:
         """A step raised and the caches are lost. No sequence loses a token; one that fails again ends."""

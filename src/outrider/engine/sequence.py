@@ -304,6 +304,7 @@ class Sequence:
     num_cached: int = 0
     num_head_cached: int = 0  # cells that have the head's part; fewer than num_cached after a pause
     num_prefill: int = 0  # tokens to cache before the row samples; after a preemption, more than the prompt
+    state_age: int = 0  # its recurrent states have to be restored: see RestoreState; 0: they are right
     failures: int = 0  # failed steps with this sequence in them, since its last good decode step
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # if requested
     adapter: AdapterInfo | None = None
@@ -402,6 +403,7 @@ class Sequence:
     def drop_cache(self) -> None:
         """Give up all cells. The tokens stay: every committed token will be fed again."""
         self.slot = None
+        self.state_age = 0
         self.num_cached = 0
         self.num_head_cached = 0
         self.num_prefill = len(self.tokens)

@@ -6,6 +6,7 @@ Between the two calls the next step may be launched, if its plan is an overlappe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,15 @@ from outrider.cache.recurrent import RecurrentState
 from outrider.host_array import HostArray
 from outrider.models.trunk import Buffers, Trunk
 from outrider.models.vision.encoder import VisionEncoder
-from outrider.plan import CacheGeometry, PassShape, PrefixCopies, SaveCells, StepPlan, StepResult
+from outrider.plan import (
+    CacheGeometry,
+    PassShape,
+    PrefixCopies,
+    RestoreState,
+    SaveCells,
+    StepPlan,
+    StepResult,
+)
 from outrider.prompt_media import MediaPiece
 from outrider.step import step_message
 from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
@@ -76,6 +85,7 @@ class Runner:
         self._write_block = write_block
         self._block_size = block_size
         self._num_slots = self._capacity = self._num_blocks = 0
+        self._versions: deque[list[list[mx.array]]] = deque(maxlen=2)  # states before the overlapped steps
 
     @property
     def has_head(self) -> bool:
@@ -112,6 +122,8 @@ class Runner:
             widths = [_width(*each) for each in zip(plan.batches, shapes, strict=True)]
             self._ranks.send(step_message.encode(plan, widths))
         self._arrange(plan)
+        if plan.keeps_states:
+            self._versions.append([state.version() for state in self._states()])
         next_inputs = None if previous is None else previous.outputs[0].next_inputs
         outputs = [
             self._launch_pass(batch, shape, next_inputs)
@@ -167,6 +179,7 @@ class Runner:
     def reset(self) -> None:
         """Drop all cells, for instance after a step that failed half-way."""
         self._tell(step_message.RESET)
+        self._versions.clear()
         self._resize(0, 0)
         self._resize_blocks(0)
 
@@ -179,6 +192,8 @@ class Runner:
 
     def _arrange(self, plan: StepPlan) -> None:
         """Save cells as the last step left them; move, resize; then load cached cells."""
+        if not plan.is_overlapped:
+            self._restore(plan.restores)
         self._save(plan.copies)
         for move in plan.moves:
             for buffers in self._in_slots():
@@ -196,6 +211,15 @@ class Runner:
                 self._prefixes.load_blocks(load.slot, load.start, load.pieces)
             if load.state_id is not None:
                 self._prefixes.load_state(load.state_id, load.slot)
+
+    def _restore(self, restores: Sequence[RestoreState]) -> None:
+        for restore in restores:
+            for state, version in zip(self._states(), self._versions[-restore.age], strict=True):
+                state.restore(restore.slot, version)
+        self._versions.clear()
+
+    def _states(self) -> list[RecurrentState]:
+        return [buffers for buffers in self._buffers() if isinstance(buffers, RecurrentState)]
 
     def _in_slots(self) -> list[Buffers]:
         """The buffers with a place for each slot. Cells in blocks have none."""

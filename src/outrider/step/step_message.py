@@ -31,7 +31,7 @@ NEUTRAL_PARAMS = SamplingParams(temperature=0)
 
 def encode(plan: StepPlan, widths: Sequence[int]) -> np.ndarray:
     """`widths`: columns of each pass."""
-    if plan.is_overlapped or plan.copies.arrivals:
+    if plan.is_overlapped or plan.restores or plan.copies.arrivals:
         raise ValueError("overlapped steps and cells from disk cannot be sent to other ranks")
     numbers = [STEP, plan.num_slots, plan.capacity, plan.num_blocks]
     kept = plan.kept_blocks
