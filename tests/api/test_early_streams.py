@@ -147,8 +147,9 @@ def test_client_that_leaves_an_early_stream_frees_its_place(path: str) -> None:
     assert not backend.streams
 
 
+@pytest.mark.parametrize("path", BODIES)
 def test_the_first_sign_comes_after_a_second_and_not_after_a_whole_keep_alive(
-    monkeypatch: pytest.MonkeyPatch,
+    path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sse.FIRST_KEEP_ALIVE_S <= 1
     monkeypatch.setattr(sse, "FIRST_KEEP_ALIVE_S", 0.01)
@@ -156,10 +157,9 @@ def test_the_first_sign_comes_after_a_second_and_not_after_a_whole_keep_alive(
     made = server(backend, keep_alive_s=GUARD_S)
 
     async def run() -> bytes:
-        caller = Caller("/v1/messages", BODIES["/v1/messages"] | {"stream": True})
-        backend.gate = lambda: until(
-            lambda: caller.received.count(b"event: ping") == 2
-        )  # one is of the start
+        caller = Caller(path, BODIES[path] | {"stream": True})
+        num_at_start = path == "/v1/messages"  # a message starts with a ping
+        backend.gate = lambda: until(lambda: caller.received.count(SIGNS[path]) == 1 + num_at_start)
         await asyncio.wait_for(caller.call(made), GUARD_S)
         return caller.received
 

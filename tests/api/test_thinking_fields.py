@@ -11,10 +11,13 @@ from fake_backend import USER, Client, FakeBackend, server
 from outrider.chat.thinking import EFFORT_BUDGETS
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+OLLAMA, GENERATE = "/api/chat", "/api/generate"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER},
     RESPONSES: {"input": "?"},
     MESSAGES: {"messages": USER, "max_tokens": 5},
+    OLLAMA: {"model": "tiny", "messages": USER, "stream": False},
+    GENERATE: {"model": "tiny", "prompt": "?", "stream": False},
 }
 
 
@@ -35,6 +38,9 @@ def ask(path: str, body: dict[str, Any], status: int = 200) -> tuple[Any, FakeBa
         (CHAT, {"reasoning_effort": "none"}, 0),
         (CHAT, {"reasoning_effort": "low"}, None),  # the renderer knows whether the template has efforts
         (RESPONSES, {"reasoning": {"effort": "none"}}, 0),
+        (RESPONSES, {"reasoning": {"effort": "low"}}, None),
+        (OLLAMA, {"think": False}, 0),
+        (OLLAMA, {"think": "low"}, None),
         (MESSAGES, {"thinking": {"type": "disabled"}}, 0),
         (MESSAGES, {"thinking": {"type": "adaptive"}}, None),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, 1024),
@@ -57,11 +63,13 @@ def test_the_limit_reaches_the_engine(path: str, body: dict[str, Any], budget: i
         (CHAT, {"thinking_token_budget": -7}, "must be 0 or more"),
         (CHAT, {"thinking_token_budget": "many"}, "thinking_token_budget"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": -3}}, "must be 0 or more"),
+        (OLLAMA, {"thinking_token_budget": -7}, "must be 0 or more"),
     ],
 )
 def test_bad_limits_are_refused(path: str, body: dict[str, Any], words: str) -> None:
     answer, backend = ask(path, body, status=400)
-    assert words in answer["error"]["message"]
+    error = answer["error"]
+    assert words in (error if isinstance(error, str) else error["message"])
     assert not backend.requests
 
 

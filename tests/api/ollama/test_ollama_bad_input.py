@@ -25,6 +25,8 @@ ANSWER = {
     "format": [1, True, ["json"], "yaml"],
     "options": [1, "x", [], True],
     "think": [1, "none", "LOW", [], {}],
+    "thinking_token_budget": [*NUMBER, -2, 1.5],
+    "max_thinking_tokens": [*NUMBER, 1.5],
     "keep_alive": [True, [], {}, "five minutes"],
     "logprobs": FLAG,
     "top_logprobs": [*NUMBER, -1, 21, 1.5],

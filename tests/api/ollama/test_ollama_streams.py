@@ -33,6 +33,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_server import shared_server
 
+from outrider.api import sse
 from outrider.chat.events import (
     ChatEvent,
     Finished,
@@ -212,6 +213,23 @@ def test_a_stream_shows_life_in_whole_lines(path: str) -> None:
     assert len(found) >= 2 * len(HELLO) + len(HELLO)
     assert "".join(text_of(path, part) for part in found) == "Hello wörld"
     assert [part["done"] for part in found] == [False] * (len(found) - 1) + [True]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_first_sign_comes_after_a_second_and_not_after_a_whole_keep_alive(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "FIRST_KEEP_ALIVE_S", 0.01)
+    backend = FakeBackend(HELLO)
+    made = server(backend, keep_alive_s=GUARD_S)
+
+    async def run() -> bytes:
+        caller = Caller(path, BODIES[path])
+        backend.gate = lambda: until(lambda: b"\n" in caller.received)
+        await asyncio.wait_for(caller.call(made), GUARD_S)
+        return caller.received
+
+    assert "".join(text_of(path, part) for part in lines_of(asyncio.run(run()))) == "Hello wörld"
 
 
 TOO_LONG = PromptTooLong("the prompt has 9 tokens", "9 tokens", 8)

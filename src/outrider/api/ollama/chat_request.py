@@ -18,10 +18,13 @@ from outrider.api.openai.chat_request import FunctionSpec
 from outrider.api.request_fields import (
     NumLogprobs,
     RequestModel,
+    Whole,
     callable_tools,
+    documented,
     tool_choice_of,
     tool_of,
 )
+from outrider.api.thinking_fields import thinking_budget
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, Part, TextPart, Tool, ToolCall
 from outrider.chat.json_text import dumps
 from outrider.request import NO_DEFAULTS, SamplingDefaults
@@ -39,14 +42,14 @@ Think = bool | Literal["low", "medium", "high", "max"]
 ModelName = Annotated[Word, Field(json_schema_extra={"minLength": 1})]
 
 
-class CalledFunction(RequestModel):
+class OllamaMessageFunction(RequestModel):
     name: Name
     arguments: JsonObject = Field(default_factory=dict)
 
 
 class MessageToolCall(RequestModel):
     id: Word | None = None
-    function: CalledFunction
+    function: OllamaMessageFunction
 
 
 class OllamaMessage(RequestModel):
@@ -76,6 +79,12 @@ class AnswerFields(RequestModel):
     format: Format | None = Field(None, description='"json", or a JSON schema')
     options: Options | None = None
     think: Think | None = Field(None, description="Default: what the model's chat template does")
+    thinking_token_budget: Whole | None = documented(
+        "Extension: most tokens of reasoning; at the limit its end is forced. -1: no limit", minimum=-1
+    )
+    max_thinking_tokens: Whole | None = documented(
+        "Extension: another name of thinking_token_budget", minimum=-1
+    )
     keep_alive: KeepAlive | None = Field(
         None, description="How long the model stays loaded after its last use"
     )
@@ -111,7 +120,7 @@ def chat_request(
     """`default_max_tokens`, `sampling`: for requests that leave the values out."""
     tools = [_tool(i, tool) for i, tool in callable_tools(body.tools, None, "function")]
     messages = _messages(body.messages or ())
-    kwargs = think_kwargs(body.think)
+    kwargs = think_kwargs(body)
     if messages and messages[-1].role == "assistant" and not messages[-1].tool_calls:
         kwargs["continue_final_message"] = True
     return ChatRequest(
@@ -121,7 +130,7 @@ def chat_request(
             default_max_tokens,
             sampling,
             logprobs=body.num_logprobs,
-            thinking=think_limit(body.think),
+            thinking=think_limit(body),
         ),
         tools=tools,
         tool_choice=tool_choice_of(tools, None),
@@ -130,18 +139,21 @@ def chat_request(
     )
 
 
-def think_kwargs(think: Think | None) -> dict[str, Any]:
+def think_kwargs(body: AnswerFields) -> dict[str, Any]:
     """Variables for the chat template."""
-    if think is None:
-        return {}
-    if isinstance(think, str):
-        return {"enable_thinking": True, "reasoning_effort": think}
-    return {"enable_thinking": think}
+    found: dict[str, Any] = {}
+    if isinstance(body.think, str):
+        found = {"enable_thinking": True, "reasoning_effort": body.think}
+    elif body.think is not None:
+        found = {"enable_thinking": body.think}
+    if (budget := thinking_budget(body)) is not None:
+        found["thinking_budget"] = budget
+    return found
 
 
-def think_limit(think: Think | None) -> int | None:
-    """What the template cannot switch off is ended at once."""
-    return 0 if think is False else None
+def think_limit(body: AnswerFields) -> int | None:
+    """Most tokens of reasoning. What the template cannot switch off is ended at once."""
+    return thinking_budget(body, 0 if body.think is False else None)
 
 
 def check_thinks(think: Think | None, model: str, thinks: bool | None) -> None:

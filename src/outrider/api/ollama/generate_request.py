@@ -14,6 +14,7 @@ from outrider.api.limits import JSON_VALUES, AtMost
 from outrider.api.ollama.chat_request import AnswerFields, Images, parts, think_kwargs, think_limit
 from outrider.api.ollama.options import format_grammar, options_params
 from outrider.api.request_fields import documented
+from outrider.api.thinking_fields import thinking_budget
 from outrider.chat.conversation import ChatRequest, Message, TextPart
 from outrider.request import SamplingDefaults, SamplingParams
 
@@ -66,10 +67,10 @@ def generate_request(
             default_max_tokens,
             sampling,
             logprobs=body.num_logprobs,
-            thinking=think_limit(body.think),
+            thinking=think_limit(body),
         ),
         grammar=format_grammar(body.format),
-        template_kwargs=think_kwargs(body.think),
+        template_kwargs=think_kwargs(body),
     )
 
 
@@ -82,5 +83,6 @@ def raw_params(
         default_max_tokens,
         sampling,
         logprobs=body.num_logprobs,
+        thinking=thinking_budget(body),
         grammar=format_grammar(body.format),
     )
