@@ -21,6 +21,7 @@ from workplace import INSTALLED, AgentServer, Workplace, refused, skip_as_missin
 HERE = Path(__file__).parent
 DONE = "All done: it says hello now."
 TASK = "Please mend the greeting"
+MORE = "Please greet me"
 
 
 def loop(task: str, *calls: Call) -> Scene:
@@ -58,7 +59,14 @@ OPENCODE = {  # nothing is fetched
     "OPENCODE_DISABLE_MODELS_FETCH": "1",
 }
 CODEX = ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--json", TASK)
-AIDER = ("--yes-always", "--no-check-update", "--no-analytics", "--no-git", "--no-pretty", "--message", TASK)
+AIDER = (
+    "--yes-always",
+    "--no-check-update",
+    "--no-analytics",
+    "--no-git",
+    "--no-pretty",
+    "--no-fancy-input",
+)
 
 
 def test_claude_code_mends_a_file(agent_server: AgentServer, workplace: Workplace) -> None:
@@ -131,13 +139,15 @@ def test_opencode_mends_a_file(agent_server: AgentServer, workplace: Workplace) 
 
 
 def test_aider_mends_a_file(agent_server: AgentServer, workplace: Workplace) -> None:
-    whole = 'I mend it.\n\ngreet.py\n```\nprint("hello")\n```\n'
-    agent_server.play(Scene([TASK], [Turn(whole)]))
-    ended = workplace.launch("aider", agent_server, *AIDER, "greet.py")
+    """Once, and once more in the same chat."""
+    whole = "I mend it.\n\ngreet.py\n```\n{}\n```\n"
+    scenes = [(MORE, 'print("hello, you")'), (TASK, 'print("hello")')]
+    agent_server.play(*(Scene([task], [Turn(whole.format(line))]) for task, line in scenes))
+    ended = workplace.launch("aider", agent_server, *AIDER, "greet.py", typed=f"{TASK}\n{MORE}\n")
     assert ended.status == 0, ended.output + ended.errors
-    assert workplace.file.read_text() == 'print("hello")\n'
+    assert workplace.file.read_text() == 'print("hello, you")\n'
     assert "Unknown context window" not in ended.output
-    check("aider", agent_server, workplace, "/v1/chat/completions", 1)
+    check("aider", agent_server, workplace, "/v1/chat/completions", 2)
 
 
 LLM_TOOLS = """

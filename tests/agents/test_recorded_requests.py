@@ -16,7 +16,7 @@ from patience import PATIENCE_S
 
 # Of the prompt tokens of all turns but the first, at least so many are cached; 0.9 where nothing is said.
 LEAST_HITS = {
-    "aider": 0.0,  # has one turn
+    "aider": 0.45,  # the conversation comes before the files, which change
     "claude_code": 0.98,
     "claude_code_compaction": 0.75,  # the summary replaces the conversation
     "claude_code_sub_agent": 0.6,  # the sub-agent has a prompt of its own

@@ -100,24 +100,28 @@ class Workplace:
     def file(self) -> Path:
         return self.folder / "greet.py"
 
-    def run(self, *command: str, **variables: str) -> Ended:
+    def run(self, *command: str, typed: str = "", **variables: str) -> Ended:
+        """`typed`: what the program reads from its input."""
+        source: dict[str, Any] = {"input": typed} if typed else {"stdin": subprocess.DEVNULL}
         done = subprocess.run(
             command,
             cwd=self.folder,
             env=self._environment() | self.variables | variables,
-            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=RUN_S,
+            **source,
         )
         return Ended(done.returncode, done.stdout, done.stderr)
 
-    def launch(self, tool: str, server: AgentServer, *arguments: str, **variables: str) -> Ended:
+    def launch(
+        self, tool: str, server: AgentServer, *arguments: str, typed: str = "", **variables: str
+    ) -> Ended:
         """`outrider launch`, as a user calls it."""
         if shutil.which(TOOLS[tool].program, path=tool_path()) is None:
             skip_as_missing(tool)
         command = [sys.executable, "-m", "outrider", "launch", tool, "--url", server.url]
-        return self.run(*command, "--", *arguments, **variables)
+        return self.run(*command, "--", *arguments, typed=typed, **variables)
 
     def _environment(self) -> dict[str, str]:
         kept = ("LANG", "PYTHONPATH", "TMPDIR", "SSL_CERT_FILE", "NODE_EXTRA_CA_CERTS")
