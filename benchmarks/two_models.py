@@ -20,10 +20,11 @@ from statistics import median
 import mlx.core as mx
 
 from benchmarks.side_by_side import spread
-from outrider.build import EnginePlace, ModelChoice, build_engine
+from outrider.build import ModelChoice, build_engine
 from outrider.config import EngineConfig
 from outrider.engine.device_turns import DeviceTurns, EngineTurns
 from outrider.engine.engine import Engine
+from outrider.engine_place import EnginePlace
 from outrider.request import SamplingParams
 
 

@@ -7,24 +7,23 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from outrider import __version__
-from outrider.cache.block_folder import BlockFolder
-from outrider.cache.disk_tier import DiskTier
+from outrider.build_adapters import FusedAdapter, fuse_adapter, load_adapters, use_for_all
+from outrider.build_caches import block_size_of, prefix_disk
+from outrider.build_ranks import checked_for_ranks, facts_of_rank
 from outrider.config import (
     GENERATION_CONFIGS,
-    CacheLayout,
     EngineConfig,
     GenerationConfigSource,
     InvalidConfig,
 )
 from outrider.cpu import blas
 from outrider.cpu.quantized import quantized_layers
-from outrider.engine.device_turns import EngineTurns, TurnTakingRunner
 from outrider.engine.engine import Engine
 from outrider.engine.memory_plan import (
     MAX_CPU_ROWS,
@@ -37,19 +36,14 @@ from outrider.engine.memory_plan import (
 )
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.validation import ModelFacts
+from outrider.engine_place import ALONE, EnginePlace, Timing
 from outrider.grammar.backend import tokenizer_source
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.models import dtypes, heads, loader, machine
-from outrider.models.adapters.files import AdapterError, AdapterFiles, read_adapter
-from outrider.models.adapters.fit import LayerTerms
-from outrider.models.adapters.fuse import fuse
+from outrider.models import heads, loader, machine
 from outrider.models.draft_model import DraftModel, load_draft_model
-from outrider.models.files.fingerprint import fingerprint
 from outrider.models.files.shipped_head import shipped_head
 from outrider.models.files.weight_size import loaded_bytes
-from outrider.models.trunk import Trunk
 from outrider.models.vision.families import why_no_audio
-from outrider.plan import BLOCK_SIZE, StepRunner
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.controller import DepthController
@@ -57,7 +51,6 @@ from outrider.speculate.costs import CostTable
 from outrider.speculate.per_draft import new_controller
 from outrider.speculate.prompt_calibration import measure_prompts
 from outrider.speculate.prompt_costs import MeasuredPromptCosts
-from outrider.step import step_message
 from outrider.step.device_drafter import LoadedDrafter
 from outrider.step.follower import follow
 from outrider.step.ranks import Ranks
@@ -97,47 +90,14 @@ class ModelChoice:
                 "be combined: give one of the two"
             )
 
-
-@dataclass(frozen=True)
-class FusedAdapter:
-    """The adapter of all requests, and its terms that could not be fused into the weights."""
-
-    files: AdapterFiles
-    terms: dict[str, LayerTerms]
-
-
-@dataclass(frozen=True)
-class EnginePlace:
-    """How an engine shares the process with those of other models, or its model with other processes."""
-
-    turns: EngineTurns | None = None  # on the device
-    memory: MemoryShare | None = None  # None: all that is free
-    is_outlived: bool = False  # the process goes on after the engine
-    ranks: Ranks | None = None  # the model runs on several ranks; this is rank 0, the others `follow_rank_0`
-
-    def timing(self, runner: Runner) -> Timing:
-        """Beside other models, the passes that are timed take turns with their steps."""
-        turns = self.turns
-        if turns is None or self.memory is None:
-            return Timing(runner, machine.step_clock(), machine.extra_bytes)
-
-        def extra_bytes(run: Callable[[], object]) -> int:
-            with turns.held():
-                return machine.extra_bytes(run)
-
-        return Timing(cast(StepRunner, TurnTakingRunner(runner, turns)), turns.clock, extra_bytes)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How the costs of a model's steps are measured."""
-
-    runner: StepRunner
-    clock: Callable[[], float]
-    extra_bytes: Callable[[Callable[[], object]], int]  # memory that a function takes while it runs
-
-
-ALONE = EnginePlace()
+    @property
+    def beyond_ranks(self) -> list[str]:
+        """What it has and several ranks cannot have."""
+        found = {
+            "adapters": self.adapter is not None or bool(self.adapters),
+            "a draft model": self.draft_model is not None,
+        }
+        return [name for name, is_there in found.items() if is_there]
 
 
 def build_engine(
@@ -148,7 +108,7 @@ def build_engine(
     place: EnginePlace = ALONE,
 ) -> tuple[Engine, Any]:
     """A running engine and its tokenizer. The engine's thread calls `notify` with a line before long work."""
-    config = _checked_for_ranks(choice, config, place.ranks)
+    config = checked_for_ranks(config, choice.beyond_ranks, place.ranks)
     _check_drafter(choice, config)
     tokenizers: list[Any] = []
 
@@ -156,68 +116,24 @@ def build_engine(
         machine.settle()
         loaded = _load(choice, place.ranks)
         tokenizers.append(loaded.tokenizer)
-        fused = None if choice.adapter is None else _fuse(loaded, choice.adapter)
+        fused = None if choice.adapter is None else fuse_adapter(loaded, choice.adapter)
         return _parts(loaded, choice, config, fused, notify, place)
 
     return Engine(config, build, observer, place.turns, place.is_outlived), tokenizers[0]
 
 
-def _fuse(loaded: loader.LoadedModel, path: str | Path) -> FusedAdapter:
-    """Fuse the adapter into the weights that are not quantised. Raises InvalidConfig."""
-    try:
-        files = read_adapter(path)
-        return FusedAdapter(files, fuse(files, loaded.trunk.model))
-    except AdapterError as error:
-        raise InvalidConfig(f"the adapter cannot be used: {error}") from error
-
-
-def _use_for_all(trunk: Trunk, fused: FusedAdapter) -> None:
-    """Every row computes with the terms that could not be fused. Raises InvalidConfig."""
-    try:
-        trunk.adapters.load_for_all(fused.files, fused.terms)
-    except AdapterError as error:
-        raise InvalidConfig(f"the adapter cannot be used: {error}") from error
-
-
-def _load_adapters(trunk: Trunk, choice: ModelChoice, config: EngineConfig) -> None:
-    """Load the adapters that requests can name. Call it once the layers are those that serve."""
-    if len(choice.adapters) > config.max_adapters:
-        raise InvalidConfig(
-            f"{len(choice.adapters)} adapters, and max_adapters (--max-adapters) allows {config.max_adapters}"
-        )
-    trunk.adapters.allow(config.max_adapters, config.adapter_memory_bytes)
-    for name, path in choice.adapters.items():
-        try:
-            trunk.adapters.load(name, trunk.adapters.reader(str(path)))
-        except AdapterError as error:
-            raise InvalidConfig(f"the adapter {name} cannot be loaded: {error}") from error
-
-
 def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> None:
     """Run this rank's part of the model until rank 0 stops."""
-    config = _checked_for_ranks(choice, config, ranks)
+    config = checked_for_ranks(config, choice.beyond_ranks, ranks)
     machine.settle()
     loaded = _load(choice, ranks)
     trunk = loaded.trunk
     trunk.use_kv_bits(config.kv_bits)
     trunk.prepare_for_serving()
-    block_size = _block_size(trunk, config.cache_layout, outruns=machine.outruns_host())
+    block_size = block_size_of(trunk, config.cache_layout, outruns=machine.outruns_host())
     runner = Runner(trunk, block_size=block_size, ranks=ranks)
-    ranks.check_same(_facts_of_rank(loaded, config, block_size))
+    ranks.check_same(facts_of_rank(loaded, config, block_size))
     follow(ranks, runner)
-
-
-def _checked_for_ranks(choice: ModelChoice, config: EngineConfig, ranks: Ranks | None) -> EngineConfig:
-    """The configuration, without adapters on several ranks. Raises InvalidConfig."""
-    if ranks is None:
-        return config
-    if config.prefix_cache_dir is not None:
-        raise InvalidConfig("prefix_cache_dir cannot be used on several ranks yet: leave it out")
-    if choice.adapter is not None or choice.adapters:
-        raise InvalidConfig("adapters cannot be used on several ranks yet: leave them out")
-    if choice.draft_model is not None:
-        raise InvalidConfig("a draft model cannot be used on several ranks yet: leave it out")
-    return replace(config, max_adapters=0)
 
 
 def _check_drafter(choice: ModelChoice, config: EngineConfig) -> None:
@@ -231,13 +147,6 @@ def _check_drafter(choice: ModelChoice, config: EngineConfig) -> None:
 def _load(choice: ModelChoice, ranks: Ranks | None) -> loader.LoadedModel:
     group = None if ranks is None else ranks.group
     return loader.load(choice.model, choice.dtype, choice.revision, choice.generation_config, group=group)
-
-
-def _facts_of_rank(loaded: loader.LoadedModel, config: EngineConfig, block_size: int | None) -> str:
-    """What has to be the same on all ranks."""
-    files = sorted((file.name, file.stat().st_size) for file in loaded.path.glob("*.safetensors"))
-    versions = __version__, importlib.metadata.version("mlx"), importlib.metadata.version("mlx-lm")
-    return repr((versions, step_message.VERSION, loaded.config, files, block_size, config.kv_bits))
 
 
 def _parts(
@@ -261,14 +170,14 @@ def _parts(
     drafter: str = config.drafter
     if drafter == "auto":
         drafter = "model" if draft_model is not None else "mtp" if head is not None else "none"
-    disk = _prefix_disk(loaded, device_drafter, config)
+    disk = prefix_disk(loaded, device_drafter, config)
     trunk, vision = loaded.trunk, loaded.vision
     num_parameters = get_total_parameters(trunk.model)
     trunk.prepare_for_serving()
     if device_drafter is not None:
         device_drafter.prepare_for_serving(trunk)
     if fused is not None and fused.terms:
-        _use_for_all(trunk, fused)
+        use_for_all(trunk, fused)
     # On a device that outruns its host, decode passes are traced in few shapes, steps are overlapped, and an
     # MTP head is never paused. (A draft model is: feeding it costs more than a pass that is not traced.) On
     # several ranks every step is read before the next one is sent.
@@ -276,9 +185,9 @@ def _parts(
     outruns = machine.outruns_host() and ranks is None
     vision_encoder = vision.encoder if vision is not None else None
     write_block = None if disk is None else disk.write
-    block_size = _block_size(trunk, config.cache_layout, machine.outruns_host())
+    block_size = block_size_of(trunk, config.cache_layout, machine.outruns_host())
     if ranks is not None:
-        ranks.check_same(_facts_of_rank(loaded, config, block_size))
+        ranks.check_same(facts_of_rank(loaded, config, block_size))
     runner = Runner(
         trunk,
         device_drafter,
@@ -314,7 +223,7 @@ def _parts(
         hidden_size=trunk.hidden_size,
     )
     memory = _memory_plan(loaded, device_drafter, config, place.memory)
-    _load_adapters(trunk, choice, config)
+    load_adapters(trunk, choice.adapters, config)
     geometry, most_rows = runner.geometry(config.capacity_step), MAX_ROWS if outruns else MAX_CPU_ROWS
     max_rows = config.max_rows or default_max_rows(geometry, memory.rows, most_rows)
     tokenizer, eos_ids, vocab_size = loaded.tokenizer, loaded.eos_ids, trunk.vocab_size
@@ -345,25 +254,6 @@ def _parts(
         token_text=token_texts(tokenizer, trunk.vocab_size),
         adapters=trunk.adapters,
     )
-
-
-def _block_size(trunk: Trunk, layout: CacheLayout, outruns: bool) -> int | None:
-    """Cells of a block; None: rows keep their cells by slots.
-
-    Where attention reads blocks in place, each row costs what it holds. Elsewhere it would have to copy them,
-    and slots are cheaper. On GPUs blocks are used for quantised cells, which attention would have to
-    dequantise in slots, and if asked for (docs/BENCHMARKS.md, "Attention over blocks").
-    """
-    if layout == "slots" or (layout == "auto" and outruns and trunk.kv_bits is None):
-        return None
-    if trunk.reads_blocks:
-        return BLOCK_SIZE
-    if layout == "blocks":
-        raise InvalidConfig(
-            'cache_layout="blocks" needs attention that reads blocks in place, which not all layers of this '
-            'model have on this device: use "auto" or "slots"'
-        )
-    return None
 
 
 def _controller(
@@ -472,26 +362,6 @@ def _memory_plan(
         )
     machine.limit_buffers(plan.steps)
     return plan
-
-
-def _prefix_disk(
-    loaded: loader.LoadedModel, drafter: LoadedDrafter | None, config: EngineConfig
-) -> DiskTier | None:
-    if config.prefix_cache_dir is None:
-        return None
-    layers = drafter.modules if drafter is not None else ()
-    of_drafter = drafter.cell_facts if drafter is not None else None
-    trunk = loaded.trunk
-    facts = trunk.layout, trunk.kv_bits, of_drafter, loaded.config, BLOCK_SIZE, dtypes.arithmetic(trunk.model)
-    name = fingerprint([trunk.model, *layers], *facts)
-    try:
-        folder = BlockFolder(Path(config.prefix_cache_dir).expanduser(), name, config.prefix_cache_disk_bytes)
-    except OSError as error:
-        raise InvalidConfig(
-            f"the prefix cache cannot use the folder {config.prefix_cache_dir}: {error.strerror}. "
-            "Mend that, or name another folder."
-        ) from error
-    return DiskTier(folder)
 
 
 def _load_head(

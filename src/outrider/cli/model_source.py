@@ -18,7 +18,7 @@ from outrider.api.logprobs import TokenText
 from outrider.api.model_card import NO_CARD, model_card
 from outrider.api.operations.metrics import Metrics
 from outrider.api.served_model import ExpectedModel, RequestDefaults, ServedModel
-from outrider.build import EnginePlace, ModelChoice, build_engine
+from outrider.build import ModelChoice, build_engine
 from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
 from outrider.chat.thinking import check_most, check_parser
@@ -40,6 +40,7 @@ from outrider.embed.service import EmbeddingService
 from outrider.engine.device_turns import DeviceTurns
 from outrider.engine.engine import AsyncEngine, Engine
 from outrider.engine.memory_plan import MemoryShare, share_need
+from outrider.engine_place import EnginePlace
 from outrider.llm import default_model
 from outrider.media.loader import MediaLoader
 from outrider.models import loader

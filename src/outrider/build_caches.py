@@ -1,0 +1,53 @@
+"""How an engine keeps its cells: by blocks or by slots, and which cached prefixes go to the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.cache.block_folder import BlockFolder
+from outrider.cache.disk_tier import DiskTier
+from outrider.config import CacheLayout, EngineConfig, InvalidConfig
+from outrider.models import dtypes, loader
+from outrider.models.files.fingerprint import fingerprint
+from outrider.models.trunk import Trunk
+from outrider.plan import BLOCK_SIZE
+from outrider.step.device_drafter import LoadedDrafter
+
+
+def block_size_of(trunk: Trunk, layout: CacheLayout, outruns: bool) -> int | None:
+    """Cells of a block; None: rows keep their cells by slots.
+
+    Where attention reads blocks in place, each row costs what it holds. Elsewhere it would have to copy them,
+    and slots are cheaper. On GPUs blocks are used for quantised cells, which attention would have to
+    dequantise in slots, and if asked for (docs/BENCHMARKS.md, "Attention over blocks").
+    """
+    if layout == "slots" or (layout == "auto" and outruns and trunk.kv_bits is None):
+        return None
+    if trunk.reads_blocks:
+        return BLOCK_SIZE
+    if layout == "blocks":
+        raise InvalidConfig(
+            'cache_layout="blocks" needs attention that reads blocks in place, which not all layers of this '
+            'model have on this device: use "auto" or "slots"'
+        )
+    return None
+
+
+def prefix_disk(
+    loaded: loader.LoadedModel, drafter: LoadedDrafter | None, config: EngineConfig
+) -> DiskTier | None:
+    if config.prefix_cache_dir is None:
+        return None
+    layers = drafter.modules if drafter is not None else ()
+    of_drafter = drafter.cell_facts if drafter is not None else None
+    trunk = loaded.trunk
+    facts = trunk.layout, trunk.kv_bits, of_drafter, loaded.config, BLOCK_SIZE, dtypes.arithmetic(trunk.model)
+    name = fingerprint([trunk.model, *layers], *facts)
+    try:
+        folder = BlockFolder(Path(config.prefix_cache_dir).expanduser(), name, config.prefix_cache_disk_bytes)
+    except OSError as error:
+        raise InvalidConfig(
+            f"the prefix cache cannot use the folder {config.prefix_cache_dir}: {error.strerror}. "
+            "Mend that, or name another folder."
+        ) from error
+    return DiskTier(folder)
