@@ -114,7 +114,8 @@ def build_engine(
 
     def build() -> EngineParts:
         machine.settle()
-        loaded = _load(choice, place.ranks)
+        loaded = _load(choice, place.ranks, place.check_wanted)
+        place.check_wanted()
         tokenizers.append(loaded.tokenizer)
         fused = None if choice.adapter is None else fuse_adapter(loaded, choice.adapter)
         return _parts(loaded, choice, config, fused, notify, place)
@@ -144,9 +145,12 @@ def _check_drafter(choice: ModelChoice, config: EngineConfig) -> None:
         )
 
 
-def _load(choice: ModelChoice, ranks: Ranks | None) -> loader.LoadedModel:
+def _load(
+    choice: ModelChoice, ranks: Ranks | None, check_wanted: Callable[[], None] = lambda: None
+) -> loader.LoadedModel:
     group = None if ranks is None else ranks.group
-    return loader.load(choice.model, choice.dtype, choice.revision, choice.generation_config, group=group)
+    files = choice.model, choice.dtype, choice.revision, choice.generation_config
+    return loader.load(*files, group=group, check_wanted=check_wanted)
 
 
 def _parts(

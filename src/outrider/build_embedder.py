@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,17 +35,18 @@ def build_embedder(
     max_tokens: int | None = None,
     turn: DeviceTurn = nullcontext,
     is_outlived: bool = False,
+    check_wanted: Callable[[], None] = lambda: None,
 ) -> Embedder:
     """Load the pooling model in a folder. Raises ModelUnavailable.
 
     `max_tokens`: the operator's limit of an input. `turn`: within one the engine computes one part of a pass.
-    `is_outlived`: the process goes on after the engine.
+    `is_outlived`: the process goes on after the engine. `check_wanted`: called between parts of the load.
     """
     tokenizer = load_tokenizer(folder)
 
     def build() -> PoolingModel:
         machine.settle()
-        return load_pooling_model(folder, name, dtype, max_tokens)
+        return load_pooling_model(folder, name, dtype, max_tokens, check_wanted)
 
     engine = EmbeddingEngine(build, turn, is_outlived)
     return Embedder(engine, tokenizer, EmbeddingService(engine, tokenizer))

@@ -22,6 +22,7 @@ class EnginePlace:
     memory: MemoryShare | None = None  # None: all that is free
     is_outlived: bool = False  # the process goes on after the engine
     ranks: Ranks | None = None  # the model runs on several ranks; this is rank 0, the others `follow_rank_0`
+    check_wanted: Callable[[], None] = lambda: None  # raises if nobody waits for the engine any more
 
     def timing(self, runner: Runner) -> Timing:
         """Beside other models, the passes that are timed take turns with their steps."""
@@ -33,7 +34,9 @@ class EnginePlace:
             with turns.held():
                 return machine.extra_bytes(run)
 
-        return Timing(cast(StepRunner, TurnTakingRunner(runner, turns)), turns.clock, extra_bytes)
+        return Timing(
+            cast(StepRunner, TurnTakingRunner(runner, turns, self.check_wanted)), turns.clock, extra_bytes
+        )
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,9 @@ from typing import Any
 import pytest
 
 from outrider.pool.durations import duration_s
-from outrider.pool.model_entry import FOREVER, MemoryNeed, ModelEntry, NoteStage
-from outrider.pool.model_pool import (
-    LoadFailed,
-    ModelPinned,
-    ModelPool,
-    ModelTooLarge,
-    PoolClosed,
-    UnknownModel,
-)
+from outrider.pool.errors import LoadFailed, ModelPinned, ModelTooLarge, PoolClosed, UnknownModel
+from outrider.pool.model_entry import FOREVER, MemoryNeed, ModelEntry, ModelLoad
+from outrider.pool.model_pool import ModelPool
 from patience import Hurdle, in_test_or_soak, until
 
 
@@ -61,16 +55,20 @@ class FakeSource:
     memory: Memory
     failure: Exception | None = None
     hurdle: Hurdle | None = None  # held at the start of a load
+    hurdle_of_measure: Hurdle | None = None
     loads: list[FakeModel] = field(default_factory=list)
     fails: Callable[[], bool] = lambda: False
 
-    def measure(self, note: NoteStage) -> MemoryNeed:
+    def measure(self, load: ModelLoad) -> MemoryNeed:
+        if self.hurdle_of_measure is not None:
+            self.hurdle_of_measure.stop()
         return self.need
 
-    def load(self, num_bytes: int | None, note: NoteStage) -> FakeModel:
-        note("loading the weights", 0.5)
+    def load(self, num_bytes: int | None, load: ModelLoad) -> FakeModel:
+        load.note("loading the weights", 0.5)
         if self.hurdle is not None:
             self.hurdle.stop()
+        load.check_wanted()
         if self.failure is not None or self.fails():
             raise self.failure or OSError("the disk is on fire")
         model = FakeModel(self.name, num_bytes or 0, self.memory)
@@ -210,6 +208,87 @@ def test_load_that_nobody_waits_for_any_more_gives_up_its_wait_for_room() -> Non
     run(play())
 
 
+def test_load_that_nobody_waits_for_any_more_is_stopped_and_the_next_one_begins() -> None:
+    async def play() -> None:
+        world = World(a=60, b=60)
+        world.sources["a"].hurdle = hurdle = Hurdle()
+        first, second = (asyncio.create_task(world.use("a")) for _ in range(2))
+        await until(hurdle.reached.is_set)
+        other = asyncio.create_task(world.use("b"))
+        await until(lambda: world.entry("b").stage == "waiting for memory")
+        first.cancel()
+        second.cancel()
+        await asyncio.wait({first, second})
+        hurdle.open()
+        assert (await other).name == "b"
+        assert world.states() == {"a": "not_loaded", "b": "loaded"}
+        assert (world.sources["a"].loads, world.entry("a").failure) == ([], None)
+        world.sources["a"].hurdle = None
+        await world.use("a")  # loaded anew
+
+    run(play())
+
+
+def test_load_whose_last_client_leaves_while_its_files_are_found_unloads_nothing() -> None:
+    async def play() -> None:
+        world = World(a=60, b=60)
+        await world.use("a")
+        world.sources["b"].hurdle_of_measure = hurdle = Hurdle()
+        leaving = asyncio.create_task(world.use("b"))
+        await until(hurdle.reached.is_set)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        hurdle.open()
+        await until(lambda: world.entry("b").task is None)
+        assert world.states() == {"a": "loaded", "b": "not_loaded"}
+
+    run(play())
+
+
+def test_client_that_comes_while_a_load_is_being_stopped_gets_the_model() -> None:
+    async def play() -> None:
+        world = World(a=60)
+        world.sources["a"].hurdle = hurdle = Hurdle()
+        leaving = asyncio.create_task(world.use("a"))
+        await until(hurdle.reached.is_set)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        late = asyncio.create_task(world.use("a"))
+        world.sources["a"].hurdle = None
+        hurdle.open()
+        assert (await late).name == "a"
+
+    run(play())
+
+
+@pytest.mark.parametrize("keeps", ["operator", "pin"])
+def test_load_of_the_operator_and_of_a_pinned_model_goes_on_without_its_client(keeps: str) -> None:
+    async def play() -> None:
+        world = World(a=60)
+        world.entry("a").is_pinned = keeps == "pin"
+        world.sources["a"].hurdle = hurdle = Hurdle()
+        work = world.pool.load(world.entry("a")) if keeps == "operator" else world.use("a")
+        leaving: asyncio.Task[Any] = asyncio.create_task(work)
+        await until(hurdle.reached.is_set)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        hurdle.open()
+        await until(lambda: world.states() == {"a": "loaded"})
+        assert world.entry("a").num_leases == 0
+
+    run(play())
+
+
+def test_load_of_the_operator_that_fails_raises() -> None:
+    async def play() -> None:
+        world = World(a=60)
+        world.sources["a"].failure = OSError("no such disk")
+        with pytest.raises(LoadFailed, match="no such disk"):
+            await world.pool.load(world.entry("a"))
+
+    run(play())
+
+
 def test_model_that_never_fits_is_refused_with_figures() -> None:
     async def play() -> None:
         world = World(limit=2_000_000_000, a=900_000_000, b=1_500_000_000)
@@ -300,7 +379,7 @@ def test_operator_unloads_at_once_or_after_the_last_request() -> None:
     run(play())
 
 
-def test_close_waits_for_a_load_and_refuses_new_requests() -> None:
+def test_close_stops_a_load_and_refuses_new_requests() -> None:
     async def play() -> None:
         world = World(a=10)
         world.sources["a"].hurdle = hurdle = Hurdle()
@@ -311,8 +390,10 @@ def test_close_waits_for_a_load_and_refuses_new_requests() -> None:
         with pytest.raises(PoolClosed):
             await world.pool.lease(ModelEntry("b", world.sources["a"]))
         hurdle.open()
-        await asyncio.gather(closing, waiting)
-        assert world.memory.held == 0
+        await closing
+        with pytest.raises(PoolClosed):
+            await waiting
+        assert (world.memory.held, world.sources["a"].loads) == (0, [])
 
     run(play())
 
@@ -357,8 +438,9 @@ async def _random_history(dice: random.Random) -> None:
 
     async def operator() -> None:
         for _ in range(6):
-            with contextlib.suppress(ModelPinned):
-                await world.pool.unload(world.entry(dice.choice("abcd")))
+            with contextlib.suppress(ModelPinned, LoadFailed):
+                change = dice.choice([world.pool.unload, world.pool.unload, world.pool.load])
+                await change(world.entry(dice.choice("abcd")))
             await asyncio.sleep(0.001)
 
     tasks = [asyncio.create_task(client()) for _ in range(8)]

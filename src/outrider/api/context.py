@@ -19,7 +19,7 @@ from outrider.api.keep_alive import KeepAlive, keep_alive_s
 from outrider.api.operations.liveness import Liveness
 from outrider.api.served_model import Entry, ExpectedModel, Models, RequestDefaults, RequestedModel
 from outrider.api.settings import ServerSettings
-from outrider.pool.model_pool import UnknownModel
+from outrider.pool.errors import UnknownModel
 
 FINGERPRINT = f"outrider-{__version__}"
 LATEST = ":latest"  # Ollama's tag of a name without one

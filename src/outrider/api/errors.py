@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from outrider.engine.adapters import UnknownAdapter
 from outrider.engine.engine import EngineStopped
 from outrider.isolation.worker import WorkerUnavailable
-from outrider.pool.model_pool import LoadFailed, ModelPinned, ModelTooLarge, PoolClosed, PoolError
+from outrider.pool.errors import LoadFailed, ModelPinned, ModelTooLarge, PoolClosed, PoolError
 from outrider.request import InvalidRequest, PromptTooLong
 
 log = logging.getLogger(__name__)

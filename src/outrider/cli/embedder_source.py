@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,16 @@ WORK_BYTES = 128 << 20  # memory for the arrays of a pass; chosen by hand: a pas
 
 
 def load_embedder(
-    folder: Path, path: str, options: dict[str, Any], turns: EngineTurns, is_outlived: bool
+    folder: Path,
+    path: str,
+    options: dict[str, Any],
+    turns: EngineTurns,
+    is_outlived: bool,
+    check_wanted: Callable[[], None],
 ) -> Embedder:
     """`path`: the model as the operator named it. Each part of a pass is a turn on the device."""
-    turn = partial(_turn, turns)
-    return build_embedder(folder, path, options["dtype"], options["max_context"], turn, is_outlived)
+    given = folder, path, options["dtype"], options["max_context"]
+    return build_embedder(*given, partial(_turn, turns), is_outlived, check_wanted)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ from outrider.models.files import generation_config
 from outrider.models.files.default_model import NAME as DEFAULT_NAME
 from outrider.models.files.weight_size import estimated_bytes
 from outrider.models.vision.encoder import has_extra
-from outrider.pool.model_entry import MemoryNeed, ModelEntry, NoteStage
+from outrider.pool.model_entry import MemoryNeed, ModelEntry, ModelLoad, NoteStage
 from outrider.step.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -134,9 +134,9 @@ class ServedModelSource:
             defaults, max_context, reads_images, card, adapters=self._adapter_names
         )
 
-    def measure(self, note: NoteStage) -> MemoryNeed:
+    def measure(self, load: ModelLoad) -> MemoryNeed:
         spec, shared = self._spec, self._shared
-        note("finding its files", None)
+        load.note("finding its files", None)
         with self._without_path():
             self._folder = folder = self._find_folder()
             if shared.limit_bytes is None:
@@ -151,12 +151,15 @@ class ServedModelSource:
         engine, reads_images = engine_config(spec.options), "vision_config" in config
         return MemoryNeed(*share_need(engine, weights, reads_images, shared.limit_bytes, all_weights))
 
-    def load(self, num_bytes: int | None, note: NoteStage) -> ServedModel:
+    def load(self, num_bytes: int | None, load: ModelLoad) -> ServedModel:
         started_s, is_loaded = time.monotonic(), threading.Event()
         watch_loading(is_loaded, self._spec.options["load_timeout"])
         try:
-            with self._without_path(), self._progress(note) as notify:
-                served = self._load(num_bytes, notify)
+            with self._without_path(), self._progress(load.note) as notify:
+                served = self._load(num_bytes, notify, load.check_wanted)
+        except BaseException:
+            _free_buffers()
+            raise
         finally:
             is_loaded.set()
         log.info("%s is loaded: %.1f s", self._spec.name, time.monotonic() - started_s)
@@ -217,17 +220,19 @@ class ServedModelSource:
         with watch_loaded_bytes(show):
             yield notify
 
-    def _load(self, num_bytes: int | None, notify: Callable[[str], None]) -> ServedModel:
+    def _load(
+        self, num_bytes: int | None, notify: Callable[[str], None], check_wanted: Callable[[], None]
+    ) -> ServedModel:
         spec, shared, options = self._spec, self._shared, self._spec.options
         assert self._folder is not None
         if kind_in(self._folder) is not None:
-            return self._load_embedder(self._folder)
+            return self._load_embedder(self._folder, check_wanted)
         check_parser(options["reasoning_parser"])
         check_most(options["max_thinking_tokens"])
         share = None
         if num_bytes is not None:
             share = MemoryShare(num_bytes, shared.step_bytes, shared.weights[spec.name])
-        place = EnginePlace(shared.turns.join(), share, not shared.is_starting, shared.ranks)
+        place = EnginePlace(shared.turns.join(), share, not shared.is_starting, shared.ranks, check_wanted)
         steps = shared.metrics.steps.of_model(spec.name, self.is_idle)
         engine, tokenizer = build_engine(model_choice(spec), engine_config(options), steps, notify, place)
         try:
@@ -240,14 +245,15 @@ class ServedModelSource:
         shared.engines[spec.name] = engine
         return served
 
-    def _load_embedder(self, folder: Path) -> ServedModel:
+    def _load_embedder(self, folder: Path, check_wanted: Callable[[], None]) -> ServedModel:
         spec, shared = self._spec, self._shared
         if shared.ranks is not None:
             raise InvalidConfig(f"{spec.name} makes embeddings: such a model runs on one rank only")
         if shared.limit_bytes is None:  # a single model; beside others, the options are those of the others
             check_options(spec.options, spec.name)
         is_outlived = not shared.is_starting
-        embedder = load_embedder(folder, str(self._model), spec.options, shared.turns.join(), is_outlived)
+        turns = shared.turns.join()
+        embedder = load_embedder(folder, str(self._model), spec.options, turns, is_outlived, check_wanted)
         embedder.engine.is_outlived = True
         shared.engines[spec.name] = embedder.engine
         served = served_embedder(embedder, spec.name)
@@ -309,8 +315,13 @@ class ServedModelSource:
             return  # the engines are asked once more why they ended
         del shared.engines[name]
         del engine, service
-        gc.unfreeze()  # a model that was loaded before the server was ready is frozen (see serve.py)
-        gc.collect()
-        gc.freeze()
-        mx.clear_cache()
+        _free_buffers()
         log.info("%s is unloaded", name)
+
+
+def _free_buffers() -> None:
+    """Give the memory of arrays that nobody holds back to the system."""
+    gc.unfreeze()  # a model that was loaded before the server was ready is frozen (see serve.py)
+    gc.collect()
+    gc.freeze()
+    mx.clear_cache()

@@ -19,8 +19,9 @@ from outrider.engine.engine import Engine
 from outrider.engine.memory_plan import MIN_ROWS, step_reserve
 from outrider.models import machine
 from outrider.models.errors import ModelUnavailable
+from outrider.pool.errors import PoolError
 from outrider.pool.model_entry import ModelEntry
-from outrider.pool.model_pool import ModelPool, PoolError
+from outrider.pool.model_pool import ModelPool
 from outrider.step.ranks import Ranks
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from outrider.embed.passes import EmbeddingJob, PassInput, PassQueue
-from outrider.engine.engine import PARK_S, EngineStopped
+from outrider.engine.engine import PARK_S, EngineStopped, clear_frames
 from outrider.engine.heartbeat import IDLE, Heartbeat, sized
 from outrider.pooling import PoolingModel, TokenInput, Vector
 
@@ -53,6 +53,7 @@ class EmbeddingEngine:
         self._thread.start()
         if (failure := self._ready.get()) is not None:
             self._ended.wait()
+            clear_frames(failure)
             raise failure
         atexit.register(_close_if_alive, weakref.ref(self))
 

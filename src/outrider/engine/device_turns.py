@@ -110,20 +110,26 @@ class TurnTakingRunner:
     For costs that are measured beside other models: `EngineTurns.clock` counts the own time only.
     """
 
-    def __init__(self, runner: StepRunner, turns: EngineTurns) -> None:
+    def __init__(
+        self, runner: StepRunner, turns: EngineTurns, check_wanted: Callable[[], None] = lambda: None
+    ) -> None:
+        """`check_wanted`: called before a turn; an exception ends the measurement."""
         self._runner = runner
         self._turns = turns
+        self._check_wanted = check_wanted
         self._num_in_flight = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def run(self, plan: StepPlan) -> StepResult:
+        self._check_wanted()
         with self._turns.held():
             return self._runner.run(plan)
 
     def launch(self, plan: StepPlan, *args: Any) -> Any:
         if self._num_in_flight == 0:
+            self._check_wanted()
             self._turns.take()
         self._num_in_flight += 1
         return self._runner.launch(plan, *args)

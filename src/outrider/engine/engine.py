@@ -84,7 +84,7 @@ class Engine:
             raise
         if failure is not None:
             self._wait_for_end()
-            _clear_frames(failure)
+            clear_frames(failure)
             raise failure
         atexit.register(_close_if_alive, weakref.ref(self))
 
@@ -346,7 +346,7 @@ class Engine:
         self._loop.add(sequence, outbox)
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def clear_frames(error: BaseException | None) -> None:
     """Who holds the exception must not hold the weights, which are locals of the functions that it left."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from outrider.config import DTYPES, GenerationConfigSource
 from outrider.models import groups_of_16
@@ -42,6 +44,7 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_co
 UNPACKED_LATER = (None, "awq", "gptq", "bitnet")  # formats whose tensors are not MLX's after `sanitize`
 PROJECTION = re.compile(r"^(?:language_model\.)?lm_head\.")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*tiktoken*")
+READ_BYTES = 256 << 20  # of weights that are read at once; chosen by hand: 0.2 s from an SSD
 
 
 class ModelLoadError(ModelUnavailable):
@@ -71,13 +74,14 @@ def load(
     needs_logits: bool = True,
     group: mx.distributed.Group | None = None,
     reads_images: bool = True,
+    check_wanted: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
     """`dtype` is one of DTYPES. "auto": float32 on the CPU, elsewhere the dtype of the checkpoint.
 
     `revision`: commit, tag or branch of a Hugging Face id. `generation_config`: "auto" reads the sampling
     values in generation_config.json. `needs_logits` False: for embeddings, which need no output projection.
     `group`: load this rank's part of the model only. `reads_images` False: of a vision model, load the
-    language model only.
+    language model only. `check_wanted`: called after each part of the weights.
     """
     if dtype not in DTYPES:
         raise ModelLoadError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}.")
@@ -89,8 +93,10 @@ def load(
     vision = vision_family(config)
     family = _family(config, vision)
     check_supported(family)
-    network, mrope = _load_network(path, config, vision, lazy=group is not None, needs_logits=needs_logits)
-    if group is not None:
+    network, mrope = _load_network(path, config, vision, needs_logits)
+    if group is None:
+        _read_weights(path, network, check_wanted)
+    else:
         shard(network, group, family)
     settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
@@ -119,7 +125,7 @@ def trunk_on_disk(folder: Path) -> Trunk:
     config = read_config(folder)
     vision = vision_family(config)
     check_supported(_family(config, vision))
-    network, mrope = _load_network(folder, config, vision, lazy=True)
+    network, mrope = _load_network(folder, config, vision)
     return _new_trunk(network, config, vision, mrope)
 
 
@@ -194,10 +200,12 @@ def _load_network(
     path: Path,
     config: dict[str, Any],
     vision: VisionFamily | None,
-    lazy: bool = False,
     needs_logits: bool = True,
 ) -> tuple[nn.Module, MRopeSections | None]:
-    """Load the text model, or the language part of a vision checkpoint. Also return its mrope sections."""
+    """The text model, or the language part of a vision checkpoint, and its mrope sections.
+
+    A weight is read from the disk when it is first used.
+    """
     from mlx_lm.utils import _get_classes, load_model
 
     get_classes = _get_classes if vision is None else text_classes(vision, path) or _get_classes
@@ -211,15 +219,36 @@ def _load_network(
             trust_remote_code=False,
         )
         mrope = None if vision is None else mrope_sections(vision, config)
-        if not lazy:
-            mx.eval(network.parameters())
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path} has no weights (model*.safetensors).") from error
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        where = _unreadable_file(path) or path
-        reason = f"there is no {error}" if isinstance(error, KeyError) else error
-        raise ModelLoadError(f"the model in {where} cannot be loaded: {reason}") from error
+        raise _load_error(path, error) from error
     return network, mrope
+
+
+def _read_weights(path: Path, network: nn.Module, check_wanted: Callable[[], None]) -> None:
+    """Read the weights from the disk, a part at a time."""
+    part: list[mx.array] = []
+    for _, array in tree_flatten(network.parameters()):
+        part.append(array)
+        if sum(each.nbytes for each in part) >= READ_BYTES:
+            _evaluate(path, part)
+            part = []
+            check_wanted()
+    _evaluate(path, part)
+
+
+def _evaluate(path: Path, arrays: list[mx.array]) -> None:
+    try:
+        mx.eval(arrays)
+    except (RuntimeError, ValueError) as error:
+        raise _load_error(path, error) from error
+
+
+def _load_error(path: Path, error: Exception) -> ModelLoadError:
+    where = _unreadable_file(path) or path
+    reason = f"there is no {error}" if isinstance(error, KeyError) else error
+    return ModelLoadError(f"the model in {where} cannot be loaded: {reason}")
 
 
 def _with_checks(

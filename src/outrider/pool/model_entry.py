@@ -1,7 +1,8 @@
 """One model of a pool: its names, its settings and its state.
 
     not_loaded -> loading -> loaded -> unloading -> not_loaded
-                     └────-> failed (the next request tries again)
+                     ├────-> failed (the next request tries again)
+                     └────-> not_loaded (all who waited for it have left)
 
 Only `ModelPool` changes an entry, on the event loop. (A thread that loads notes its stage and progress.)
 """
@@ -31,6 +32,14 @@ NoteStage = Callable[[str, float | None], None]
 
 
 @dataclass(frozen=True)
+class ModelLoad:
+    """One load, for the thread that does it."""
+
+    note: NoteStage
+    check_wanted: Callable[[], None]  # raises LoadStopped; called often, and only where a load may end
+
+
+@dataclass(frozen=True)
 class MemoryNeed:
     """Bytes that a model takes, weights included."""
 
@@ -49,22 +58,25 @@ class MemoryNeed:
 class ModelSource(Protocol[M_co]):
     """How one model is loaded. Both calls run on a worker thread and may take long."""
 
-    def measure(self, note: NoteStage) -> MemoryNeed:
+    def measure(self, load: ModelLoad) -> MemoryNeed:
         """Find the model's files, or download them, and tell how much memory the model needs."""
         ...
 
-    def load(self, num_bytes: int | None, note: NoteStage) -> M_co:
-        """Load the model. It may take `num_bytes`, which is at least `least`; None: no limit."""
+    def load(self, num_bytes: int | None, load: ModelLoad) -> M_co:
+        """Load the model. It may take `num_bytes`, which is at least `least`; None: no limit.
+
+        After an exception the model holds no memory.
+        """
         ...
 
 
 class NoSource:
     """Of a model that was loaded before the pool was made."""
 
-    def measure(self, note: NoteStage) -> MemoryNeed:
+    def measure(self, load: ModelLoad) -> MemoryNeed:
         raise RuntimeError("this model cannot be loaded again")
 
-    def load(self, num_bytes: int | None, note: NoteStage) -> NoReturn:
+    def load(self, num_bytes: int | None, load: ModelLoad) -> NoReturn:
         raise RuntimeError("this model cannot be loaded again")
 
 
@@ -100,6 +112,11 @@ class ModelEntry(Generic[M]):
     @property
     def is_idle(self) -> bool:
         return self.state == "loaded" and self.num_leases == 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """False: a load of the model is stopped. Any thread may ask."""
+        return self.num_leases > 0 or self.is_pinned
 
     @property
     def seconds_left(self) -> float | None:

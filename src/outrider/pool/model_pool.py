@@ -6,8 +6,9 @@
     lease.release()
 
 Requests for the same model share one load; one model is loaded at a time. If there is not enough room, the
-idle model that was used least recently is unloaded; if all are in use, the load waits. A model with a lease
-is never unloaded. Used from the event loop only: files are read, and models built and closed, on threads.
+idle model that was used least recently is unloaded; if all are in use, the load waits. A load that nobody
+waits for any more is stopped. A model with a lease is never unloaded. Used from the event loop only: files
+are read, and models built and closed, on threads.
 Must not know what a model is: a ModelSource makes one, and `close` ends it.
 """
 
@@ -20,37 +21,22 @@ from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
-from outrider.pool.model_entry import FOREVER, M, MemoryNeed, ModelEntry
+from outrider.pool.errors import (
+    LoadFailed,
+    LoadStopped,
+    ModelPinned,
+    ModelTooLarge,
+    PoolClosed,
+    PoolError,
+    UnknownModel,
+)
+from outrider.pool.model_entry import FOREVER, M, MemoryNeed, ModelEntry, ModelLoad
 
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 4  # that find, download and load models; chosen by hand
 
 T = TypeVar("T")
-
-
-class PoolError(RuntimeError):
-    """A model cannot be used. The message says which one and why."""
-
-
-class UnknownModel(PoolError):
-    pass
-
-
-class LoadFailed(PoolError):
-    pass
-
-
-class ModelTooLarge(LoadFailed):
-    """The model never fits into the memory, whatever is unloaded. The message has the figures."""
-
-
-class PoolClosed(PoolError):
-    pass
-
-
-class ModelPinned(PoolError):
-    pass
 
 
 class Lease(Generic[M]):
@@ -126,14 +112,15 @@ class ModelPool(Generic[M]):
 
     def load_now(self, entry: ModelEntry[M]) -> None:
         """Load a model on this thread. Raises what its source raises, and ModelTooLarge."""
-        need = entry.source.measure(entry.note)
+        load = ModelLoad(entry.note, check_wanted=lambda: None)
+        need = entry.source.measure(load)
         num_bytes = None
         entry.reserved_bytes = need.wanted
         if self.limit_bytes is not None:
             entry.reserved_bytes = 0
             self._check_fits(entry, need)
             num_bytes = entry.reserved_bytes = min(need.wanted, self.limit_bytes - self.reserved_bytes)
-        entry.model = entry.source.load(num_bytes, entry.note)
+        entry.model = entry.source.load(num_bytes, load)
         entry.state, entry.keep_alive_s, entry.num_loads = "loaded", entry.idle_unload_s, 1
         entry.stage = entry.progress = None
 
@@ -166,6 +153,16 @@ class ModelPool(Generic[M]):
         entry.last_used_s = self._now_s()
         return Lease(model, lambda: self._give_back(entry))
 
+    async def load(self, entry: ModelEntry[M]) -> None:
+        """Load a model for the operator: also if the caller is cancelled. Raises what `lease` raises."""
+        loading = self._in_task(self._load_for_operator(entry))
+        loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else may ask
+        await asyncio.wait({loading})
+        loading.result()
+
+    async def _load_for_operator(self, entry: ModelEntry[M]) -> None:
+        (await self.lease(entry)).release()
+
     async def unload(self, entry: ModelEntry[M]) -> None:
         """Unload an idle model now. A model in use is unloaded after its last request. Raises ModelPinned."""
         if entry.is_pinned:
@@ -176,7 +173,7 @@ class ModelPool(Generic[M]):
             await self._unload(entry)
 
     async def close(self) -> None:
-        """Close all models. A load that runs is waited for: its thread cannot be stopped."""
+        """Close all models. A load that runs is stopped where it may end; its thread is waited for."""
         self._is_closed = True
         self._changed.set()
         for entry in self.entries:
@@ -195,8 +192,8 @@ class ModelPool(Generic[M]):
         self._changed.set()
         if entry.state == "loaded":
             self._when_idle(entry)
-        elif entry.is_waiting_for_room and entry.task is not None:
-            entry.task.cancel()  # nobody needs it any more
+        elif entry.is_waiting_for_room and entry.task is not None and not entry.is_wanted:
+            entry.task.cancel()  # a load that has its room is stopped by `_check_wanted`
 
     def _when_idle(self, entry: ModelEntry[M]) -> None:
         """Unload the model, now or after its time, if no request comes."""
@@ -216,7 +213,7 @@ class ModelPool(Generic[M]):
     async def _wait_for_load(self, entry: ModelEntry[M]) -> None:
         """Wait for the task that loads or unloads the model; start to load if there is none.
 
-        Raises the error of a load that has failed. A client that leaves does not end the load of the others.
+        Raises the error of a load that has failed. The load goes on as long as one client waits for it.
         """
         if self._is_closed:
             raise PoolClosed("the server is shutting down")
@@ -231,8 +228,10 @@ class ModelPool(Generic[M]):
 
     async def _load(self, entry: ModelEntry[M]) -> None:
         reason = None
+        load = ModelLoad(entry.note, lambda: self._check_wanted(entry))
         try:
-            need = await self._on_thread(entry.source.measure, entry.note)
+            need = await self._on_thread(entry.source.measure, load)
+            load.check_wanted()
             entry.note("waiting for memory")
             entry.is_waiting_for_room = True
             async with self._one_load:
@@ -240,9 +239,11 @@ class ModelPool(Generic[M]):
                 entry.is_waiting_for_room = False
                 entry.note("loading")
                 num_bytes = None if self.limit_bytes is None else entry.reserved_bytes
-                entry.model = await self._on_thread(entry.source.load, num_bytes, entry.note)
+                entry.model = await self._on_thread(entry.source.load, num_bytes, load)
             entry.state, entry.keep_alive_s = "loaded", entry.idle_unload_s
             entry.num_loads += 1
+        except LoadStopped:
+            log.info("%s: its load is stopped: nobody waits for it any more", entry.name)
         except PoolError as error:
             entry.state, entry.error = "failed", error
         except Exception as error:
@@ -262,6 +263,11 @@ class ModelPool(Generic[M]):
             self._changed.set()
         if entry.is_idle:  # all who waited for it have left
             self._when_idle(entry)
+
+    def _check_wanted(self, entry: ModelEntry[M]) -> None:
+        """On the thread that loads the model, or on the event loop."""
+        if self._is_closed or not entry.is_wanted:
+            raise LoadStopped
 
     async def _make_room(self, entry: ModelEntry[M], need: MemoryNeed) -> int:
         """How many bytes the model may take. Unloads idle models, and waits for those in use."""
@@ -347,10 +353,13 @@ class ModelPool(Generic[M]):
             self._changed.set()
 
     def _start(self, entry: ModelEntry[M], work: Coroutine[Any, Any, None]) -> None:
+        entry.task = self._in_task(work)
+
+    def _in_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
-        entry.task = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _on_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

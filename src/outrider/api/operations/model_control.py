@@ -39,18 +39,13 @@ def model_control_router(context: ServerContext) -> APIRouter:
 
     @router.post(
         "/v1/models/{name:path}/load",
-        summary="Load a model; the answer comes when it is loaded",
+        summary="Load a model; the answer comes when it is loaded, and it is loaded also if nobody waits",
         response_model=None,
         responses=changed,
     )
     async def load(name: str, request: Request) -> Response:
         model = context.find_model(name)
-
-        async def load_it() -> None:
-            async with model.use():
-                pass
-
-        await sse.until_disconnected(request.receive, load_it())
+        await sse.until_disconnected(request.receive, context.models.load(model.entry))
         return JSONResponse(model_state(model.entry))
 
     @router.post(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,13 +122,15 @@ def grouped(inputs: Sequence[TokenInput]) -> list[list[int]]:
     return groups
 
 
-def load_causal(folder: Path, spec: PoolingSpec, name: str, dtype: str) -> CausalModel:
+def load_causal(
+    folder: Path, spec: PoolingSpec, name: str, dtype: str, check_wanted: Callable[[], None]
+) -> CausalModel:
     """Raises ModelUnavailable for a family or a pooling that is not supported."""
     if spec.mode not in MODES:
         raise ModelUnavailable(
             f"{folder}: the pooling {spec.mode!r} of a causal model is not supported: {', '.join(MODES)} are."
         )
-    loaded = loader.load(folder, dtype, needs_logits=False)
+    loaded = loader.load(folder, dtype, needs_logits=False, check_wanted=check_wanted)
     trunk = loaded.trunk
     trunk.prepare_for_serving()
     facts = PoolingFacts(

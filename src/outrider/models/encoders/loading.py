@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,15 @@ def kind_in(folder: Path) -> PoolingKind | None:
 
 
 def load_pooling_model(
-    folder: Path, name: str, dtype: str = "auto", max_tokens: int | None = None
+    folder: Path,
+    name: str,
+    dtype: str = "auto",
+    max_tokens: int | None = None,
+    check_wanted: Callable[[], None] = lambda: None,
 ) -> PoolingModel:
     """Call this on the thread that will run the model. Raises ModelUnavailable with the reason.
 
-    `max_tokens`: the operator's limit of an input.
+    `max_tokens`: the operator's limit of an input. `check_wanted`: called while the weights are read.
     """
     config: dict[str, Any] = read_json(folder / "config.json")
     kind = pooling_kind(folder, config)
@@ -47,4 +52,4 @@ def load_pooling_model(
     spec = pooling_spec(folder).limited(max_tokens)
     if is_encoder(config):
         return load_encoder(folder, config, kind, spec, name, dtype)
-    return load_causal(folder, spec, name, dtype)
+    return load_causal(folder, spec, name, dtype, check_wanted)
