@@ -11,7 +11,7 @@ from outrider.embed.engine import DeviceTurn, EmbeddingEngine
 from outrider.embed.service import EmbeddingService
 from outrider.embed.tokenizer import EmbeddingTokenizer, load_tokenizer
 from outrider.models import machine
-from outrider.models.encoders.loading import load_pooling_model
+from outrider.models.encoders.loading import load_pooling_model, prompt_in
 from outrider.pooling import PoolingModel
 
 
@@ -36,17 +36,19 @@ def build_embedder(
     turn: DeviceTurn = nullcontext,
     is_outlived: bool = False,
     check_wanted: Callable[[], None] = lambda: None,
+    cache_bytes: int | None = None,
 ) -> Embedder:
     """Load the pooling model in a folder. Raises ModelUnavailable.
 
     `max_tokens`: the operator's limit of an input. `turn`: within one the engine computes one part of a pass.
     `is_outlived`: the process goes on after the engine. `check_wanted`: called between parts of the load.
+    `cache_bytes`: memory for the cells of a causal model's pass; None: a part of what is free.
     """
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, prompt_in(folder))
 
     def build() -> PoolingModel:
         machine.settle()
-        return load_pooling_model(folder, name, dtype, max_tokens, check_wanted)
+        return load_pooling_model(folder, name, dtype, max_tokens, check_wanted, cache_bytes)
 
     engine = EmbeddingEngine(build, turn, is_outlived)
     return Embedder(engine, tokenizer, EmbeddingService(engine, tokenizer))

@@ -28,6 +28,19 @@ class TokenInput:
 
 
 @dataclass(frozen=True)
+class PairPrompt:
+    """The prompt in which a causal reranker reads a query and a document.
+
+    before | before_query QUERY before_document DOCUMENT | after      the three parts are tokenized apart
+    """
+
+    before: str
+    before_query: str
+    before_document: str
+    after: str
+
+
+@dataclass(frozen=True)
 class PoolingFacts:
     """Facts about a loaded model, for threads that do not use the model."""
 

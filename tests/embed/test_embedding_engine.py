@@ -164,6 +164,16 @@ def test_a_model_that_cannot_be_loaded_raises_here() -> None:
         EmbeddingEngine(build)
 
 
+def test_a_load_that_fails_in_a_server_that_goes_on_leaves_no_thread() -> None:
+    def build() -> FakeModel:
+        raise ValueError("no weights")
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="no weights"):
+        EmbeddingEngine(build, is_outlived=True)
+    assert threading.active_count() == before
+
+
 def test_a_panic_ends_the_engine_with_a_reason(model: FakeModel) -> None:
     class Panic(BaseException):
         pass

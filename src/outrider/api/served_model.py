@@ -33,6 +33,7 @@ from outrider.chat.conversation import ChatRequest
 from outrider.engine.validation import ModelFacts
 from outrider.pool.model_entry import ModelEntry
 from outrider.pool.model_pool import Lease, ModelPool
+from outrider.pooling import PoolingKind
 from outrider.request import NO_DEFAULTS, SamplingDefaults
 
 
@@ -87,6 +88,7 @@ class ExpectedModel:
     card: ModelCard = NO_CARD
     facts: ModelFacts | None = None  # of a model that was loaded before
     adapters: tuple[str, ...] | None = None  # names that it is loaded with; None: it takes no adapters
+    kind: PoolingKind | None = None  # None: it generates text, as far as its files tell
 
 
 Entry = ModelEntry[ServedModel]

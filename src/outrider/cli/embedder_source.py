@@ -23,7 +23,6 @@ from outrider.pooling import PoolingFacts
 # Options that only models that generate text have: groups of them, and single ones.
 TEXT_GROUPS = ("drafts", "sampling defaults", "chat", "prefix cache", "images", "adapters")
 TEXT_OPTIONS = ("max_rows", "memory_budget", "prefill_step_size", "max_stall_ms", "max_tokens")
-WORK_BYTES = 128 << 20  # memory for the arrays of a pass; chosen by hand: a pass of 512 tokens takes 30 MB
 
 
 def load_embedder(
@@ -33,10 +32,11 @@ def load_embedder(
     turns: EngineTurns,
     is_outlived: bool,
     check_wanted: Callable[[], None],
+    cache_bytes: int | None,
 ) -> Embedder:
     """`path`: the model as the operator named it. Each part of a pass is a turn on the device."""
     given = folder, path, options["dtype"], options["max_context"]
-    return build_embedder(*given, partial(_turn, turns), is_outlived, check_wanted)
+    return build_embedder(*given, partial(_turn, turns), is_outlived, check_wanted, cache_bytes)
 
 
 @contextmanager

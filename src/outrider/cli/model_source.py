@@ -112,10 +112,11 @@ class ServedModelSource:
         options, model = self._spec.options, self._spec.model
         folder = loader.local_folder(DEFAULT_NAME if model is None else model, options["revision"])
         sampling, max_context, reads_images, card = sampling_defaults(options), None, False, NO_CARD
+        kind = None
         if folder is not None:
             try:
                 config = loader.read_config(folder)
-                card = model_card(folder)
+                card, kind = model_card(folder), kind_in(folder)
                 if self._shared.limit_bytes is not None:
                     weights = estimated_bytes(folder, config, options["dtype"])
                     draft_model = options["draft_model"]
@@ -131,7 +132,7 @@ class ServedModelSource:
             max_context = min(max_context, options["max_context"])
         defaults = RequestDefaults(options["max_tokens"], sampling)
         self._shared.expected[self._spec.name] = ExpectedModel(
-            defaults, max_context, reads_images, card, adapters=self._adapter_names
+            defaults, max_context, reads_images, card, adapters=self._adapter_names, kind=kind
         )
 
     def measure(self, load: ModelLoad) -> MemoryNeed:
@@ -189,12 +190,19 @@ class ServedModelSource:
             if self._shared.is_starting:
                 raise
             log.error("%s: %s", self._spec.name, str(error))
-            named = self._folder, self._spec.model, self._spec.options["draft_model"]
-            places = [str(place) for place in named if place is not None]
             message = str(error)
-            for place in sorted(places, key=len, reverse=True):
-                message = message.replace(place, self._spec.name)
+            for path, name in sorted(self._names_by_path().items(), key=lambda item: -len(item[0])):
+                message = message.replace(path, name)
             raise type(error)(message) from error
+
+    def _names_by_path(self) -> dict[str, str]:
+        """What clients read instead of the paths of the model and its adapters."""
+        spec = self._spec
+        adapters = {str(path): name for name, path in named_adapters(spec.options).items()}
+        if spec.options["adapter"] is not None:
+            adapters[str(spec.options["adapter"])] = "its adapter"
+        named = self._folder, spec.model, spec.options["draft_model"]
+        return adapters | {str(place): spec.name for place in named if place is not None}
 
     # -- loading -----------------------------------------------------------------------------------------
 
@@ -226,7 +234,7 @@ class ServedModelSource:
         spec, shared, options = self._spec, self._shared, self._spec.options
         assert self._folder is not None
         if kind_in(self._folder) is not None:
-            return self._load_embedder(self._folder, check_wanted)
+            return self._load_embedder(self._folder, num_bytes, check_wanted)
         check_parser(options["reasoning_parser"])
         check_most(options["max_thinking_tokens"])
         share = None
@@ -245,19 +253,23 @@ class ServedModelSource:
         shared.engines[spec.name] = engine
         return served
 
-    def _load_embedder(self, folder: Path, check_wanted: Callable[[], None]) -> ServedModel:
+    def _load_embedder(
+        self, folder: Path, num_bytes: int | None, check_wanted: Callable[[], None]
+    ) -> ServedModel:
         spec, shared = self._spec, self._shared
         if shared.ranks is not None:
             raise InvalidConfig(f"{spec.name} makes embeddings: such a model runs on one rank only")
         if shared.limit_bytes is None:  # a single model; beside others, the options are those of the others
             check_options(spec.options, spec.name)
         is_outlived = not shared.is_starting
-        turns = shared.turns.join()
-        embedder = load_embedder(folder, str(self._model), spec.options, turns, is_outlived, check_wanted)
+        cache_bytes = None if num_bytes is None else max(0, num_bytes - shared.weights[spec.name])
+        place = shared.turns.join(), is_outlived, check_wanted, cache_bytes
+        embedder = load_embedder(folder, str(self._model), spec.options, *place)
         embedder.engine.is_outlived = True
         shared.engines[spec.name] = embedder.engine
         served = served_embedder(embedder, spec.name)
-        shared.expected[spec.name] = ExpectedModel(served.defaults, served.facts.max_context)
+        kind = embedder.engine.facts.kind
+        shared.expected[spec.name] = ExpectedModel(served.defaults, served.facts.max_context, kind=kind)
         return replace(served, on_close=lambda: self._close(embedder.engine, embedder.service))
 
     @property

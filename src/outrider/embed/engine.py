@@ -52,7 +52,7 @@ class EmbeddingEngine:
         self._thread = threading.Thread(target=self._main, args=args, name="outrider-embedding", daemon=True)
         self._thread.start()
         if (failure := self._ready.get()) is not None:
-            self._ended.wait()
+            self._wait_for_end()
             clear_frames(failure)
             raise failure
         atexit.register(_close_if_alive, weakref.ref(self))
@@ -74,6 +74,9 @@ class EmbeddingEngine:
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
+        self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
         self._ended.wait()
         if self.is_outlived:
             self._may_end_thread.set()

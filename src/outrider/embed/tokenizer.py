@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from outrider.models.errors import ModelUnavailable
-from outrider.pooling import TokenInput
+from outrider.pooling import PairPrompt, TokenInput
 
 FILE_NAME = "tokenizer.json"
 
@@ -20,10 +20,12 @@ FILE_NAME = "tokenizer.json"
 class EmbeddingTokenizer:
     """Not for two threads at once."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: PairPrompt | None = None) -> None:
+        """`prompt`: in which the model reads a pair; None: it reads pairs with special tokens."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._prompt = prompt
 
     def encode(self, text: str, most: int | None = None, with_special: bool = True) -> TokenInput:
         """`most`: cut the text so that the input, special tokens included, has at most so many tokens."""
@@ -33,8 +35,20 @@ class EmbeddingTokenizer:
 
     def encode_pair(self, first: str, second: str, most: int | None = None) -> TokenInput:
         """A pair as a reranker reads it. `most`: the second text is cut."""
+        if self._prompt is not None:
+            return self._prompted(self._prompt, first, second, most)
         both = (self._tokenizer.encode(text, add_special_tokens=False) for text in (first, second))
         return self._finished(next(both), next(both), most)
+
+    def _prompted(self, prompt: PairPrompt, query: str, document: str, most: int | None) -> TokenInput:
+        pair = f"{prompt.before_query}{query}{prompt.before_document}{document}"
+        before, ids, after = (
+            self._tokenizer.encode(text, add_special_tokens=False).ids
+            for text in (prompt.before, pair, prompt.after)
+        )
+        if most is not None:
+            ids = ids[: max(0, most - len(before) - len(after))]
+        return TokenInput((*before, *ids, *after))
 
     def _finished(
         self, text: Encoding, pair: Encoding | None, most: int | None, with_special: bool = True
@@ -56,13 +70,14 @@ class EmbeddingTokenizer:
         return token
 
 
-def load_tokenizer(folder: Path) -> EmbeddingTokenizer:
+def load_tokenizer(folder: Path, prompt: PairPrompt | None = None) -> EmbeddingTokenizer:
+    """`prompt`: in which the model reads pairs."""
     file = folder / FILE_NAME
     if not file.is_file():
         raise ModelUnavailable(
             f"{folder} has no {FILE_NAME}: embedding models need this form of their tokenizer."
         )
     try:
-        return EmbeddingTokenizer(Tokenizer.from_file(str(file)))
+        return EmbeddingTokenizer(Tokenizer.from_file(str(file)), prompt)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise ModelUnavailable(f"{file} cannot be read: {error}. Download the model again.") from None

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -229,7 +229,7 @@ def _load_network(
 def _read_weights(path: Path, network: nn.Module, check_wanted: Callable[[], None]) -> None:
     """Read the weights from the disk, a part at a time."""
     part: list[mx.array] = []
-    for _, array in tree_flatten(network.parameters()):
+    for _, array in cast(list[tuple[str, mx.array]], tree_flatten(network.parameters())):
         part.append(array)
         if sum(each.nbytes for each in part) >= READ_BYTES:
             _evaluate(path, part)

@@ -104,7 +104,27 @@ def test_a_pooling_that_a_causal_model_cannot_have_is_refused(tmp_path: Path) ->
         load_pooling_model(folder, "qwen3")
 
 
+def test_a_load_ends_where_its_caller_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+    class NotWanted(Exception):
+        pass
+
+    calls = []
+
+    def check_wanted() -> None:
+        calls.append(True)
+        if len(calls) == 3:
+            raise NotWanted
+
+    folder = write_causal(tmp_path / "model")
+    monkeypatch.setattr("outrider.models.loader.READ_BYTES", 1)
+    with pytest.raises(NotWanted):
+        load_pooling_model(folder, "qwen3", check_wanted=check_wanted)
+    assert len(calls) == 3
+
+
 def test_the_cells_of_an_input_fit_into_memory(tmp_path: Path, monkeypatch: Any) -> None:
     folder = write_causal(tmp_path / "model")
     monkeypatch.setattr("outrider.models.machine.free_bytes", lambda: 200_000)
     assert 1 <= load_pooling_model(folder, "qwen3").facts.max_tokens < 256
+    beside_others = load_pooling_model(folder, "qwen3", cache_bytes=20_000).facts
+    assert 1 <= beside_others.max_tokens == beside_others.pass_tokens < 20

@@ -152,7 +152,7 @@ def test_a_classifier_with_several_labels_is_no_reranker(tmp_path: Path) -> None
 def test_a_causal_reranker_is_refused_by_name(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "model", is_reranker=True)
     change(folder, "config.json", model_type="qwen3")
-    with pytest.raises(ModelUnavailable, match="for encoders only, not for 'qwen3'"):
+    with pytest.raises(ModelUnavailable, match="'qwen3' models with a classification head cannot be used"):
         load_pooling_model(folder, "bert")
 
 

@@ -24,7 +24,7 @@ from outrider.models.encoders.encoder_model import CPU_PASS_TOKENS, GPU_PASS_TOK
 from outrider.models.encoders.pooling_files import PoolingSpec
 from outrider.models.errors import ModelUnavailable
 from outrider.models.trunk import Trunk, TrunkCache
-from outrider.pooling import PoolingFacts, TokenInput, Vector
+from outrider.pooling import PoolingFacts, PoolingKind, TokenInput, Vector
 
 MODES = ("lasttoken", "mean")
 MIN_SHARE = 0.75  # of the longest row's tokens, for rows that share a chunk; chosen by hand
@@ -123,7 +123,12 @@ def grouped(inputs: Sequence[TokenInput]) -> list[list[int]]:
 
 
 def load_causal(
-    folder: Path, spec: PoolingSpec, name: str, dtype: str, check_wanted: Callable[[], None]
+    folder: Path,
+    spec: PoolingSpec,
+    name: str,
+    dtype: str,
+    check_wanted: Callable[[], None],
+    cache_bytes: int | None = None,
 ) -> CausalModel:
     """Raises ModelUnavailable for a family or a pooling that is not supported."""
     if spec.mode not in MODES:
@@ -133,27 +138,37 @@ def load_causal(
     loaded = loader.load(folder, dtype, needs_logits=False, check_wanted=check_wanted)
     trunk = loaded.trunk
     trunk.prepare_for_serving()
-    facts = PoolingFacts(
+    return CausalModel(trunk, spec, causal_facts(loaded, spec, name, "embedding", cache_bytes))
+
+
+def causal_facts(
+    loaded: loader.LoadedModel, spec: PoolingSpec, name: str, kind: PoolingKind, cache_bytes: int | None
+) -> PoolingFacts:
+    """`cache_bytes`: memory for the cells of a pass; None: a part of what is free."""
+    trunk = loaded.trunk
+    most_tokens = _most_cells(trunk, cache_bytes)
+    pass_tokens = CPU_PASS_TOKENS if machine.is_cpu() else GPU_PASS_TOKENS
+    return PoolingFacts(
         name=name,
-        kind="embedding",
-        dimensions=trunk.hidden_size,
-        max_tokens=min(trunk.max_context, spec.max_tokens or trunk.max_context, _most_cells(trunk)),
+        kind=kind,
+        dimensions=trunk.hidden_size if kind == "embedding" else 1,
+        max_tokens=min(trunk.max_context, spec.max_tokens or trunk.max_context, most_tokens),
         vocab_size=_vocab_size(loaded.config, trunk),
         pooling=spec.mode,
         is_normalised=spec.is_normalised,
-        pass_tokens=CPU_PASS_TOKENS if machine.is_cpu() else GPU_PASS_TOKENS,
+        pass_tokens=min(pass_tokens, most_tokens),
         dtype=str(trunk.dtype).removeprefix("mlx.core."),
         device=machine.device_name(),
     )
-    return CausalModel(trunk, spec, facts)
 
 
-def _most_cells(trunk: Trunk) -> int:
-    """Tokens of one input whose cells fit into memory."""
+def _most_cells(trunk: Trunk, cache_bytes: int | None) -> int:
+    """Tokens of a pass whose cells fit into the memory. Rows of a chunk are padded to the longest one."""
     per_cell = sum(buffers.spec.bytes_per_cell for buffers in TrunkCache(trunk.layout).buffers())
     if not per_cell:
         return trunk.max_context
-    return max(1, math.floor(CACHE_SHARE * machine.free_bytes() / per_cell))
+    num_bytes = CACHE_SHARE * machine.free_bytes() if cache_bytes is None else MIN_SHARE * cache_bytes
+    return max(1, math.floor(num_bytes / per_cell))
 
 
 def _vocab_size(config: dict[str, Any], trunk: Trunk) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.models.encoders.families import is_encoder
+from outrider.models.encoders.rerank_prompts import pair_prompt
 from outrider.models.errors import ModelUnavailable
 from outrider.pooling import PoolingKind
 
@@ -50,6 +51,8 @@ def pooling_kind(folder: Path, config: dict[str, Any]) -> PoolingKind | None:
     An encoder without modules.json counts as an embedding model: `pooling_spec` says what is missing.
     """
     if any(str(name).endswith(CLASSIFIER) for name in config.get("architectures") or ()):
+        return "reranker"
+    if pair_prompt(folder, config) is not None:
         return "reranker"
     if (folder / MODULES).is_file() or is_encoder(config):
         return "embedding"
