@@ -120,10 +120,15 @@ def page_server(**changes: Any) -> Iterator[PageServer]:
     backend = FakeBackend(answer=answer, gate=short_pause)
     facts = replace(FACTS, reads_images=True, max_context=8192)
     made = create_server(backend, facts, FakeTokenizer(), settings(**changes), cache_budget_bytes=1 << 30)
-    running = PageServer(made, backend)
-    running.start()
-    try:
+    with served(PageServer(made, backend)) as running:
         yield running
+
+
+@contextmanager
+def served(site: PageServer) -> Iterator[PageServer]:
+    site.start()
+    try:
+        yield site
     finally:
         with suppress(RuntimeError):
-            running.stop()
+            site.stop()

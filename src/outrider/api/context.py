@@ -73,7 +73,7 @@ class ServerContext:
             base, _, adapter = (requested or "").rpartition(":")
             with suppress(UnknownModel):
                 entry = self._find_entry(base)
-                if self.adapters_of(entry) is not None:
+                if adapter and self.adapters_of(entry) is not None:
                     return entry, adapter
             if not self.settings.any_model_name:
                 raise ApiError(404, str(error), param="model", code="model_not_found") from None
@@ -107,5 +107,7 @@ class ServerContext:
         """What is known of a model, loaded or not."""
         if (model := entry.model) is not None:
             facts = model.facts
-            return ExpectedModel(model.defaults, facts.max_context, facts.reads_images, model.card, facts)
+            kind = None if model.embedder is None else model.embedder.facts.kind
+            known = model.defaults, facts.max_context, facts.reads_images, model.card, facts
+            return ExpectedModel(*known, kind=kind)
         return self.expected.get(entry.name) or ExpectedModel(self.defaults_of(entry))

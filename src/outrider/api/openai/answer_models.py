@@ -368,6 +368,7 @@ class Model(TypedDict):
     max_tokens: int | None
     lifecycle: Literal["active"]
     input_modalities: list[Literal["text", "image"]]
+    output_modalities: list[Literal["text", "embeddings", "rerank"]]
     parent: NotRequired[str]  # of an adapter (base:adapter): the base
 
 

@@ -16,6 +16,8 @@ from outrider.api.openapi import answer
 from outrider.api.served_model import Entry, ExpectedModel
 from outrider.request import SamplingDefaults
 
+OUTPUTS = {None: "text", "embedding": "embeddings", "reranker": "rerank"}
+
 
 def _model(context: ServerContext, entry: Entry, name: str, adapter: str | None = None) -> dict[str, Any]:
     """`adapter`: of the model, if `name` is base:adapter."""
@@ -37,6 +39,7 @@ def _model(context: ServerContext, entry: Entry, name: str, adapter: str | None 
         "max_tokens": known.max_context,
         "lifecycle": "active",
         "input_modalities": ["text", "image"] if known.reads_images else ["text"],
+        "output_modalities": [OUTPUTS[known.kind]],
         **({} if adapter is None else {"parent": entry.name}),
     }
 

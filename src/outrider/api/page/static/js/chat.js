@@ -2,6 +2,7 @@
 
 import { Composer } from "./composer.js";
 import { add, choose, newConversation, path, siblings, titleOf } from "./conversation.js";
+import { get } from "./api.js";
 import { h, icon, iconButton } from "./dom.js";
 import { receive } from "./answering.js";
 import { MessageView } from "./message.js";
@@ -17,11 +18,14 @@ const SUGGESTIONS = [
 ];
 const DRAW_MS = 60; // between two drawings of an answer that is being written; chosen by hand
 const SAVE_MS = 1000; // between two times that it is stored
+const LOOK_MS = 1000; // between two looks at the state of a model that an answer waits for
 
+// `actions`: notify(text), pick(model), refresh(model).
 export class Chat {
-  constructor(notify) {
-    this.notify = notify;
+  constructor(actions) {
+    this.actions = actions;
     this.model = null; // the answer of GET /v1/models/{name}
+    this.hasSeveralModels = false;
     this.conversations = [];
     this.current = null;
     this.running = new Map(); // by conversation: the AbortController of the answer that is being written
@@ -33,7 +37,7 @@ export class Chat {
       send: (text, images) => this.send(text, images),
       stop: () => this.stop(),
       editLast: () => this.editLast(),
-      notify,
+      notify: actions.notify,
     });
     this.drawer = h("aside", { class: "drawer", "aria-label": "Settings", hidden: true });
     this.sidebar = h("aside", { class: "sidebar", id: "conversations", "aria-label": "Conversations" },
@@ -42,13 +46,13 @@ export class Chat {
       this.list);
     this.settingsButton = iconButton("sliders", "Settings of this conversation", () => this.toggleSettings(),
       { id: "settings", "aria-expanded": "false" });
-    this.picker = h("select", { id: "model-picker", "aria-label": "Model", hidden: true,
-      onchange: () => this.pickModel(this.picker.value) });
+    this.picker = h("select", { class: "model-picker", "aria-label": "Model", hidden: true,
+      onchange: () => actions.pick(this.picker.value) });
     this.element = h("section", { class: "chat", "aria-label": "Chat" }, this.sidebar,
       h("div", { class: "chat-main" }, this.scroller,
         h("div", { class: "composer-area" }, this.composer.element,
           h("div", { class: "composer-hint muted small" }, this.settingsButton, this.picker,
-            h("span", { class: "wide-only" }, "Enter sends · Shift+Enter: new line · Esc stops · ↑ edits · Alt+N: new conversation")))),
+            h("span", { class: "wide-only keys" }, "Enter sends · Shift+Enter: new line · Esc stops · ↑ edits · Alt+N: new conversation")))),
       this.drawer);
     this.acceptDrops();
     this.current = this.fresh(); // until the stored conversations are loaded
@@ -59,7 +63,7 @@ export class Chat {
     try {
       stored = await store.loadAll();
     } catch {
-      this.notify("This browser does not store conversations: they last until the page is closed.");
+      this.actions.notify("This browser does not store conversations: they last until the page is closed.");
     }
     const isUsed = path(this.current).length > 0; // somebody was faster than the storage
     stored = stored.filter((conversation) => conversation.id !== this.current.id);
@@ -69,16 +73,17 @@ export class Chat {
   }
 
   // The picker is shown if the server has several models.
-  setModels(names, current, pick) {
-    this.pickModel = pick;
-    this.picker.hidden = names.length < 2;
-    this.picker.replaceChildren(...names.map((name) => h("option", { value: name, selected: name === current }, name)));
+  setModels(models, current) {
+    this.hasSeveralModels = models.length > 1;
+    this.picker.hidden = !this.hasSeveralModels;
+    this.picker.replaceChildren(...models.map(({ id, state }) => (
+      h("option", { value: id, selected: id === current }, state === "loaded" ? id : `${id} (${state.replace("_", " ")})`))));
   }
 
   setModel(model) {
     this.model = model;
     this.composer.setReadsImages(model.input_modalities.includes("image"));
-    this.draw();
+    if (!path(this.current).length) this.draw(); // the greeting names the model
   }
 
   // -- conversations ------------------------------------------------------------------------------------
@@ -213,6 +218,8 @@ export class Chat {
     const conversation = this.current;
     if (this.running.has(conversation)) return;
     const message = add(conversation, parent, { role: "assistant", isUnfinished: true });
+    const model = this.model?.id;
+    if (this.hasSeveralModels) message.model = model;
     const controller = new AbortController();
     this.running.set(conversation, controller);
     this.draw();
@@ -220,20 +227,24 @@ export class Chat {
     this.keep(conversation);
     const soon = { draw: throttled(() => conversation === this.current && this.running.has(conversation) && this.drawLast(), DRAW_MS),
       save: throttled(() => this.keep(conversation), SAVE_MS) };
+    const waitsForLoad = this.model !== null && this.model.state !== "loaded";
+    const stopLooking = waitsForLoad ? watchLoad(message, model, soon.draw) : () => {};
     await receive(message, {
       settings: conversation.settings,
       messages: path(conversation).slice(0, -1),
-      model: this.model?.id,
+      model,
       signal: controller.signal,
       changed: () => {
         soon.draw();
         soon.save();
       },
     });
+    stopLooking();
     delete message.isUnfinished;
     this.running.delete(conversation);
     if (conversation === this.current) this.draw();
     this.keep(conversation);
+    if ((this.hasSeveralModels || waitsForLoad) && model === this.model?.id) this.actions.refresh(model);
   }
 
   // -- settings -----------------------------------------------------------------------------------------
@@ -262,8 +273,28 @@ export class Chat {
   }
 }
 
-function readiness({ id, state }) {
+function readiness({ id, state, output_modalities: outputs }) {
+  if (!outputs.includes("text")) return `${id} makes ${outputs.join(" and ")} and does not chat: see the API description.`;
   return state === "loaded" ? `${id} is ready.` : `${id} is loaded when you ask the first question.`;
+}
+
+// Says in `message.isLoading` whether its model is still being loaded, until the returned function is called.
+function watchLoad(message, model, changed) {
+  let timer = null;
+  const look = async () => {
+    const { state } = await get(`v1/models/${encodeURIComponent(model)}`).catch(() => ({}));
+    if (timer === null) return; // the answer has ended
+    message.isLoading = state !== undefined && state !== "loaded";
+    changed();
+    timer = message.isLoading ? setTimeout(look, LOOK_MS) : null;
+  };
+  message.isLoading = true;
+  timer = setTimeout(look, LOOK_MS);
+  return () => {
+    clearTimeout(timer);
+    timer = null;
+    delete message.isLoading;
+  };
 }
 
 // The page was closed while an answer was being written.

@@ -20,7 +20,22 @@ function notify(text) {
   noticeTimer = setTimeout(() => (notice.hidden = true), NOTICE_MS);
 }
 
-const chat = new Chat(notify);
+const chat = new Chat({
+  notify,
+  pick(name) {
+    localStorage.setItem("model", name);
+    showModel(name).catch((error) => notify(error.message));
+  },
+  // After an answer: its model is loaded now, and another one may have made room for it.
+  async refresh(name) {
+    try {
+      const models = await listModels();
+      if (chat.picker.value !== name) return; // another one was picked meanwhile
+      chat.setModels(models, name);
+      setModel(models.find((model) => model.id === name));
+    } catch { /* the next answer tells what is wrong */ }
+  },
+});
 const views = { chat, live: new Live(notify), model: new ModelPage() };
 
 function show() {
@@ -34,22 +49,30 @@ function show() {
   views[name].redraw?.();
 }
 
+function setModel(model) {
+  for (const view of Object.values(views)) view.setModel(model);
+}
+
 async function showModel(name) {
   const model = await get(`v1/models/${encodeURIComponent(name)}`);
-  for (const view of Object.values(views)) view.setModel(model);
+  if (chat.picker.value === name) setModel(model); // else another one was picked meanwhile
+}
+
+// Those that can chat. A server without one shows what it has, and says what that is for.
+async function listModels() {
+  const all = (await get("v1/models")).data;
+  const chats = all.filter((model) => model.output_modalities.includes("text"));
+  return chats.length ? chats : all;
 }
 
 // Again and again until the server answers. Without a valid key, until one is given.
 async function loadModel() {
   try {
-    const names = (await get("v1/models")).data.map((model) => model.id);
+    const models = await listModels();
     const last = localStorage.getItem("model");
-    const name = names.includes(last) ? last : names[0];
-    chat.setModels(names, name, (chosen) => {
-      localStorage.setItem("model", chosen);
-      showModel(chosen).catch((error) => notify(error.message));
-    });
-    await showModel(name);
+    const { id } = models.find((model) => model.id === last) ?? models[0];
+    chat.setModels(models, id);
+    await showModel(id);
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
     if (error.status === 401) return;

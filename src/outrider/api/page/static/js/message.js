@@ -35,7 +35,8 @@ export class MessageView {
     else if (message.text) parts.push(h("div", { class: "markdown" }, rendered(message.text)));
     parts.push(...(message.calls ?? []).map(callCard));
     if (this.isRunning && !message.text && !message.reasoning && !message.calls?.length) {
-      parts.push(h("p", { class: "waiting muted" }, h("span", { class: "dot" }), "waiting for the first token"));
+      const reason = message.isLoading ? `${message.model ?? "the model"} is being loaded` : "waiting for the first token";
+      parts.push(h("p", { class: "waiting muted" }, h("span", { class: "dot" }), reason));
     }
     if (message.error) parts.push(h("p", { class: "problem", role: "alert" }, message.error));
     if (message.finish === "length") parts.push(h("p", { class: "muted small" }, "Cut off at the limit of tokens."));
@@ -126,10 +127,10 @@ function callCard(call) {
   return h("div", { class: "call" }, h("div", { class: "call-name" }, icon("play"), `${call.name}`), h("pre", { tabindex: "0" }, text));
 }
 
-function figures({ usage, seconds }) {
+function figures({ usage, seconds, model }) {
   const details = usage.completion_tokens_details;
   const drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens;
-  const parts = [`${usage.completion_tokens} tokens`];
+  const parts = [...(model ? [model] : []), `${usage.completion_tokens} tokens`];
   if (seconds > 0.1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(0)} tokens/s`);
   if (drafted) parts.push(`${Math.round((100 * details.accepted_prediction_tokens) / drafted)} % of drafts accepted`);
   if (usage.prompt_tokens_details.cached_tokens) parts.push(`${usage.prompt_tokens_details.cached_tokens} prompt tokens cached`);

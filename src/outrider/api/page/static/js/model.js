@@ -13,6 +13,7 @@ export class ModelPage {
     this.facts = h("dl", { class: "facts card" });
     this.places = h("div", { class: "card places" });
     this.bars = h("div", { class: "card bars" });
+    this.models = h("div", { class: "card", hidden: true });
     this.problem = h("p", { class: "problem", role: "status", hidden: true });
     this.charts = [
       new Chart("Tokens a second", [{ label: "", name: "tokens" }, { label: "prompts", name: "prompt" }], round),
@@ -20,12 +21,13 @@ export class ModelPage {
       new Chart("Caches", [{ label: "rows", name: "cache" }, { label: "prefixes", name: "prefixes" }], bytes),
     ];
     this.element = h("section", { class: "page", tabindex: "0", "aria-labelledby": "model-title" },
-      h("h1", { id: "model-title" }, "Model"), this.problem, this.facts,
+      h("h1", { id: "model-title" }, "Model"), this.problem, this.facts, this.models,
       h("div", { class: "cards" }, this.places, this.bars, this.charts.map((chart) => chart.element)));
     listen((changed) => this.show(changed));
   }
 
   async setModel(model) {
+    this.model = model;
     const rows = [["Name", model.id], ["Context", model.max_model_len && `${model.max_model_len.toLocaleString("en")} tokens`],
       ["Reads", model.input_modalities.join(" and ")]];
     const defaults = Object.entries(model.default_sampling_params ?? {});
@@ -33,8 +35,8 @@ export class ModelPage {
     this.drawFacts(rows);
     try {
       const { model: loaded, models } = await get("v1/status");
-      if (models.length > 1) rows.push(...models.map(({ name, state }) => [`Model ${name}`, state.replace("_", " ")]));
-      if (loaded?.name !== model.id) return this.drawFacts(rows);
+      this.drawModels(models);
+      if (loaded?.name !== model.id || this.model !== model) return;
       rows.push(["Loaded from", loaded.path], ["Computes in", `${loaded.dtype} on ${loaded.device}`],
         ["Drafts", loaded.head ? `MTP head ${loaded.head}`
           : loaded.draft_model ? `draft model ${loaded.draft_model}` : loaded.drafter]);
@@ -47,8 +49,18 @@ export class ModelPage {
       h("div", {}, h("dt", {}, name), h("dd", {}, value)))));
   }
 
+  // Of a server with several models: which are loaded, and what they take of the memory.
+  drawModels(models) {
+    this.models.hidden = models.length < 2;
+    const head = h("tr", {}, ["Model", "State", "Memory", "Requests"].map((name) => h("th", { scope: "col" }, name)));
+    const rows = models.map((model) => h("tr", {}, h("td", {}, [model.name, ...model.aliases].join(", ")), h("td", {}, stateOf(model)),
+      h("td", {}, model.reserved_bytes ? bytes(model.reserved_bytes) : "–"), h("td", {}, String(model.requests))));
+    this.models.replaceChildren(h("h2", {}, "Models of this server"), h("table", { class: "models" }, h("thead", {}, head), h("tbody", {}, rows)));
+  }
+
   redraw() {
     this.show(state);
+    if (!this.models.hidden) get("v1/status").then(({ models }) => this.drawModels(models)).catch(() => {});
   }
 
   show({ newest, problem }) {
@@ -59,6 +71,15 @@ export class ModelPage {
     this.bars.replaceChildren(h("h2", {}, "Memory"), ...memoryBars(newest));
     for (const chart of this.charts) chart.update(history);
   }
+}
+
+function stateOf({ state, stage, progress, pinned, failure, unloads_in_s: left }) {
+  const done = progress === null ? "" : `, ${Math.round(100 * progress)} %`;
+  const parts = [stage ? `${stage}${done}` : state.replace("_", " ")];
+  if (pinned) parts.push("pinned");
+  if (left !== null) parts.push(`unloaded in ${Math.ceil(left)} s`);
+  if (failure) parts.push(failure);
+  return parts.join(" · ");
 }
 
 function placeBars({ drafted_by_position: drafted, accepted_by_position: accepted }) {
