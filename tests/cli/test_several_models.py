@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import gc
 import json
 import os
-import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import mlx.core as mx
 import pytest
 from asgi_caller import Caller
 
-from outrider.api.app import Server, create_pool_server
-from outrider.api.operations.metrics import Metrics
-from outrider.api.settings import ServerSettings
 from outrider.cli.model_specs import ModelSpec, model_specs
-from outrider.cli.option_sources import resolve
-from outrider.cli.serve_options import add_options
-from outrider.cli.served_pool import ServedPool
 from outrider.config import InvalidConfig
 from outrider.engine.memory_plan import MIN_STEP_BYTES
-from outrider.llm import LLM
-from outrider.request import SamplingParams
-from patience import in_test_or_soak, until
+from outrider.models import loader
+from patience import Hurdle, until
+from pool_server import NUM_TOKENS, SMALL, PoolServer, no_memory_left_over, options_of
 from tiny_models import write_checkpoint
 
 MIB = 1 << 20
 FAMILIES = {"one": "llama", "two": "qwen3", "three": "qwen2"}
-CONFIG = ("--draft-depth", "0", "--max-rows", "2", "--memory-budget", "2MiB", "--no-prefix-cache")
-NUM_TOKENS = 12
-PROMPTS = ("Hello", "a", "What is 1 + 1?", "zz top")
 
 
 @pytest.fixture(scope="module")
@@ -48,131 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def solo(folder: Path) -> dict[tuple[str, str], str]:
-    """The text of each model alone, by model and prompt."""
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    found = {}
-    for name in FAMILIES:
-        with LLM(folder / name, drafter="none", max_rows=2) as llm:
-            for prompt, out in zip(PROMPTS, llm.generate(list(PROMPTS), params), strict=True):
-                found[name, prompt] = out.text
-    return found
-
-
-def options_of(*flags: str, **environ: str) -> dict[str, Any]:
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    return resolve(parser.parse_args(flags), environ)
-
-
-class World:
-    """A server of several models in this process."""
-
-    def __init__(self, *flags: str) -> None:
-        options = options_of(*flags)
-        self.pool = ServedPool(model_specs(options), options["memory_limit"], Metrics())
-        self.pool.load_at_start()
-        settings = self.pool.settings(ServerSettings(allowed_hosts=("test",)))
-        self.server: Server = create_pool_server(
-            self.pool.models,
-            settings,
-            metrics=self.pool.shared.metrics,
-            stop_engine=self.pool.close,
-            expected=self.pool.shared.expected,
-        )
-        self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.server.app, raise_app_exceptions=False), base_url="http://test"
-        )
-
-    async def complete(self, model: str | None, prompt: str = "Hello", **fields: Any) -> httpx.Response:
-        body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
-        return await self.http.post("/v1/completions", json=body | {"ignore_eos": True} | fields)
-
-    async def states(self) -> dict[str, str]:
-        models = (await self.http.get("/v1/status")).json()["models"]
-        return {model["name"]: model["state"] for model in models}
-
-    async def close(self) -> None:
-        await self.http.aclose()
-        await self.pool.close()
-        self.pool.stop()
-
-
-@contextmanager
-def no_memory_left_over() -> Iterator[None]:
-    gc.collect()
-    before = mx.get_active_memory()
-    yield
-    gc.collect()
-    assert mx.get_active_memory() <= before + 4096  # a few scalars of MLX stay
-
-
 def paths(folder: Path) -> list[str]:
     return [str(folder / name) for name in FAMILIES]
-
-
-# Room for two of the three models: each takes 2 MiB for rows, and less than 0.4 MiB for its weights.
-TIGHT = ("--memory-limit", str(MIN_STEP_BYTES + 5 * MIB))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(in_test_or_soak(2, 60)))
-def test_random_histories_give_each_models_own_tokens(
-    folder: Path, solo: dict[tuple[str, str], str], seed: int
-) -> None:
-    """Loads, unloads, pins and clients that leave, where two of three models fit into the memory.
-
-    Every answer is that of the model that was asked, alone; no byte is taken beyond the limit.
-    """
-    dice = random.Random(seed)
-    pins = ("--pin", "one") if seed % 2 else ()
-    with no_memory_left_over():
-        asyncio.run(_history(World(*paths(folder), *CONFIG, *TIGHT, *pins), solo, dice))
-
-
-async def _history(world: World, solo: dict[tuple[str, str], str], dice: random.Random) -> None:
-    limit = world.pool.models.limit_bytes
-    assert limit is not None
-    num_answered = 0
-
-    def check_memory() -> None:
-        assert world.pool.models.reserved_bytes <= limit
-        assert mx.get_active_memory() <= limit + MIN_STEP_BYTES
-
-    async def client() -> None:
-        nonlocal num_answered
-        for _ in range(2):
-            name, prompt = dice.choice(list(FAMILIES)), dice.choice(PROMPTS)
-            keep_alive = dice.choice([None, None, 0, "10m", -1])
-            response = await world.complete(name, prompt, keep_alive=keep_alive)
-            assert response.status_code == 200, response.text
-            answer = response.json()
-            assert (answer["model"], answer["choices"][0]["text"]) == (name, solo[name, prompt])
-            check_memory()
-            num_answered += 1
-
-    async def leaver() -> None:
-        body = {"model": dice.choice(list(FAMILIES)), "prompt": "Hello", "max_tokens": 64, "stream": True}
-        caller = Caller("/v1/completions", body)
-        calling = asyncio.create_task(caller.call(world.server))
-        await asyncio.sleep(dice.choice([0, 0.01, 0.1]))
-        caller.gone.set()
-        await calling
-
-    async def operator() -> None:
-        for _ in range(3):
-            name, verb = dice.choice(list(FAMILIES)), dice.choice(["load", "unload"])
-            response = await world.http.post(f"/v1/models/{name}/{verb}")
-            is_pinned = world.pool.models.find(name).is_pinned
-            assert response.status_code == (409 if verb == "unload" and is_pinned else 200), response.text
-            check_memory()
-
-    await asyncio.gather(*(client() for _ in range(4)), leaver(), leaver(), operator())
-    assert num_answered == 8
-    await until(lambda: not world.server.context.live.num_live)
-    assert all(entry.num_leases == 0 for entry in world.pool.models.entries)
-    await world.close()
 
 
 def test_bad_models_among_good_ones(folder: Path, tmp_path: Path) -> None:
@@ -187,7 +49,7 @@ def test_bad_models_among_good_ones(folder: Path, tmp_path: Path) -> None:
 
     async def play() -> None:
         given = (folder / "one", damaged, bare, huge, tmp_path / "missing", gone)
-        world = World(*map(str, given), *CONFIG, "--memory-limit", "1GiB")
+        world = PoolServer(*map(str, given), *SMALL, "--memory-limit", "1GiB")
         for name, status, words in (
             ("damaged", 503, "cut short"),
             ("bare", 503, "no weights"),
@@ -229,7 +91,7 @@ def _write_huge(file: Path) -> None:
 
 def test_names_are_no_paths_and_each_api_lists_what_is_served(folder: Path) -> None:
     async def play() -> None:
-        world = World(*paths(folder), *CONFIG)
+        world = PoolServer(*paths(folder), *SMALL)
         names = ("../one", "one/../two", "/etc/passwd", "%2e%2e%2fone", "ONE", "one\x00", "a" * 5000)
         for name in names:
             response = await world.complete(name)
@@ -255,7 +117,7 @@ def test_names_are_no_paths_and_each_api_lists_what_is_served(folder: Path) -> N
 
 def test_one_server_shows_each_model(folder: Path) -> None:
     async def play() -> None:
-        world = World(*paths(folder), *CONFIG)
+        world = PoolServer(*paths(folder), *SMALL)
         listed = (await world.http.get("/v1/models")).json()["data"]
         assert [(one["id"], one["state"]) for one in listed] == [(name, "not_loaded") for name in FAMILIES]
         assert all(one["max_model_len"] for one in listed)
@@ -280,7 +142,7 @@ def test_waiting_stream_shows_life_while_its_model_is_loaded(
     """The first bytes come before the model is loaded, and the answer follows in the same stream."""
 
     async def play() -> None:
-        world = World(*paths(folder), *CONFIG)
+        world = PoolServer(*paths(folder), *SMALL)
         gate = asyncio.Event()
         lease = world.pool.models.lease
 
@@ -302,6 +164,91 @@ def test_waiting_stream_shows_life_while_its_model_is_loaded(
     asyncio.run(play())
 
 
+def test_two_clients_load_two_models_at_once_where_one_fits(folder: Path) -> None:
+    """Each gets its answer, the second after the first: no model is unloaded under a request."""
+
+    async def play() -> None:
+        limit = ("--memory-limit", str(MIN_STEP_BYTES + 3 * MIB))
+        world = PoolServer(*paths(folder), *SMALL, *limit)
+        for _ in range(2):
+            names = ("one", "two", "one", "two")
+            answers = await asyncio.gather(*(world.complete(name) for name in names))
+            assert [(answer.status_code, answer.json()["model"]) for answer in answers] == [
+                (200, name) for name in names
+            ]
+        states = await world.states()
+        assert sorted(states.values()) == ["loaded", "not_loaded", "not_loaded"]
+        assert [world.pool.models.find(name).num_loads for name in ("one", "two")] in ([1, 2], [2, 1], [2, 2])
+        await world.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_load_ends_when_its_only_client_leaves_and_its_memory_is_free(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    hurdle, evaluate = Hurdle(), loader._evaluate
+
+    def held(path: Path, arrays: list[mx.array]) -> None:
+        evaluate(path, arrays)
+        if path.name == "one":
+            hurdle.stop()
+
+    monkeypatch.setattr(loader, "_evaluate", held)
+    monkeypatch.setattr(loader, "READ_BYTES", 1)
+
+    async def play() -> None:
+        world = PoolServer(*paths(folder), *SMALL, "--memory-limit", str(MIN_STEP_BYTES + 3 * MIB))
+        body = {"model": "one", "prompt": "Hi", "max_tokens": 3, "stream": is_stream}
+        with no_memory_left_over():
+            num_threads = engine_threads()
+            caller = Caller("/v1/completions", body)
+            calling = asyncio.create_task(caller.call(world.server))
+            await until(hurdle.reached.is_set)
+            other = asyncio.create_task(world.complete("two"))
+            await until(lambda: world.pool.models.find("two").stage == "waiting for memory")
+            caller.gone.set()
+            await calling
+            hurdle.open()
+            assert (await other).status_code == 200
+            assert await world.states() == {"one": "not_loaded", "two": "loaded", "three": "not_loaded"}
+            assert world.pool.models.find("one").num_loads == 0
+            await world.http.post("/v1/models/two/unload")
+            assert engine_threads() == num_threads
+        assert (await world.complete("one")).status_code == 200
+        await world.close()
+
+    asyncio.run(play())
+
+
+def test_load_of_the_operator_goes_on_when_his_client_leaves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurdle, evaluate = Hurdle(), loader._evaluate
+
+    def held(path: Path, arrays: list[mx.array]) -> None:
+        hurdle.stop()
+        evaluate(path, arrays)
+
+    monkeypatch.setattr(loader, "_evaluate", held)
+
+    async def play() -> None:
+        world = PoolServer(*paths(folder), *SMALL)
+        caller = Caller("/v1/models/one/load", {})
+        calling = asyncio.create_task(caller.call(world.server))
+        await until(hurdle.reached.is_set)
+        caller.gone.set()
+        await calling
+        hurdle.open()
+        entry = world.pool.models.find("one")
+        await until(lambda: entry.state == "loaded")
+        assert entry.num_leases == 0
+        await world.close()
+
+    asyncio.run(play())
+
+
 def engine_threads() -> int:
     return sum(thread.name == "outrider-engine" for thread in threading.enumerate())
 
@@ -312,7 +259,7 @@ def test_unloaded_and_failed_models_leave_no_thread_and_no_memory(folder: Path, 
     (tmp_path / "mute" / "tokenizer_config.json").unlink()
 
     async def play() -> None:
-        world = World(str(folder / "one"), str(tmp_path / "mute"), *CONFIG)
+        world = PoolServer(str(folder / "one"), str(tmp_path / "mute"), *SMALL)
         num_threads = engine_threads()
         for _ in range(2):
             with no_memory_left_over():
@@ -329,7 +276,7 @@ def test_unloaded_and_failed_models_leave_no_thread_and_no_memory(folder: Path, 
 
 def test_keep_alive_that_is_no_duration_is_refused(folder: Path) -> None:
     async def play() -> None:
-        world = World(*paths(folder), *CONFIG)
+        world = PoolServer(*paths(folder), *SMALL)
         for value in ("soon", "", "10 minutes", "nan"):
             response = await world.complete("one", keep_alive=value)
             assert (response.status_code, response.json()["error"]["param"]) == (400, "keep_alive")
@@ -411,6 +358,27 @@ def test_models_dir_serves_folders_and_gguf_files(folder: Path, tmp_path: Path) 
     assert [spec.name for spec in specs] == ["file", "good", "owner/nested"]
     specs = model_specs(options_of(str(folder / "one"), "--models-dir", str(tmp_path)))
     assert [spec.name for spec in specs] == ["one", "file", "good", "owner/nested"]
+
+
+def test_cached_models_are_served_under_the_names_of_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "hub"
+    snapshot = hub / "models--owner--chat" / "snapshots" / "0123abc"
+    write_checkpoint(snapshot, "llama")
+    refs = hub / "models--owner--chat" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123abc")
+    bare = hub / "models--owner--no-weights" / "snapshots" / "4567def"
+    bare.mkdir(parents=True)
+    (bare / "config.json").write_text("{}")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    (spec,) = model_specs(options_of("--models-dir", "cached"))
+    assert (spec.name, spec.model) == ("owner/chat", snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "nothing"))
+    with pytest.raises(InvalidConfig, match="no models in the caches"):
+        model_specs(options_of("--models-dir", "cached"))
 
 
 def test_two_models_of_the_same_name_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Any
 
 import pytest
 
-from outrider.engine.device_turns import DeviceTurns, EngineTurns
+from outrider.engine.device_turns import DeviceTurns, EngineTurns, TurnTakingRunner
 from patience import wait_until
 
 
@@ -92,3 +93,41 @@ def test_turn_that_is_not_held_is_not_given_back() -> None:
     one.give_back()
     assert device.holder is None
     assert not one.is_contended
+
+
+class CountingRunner:
+    """Counts the steps in flight."""
+
+    num_in_flight = 0
+
+    def run(self, plan: Any) -> str:
+        return "result"
+
+    def launch(self, plan: Any) -> str:
+        self.num_in_flight += 1
+        return "launched"
+
+    def finish(self, launched: Any) -> str:
+        self.num_in_flight -= 1
+        return "result"
+
+
+def test_a_measurement_that_is_not_wanted_any_more_ends_without_a_turn() -> None:
+    device, wanted = DeviceTurns(), [True]
+
+    def check_wanted() -> None:
+        if not wanted[0]:
+            raise InterruptedError
+
+    runner: Any = CountingRunner()
+    taking = TurnTakingRunner(runner, device.join(), check_wanted)
+    first, second = taking.launch(None), taking.launch(None)
+    wanted[0] = False
+    taking.launch(None)  # steps are in flight: they end first
+    for launched in (first, second, "launched"):
+        taking.finish(launched)
+    assert (device.holder, runner.num_in_flight) == (None, 0)
+    for begin in (taking.run, taking.launch):
+        with pytest.raises(InterruptedError):
+            begin(None)
+    assert device.holder is None

@@ -17,6 +17,7 @@ from outrider.pool.model_entry import FOREVER
 log = logging.getLogger(__name__)
 
 MAX_NAME = 200  # characters; chosen by hand
+CACHED = "cached"  # the value of --models-dir that means the caches of `outrider list`
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def model_specs(options: dict[str, Any]) -> list[ModelSpec]:
     if not given:
         specs += [_of_table(name, options) for name in tables]
     if options["models_dir"] is not None:
-        found = models_in(Path(options["models_dir"]).expanduser())
+        folder = options["models_dir"]
+        found = cached_models() if folder == CACHED else models_in(Path(folder).expanduser())
         known = {spec.name for spec in specs}
         specs += [_of_path(path, options, name) for name, path in found.items() if name not in known]
     if not specs:
@@ -79,6 +81,21 @@ def models_in(folder: Path) -> dict[str, Path]:
     return found
 
 
+def cached_models() -> dict[str, Path]:
+    """By name: the complete models in Outrider's and the Hugging Face cache. Raises InvalidConfig."""
+    from outrider.models.files import cached
+
+    found: dict[str, Path] = {}
+    for model in cached.cached_models():
+        if model.is_intact and (model.path / "config.json").is_file() and _has_weights(model.path):
+            found.setdefault(model.name, model.path)
+    if not found:
+        raise InvalidConfig(
+            f"--models-dir {CACHED}: there are no models in the caches. Download one: outrider pull NAME"
+        )
+    return found
+
+
 def _models_in(folder: Path, owner: str) -> Iterator[tuple[str, Path]]:
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
@@ -86,12 +103,16 @@ def _models_in(folder: Path, owner: str) -> Iterator[tuple[str, Path]]:
         if path.suffix == ".gguf" and path.is_file():
             yield owner + path.stem, path
         elif (path / "config.json").is_file():
-            if any(path.glob("*.safetensors")):
+            if _has_weights(path):
                 yield owner + path.name, path
             else:
                 log.warning("%s is not served: it has a config.json and no *.safetensors", path)
         elif path.is_dir() and not owner:
             yield from _models_in(path, f"{path.name}/")
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
 
 
 def _of_path(model: str | Path | None, options: dict[str, Any], name: str | None = None) -> ModelSpec:

@@ -175,7 +175,11 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("no-supervisor", "serve in one process, which nothing restarts", is_switch=True),
     ),
     "several models": (
-        Option("models-dir", "folder: serve every model folder and GGUF file in it (none)", metavar="DIR"),
+        Option(
+            "models-dir",
+            "folder: serve every model folder and GGUF file in it; cached: all of `outrider list` (none)",
+            metavar="DIR",
+        ),
         Option(
             "memory-limit",
             "memory of all models together, such as 16GB (all that is free)",
