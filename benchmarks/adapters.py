@@ -52,7 +52,8 @@ def main() -> None:
     half = [info if i % 2 else None for i, info in enumerate(in_turn)]
     name = bench.loaded.path.name
     print(f"{name}, {args.rows} rows, {args.adapters} adapters of rank {args.rank} ({args.kind})")
-    print(f"  each changes {loaded[0].num_layers} layers and has {loaded[0].num_bytes / 1e6:.1f} MB")
+    print(f"each changes {loaded[0].num_layers} layers and has {loaded[0].num_bytes / 1e6:.1f} MB\n")
+    print("| | tokens/s, ratio |\n|---|---|")
     run(), run(*in_turn)
     for text, first, second in (
         ("loaded, and nobody uses one / none loaded", run, run_unloaded),
@@ -61,9 +62,9 @@ def main() -> None:
         ("rows have them in turn / plain rows", lambda: run(*in_turn), run),
     ):
         found = ratios(first, second, args.rounds)
-        print(f"  {text:45s} {spread(found)}", flush=True)
+        print(f"| {text} | {spread(found)} |", flush=True)
     speed = run().tokens_per_s
-    print(f"  plain rows: {speed:.0f} tokens/s, {1000 * args.rows / speed:.2f} ms a step")
+    print(f"\nplain rows: {speed:.0f} tokens/s, {1000 * args.rows / speed:.2f} ms a step")
 
 
 def _random_adapter(trunk: Trunk, args: argparse.Namespace, seed: int) -> AdapterFiles:

@@ -1,9 +1,11 @@
-"""How two busy models share the device: the share of each, the speed of both, and the cost of turns for one.
+"""How two busy models share the device: the share of each, the speed of both, and what turns cost one alone.
 
     python -m benchmarks.two_models [--models A B] [--rows 4 4] [--seconds 5] [--rounds 3]
 
 Each model has its own engine, and all rows of both decode for the whole time. Without models, two tiny random
-ones of different size. Share: seconds of the model's turns over those of both, median (lowest-highest).
+ones of different size. Share: seconds of the model's turns over those of both, median (lowest-highest). The
+last table compares the first model in a server of several models, where it takes turns and is alone, with the
+same model in a server of one; the two take turns, round by round.
 """
 
 from __future__ import annotations
@@ -80,16 +82,30 @@ def main() -> None:
         print(f"{' and '.join(Path(m).name for m in models)}, {args.rows} rows, {args.seconds} s a round\n")
         alone = [[_alone(one, args.seconds) for _ in range(args.rounds)] for one in busy]
         together = [_together(busy, args.seconds) for _ in range(args.rounds)]
+        print("| model | rows | share of the time | tokens/s beside the other | alone |")
+        print("|---|---|---|---|---|")
         for i, model in enumerate(models):
             shares = [shares[i] for shares, _ in together]
             speeds = [speeds[i] for _, speeds in together]
             print(
-                f"{Path(model).name:12} share {spread(shares)}   tokens/s {median(speeds):.0f}, "
-                f"alone {median(alone[i]):.0f}"
+                f"| {Path(model).name} | {args.rows[i]} | {spread(shares)} | {median(speeds):.0f} "
+                f"| {median(alone[i]):.0f} |"
             )
-        _cost_of_turns()
-        for one in busy:
+        single = Busy(Path(models[0]), args.rows[0], None)
+        _compare_with_one_model(busy[0], single, args)
+        for one in (*busy, single):
             one.engine.close()
+
+
+def _compare_with_one_model(one_of_two: Busy, single: Busy, args: argparse.Namespace) -> None:
+    found = []
+    for i in range(args.rounds):
+        order = (one_of_two, single) if i % 2 == 0 else (single, one_of_two)
+        speeds = {id(one): _alone(one, args.seconds) for one in order}
+        found.append(speeds[id(one_of_two)] / speeds[id(single)])
+    print("\n| | tokens/s, ratio |\n|---|---|")
+    print(f"| one model that takes turns and is alone / one model without turns | {spread(found)} |")
+    print(f"\na turn of a model that is alone: {_turn_us():.2f} us")
 
 
 def _alone(one: Busy, seconds: float) -> float:
@@ -115,13 +131,14 @@ def _used_s(one: Busy) -> float:
     return one.turns.used_s
 
 
-def _cost_of_turns() -> None:
+def _turn_us() -> float:
+    """Microseconds of a turn that nobody else waits for."""
     turns, number = DeviceTurns().join(), 100_000
     began_s = time.perf_counter()
     for _ in range(number):
         turns.take()
         turns.give_back()
-    print(f"a turn of a model that is alone: {(time.perf_counter() - began_s) / number * 1e6:.2f} us")
+    return (time.perf_counter() - began_s) / number * 1e6
 
 
 def _tiny_models(folder: Path) -> list[Path]:
