@@ -26,7 +26,7 @@ PIP_AUDIT = pip-audit>=2.10.1,<3
 PIPX    = pipx>=1.18,<2
 SBOM    ?= sbom.cdx.json
 
-.PHONY: setup serve chat test test-agents check docs pictures test-wheel soak bench lock newest sbom audit clean
+.PHONY: setup serve chat test test-agents check docs pictures test-wheel soak bench bench-gate lock newest sbom audit clean
 
 setup: $(STAMP)
 
@@ -90,6 +90,10 @@ soak: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/outrider bench $(MODEL)
+
+# Red if a change has made rows slower: ratios with lower bounds, some two minutes on two idle cores.
+bench-gate: $(STAMP)
+	$(BIN)/python -m benchmarks.gate
 
 # After a change of the dependencies in pyproject.toml. `make lock UPGRADE=--upgrade` takes all newer versions.
 lock: $(STAMP)
