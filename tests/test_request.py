@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.request import Grammar, InvalidRequest, ReasoningMarks, SamplingParams
+from outrider.request import Grammar, InvalidRequest, ReasoningMarks, SamplingParams, SpecPrefill
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE: an integer that no float holds
 
@@ -64,6 +64,7 @@ REFUSED: dict[str, list[Any]] = {
     "tenant": [None, 5, b"x", ["x"]],
     "priority": [None, 1001, -1001, 1.5, True, "1", NAN, [1]],
     "adapter": [5, True, b"x", ["x"]],
+    "spec_prefill": [0.3, True, {"keep": 0.3}, "self"],
     "prediction_ids": [None, 5, "5", b"5", [-1], ["5"], [1.5], [True], [None], {5}, {5: 5}, object()],
     "draft_depth": [-1, 9, True, False, None, 2.0, NAN, "2", "automatic", "", [2], INF, HUGE],
 }
@@ -102,6 +103,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "tenant": ["", "alice"],
     "priority": [-1000, 0, 1000],
     "adapter": [None, "sql"],
+    "spec_prefill": [None, SpecPrefill(0.3), SpecPrefill(1)],
     "draft_depth": ["auto", 0, 1, 8],
 }
 

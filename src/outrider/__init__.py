@@ -5,13 +5,21 @@ from typing import TYPE_CHECKING, Any
 from outrider import mlx_settings
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.cpu import blas
-from outrider.request import InvalidRequest, SamplingParams
+from outrider.request import InvalidRequest, SamplingParams, SpecPrefill
 
 if TYPE_CHECKING:
     from outrider.llm import LLM, Completion
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "EngineConfig", "InvalidConfig", "InvalidRequest", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "EngineConfig",
+    "InvalidConfig",
+    "InvalidRequest",
+    "SamplingParams",
+    "SpecPrefill",
+]
 
 # Both must come before anything imports mlx.core.
 mlx_settings.activate()

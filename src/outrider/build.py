@@ -43,6 +43,8 @@ from outrider.models import heads, loader, machine
 from outrider.models.draft_model import DraftModel, load_draft_model
 from outrider.models.files.shipped_head import shipped_head
 from outrider.models.files.weight_size import loaded_bytes
+from outrider.models.prompt_scorer import PromptScorer
+from outrider.models.scorer_loading import allow_gaps, load_scorer
 from outrider.models.vision.families import why_no_audio
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
@@ -73,6 +75,8 @@ class ModelChoice:
     adapter: str | Path | None = None  # LoRA or DoRA adapter that all requests are answered with
     adapters: Mapping[str, str | Path] = field(default_factory=dict)  # those that requests can name
     draft_model: str | Path | None = None  # a smaller model that drafts, in the place of a head
+    spec_prefill_model: str | Path | None = None  # scores prompts (spec_prefill); "self": its own layers
+    spec_prefill_layers: int | None = None  # of it that score; None: half of them
 
     def __post_init__(self) -> None:
         if self.draft_model is not None and (self.head is not None or self.draft_vocabulary is not None):
@@ -89,6 +93,10 @@ class ModelChoice:
                 "an adapter for all requests (--adapter) and adapters that requests name (--adapters) cannot "
                 "be combined: give one of the two"
             )
+        if self.spec_prefill_layers is not None and self.spec_prefill_model is None:
+            raise InvalidConfig(
+                "spec_prefill_layers (--spec-prefill-layers) needs spec_prefill_model (--spec-prefill-model)"
+            )
 
     @property
     def beyond_ranks(self) -> list[str]:
@@ -96,6 +104,7 @@ class ModelChoice:
         found = {
             "adapters": self.adapter is not None or bool(self.adapters),
             "a draft model": self.draft_model is not None,
+            "spec_prefill_model": self.spec_prefill_model is not None,
         }
         return [name for name, is_there in found.items() if is_there]
 
@@ -177,6 +186,8 @@ def _parts(
     disk = prefix_disk(loaded, device_drafter, config)
     trunk, vision = loaded.trunk, loaded.vision
     num_parameters = get_total_parameters(trunk.model)
+    if choice.spec_prefill_model is not None:
+        allow_gaps(trunk, head.layers if head is not None else ())
     trunk.prepare_for_serving()
     if device_drafter is not None:
         device_drafter.prepare_for_serving(trunk)
@@ -192,6 +203,10 @@ def _parts(
     block_size = block_size_of(trunk, config.cache_layout, machine.outruns_host())
     if ranks is not None:
         ranks.check_same(facts_of_rank(loaded, config, block_size))
+    scorer = None
+    if choice.spec_prefill_model is not None:
+        layers = choice.spec_prefill_layers
+        scorer = load_scorer(loaded, choice.spec_prefill_model, layers, choice.dtype)
     runner = Runner(
         trunk,
         device_drafter,
@@ -201,6 +216,7 @@ def _parts(
         compiles=outruns,
         block_size=block_size,
         ranks=ranks,
+        scorer=scorer,
     )
     facts = ModelFacts(
         name=str(choice.model),
@@ -225,8 +241,10 @@ def _parts(
         family=loaded.family,
         num_parameters=num_parameters,
         hidden_size=trunk.hidden_size,
+        scorer_context=0 if scorer is None else scorer.max_context,
+        no_gaps_reason=trunk.no_gaps_reason,
     )
-    memory = _memory_plan(loaded, device_drafter, config, place.memory)
+    memory = _memory_plan(loaded, device_drafter, config, place.memory, scorer)
     load_adapters(trunk, choice.adapters, config)
     geometry, most_rows = runner.geometry(config.capacity_step), MAX_ROWS if outruns else MAX_CPU_ROWS
     max_rows = config.max_rows or default_max_rows(geometry, memory.rows, most_rows)
@@ -346,13 +364,15 @@ def _memory_plan(
     drafter: LoadedDrafter | None,
     config: EngineConfig,
     share: MemoryShare | None,
+    scorer: PromptScorer | None,
 ) -> MemoryPlan:
     """Call it once the weights are loaded. `share`: of a model beside others."""
     reads_images = loaded.vision is not None
     if share is not None:
         layers = drafter.modules if drafter is not None else ()
         encoder = () if loaded.vision is None else (loaded.vision.encoder.model,)
-        weight_bytes = loaded_bytes([loaded.trunk.model, *layers, *encoder])
+        scoring = () if scorer is None else (scorer.model,)
+        weight_bytes = loaded_bytes([loaded.trunk.model, *layers, *encoder, *scoring])
         plan = plan_share(config, share, weight_bytes, reads_images)
     else:
         plan = plan_memory(config, machine.free_bytes(), machine.held_bytes()["arrays"], reads_images)

@@ -189,6 +189,8 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         max_adapters: int | None = None,
         adapter_memory_bytes: int = EngineConfig.adapter_memory_bytes,
+        spec_prefill_model: str | Path | None = None,
+        spec_prefill_layers: int | None = None,
     ) -> None:
         """`draft_model`: a smaller model with the same tokenizer, which drafts in the place of an MTP head.
 
@@ -199,6 +201,11 @@ class LLM:
         `adapter`: a LoRA or DoRA adapter (mlx-lm's folder) for all calls. `adapters`: adapters by name, which
         calls choose with `SamplingParams(adapter=NAME)`; `max_adapters`: how many may be loaded at once, also
         later (16 if `adapters` is given, else none).
+
+        `spec_prefill_model`: allows calls to skip tokens of their prompts, which is not exact
+        (`SamplingParams(spec_prefill=SpecPrefill(keep=0.3))`). A small model of the same vocabulary that
+        scores the tokens, or "self": the model's own first layers. `spec_prefill_layers`: how many of them
+        (half).
         """
         if max_adapters is None:
             max_adapters = DEFAULT_MAX_ADAPTERS if adapters is not None else 0
@@ -228,6 +235,8 @@ class LLM:
             adapter,
             adapters or {},
             draft_model,
+            spec_prefill_model,
+            spec_prefill_layers,
         )
         self.engine, self.tokenizer = build_engine(choice, config)
         try:

@@ -196,6 +196,7 @@ class RowPlan:
     masks: np.ndarray | None = None  # [1 + num_drafts, words] one bit for each token that a grammar allows
     media: PromptMedia | None = None  # the prompt's images, while the row prefills
     position_delta: int = 0  # position minus cell number, after the prompt
+    positions: tuple[int, ...] | None = None  # of token_ids, in a prompt of which tokens were skipped
     draft_source: str = "head"  # where the drafts come from: see speculate/acceptance.py
     num_forced: int = 0  # the first so many drafts are all that a grammar allows
     blocks: tuple[int, ...] = ()  # where cells are kept by blocks: the row's, in the order of its cells
@@ -326,6 +327,24 @@ class ImageEmbeddings(Protocol):
     def forget_holds(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ScoringPiece:
+    """Tokens start..end-1 of a prompt that is scored before its row prefills: see models/prompt_scorer.py."""
+
+    sequence_id: int
+    prompt_ids: Sequence[int]  # the whole prompt; a live list: read it at once, never store it
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
 class StepRunner(Protocol):
     """Runs the steps of one model and owns its caches: see step/runner.py."""
 
@@ -353,6 +372,8 @@ class StepRunner(Protocol):
     def finish(self, launched: Any) -> StepResult: ...
 
     def encode(self, piece: MediaPiece) -> None: ...
+
+    def score(self, piece: ScoringPiece) -> np.ndarray | None: ...  # of all tokens, after the last piece
 
     def reset(self) -> None: ...  # drop all cells
 

@@ -98,6 +98,22 @@ class ReasoningMarks:
 
 
 @dataclass(frozen=True)
+class SpecPrefill:
+    """Skip the prompt tokens that matter least: the answer is then that of another, shorter prompt.
+
+    A scorer reads the prompt first (models/prompt_scorer.py). The model reads the rest at its true positions.
+    """
+
+    keep: float  # share of the prompt's tokens that the model reads; 1: all, which is exact
+
+    def __post_init__(self) -> None:
+        _refuse_unless(
+            _is_number(self.keep) and 0 < self.keep <= 1,
+            f"spec_prefill.keep must be above 0 and at most 1, not {self.keep!r}",
+        )
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How one request is decoded. Every field is honoured or refused, never ignored.
 
@@ -145,6 +161,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None  # most tokens of reasoning; None: no limit
     reasoning: ReasoningMarks | None = None  # set by the chat renderer; None: the model does not reason
     adapter: str | None = None  # the name of a loaded LoRA or DoRA adapter; None: the model itself
+    spec_prefill: SpecPrefill | None = None  # not exact: skip the least important tokens of the prompt
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -384,6 +401,10 @@ def _check_grammar(p: SamplingParams) -> None:
         p.grammar is None or isinstance(p.grammar, Grammar), f"grammar must be a Grammar, not {p.grammar!r}"
     )
     _check_ids("prediction_ids", p.prediction_ids)
+    _refuse_unless(
+        p.spec_prefill is None or isinstance(p.spec_prefill, SpecPrefill),
+        f"spec_prefill must be a SpecPrefill, not {p.spec_prefill!r}",
+    )
 
 
 def _check_ids(name: str, token_ids: object) -> None:

@@ -172,13 +172,13 @@ class FakeBackend:
 
 
 class FakeTokenizer:
-    """Token i is the i-th letter; token 26 is a byte of a torn character."""
+    """Token i is the i-th letter, up to a thousand; token 26 is a byte of a torn character."""
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
-        return "".join("\ufffd" if i == 26 else chr(97 + i) for i in token_ids)
+        return "".join("\ufffd" if i == 26 else chr(97 + i % 1000) for i in token_ids)
 
     def convert_ids_to_tokens(self, token_id: int) -> str:
-        return "<0xC3>" if token_id == 26 else chr(97 + token_id)
+        return "<0xC3>" if token_id == 26 else chr(97 + token_id % 1000)
 
 
 def settings(**changes: Any) -> ServerSettings:

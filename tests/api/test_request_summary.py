@@ -73,6 +73,7 @@ def test_a_request_has_one_line_with_all_that_it_did(caplog: pytest.LogCaptureFi
         "prompt_tokens": 7,
         "prompt_tokens_done": 7,
         "cached_tokens": 3,
+        "skipped_tokens": 0,
         "images": 2,
         "tokens": 5,
         "reasoning_tokens": 2,
@@ -84,6 +85,14 @@ def test_a_request_has_one_line_with_all_that_it_did(caplog: pytest.LogCaptureFi
         "queue_s": 0.004,
         "prompt_s": 0.1,
     }
+
+
+def test_skipped_tokens_of_a_prompt_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    ended = Finished("stop", USAGE, replace(STATS, num_skipped=4))
+    Client(server(FakeBackend((*THOUGHT[:-1], ended)))).post("/v1/chat/completions", {"messages": USER})
+    ((text, entry),) = entries(caplog)
+    assert entry["skipped_tokens"] == 4
+    assert "prompt 7 tokens (3 cached) (4 skipped)" in text
 
 
 def test_several_answers_are_summed_up(caplog: pytest.LogCaptureFixture) -> None:

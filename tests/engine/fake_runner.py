@@ -63,6 +63,7 @@ class FakeRunner:
         self.faults: dict[int, Fault] = {}  # by sequence id
         self.raises_next = False
         self.num_raised = 0
+        self.kept: dict[int, Sequence[int]] = {}  # by sequence id: positions of the prompt that are read
         self.cells: list[list[int]] = []
         self.head: list[list[int]] = []
         self.rested: list[list[int]] = []  # tokens whose states are kept for a head that rests
@@ -258,6 +259,7 @@ class FakeRunner:
         return results
 
     def _run_row(self, row: RowPlan, recursions: int) -> RowResult:
+        row = self._as_if_read(row)
         self._check_row(row)
         cells, end = self.cells[row.slot], row.start + row.num_fed
         cells[row.start : end] = row.token_ids
@@ -274,6 +276,21 @@ class FakeRunner:
             self._feed_head(row, targets, num_kept, recursions)
             drafts = self._drafts(row, [*cells[: row.start + num_kept], *targets[-1:]])
         return RowResult(row.sequence_id, tuple(targets), tuple(drafts), _logprobs(row, targets))
+
+    def _as_if_read(self, row: RowPlan) -> RowPlan:
+        """The row as if the tokens that it skips were not there, once its positions are checked."""
+        kept = self.kept.get(row.sequence_id)
+        if kept is None:
+            assert row.positions is None
+            return row
+        after = range(row.num_prompt, len(row.history))
+        positions = [*kept, *after]
+        assert row.position_delta == row.num_prompt - len(kept)
+        if row.positions is not None:
+            assert list(row.positions) == positions[row.start : row.start + row.num_fed], "other positions"
+        else:
+            assert row.start >= len(kept), "a part of the prompt at the wrong positions"
+        return replace(row, history=[row.history[position] for position in positions], num_prompt=len(kept))
 
     def _check_row(self, row: RowPlan) -> None:
         history = list(row.history)
@@ -363,7 +380,8 @@ def _resolved_row(row: RowPlan, before: RowPlan, result: RowResult) -> RowPlan:
     assert not row.banned_ids
     start = before.start + before.num_fed - before.num_drafts + result.num_accepted
     assert start <= row.start, "more cells than the plan allows for"
-    history = [*before.history[: before.start + before.num_fed - before.num_drafts], *result.token_ids]
+    end = before.start + before.num_fed - before.num_drafts + before.position_delta
+    history = [*before.history[:end], *result.token_ids]
     return replace(
         row,
         start=start,

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from fake_runner import FakeRunner, StepFailed, true_next
 from sleepy_grammar import SleepyGrammar
 
@@ -21,7 +22,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, DraftState, FinishReason, Sequence
 from outrider.plan import CacheGeometry, RowPlan, StepPlan
 from outrider.prompt_media import PromptMedia
-from outrider.request import Request, SamplingParams
+from outrider.request import Request, SamplingParams, SpecPrefill
 from outrider.speculate.controller import DepthController
 from outrider.speculate.drafter import Drafter
 
@@ -140,6 +141,7 @@ class Harness:
         priority: int = 0,
         tenant: str = "",
         wakes: Tokens[int] = (),
+        keep: float | None = None,
     ) -> Sequence:
         """Queue a request; a number stands for a prompt of that length. Without a drafter the head drafts.
 
@@ -160,6 +162,7 @@ class Harness:
             cache_salt=salt,
             priority=priority,
             tenant=tenant,
+            spec_prefill=None if keep is None else SpecPrefill(keep),
         )
         sequence = Sequence(
             id=sequence_id,
@@ -203,9 +206,12 @@ class Harness:
         With `ahead`, a step that follows is launched before the first is read, wherever that may be.
         """
         in_flight = self.scheduler.in_flight
+        self._score()
         if not in_flight:
             planned = self.scheduler.plan()
             self._check_plan(None if planned is None else planned.plan)
+            if planned is None and self.scheduler.next_to_score() is not None:
+                return self.step(meanwhile)
             if planned is None:
                 if not self.live:
                     self.runner.reset()
@@ -237,6 +243,17 @@ class Harness:
         if self.prefix is not None:
             assert self.runner.most_prefix_bytes <= self.prefix.index.budget_bytes
         return step.plan
+
+    def _score(self) -> None:
+        """One part of a prompt, as the engine does between steps. The scores are random ones of the row."""
+        piece = self.scheduler.next_to_score()
+        if piece is None:
+            return
+        row = self.live[piece.sequence_id]
+        scores = np.random.default_rng(row.id).random(row.num_prompt) if piece.is_last else None
+        self.scheduler.scored(piece, scores)
+        if row.kept is not None:
+            self.runner.kept[row.id] = row.kept
 
     def steps(self, num: int) -> list[StepPlan]:
         return [plan for plan in (self.step() for _ in range(num)) if plan is not None]
@@ -293,6 +310,8 @@ class Harness:
     def truth(self, sequence: Sequence) -> tuple[list[int], str, FinishReason]:
         """What plain decoding of this request alone would give."""
         prompt, params = list(sequence.request.prompt_ids), sequence.params
+        if sequence.id in self.runner.kept:
+            prompt = [prompt[position] for position in self.runner.kept[sequence.id]]
         answer: list[int] = []
         while True:
             is_short = len(answer) < params.min_tokens
@@ -322,7 +341,7 @@ class Harness:
         if not self.live:
             assert not rows_of(plan), "rows where nobody lives"
             return
-        waits = self.scheduler.next_piece() is not None
+        waits = self.scheduler.next_piece() is not None or self.scheduler.next_to_score() is not None
         loads = plan is not None and plan.copies.loads  # large ones are spread over steps
         assert rows_of(plan) or waits or loads, "nothing done where there is something to do"
         inside = [s.id for s in self.live.values() if s.slot is not None]

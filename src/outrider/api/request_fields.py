@@ -47,6 +47,7 @@ from outrider.request import (
     Grammar,
     SamplingDefaults,
     SamplingParams,
+    SpecPrefill,
 )
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ KEEP_ALIVE = (
     "Extension, Ollama's: how long the model stays loaded after its last use. A number of seconds, or a text "
     'such as "10m"; 0: unload it after this request; -1: keep it'
 )
+KEEP_RANGE: dict[str, Any] = {"exclusiveMinimum": 0, "maximum": 1}
 NOT_NULL: dict[str, Any] = {"not": {"type": "null"}}  # JSON Schema of an optional field that is required here
 
 
@@ -127,6 +129,12 @@ class StructuredOutputs(RequestModel):
     choice: Choices | None = documented("One of these strings", minItems=1)
     grammar: GrammarText | None = Field(None, description="Lark grammar")
     json_object: bool | None = None
+
+
+class SpecPrefillFields(RequestModel):
+    """Not exact: the model reads only a share of the prompt's tokens, those that a scorer finds important."""
+
+    keep: float = Field(description="Share of the tokens that is read", json_schema_extra=KEEP_RANGE)
 
 
 class SamplingFields(RequestModel):
@@ -185,6 +193,10 @@ class SamplingFields(RequestModel):
     )
     draft_depth: Whole | Literal["auto"] | None = documented(
         "Extension: drafts per step; changes the speed, never the answer", minimum=0, maximum=MAX_DEPTH
+    )
+
+    spec_prefill: SpecPrefillFields | None = Field(
+        None, description="Extension, if the server allows it: skip the least important tokens of the prompt"
     )
 
     thinking_token_budget: Whole | None = documented(
@@ -267,6 +279,8 @@ def sampling_params(
     tenant = given["tenant"] = current_tenant.get()
     if tenant or body.cache_salt:
         given["cache_salt"] = f"{tenant}/{body.cache_salt or ''}"
+    if body.spec_prefill is not None:
+        given["spec_prefill"] = SpecPrefill(body.spec_prefill.keep)
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
         max_tokens=max_tokens,

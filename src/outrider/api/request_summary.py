@@ -29,6 +29,7 @@ def summary_of(answers: Answers) -> dict[str, Any]:
         "prompt_tokens": answers.choices[0].num_prompt,
         "prompt_tokens_done": answers.num_prefilled(0),
         "cached_tokens": sum(one.num_cached for one in stats),
+        "skipped_tokens": sum(one.num_skipped for one in stats),
         "images": num_images,
         "tokens": num_tokens,
         "reasoning_tokens": sum(each.usage.num_reasoning for each in finished),
@@ -63,6 +64,8 @@ def text_of(summary: dict[str, Any]) -> str:
     parts = [f"prompt {summary['prompt_tokens']} tokens"]
     if summary["cached_tokens"]:
         parts[0] += f" ({summary['cached_tokens']} cached)"
+    if summary["skipped_tokens"]:
+        parts[0] += f" ({summary['skipped_tokens']} skipped)"
     if summary["images"]:
         parts.append(f"{summary['images']} images")
     for name, word in (("queue_s", "queued"), ("prompt_s", "prompt read in")):

@@ -28,7 +28,10 @@ MAX_GROUP_PADDING = 256
 
 @dataclass(frozen=True)
 class GridPositions:
-    """Three positions for each token (time, row, column), for prompts with images: see vision/mrope."""
+    """Three positions for each token (time, row, column), for prompts with images: see vision/mrope.
+
+    In a prompt of which tokens were skipped the three are equal: see models/gap_rope.py.
+    """
 
     grid: mx.array  # int32 [3, rows, width]
 

@@ -83,6 +83,7 @@ class Usage:
     num_accepted: int = 0  # drafts
     num_rejected: int = 0  # drafts
     num_stored: int = 0  # prompt tokens that this request added to the prefix cache
+    num_skipped: int = 0  # prompt tokens that the model has not read (spec_prefill)
 
 
 @dataclass(frozen=True)

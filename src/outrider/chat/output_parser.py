@@ -238,6 +238,7 @@ def finished_event(delta: Delta, parser: OutputParser, num_reasoning: int) -> Fi
         num_prompt=stats.num_prompt,
         num_cached=stats.num_cached,
         num_stored=stats.num_stored,
+        num_skipped=stats.num_skipped,
         num_generated=stats.num_generated,
         num_reasoning=min(num_reasoning, stats.num_generated),
         num_accepted=num_accepted,

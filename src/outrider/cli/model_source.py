@@ -85,6 +85,8 @@ def model_choice(spec: ModelSpec) -> ModelChoice:
         options["adapter"],
         named_adapters(options),
         options["draft_model"],
+        options["spec_prefill_model"],
+        options["spec_prefill_layers"],
     )
 
 

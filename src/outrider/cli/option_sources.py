@@ -26,6 +26,7 @@ OF_ONE_MODEL_KEYS = (
     *("tool_call_parser", "no_tool_grammar", "max_rows", "max_context", "memory_budget"),
     *("prefill_step_size", "max_stall_ms", "revision", "dtype", "prefix_cache_bytes", "no_prefix_cache"),
     *("kv_bits", "adapter", "adapters", "max_adapters", "adapter_memory"),
+    *("spec_prefill_model", "spec_prefill_layers"),
 )
 # Options of a [models.NAME] table. The other ones are of the whole server.
 OF_A_MODEL = {key: OPTIONS[key] for key in OF_ONE_MODEL_KEYS} | {

@@ -215,6 +215,15 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("draft-vocabulary", "draft only among the N most frequent tokens (all)", whole_number),
     ),
+    "skipped prompt tokens (not exact)": (
+        Option(
+            "spec-prefill-model",
+            "lets requests skip tokens of their prompts (spec_prefill): a small model of the same vocabulary "
+            "that scores the tokens, or self: the model's own first layers (none: refused)",
+            metavar="MODEL",
+        ),
+        Option("spec-prefill-layers", "layers of it that score (half of them)", whole_number),
+    ),
     "sampling defaults": (
         Option(
             "generation-config",

@@ -11,6 +11,7 @@ device that outruns its host overlaps steps and never pauses an MTP head (build.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 
 from outrider.engine.sequence import Sequence
 from outrider.plan import UNREAD, PassShape, RowPlan
@@ -200,10 +201,12 @@ def decode_row(sequence: Sequence, max_drafts: int) -> RowPlan:
 
 
 def prefill_row(sequence: Sequence, size: int) -> RowPlan:
-    """The next `size` tokens of the prompt."""
+    """The next `size` tokens of the prompt. (At skipped tokens the head is fed the next one that is read.)"""
     start, end = sequence.num_cached, sequence.num_cached + size
-    next_id = sequence.tokens[end] if end < sequence.num_prefill else None
-    return _row(sequence, sequence.tokens[start:end], 0, next_id)
+    positions = sequence.positions(start, min(end + 1, sequence.num_prefill))
+    token_ids = [sequence.tokens[position] for position in positions]
+    row = _row(sequence, token_ids[:size], 0, token_ids[size] if len(token_ids) > size else None)
+    return row if sequence.kept is None else replace(row, positions=tuple(positions[:size]))
 
 
 def overlapped_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next: int) -> RowPlan:
@@ -259,7 +262,7 @@ def _row(sequence: Sequence, token_ids: Rows[int], num_drafts: int, next_id: int
         banned_ids=tuple(sequence.stop_ids) if sequence.params.min_tokens else (),
         masks=drafting.masks[: num_drafts + 1] if is_sampling and drafting.masks is not None else None,
         media=None if sequence.is_decoding else media,
-        position_delta=0 if media is None else media.delta,
+        position_delta=sequence.num_skipped if media is None else media.delta,
         draft_source=drafting.source,
         num_forced=drafting.num_forced,
         has_images=media is not None,

@@ -111,7 +111,7 @@ class StepExecutor:
 
 
 class EncodingTurns:
-    """While rows decode, encoding gets at most half of the time: after a piece, steps get as much time."""
+    """While rows decode, work between steps gets at most half of the time: then steps get as much time."""
 
     def __init__(self) -> None:
         self._owed_to_steps_s = 0.0
@@ -244,7 +244,7 @@ class EngineLoop:
     # -- one turn ----------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """One step, and then one piece of an image if its turn has come."""
+        """One step, and then one piece of an image or of a prompt to score, if its turn has come."""
         if not self.has_work:
             return
         if self._device_turns.take(before_waiting=lambda: self.heartbeat.enter(IDLE)):
@@ -253,6 +253,7 @@ class EngineLoop:
             self.heartbeat.enter("planning")
             has_run = self._step()
             self._encode(is_urgent=not has_run)
+            self._score(is_urgent=not has_run)
         finally:
             self._device_turns.give_back()
 
@@ -272,7 +273,7 @@ class EngineLoop:
         planned = None if in_flight else scheduler.plan()
         if not in_flight:
             self._executor.forget_last_read()
-            if scheduler.next_piece() is None:
+            if scheduler.next_piece() is None and scheduler.next_to_score() is None:
                 self._device_turns.give_back()
                 scheduler.wait_for_disk()
             return False
@@ -324,6 +325,23 @@ class EngineLoop:
         if encode_s is not None:
             self._tell(lambda observer: observer.on_encode(encode_s))
 
+    def _score(self, is_urgent: bool) -> None:
+        """Between steps, score a part of a prompt whose row waits for that, when its turn has come."""
+        piece = self.scheduler.next_to_score()
+        if piece is None or not (is_urgent or self._turns.may_encode(self.scheduler.num_decoding)):
+            return
+        started_s = time.perf_counter()
+        self._executor.forget_last_read()
+        self.heartbeat.enter(sized("prompt scoring", piece.num_tokens))
+        try:
+            self.scheduler.scored(piece, self.parts.runner.score(piece))
+        except Exception as error:
+            log.exception("a prompt could not be scored; its request ends")
+            for delta in self.scheduler.fail_scoring(piece, f"the prompt could not be scored: {error}"):
+                self._deliver(delta)
+            self._clean_up_if_idle()
+        self._turns.encoded(time.perf_counter() - started_s)
+
     def _drop_caches(self) -> None:
         """A step failed half-way: the cells cannot be trusted."""
         self._executor.forget_last_read()
@@ -369,7 +387,9 @@ class EngineLoop:
         """Tell the requests whose prompts this step has read how far they are."""
         for sequence, row in step.rows.values():
             live, outbox = self.live.get(sequence.request.id, (None, None))
-            if live is not sequence or outbox is None or row.start >= sequence.num_prompt:
+            if live is not sequence or outbox is None:
+                continue
+            if row.start + sequence.num_skipped >= sequence.num_prompt:
                 continue
             progress = sequence.prompt_progress()
             outbox.num_prefilled = progress.num_done

@@ -12,7 +12,7 @@ from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.prompt_pacing import MIN_CHUNK, ChunkLimit, chunk_sizes
 from outrider.engine.sequence import Sequence
-from outrider.plan import ImageEmbeddings, RowPlan
+from outrider.plan import ImageEmbeddings, RowPlan, ScoringPiece
 from outrider.prompt_media import MediaPiece
 from outrider.speculate.prompt_costs import PromptCosts, PromptShape
 
@@ -74,15 +74,33 @@ class PrefillQueue:
             return None
         return media.first_missing(self._image_embeddings, sequence.num_cached)
 
+    # -- scores ------------------------------------------------------------------------------------------
+
+    def next_to_score(self, max_tokens: int) -> ScoringPiece | None:
+        """The next tokens of a prompt that the scorer reads: prompts are scored one after the other."""
+        waiting = [row for row in self._rows if row.awaits_scores]
+        if not waiting:
+            return None
+        row = next((row for row in waiting if row.num_scored), waiting[0])
+        prompt_ids, start = row.request.prompt_ids, row.num_scored
+        return ScoringPiece(row.id, prompt_ids, start, min(start + max_tokens, len(prompt_ids)))
+
+    def scored(self, piece: ScoringPiece) -> Sequence | None:
+        """The row that a piece belongs to, which has been read; None if the row has left meanwhile."""
+        row = next((row for row in self._rows if row.id == piece.sequence_id), None)
+        if row is not None:
+            row.num_scored = piece.end
+        return row
+
     # -- chunks ------------------------------------------------------------------------------------------
 
     def ready(self, rows: Rows[Sequence]) -> list[Sequence]:
         """The rows that compute their next cells in this step, in turn.
 
         The prefix cache fills in the cells that it has. A row whose next cells come from elsewhere (an older
-        row that computes them, or the disk) is left out.
+        row that computes them, or the disk) is left out, and so is one whose prompt has to be scored first.
         """
-        return self._prefix.ready_rows([row for row in self._rows if row in rows])
+        return self._prefix.ready_rows([row for row in self._rows if row in rows and not row.awaits_scores])
 
     def about_to_sample(self, rows: Rows[Sequence], max_tokens: int) -> list[Sequence]:
         """The rows that may feed the rest of their prompt in a step of `max_tokens` prompt tokens."""

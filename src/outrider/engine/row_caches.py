@@ -114,7 +114,7 @@ class SlotCaches:
 
 def next_cells(sequence: Sequence) -> int:
     """Cells that a row's next step may write."""
-    return max(sequence.num_prefill, len(sequence.tokens)) + SLACK
+    return max(sequence.num_prefill, len(sequence.tokens) - sequence.num_skipped) + SLACK
 
 
 class SlotTable:

@@ -18,6 +18,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from outrider.config import EngineConfig
 from outrider.engine.block_caches import BlockCaches
 from outrider.engine.draft_planner import DraftPlanner, decode_row, may_wake, needs_host
@@ -39,6 +41,7 @@ from outrider.plan import (
     RestoreState,
     RowPlan,
     RowResult,
+    ScoringPiece,
     StepPlan,
     StepResult,
 )
@@ -46,6 +49,7 @@ from outrider.prompt_media import MediaPiece
 from outrider.request import InvalidRequest
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import StepShape
+from outrider.speculate.prompt_selection import kept_positions
 
 log = logging.getLogger(__name__)
 
@@ -432,6 +436,24 @@ class Scheduler:
         """A piece cannot be encoded: the requests that wait for it end with an error, the others go on."""
         return [self._finish(row, "error", error) for row in self._prefill_queue.waiting_for(piece)]
 
+    # -- scores of prompts (spec_prefill) ----------------------------------------------------------------
+
+    def next_to_score(self) -> ScoringPiece | None:
+        """The tokens of a prompt that the scorer reads next."""
+        return self._prefill_queue.next_to_score(self._pacing.max_tokens)
+
+    def scored(self, piece: ScoringPiece, scores: np.ndarray | None) -> None:
+        """The scorer has read a piece. `scores`: of all tokens of the prompt, if it was the last piece."""
+        row = self._prefill_queue.scored(piece)
+        if row is not None and scores is not None:
+            assert row.params.spec_prefill is not None
+            row.keep(kept_positions(scores, row.params.spec_prefill.keep))
+
+    def fail_scoring(self, piece: ScoringPiece, error: str) -> list[Delta]:
+        """A prompt cannot be scored: its request ends with an error, the others go on."""
+        row = self._prefill_queue.scored(piece)
+        return [] if row is None else [self._finish(row, "error", error)]
+
     # -- which sequences have a slot ---------------------------------------------------------------------
 
     def _start_waiting(self) -> None:
@@ -491,8 +513,9 @@ class Scheduler:
         rows = list(self._slots.sequences())
         self._prefix.check_integrity()
         for row in rows:
-            if row.is_decoding and row.num_cached != len(row.tokens) - 1:
-                raise AssertionError(f"row {row.id} has {row.num_cached} cells for {len(row.tokens)} tokens")
+            num_cells = len(row.tokens) - 1 - row.num_skipped
+            if row.is_decoding and row.num_cached != num_cells:
+                raise AssertionError(f"row {row.id} has {row.num_cached} cells for {num_cells} tokens")
             if row.is_decoding == (row in self._prefill_queue):
                 raise AssertionError(f"row {row.id} is both or neither of prefilling and decoding")
         self._budget.check_integrity(rows)

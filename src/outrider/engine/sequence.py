@@ -42,6 +42,7 @@ class Stats:
     num_generated: int = 0
     num_cached: int = 0  # prompt tokens whose cells came from the prefix cache
     num_stored: int = 0  # prompt tokens whose cells this request has added to the prefix cache
+    num_skipped: int = 0  # prompt tokens that the model has not read (spec_prefill)
     steps: int = 0  # steps that committed tokens; the last prefill step is one
     drafted: list[int] = field(default_factory=list)  # by draft position
     accepted: list[int] = field(default_factory=list)  # by draft position
@@ -140,13 +141,14 @@ class SequenceCounters:
         for i in range(num_accepted):
             self.accepted[i] += 1
 
-    def stats(self, num_prompt: int, num_generated: int) -> Stats:
+    def stats(self, num_prompt: int, num_generated: int, num_skipped: int = 0) -> Stats:
         deepest = max((i + 1 for i, n in enumerate(self.drafted) if n), default=0)
         return Stats(
             num_prompt=num_prompt,
             num_generated=num_generated,
             num_cached=self.num_loaded,
             num_stored=min(self.num_saved, num_prompt - self.num_loaded),
+            num_skipped=num_skipped,
             steps=self.steps,
             drafted=self.drafted[:deepest],
             accepted=self.accepted[:deepest],
@@ -289,7 +291,11 @@ class DraftState:
 
 @dataclass(eq=False)
 class Sequence:
-    """Between steps `num_cached` cells hold tokens[:num_cached]; a decoding row has all but the last."""
+    """Between steps `num_cached` cells hold tokens[:num_cached]; a decoding row has all but the last.
+
+    With `spec_prefill` the cells hold the tokens at `kept`, then those after the prompt. Such a row has no
+    cells before its prompt is scored, and never any in common with the prefix cache.
+    """
 
     id: int
     request: Request
@@ -308,6 +314,8 @@ class Sequence:
     failures: int = 0  # failed steps with this sequence in them, since its last good decode step
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # if requested
     adapter: AdapterInfo | None = None
+    num_scored: int = 0  # prompt tokens that the scorer has read
+    kept: Tokens[int] | None = None  # positions of the prompt's tokens that are read; None: all, or not known
     _keys: list[int] = field(default_factory=list)  # by cell; see keys
 
     def __post_init__(self) -> None:
@@ -345,6 +353,36 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_cached >= self.num_prefill
+
+    # -- skipped tokens ----------------------------------------------------------------------------------
+
+    @property
+    def is_exact(self) -> bool:
+        """False with `spec_prefill`: no other row may use its cells, and it uses no other row's."""
+        return self.params.spec_prefill is None
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether its prompt has to be scored before it is read."""
+        spec = self.params.spec_prefill
+        return spec is not None and spec.keep < 1 and self.num_scored < self.num_prompt
+
+    @property
+    def num_skipped(self) -> int:
+        return 0 if self.kept is None else self.num_prompt - len(self.kept)
+
+    def keep(self, positions: Tokens[int]) -> None:
+        """The prompt was scored: only these of its tokens are read."""
+        self.num_scored = self.num_prompt
+        self.kept = positions if len(positions) < self.num_prompt else None
+        self.num_prefill = len(self.tokens) - self.num_skipped
+
+    def positions(self, start: int, end: int) -> Tokens[int]:
+        """The positions of the tokens in these cells."""
+        if self.kept is None:
+            return range(start, end)
+        after = range(max(start, len(self.kept)), max(end, len(self.kept)))
+        return (*self.kept[start:end], *(cell + self.num_skipped for cell in after))
 
     # -- cells, as the prefix cache knows them -----------------------------------------------------------
 
@@ -406,7 +444,9 @@ class Sequence:
         self.state_age = 0
         self.num_cached = 0
         self.num_head_cached = 0
-        self.num_prefill = len(self.tokens)
+        self.num_prefill = len(self.tokens) - self.num_skipped
+        if self.awaits_scores:
+            self.num_scored = 0
         self.drafting.drop()
 
     # -- tokens ------------------------------------------------------------------------------------------
@@ -453,8 +493,10 @@ class Sequence:
 
     def prompt_progress(self) -> PromptProgress:
         started_s, now_s = self.counters.started_s, time.perf_counter()
-        num_done, num_prompt = min(self.num_cached, self.num_prompt), self.num_prompt
-        return PromptProgress(num_done, self.counters.num_loaded, num_prompt, now_s - (started_s or now_s))
+        num_done = min(self.positions(self.num_cached, self.num_cached + 1)[0], self.num_prompt)
+        return PromptProgress(
+            num_done, self.counters.num_loaded, self.num_prompt, now_s - (started_s or now_s)
+        )
 
     def stats(self) -> Stats:
-        return self.counters.stats(self.num_prompt, self.num_generated)
+        return self.counters.stats(self.num_prompt, self.num_generated, self.num_skipped)

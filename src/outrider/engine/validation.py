@@ -61,6 +61,8 @@ class ModelFacts:
     family: str = ""  # the model_type of its config.json
     num_parameters: int = 0  # without the head and the vision encoder
     hidden_size: int = 0
+    scorer_context: int = 0  # tokens that the scorer of prompts reads (spec_prefill); 0: there is none
+    no_gaps_reason: str | None = None  # why the model cannot skip tokens of prompts
 
     @property
     def drafted_context(self) -> int:
@@ -117,6 +119,7 @@ class RequestValidator:
             reason = self._facts.no_images_reason or "this model reads text only"
             raise InvalidRequest(f"the prompt has images: {reason}")
         params = request.params
+        self._check_spec_prefill(request)
         self._adapters.find(params.adapter)
         grammar_ids = params.grammar.token_ids if params.grammar is not None else ()
         close_ids = params.reasoning.close_ids if params.reasoning is not None else ()
@@ -167,6 +170,8 @@ class RequestValidator:
         has_device_drafter = self._facts.drafter in ("mtp", "model")
         # With "auto", the row's own text is searched for drafts too, beside the head.
         looks_up = wanted == "auto" and self._config.drafter == "auto" and has_device_drafter
+        # A paused head is fed the tokens of its cells later, by their numbers: not if tokens are skipped.
+        can_pause_head = self._facts.can_pause_head and params.spec_prefill is None
         return Sequence(
             id=next(self._ids),
             request=request,
@@ -179,8 +184,8 @@ class RequestValidator:
                 head_depth=depth if self._follows(request) else 0,
                 head_layers=0 if self._facts.drafter == "model" else max(1, self._facts.head_layers),
                 head_context=self._facts.draft_context,
-                can_pause_head=self._facts.can_pause_head,
-                stores_head_inputs=has_device_drafter and self._facts.can_pause_head,
+                can_pause_head=can_pause_head,
+                stores_head_inputs=has_device_drafter and can_pause_head,
                 drafter=self._new_drafter(request, depth, looks_up),
                 lookup=NgramDrafter() if looks_up else None,
                 is_auto=wanted == "auto",
@@ -217,6 +222,30 @@ class RequestValidator:
                     f"min_tokens forbids the stop token {token_id}, which ends the reasoning at "
                     "thinking_token_budget: leave out one of the three"
                 )
+
+    def _check_spec_prefill(self, request: Request) -> None:
+        """Refuse to skip tokens where a promise would break."""
+        params, facts = request.params, self._facts
+        if params.spec_prefill is None:
+            return
+        if facts.no_gaps_reason is not None:
+            raise InvalidRequest(f"spec_prefill cannot be used with this model: {facts.no_gaps_reason}")
+        if facts.scorer_context == 0:
+            raise InvalidRequest(
+                "spec_prefill is off: start the server with --spec-prefill-model to allow it (in Python: "
+                "spec_prefill_model)"
+            )
+        if len(request.prompt_ids) > facts.scorer_context:
+            raise InvalidRequest(
+                f"spec_prefill: the prompt has {len(request.prompt_ids)} tokens and the scoring model reads "
+                f"{facts.scorer_context}: leave spec_prefill out, or shorten the prompt"
+            )
+        if request.media is not None:
+            raise InvalidRequest("spec_prefill cannot be used with images: it would skip parts of them")
+        if params.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "spec_prefill cannot be combined with log-probabilities of the prompt: it skips tokens of it"
+            )
 
     def _check_allowed(self, params: SamplingParams) -> None:
         """Refuse `allowed_token_ids` that leave no token to sample at some place of every answer."""
@@ -291,7 +320,8 @@ class RequestValidator:
             return self._facts.drafter == "mtp"
         limit = self._facts.draft_context
         is_too_long = limit is not None and len(request.prompt_ids) + MAX_DEPTH >= limit
-        return request.media is None and not is_too_long  # a draft model sees no images
+        is_whole = request.media is None and request.params.spec_prefill is None
+        return is_whole and not is_too_long  # a draft model sees no images, and reads every token
 
     def _new_drafter(self, request: Request, depth: int, looks_up: bool) -> Drafter | None:
         """The row's drafter on the host. Rows that a draft model cannot follow look drafts up instead."""

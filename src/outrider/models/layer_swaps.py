@@ -22,7 +22,10 @@ where they are, and mlx-lm's own modules and other models of the process do not 
                           For models that are served on a GPU. Last, since a dry run of the final layers shows
                           which of them read the same input.
 
-    9. adapters           A linear layer adds the terms of its rows' adapters (models/adapters/terms.py).
+    9. gap ropes          A rope position for each token, for prompts of which tokens are skipped
+                          (models/gap_rope.py). If the operator allows that. Before 4, as mrope. Not applied
+                          here.
+   10. adapters           A linear layer adds the terms of its rows' adapters (models/adapters/terms.py).
                           For layers that a loaded adapter changes, from then on. Not applied here.
 
 1 to 3 are needed for correct results: a Trunk and an MTP head apply them when they are made. 4 to 8 are for

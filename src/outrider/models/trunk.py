@@ -14,13 +14,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_reduce
 
-from outrider.cache.placement import CommitCounts, Placement, block_tables
+from outrider.cache.placement import CommitCounts, GridPositions, Placement, Positions, block_tables
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
 from outrider.config import InvalidConfig
 from outrider.cpu import extension, fast_math
 from outrider.models.adapters.store import TrunkAdapters
 from outrider.models.families import LOGITS_ONLY, UnsupportedModel, unsupported
+from outrider.models.gap_rope import use_gap_ropes
 from outrider.models.layer_swaps import swap_layers
 from outrider.models.vision.mrope import MRopeSections
 from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS
@@ -148,6 +149,31 @@ class Trunk:
         """Whether a layer keeps a recurrent state."""
         return any(isinstance(spec, StateSpec) for layer in self.layout for spec in _parts(layer))
 
+    def allow_gaps(self) -> None:
+        """Let tokens of prompts be skipped. Call it before `prepare_for_serving`. Raises InvalidConfig."""
+        reason = self.no_gaps_reason
+        if reason is None:
+            use_gap_ropes(self.model)
+            grid = GridPositions(mx.zeros((3, 7, 2), mx.int32))
+            try:
+                self.dry_run(positions=grid)
+            except (AttributeError, TypeError, ValueError) as error:
+                reason = f"its layers cannot take a position for each token ({error})"
+        if reason is not None:
+            raise InvalidConfig(f"{_family(self.model)} cannot skip tokens of prompts: {reason}")
+
+    @property
+    def no_gaps_reason(self) -> str | None:
+        """Why no token of a prompt can be skipped; None: it can, as far as the caches tell."""
+        specs = [spec for layer in self.layout for spec in _parts(layer)]
+        if any(not isinstance(spec, KVSpec) for spec in specs):
+            return "its recurrent layers have one state, which every token changes"
+        if any(isinstance(spec, KVSpec) and spec.window is not None for spec in specs):
+            return "its sliding windows count the tokens that are read, not their positions"
+        if not any(hasattr(module, "rope") for _, module in self.model.named_modules()):
+            return "its positions are not rope's"
+        return None
+
     def prepare_for_serving(self) -> None:
         """Swap layers for speed. Weights must not be changed afterwards."""
         if self.kv_bits is not None and fast_math.applies():
@@ -162,7 +188,7 @@ class Trunk:
         num_layers = sum(isinstance(buffers, RaggedKV) for buffers in TrunkCache(self.layout).buffers())
         return self.dry_run(in_blocks=True).num_native == num_layers
 
-    def dry_run(self, in_blocks: bool = False) -> Placement:
+    def dry_run(self, in_blocks: bool = False, positions: Positions | None = None) -> Placement:
         """Build a pass over a few rows without computing it."""
         rows, capacity = 7, 8
         tables = block_tables([[NUM_SPARE_BLOCKS + row] for row in range(rows)]) if in_blocks else None
@@ -173,7 +199,9 @@ class Trunk:
             else:
                 buffers.resize(rows, capacity)
         fed = mx.ones(rows, mx.int32)
-        place = Placement(range(rows), mx.arange(rows), fed, 2, capacity, capacity, tables=tables)
+        place = Placement(
+            range(rows), mx.arange(rows), fed, 2, capacity, capacity, positions=positions, tables=tables
+        )
         self.hidden(mx.zeros((rows, 2), mx.int32), cache, place)
         cache.commit(fed)
         return place

@@ -151,21 +151,29 @@ def positions_of(
     position_deltas: mx.array | None,
     head_lag: np.ndarray | None = None,
 ) -> Positions | None:
-    """Positions for rope: None (cell numbers), one offset for each row, or a grid while an image prefills.
+    """Positions for rope: None (cell numbers), one offset for each row, or one for each token in a grid.
+
+    There is a grid while a prompt prefills that has images, or of which tokens were skipped.
 
     `head_lag` [rows]: the pass begins so many cells before its rows' own starts.
     """
-    if any(row.media is not None and row.media.positions is not None for row in batch):
+    if any(_has_grid(row) for row in batch):
         grid = np.zeros((3, len(batch), width), np.int32)
         for i, row in enumerate(batch):
             first = row.start - (0 if head_lag is None else int(head_lag[i]))
             if row.media is not None:
                 end = row.start + row.num_fed
                 grid[:, i, : end - first] = row.media.positions_of(first, end)
+            elif row.positions is not None:
+                grid[:, i, : row.num_fed] = row.positions
             else:
                 grid[:, i] = np.arange(first, first + width) + row.position_delta
         return GridPositions(mx.array(grid))
     return None if position_deltas is None else starts + position_deltas
+
+
+def _has_grid(row: RowPlan) -> bool:
+    return row.positions is not None or (row.media is not None and row.media.positions is not None)
 
 
 @dataclass(frozen=True)

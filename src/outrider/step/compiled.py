@@ -49,6 +49,7 @@ def is_traceable(batch: Batch) -> bool:
         and row.start > 0
         and row.first_target == 0
         and row.media is None
+        and row.positions is None
         and not row.params.logits_processors
         and not (row.feeds_head and row.head_lag)
         for row in batch

@@ -28,6 +28,7 @@ from outrider.cache.embedding_cache import ImageInputs
 from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.placement import GridPositions, Placement, Positions, num_cells_of
 from outrider.cpu.quantized import is_kept, linear_rows
+from outrider.models.gap_rope import GapRope
 from outrider.models.heads import LoadedHead, head_layout
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.models.vision.mrope import MRope
@@ -110,7 +111,7 @@ class MTPDrafter:
             HiddenCells(trunk.hidden_size, trunk.dtype, trunk.kv_bits)
             for _ in range(num_between if self._is_chained else 1)
         ]
-        self._takes_grids = any(isinstance(m, MRope) for h in head.layers for m in h.modules())
+        self._takes_grids = any(isinstance(m, MRope | GapRope) for h in head.layers for m in h.modules())
         self._trunk = trunk
         self._draft_ids = head.draft_ids
         self._reduced = None if head.draft_ids is None else _projection_rows(trunk, head.draft_ids)

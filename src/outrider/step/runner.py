@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.prefix_store import PrefixStore
 from outrider.cache.ragged_kv import RaggedKV
 from outrider.cache.recurrent import RecurrentState
 from outrider.host_array import HostArray
+from outrider.models.prompt_scorer import PromptScorer
 from outrider.models.trunk import Buffers, Trunk
 from outrider.models.vision.encoder import VisionEncoder
 from outrider.plan import (
@@ -25,6 +27,7 @@ from outrider.plan import (
     PrefixCopies,
     RestoreState,
     SaveCells,
+    ScoringPiece,
     StepPlan,
     StepResult,
 )
@@ -65,6 +68,7 @@ class Runner:
         compiles: bool = False,
         block_size: int | None = None,
         ranks: Ranks | None = None,
+        scorer: PromptScorer | None = None,
     ) -> None:
         """`write_block` writes cached blocks to disk. `block_size`: rows keep their cells by blocks of so
         many cells; None: by slots.
@@ -73,7 +77,10 @@ class Runner:
         fast that the host takes longer to build a pass than the device takes to run it.
 
         `ranks`: the model runs on several ranks. Rank 0 sends them every step (step/follower.py).
+
+        `scorer`: for requests that skip tokens of their prompts.
         """
+        self._scorer = scorer
         if ranks is not None and (compiles or write_block is not None):
             raise ValueError("steps of several ranks are not traced, and their cells are not written to disk")
         self._ranks = ranks
@@ -176,8 +183,20 @@ class Runner:
             mx.eval(embeddings)
             self.image_embeddings.put(piece.key, embeddings)
 
+    def score(self, piece: ScoringPiece) -> np.ndarray | None:
+        """Read a part of a prompt for its scores: a unit of work of its own, between steps.
+
+        Returns the scores of all its tokens after the last part. One prompt is scored at a time.
+        """
+        assert self._scorer is not None
+        token_ids = piece.prompt_ids[piece.start : piece.end]
+        self._scorer.read(token_ids, piece.start, len(piece.prompt_ids))
+        return self._scorer.scores() if piece.is_last else None
+
     def reset(self) -> None:
         """Drop all cells, for instance after a step that failed half-way."""
+        if self._scorer is not None:
+            self._scorer.drop()
         self._tell(step_message.RESET)
         self._versions.clear()
         self._resize(0, 0)

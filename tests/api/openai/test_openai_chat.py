@@ -12,7 +12,7 @@ from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedToo
 from outrider.chat.events import Finished, Logprobs, TextDelta, TokenDetail, TokenOrigins
 from outrider.engine.sequence import TokenOrigin
 from outrider.plan import TokenLogprobs
-from outrider.request import Grammar, SamplingParams
+from outrider.request import Grammar, SamplingParams, SpecPrefill
 
 PATH = "/v1/chat/completions"
 WEATHER = {
@@ -66,6 +66,7 @@ def request_for(body: dict[str, Any]) -> ChatRequest:
         ({"skip_special_tokens": False}, "skip_special_tokens", False),
         ({"draft_depth": 3}, "draft_depth", 3),
         ({"draft_depth": "auto"}, "draft_depth", "auto"),
+        ({"spec_prefill": {"keep": 0.3}}, "spec_prefill", SpecPrefill(0.3)),
         ({"logprobs": True}, "logprobs", 0),
         ({"logprobs": True, "top_logprobs": 4}, "logprobs", 4),
         ({"logprobs": False}, "logprobs", None),
@@ -253,6 +254,10 @@ def test_prediction_is_passed_on() -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-3": 1}}, None),
         ({"draft_depth": 9}, None),
+        ({"spec_prefill": {"keep": 0}}, None),
+        ({"spec_prefill": {"keep": 1.5}}, None),
+        ({"spec_prefill": {}}, "spec_prefill"),
+        ({"spec_prefill": 0.3}, "spec_prefill"),
         ({"draft_depth": "deep"}, "draft_depth"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),

@@ -39,6 +39,7 @@ class MessageUsage(TypedDict):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingTokens
+    skipped_input_tokens: NotRequired[int]
 
 
 class MessageAnswer(TypedDict):

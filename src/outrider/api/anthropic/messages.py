@@ -235,12 +235,14 @@ def _usage(usage: Usage, asks_for_caching: bool) -> dict[str, Any]:
     All prompts are cached. Writes are reported only to a request with cache_control, as Anthropic does.
     """
     num_written = usage.num_stored if asks_for_caching else 0
+    skipped = {"skipped_input_tokens": usage.num_skipped} if usage.num_skipped else {}
     return {
         "input_tokens": usage.num_prompt - usage.num_cached - num_written,
         "cache_creation_input_tokens": num_written,
         "cache_read_input_tokens": usage.num_cached,
         "output_tokens": usage.num_generated,
         "output_tokens_details": {"thinking_tokens": usage.num_reasoning},
+        **skipped,
     }
 
 

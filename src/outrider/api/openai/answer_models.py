@@ -65,6 +65,7 @@ class ChatChoice(TypedDict):
 
 class PromptTokensDetails(TypedDict):
     cached_tokens: int
+    skipped_tokens: NotRequired[int]
 
 
 class CompletionTokensDetails(TypedDict):
@@ -229,6 +230,7 @@ OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
 class InputTokensDetails(TypedDict):
     cached_tokens: int
     cache_write_tokens: int
+    skipped_tokens: NotRequired[int]
 
 
 class ResponseUsage(TypedDict):

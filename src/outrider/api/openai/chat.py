@@ -102,11 +102,14 @@ class ChatCompletions:
 def usage_of(usages: Sequence[Usage], num_prompt: int) -> dict[str, Any]:
     """The sum over all choices. Choices of one prompt count it once, so `num_prompt` is given."""
     generated = sum(usage.num_generated for usage in usages)
+    details = {"cached_tokens": min(num_prompt, sum(u.num_cached for u in usages))}
+    if skipped := sum(usage.num_skipped for usage in usages):  # all choices of a prompt skip the same tokens
+        details["skipped_tokens"] = skipped * num_prompt // sum(usage.num_prompt for usage in usages)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": generated,
         "total_tokens": num_prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": min(num_prompt, sum(u.num_cached for u in usages))},
+        "prompt_tokens_details": details,
         "completion_tokens_details": {
             "reasoning_tokens": sum(usage.num_reasoning for usage in usages),
             "accepted_prediction_tokens": sum(usage.num_accepted for usage in usages),

@@ -259,9 +259,12 @@ class _CallItem(_Item):
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
+    details = {"cached_tokens": usage.num_cached, "cache_write_tokens": usage.num_stored}
+    if usage.num_skipped:
+        details["skipped_tokens"] = usage.num_skipped
     return {
         "input_tokens": usage.num_prompt,
-        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": usage.num_stored},
+        "input_tokens_details": details,
         "output_tokens": usage.num_generated,
         "output_tokens_details": {
             "reasoning_tokens": usage.num_reasoning,

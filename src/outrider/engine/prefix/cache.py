@@ -117,7 +117,7 @@ class PrefixCache:
         return [row for row in prefilling if self._is_ready(row, prefilling)]
 
     def _is_ready(self, row: Sequence, prefilling: Rows[Sequence]) -> bool:
-        if row.failures:
+        if row.failures or not row.is_exact:
             return True
         progress = self._progress(row)
         if self.disk is not None and progress.fetch is not None:
@@ -133,7 +133,7 @@ class PrefixCache:
 
     def chunk_end(self, row: Sequence, end: int) -> int:
         """Where a prefill chunk that may reach `end` has to end: at the next cell whose state is saved."""
-        if not self._has_states or row.failures:
+        if not self._has_states or row.failures or not row.is_exact:
             return end
         return min(
             (stop for stop in self._progress(row).checkpoints if row.num_cached < stop < end), default=end
@@ -185,7 +185,7 @@ class PrefixCache:
 
     def _waits_for(self, older: Sequence, row: Sequence, progress: _RowProgress) -> bool:
         """True if an older row is computing cells that this row needs next."""
-        if older.id >= row.id or older.failures:
+        if older.id >= row.id or older.failures or not older.is_exact:
             return False
         older_progress = self._progress(older)
         if older_progress.tree != progress.tree:
@@ -246,7 +246,7 @@ class PrefixCache:
         self._save_cells(row, to_end=True)
 
     def _save_cells(self, row: Sequence, to_end: bool) -> None:
-        if row.failures or row.slot is None:
+        if row.failures or row.slot is None or not row.is_exact:
             return
         progress = self._progress(row)
         size, num_cells = self.index.block_size, row.num_final
