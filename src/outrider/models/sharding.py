@@ -2,8 +2,8 @@
 
 mlx-lm's models know which layers are divided how (`shard`). Afterwards its classes for divided layers are
 replaced by ordinary ones, so that everything that is done to a model's layers (models/layer_swaps.py, native
-matmuls for quantised weights) is done to the parts too. Embeddings and the output projection stay whole: only
-rank 0 samples.
+matmuls for quantised weights) is done to the parts too. Sums over the ranks are those of models/rank_sums.py.
+Embeddings and the output projection stay whole: only rank 0 samples.
 """
 
 from __future__ import annotations
@@ -22,26 +22,19 @@ from mlx.nn.layers.distributed import (
 from mlx.utils import tree_unflatten
 
 from outrider.models.families import UnsupportedModel, unsupported
+from outrider.models.rank_sums import SummedLinear, sum_output
 
 HEAD_COUNTS = (
     "n_heads", "n_kv_heads", "num_attention_heads", "num_key_value_heads", "num_heads", "num_k_heads",
     "num_v_heads",
 )  # fmt: skip
-
-
-class SummedLinear(nn.Module):
-    """A linear layer whose inputs are divided among the ranks: the outputs of all ranks are summed."""
-
-    def __init__(self, linear: nn.Module, bias: mx.array | None, group: mx.distributed.Group) -> None:
-        super().__init__()
-        self.linear = linear
-        self._group = group
-        if bias is not None:
-            self.bias = bias
-
-    def __call__(self, x: mx.array) -> mx.array:
-        summed = mx.distributed.all_sum(self.linear(x), group=self._group)
-        return summed + self.bias if "bias" in self else summed
+ENDS_WITH_SUM = frozenset({  # mlx-lm's layers whose last operation is `all_sum`
+    "deepseek_v2.DeepseekV2MoE", "deepseek_v3.DeepseekV3MoE", "deepseek_v32.DeepseekV32MoE", "exaone_moe.MoE",
+    "glm4_moe.MoE", "glm4_moe_lite.Glm4MoeLiteMoE", "gpt_oss.MLPBlock", "mistral4.Mistral4MoE",
+    "minimax.MiniMaxSparseMoeBlock", "qwen3_moe.Qwen3MoeSparseMoeBlock", "qwen3_next.Qwen3NextSparseMoeBlock",
+    "step3p5.Step3p5MoE",
+})  # fmt: skip
+GATED_DELTA = "qwen3_5.GatedDeltaNet"  # models/recurrent/gated_delta.py sums its output in order
 
 
 def shard(model: nn.Module, group: mx.distributed.Group, family: str) -> None:
@@ -49,15 +42,36 @@ def shard(model: nn.Module, group: mx.distributed.Group, family: str) -> None:
     if not hasattr(model, "shard"):
         raise unsupported(family, "mlx-lm has no tensor parallelism for it: serve it on one machine")
     before = dict(_head_counts(model))
+    language_model = getattr(model, "language_model", None)
+    if not isinstance(language_model, nn.Module):
+        language_model = model
     try:
-        language_model = getattr(model, "language_model", None)
-        with _whole_output(language_model if isinstance(language_model, nn.Module) else model):
+        with _whole_output(language_model):
             model.shard(group)
     except (ValueError, AssertionError) as error:
         raise _not_divisible(family, group, str(error)) from error
     _check_heads(model, before, group, family)
     replaced = [(name, _ordinary(layer, group)) for name, layer in model.named_modules()]
     model.update_modules(tree_unflatten([(name, layer) for name, layer in replaced if layer is not None]))
+    _sum_in_order(model, group, family)
+
+
+def _sum_in_order(model: nn.Module, group: mx.distributed.Group, family: str) -> None:
+    """Raises UnsupportedModel if the order of a layer's sums would depend on the tokens beside a token."""
+    for _, layer in model.named_modules():
+        name = f"{type(layer).__module__.rpartition('.')[2]}.{type(layer).__name__}"
+        if isinstance(layer, SummedLinear) or not _has_group(layer) or name == GATED_DELTA:
+            continue
+        if name in ENDS_WITH_SUM:
+            sum_output(layer)
+        elif group.size() > 2:  # two parts have one sum
+            raise unsupported(
+                family, f"sums over {group.size()} ranks in its {name} depend on the other rows: use 2 ranks"
+            )
+
+
+def _has_group(layer: nn.Module) -> bool:
+    return any(isinstance(value, mx.distributed.Group) for value in vars(layer).values())
 
 
 @contextmanager

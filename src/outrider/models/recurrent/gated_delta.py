@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models import bailing_moe_v3, kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
 
 from outrider.cache.recurrent import StateView
+from outrider.models.rank_sums import sum_over_ranks
 from outrider.models.recurrent import fused_layer, reference_layer
 from outrider.models.recurrent.convolution import causal_convolution
 from outrider.models.recurrent.layer_inputs import Projected
@@ -30,7 +31,7 @@ class _Qwen(RowStateLayer):
             gated = reference_layer.gated_outputs(self, projected, view)
         out = self.out_proj(gated.flatten(-2))
         if getattr(self, "sharding_group", None) is not None:
-            out = mx.distributed.all_sum(out, group=self.sharding_group)
+            out = sum_over_ranks(out, self.sharding_group)
         return out
 
 
