@@ -4,11 +4,13 @@
     python -m benchmarks.ranks --measure        # the same figures of MLX's ring on this machine's loopback
 
 A decode step on one machine takes as long as its memory takes to deliver the weights. On N ranks each
-delivers a part of them, and every layer has two sums over all ranks (after attention, after the MLP). A ring
-sends each sum in 2 (N - 1) messages, of 1 / N of the vector each:
+delivers a part of them, and every layer has two sums over all ranks (after attention, after the MLP). The
+ranks gather the parts of a sum (models/rank_sums.py) and of the logits: a ring sends N - 1 messages, one
+after the other. The plan's message is a sum of MLX's: 2 (N - 1) messages, of 1 / N each.
 
-    step(N) = divided bytes / (N x bandwidth)  +  undivided bytes / bandwidth
-              + layers x 2 x 2 (N - 1) x (latency + vector / (N x link))  +  plan's message
+    step(N) = bytes / (N x bandwidth)
+              + layers x 2 x (N - 1) x (latency + vector / link)
+              + (N - 1) x (latency + logits / (N x link))  +  plan's message
 
 In a pipeline each rank has whole layers: a step takes as long as on one machine, and N - 1 messages more.
 """
@@ -36,8 +38,8 @@ class Model:
     name: str
     num_layers: int
     hidden_size: int
-    divided_bytes: float  # of the weights that a token reads, in layers
-    undivided_bytes: float  # likewise: the output projection, which rank 0 reads
+    vocab_size: int
+    num_bytes: float  # of the weights that a token reads, output projection included
 
 
 # Published figures, rounded: Thunderbolt 5 carries 80 Gbit/s, and its RDMA is said to take 5 to 10 us; TCP
@@ -45,21 +47,22 @@ class Model:
 LINKS = (Link("Thunderbolt 5, RDMA", 10e-6, 8e9), Link("10 Gbit Ethernet, TCP", 100e-6, 1.1e9))
 BANDWIDTH = 0.8 * 819e9
 MODELS = (
-    Model("Qwen3.5-27B, 4 bits", 64, 5120, 14.1e9, 0.7e9),
-    Model("Qwen3.5-122B-A10B, 4 bits", 48, 3072, 5.2e9, 0.4e9),
+    Model("Qwen3.5-27B, 4 bits", 64, 5120, 248_320, 14.8e9),
+    Model("Qwen3.5-122B-A10B, 4 bits", 48, 3072, 248_320, 5.6e9),
 )
 
 
 def step_s(model: Model, link: Link | None, num_ranks: int, tokens: int = 1) -> float:
     """Seconds of a decode step that feeds so many tokens, so few that the weights' bytes decide."""
-    read_s = (model.divided_bytes / num_ranks + model.undivided_bytes) / BANDWIDTH
+    read_s = model.num_bytes / num_ranks / BANDWIDTH
     if num_ranks == 1 or link is None:
         return read_s
-    vector = 2.0 * model.hidden_size * tokens
-    messages = 2 * (num_ranks - 1)
-    sum_s = messages * (link.latency_s + vector / (num_ranks * link.bytes_per_s))
-    plan_s = messages * (link.latency_s + 4096 / (num_ranks * link.bytes_per_s))
-    return read_s + 2 * model.num_layers * sum_s + plan_s
+    vector, logits = 2.0 * model.hidden_size * tokens, 2.0 * model.vocab_size * tokens
+    messages = num_ranks - 1
+    sum_s = messages * (link.latency_s + vector / link.bytes_per_s)
+    logits_s = messages * (link.latency_s + logits / (num_ranks * link.bytes_per_s))
+    plan_s = 2 * messages * (link.latency_s + 4096 / (num_ranks * link.bytes_per_s))
+    return read_s + 2 * model.num_layers * sum_s + logits_s + plan_s
 
 
 def pipeline_s(model: Model, link: Link, num_ranks: int) -> float:
@@ -83,17 +86,20 @@ def predict() -> None:
 WORKER = """
 import statistics, time
 import mlx.core as mx
+from outrider.models.rank_sums import sum_over_ranks
 group = mx.distributed.init(strict=True)
 for tokens, size in ((1, 576), (8, 576), (1, 5120), (8, 5120)):
     x = mx.zeros((tokens, size))
-    times = []
-    for _ in range(60):
-        began = time.perf_counter()
-        mx.eval(mx.distributed.all_sum(x, group=group))
-        times.append(time.perf_counter() - began)
+    found = {}
+    for name, add in (("all_sum", mx.distributed.all_sum), ("sum_over_ranks", sum_over_ranks)):
+        times = []
+        for _ in range(60):
+            began = time.perf_counter()
+            mx.eval(add(x, group=group))
+            times.append(time.perf_counter() - began)
+        found[name] = f"{name} {1e3 * statistics.median(times):.2f} ms"
     if group.rank() == 0:
-        ms = 1e3 * statistics.median(times)
-        print(f"  all_sum of [{tokens}, {size}] over {group.size()} ranks: {ms:.2f} ms")
+        print(f"  [{tokens}, {size}] over {group.size()} ranks: {', '.join(found.values())}")
 """
 
 

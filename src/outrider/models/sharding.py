@@ -3,7 +3,7 @@
 mlx-lm's models know which layers are divided how (`shard`). Afterwards its classes for divided layers are
 replaced by ordinary ones, so that everything that is done to a model's layers (models/layer_swaps.py, native
 matmuls for quantised weights) is done to the parts too. Sums over the ranks are those of models/rank_sums.py.
-Embeddings and the output projection stay whole: only rank 0 samples.
+Embeddings stay whole. Ranks other than 0 keep a part of the output projection (models/divided_output.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mlx.nn.layers.distributed import (
 )
 from mlx.utils import tree_unflatten
 
+from outrider.models.divided_output import rows_of_rank, take_rows
 from outrider.models.families import UnsupportedModel, unsupported
 from outrider.models.rank_sums import SummedLinear, sum_output
 
@@ -54,6 +55,13 @@ def shard(model: nn.Module, group: mx.distributed.Group, family: str) -> None:
     replaced = [(name, _ordinary(layer, group)) for name, layer in model.named_modules()]
     model.update_modules(tree_unflatten([(name, layer) for name, layer in replaced if layer is not None]))
     _sum_in_order(model, group, family)
+    if group.rank() > 0 and "lm_head" in language_model:
+        _keep_own_rows(language_model.lm_head, group)
+
+
+def _keep_own_rows(output: nn.Module, group: mx.distributed.Group) -> None:
+    for name, array in take_rows(output, rows_of_rank(output["weight"].shape[0], group)).items():
+        output[name] = mx.contiguous(array)
 
 
 def _sum_in_order(model: nn.Module, group: mx.distributed.Group, family: str) -> None:

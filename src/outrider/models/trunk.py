@@ -67,10 +67,10 @@ class Trunk:
         caches = _prompt_cache(model)
         if isinstance(part := getattr(model, "language_model", None), nn.Module):
             model = part  # of a vision model
-        stack_name, embedding_name = _stack_and_embedding(model)
+        self.stack_name, self.embedding_name = _stack_and_embedding(model)
         self.model = model
-        self.inner: nn.Module = getattr(model, stack_name)
-        self.embedding: nn.Module = getattr(self.inner, embedding_name)
+        self.inner: nn.Module = getattr(model, self.stack_name)
+        self.embedding: nn.Module = getattr(self.inner, self.embedding_name)
         self.max_context = max_context
         self.mrope = mrope
         embedded = self.embed(mx.zeros((1, 1), mx.int32))
@@ -81,8 +81,8 @@ class Trunk:
         self.adapters = TrunkAdapters(model, self.inner, self.dtype)
         swap_layers(model, mrope, num_deepstack)
         self._check_rows()
-        self._projection = copy.copy(model)  # shares every parameter
-        setattr(self._projection, stack_name, _Passthrough(self.inner))
+        self.projection = copy.copy(model)  # shares every parameter
+        setattr(self.projection, self.stack_name, _Passthrough(self.inner))
         self.vocab_size = self.logits(mx.zeros((1, 1, self.hidden_size), self.dtype)).shape[-1]
 
     @property
@@ -111,7 +111,7 @@ class Trunk:
 
     def logits(self, hidden: mx.array) -> mx.array:
         """The model's own output projection, soft caps and scales included, in float32."""
-        return self._projection(hidden).astype(mx.float32)
+        return self.projection(hidden).astype(mx.float32)
 
     def _read_layout(self, caches: list[Any]) -> Layout:
         """What every layer stores: the cache shapes after a pass over one token that is not computed."""

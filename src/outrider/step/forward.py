@@ -19,6 +19,7 @@ from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.placement import Placement
 from outrider.cache.recurrent import RecurrentState
 from outrider.models.adapters.store import ArraysByPath, TracedArrays
+from outrider.models.divided_output import DividedOutput
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.step.batch import Batch, InputBatch, PassOutput, image_inputs, positions_of, span_of
 from outrider.step.deferred_head import FollowedRows
@@ -26,7 +27,14 @@ from outrider.step.device_drafter import LoadedDrafter, new_device_drafter
 from outrider.step.mtp import HeadRows
 from outrider.step.prompt_logprobs import prompt_logprobs
 from outrider.step.ranks import Ranks
-from outrider.step.verify import SamplingBatch, max_targets, next_tokens, num_committed_tokens, verify
+from outrider.step.verify import (
+    SamplingBatch,
+    join_logits,
+    max_targets,
+    next_tokens,
+    num_committed_tokens,
+    verify,
+)
 
 
 class Forward:
@@ -50,6 +58,7 @@ class Forward:
         self._image_embeddings = image_embeddings
         self._drafter = None if drafter is None else new_device_drafter(drafter, trunk)
         self._cache = TrunkCache(trunk.layout)
+        self._divided = None if ranks is None else DividedOutput(trunk, ranks.group)
 
     @property
     def adapter_arrays(self) -> TracedArrays:
@@ -129,7 +138,7 @@ class Forward:
         hidden = self._trunk.hidden(token_ids, self._cache, place, embeddings)
         if self._ranks is not None:
             mx.eval(hidden, self._cache_arrays())  # passes meet the ranks' sums in the order of the plan
-        verified = verify(self._trunk, hidden, batch, inputs, sampling)
+        verified = verify(self._trunk, hidden, batch, inputs, sampling, self._divided)
         num_committed = num_committed_tokens(inputs, verified)
         if self._ranks is not None and self._waits_for_rank_0(place):
             num_committed = self._ranks.from_first(num_committed)
@@ -176,7 +185,7 @@ class Forward:
 
     def follow(self, batch: Batch, inputs: InputBatch, capacity: int) -> None:
         """Run the trunk as rank 0 does now, and commit the tokens that rank 0 commits."""
-        assert self._ranks is not None
+        assert self._ranks is not None and self._divided is not None
         width, ends = inputs.token_ids.shape[1], [row.start + row.num_fed for row in batch]
         place = Placement(
             [row.slot for row in batch],
@@ -194,6 +203,7 @@ class Forward:
         )
         hidden = self._trunk.hidden(inputs.token_ids, self._cache, place)
         mx.eval(hidden, self._cache_arrays())
+        join_logits(self._divided, hidden, batch)
         num_committed = inputs.num_fed
         if self._waits_for_rank_0(place):
             num_committed = self._ranks.from_first(num_committed)

@@ -14,7 +14,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
+from outrider.models.divided_output import DividedOutput
 from outrider.models.trunk import Trunk
+from outrider.plan import RowPlan
 from outrider.sampling.custom_processors import CustomProcessors, RowError
 from outrider.sampling.logits_processors import LogitsProcessors
 from outrider.sampling.logprobs import LogprobArrays, LogprobRequest, compute_logprobs
@@ -144,11 +146,16 @@ class VerifyOutput:
 
 
 def verify(
-    trunk: Trunk, hidden: mx.array, batch: Batch, inputs: InputBatch, sampling: SamplingBatch
+    trunk: Trunk,
+    hidden: mx.array,
+    batch: Batch,
+    inputs: InputBatch,
+    sampling: SamplingBatch,
+    divided: DividedOutput | None = None,
 ) -> VerifyOutput | None:
     """Sample at each row's last committed token and at its drafts; None if no row samples.
 
-    hidden [rows, width, H]
+    hidden [rows, width, H]. `divided`: the output projection of a model on several ranks.
     """
     index = sampling_rows(batch)
     if not index:
@@ -162,14 +169,18 @@ def verify(
         hidden, token_ids = hidden[chosen], token_ids[chosen]
         starts, num_drafts = starts[chosen], num_drafts[chosen]
     if num_targets < hidden.shape[1] or first.any():
-        columns = mx.array(np.minimum(first + np.arange(num_targets), hidden.shape[1] - 1).astype(np.int32))
+        columns = _columns(first, num_targets, hidden.shape[1])
         hidden = mx.take_along_axis(hidden, columns[..., None], axis=1)
         token_ids = mx.take_along_axis(token_ids, columns, axis=1)
     positions = starts[:, None] + mx.array(first + np.arange(1, num_targets + 1, dtype=np.int32))
     ragged, own_positions = sampling.ragged, positions
     if ragged is not None:
-        hidden, own_positions = ragged.taken_from(hidden), ragged.taken_from(positions)
-    logits = trunk.logits(hidden)  # [sampling, num_targets, vocab]; ragged: [targets, 1, vocab]
+        own_positions = ragged.taken_from(positions)
+    if divided is None:
+        logits = trunk.logits(hidden if ragged is None else ragged.taken_from(hidden))
+    else:
+        logits = _divided_logits(divided, hidden, rows, is_ragged=ragged is not None)
+    # [sampling, num_targets, vocab]; ragged: [targets, 1, vocab]
     scores = logits if sampling.processors is None else sampling.processors.apply(logits)
     errors: Mapping[int, RowError] = {}
     if sampling.custom is not None:
@@ -190,6 +201,31 @@ def verify(
         logprobs=logprobs,
         errors=errors,
     )
+
+
+def _columns(first: np.ndarray, num_targets: int, width: int) -> mx.array:
+    """Where the rows' targets are.  first [sampling, 1] -> [sampling, num_targets]"""
+    return mx.array(np.minimum(first + np.arange(num_targets), width - 1).astype(np.int32))
+
+
+def _divided_logits(
+    divided: DividedOutput, hidden: mx.array, rows: Sequence[RowPlan], is_ragged: bool
+) -> mx.array:
+    """Without padding, as the other ranks compute them.  hidden [sampling, num_targets, H]"""
+    targets = RaggedTargets.of([1 + row.num_drafts for row in rows])
+    logits = divided(targets.taken_from(hidden))
+    return logits if is_ragged else logits[:, 0][targets.restore]
+
+
+def join_logits(divided: DividedOutput, hidden: mx.array, batch: Batch) -> None:
+    """Compute this rank's part of the logits that rank 0 verifies with.  hidden [rows, width, H]"""
+    rows = [batch[i] for i in sampling_rows(batch)]
+    if not rows:
+        return
+    first = np.array([row.first_target for row in rows], np.int32)[:, None]
+    columns = _columns(first, max_targets(batch), hidden.shape[1])
+    at_targets = mx.take_along_axis(hidden[mx.array(sampling_rows(batch))], columns[..., None], axis=1)
+    _divided_logits(divided, at_targets, rows, is_ragged=True)
 
 
 def _statuses(logits: mx.array, scores: mx.array, targets: mx.array) -> mx.array:
