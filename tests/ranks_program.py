@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from image_files import noise
 from outrider import LLM, SamplingParams
 
 WAVES = (
     [[5, 9, 2, 40, 41, 7], [3], list(range(20, 45)), [88, 1, 4] * 30],
     [[88, 1, 4] * 30 + [7, 7], [6, 60], list(range(20, 40))],
 )
+FOLLOWED = ("kv_bits", "prefix_cache_dir")  # settings of ranks other than 0
 SETTINGS: dict[str, Any] = {"max_rows": 3, "prefill_step_size": 16}
 
 
@@ -37,6 +39,17 @@ def answers(llm: LLM, drafts: bool) -> list[list[int]]:
     return found
 
 
+def image_answers(llm: LLM) -> list[list[int]]:
+    """Two images and a text, together and one after the other."""
+    greedy = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    text = {"type": "text", "text": "what?"}
+    contents = [[{"type": "image", "image": noise(seed=seed)}, text] for seed in (3, 4)] + [[text]]
+    conversations = [[{"role": "user", "content": content}] for content in contents]
+    found = [*llm.chat(conversations, greedy)]
+    found += [llm.chat(conversation, greedy) for conversation in conversations]
+    return [list(answer.token_ids) for answer in found]
+
+
 def main(folder: str, out: str) -> None:
     import mlx.core as mx
 
@@ -47,14 +60,14 @@ def main(folder: str, out: str) -> None:
     ranks = Ranks(mx.distributed.init(strict=True))
     settings = json.loads(Path(folder, "settings.json").read_text())
     if ranks.rank > 0:
-        config = EngineConfig(**{key: value for key, value in settings.items() if key in ("kv_bits",)})
+        config = EngineConfig(**{key: value for key, value in settings.items() if key in FOLLOWED})
         build.follow_rank_0(build.ModelChoice(folder), config, ranks)
         return
     llm.build_engine = functools.partial(build.build_engine, place=build.EnginePlace(ranks=ranks))
     with LLM(folder, **SETTINGS, **settings) as served:
         drafts = served.engine.facts.drafter != "none"
-        found = answers(served, drafts)
-        hits = served.engine.prefix_status().gauges()
+        found = image_answers(served) if served.engine.facts.reads_images else answers(served, drafts)
+        hits = served.engine.prefix_status().counts()
     result = {"answers": found, "hits": hits, "bytes_sent": ranks.num_bytes_sent}
     Path(out).write_text(json.dumps(result, default=str))
 

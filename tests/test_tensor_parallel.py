@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,47 +15,24 @@ import pytest
 from models.head_checkpoints import tiny_head
 from outrider import LLM
 from patience import IN_SOAK, case_only_in_soak, wait_until
-from ranks_program import SETTINGS, answers
+from rank_processes import run_ranks
+from ranks_program import SETTINGS, answers, image_answers
 from server_process import ServerProcess, serving
 from test_head_layouts_served import write_model
 from tiny_models import write_checkpoint
+from tiny_vision import write_vision_checkpoint
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 PATIENCE_S = 240
 
 
-def run_ranks(num: int, folder: Path, settings: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+def answers_of_ranks(num: int, folder: Path, settings: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """What rank 0 found."""
     (folder / "settings.json").write_text(json.dumps(settings))
-    hosts, out = tmp_path / "hosts.json", tmp_path / "out.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(num)]))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder), str(out)],
-            env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num)
-    ]
-    try:
-        errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * num, "\n".join(errors)
+    out = tmp_path / "out.json"
+    run_ranks(num, PROGRAM, folder, out)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
-
-
-def free_ports(num: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(num)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 CASES = [
@@ -78,9 +54,40 @@ def test_several_ranks_give_the_tokens_of_one(
         write_model(folder, tiny, tiny.converted())
     else:
         write_checkpoint(folder, family, num_key_value_heads=4, num_attention_heads=8, head_dim=32)
-    found = run_ranks(num_ranks, folder, settings, tmp_path)
+    found = answers_of_ranks(num_ranks, folder, settings, tmp_path)
     with LLM(folder, **SETTINGS, **settings) as llm:
         assert found["answers"] == answers(llm, drafts=False)
+
+
+@pytest.mark.parametrize("family", [case_only_in_soak("smolvlm"), case_only_in_soak("qwen3_5")])
+def test_images_are_read_on_all_ranks(tmp_path: Path, family: str) -> None:
+    folder = tmp_path / "model"
+    write_vision_checkpoint(folder, family)
+    found = answers_of_ranks(2, folder, {}, tmp_path)["answers"]
+    with LLM(folder, **SETTINGS) as llm:
+        assert found == image_answers(llm)
+    assert found[0] != found[1]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not IN_SOAK, reason="starts three groups of ranks: runs under `make soak` only")
+def test_cached_prefixes_come_back_from_the_disks_of_all_ranks(tmp_path: Path) -> None:
+    model, disk = tmp_path / "model", tmp_path / "disk"
+    write_checkpoint(model, "llama", num_key_value_heads=4, num_attention_heads=8, head_dim=32)
+    settings = {"drafter": "ngram", "prefix_cache_dir": str(disk)}
+    first = answers_of_ranks(2, model, settings, tmp_path)
+    files = [sorted((disk / f"rank-{rank}-of-2").glob("*.safetensors")) for rank in range(2)]
+    assert len(files[0]) == len(files[1]) > 0
+    assert {file.name for file in files[0]} == {file.name for file in files[1]}
+    second = answers_of_ranks(2, model, settings, tmp_path)
+    assert second["answers"] == first["answers"]
+    assert second["hits"]["hit_tokens"] > first["hits"]["hit_tokens"]
+    for file in files[1]:
+        file.unlink()
+    third = answers_of_ranks(2, model, settings, tmp_path)
+    assert third["answers"] == first["answers"]
+    assert third["hits"]["hit_tokens"] == first["hits"]["hit_tokens"]
+    assert all(file.exists() for file in files[1]), "the blocks are written again"
 
 
 def served_text(server: ServerProcess) -> str:

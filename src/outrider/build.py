@@ -55,6 +55,7 @@ from outrider.speculate.prompt_calibration import measure_prompts
 from outrider.speculate.prompt_costs import MeasuredPromptCosts
 from outrider.step.device_drafter import LoadedDrafter
 from outrider.step.follower import follow
+from outrider.step.rank_disk import FollowerDisk
 from outrider.step.ranks import Ranks
 from outrider.step.runner import Runner
 from outrider.text.detokenizer import answer_texts, token_texts
@@ -139,11 +140,21 @@ def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> No
     loaded = _load(choice, ranks)
     trunk = loaded.trunk
     trunk.use_kv_bits(config.kv_bits)
+    tier = prefix_disk(loaded, None, config, ranks)
     trunk.prepare_for_serving()
     block_size = block_size_of(trunk, config.cache_layout, outruns=machine.outruns_host())
-    runner = Runner(trunk, block_size=block_size, ranks=ranks)
+    disk = None if tier is None else FollowerDisk(tier)
+    runner = Runner(
+        trunk,
+        write_block=None if tier is None else tier.write,
+        block_size=block_size,
+        ranks=ranks,
+        read_block=None if disk is None else disk.read,
+    )
     ranks.check_same(facts_of_rank(loaded, config, block_size))
-    follow(ranks, runner)
+    follow(ranks, runner, disk)
+    if tier is not None:
+        tier.close()
 
 
 def _check_drafter(choice: ModelChoice, config: EngineConfig) -> None:
@@ -183,7 +194,7 @@ def _parts(
     drafter: str = config.drafter
     if drafter == "auto":
         drafter = "model" if draft_model is not None else "mtp" if head is not None else "none"
-    disk = prefix_disk(loaded, device_drafter, config)
+    disk = prefix_disk(loaded, device_drafter, config, place.ranks)
     trunk, vision = loaded.trunk, loaded.vision
     num_parameters = get_total_parameters(trunk.model)
     if choice.spec_prefill_model is not None:

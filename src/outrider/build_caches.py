@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from outrider.cache.block_folder import BlockFolder
@@ -12,6 +13,8 @@ from outrider.models.files.fingerprint import fingerprint
 from outrider.models.trunk import Trunk
 from outrider.plan import BLOCK_SIZE
 from outrider.step.device_drafter import LoadedDrafter
+from outrider.step.rank_disk import FirstRankDisk
+from outrider.step.ranks import Ranks
 
 
 def block_size_of(trunk: Trunk, layout: CacheLayout, outruns: bool) -> int | None:
@@ -34,20 +37,40 @@ def block_size_of(trunk: Trunk, layout: CacheLayout, outruns: bool) -> int | Non
 
 
 def prefix_disk(
-    loaded: loader.LoadedModel, drafter: LoadedDrafter | None, config: EngineConfig
+    loaded: loader.LoadedModel, drafter: LoadedDrafter | None, config: EngineConfig, ranks: Ranks | None
 ) -> DiskTier | None:
+    """On several ranks each has a folder of its own. All of them have to call this at the same time."""
+    has_disk = config.prefix_cache_dir is not None
+    name = _fingerprint(loaded, drafter) if has_disk else ""
+    if ranks is not None:
+        name = _name_of_all_ranks(name, ranks)
     if config.prefix_cache_dir is None:
         return None
-    layers = drafter.modules if drafter is not None else ()
-    of_drafter = drafter.cell_facts if drafter is not None else None
-    trunk = loaded.trunk
-    facts = trunk.layout, trunk.kv_bits, of_drafter, loaded.config, BLOCK_SIZE, dtypes.arithmetic(trunk.model)
-    name = fingerprint([trunk.model, *layers], *facts)
+    path = Path(config.prefix_cache_dir).expanduser()
+    if ranks is not None:
+        path = path / f"rank-{ranks.rank}-of-{ranks.size}"
     try:
-        folder = BlockFolder(Path(config.prefix_cache_dir).expanduser(), name, config.prefix_cache_disk_bytes)
+        folder = BlockFolder(path, name, config.prefix_cache_disk_bytes)
     except OSError as error:
         raise InvalidConfig(
             f"the prefix cache cannot use the folder {config.prefix_cache_dir}: {error.strerror}. "
             "Mend that, or name another folder."
         ) from error
-    return DiskTier(folder)
+    return DiskTier(folder) if ranks is None or ranks.rank > 0 else FirstRankDisk(folder, ranks)
+
+
+def _fingerprint(loaded: loader.LoadedModel, drafter: LoadedDrafter | None) -> str:
+    layers = drafter.modules if drafter is not None else ()
+    of_drafter = drafter.cell_facts if drafter is not None else None
+    trunk = loaded.trunk
+    facts = trunk.layout, trunk.kv_bits, of_drafter, loaded.config, BLOCK_SIZE, dtypes.arithmetic(trunk.model)
+    return fingerprint([trunk.model, *layers], *facts)
+
+
+def _name_of_all_ranks(name: str, ranks: Ranks) -> str:
+    """The cells of a rank depend on the weights of all ranks. Raises InvalidConfig if some have no name."""
+    found = ranks.digests(name)
+    nameless = hashlib.sha256(b"").hexdigest()
+    if nameless in found and {*found} != {nameless}:
+        raise InvalidConfig("some ranks have --prefix-cache-dir and others have not: give it to all, or none")
+    return hashlib.sha256("".join(found).encode()).hexdigest()[: len(name)]

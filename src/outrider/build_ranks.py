@@ -20,8 +20,6 @@ def checked_for_ranks(config: EngineConfig, beyond: Sequence[str], ranks: Ranks 
     """
     if ranks is None:
         return config
-    if config.prefix_cache_dir is not None:
-        raise InvalidConfig("prefix_cache_dir cannot be used on several ranks yet: leave it out")
     if beyond:
         raise InvalidConfig(f"{' and '.join(beyond)} cannot be used on several ranks yet: leave that out")
     return replace(config, max_adapters=0)

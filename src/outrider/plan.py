@@ -136,7 +136,8 @@ class Arrival:
     """A block or state that was read from disk."""
 
     id: int
-    arrays: Mapping[str, HostArray]
+    arrays: Mapping[str, HostArray]  # empty on ranks other than 0, which read a file of their own
+    file_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

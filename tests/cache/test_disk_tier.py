@@ -45,6 +45,33 @@ def _fetch(tier: DiskTier, name: str) -> Arrays | None:
     raise AssertionError("nothing came")
 
 
+def test_reading_now_waits_for_the_blocks_that_are_still_written(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = tier.folder.write
+
+    def slowly(name: str, arrays: Arrays) -> bool:
+        time.sleep(0.05)
+        return write(name, arrays)
+
+    monkeypatch.setattr(tier.folder, "write", slowly)
+    assert tier.write("late", block(1))
+    found = tier.read_now(["late", "missing"], PATIENCE_S)
+    assert found.keys() == {"late", "missing"}
+    assert found["late"] is not None
+    assert is_same(found["late"], block(1))
+    assert found["missing"] is None
+
+
+def test_a_removed_file_is_gone_and_can_be_written_again(tier: DiskTier) -> None:
+    _keep(tier, "one", block(1))
+    tier.remove("one")
+    assert tier.flush()
+    assert not tier.has("one")
+    _keep(tier, "one", block(2))
+    assert tier.has("one")
+
+
 def _keep(tier: DiskTier, name: str, arrays: Arrays) -> None:
     assert tier.write(name, arrays)
     assert tier.flush()

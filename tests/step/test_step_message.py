@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.plan import BlockPiece, LoadCells, Move, PrefixCopies, RowPlan, SaveCells, SaveState, StepPlan
+from outrider.cache.placement import GridPositions
+from outrider.plan import (
+    Arrival,
+    BlockPiece,
+    LoadCells,
+    Move,
+    PrefixCopies,
+    RowPlan,
+    SaveCells,
+    SaveState,
+    StepPlan,
+)
+from outrider.prompt_media import MediaPiece, PromptMedia
 from outrider.request import SamplingParams
 from outrider.step import step_message
+from outrider.step.batch import positions_of
 
 numbers = st.integers(0, 2**31 - 1)
 tuples = st.lists(numbers, max_size=5).map(tuple)
+names = st.text("0123456789abcdef-st", max_size=70)
 
 
 @st.composite
@@ -28,10 +46,11 @@ def rows(draw: st.DrawFn) -> RowPlan:
 copies = st.builds(
     PrefixCopies,
     tuples,
-    st.lists(st.builds(SaveCells, numbers, numbers, numbers, numbers, row_block=st.none() | numbers)).map(
-        tuple
-    ),
-    st.lists(st.builds(SaveState, numbers, numbers)).map(tuple),
+    st.lists(
+        st.builds(SaveCells, numbers, numbers, numbers, numbers, st.none() | names, st.none() | numbers)
+    ).map(tuple),
+    st.lists(st.builds(SaveState, numbers, numbers, st.none() | names)).map(tuple),
+    st.lists(st.builds(Arrival, numbers, st.just({}), names)).map(tuple),
     loads=st.lists(
         st.builds(
             LoadCells,
@@ -55,10 +74,33 @@ plans = st.builds(
 )
 
 
+@given(st.lists(names, max_size=5))
+def test_names_of_files_come_back(asked: list[str]) -> None:
+    assert step_message.decode_names(step_message.encode_names(asked)) == asked
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 40))
+def test_images_and_their_positions_come_back(num_rows: int, num_fed: int, start: int) -> None:
+    cells = np.arange(5, 15)
+    positions = np.random.default_rng(start).integers(0, 99, (3, 30)).astype(np.int32)
+    media = PromptMedia((MediaPiece("key", {}, cells),), positions, delta=-4)
+    plain = RowPlan(
+        1, 0, start, tuple(range(num_fed)), 0, None, False, 0, SamplingParams(), [1], 1, position_delta=3
+    )
+    batch = (*[plain] * (num_rows - 1), replace(plain, slot=1, media=media))
+    plan = StepPlan(2, 64, (), (batch,))
+    (found,) = step_message.decode(step_message.encode(plan, [num_fed + 1])).media
+    assert found.has_images == (start < 15 and start + num_fed > 5)
+    assert found.positions is not None
+    expected = positions_of(batch, mx.array([start] * num_rows), num_fed + 1, None)
+    assert isinstance(expected, GridPositions)
+    assert np.array_equal(found.positions, np.array(expected.grid))
+
+
 @given(plans)
 def test_a_plan_comes_back(plan: StepPlan) -> None:
     widths = [max(row.num_fed for row in batch) + 1 for batch in plan.batches]
-    got = step_message.decode(step_message.encode(plan, widths))
+    got = step_message.decode(step_message.encode(plan, widths)).plan
     for name in ("num_slots", "capacity", "moves", "copies", "num_blocks", "kept_blocks"):
         assert getattr(got, name) == getattr(plan, name), name
     assert [shape.width for shape in got.shapes] == widths

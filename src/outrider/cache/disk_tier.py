@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.cache.block_file import Arrays, BadFile, check_finite
@@ -48,6 +49,7 @@ class DiskTier:
         self._no_writes_until_s = 0.0
         self._lock = threading.Condition()
         self._to_read: deque[str] = deque()
+        self._to_remove: deque[str] = deque()
         self._to_write: deque[tuple[str, Arrays]] = deque()
         self._queued: dict[str, int] = {}  # bytes of the blocks in `_to_write`, by name
         self._num_queued_bytes = 0  # their sum
@@ -92,6 +94,28 @@ class DiskTier:
         with self._lock:
             self._lock.wait_for(lambda: bool(self._fetched), timeout_s)
 
+    def read_now(self, names: Sequence[str], timeout_s: float) -> dict[str, Arrays | None]:
+        """Read files, and wait for that. None: missing, damaged, or not read within `timeout_s`.
+
+        Not together with `fetch`. Queued blocks of these names are written first.
+        """
+        give_up_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._lock.wait_for(lambda: not any(name in self._queued for name in names), timeout_s)
+        for name in names:
+            self.fetch(name)
+        found: dict[str, Arrays | None] = {}
+        while not found.keys() >= {*names} and (left_s := give_up_s - time.monotonic()) > 0:
+            self.wait_for_fetched(left_s)
+            found |= {file.name: file.arrays for file in self.take_fetched()}
+        return {name: found.get(name) for name in names}
+
+    def remove(self, name: str) -> None:
+        """Remove a file soon."""
+        with self._lock:
+            self._to_remove.append(name)
+            self._lock.notify_all()
+
     def clear(self) -> None:
         """Remove this model's files and forget the queued blocks."""
         with self._lock:
@@ -119,7 +143,7 @@ class DiskTier:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._to_read or self._to_write or self._is_clearing)
+        return bool(self._to_remove or self._to_read or self._to_write or self._is_clearing)
 
     def _work(self) -> None:
         while True:
@@ -139,9 +163,13 @@ class DiskTier:
 
     def _do_next(self) -> None:
         with self._lock:
+            removed = [*self._to_remove]
+            self._to_remove.clear()
             is_clearing, self._is_clearing = self._is_clearing, False
             read = self._to_read.popleft() if self._to_read and not is_clearing else None
             write = self._to_write.popleft() if self._to_write and not is_clearing and read is None else None
+        for name in removed:
+            self.folder.remove(name)
         if is_clearing:
             self.folder.remove_all()
         elif read is not None:

@@ -103,9 +103,8 @@ def load(
     trunk = _new_trunk(network, config, vision, mrope)
     loaded_vision: LoadedVision | None = None
     no_images_reason: str | None = None
-    if reads_images and group is not None and vision is not None:
-        no_images_reason = "images are not read by a model on several ranks"
-    elif reads_images:
+    # Rank 0 sends the embeddings of images to the others.
+    if reads_images and (group is None or group.rank() == 0):
         loaded_vision, no_images_reason = _load_vision(path, vision, config, trunk)
     ends = eos_ids(tokenizer, config)
     return LoadedModel(

@@ -157,19 +157,27 @@ def positions_of(
 
     `head_lag` [rows]: the pass begins so many cells before its rows' own starts.
     """
-    if any(_has_grid(row) for row in batch):
-        grid = np.zeros((3, len(batch), width), np.int32)
-        for i, row in enumerate(batch):
-            first = row.start - (0 if head_lag is None else int(head_lag[i]))
-            if row.media is not None:
-                end = row.start + row.num_fed
-                grid[:, i, : end - first] = row.media.positions_of(first, end)
-            elif row.positions is not None:
-                grid[:, i, : row.num_fed] = row.positions
-            else:
-                grid[:, i] = np.arange(first, first + width) + row.position_delta
+    if (grid := position_grid(batch, width, head_lag)) is not None:
         return GridPositions(mx.array(grid))
     return None if position_deltas is None else starts + position_deltas
+
+
+def position_grid(batch: Batch, width: int, head_lag: np.ndarray | None = None) -> np.ndarray | None:
+    """The positions of a pass in which an image prefills or tokens are skipped, int32 [3, rows, width]; None
+    for other passes."""
+    if not any(_has_grid(row) for row in batch):
+        return None
+    grid = np.zeros((3, len(batch), width), np.int32)
+    for i, row in enumerate(batch):
+        first = row.start - (0 if head_lag is None else int(head_lag[i]))
+        if row.media is not None:
+            end = row.start + row.num_fed
+            grid[:, i, : end - first] = row.media.positions_of(first, end)
+        elif row.positions is not None:
+            grid[:, i, : row.num_fed] = row.positions
+        else:
+            grid[:, i] = np.arange(first, first + width) + row.position_delta
+    return grid
 
 
 def _has_grid(row: RowPlan) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from outrider.step import step_message
+from outrider.step.rank_disk import FollowerDisk, answer_question
 from outrider.step.ranks import Ranks
 from outrider.step.runner import Runner
 
 
-def follow(ranks: Ranks, runner: Runner) -> None:
-    """Run steps until rank 0 says stop."""
+def follow(ranks: Ranks, runner: Runner, disk: FollowerDisk | None = None) -> None:
+    """Run steps until rank 0 says stop. `disk`: where this rank's parts of cached prefixes are."""
     while True:
         message = ranks.receive()
         kind = int(message[0])
@@ -18,6 +19,11 @@ def follow(ranks: Ranks, runner: Runner) -> None:
             runner.reset()
         elif kind == step_message.CLEAR_PREFIXES:
             runner.clear_prefixes()
+        elif kind == step_message.READ_FILES:
+            answer_question(message, ranks, disk)
+        elif kind == step_message.CLEAR_DISK:
+            if disk is not None:
+                disk.tier.clear()
         elif kind == step_message.STOP:
             return
         else:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 
 from outrider.cache.embedding_cache import EmbeddingCache
-from outrider.cache.placement import Placement
+from outrider.cache.placement import GridPositions, Placement
 from outrider.cache.recurrent import RecurrentState
 from outrider.models.adapters.store import ArraysByPath, TracedArrays
 from outrider.models.divided_output import DividedOutput
@@ -27,6 +27,7 @@ from outrider.step.device_drafter import LoadedDrafter, new_device_drafter
 from outrider.step.mtp import HeadRows
 from outrider.step.prompt_logprobs import prompt_logprobs
 from outrider.step.ranks import Ranks
+from outrider.step.step_message import PassMedia
 from outrider.step.verify import (
     SamplingBatch,
     join_logits,
@@ -117,6 +118,11 @@ class Forward:
             embeddings = images.put_into(self._trunk.embed(token_ids))
             deepstack = images.levels(embeddings)
             token_ids = images.blank(token_ids)
+            if self._ranks is not None:
+                if deepstack:
+                    raise ValueError("image features of deeper layers are not sent to other ranks")
+                embeddings = self._ranks.from_first(embeddings)
+                mx.eval(embeddings)
         place = Placement(
             [row.slot for row in batch],
             inputs.starts,
@@ -183,10 +189,18 @@ class Forward:
 
     # -- several ranks -----------------------------------------------------------------------------------
 
-    def follow(self, batch: Batch, inputs: InputBatch, capacity: int) -> None:
+    def follow(self, batch: Batch, inputs: InputBatch, capacity: int, media: PassMedia) -> None:
         """Run the trunk as rank 0 does now, and commit the tokens that rank 0 commits."""
         assert self._ranks is not None and self._divided is not None
         width, ends = inputs.token_ids.shape[1], [row.start + row.num_fed for row in batch]
+        positions = positions_of(batch, inputs.starts, width, inputs.position_deltas)
+        if media.positions is not None:
+            positions = GridPositions(mx.array(media.positions))
+        embeddings = None
+        if media.has_images:
+            shape = (*inputs.token_ids.shape, self._trunk.hidden_size)
+            embeddings = self._ranks.from_first(mx.zeros(shape, self._trunk.dtype))
+            mx.eval(embeddings)
         place = Placement(
             [row.slot for row in batch],
             inputs.starts,
@@ -195,13 +209,13 @@ class Forward:
             max(ends),
             capacity,
             any_new=any(row.start == 0 for row in batch),
-            positions=positions_of(batch, inputs.starts, width, inputs.position_deltas),
+            positions=positions,
             commits_all=not any(row.num_drafts for row in batch),
             tables=inputs.tables,
             block_size=self.block_size,
             ends=ends,
         )
-        hidden = self._trunk.hidden(inputs.token_ids, self._cache, place)
+        hidden = self._trunk.hidden(inputs.token_ids, self._cache, place, embeddings)
         mx.eval(hidden, self._cache_arrays())
         join_logits(self._divided, hidden, batch)
         num_committed = inputs.num_fed

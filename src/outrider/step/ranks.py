@@ -66,3 +66,14 @@ class Ranks:
 
     def _sum(self, numbers: np.ndarray) -> np.ndarray:
         return np.array(mx.distributed.all_sum(mx.array(numbers), group=self.group))
+
+    def count(self, flags: Sequence[bool]) -> list[int]:
+        """How many ranks have set each flag."""
+        found: list[int] = self._sum(np.array(flags, np.int32)).tolist()
+        return found
+
+    def digests(self, text: str) -> list[str]:
+        """Digests of the texts with which all ranks call this, in the order of the ranks."""
+        own = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
+        gathered = mx.distributed.all_gather(mx.array(own)[None], group=self.group)
+        return [np.array(row).tobytes().hex() for row in gathered]

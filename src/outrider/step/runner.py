@@ -22,6 +22,7 @@ from outrider.models.prompt_scorer import PromptScorer
 from outrider.models.trunk import Buffers, Trunk
 from outrider.models.vision.encoder import VisionEncoder
 from outrider.plan import (
+    Arrival,
     CacheGeometry,
     PassShape,
     PrefixCopies,
@@ -40,6 +41,7 @@ from outrider.step.forward import Forward
 from outrider.step.ranks import Ranks
 
 WriteBlock = Callable[[str, Mapping[str, HostArray]], object]
+ReadBlock = Callable[[str], Mapping[str, HostArray]]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Runner:
         block_size: int | None = None,
         ranks: Ranks | None = None,
         scorer: PromptScorer | None = None,
+        read_block: ReadBlock | None = None,
     ) -> None:
         """`write_block` writes cached blocks to disk. `block_size`: rows keep their cells by blocks of so
         many cells; None: by slots.
@@ -77,12 +80,13 @@ class Runner:
         fast that the host takes longer to build a pass than the device takes to run it.
 
         `ranks`: the model runs on several ranks. Rank 0 sends them every step (step/follower.py).
+        `read_block`: on a rank other than 0, reads a block from its disk.
 
         `scorer`: for requests that skip tokens of their prompts.
         """
         self._scorer = scorer
-        if ranks is not None and (compiles or write_block is not None):
-            raise ValueError("steps of several ranks are not traced, and their cells are not written to disk")
+        if ranks is not None and compiles:
+            raise ValueError("steps of several ranks are not traced")
         self._ranks = ranks
         self._vision_encoder = vision_encoder
         self.image_embeddings = None if vision_encoder is None else EmbeddingCache(image_cache_bytes)
@@ -90,6 +94,7 @@ class Runner:
         self._compiled = CompiledPasses(self._forward) if compiles else None
         self._prefixes = PrefixStore(self._buffers(), block_size)
         self._write_block = write_block
+        self._read_block = read_block
         self._block_size = block_size
         self._num_slots = self._capacity = self._num_blocks = 0
         self._versions: deque[list[list[mx.array]]] = deque(maxlen=2)  # states before the overlapped steps
@@ -97,6 +102,11 @@ class Runner:
     @property
     def has_head(self) -> bool:
         return self._forward.has_head
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether other ranks run every step too."""
+        return self._ranks is not None and self._ranks.rank == 0
 
     @property
     def compiles(self) -> bool:
@@ -157,12 +167,13 @@ class Runner:
             return self._forward(batch, inputs, self._capacity)
         return compiled(batch, padding, inputs, self._num_slots, self._capacity)
 
-    def follow(self, plan: StepPlan) -> None:
+    def follow(self, step: step_message.FollowedStep) -> None:
         """Run a step of rank 0 on another rank."""
+        plan = step.plan
         self._arrange(plan)
-        for batch, shape in zip(plan.batches, plan.shapes, strict=True):
+        for batch, shape, media in zip(plan.batches, plan.shapes, step.media, strict=True):
             inputs = InputBatch.from_plan(batch, _width(batch, shape))
-            self._forward.follow(batch, inputs, self._capacity)
+            self._forward.follow(batch, inputs, self._capacity, media)
 
     def stop_followers(self) -> None:
         self._tell(step_message.STOP)
@@ -222,7 +233,7 @@ class Runner:
         if plan.num_blocks != self._num_blocks or plan.kept_blocks is not None:
             self._resize_blocks(plan.num_blocks, plan.kept_blocks)
         for arrival in plan.copies.arrivals:
-            self._prefixes.from_host(arrival.id, arrival.arrays)
+            self._prefixes.from_host(arrival.id, self._arrays_of(arrival))
         for load in plan.copies.loads:
             if load.row_blocks:
                 self._prefixes.load_into_blocks(load.row_blocks, load.pieces)
@@ -239,6 +250,13 @@ class Runner:
 
     def _states(self) -> list[RecurrentState]:
         return [buffers for buffers in self._buffers() if isinstance(buffers, RecurrentState)]
+
+    def _arrays_of(self, arrival: Arrival) -> Mapping[str, HostArray]:
+        if arrival.arrays:
+            return arrival.arrays
+        if self._read_block is None:
+            raise ValueError("rank 0 keeps cached prefixes on disk: start all ranks with --prefix-cache-dir")
+        return self._read_block(arrival.file_name)
 
     def _in_slots(self) -> list[Buffers]:
         """The buffers with a place for each slot. Cells in blocks have none."""

@@ -7,10 +7,12 @@ few rows is about a hundred numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from outrider.plan import (
+    Arrival,
     BlockPiece,
     LoadCells,
     Move,
@@ -22,17 +24,32 @@ from outrider.plan import (
     StepPlan,
 )
 from outrider.request import SamplingParams
+from outrider.step.batch import position_grid
 
-VERSION = 1  # of the message: ranks with another one are refused when they start
-STEP, RESET, CLEAR_PREFIXES, STOP = 1, 2, 3, 4  # the first number of a message
+VERSION = 3  # of the message: ranks with another one are refused when they start
+STEP, RESET, CLEAR_PREFIXES, STOP, READ_FILES, CLEAR_DISK = 1, 2, 3, 4, 5, 6  # a message's first number
 NONE = -1  # stands for None where a number is at least 0
 NEUTRAL_PARAMS = SamplingParams(temperature=0)
 
 
+@dataclass(frozen=True)
+class PassMedia:
+    """What other ranks have to know of the images in a pass. The embeddings follow, as an array of rank 0."""
+
+    has_images: bool
+    positions: np.ndarray | None  # int32 [3, rows, width] while an image prefills that has such positions
+
+
+@dataclass(frozen=True)
+class FollowedStep:
+    plan: StepPlan
+    media: tuple[PassMedia, ...]  # of each pass
+
+
 def encode(plan: StepPlan, widths: Sequence[int]) -> np.ndarray:
     """`widths`: columns of each pass."""
-    if plan.is_overlapped or plan.restores or plan.copies.arrivals:
-        raise ValueError("overlapped steps and cells from disk cannot be sent to other ranks")
+    if plan.is_overlapped or plan.restores:
+        raise ValueError("overlapped steps cannot be sent to other ranks")
     numbers = [STEP, plan.num_slots, plan.capacity, plan.num_blocks]
     kept = plan.kept_blocks
     numbers += [NONE] if kept is None else [len(kept), *kept]
@@ -42,11 +59,18 @@ def encode(plan: StepPlan, widths: Sequence[int]) -> np.ndarray:
     numbers += _encoded_copies(plan.copies)
     numbers.append(len(plan.batches))
     for width, batch in zip(widths, plan.batches, strict=True):
-        numbers += [width, len(batch)]
+        numbers += [width, len(batch), *_encoded_media(batch, width)]
         for row in batch:
             numbers += [row.slot, row.start, row.num_drafts, row.position_delta, int(row.is_sampling)]
             numbers += [len(row.token_ids), *row.token_ids, len(row.blocks), *row.blocks]
     return np.array(numbers, np.int32)
+
+
+def _encoded_media(batch: Sequence[RowPlan], width: int) -> list[int]:
+    media = [(row.media, row.start, row.start + row.num_fed) for row in batch if row.media is not None]
+    has_images = any(one.within(start, end) for one, start, end in media)
+    grid = position_grid(batch, width)
+    return [int(has_images), *([NONE] if grid is None else [1, *grid.ravel().tolist()])]
 
 
 def _encoded_copies(copies: PrefixCopies) -> list[int]:
@@ -54,9 +78,13 @@ def _encoded_copies(copies: PrefixCopies) -> list[int]:
     for save in copies.saves:
         row_block = NONE if save.row_block is None else save.row_block
         numbers += [save.block_id, save.slot, save.start, save.end, row_block]
+        numbers += _encoded_name(save.file_name)
     numbers.append(len(copies.states))
     for state in copies.states:
-        numbers += [state.state_id, state.slot]
+        numbers += [state.state_id, state.slot, *_encoded_name(state.file_name)]
+    numbers.append(len(copies.arrivals))
+    for arrival in copies.arrivals:
+        numbers += [arrival.id, *_encoded_name(arrival.file_name)]
     numbers.append(len(copies.loads))
     for load in copies.loads:
         numbers += [load.slot, load.start, NONE if load.state_id is None else load.state_id]
@@ -66,8 +94,8 @@ def _encoded_copies(copies: PrefixCopies) -> list[int]:
     return numbers
 
 
-def decode(message: np.ndarray) -> StepPlan:
-    """The plan, with shapes that give every pass its width."""
+def decode(message: np.ndarray) -> FollowedStep:
+    """The step's plan has shapes that give every pass its width."""
     numbers = iter(message.tolist())
     if next(numbers) != STEP:
         raise ValueError("not the message of a step")
@@ -76,14 +104,46 @@ def decode(message: np.ndarray) -> StepPlan:
     kept = None if num_kept == NONE else _take(numbers, num_kept)
     moves = tuple(_move(numbers) for _ in range(next(numbers)))
     copies = _copies(numbers)
-    shapes, batches = [], []
+    shapes, batches, media = [], [], []
     for _ in range(next(numbers)):
-        shapes.append(PassShape(width=next(numbers)))
-        batches.append(tuple(_row(numbers) for _ in range(next(numbers))))
-    return StepPlan(
+        width, num_rows = _take(numbers, 2)
+        shapes.append(PassShape(width=width))
+        media.append(_media(numbers, num_rows, width))
+        batches.append(tuple(_row(numbers) for _ in range(num_rows)))
+    plan = StepPlan(
         num_slots, capacity, moves, tuple(batches), tuple(shapes), copies,
         num_blocks=num_blocks, kept_blocks=kept,
     )  # fmt: skip
+    return FollowedStep(plan, tuple(media))
+
+
+def encode_names(names: Sequence[str]) -> np.ndarray:
+    """A question to other ranks: whether they can read these files."""
+    numbers = [READ_FILES, len(names)]
+    for name in names:
+        numbers += _encoded_name(name)
+    return np.array(numbers, np.int32)
+
+
+def decode_names(message: np.ndarray) -> list[str]:
+    numbers = iter(message.tolist()[1:])
+    return [_name(numbers) or "" for _ in range(next(numbers))]
+
+
+def _encoded_name(name: str | None) -> list[int]:
+    """Its length in bytes, then four bytes in a number."""
+    if name is None:
+        return [NONE]
+    text = name.encode()
+    return [len(text), *np.frombuffer(text + bytes(-len(text) % 4), np.int32).tolist()]
+
+
+def _name(numbers: Iterator[int]) -> str | None:
+    num_bytes = next(numbers)
+    if num_bytes == NONE:
+        return None
+    words = np.array(_take(numbers, -(-num_bytes // 4)), np.int32)
+    return words.tobytes()[:num_bytes].decode()
 
 
 def _take(numbers: Iterator[int], num: int) -> tuple[int, ...]:
@@ -98,6 +158,14 @@ def _optional(number: int) -> int | None:
     return None if number == NONE else number
 
 
+def _media(numbers: Iterator[int], num_rows: int, width: int) -> PassMedia:
+    has_images, has_grid = _take(numbers, 2)
+    if has_grid == NONE:
+        return PassMedia(bool(has_images), None)
+    grid = np.array(_take(numbers, 3 * num_rows * width), np.int32)
+    return PassMedia(bool(has_images), grid.reshape(3, num_rows, width))
+
+
 def _move(numbers: Iterator[int]) -> Move:
     source, target, one_way = _take(numbers, 3)
     return Move(source, target, bool(one_way))
@@ -108,15 +176,16 @@ def _copies(numbers: Iterator[int]) -> PrefixCopies:
     saves = []
     for _ in range(next(numbers)):
         block_id, slot, start, end, row_block = _take(numbers, 5)
-        saves.append(SaveCells(block_id, slot, start, end, row_block=_optional(row_block)))
-    states = [SaveState(next(numbers), next(numbers)) for _ in range(next(numbers))]
+        saves.append(SaveCells(block_id, slot, start, end, _name(numbers), _optional(row_block)))
+    states = [SaveState(next(numbers), next(numbers), _name(numbers)) for _ in range(next(numbers))]
+    arrivals = [Arrival(next(numbers), {}, _name(numbers) or "") for _ in range(next(numbers))]
     loads = []
     for _ in range(next(numbers)):
         slot, start, state_id = _take(numbers, 3)
         row_blocks = _list(numbers)
         pieces = tuple(BlockPiece(*_take(numbers, 3)) for _ in range(next(numbers)))
         loads.append(LoadCells(slot, start, pieces, _optional(state_id), row_blocks))
-    return PrefixCopies(drops, tuple(saves), tuple(states), (), tuple(loads))
+    return PrefixCopies(drops, tuple(saves), tuple(states), tuple(arrivals), tuple(loads))
 
 
 def _row(numbers: Iterator[int]) -> RowPlan:

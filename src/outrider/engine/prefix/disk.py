@@ -112,14 +112,14 @@ class DiskLoader:
         if not file.keys:
             state_id = self._index.add_state(fetch.node)
             if state_id is not None:
-                self._arrivals.append(Arrival(state_id, arrays))
+                self._arrivals.append(Arrival(state_id, arrays, file.name))
             return True
         node = self._index.child(fetch.node, file.keys)
         if node is None:
             node = self._index.insert(fetch.node, file.keys, None if file.has_head_part else 0)
             if node is None:
                 return False
-            self._arrivals.append(Arrival(node.block_id, arrays))
+            self._arrivals.append(Arrival(node.block_id, arrays, file.name))
         fetch.node = node
         return True
 
