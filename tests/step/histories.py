@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -181,16 +181,17 @@ class World:
     The last head has a reduced vocabulary.
 
     `name` is a family, or that of a quantised model ("llama-4bit"), whose head is quantised too. " kv8" or
-    " kv4" behind it: keys and values are quantised.
+    " kv4" behind it: keys and values are quantised. `sizes`: changes of the tiny model's config.
     """
 
     head_layers = 1  # see DraftState
     num_head_buffers = 1  # that hold cells or states of the row's text
     can_pause_head = True
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, sizes: Mapping[str, int] = {}) -> None:
         name, _, kv_bits = name.partition(" kv")
         changes = QUANTIZABLE_CELLS.get(_family(name), {"head_dim": 32}) if kv_bits else {}
+        changes = {**changes, **sizes}
         self.new_model = functools.partial(_model, name, changes)
         self.model = self.new_model()
         # Such models magnify a difference in the last bit of a float: they are compared with themselves.
@@ -285,13 +286,19 @@ class DraftModelWorld(World):
         return cells
 
 
-def _model(name: str, changes: dict[str, int]) -> nn.Module:
-    changes = SHALLOW.get(_family(name), {}) | changes
-    if not is_quantized_name(name):
-        return tiny_model(name, **changes)
-    model, _ = quantized_tiny_model(name, **changes)
-    settle_dtype(model, "auto")
+def _model(name: str, changes: Mapping[str, int]) -> nn.Module:
+    model = stored_model(name, changes)
+    if is_quantized_name(name):
+        settle_dtype(model, "auto")
     return model
+
+
+def stored_model(name: str, changes: Mapping[str, int]) -> nn.Module:
+    """The model as its file has it: quantised layers are MLX's."""
+    changes = {**SHALLOW.get(_family(name), {}), **changes}
+    return (
+        quantized_tiny_model(name, **changes)[0] if is_quantized_name(name) else tiny_model(name, **changes)
+    )
 
 
 def _family(name: str) -> str:
@@ -487,7 +494,8 @@ class _Player:
         self._scheduler = _scheduler(history, runner, prefix_cache)
         self._rng = random.Random(history.seed)
         self._live: dict[str, _Live] = {}
-        self._ahead = history.seed % 4 / 3  # how often a step is launched before the one in front is read
+        # How often a step is launched before the one in front is read. Ranks take one step at a time.
+        self._ahead = 0.0 if runner.has_followers else history.seed % 4 / 3
         self._executor = StepExecutor(runner)
         # All rows of a prefix cache are alike: its trees last longer than one history.
         self._plain_rows_store = prefix_cache is not None or history.seed % 2 == 0

@@ -93,7 +93,7 @@ class Session:
         disk = None
         if self._has_disk:
             disk_bytes = self._rng.choice((1 << 19, 1 << 28))
-            self._tier = DiskTier(BlockFolder(self._folder, "abcd", disk_bytes))
+            self._tier = self._new_tier(BlockFolder(self._folder, "abcd", disk_bytes))
             disk = DiskLoader(self._tier, index)
             self._runner._write_block = self._tier.write
         self._cache = PrefixCache(
@@ -104,6 +104,9 @@ class Session:
             min_loaded_cells=self._rng.choice((1, 3)),
         )
         self._runner.clear_prefixes()
+
+    def _new_tier(self, folder: BlockFolder) -> DiskTier:
+        return DiskTier(folder)
 
     def _stop(self) -> None:
         self.tally.restarts += 1
@@ -117,7 +120,7 @@ class Session:
 
     def _damage(self) -> None:
         """Some of the files are not what they were."""
-        files = sorted(self._folder.glob("*.safetensors"))  # a damaged key is another matter
+        files = sorted(self._folder.rglob("*.safetensors"))  # a damaged key is another matter
         for path in self._rng.sample(files, min(len(files), self._rng.choice((0, 3, 8)))):
             whole = bytearray(path.read_bytes())
             if self._rng.random() < 0.5:

@@ -1,0 +1,56 @@
+"""Random histories on several ranks: mixed rows, drafts, grammars, joins, cancels, prefix hits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from patience import IN_SOAK, case_only_in_soak, in_test_or_soak
+from rank_processes import run_ranks
+from step import rank_histories
+
+MOST_EXCUSED = 1e-3  # share of the tokens, in float32
+FEW, MANY = 1, 24  # histories
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "block_size"),
+    [
+        ("qwen3_5-4bit", 2, 0),
+        case_only_in_soak("qwen3_5", 2, 0),
+        case_only_in_soak("llama-4bit", 3, 64),
+        case_only_in_soak("llama", 2, 8),
+        case_only_in_soak("llama", 3, 0),
+        case_only_in_soak("qwen3_moe", 2, 16),
+        case_only_in_soak("qwen3_moe", 3, 0),
+        case_only_in_soak("qwen3_5", 3, 4),
+        case_only_in_soak("llama-4bit", 2, 0),
+        case_only_in_soak("qwen3_moe-6bit", 3, 0),
+        case_only_in_soak("qwen3_5-4bit", 3, 0),
+    ],
+)
+def test_ranks_give_the_tokens_of_one(name: str, num_ranks: int, block_size: int, tmp_path: Path) -> None:
+    out, num = tmp_path / "out.json", in_test_or_soak(FEW, MANY)
+    run_ranks(num_ranks, Path(rank_histories.__file__), name, block_size, 100, num, out, patience_s=100 * num)
+    found = json.loads(out.read_text())
+    print(found)
+    assert found["tokens"] > 20 * num
+    assert found["accepted"] > 0
+    assert found["hit_cells"] > 0
+    assert found["disk_reads"] > 0 or not IN_SOAK
+    assert found["excused"] <= MOST_EXCUSED * found["tokens"]
+    assert found["one_rank_excused"] <= rank_histories.ONE_RANK_EXCUSED * found["one_rank_tokens"]
+    if "-" in name:
+        assert found["excused"] == 0
+        assert found["one_rank_tokens"] > 0 or "moe" in name
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not IN_SOAK, reason="needs many histories: runs under `make soak` only")
+@pytest.mark.parametrize(("name", "fault"), [("llama", "lose moves"), ("qwen3_5", "commit rejected drafts")])
+def test_control_a_fault_of_another_rank_is_noticed(name: str, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="Divergence"):
+        run_ranks(2, Path(rank_histories.__file__), name, 0, 100, MANY, tmp_path / "out.json", fault)
