@@ -214,6 +214,7 @@ def _parts(
     block_size = block_size_of(trunk, config.cache_layout, machine.outruns_host())
     if ranks is not None:
         ranks.check_same(facts_of_rank(loaded, config, block_size))
+        ranks.rest()
     scorer = None
     if choice.spec_prefill_model is not None:
         layers = choice.spec_prefill_layers
@@ -330,10 +331,10 @@ def _measured_prompts(timing: Timing, facts: ModelFacts, budget_bytes: int) -> M
     )
 
 
-def _at_end(name: str | None, controller: DepthController, followed: Runner | None) -> None:
+def _at_end(name: str | None, controller: DepthController, followed: Runner | None, has_failed: bool) -> None:
     """`followed`: the runner, if other ranks follow it."""
     if followed is not None:
-        followed.stop_followers()
+        followed.stop_followers(has_failed)
     if name is not None:
         cost_store.save(name, controller.costs, controller.acceptance, controller.prompt_costs.measured)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outrider import __version__
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.models import loader
-from outrider.step import step_message
+from outrider.models.files.weights_digest import weights_digest
 from outrider.step.ranks import Ranks
 
 
@@ -25,8 +23,12 @@ def checked_for_ranks(config: EngineConfig, beyond: Sequence[str], ranks: Ranks 
     return replace(config, max_adapters=0)
 
 
-def facts_of_rank(loaded: loader.LoadedModel, config: EngineConfig, block_size: int | None) -> str:
-    """What has to be the same on all ranks."""
-    files = sorted((file.name, file.stat().st_size) for file in loaded.path.glob("*.safetensors"))
-    versions = __version__, importlib.metadata.version("mlx"), importlib.metadata.version("mlx-lm")
-    return repr((versions, step_message.VERSION, loaded.config, files, block_size, config.kv_bits))
+def facts_of_rank(loaded: loader.LoadedModel, config: EngineConfig, block_size: int | None) -> dict[str, str]:
+    """What has to be the same on all ranks, beside the versions. (Only rank 0 has an MTP head.)"""
+    return {
+        "weight files": weights_digest(loaded.path),
+        "model config": repr(loaded.config),
+        "--dtype": str(loaded.trunk.dtype),
+        "--kv-bits": str(config.kv_bits),
+        "cache layout": "slots" if block_size is None else f"blocks of {block_size}",
+    }

@@ -48,11 +48,14 @@ BEATS = "while True: worker.report_alive(); time.sleep(0.02)"
 
 @contextlib.contextmanager
 def supervised(
-    script: str, stop_timeout_s: float = PATIENCE_S, silence_timeout_s: float = PATIENCE_S
+    script: str,
+    stop_timeout_s: float = PATIENCE_S,
+    silence_timeout_s: float = PATIENCE_S,
+    supervise: str = SUPERVISE,
 ) -> Iterator[subprocess.Popen[str]]:
     limits = (str(stop_timeout_s), str(silence_timeout_s))
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISE, WORKER + script, *limits],
+        [sys.executable, "-c", supervise, WORKER + script, *limits],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -72,6 +75,15 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
         if words in line:
             return "".join(lines)
     raise AssertionError(f"{words!r} was not said:\n" + "".join(lines))
+
+
+def test_a_rank_without_clients_is_started_again_until_rank_0_stops_it() -> None:
+    script = "ready(); assert worker.listener is None; sys.exit(0 if worker.num_restarts else 70)"
+    no_clients = SUPERVISE.replace('socket.create_server(("127.0.0.1", 0))', "None")
+    with supervised(script, supervise=no_clients) as process:
+        said = read_until(process, "{'engine_failed': 1}")
+        assert "the worker ended because its engine failed; a new one starts now" in said
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_crash_loop_backs_off_and_says_why() -> None:

@@ -71,6 +71,32 @@ def test_step_that_hangs_ends_the_process(
     assert "in finish" in capfd.readouterr().err  # where it hangs
 
 
+def test_clients_are_told_before_a_process_that_hangs_ends(
+    engine: Engine, runner: EngineRunner, watchdog: Watchdog, ends: list[int]
+) -> None:
+    assert end_of(submit(engine, [1], SHORT)).finish_reason == "length"
+    runner.may_run.clear()
+    outbox = submit(engine, [1], ENDLESS)
+    wait_until(lambda: engine.heartbeat.activity.startswith("prefill step"))
+    told = []
+
+    def tell(reason: str) -> None:
+        told.append((reason, list(ends)))
+        engine.abandon(reason)
+
+    watchdog.on_hang = tell
+    look(watchdog, TIMEOUT_S + 1)
+    assert told == [("the engine hangs: prefill step of up to 1 tokens for 101 s", [])]
+    assert end_of(outbox).finish_reason == "error"
+    assert ends == [HUNG]
+
+
+def test_a_lost_rank_is_a_fault(watchdog: Watchdog) -> None:
+    assert watchdog.fault() is None
+    watchdog.lost_rank = "rank 1 of this model is gone"
+    assert watchdog.fault() == "rank 1 of this model is gone"
+
+
 def test_first_step_may_take_longer(
     engine: Engine, runner: EngineRunner, watchdog: Watchdog, ends: list[int]
 ) -> None:

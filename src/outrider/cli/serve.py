@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.adapters import adapters_folder, named_adapters
@@ -22,9 +23,9 @@ from outrider.cli.option_sources import resolve
 from outrider.cli.process_settings import settle_process
 from outrider.cli.serve_options import add_options
 from outrider.cli.standard_streams import keep_standard_streams
-from outrider.cli.tensor_parallel import OtherRanks, join, own_rank
+from outrider.cli.tensor_parallel import OtherRanks, is_started_by_rank_0, join, own_rank
 from outrider.cli.tracing import is_tracing_on, new_tracing
-from outrider.cli.worker import ENGINE_FAILED, HARD_END_S, Worker, inherited
+from outrider.cli.worker import ENGINE_FAILED, HARD_END_S, HUNG, Worker, inherited
 from outrider.config import EngineConfig, InvalidConfig
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from outrider.api.app import Server
     from outrider.api.settings import ServerSettings
+    from outrider.cli.served_pool import ServedPool
     from outrider.cli.watchdog import Watchdog
     from outrider.engine.engine import Engine
 
@@ -81,25 +83,35 @@ def run_serve(args: argparse.Namespace) -> int:
     tls_context(options["tls_cert"], options["tls_key"])
     allow_connections(options["max_connections"])
     log_to_terminal(options["log_level"], args.log_level, options["log_format"])
-    rank = own_rank()
-    if rank is not None and rank > 0:
-        return _follow(options, args.command)
-    if worker is not None:
+    follows = (own_rank() or 0) > 0
+    is_supervisor = worker is None and not options["no_supervisor"] and not is_started_by_rank_0()
+    if follows:
+        return _supervise(args, options, None) if is_supervisor else _follow(options, args.command, worker)
+    if worker is not None and worker.listener is not None:
         with worker.listener:
             return _serve(options, worker.listener, worker, args.command)
     for note in notes(args):
         print(note, file=sys.stderr)
     with _listening_socket(options["host"], options["port"]) as listener:
-        if not options["no_supervisor"] and rank is None:  # mlx.launch watches over its ranks itself
+        if is_supervisor:
             return _supervise(args, options, listener)
         return _serve(options, listener, None, args.command)
 
 
-def _supervise(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> int:
+def _supervise(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket | None) -> int:
+    """`listener`: None for a rank that serves no clients."""
     from outrider.cli.supervisor import Supervisor
 
     stop_timeout_s = options["drain"] + HARD_END_S
-    return Supervisor(args.command, listener, stop_timeout_s, options["step_timeout"]).run()
+    return Supervisor(args.command, listener, stop_timeout_s, _silence_timeout_s(options)).run()
+
+
+def _silence_timeout_s(options: dict[str, Any]) -> float:
+    """After which a worker without a sign of life is killed. (Then its other ranks have ended too.)"""
+    timeouts = [options["step_timeout"]]
+    if (options["tensor_parallel"] or 1) > 1 or own_rank() is not None:
+        timeouts.append(options["rank_timeout"])
+    return min((timeout for timeout in timeouts if timeout > 0), default=0.0)
 
 
 def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings:
@@ -137,16 +149,26 @@ def _settings(options: dict[str, Any], names: tuple[str, ...]) -> ServerSettings
     )
 
 
-def _follow(options: dict[str, Any], command: Sequence[str]) -> int:
+def _follow(options: dict[str, Any], command: Sequence[str], worker: Worker | None) -> int:
     """Run a rank other than 0."""
     from outrider.build import follow_rank_0
     from outrider.cli.model_source import model_choice
+    from outrider.models.errors import ModelUnavailable
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; rank 0 stops the others
     (spec,) = _one_spec(options)
-    ranks = join(options["tensor_parallel"], command, OtherRanks())
+    rank_0 = OtherRanks()
+    if worker is not None:
+        rank_0.report_alive = worker.report_alive
+    ranks = join(options["tensor_parallel"], options["rank_timeout"], command, rank_0)
     assert ranks is not None
-    follow_rank_0(model_choice(spec), engine_config(spec.options), ranks)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # likewise: rank 0 finishes its running requests first
+    try:
+        follow_rank_0(model_choice(spec), engine_config(spec.options), ranks)
+    except (InvalidConfig, ModelUnavailable):
+        rank_0.leave()  # its exit status says that it refuses to start
+        raise
+    rank_0.leave()
     return 0
 
 
@@ -165,7 +187,6 @@ def _serve(
     from outrider.cli.banner import banner, pool_banner
     from outrider.cli.embedder_source import embedder_banner
     from outrider.cli.served_pool import ServedPool
-    from outrider.cli.watchdog import Watchdog
     from outrider.embed.engine import EmbeddingEngine
 
     add_request_ids()
@@ -175,17 +196,14 @@ def _serve(
     url = _url(listener, "http" if tls is None else "https")
     metrics, tracing = Metrics(), new_tracing(options["otlp_endpoint"])
     other_ranks = OtherRanks()
-    ranks = join(options["tensor_parallel"], command, other_ranks)
+    ranks = join(options["tensor_parallel"], options["rank_timeout"], command, other_ranks)
     specs = model_specs(options) if ranks is None else _one_spec(options)
     pool = ServedPool(specs, options["memory_limit"], metrics, ranks)
     try:
         pool.load_at_start()
         settings = pool.settings(_settings(options, pool.names))
         engines = pool.shared.engines
-        other_ranks.on_loss = pool.abandon
-        watchdog = Watchdog(
-            lambda: list(engines.values()), settings.step_timeout_s, worker.restarts if worker else {}
-        )
+        watchdog = _new_watchdog(pool, settings.step_timeout_s, worker, other_ranks)
         server = create_pool_server(
             pool.models,
             settings,
@@ -213,6 +231,25 @@ def _serve(
             tracing.close()
     has_failed = any(engine.failure is not None for engine in pool.shared.engines.values())
     return ENGINE_FAILED if has_failed else 0
+
+
+def _new_watchdog(
+    pool: ServedPool, step_timeout_s: float, worker: Worker | None, other_ranks: OtherRanks
+) -> Watchdog:
+    from outrider.cli.watchdog import Watchdog
+
+    engines, restarts = pool.shared.engines, worker.restarts if worker else {}
+    watchdog = Watchdog(lambda: list(engines.values()), step_timeout_s, restarts, other_ranks.end_process)
+
+    def on_loss(reason: str) -> None:
+        watchdog.lost_rank = reason
+        pool.abandon(reason)
+
+    if pool.shared.ranks is not None:
+        other_ranks.on_loss = on_loss
+        watchdog.on_hang = partial(other_ranks.lose, status=HUNG)
+        other_ranks.begin()
+    return watchdog
 
 
 def _prefixes(engine: Engine, config: EngineConfig) -> str:

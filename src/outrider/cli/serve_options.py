@@ -268,6 +268,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("memory-budget", "memory for KV caches, such as 8GB (a share of the free memory)", size_bytes),
         Option("tensor-parallel", "run the model on so many ranks on this machine (1)", whole_number),
         Option(
+            "rank-timeout",
+            "seconds without a sign of life after which a rank counts as lost; 0: no limit (30)",
+            seconds,
+            30.0,
+        ),
+        Option(
             "cache-layout",
             f"how keys and values are kept: {', '.join(CACHE_LAYOUTS)} (auto)",
             one_of(*CACHE_LAYOUTS),

@@ -95,7 +95,7 @@ class RunningWorker:
 @dataclass
 class Supervisor:
     command: Sequence[str]  # of the worker
-    listener: socket.socket
+    listener: socket.socket | None  # None: of a rank that serves no clients, and ends when rank 0 stops it
     stop_timeout_s: float  # the worker ends by itself within this time after SIGTERM
     silence_timeout_s: float  # a ready worker that sends nothing for so long is killed; 0: never
     _restarts: Counter[str] = field(default_factory=Counter)
@@ -104,7 +104,10 @@ class Supervisor:
     _time_left_s: float = float("inf")  # until a worker that was asked to end is killed
 
     def run(self) -> int:
-        """Run until a signal, or until the first worker fails before it is ready. Returns the exit status."""
+        """Run until a signal, until the first worker fails before it is ready, or until rank 0 stops a rank.
+
+        Returns the exit status.
+        """
         wakeup = self._catch_signals()
         has_served = False
         while not self._signals:
@@ -121,6 +124,8 @@ class Supervisor:
                 if status != 0:
                     log.error("while the server stopped, the worker %s", worker.end)
                 return status
+            if self.listener is None and worker.process.returncode == 0:
+                return 0
             has_served = has_served or worker.ready_s is not None
             if not has_served:  # a start that never worked is not repeated
                 if worker.process.returncode != BAD_SETTING:  # then the worker has said what to change
@@ -148,13 +153,14 @@ class Supervisor:
 
     def _start_worker(self) -> RunningWorker:
         channel, worker_end = socket.socketpair()
+        shared = [worker_end] if self.listener is None else [self.listener, worker_end]
         # SIGINT stays blocked until the worker ignores it: a Ctrl-C in the terminal reaches both processes.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = subprocess.Popen(
                 [sys.executable, *self.command],
                 env=environment(self.listener, worker_end, self._restarts),
-                pass_fds=(self.listener.fileno(), worker_end.fileno()),
+                pass_fds=[one.fileno() for one in shared],
             )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

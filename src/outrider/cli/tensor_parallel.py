@@ -4,12 +4,15 @@
     outrider serve MODEL --tensor-parallel N                     N ranks on this machine
 
 All ranks run the same command. Rank 0 serves; the others follow it (step/follower.py). MLX's operations wait
-for ever if a rank is gone. So on this machine each rank watches the others' processes and ends with them; the
-supervisor then starts all of them again. (mlx.launch ends all ranks when one has ended.)
+for ever if a rank is gone or hangs. So each rank watches the others (cli/rank_links.py), and all end if one
+is lost. Then all are started again: with --tensor-parallel by rank 0's supervisor, under mlx.launch by one
+supervisor each.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import importlib.metadata
 import json
 import logging
 import os
@@ -23,16 +26,18 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.cli.worker import ENGINE_FAILED
+from outrider.cli.worker import BAD_SETTING, ENGINE_FAILED
 from outrider.config import InvalidConfig
 
 if TYPE_CHECKING:
+    from outrider.cli.rank_links import RankLinks
     from outrider.step.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
 FIRST_RANK = "OUTRIDER_FIRST_RANK"  # the descriptor by which a started rank notices that rank 0 is gone
 MAX_RANKS = 64
+JOIN_S = 180.0  # until all ranks have met: then the process ends, and is started again; chosen by hand
 LAST_WORDS_S = 2.0  # from the loss of a rank until this process ends: clients are told meanwhile
 
 
@@ -42,11 +47,20 @@ def own_rank() -> int | None:
     return int(text) if text is not None and text.isdigit() else None
 
 
+def is_started_by_rank_0() -> bool:
+    """True for a rank of --tensor-parallel other than 0: rank 0's supervisor starts it again too."""
+    return FIRST_RANK in os.environ
+
+
 class OtherRanks:
-    """The processes of the other ranks, if this one has started them."""
+    """The other ranks, as this one sees them: their processes, if it has started them, and their loss."""
 
     def __init__(self) -> None:
-        self.on_loss: Callable[[str], None] = lambda reason: None  # called when one has ended too early
+        self.on_loss: Callable[[str], None] | None = None  # tells the clients; None: there are none
+        self.report_alive: Callable[[], None] = lambda: None  # called each second while this rank works
+        self.links: RankLinks | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_lost = threading.Lock()
 
     def start(self, num_ranks: int, command: Sequence[str]) -> Path:
         """Start ranks 1 to num_ranks - 1, and become rank 0. Returns the file with the ranks' addresses."""
@@ -65,25 +79,51 @@ class OtherRanks:
                 pass_fds=(read_end,),
                 stdin=subprocess.DEVNULL,
             )
+            self._processes.append(process)
             name = f"outrider-rank-{rank}"
             threading.Thread(target=self._watch, args=(process, rank), name=name, daemon=True).start()
         os.close(read_end)
         return Path(file.name)
 
     def _watch(self, process: subprocess.Popen[bytes], rank: int) -> None:
-        """End this process when another rank has ended: its next operation would wait for ever."""
         status = process.wait()
-        if status != 0:
-            log.error("rank %d has ended (status %d): all ranks end", rank, status)
-            self.on_loss(f"rank {rank} of this model has ended")
+        if status == BAD_SETTING:  # the rank has said what to change
+            self.lose(f"rank {rank} refuses to start", BAD_SETTING)
+        elif status != 0:
+            self.lose(f"rank {rank} of this model has ended with status {status}")
+
+    def lose(self, reason: str, status: int = ENGINE_FAILED) -> None:
+        """End this process and the ranks that it has started: the next operation would wait for ever."""
+        if not self._is_lost.acquire(blocking=False):
+            return
+        log.error("%s: all ranks end", reason)
+        if self.on_loss is not None:
+            self.on_loss(reason)
             time.sleep(LAST_WORDS_S)
-            os._exit(ENGINE_FAILED)
+        self.end_process(status)
+
+    def end_process(self, status: int) -> None:
+        """End this process at once. A rank that is stopped would not notice it, and is killed."""
+        for process in self._processes:
+            process.kill()
+        os._exit(status)
+
+    def begin(self) -> None:
+        """This rank is ready: the others have to show signs of life from now on."""
+        if self.links is not None:
+            self.links.begin()
+
+    def leave(self) -> None:
+        """This rank, which is not rank 0, ends as planned."""
+        if self.links is not None:
+            self.links.leave()
 
 
-def join(num_ranks: int | None, command: Sequence[str], others: OtherRanks) -> Ranks | None:
+def join(num_ranks: int | None, timeout_s: float, command: Sequence[str], others: OtherRanks) -> Ranks | None:
     """The ranks of this process's group; None if it serves alone.
 
-    `num_ranks`: of --tensor-parallel. `command`: of this process; the other ranks are started with it.
+    `num_ranks`: of --tensor-parallel. `timeout_s`: after which a silent rank is lost. `command`: of this
+    process; the other ranks are started with it.
     """
     hostfile: Path | None = None
     if own_rank() is None:
@@ -92,18 +132,50 @@ def join(num_ranks: int | None, command: Sequence[str], others: OtherRanks) -> R
         hostfile = others.start(num_ranks, command)
     import mlx.core as mx
 
+    from outrider.cli.rank_links import RankLinks
     from outrider.step.ranks import Ranks
 
     if FIRST_RANK in os.environ:
         _end_with_rank_0(int(os.environ.pop(FIRST_RANK)))
-    ranks = Ranks(mx.distributed.init(strict=True))
-    if hostfile is not None:
-        hostfile.unlink()  # all ranks have read it
+    # MLX waits for ever for a rank that has gone meanwhile, and may keep Python's lock.
+    faulthandler.dump_traceback_later(JOIN_S, exit=True)
+    try:
+        ranks = Ranks(mx.distributed.init(strict=True))
+    except RuntimeError as error:
+        raise InvalidConfig(f"rank {own_rank()} could not join the others: {error}") from None
     if num_ranks is not None and ranks.size != num_ranks:
         raise InvalidConfig(
             f"--tensor-parallel {num_ranks}, but mlx.launch has started {ranks.size} processes: leave it out"
         )
+    ranks.check_same(_versions())
+    others.links = ranks.signals = RankLinks(_connections(ranks), timeout_s, others.lose, others.report_alive)
+    faulthandler.cancel_dump_traceback_later()
+    if hostfile is not None:
+        hostfile.unlink()  # all ranks have read it
     return ranks
+
+
+def _versions() -> dict[str, str]:
+    """What has to be the same on all ranks before their messages can be understood."""
+    from outrider import __version__
+    from outrider.step import step_message
+
+    names = ("mlx", "mlx-lm")
+    return {
+        "Outrider": __version__,
+        "messages": str(step_message.VERSION),
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def _connections(ranks: Ranks) -> dict[int, socket.socket]:
+    from outrider.cli.rank_links import Address, Meeting, connect, host_of_rank_0
+
+    if ranks.rank > 0:
+        return connect(Address.from_numbers(ranks.receive().tolist()), ranks.rank)
+    meeting = Meeting(host_of_rank_0())
+    ranks.send(meeting.address.to_numbers())
+    return meeting.connections(ranks.size)
 
 
 def _end_with_rank_0(descriptor: int) -> None:

@@ -45,6 +45,9 @@ class Watchdog:
         self.event_loop = Heartbeat()
         self.restarts = restarts
         self.on_engine_failure: Callable[[], None] = lambda: None  # called once, on the watchdog's thread
+        # Called with the reason before the end of a process that hangs, and may end the process itself.
+        self.on_hang: Callable[[str], None] = lambda reason: None
+        self.lost_rank: str | None = None  # why the model's ranks cannot go on
         self._engines = engines
         self._step_timeout_s = step_timeout_s
         self._end_process = end_process
@@ -57,6 +60,8 @@ class Watchdog:
 
     def fault(self) -> str | None:
         """Why the engine does not work; None if it does."""
+        if self.lost_rank is not None:
+            return self.lost_rank
         for engine in self._engines():
             if engine.failure is not None:
                 return "the engine has failed"
@@ -103,15 +108,14 @@ class Watchdog:
             self._seen[heartbeat] = (current, stuck_s)
             if stuck_s > heartbeat.limit_s(self._step_timeout_s):
                 text = f"the {thread} hangs: {current[0]} for {stuck_s:.0f} s"
-                self._end(HUNG, f"{text} (--step-timeout). The process ends. Stacks of its threads:")
+                _report_in_time(f"{text} (--step-timeout). The process ends. Stacks of its threads:")
+                self.on_hang(text)
+                self._end_process(HUNG)
         if self._time_left_s is not None:
             self._time_left_s -= passed_s
             if self._time_left_s <= 0:
-                self._end(SHUTDOWN_TOO_LONG, "the shutdown takes too long. Stacks of the threads:")
-
-    def _end(self, status: int, text: str) -> None:
-        _report_in_time(text)
-        self._end_process(status)
+                _report_in_time("the shutdown takes too long. Stacks of the threads:")
+                self._end_process(SHUTDOWN_TOO_LONG)
 
 
 def watch_loading(

@@ -32,7 +32,7 @@ SUPERVISOR_GONE = 73
 class Worker:
     """The worker's end of what it shares with its supervisor."""
 
-    listener: socket.socket
+    listener: socket.socket | None  # None: a rank that serves no clients
     supervisor: (
         socket.socket
     )  # gets a byte each second; each process notices by its end that the other is gone
@@ -62,12 +62,11 @@ class Worker:
 
 
 def environment(
-    listener: socket.socket, worker_end: socket.socket, restarts: Mapping[str, int]
+    listener: socket.socket | None, worker_end: socket.socket, restarts: Mapping[str, int]
 ) -> dict[str, str]:
     """The environment of a new worker."""
     shared = {
-        "family": listener.family,
-        "listener": listener.fileno(),
+        "listener": None if listener is None else [listener.family, listener.fileno()],
         "supervisor": worker_end.fileno(),
         "restarts": restarts,
     }
@@ -81,13 +80,14 @@ def inherited(environ: MutableMapping[str, str] = os.environ) -> Worker | None:
         return None
     try:
         shared = json.loads(text)
-        # The protocol is named as in `listen`: not every system can tell it from the descriptor.
-        listener = socket.socket(
-            shared["family"], socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=shared["listener"]
-        )
+        listener = None
+        if shared["listener"] is not None:
+            family, descriptor = shared["listener"]
+            # The protocol is named as in `listen`: not every system can tell it from the descriptor.
+            listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
+            listener.set_inheritable(False)
         supervisor = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=shared["supervisor"])
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise InvalidConfig(f"{VARIABLE} is set by Outrider itself: unset it ({error})") from None
-    for own in (listener, supervisor):
-        own.set_inheritable(False)
+    supervisor.set_inheritable(False)
     return Worker(listener, supervisor, shared["restarts"])

@@ -438,7 +438,7 @@ class EngineLoop:
         except BaseException:
             log.exception("a step failed while the engine stopped")
         try:
-            self.parts.on_close()
+            self.parts.on_close(error is not None)
         except Exception:
             log.exception("the measured costs could not be saved, or other ranks not be stopped")
         if self.parts.disk is not None:

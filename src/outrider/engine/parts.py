@@ -32,7 +32,7 @@ class EngineParts:
     new_text: Callable[[Request], OutputText]
     grammars: GrammarCompiler
     controller: DepthController = field(default_factory=DepthController)
-    on_close: Callable[[], None] = lambda: None  # called once, at the end
+    on_close: Callable[[bool], None] = lambda has_failed: None  # called once, at the end
     prefix_bytes: int = 0  # budget of cached prefixes; 0: no prefix cache
     disk: DiskTier | None = None  # where cached prefixes outlive the process
     reader: ImageReader | None = None  # of a model that reads images; for any thread

@@ -10,6 +10,7 @@ from outrider.step.runner import Runner
 
 def follow(ranks: Ranks, runner: Runner, disk: FollowerDisk | None = None) -> None:
     """Run steps until rank 0 says stop. `disk`: where this rank's parts of cached prefixes are."""
+    ranks.rest()
     while True:
         message = ranks.receive()
         kind = int(message[0])
@@ -17,6 +18,7 @@ def follow(ranks: Ranks, runner: Runner, disk: FollowerDisk | None = None) -> No
             runner.follow(step_message.decode(message))
         elif kind == step_message.RESET:
             runner.reset()
+            ranks.rest()  # rank 0 resets when it has no more requests
         elif kind == step_message.CLEAR_PREFIXES:
             runner.clear_prefixes()
         elif kind == step_message.READ_FILES:

@@ -8,28 +8,47 @@ model's layers, and the messages of rank 0.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from outrider.config import InvalidConfig
+
 FRAME = 1024  # numbers of a message that travel in the first operation; chosen by hand
-DIGEST_NUMBERS = 8  # of 32 bits
+MAX_FACTS = 16  # that are compared at once
+LONGEST_FACT = 60  # characters of a fact that an error message shows; chosen by hand
 
 
-class RanksDiffer(RuntimeError):
+class RanksDiffer(InvalidConfig):
     """The ranks do not run the same version, model or settings."""
 
 
+class RankSignals(Protocol):
+    """Wakes ranks that wait for a message without a busy core (MLX's operations keep one busy)."""
+
+    def wake(self) -> None:
+        """Rank 0: ends one `wait` of each other rank."""
+
+    def wait(self) -> None:
+        """Another rank: until rank 0 wakes it."""
+
+
 class Ranks:
-    def __init__(self, group: mx.distributed.Group) -> None:
+    def __init__(self, group: mx.distributed.Group, signals: RankSignals | None = None) -> None:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
+        self.signals = signals
         self.num_bytes_sent = 0  # messages of rank 0
+        self._is_resting = False
 
     def send(self, numbers: Sequence[int] | np.ndarray) -> None:
         """A message of rank 0 to all others, which have to call `receive`."""
+        if self._is_resting and self.signals is not None:
+            self.signals.wake()
+            self._is_resting = False
         message = np.asarray(numbers, np.int32)
         frame = np.zeros(FRAME, np.int32)
         frame[0] = len(message)
@@ -52,16 +71,32 @@ class Ranks:
         own = array if self.rank == 0 else mx.zeros_like(array)
         return mx.distributed.all_sum(own, group=self.group)
 
-    def check_same(self, facts: str) -> None:
-        """Raise RanksDiffer unless all ranks call this with the same text."""
-        digest = np.frombuffer(hashlib.sha256(facts.encode()).digest(), np.int32)
-        gathered = mx.distributed.all_gather(mx.array(digest)[None], group=self.group)
-        found = [np.array(row).tobytes().hex()[:12] for row in gathered]
-        if len(set(found)) > 1:
-            by_rank = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))
+    def rest(self) -> None:
+        """The next message may be long in coming. All ranks call this after the same message."""
+        if self.signals is None:
+            return
+        if self.rank == 0:
+            self._is_resting = True
+        else:
+            self.signals.wait()
+
+    def check_same(self, facts: Mapping[str, str]) -> None:
+        """Raise RanksDiffer unless all ranks call this with the same facts: texts by name."""
+        digests = np.zeros((1, MAX_FACTS, 8), np.int32)
+        for i, (name, text) in enumerate(facts.items()):
+            digests[0, i] = np.frombuffer(hashlib.sha256(f"{name}={text}".encode()).digest(), np.int32)
+        gathered = np.array(mx.distributed.all_gather(mx.array(digests), group=self.group))
+        differing = []
+        for i, (name, text) in enumerate(facts.items()):
+            found = [row[i].tobytes().hex()[:12] for row in gathered]
+            if len(set(found)) > 1:
+                by_rank = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(found))
+                own = text if len(text) <= LONGEST_FACT else f"{text[:LONGEST_FACT]}..."
+                differing.append(f"{name} ({by_rank}; here, on rank {self.rank}: {own})")
+        if differing:
             raise RanksDiffer(
-                f"the ranks do not run the same versions, model and settings ({by_rank}). "
-                f"This is rank {self.rank}: {facts}"
+                f"the ranks do not run the same versions, model and settings. They differ in "
+                f"{', '.join(differing)}. Use the same ones on all ranks."
             )
 
     def _sum(self, numbers: np.ndarray) -> np.ndarray:

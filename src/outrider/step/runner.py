@@ -175,12 +175,16 @@ class Runner:
             inputs = InputBatch.from_plan(batch, _width(batch, shape))
             self._forward.follow(batch, inputs, self._capacity, media)
 
-    def stop_followers(self) -> None:
-        self._tell(step_message.STOP)
+    def stop_followers(self, has_failed: bool) -> None:
+        """`has_failed`: ranks that watch rank 0 end when it ends, and start again with it."""
+        if not has_failed or self._ranks is None or self._ranks.signals is None:
+            self._tell(step_message.STOP)
 
     def _tell(self, what: int) -> None:
         if self._ranks is not None and self._ranks.rank == 0:
             self._ranks.send([what])
+            if what == step_message.RESET:
+                self._ranks.rest()
 
     def finish(self, launched: LaunchedPasses) -> StepResult:
         """Wait for a step and read it."""
