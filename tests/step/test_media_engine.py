@@ -47,7 +47,7 @@ def test_the_head_is_fed_the_pictures_too(world: World) -> None:
     for step_size in (5, 512):
         with LLM(world.folder, drafter="mtp", max_rows=1, prefill_step_size=step_size) as llm:
             prompt = world.prompt(llm, ("is ", " it?"), [noise(40, 24)])
-            drafter: Any = llm.engine._loop.parts.runner._forward._drafter  # type: ignore[attr-defined]
+            drafter: Any = llm.engine._loop.parts.runner._forward._drafter._drafter  # type: ignore[attr-defined]
             made, num_seen, draft = [], [0], drafter.draft
 
             def watched(

@@ -15,6 +15,7 @@ from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.plan import Move, RowPlan, RowResult, StepPlan
 from outrider.request import SamplingParams
 from outrider.sampling.sampler import Sampler
+from outrider.step.mtp import MTPDrafter
 from outrider.step.runner import Runner
 from plan_rows import plan_row
 from step.histories import World, random_head, world
@@ -348,7 +349,7 @@ def test_a_step_that_failed_half_way_leaves_nothing_behind(
     row = plan_row(prompt, params=GREEDY, start=0, feeds_head=True, num_drafts_next=3)
     expected = run(runner, [row])[0]
     with monkeypatch.context() as patch:
-        patch.setattr(runner._forward._drafter, "_sample", lambda *_: 1 / 0)
+        patch.setattr(MTPDrafter, "_sample", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(runner, [row])
     runner.reset()
