@@ -46,18 +46,21 @@ def sum_s(ranks: Ranks, num_rows: int) -> float:
     """Median seconds of a sum over all ranks. All ranks call this."""
     import mlx.core as mx
 
+    from outrider.models.rank_sums import sum_over_ranks
+
     times = []
     for _ in range(NUM_SUMS):
         began_s = time.perf_counter()
-        mx.eval(mx.distributed.all_sum(mx.zeros((num_rows, HIDDEN_SIZE)), group=ranks.group))
+        mx.eval(sum_over_ranks(mx.zeros((num_rows, HIDDEN_SIZE)), ranks.group))
         times.append(time.perf_counter() - began_s)
     return statistics.median(times)
 
 
 def step_s(folder: str, num_rows: int, ranks: Ranks | None) -> float:
     """Mean seconds of a decode step."""
-    from outrider.build import EnginePlace, ModelChoice, build_engine
+    from outrider.build import ModelChoice, build_engine
     from outrider.config import EngineConfig
+    from outrider.engine_place import EnginePlace
     from outrider.request import SamplingParams
 
     config = EngineConfig(max_rows=num_rows, drafter="none", auto_depth=0)
