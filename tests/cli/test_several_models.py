@@ -242,8 +242,7 @@ def test_load_of_the_operator_goes_on_when_his_client_leaves(
         await calling
         hurdle.open()
         entry = world.pool.models.find("one")
-        await until(lambda: entry.state == "loaded")
-        assert entry.num_leases == 0
+        await until(lambda: entry.state == "loaded" and entry.num_leases == 0)
         await world.close()
 
     asyncio.run(play())

@@ -273,8 +273,7 @@ def test_load_of_the_operator_and_of_a_pinned_model_goes_on_without_its_client(k
         leaving.cancel()
         await asyncio.wait({leaving})
         hurdle.open()
-        await until(lambda: world.states() == {"a": "loaded"})
-        assert world.entry("a").num_leases == 0
+        await until(lambda: world.states() == {"a": "loaded"} and world.entry("a").num_leases == 0)
 
     run(play())
 
