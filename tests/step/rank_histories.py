@@ -106,8 +106,8 @@ class RankWorld(World):
         trunk = rank_trunk(name, ranks)
         check_output(trunk, ranks)
         self._rank_runners = {
-            size: Runner(trunk, head, block_size=block_size, ranks=ranks)
-            for size, head in self._heads.items()
+            size: Runner(trunk, drafter, block_size=block_size, ranks=ranks)
+            for size, drafter in self.drafters.items()
         }
         self.runners = self._rank_runners
         self._runner_alone = Runner(trunk, block_size=block_size, ranks=ranks)  # without cached prefixes
@@ -163,6 +163,10 @@ def _key(ask: Ask) -> str:
 
 class _NoAnswers:
     """A world for a request whose answer is not known yet."""
+
+    head_layers = World.head_layers
+    num_head_buffers = World.num_head_buffers
+    can_pause_head = World.can_pause_head
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
