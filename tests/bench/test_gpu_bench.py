@@ -181,7 +181,8 @@ def test_a_step_moves_at_least_its_weights_states_keys_and_drafts(hybrid: Subjec
 )
 def test_all_cells_of_a_model(model: str, dtype: str, tmp_path: Path) -> None:
     own = f"tiny-{model}/{dtype}"
-    cells = ["about", "costs", "bare/rows=2", "loop/rows=2/accept=70", "mlx-lm/rows=2", "blocks/rows=2"]
+    blocks = "blocks/rows=2/depth=1/longest=0"
+    cells = ["about", "costs", "bare/rows=2", "loop/rows=2/accept=70", "mlx-lm/rows=2", blocks]
     names = [f"{own}/{cell}" for cell in cells]
     code, found = run(tmp_path, "--tiny", "--models", model, "--dtypes", dtype, "--only", *names)
     assert code == 0
@@ -194,6 +195,7 @@ def test_all_cells_of_a_model(model: str, dtype: str, tmp_path: Path) -> None:
     assert loop["1"]["efficiency"] == pytest.approx(ratio * cost / stride)
     assert loop["auto"]["of_best"] <= 1.0
     assert found["cells"][f"{own}/mlx-lm/rows=2"]["ratio"][0] > 0
+    assert {"slots", "blocks", "8 bits"} <= found["cells"][f"{own}/{blocks}"].keys()
 
 
 def test_one_row_beside_mlx_lm_and_a_model_from_a_folder(tmp_path: Path) -> None:
