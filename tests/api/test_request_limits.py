@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
 # data of images, which have limits of their own, and those that are never read.
 TEXTS = {"text", "content", "refusal", "arguments", "reasoning_content", "reasoning", "description", "output"}
 TEXTS |= {"input", "instructions", "system", "thinking", "title", "context", "prompt", "stop", "[items]"}
-DATA = {"url", "image_url", "data", "signature", "encrypted_content"}
+DATA = {"url", "image_url", "video_url", "data", "signature", "encrypted_content"}
 
 
 def nodes(schema: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
