@@ -88,7 +88,7 @@ def test_the_weights_of_the_draft_model_count(model: Path, tmp_path: Path) -> No
     draft_model = load_draft_model(tmp_path, loaded, "auto", None)
     share = MemoryShare(1 << 30, 1 << 28)
     alone, both = (
-        _memory_plan(loaded, drafter, EngineConfig(), share).weights for drafter in (None, draft_model)
+        _memory_plan(loaded, drafter, EngineConfig(), share, None).weights for drafter in (None, draft_model)
     )
     assert both == alone + loaded_bytes(draft_model.modules)
 
