@@ -11,21 +11,26 @@ does not depend on x: it is computed here, once.
 
 from __future__ import annotations
 
-import io
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from outrider.cpu.quantized import dequantized, is_kept
-from outrider.models.adapters.files import TENSORS, AdapterError, AdapterFiles
+from outrider.models.adapters.files import AdapterError, AdapterFiles
 
 LANGUAGE_MODEL = "language_model."  # before the names in adapters of vision models
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 EMBEDDING = (nn.Embedding, nn.QuantizedEmbedding)
 SWITCH = (SwitchLinear, QuantizedSwitchLinear)
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(code) for name, code in (("F32", "<f4"), ("F16", "<f2"), ("BF16", "<u2"))
+}
 
 
 @dataclass(frozen=True)
@@ -75,17 +80,28 @@ def adapted_layers(files: AdapterFiles, model: nn.Module) -> list[AdaptedLayer]:
 
 
 def _read_arrays(files: AdapterFiles) -> dict[str, mx.array]:
-    try:
-        loaded = mx.load(io.BytesIO(files.tensors), format="safetensors")
-        assert isinstance(loaded, dict)
-        arrays = {name: array.astype(mx.float32) for name, array in loaded.items()}
-        mx.eval(arrays)
-    except (RuntimeError, ValueError) as error:
-        raise AdapterError(f"{files.path / TENSORS} cannot be read: {error}") from error
+    """`read_adapter` has checked the header.
+
+    `mx.load` would read the bytes when they are needed, on a thread that waits for Python's lock. This can be
+    held by `mx.clear_cache`, which waits for that thread: a model that is unloaded would stop the server.
+    """
+    start = 8 + int.from_bytes(files.tensors[:8], "little")
+    header = json.loads(files.tensors[8:start])
+    arrays = {name: _array(files.tensors, start, header[name]) for name in files.shapes}
     for name, array in arrays.items():
         if not mx.isfinite(array).all().item():
             raise AdapterError(f"{files.path}: {name} holds NaN or infinity.")
     return arrays
+
+
+def _array(data: bytes, start: int, facts: Mapping[str, Any]) -> mx.array:
+    """A tensor of a safetensors file, in float32."""
+    begin, end = facts["data_offsets"]
+    dtype = NUMPY_DTYPES[facts["dtype"]]
+    numbers = mx.array(np.frombuffer(data, dtype, (end - begin) // dtype.itemsize, start + begin))
+    if facts["dtype"] == "BF16":  # numpy has no bfloat16
+        numbers = numbers.view(mx.bfloat16)
+    return numbers.reshape(facts["shape"]).astype(mx.float32)
 
 
 def linear_terms(files: AdapterFiles, layer: AdaptedLayer) -> LayerTerms:
