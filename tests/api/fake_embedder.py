@@ -63,7 +63,8 @@ class FakeEmbedder:
         """How often each id modulo the dimensions occurs; of a reranker, how many tokens there are."""
         if self.kind == "reranker":
             return np.array([len(given) / 10], np.float32)
-        return np.bincount(np.array(given.ids) % DIMENSIONS, minlength=DIMENSIONS).astype(np.float32)
+        places = np.array(given.ids, np.int64) % DIMENSIONS
+        return np.bincount(places, minlength=DIMENSIONS).astype(np.float32)
 
     async def text_ids(self, text: str, with_special: bool) -> tuple[int, ...]:
         return (2, *_ids(text, 113), 3) if with_special else _ids(text, 113)

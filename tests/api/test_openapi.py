@@ -207,6 +207,8 @@ def _with_one_grammar(body: dict[str, Any]) -> dict[str, Any]:
 def _with_known_tools(body: dict[str, Any]) -> dict[str, Any]:
     """Every tool that can be called has a name of its own, and the choice names the first of them."""
     tools = copy.deepcopy(body.get("tools") or [])
+    if None in tools:
+        return body
     callable_ = [tool for tool in tools if _is_callable(tool)]
     for i, tool in enumerate(callable_):
         named = tool.get("function", tool)
