@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,6 @@ from outrider.cache.ragged_kv import LayerView, RaggedKV
 from outrider.cpu import fused_layers
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import keep_quantized
-from outrider.cpu.threads import thread_counts
 from outrider.models.layer_swaps import without_speed_swaps
 from outrider.models.trunk import Trunk, TrunkCache
 from outrider.models.vision.deepstack import use_deepstack
@@ -28,7 +26,10 @@ from ragged_rows import RaggedRows, error
 from step.histories import Tally, play, random_history, world
 from tiny_models import SLIDING_AND_FULL, VOCAB_SIZE, YARN, tiny_model
 
-pytestmark = pytest.mark.skipif(extension() is None, reason="no native extension: no compiler, or not Linux")
+pytestmark = [
+    pytest.mark.skipif(extension() is None, reason="no native extension: no compiler, or not Linux"),
+    pytest.mark.usefixtures("as_before"),
+]
 
 TEXT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(240)]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,20 +44,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 with experts": ("qwen3_moe", {}),
 }
-
-
-@pytest.fixture(scope="module")
-def native() -> ModuleType:
-    found = extension()
-    assert found is not None
-    return found
-
-
-@pytest.fixture(autouse=True)
-def as_before(native: ModuleType) -> Iterator[None]:
-    yield
-    native.set_num_threads(thread_counts({}).max)
-    assert native.use_instructions("")
 
 
 def quantized(

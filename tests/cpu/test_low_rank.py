@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import mlx.core as mx
@@ -11,27 +10,15 @@ import pytest
 
 from outrider.cpu.extension import extension
 from outrider.cpu.low_rank import NativeTerms
-from outrider.cpu.threads import thread_counts
 
-pytestmark = pytest.mark.skipif(extension() is None, reason="no native extension: no compiler, or not Linux")
+pytestmark = [
+    pytest.mark.skipif(extension() is None, reason="no native extension: no compiler, or not Linux"),
+    pytest.mark.usefixtures("as_before"),
+]
 
 SIZE, ROWS = 160, 96
 RANKS = {1: 1, 2: 8, 4: 37}  # by id; adapter 3 does not change the layer
 WITH_GAIN = 2
-
-
-@pytest.fixture(scope="module")
-def native() -> ModuleType:
-    found = extension()
-    assert found is not None
-    return found
-
-
-@pytest.fixture(autouse=True)
-def as_before(native: ModuleType) -> Iterator[None]:
-    yield
-    native.set_num_threads(thread_counts({}).max)
-    assert native.use_instructions("")
 
 
 def random(*shape: int, seed: int) -> mx.array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,30 +14,18 @@ from outrider.cache.placement import Placement, block_tables
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import keep_quantized
-from outrider.cpu.threads import thread_counts
 from outrider.models.layer_swaps import without_speed_swaps
 from outrider.models.trunk import Trunk, TrunkCache
 from outrider.plan import BLOCK_SIZE
 from ragged_rows import RaggedRows, error
 from tiny_models import VOCAB_SIZE, tiny_model
 
-pytestmark = pytest.mark.skipif(extension() is None, reason="no native extension: no compiler, or not Linux")
+pytestmark = [
+    pytest.mark.skipif(extension() is None, reason="no native extension: no compiler, or not Linux"),
+    pytest.mark.usefixtures("as_before"),
+]
 
 TEXT = [(7 * i * i + 3 * i + 5) % VOCAB_SIZE for i in range(240)]
-
-
-@pytest.fixture(scope="module")
-def native() -> ModuleType:
-    found = extension()
-    assert found is not None
-    return found
-
-
-@pytest.fixture(autouse=True)
-def as_before(native: ModuleType) -> Iterator[None]:
-    yield
-    native.set_num_threads(thread_counts({}).max)
-    assert native.use_instructions("")
 
 
 def served(kv_bits: int | None, head_dim: int = 64, **changes: Any) -> Trunk:

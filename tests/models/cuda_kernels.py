@@ -11,7 +11,8 @@ from recurrent.cpp_kernels import CppKernels
 
 from outrider import gpu_kernels
 from outrider.gpu_kernels import GpuKernel
-from outrider.models import cuda_attention, cuda_qmm
+from outrider.models import cuda_qmm
+from outrider.models.tensor_cores import MULTIPLY
 
 # What CUDA brings along, and the tensor cores' product: every lane shows the others what it holds.
 PRODUCT = """
@@ -59,7 +60,7 @@ CPP = (
 
 
 def attention_in_cpp(pair: tuple[GpuKernel, GpuKernel]) -> tuple[GpuKernel, ...]:
-    return tuple(replace(one, body=one.body.replace(cuda_attention._PTX, PRODUCT)) for one in pair)
+    return tuple(replace(one, body=one.body.replace(MULTIPLY, PRODUCT)) for one in pair)
 
 
 def in_cpp(variant: cuda_qmm.Variant) -> cuda_qmm.Variant:

@@ -1,7 +1,7 @@
 """Streams of answers: they begin when the answers have started, or earlier if the preparation takes long.
 
 A request that is refused gets its HTTP status as long as the stream has not begun. After `keep_alive_s` the
-client sees that the server works on its request, and an error is an event of the stream.
+stream begins, so that the client gets keep-alive bytes, and an error is an event of the stream.
 """
 
 from __future__ import annotations

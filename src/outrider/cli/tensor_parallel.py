@@ -53,7 +53,7 @@ def is_started_by_rank_0() -> bool:
 
 
 class OtherRanks:
-    """The other ranks, as this one sees them: their processes, if it has started them, and their loss."""
+    """The other ranks, for this one: their processes, if it has started them, and their loss."""
 
     def __init__(self) -> None:
         self.on_loss: Callable[[str], None] | None = None  # tells the clients; None: there are none

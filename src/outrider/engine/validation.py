@@ -321,7 +321,7 @@ class RequestValidator:
         limit = self._facts.draft_context
         is_too_long = limit is not None and len(request.prompt_ids) + MAX_DEPTH >= limit
         is_whole = request.media is None and request.params.spec_prefill is None
-        return is_whole and not is_too_long  # a draft model sees no images, and reads every token
+        return is_whole and not is_too_long  # a draft model reads text only, and all of it
 
     def _new_drafter(self, request: Request, depth: int, looks_up: bool) -> Drafter | None:
         """The row's drafter on the host. Rows that a draft model cannot follow look drafts up instead."""

@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from outrider import gpu_kernels
 from outrider.gpu_kernels import GpuKernel
+from outrider.models.tensor_cores import MULTIPLY
 from outrider.plan import BLOCK_SIZE
 
 GROUPS = 4  # warps of a block of threads
@@ -27,20 +28,6 @@ SPLIT = GROUPS * BLOCK_SIZE  # cells of a block of threads
 DIMS = (64, 128, 192, 256)
 DTYPES = (mx.bfloat16, mx.float16)
 
-_PTX = """
-    auto multiply = [](float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        if constexpr (IS_BFLOAT)
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-        else
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    };
-"""
 # Eight numbers of a cell from dimension d on.
 _PLAIN = """
     using Number = KEYS_TYPE;
@@ -246,7 +233,7 @@ def _kernels(name: str, cells: str) -> tuple[GpuKernel, GpuKernel]:
     constexpr int GROUPS = {GROUPS}, CELLS = {BLOCK_SIZE}, SPLIT = {SPLIT}, QUERIES = 16 * TILES;
     constexpr float LOWEST = -3.0e38f;
     """
-    body = _PTX + constants + cells + _BODY
+    body = MULTIPLY + constants + cells + _BODY
     inputs = ("queries", "factor", "keys", "values", "tables", "starts", "num_fed")
     return (
         GpuKernel(name, (*inputs, "sinks"), ("out",), body + _WHOLE, groups_per_block=GROUPS),

@@ -34,6 +34,7 @@ import mlx.nn as nn
 
 from outrider import gpu_kernels
 from outrider.gpu_kernels import GpuKernel
+from outrider.models.tensor_cores import MULTIPLY
 
 MAX_TOKENS = 128  # measured: for 256 tokens MLX's kernels are as fast
 FORMATS = {(4, 32), (4, 64), (4, 128), (8, 32), (8, 64)}  # bits and group size
@@ -43,20 +44,10 @@ PARTS = 8  # of the inputs, each added up by itself
 STAGES = 2  # steps whose weights are being copied; measured: 3 and 4 are not faster
 _TOLERANCE = {mx.bfloat16: 2e-2, mx.float16: 5e-3}  # absolute, for results up to 4: rounding to this type
 
-_PTX = """
+_PTX = (
+    MULTIPLY
+    + """
     extern __shared__ __align__(16) unsigned char memory[];
-    auto multiply = [](float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        if constexpr (IS_BFLOAT)
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-        else
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    };
     auto start_copy = [](void* to, const void* from) {  // of 16 bytes of weights: no other block reads them
         const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
@@ -72,6 +63,7 @@ _PTX = """
         __syncwarp();
     };
 """
+)
 
 _BODY = """
     constexpr int PAIRS = GROUP_SIZE / 8;  // of inputs of a group that one lane reads

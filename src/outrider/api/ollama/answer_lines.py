@@ -131,7 +131,7 @@ class AnswerLines:
         return self._rendered(whole) | _done(finished[0], answers)
 
     def _read(self, event: ChatEvent) -> Piece | None:
-        """What a client sees of an event. A call is sent when it is whole: its arguments are an object."""
+        """The part that the client gets. A call is sent when it is whole: its arguments are an object."""
         match event:
             case TextDelta(text):
                 return Piece(text=text)

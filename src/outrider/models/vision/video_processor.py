@@ -1,7 +1,7 @@
 """Videos of Qwen's families on the host, without MLX: which frames are read, their size, text and patches.
 
     frames   0 1 | 2 3 | 4 5       a patch covers two frames (temporal_patch_size): a frame group
-    tokens   ggg   ggg   ggg       a group has a grid of tokens; the vision encoder sees each group alone
+    tokens   ggg   ggg   ggg       a group has a grid of tokens; the vision encoder reads each group alone
 
 Sampling and sizes are those of mlx-vlm, by the checkpoint's video_preprocessor_config.json. Runs on worker
 threads and stores nothing; the patches alone are cut on the engine's thread, when a piece is encoded.
