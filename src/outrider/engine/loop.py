@@ -335,9 +335,9 @@ class EngineLoop:
         self.heartbeat.enter(sized("prompt scoring", piece.num_tokens))
         try:
             self.scheduler.scored(piece, self.parts.runner.score(piece))
-        except Exception as error:
+        except Exception:
             log.exception("a prompt could not be scored; its request ends")
-            for delta in self.scheduler.fail_scoring(piece, f"the prompt could not be scored: {error}"):
+            for delta in self.scheduler.fail_scoring(piece, "the prompt could not be scored"):
                 self._deliver(delta)
             self._clean_up_if_idle()
         self._turns.encoded(time.perf_counter() - started_s)
