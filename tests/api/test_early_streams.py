@@ -148,6 +148,23 @@ def test_client_that_leaves_an_early_stream_frees_its_place(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
+def test_a_stream_whose_prompt_is_prepared_shows_life_after_a_second(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "FIRST_KEEP_ALIVE_S", 0.01)
+    backend = SlowBackend(HELLO)
+    made = server(backend, keep_alive_s=GUARD_S)
+
+    async def run() -> bytes:
+        caller = Caller(path, BODIES[path] | {"stream": True})
+        backend.hold = lambda: until(lambda: SIGNS[path] in caller.received)
+        await asyncio.wait_for(caller.call(made), GUARD_S)
+        return caller.received
+
+    assert b"Hello" in asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", BODIES)
 def test_the_first_sign_comes_after_a_second_and_not_after_a_whole_keep_alive(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Streams of answers: they begin when the answers have started, or earlier if the preparation takes long.
 
-A request that is refused gets its HTTP status as long as the stream has not begun. After `keep_alive_s` the
-stream begins, so that the client gets keep-alive bytes, and an error is an event of the stream.
+A request that is refused within the first second gets its HTTP status. After that second the stream begins
+with a keep-alive, and an error is an event of the stream.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ async def stream_answers(
     keep_alive: bytes = sse.COMMENT,
     content_type: str = sse.EVENT_STREAM,
 ) -> sse.EventStreamResponse:
-    """Start the answers and stream them. Raises what `starting` raises within `keep_alive_s`.
+    """Start the answers and stream them. Raises what `starting` raises before the stream begins.
 
     `failure_frames`: the whole stream of answers that could not be started, in the form of the API.
     """
     started = asyncio.create_task(starting)
     try:
-        await asyncio.wait({started}, timeout=keep_alive_s)
+        await asyncio.wait({started}, timeout=min(sse.FIRST_KEEP_ALIVE_S, keep_alive_s))
     except BaseException:
         started.cancel()
         raise
@@ -41,7 +41,7 @@ async def stream_answers(
     if started.done():
         answers = started.result()
         return sse.EventStreamResponse(frames_of(answers), answers.close, *settings)
-    unstarted = _UnstartedStream(started, frames_of, failure_frames)
+    unstarted = _UnstartedStream(started, frames_of, failure_frames, keep_alive)
     return sse.EventStreamResponse(unstarted.frames(), unstarted.close, *settings)
 
 
@@ -49,13 +49,19 @@ class _UnstartedStream:
     """A stream that has begun before its answers have started."""
 
     def __init__(
-        self, started: asyncio.Task[Answers], frames_of: FramesOf, failure_frames: FailureFrames
+        self,
+        started: asyncio.Task[Answers],
+        frames_of: FramesOf,
+        failure_frames: FailureFrames,
+        keep_alive: bytes,
     ) -> None:
         self._started = started
         self._frames_of = frames_of
         self._failure_frames = failure_frames
+        self._keep_alive = keep_alive
 
     async def frames(self) -> AsyncIterator[bytes]:
+        yield self._keep_alive
         try:
             answers = await self._started
         except ClientGone:
