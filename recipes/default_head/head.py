@@ -6,15 +6,17 @@ Must not know about losses or optimisers.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from trunk import Shape, repeat_kv_heads, rope_angles, rotate
+from trunk import Shape, dequantised, repeat_kv_heads, rope_angles, rotate
 
 PREFIX = "mtp."
 
@@ -59,22 +61,17 @@ def decoder_layer(shape: Shape) -> nn.Module:
 
 @dataclass(frozen=True)
 class Fused:
-    """The head's matrices in the dtype of a pass. Matrices with the same input are joined."""
+    """The matrices of one decoder layer in the dtype of a pass. Matrices with the same input are joined."""
 
-    from_embedding: Tensor
-    from_hidden: Tensor
     qkv: Tensor
     o: Tensor
     gate_up: Tensor
     down: Tensor
 
     @classmethod
-    def of(cls, head: Head, dtype: torch.dtype) -> Fused:
-        attention, mlp = head.layers[0].self_attn, head.layers[0].mlp
-        from_embedding, from_hidden = head.fc.weight.to(dtype).chunk(2, dim=1)
+    def of(cls, layer: nn.Module, dtype: torch.dtype) -> Fused:
+        attention, mlp = layer.self_attn, layer.mlp
         return cls(
-            from_embedding,
-            from_hidden,
             torch.cat([attention[name].weight for name in ("q_proj", "k_proj", "v_proj")]).to(dtype),
             attention.o_proj.weight.to(dtype),
             torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype),
@@ -82,17 +79,37 @@ class Fused:
         )
 
 
-class Head(nn.Module):
-    """x = fc(concat[norm(embedding), norm(h)]), one decoder layer, norm; fed back as h for the next depth."""
+class Chains:
+    """One decoder layer over the chains of all starts: keeps the cells of the depths that were computed."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, layer: nn.Module, shape: Shape, dtype: torch.dtype) -> None:
+        self._layer, self._shape, self._dtype = layer, shape, dtype
+        self._weights = Fused.of(layer, dtype)
+        self._keys: list[Tensor] = []  # by depth
+        self._values: list[Tensor] = []
+
+    def next_depth(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        layer, dtype, w = self._layer, self._dtype, self._weights
+        q, k, v = heads_of(F.linear(layer.input_layernorm(x).to(dtype), w.qkv), cos, sin, self._shape)
+        self._keys.append(k)
+        self._values.append(v)
+        seen = attend(q, torch.cat(self._keys, dim=2), torch.cat(self._values, dim=2), len(self._keys))
+        x = x + F.linear(seen.transpose(1, 2).flatten(2), w.o)
+        gate, up = F.linear(layer.post_attention_layernorm(x).to(dtype), w.gate_up).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, w.down)
+
+
+class Head(nn.Module):
+    """x = fc(concat[norm(embedding), norm(h)]), decoder layers, norm; fed back as h for the next depth."""
+
+    def __init__(self, shape: Shape, num_layers: int = 1) -> None:
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.shape = shape
         self.pre_fc_norm_embedding = Norm(size, eps)
         self.pre_fc_norm_hidden = Norm(size, eps)
         self.fc = linear(2 * size, size)
-        self.layers = nn.ModuleList([decoder_layer(shape)])
+        self.layers = nn.ModuleList([decoder_layer(shape) for _ in range(num_layers)])
         self.norm = Norm(size, eps)
 
     def forward(
@@ -109,28 +126,30 @@ class Head(nn.Module):
 
         Products are in `dtype`, the residual stream and the norms are float32.
         """
-        layer, shape = self.layers[0], self.shape
-        w = Fused.of(self, dtype)
+        from_embedding, from_hidden = self.fc.weight.to(dtype).chunk(2, dim=1)
+        layers = [Chains(layer, self.shape, dtype) for layer in self.layers]
         width = hidden.shape[1]
-        of_token = F.linear(self.pre_fc_norm_embedding(embedded).to(dtype), w.from_embedding)
-        angles = rope_angles(torch.arange(width + depths, device=hidden.device), shape)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        of_token = F.linear(self.pre_fc_norm_embedding(embedded).to(dtype), from_embedding)
+        angles = rope_angles(torch.arange(width + depths, device=hidden.device), self.shape)
         outs: list[Tensor] = []
         for depth in range(1, depths + 1):
-            of_hidden = F.linear(self.pre_fc_norm_hidden(hidden).to(dtype), w.from_hidden)
+            of_hidden = F.linear(self.pre_fc_norm_hidden(hidden).to(dtype), from_hidden)
             x = F.pad(of_token[:, depth:], (0, 0, 0, depth)).float() + of_hidden
             cos, sin = (angle[depth - 1 : depth - 1 + width] for angle in angles)
-            q, k, v = heads_of(F.linear(layer.input_layernorm(x).to(dtype), w.qkv), cos, sin, shape)
-            keys.append(k)
-            values.append(v)
-            seen = attend(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), depth)
-            x = x + F.linear(seen.transpose(1, 2).flatten(2), w.o)
-            gate, up = F.linear(layer.post_attention_layernorm(x).to(dtype), w.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, w.down)
+            for layer in layers:
+                x = layer.next_depth(x, cos, sin)
             hidden = self.norm(x)
             outs.append(hidden)
         return outs
+
+    @torch.no_grad()
+    def add_layer(self, weights: dict[str, Tensor]) -> None:
+        """Append the trunk's last layer with outputs of zero: the head's result is the same as before."""
+        layer = decoder_layer(self.shape)
+        layer.load_state_dict(last_layer(weights, self.shape))
+        for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            output.weight.zero_()
+        self.layers.append(layer.to(self.fc.weight.device))
 
     @torch.no_grad()
     def start_from(self, weights: dict[str, Tensor], residual_rms: float) -> None:
@@ -140,9 +159,7 @@ class Head(nn.Module):
         the layer adds are divided by it. The head's own stream then has a root mean square of about 1, which
         is safe in half precision.
         """
-        last = f"model.layers.{self.shape.num_hidden_layers - 1}."
-        layer = {name.removeprefix(last): w for name, w in weights.items() if name.startswith(last)}
-        self.layers[0].load_state_dict(layer)
+        self.layers[0].load_state_dict(last_layer(weights, self.shape))
         for output in (self.layers[0].self_attn.o_proj, self.layers[0].mlp.down_proj):
             output.weight /= residual_rms
         identity = torch.eye(self.shape.hidden_size)
@@ -161,12 +178,21 @@ class Head(nn.Module):
         save_file(arrays, file, metadata={"format": "mtp", **metadata})
 
 
+def last_layer(weights: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+    prefix = f"model.layers.{shape.num_hidden_layers - 1}."
+    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+
+
 def load_head(file: Path, shape: Shape, device: torch.device | str) -> tuple[Head, Tensor | None]:
-    """The head of a file in float32, and its draft vocabulary."""
+    """The head of a file in float32, and its draft vocabulary. Quantised weights are dequantised."""
     arrays = {name.removeprefix(PREFIX): array for name, array in load_file(file).items()}
+    with safe_open(file, "pt") as opened:
+        quantisation = json.loads((opened.metadata() or {}).get("head_quantization", "{}"))
     draft_ids = arrays.pop("draft_ids", None)
-    head = Head(shape)
-    head.load_state_dict({name: array.float() for name, array in arrays.items()})
+    weights = dequantised(arrays, quantisation)
+    num_layers = len({name.split(".")[1] for name in weights if name.startswith("layers.")})
+    head = Head(shape, num_layers)
+    head.load_state_dict(weights)
     return head.to(device), None if draft_ids is None else draft_ids.long().to(device)
 
 

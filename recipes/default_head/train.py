@@ -211,18 +211,24 @@ class Trainer:
 def first_head(args: argparse.Namespace, trunk: Trunk, conversations: Conversations) -> tuple[Head, Tensor]:
     """The head before training, and its draft vocabulary."""
     draft_ids = most_used(conversations, trunk.shape.vocab_size)
+    weights = trunk_weights(args.model)
     if args.start is None:
-        return new_head(args.model, trunk), draft_ids
-    head, own_ids = load_head(args.start, trunk.shape, trunk.device)
-    return head, own_ids if args.keep_draft_ids and own_ids is not None else draft_ids
+        head = Head(trunk.shape)
+        head.start_from(weights, RESIDUAL_RMS)
+        head.to(trunk.device)
+    else:
+        head, own_ids = load_head(args.start, trunk.shape, trunk.device)
+        if args.keep_draft_ids and own_ids is not None:
+            draft_ids = own_ids
+    while len(head.layers) < args.layers:
+        head.add_layer(weights)
+    return head, draft_ids
 
 
-def new_head(folder: Path, trunk: Trunk) -> Head:
+def trunk_weights(folder: Path) -> dict[str, Tensor]:
     stored = load_file(folder / "model.safetensors")
     quantisation = json.loads((folder / "config.json").read_text()).get("quantization", {})
-    head = Head(trunk.shape)
-    head.start_from(dequantised(stored, quantisation), RESIDUAL_RMS)
-    return head.to(trunk.device)
+    return dequantised(stored, quantisation)
 
 
 def most_used(conversations: Conversations, vocab_size: int) -> Tensor:
@@ -269,6 +275,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("conversations", type=Path, help="a file of synthesise.py")
     parser.add_argument("out", type=Path, help="the head file to write")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--layers", type=int, default=1, help="decoder layers of the head (default: 1)")
     parser.add_argument("--matrix-rate", type=float, default=Recipe.matrix_rate)
     parser.add_argument("--norm-rate", type=float, default=Recipe.norm_rate)
     parser.add_argument("--matrix-decay", type=float, default=Recipe.matrix_decay)

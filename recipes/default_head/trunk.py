@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # cuDNN's attention would build a plan for every new shape, which costs more than it saves here.
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-GROUP_SIZE = 32  # weights that share a scale and a bias in the folder's quantised matrices
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) -> attention output
 
@@ -168,8 +167,8 @@ def dequantised(stored: dict[str, Tensor], quantisation: dict[str, Any]) -> dict
             weights[name] = stored[name].float()
             continue
         bits = quantisation.get(module, quantisation)["bits"]
-        codes = unpack(stored[name], bits).unflatten(-1, (-1, GROUP_SIZE)).float()
         scales, biases = (stored[f"{module}.{part}"].float()[..., None] for part in ("scales", "biases"))
+        codes = unpack(stored[name], bits).unflatten(-1, (scales.shape[-2], -1)).float()
         weights[name] = (codes * scales + biases).flatten(-2)
     return weights
 
