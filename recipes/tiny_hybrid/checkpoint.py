@@ -1,4 +1,4 @@
-"""The config and the tokenizer of the tiny hybrid, and the writing of its model folder.
+"""The configs and the tokenizer of the hybrids, and the writing of a model folder.
 
 The folder looks like a Qwen3.5 checkpoint that mlx-lm has converted, with the MTP head beside the model.
 """
@@ -25,17 +25,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForConditionalGeneration"],
-    "model_type": "qwen3_5",
-    "eos_token_id": SPECIAL.index("<|im_end|>"),
-    "text_config": {
-        "model_type": "qwen3_5_text",
-        "vocab_size": VOCAB_SIZE,
+SHAPES: dict[str, dict[str, int]] = {  # by name; the largest part of the parameters is in the layers
+    "1m": {
         "hidden_size": 128,
         "intermediate_size": 320,
         "num_hidden_layers": 4,
-        "full_attention_interval": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -43,14 +37,42 @@ CONFIG: dict[str, Any] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4,
-        "mtp_num_hidden_layers": 1,
-        "rms_norm_eps": 1e-6,
         "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "50m": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "max_position_embeddings": 4096,
     },
 }
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """The config.json of a model folder."""
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "eos_token_id": SPECIAL.index("<|im_end|>"),
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "vocab_size": VOCAB_SIZE,
+            **SHAPES[shape],
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "mtp_num_hidden_layers": 1,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    }
 
 
 def prompt_text(question: str) -> str:
@@ -79,7 +101,12 @@ def new_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def write_folder(
-    folder: Path, model: nn.Module, head: nn.Module, tokenizer: Tokenizer, held_out: list[str]
+    folder: Path,
+    config: dict[str, Any],
+    model: nn.Module,
+    head: nn.Module,
+    tokenizer: Tokenizer,
+    held_out: list[str],
 ) -> None:
     """`held_out`: questions that are not in the training data."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +118,7 @@ def write_folder(
         "chat_template": CHAT_TEMPLATE,
     }
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
-    _write_json(folder / "config.json", CONFIG)
+    _write_json(folder / "config.json", config)
     _write_json(folder / "held_out_prompts.json", held_out)
     # "format": "mlx" tells readers that the norms are not zero-centred and must not be shifted.
     weights = dict(tree_flatten(_halved(model)))

@@ -1,6 +1,8 @@
-"""Trains a tiny Qwen3.5 hybrid and its MTP head together from random weights, and writes a model folder.
+"""Trains a small Qwen3.5 hybrid and its MTP head together from random weights, and writes a model folder.
 
     python recipes/tiny_hybrid/train.py OUT_FOLDER [--steps N]
+    python recipes/tiny_hybrid/train.py OUT_FOLDER --shape 50m --steps 1500 --rows 32 --head-rows 8 \
+        --width 256 --muon-rate 0.02 --adam-rate 0.003
 
 The loss is the trunk's next-token loss plus the head's loss at each depth of its recursion. The result is a
 function of the seed.
@@ -9,7 +11,6 @@ function of the seed.
 from __future__ import annotations
 
 import argparse
-import copy
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -23,7 +24,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optimizers
 import numpy as np
-from checkpoint import CONFIG, exchange_text, new_tokenizer, write_folder
+from checkpoint import SHAPES, config_of, exchange_text, new_tokenizer, write_folder
+from delta_rule import train_in_parallel
 from mlx_lm.models import qwen3_5
 from tokenizers import Tokenizer
 
@@ -37,29 +39,29 @@ from text import exchanges, held_out
 SEED = 5
 # Chosen by hand.
 DEPTH_WEIGHTS = (0.5, 0.4, 0.3)  # of the head's losses by depth; the trunk's loss has weight 1
-HEAD_ROWS = 2  # rows of a batch that train the head: it learns faster than the trunk and costs more per row
 TOKENIZER_EXCHANGES = 2000  # exchanges that train the tokenizer
 HELD_OUT_QUESTIONS = 24  # three of each kind
-MUON_RATE = 0.05
-ADAM_RATE = 0.005
 
 
 class Pair(nn.Module):
     """The trunk and its head, trained together."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        self.model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(copy.deepcopy(CONFIG)))
-        trunk = Trunk(self.model, CONFIG["text_config"]["max_position_embeddings"])
+        self.model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config))
+        trunk = Trunk(self.model, config["text_config"]["max_position_embeddings"])
         self.head: MTPHead = new_head(trunk)
         _init(self)
 
-    def losses(self, ids: mx.array) -> list[mx.array]:
-        """The trunk's loss, then the head's losses by depth, in nats per token.  ids [rows, width]"""
+    def losses(self, ids: mx.array, head_rows: int) -> list[mx.array]:
+        """The trunk's loss, then the head's losses by depth, in nats per token.  ids [rows, width]
+
+        `head_rows`: rows that train the head. It learns faster than the trunk and costs more per row.
+        """
         inner = self.model.language_model.model
         hidden = inner(ids)
-        some = ids[:HEAD_ROWS]
-        guesses = chain_outputs(self.head, hidden[:HEAD_ROWS], inner.embed_tokens(some), len(DEPTH_WEIGHTS))
+        some = ids[:head_rows]
+        guesses = chain_outputs(self.head, hidden[:head_rows], inner.embed_tokens(some), len(DEPTH_WEIGHTS))
         return [
             self._loss(hidden, ids, 0),
             *[self._loss(out, some, depth) for depth, out in enumerate(guesses, 1)],
@@ -108,14 +110,14 @@ def train(pair: Pair, tokenizer: Tokenizer, args: argparse.Namespace) -> list[fl
     bar = ProgressBar()
 
     def total(ids: mx.array) -> tuple[mx.array, list[mx.array]]:
-        first, *others = losses = pair.losses(ids)
+        first, *others = losses = pair.losses(ids, args.head_rows)
         return first + sum(w * loss for w, loss in zip(DEPTH_WEIGHTS, others, strict=True)), losses
 
     step_gradients = nn.value_and_grad(pair, total)
     average: np.ndarray | None = None
     for step in range(args.steps):
         factor = rate_factor(step, step / args.steps, args.steps)
-        for one, rate in zip(optimizer.optimizers, (MUON_RATE, ADAM_RATE), strict=True):
+        for one, rate in zip(optimizer.optimizers, (args.muon_rate, args.adam_rate), strict=True):
             one.learning_rate = factor * rate
         ids = mx.array(list(islice(source, args.rows)))
         (_, losses), gradients = step_gradients(ids)
@@ -136,20 +138,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, metavar="OUT_FOLDER")
+    parser.add_argument("--shape", choices=SHAPES, default="1m", help="number of parameters (default: 1m)")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--rows", type=int, default=8, help="rows in a batch")
-    parser.add_argument("--width", type=int, default=160, help="tokens in a row")
+    parser.add_argument("--head-rows", type=int, default=2, help="rows of a batch that train the head")
+    parser.add_argument("--width", type=int, default=128, help="tokens in a row, a power of two")
+    parser.add_argument("--muon-rate", type=float, default=0.05, help="learning rate of the matrices")
+    parser.add_argument("--adam-rate", type=float, default=0.005, help="learning rate of everything else")
     parser.add_argument("--seed", type=int, default=SEED)
     args = parser.parse_args()
     began = time.monotonic()
     mx.random.seed(args.seed)
     texts = (exchange_text(*one) for one in islice(exchanges(args.seed), TOKENIZER_EXCHANGES))
     tokenizer = new_tokenizer(texts)
-    pair = Pair()
+    pair = Pair(config_of(args.shape))
+    train_in_parallel()
     pair.train()
     losses = train(pair, tokenizer, args)
     questions = [question for question, _ in islice(held_out(args.seed), HELD_OUT_QUESTIONS)]
-    write_folder(args.folder, pair.model, pair.head, tokenizer, questions)
+    write_folder(args.folder, config_of(args.shape), pair.model, pair.head, tokenizer, questions)
     print(f"{args.folder}: losses {' '.join(f'{x:.3f}' for x in losses)}, {time.monotonic() - began:.0f} s")
 
 
