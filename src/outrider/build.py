@@ -284,6 +284,7 @@ def _parts(
         max_rows=max_rows,
         memory=memory,
         held_bytes=machine.held_bytes,
+        release_buffers=machine.release_buffers,
         overlaps_steps=outruns,
         token_text=token_texts(tokenizer, trunk.vocab_size),
         adapters=trunk.adapters,

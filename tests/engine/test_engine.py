@@ -18,6 +18,7 @@ from fake_runner import VOCAB_SIZE, FakeLaunched, FakeRunner, true_next
 from scheduler_harness import FakeText
 
 from outrider.config import EngineConfig, InvalidConfig
+from outrider.engine import engine as engine_module
 from outrider.engine.engine import AsyncEngine, AsyncStream, Engine, EngineStopped
 from outrider.engine.loop import Outbox
 from outrider.engine.parts import EngineParts
@@ -105,6 +106,44 @@ def end_of(outbox: Outbox) -> Delta:
         assert more is not None, "no end came"
         whole = whole.merged(more)
     return whole
+
+
+# -- waiting ---------------------------------------------------------------------------------------------
+
+
+def test_an_engine_without_work_gives_memory_back_once(
+    runner: EngineRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "IDLE_S", 0.01)
+    released: list[int] = []
+    own = replace(parts(runner), release_buffers=lambda: released.append(runner.num_under_way))
+    engine = Engine(EngineConfig(), lambda: own)
+    try:
+        for num_before in range(3):
+            wait_until(lambda num=num_before: len(released) == num + 1)
+            time.sleep(0.05)
+            assert len(released) == num_before + 1
+            assert end_of(submit(engine, [1], SHORT)).finish_reason == "length"
+    finally:
+        engine.close()
+    assert not any(released)
+
+
+def test_an_engine_at_work_keeps_its_memory(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "IDLE_S", 0.01)
+    released: list[int] = []
+    own = replace(parts(runner), release_buffers=lambda: released.append(1))
+    engine = Engine(EngineConfig(), lambda: own)
+    try:
+        outbox = submit(engine, [1], ENDLESS)
+        wait_until(lambda: runner.num_under_way > 0)
+        num_released = len(released)
+        for _ in range(20):
+            assert outbox.take(WAIT_S) is not None
+            time.sleep(0.02)
+        assert len(released) == num_released
+    finally:
+        engine.close()
 
 
 # -- shutting down ---------------------------------------------------------------------------------------

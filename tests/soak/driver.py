@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 import httpx
 
+from outrider.engine.engine import IDLE_S
 from patience import PATIENCE_S
 from server_process import read_until_ready
 from soak.conversations import CHAT, Answer, ApiRequest, new_request, next_turn, read_events, read_whole, same
@@ -56,6 +57,7 @@ class SoakPlan:
     deadly_every: int = 12  # one of so many faults ends the worker
     deadly: tuple[str, ...] = DEADLY
     idle_every_s: float = 60.0
+    idle_s: float = IDLE_S + 1  # until what an idle server holds is counted: it has given memory back then
     num_replayed: int = 60
     num_fuzzed: int = 4000  # bodies made from /openapi.json
     seed: int = 0
@@ -327,7 +329,7 @@ class Soak:
         await self._wait_until_idle()
         own, self._client = self._client, self._new_client()
         await own.aclose()  # else its connections that wait for a request would count as the server's
-        await asyncio.sleep(0.5)  # descriptors of closed connections go with the next turn of the event loop
+        await asyncio.sleep(self._plan.idle_s)
         self.report.footprints.append(self._server.footprint())
         self._may_run.set()
 

@@ -45,6 +45,7 @@ def test_a_server_stands_load_attacks_and_faults(tmp_path: Path) -> None:
         fault_every_s=3.0,
         deadly_every=4,
         idle_every_s=25.0,
+        idle_s=0.5,
         deadly=("kill", "hard", "term"),
         num_replayed=25,
         num_fuzzed=100,

@@ -77,7 +77,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--workloads",
         nargs="+",
         metavar="NAME",
-        help="chat, code, json, long, arrivals, shared, mixed (default: chat code json)",
+        help="chat, code, json, long, arrivals, shared, uneven, mixed (default: chat code json)",
     )
     group.add_argument(
         "--streams", nargs="+", type=int, metavar="N", help="concurrent requests (default: 1 4 8)"

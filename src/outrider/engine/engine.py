@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+IDLE_S = 5.0  # seconds without work after which memory for further steps is given back; chosen by hand
 END_S = 1.0  # seconds that the system gets to end a thread; chosen by hand
 TASKS = Path("/proc/self/task")  # of Linux: an entry for each thread
 PARK_S = 0.02  # seconds that the engine thread gets to begin its endless wait (see _main); chosen by hand
@@ -303,16 +304,22 @@ class Engine:
     def _read_inbox(self) -> None:
         """Run all commands; if there is no other work, wait for one."""
         while not self._stopping.is_set():
-            is_idle = not self._loop.has_work
-            if is_idle:
-                self._loop.before_waiting()
-            try:
-                command = self._inbox.get(block=is_idle)
-            except queue.Empty:
+            if not self._loop.has_work:
+                command = self._wait_for_command()
+            elif self._inbox.empty():
                 return
+            else:
+                command = self._inbox.get()
             self._loop.heartbeat.enter("request")
             if command is not None:
                 command()
+
+    def _wait_for_command(self) -> Callable[[], None] | None:
+        self._loop.before_waiting()
+        with contextlib.suppress(queue.Empty):
+            return self._inbox.get(timeout=IDLE_S)
+        self._loop.parts.release_buffers()
+        return self._inbox.get()
 
     def _shut_down(self, error: str | None) -> None:
         """Every request gets an end, also one that came in while the engine stopped."""

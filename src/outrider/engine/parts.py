@@ -41,6 +41,7 @@ class EngineParts:
     )
     memory: MemoryPlan | None = None  # what each part may take; None: not planned
     held_bytes: Callable[[], Mapping[str, int]] = dict  # memory that the device's library holds, by kind
+    release_buffers: Callable[[], None] = lambda: None  # gives back memory that is kept for the next steps
     overlaps_steps: bool = False  # whether a step is launched before the one in front of it is read
     token_text: Callable[[int], str] = _no_tokenizer  # of one token, special tokens included
     adapters: AdapterStore = field(default_factory=NoAdapters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -73,6 +74,13 @@ def held_bytes() -> dict[str, int]:
 def limit_buffers(num_bytes: int) -> None:
     """The most bytes of buffers that MLX keeps to use them again. By default there is hardly a limit."""
     mx.set_cache_limit(num_bytes)
+
+
+def release_buffers() -> None:
+    """Give the buffers that MLX keeps, and the free memory of the process, back to the system."""
+    mx.clear_cache()
+    if platform.libc_ver()[0] == "glibc":  # keeps small pieces that were freed
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def extra_bytes(run: Callable[[], object]) -> int:
