@@ -46,7 +46,7 @@ def sum_s(ranks: Ranks, num_rows: int) -> float:
     """Median seconds of a sum over all ranks. All ranks call this."""
     import mlx.core as mx
 
-    from outrider.models.rank_sums import sum_over_ranks
+    from outrider.rank_sums import sum_over_ranks
 
     times = []
     for _ in range(NUM_SUMS):

@@ -5,7 +5,7 @@
 
 A decode step on one machine takes as long as its memory takes to deliver the weights. On N ranks each
 delivers a part of them, and every layer has two sums over all ranks (after attention, after the MLP). The
-ranks gather the parts of a sum (models/rank_sums.py) and of the logits: a ring sends N - 1 messages, one
+ranks gather the parts of a sum (rank_sums.py) and of the logits: a ring sends N - 1 messages, one
 after the other. The plan's message is a sum of MLX's: 2 (N - 1) messages, of 1 / N each.
 
     step(N) = bytes / (N x bandwidth)
@@ -86,7 +86,7 @@ def predict() -> None:
 WORKER = """
 import statistics, time
 import mlx.core as mx
-from outrider.models.rank_sums import sum_over_ranks
+from outrider.rank_sums import sum_over_ranks
 group = mx.distributed.init(strict=True)
 for tokens, size in ((1, 576), (8, 576), (1, 5120), (8, 5120)):
     x = mx.zeros((tokens, size))

@@ -455,10 +455,10 @@ def test_bad_arrays_are_refused(native: ModuleType) -> None:
         native.RMSNorm(mx.ones(64), 1e-5),
     )
     with pytest.raises(ValueError, match="heads"):
-        native.Attention(norm, linear, linear, linear, linear, None, None, 3, 3, 16, 1.0)
+        native.Attention(norm, linear, linear, linear, linear, None, None, 3, 3, 16, 1.0, False)
     with pytest.raises(ValueError, match="another shape"):
-        native.MLP(native.RMSNorm(mx.ones(32), 1e-5), linear, linear, linear)
-    mlp = native.MLP(norm, linear, linear, linear)
+        native.MLP(native.RMSNorm(mx.ones(32), 1e-5), linear, linear, linear, False)
+    mlp = native.MLP(norm, linear, linear, linear, False)
     with pytest.raises(ValueError, match="hidden"):
         mlp(mx.ones((1, 1, 32)), mx.ones(1, mx.int32))
     with pytest.raises(ValueError, match="fed counts"):

@@ -29,7 +29,8 @@ import numpy as np
 from outrider.cache.block_folder import BlockFolder
 from outrider.cache.disk_tier import DiskTier
 from outrider.cache.ragged_kv import RaggedKV
-from outrider.cpu.quantized import quantized_layers
+from outrider.cpu import fused_layers
+from outrider.cpu.quantized import is_kept, quantized_layers
 from outrider.models.divided_output import DividedOutput
 from outrider.models.dtypes import settle_dtype
 from outrider.models.sharding import shard
@@ -80,6 +81,7 @@ SIZES = {  # that two and three ranks divide, into groups of 32 where weights ar
         "linear_num_value_heads": 12,
     },
 }
+FUSED = ("llama", "qwen3_moe")  # families whose quantised layers are fused
 # Quantised models against one rank: a sum in another order changes a code of 15 bits now and then. That
 # changed the logits of a tiny llama, which are about 1.4, by up to 0.0014.
 ONE_RANK_LOGITS = 0.005  # by how much they may differ
@@ -208,7 +210,16 @@ def rank_trunk(name: str, ranks: Ranks) -> Trunk:
     settle_dtype(model, "auto")
     trunk = Trunk(model, max_context=256)
     trunk.prepare_for_serving()
+    check_fused(trunk, name)
     return trunk
+
+
+def check_fused(trunk: Trunk, name: str) -> None:
+    """Where one rank has fused layers, this one has them too."""
+    is_native = any(is_kept(layer) for _, layer in trunk.model.named_modules())
+    if is_native and _family(name) in FUSED:
+        kinds = [type(layer) for layer in trunk.model.layers]
+        assert all(fused_layers.plain_class(kind) is not kind for kind in kinds), kinds
 
 
 def check_output(trunk: Trunk, ranks: Ranks) -> None:

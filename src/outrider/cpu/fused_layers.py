@@ -8,6 +8,9 @@ An MLP of another kind, such as experts, is computed as it is. Before a layer is
 with those of the plain form, which shows what the parts do not: a scaled residual, a norm in another place.
 A recognised layer gets a subclass of its class (models/layer_swaps.py).
 
+A model on several ranks has its sums over the ranks after o and after down (rank_sums.py). There the
+primitives give this rank's parts. The sum and the residual are MLX's operations.
+
 The primitives take float32 with Outrider's caches and masks. Every other call goes to the plain form. They
 add the low-rank terms of rows with adapters (cpu/low_rank.py).
 """
@@ -33,6 +36,7 @@ from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu import extension
 from outrider.cpu.low_rank import native_terms
 from outrider.cpu.quantized import CpuQuantizedLinear
+from outrider.rank_sums import SummedLinear, other_sums, without_sums
 
 log = logging.getLogger("outrider.cpu.layers")
 
@@ -71,7 +75,8 @@ def use_fused_layers(model: nn.Module) -> None:
             continue
         try:
             parts = _parts(layer, ropes)
-            _check(layer, parts)
+            with without_sums(layer):  # a rank checks its own part
+                _check(layer, parts)
         except _NotFused as reason:
             log.debug("%s computes operation by operation: %s", path or type(layer).__name__, reason)
             continue
@@ -135,6 +140,7 @@ class _Parts:
             *native_terms(place.adapters, layer.self_attn, _PROJECTIONS),
         )
         cache.put(buffers)
+        h = _with_residual(layer.self_attn.o_proj, x, h)
         place.num_native += 1
         place.launch_every_few_layers(h)  # not the buffers: MLX would hold them, and the next pass copy them
         return h
@@ -155,8 +161,14 @@ class _FusedLayer:
 def _run(layer: Any, parts: _Parts, x: mx.array, cache: LayerView, window: int) -> mx.array:
     h, place = parts.attend(layer, x, cache, window), cache.placement
     if parts.mlp is not None:
-        return parts.mlp(h, place.num_fed, *native_terms(place.adapters, layer.mlp, _MLP))
+        out = parts.mlp(h, place.num_fed, *native_terms(place.adapters, layer.mlp, _MLP))
+        return _with_residual(layer.mlp.down_proj, h, out)
     return h + layer.mlp(layer.post_attention_layernorm(h))
+
+
+def _with_residual(last: nn.Module, x: mx.array, out: mx.array) -> mx.array:
+    """`out`: of a primitive whose last linear layer is `last`. On several ranks it is a part, without x."""
+    return x + last.total(out) if isinstance(last, SummedLinear) else out
 
 
 @cache
@@ -188,21 +200,24 @@ def _parts(layer: nn.Module, ropes: dict[Hashable, _Rope]) -> _Parts:
     """Raises _NotFused."""
     _require_members(layer, _LAYER)
     _require_call(layer, ["x", "mask", "cache"])
+    if sums := other_sums(layer):
+        raise _NotFused(f"its {type(sums[0]).__name__} communicates with other ranks")
     attention = layer.self_attn
     _require_members(attention, _ATTENTION, _HEAD_NORMS)
     _require_call(attention, ["x", "mask", "cache"])
-    for name in _PROJECTIONS:  # before anything asks for the extension, which is built only for such layers
-        _require_quantized(attention[name])
+    for linear in _own_parts(attention, _PROJECTIONS):
+        _require_quantized(linear)  # before anything asks for the extension: it is built for such layers only
     rope = _rope(attention.rope, ropes)
     try:
         native_attention = extension.loaded().Attention(
             _norm(layer.input_layernorm),
-            *(_linear(attention[name]) for name in _PROJECTIONS),
+            *map(_linear, _own_parts(attention, _PROJECTIONS)),
             *(_norm(attention[name]) if name in attention else None for name in _HEAD_NORMS),
             _attribute(attention, _NUM_HEADS),
             _attribute(attention, _NUM_KV_HEADS),
             rope.dims,
             _attribute(attention, _SCALE),
+            isinstance(attention.o_proj, SummedLinear),
         )
     except ValueError as error:
         raise _NotFused(str(error)) from None
@@ -214,7 +229,9 @@ def _mlp(layer: nn.Module) -> Any | None:
         _require_members(layer.mlp, _MLP)
         _require_call(layer.mlp, ["x"])
         return extension.loaded().MLP(
-            _norm(layer.post_attention_layernorm), *(_linear(layer.mlp[name]) for name in _MLP)
+            _norm(layer.post_attention_layernorm),
+            *map(_linear, _own_parts(layer.mlp, _MLP)),
+            isinstance(layer.mlp.down_proj, SummedLinear),
         )
     except (_NotFused, ValueError) as reason:
         log.debug("an MLP computes operation by operation: %s", reason)
@@ -257,6 +274,12 @@ def _norm(norm: Any) -> Any:
 def _require_quantized(linear: Any) -> None:
     if type(linear) is not CpuQuantizedLinear:
         raise _NotFused(f"a projection is a {type(linear).__name__}")
+
+
+def _own_parts(module: nn.Module, names: Sequence[str]) -> list[Any]:
+    """The linear layers with these names. The last one may be summed over the ranks: here without the sum."""
+    *others, last = (module[name] for name in names)
+    return [*others, last.linear if isinstance(last, SummedLinear) else last]
 
 
 def _linear(linear: Any) -> Any:

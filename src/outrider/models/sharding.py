@@ -2,7 +2,7 @@
 
 mlx-lm's models know which layers are divided how (`shard`). Afterwards its classes for divided layers are
 replaced by ordinary ones, so that everything that is done to a model's layers (models/layer_swaps.py, native
-matmuls for quantised weights) is done to the parts too. Sums over the ranks are those of models/rank_sums.py.
+matmuls for quantised weights) is done to the parts too. Sums over the ranks are those of rank_sums.py.
 Embeddings stay whole. Ranks other than 0 keep a part of the output projection (models/divided_output.py).
 """
 
@@ -23,7 +23,7 @@ from mlx.utils import tree_unflatten
 
 from outrider.models.divided_output import rows_of_rank, take_rows
 from outrider.models.families import UnsupportedModel, unsupported
-from outrider.models.rank_sums import SummedLinear, sum_output
+from outrider.rank_sums import SummedLinear, other_sums, sum_output
 
 HEAD_COUNTS = (
     "n_heads", "n_kv_heads", "num_attention_heads", "num_key_value_heads", "num_heads", "num_k_heads",
@@ -66,20 +66,14 @@ def _keep_own_rows(output: nn.Module, group: mx.distributed.Group) -> None:
 
 def _sum_in_order(model: nn.Module, group: mx.distributed.Group, family: str) -> None:
     """Raises UnsupportedModel if the order of a layer's sums would depend on the tokens beside a token."""
-    for _, layer in model.named_modules():
+    for layer in other_sums(model):
         name = f"{type(layer).__module__.rpartition('.')[2]}.{type(layer).__name__}"
-        if isinstance(layer, SummedLinear) or not _has_group(layer) or name == GATED_DELTA:
-            continue
         if name in ENDS_WITH_SUM:
             sum_output(layer)
-        elif group.size() > 2:  # two parts have one sum
+        elif name != GATED_DELTA and group.size() > 2:  # two parts have one sum
             raise unsupported(
                 family, f"sums over {group.size()} ranks in its {name} depend on the other rows: use 2 ranks"
             )
-
-
-def _has_group(layer: nn.Module) -> bool:
-    return any(isinstance(value, mx.distributed.Group) for value in vars(layer).values())
 
 
 @contextmanager

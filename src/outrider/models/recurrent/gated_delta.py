@@ -12,12 +12,12 @@ import mlx.nn as nn
 from mlx_lm.models import bailing_moe_v3, kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
 
 from outrider.cache.recurrent import StateView
-from outrider.models.rank_sums import sum_over_ranks
 from outrider.models.recurrent import fused_layer, reference_layer
 from outrider.models.recurrent.convolution import causal_convolution
 from outrider.models.recurrent.layer_inputs import Projected
 from outrider.models.recurrent.reference_layer import delta_rule, log_gates_of, split_heads
 from outrider.models.recurrent.row_state_layer import RowStateLayer
+from outrider.rank_sums import sum_over_ranks
 
 
 class _Qwen(RowStateLayer):

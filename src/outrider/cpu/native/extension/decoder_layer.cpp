@@ -63,14 +63,23 @@ void add_bias(const Math &math, const Linear &linear, float *y) {
         math.add(linear.bias.data(), linear.matrix.num_rows, y);
 }
 
-// out = x + y + bias, for the tokens [first, first + num)
-void add_residual(const Math &math, const Linear &linear, const Token *tokens, int num, const float *x, float *y,
-                  float *out) {
+// The output of a pass before its tokens are computed: the residual, or zeros if that is null.
+void begin_output(const float *residual, size_t size, float *out) {
+    if (residual)
+        std::memcpy(out, residual, size * sizeof(float));
+    else
+        std::memset(out, 0, size * sizeof(float));
+}
+
+// out = residual + y + bias, for the tokens [first, first + num)
+void write_output(const Math &math, const Linear &linear, const Token *tokens, int num, const float *residual,
+                  float *y, float *out) {
     size_t size = linear.matrix.num_rows;
     for_tokens(num, [&](int t) {
         float *own = y + t * size;
         add_bias(math, linear, own);
-        math.add(x + tokens[t].index * size, size, own);
+        if (residual)
+            math.add(residual + tokens[t].index * size, size, own);
         std::memcpy(out + tokens[t].index * size, own, size * sizeof(float));
     });
 }
@@ -272,7 +281,8 @@ void run(const AttentionWeights &w, const std::vector<LowRank> &terms, const Att
     static thread_local Scratch qs, ks, vs, outs, ys, codes;
     const Math &math = outrider::math();
     size_t hidden = w.norm.size(), q_size = w.q.matrix.num_rows, kv_size = w.k.matrix.num_rows;
-    std::memcpy(call.out, call.x, size_t(call.rows) * call.width * hidden * sizeof(float));
+    const float *residual = w.is_part ? nullptr : call.x;
+    begin_output(residual, size_t(call.rows) * call.width * hidden, call.out);
     std::vector<Token> all = fed_tokens(call.num_fed, call.rows, call.width);
     for (size_t first = 0; first < all.size(); first += MAX_TOKENS) {
         const Token *tokens = all.data() + first;
@@ -291,7 +301,7 @@ void run(const AttentionWeights &w, const std::vector<LowRank> &terms, const Att
         Product last = product(w.o, y);
         multiply(&last, 1, quantize(out, num, q_size, q_size, codes.bytes(token_bytes(num, q_size))));
         adapters.add(3, {y}, out, q_size);
-        add_residual(math, w.o, tokens, num, call.x, y, call.out);
+        write_output(math, w.o, tokens, num, residual, y, call.out);
     }
 }
 
@@ -307,7 +317,8 @@ void run(const MLPWeights &w, const std::vector<LowRank> &terms, const MLPCall &
     static thread_local Scratch gates, ups, ys, codes;
     const Math &math = outrider::math();
     size_t hidden = w.norm.size(), size = w.gate.matrix.num_rows;
-    std::memcpy(call.out, call.x, size_t(call.rows) * call.width * hidden * sizeof(float));
+    const float *residual = w.is_part ? nullptr : call.x;
+    begin_output(residual, size_t(call.rows) * call.width * hidden, call.out);
     std::vector<Token> all = fed_tokens(call.num_fed, call.rows, call.width);
     for (size_t first = 0; first < all.size(); first += MAX_TOKENS) {
         const Token *tokens = all.data() + first;
@@ -326,7 +337,7 @@ void run(const MLPWeights &w, const std::vector<LowRank> &terms, const MLPCall &
         Product last = product(w.down, y);
         multiply(&last, 1, quantize(gate, num, size, size, codes.bytes(token_bytes(num, size))));
         adapters.add(2, {y}, gate, size);
-        add_residual(math, w.down, tokens, num, call.x, y, call.out);
+        write_output(math, w.down, tokens, num, residual, y, call.out);
     }
 }
 

@@ -7,6 +7,9 @@
 // tokens and rows are beside it, and whatever the number of threads. Tokens that are padding are not computed: their
 // output is their input. Rows may have adapters (low_rank.h): `adapters` [rows] int32 are their ids, and `terms` has the
 // low-rank terms of each linear layer, in the order of the weights below. Both may be left out.
+//
+// A rank has a part of the heads and of the MLP's columns (`is_part`). Its outputs are its parts of o(..) and down(..):
+// without x, and zeros for padding. The caller sums the parts of all ranks and adds x.
 #pragma once
 
 #include <memory>
@@ -54,6 +57,7 @@ struct AttentionWeights {
     std::optional<RMSNorm> q_norm, k_norm;  // of each head
     int num_heads, num_kv_heads, rope_dims;
     float scale;
+    bool is_part;
 
     int head_dim() const { return q.matrix.num_rows / num_heads; }
     void check() const;
@@ -67,8 +71,9 @@ public:
     // [rows, 1, width, dim]: of every token the cosines, then the sines; starts, num_fed [rows] int32; places [rows, 1]
     // int32: the rows' slots. A window of 0 is none. With blocks: buffers [blocks, heads, 64, ..]; places [rows, blocks +
     // 1]: the rows' blocks, 0 past the last one. Block 0 is never written. adapters, terms: see low_rank.h.
-    // Returns the new x, then the new buffers. The buffers are written in place if nothing else holds them. All tokens
-    // read keys and values as they are stored: quantised ones too, in the pass that writes them.
+    // Returns the new x (or a part of the output), then the new buffers. The buffers are written in place if nothing
+    // else holds them. All tokens read keys and values as they are stored: quantised ones too, in the pass that writes
+    // them.
     std::vector<mlx::core::array> operator()(
         const mlx::core::array &x, const std::vector<mlx::core::array> &buffers, const mlx::core::array &angles,
         const mlx::core::array &starts, const mlx::core::array &num_fed, const mlx::core::array &places,
@@ -88,6 +93,7 @@ mlx::core::array attend_cells(const mlx::core::array &queries, const std::vector
 struct MLPWeights {
     RMSNorm norm;
     Linear gate, up, down;
+    bool is_part;
 
     void check() const;
 };

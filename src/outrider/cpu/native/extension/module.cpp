@@ -37,9 +37,9 @@ void add_decoder_layers(nb::module_ &m) {
         .def("__init__",
              [](Attention *self, const RMSNorm &norm, const Linear &q, const Linear &k, const Linear &v,
                 const Linear &o, const std::optional<RMSNorm> &q_norm, const std::optional<RMSNorm> &k_norm,
-                int num_heads, int num_kv_heads, int rope_dims, float scale) {
-                 new (self)
-                     Attention({norm, q, k, v, o, q_norm, k_norm, num_heads, num_kv_heads, rope_dims, scale});
+                int num_heads, int num_kv_heads, int rope_dims, float scale, bool is_part) {
+                 new (self) Attention(
+                     {norm, q, k, v, o, q_norm, k_norm, num_heads, num_kv_heads, rope_dims, scale, is_part});
              })
         .def("__call__", &Attention::operator(), nb::arg("x"), nb::arg("buffers"), nb::arg("angles"), nb::arg("starts"),
              nb::arg("num_fed"), nb::arg("places"), nb::arg("has_blocks"), nb::arg("window"),
@@ -47,7 +47,7 @@ void add_decoder_layers(nb::module_ &m) {
     m.def("attend_cells", &attend_cells);
     nb::class_<MLP>(m, "MLP")
         .def("__init__", [](MLP *self, const RMSNorm &norm, const Linear &gate, const Linear &up,
-                            const Linear &down) { new (self) MLP({norm, gate, up, down}); })
+                            const Linear &down, bool is_part) { new (self) MLP({norm, gate, up, down, is_part}); })
         .def("__call__", &MLP::operator(), nb::arg("x"), nb::arg("num_fed"), nb::arg("adapters").none() = nb::none(),
              nb::arg("terms") = nb::make_tuple());
     nb::class_<RopeAngles>(m, "RopeAngles")

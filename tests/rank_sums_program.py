@@ -1,4 +1,4 @@
-"""One rank for tests/models/test_rank_sums.py. Rank 0 writes what it found to OUT.
+"""One rank for tests/test_rank_sums.py. Rank 0 writes what it found to OUT.
 
 How many of the sums over the ranks are the same to the bit for rows together and for each row alone.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from outrider.models.rank_sums import sum_over_ranks
+from outrider.rank_sums import sum_over_ranks
 
 Sum = Callable[[mx.array], mx.array]
 
