@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -85,7 +86,7 @@ class SignalLog:
 def a_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
     signals = SignalLog()
     ranks: Any = Ranks(OneRank(rank), signals)  # type: ignore[arg-type]
-    monkeypatch.setattr(ranks, "_sum", lambda numbers: signals.log.append("sum") or np.asarray(numbers))
+    monkeypatch.setattr(ranks, "_first", lambda numbers: signals.log.append("meet") or mx.array(numbers))
     return ranks, signals.log
 
 
@@ -95,14 +96,14 @@ def test_rank_0_wakes_the_others_once_after_a_rest(monkeypatch: pytest.MonkeyPat
     ranks.rest()
     ranks.send([2])
     ranks.send([3])
-    assert log == ["sum", "wake", "sum", "sum"]
+    assert log == ["meet", "wake", "meet", "meet"]
 
 
 def test_another_rank_waits_when_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, log = a_rank(1, monkeypatch)
     ranks.rest()
     ranks.receive()
-    assert log == ["wait", "sum"]
+    assert log == ["wait", "meet"]
 
 
 def test_without_signals_a_rest_does_nothing() -> None:

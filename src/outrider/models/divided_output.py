@@ -31,9 +31,9 @@ class DividedOutput:
             setattr(self._model, trunk.stack_name, _TiedOutput(stack, trunk.embedding_name, output))
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """In float32, and evaluated: all ranks meet here.  [targets, 1, H] -> [targets, 1, vocab]"""
+        """In float32, and launched: all ranks meet here.  [targets, 1, H] -> [targets, 1, vocab]"""
         logits = self._model(hidden).astype(mx.float32)
-        mx.eval(logits)
+        mx.async_eval(logits)
         return logits
 
 

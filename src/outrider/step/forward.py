@@ -143,11 +143,12 @@ class Forward:
         )
         hidden = self._trunk.hidden(token_ids, self._cache, place, embeddings)
         if self._ranks is not None:
-            mx.eval(hidden, self._cache_arrays())  # passes meet the ranks' sums in the order of the plan
+            mx.async_eval(hidden, self._cache_arrays())  # see `follow`
         verified = verify(self._trunk, hidden, batch, inputs, sampling, self._divided)
         num_committed = num_committed_tokens(inputs, verified)
         if self._ranks is not None and self._waits_for_rank_0(place):
             num_committed = self._ranks.from_first(num_committed)
+            mx.async_eval(num_committed)
         self._cache.commit(num_committed)
         if self._drafter is not None and any(row.defers_head for row in batch):
             self._drafter.defer(hidden, place)
@@ -190,7 +191,11 @@ class Forward:
     # -- several ranks -----------------------------------------------------------------------------------
 
     def follow(self, batch: Batch, inputs: InputBatch, capacity: int, media: PassMedia) -> None:
-        """Run the trunk as rank 0 does now, and commit the tokens that rank 0 commits."""
+        """Run the trunk as rank 0 does now, and commit the tokens that rank 0 commits.
+
+        Operations of all ranks have to come in the same order everywhere. So they are launched where they are
+        built, here and in `run`: the sums of the layers, the logits, the number of committed tokens.
+        """
         assert self._ranks is not None and self._divided is not None
         width, ends = inputs.token_ids.shape[1], [row.start + row.num_fed for row in batch]
         positions = positions_of(batch, inputs.starts, width, inputs.position_deltas)
@@ -211,18 +216,20 @@ class Forward:
             any_new=any(row.start == 0 for row in batch),
             positions=positions,
             commits_all=not any(row.num_drafts for row in batch),
+            launches=True,
             tables=inputs.tables,
             block_size=self.block_size,
             ends=ends,
         )
         hidden = self._trunk.hidden(inputs.token_ids, self._cache, place, embeddings)
-        mx.eval(hidden, self._cache_arrays())
+        mx.async_eval(hidden, self._cache_arrays())
         join_logits(self._divided, hidden, batch)
         num_committed = inputs.num_fed
         if self._waits_for_rank_0(place):
             num_committed = self._ranks.from_first(num_committed)
+            mx.async_eval(num_committed)
         self._cache.commit(num_committed)
-        mx.eval(self._cache_arrays())
+        mx.async_eval(self._cache_arrays())
 
     def _waits_for_rank_0(self, place: Placement) -> bool:
         """Whether other ranks have to be told how many tokens are committed: for recurrent states only."""

@@ -44,8 +44,11 @@ class Ranks:
         self.num_bytes_sent = 0  # messages of rank 0
         self._is_resting = False
 
-    def send(self, numbers: Sequence[int] | np.ndarray) -> None:
-        """A message of rank 0 to all others, which have to call `receive`."""
+    def send(self, numbers: Sequence[int] | np.ndarray, waits: bool = True) -> None:
+        """A message of rank 0 to all others, which have to call `receive`.
+
+        `waits` False: it travels while this rank goes on. The process must not end meanwhile.
+        """
         if self._is_resting and self.signals is not None:
             self.signals.wake()
             self._is_resting = False
@@ -53,18 +56,25 @@ class Ranks:
         frame = np.zeros(FRAME, np.int32)
         frame[0] = len(message)
         frame[1 : 1 + len(message)] = message[: FRAME - 1]
-        self._sum(frame)
-        if len(message) >= FRAME:
-            self._sum(message[FRAME - 1 :])
-        self.num_bytes_sent += 4 * max(FRAME, 1 + len(message))
+        parts = [frame, message[FRAME - 1 :]] if len(message) >= FRAME else [frame]
+        for part in parts:
+            launched = self._first(part)
+            mx.async_eval(launched)
+        if waits:
+            mx.eval(launched)
+        self.num_bytes_sent += sum(part.nbytes for part in parts)
 
     def receive(self) -> np.ndarray:
         """The next message of rank 0."""
-        frame = self._sum(np.zeros(FRAME, np.int32))
+        frame = np.array(self._first(np.zeros(FRAME, np.int32)))
         num = int(frame[0])
         if num < FRAME:
             return frame[1 : 1 + num]
-        return np.concatenate([frame[1:], self._sum(np.zeros(num - FRAME + 1, np.int32))])
+        return np.concatenate([frame[1:], np.array(self._first(np.zeros(num - FRAME + 1, np.int32)))])
+
+    def _first(self, numbers: np.ndarray) -> mx.array:
+        """Rank 0's numbers, on all ranks: gathered, which takes half as many exchanges as a sum."""
+        return mx.distributed.all_gather(mx.array(numbers)[None], group=self.group)[0]
 
     def from_first(self, array: mx.array) -> mx.array:
         """Rank 0's array, on all ranks. The others give one of the same shape and dtype."""
