@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,20 @@ FOLLOWED = ("kv_bits", "prefix_cache_dir")  # settings of ranks other than 0
 SETTINGS: dict[str, Any] = {"max_rows": 3, "prefill_step_size": 16}
 
 
-def params(wave: int, number: int, drafts: bool) -> SamplingParams:
+def params(wave: int, number: int, drafts: bool, adapter: str | None) -> SamplingParams:
     depth = (4, 1, 3, 2)[number] if drafts else 0
     return SamplingParams(
         max_tokens=14, temperature=0.8 * (number % 2), seed=10 * wave + number, ignore_eos=True,
-        draft_depth=depth,
+        draft_depth=depth, adapter=adapter,
         logit_bias={7: 1.5} if number == 2 else {}, presence_penalty=0.5 if number == 1 else 0.0,
     )  # fmt: skip
 
 
 def answers(llm: LLM, drafts: bool) -> list[list[int]]:
-    found = []
+    found, adapters = [], [*llm.engine.adapters, None]
     for number, wave in enumerate(WAVES):
-        outs = llm.generate(wave, [params(number, i, drafts) for i in range(len(wave))])
+        own = [adapters[i % len(adapters)] for i in range(len(wave))]
+        outs = llm.generate(wave, [params(number, i, drafts, own[i]) for i in range(len(wave))])
         found += [list(out.token_ids) for out in outs]
     return found
 
@@ -61,7 +63,9 @@ def main(folder: str, out: str) -> None:
     settings = json.loads(Path(folder, "settings.json").read_text())
     if ranks.rank > 0:
         config = EngineConfig(**{key: value for key, value in settings.items() if key in FOLLOWED})
-        build.follow_rank_0(build.ModelChoice(folder), config, ranks)
+        adapters = settings.get("adapters", {})
+        choice = build.ModelChoice(folder, adapters=adapters)
+        build.follow_rank_0(choice, replace(config, max_adapters=len(adapters)), ranks)
         return
     llm.build_engine = functools.partial(build.build_engine, place=build.EnginePlace(ranks=ranks))
     with LLM(folder, **SETTINGS, **settings) as served:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from adapter_files import write_adapter
 from models.head_checkpoints import tiny_head
 from outrider import LLM
 from patience import IN_SOAK, case_only_in_soak, wait_until
@@ -57,6 +58,23 @@ def test_several_ranks_give_the_tokens_of_one(
     found = answers_of_ranks(num_ranks, folder, settings, tmp_path)
     with LLM(folder, **SETTINGS, **settings) as llm:
         assert found["answers"] == answers(llm, drafts=False)
+
+
+@pytest.mark.parametrize("family", [case_only_in_soak("llama"), case_only_in_soak("qwen3_moe")])
+def test_rows_with_adapters_on_all_ranks(tmp_path: Path, family: str) -> None:
+    folder = tmp_path / "model"
+    sizes: dict[str, Any] = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 32}
+    keys = [f"self_attn.{name}_proj" for name in "qkvo"] + (["mlp.down_proj"] if family == "llama" else [])
+    adapters = {}
+    for name, kind in (("first", "lora"), ("second", "dora")):
+        model = write_checkpoint(folder, family, **sizes)
+        adapters[name] = str(write_adapter(tmp_path / name, model, kind=kind, keys=keys, seed=name))
+    settings = {"drafter": "ngram", "adapters": adapters}
+    found = answers_of_ranks(2, folder, settings, tmp_path)["answers"]
+    with LLM(folder, **SETTINGS, **settings) as llm:
+        assert found == answers(llm, drafts=False)
+    with LLM(folder, **SETTINGS) as llm:
+        assert found != answers(llm, drafts=False)
 
 
 @pytest.mark.parametrize("family", [case_only_in_soak("smolvlm"), case_only_in_soak("qwen3_5")])

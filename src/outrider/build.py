@@ -15,7 +15,7 @@ from typing import Any
 from outrider import __version__
 from outrider.build_adapters import FusedAdapter, fuse_adapter, load_adapters, use_for_all
 from outrider.build_caches import block_size_of, prefix_disk
-from outrider.build_ranks import checked_for_ranks, facts_of_rank
+from outrider.build_ranks import adapters_of_ranks, checked_for_ranks, facts_of_rank
 from outrider.config import (
     GENERATION_CONFIGS,
     EngineConfig,
@@ -103,7 +103,7 @@ class ModelChoice:
     def beyond_ranks(self) -> list[str]:
         """What it has and several ranks cannot have."""
         found = {
-            "adapters": self.adapter is not None or bool(self.adapters),
+            "an adapter for all requests (adapter, --adapter)": self.adapter is not None,
             "a draft model": self.draft_model is not None,
             "spec_prefill_model": self.spec_prefill_model is not None,
         }
@@ -118,7 +118,7 @@ def build_engine(
     place: EnginePlace = ALONE,
 ) -> tuple[Engine, Any]:
     """A running engine and its tokenizer. The engine's thread calls `notify` with a line before long work."""
-    config = checked_for_ranks(config, choice.beyond_ranks, place.ranks)
+    config = checked_for_ranks(config, choice.beyond_ranks, len(choice.adapters), place.ranks)
     _check_drafter(choice, config)
     tokenizers: list[Any] = []
 
@@ -135,7 +135,7 @@ def build_engine(
 
 def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> None:
     """Run this rank's part of the model until rank 0 stops."""
-    config = checked_for_ranks(config, choice.beyond_ranks, ranks)
+    config = checked_for_ranks(config, choice.beyond_ranks, len(choice.adapters), ranks)
     machine.settle()
     loaded = _load(choice, ranks)
     trunk = loaded.trunk
@@ -152,6 +152,8 @@ def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> No
         read_block=None if disk is None else disk.read,
     )
     ranks.check_same(facts_of_rank(loaded, config, block_size))
+    load_adapters(trunk, choice.adapters, config)
+    adapters_of_ranks(trunk.adapters, ranks)
     follow(ranks, runner, disk)
     if tier is not None:
         tier.close()
@@ -214,7 +216,6 @@ def _parts(
     block_size = block_size_of(trunk, config.cache_layout, machine.outruns_host())
     if ranks is not None:
         ranks.check_same(facts_of_rank(loaded, config, block_size))
-        ranks.rest()
     scorer = None
     if choice.spec_prefill_model is not None:
         layers = choice.spec_prefill_layers
@@ -258,6 +259,9 @@ def _parts(
     )
     memory = _memory_plan(loaded, device_drafter, config, place.memory, scorer)
     load_adapters(trunk, choice.adapters, config)
+    adapters = adapters_of_ranks(trunk.adapters, ranks)
+    if ranks is not None:
+        ranks.rest()
     geometry, most_rows = runner.geometry(config.capacity_step), MAX_ROWS if outruns else MAX_CPU_ROWS
     max_rows = config.max_rows or default_max_rows(geometry, memory.rows, most_rows)
     tokenizer, eos_ids, vocab_size = loaded.tokenizer, loaded.eos_ids, trunk.vocab_size
@@ -287,7 +291,7 @@ def _parts(
         release_buffers=machine.release_buffers,
         overlaps_steps=outruns,
         token_text=token_texts(tokenizer, trunk.vocab_size),
-        adapters=trunk.adapters,
+        adapters=adapters,
     )
 
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from outrider.config import EngineConfig, InvalidConfig
+from outrider.engine.adapters import AdapterConflict, AdapterRefused, AdapterStore
 from outrider.models import loader
+from outrider.models.adapters.store import TrunkAdapters
 from outrider.models.files.weights_digest import weights_digest
+from outrider.plan import AdapterInfo
 from outrider.step.ranks import Ranks
 
 
-def checked_for_ranks(config: EngineConfig, beyond: Sequence[str], ranks: Ranks | None) -> EngineConfig:
-    """The configuration, without adapters on several ranks. Raises InvalidConfig.
+def checked_for_ranks(
+    config: EngineConfig, beyond: Sequence[str], num_adapters: int, ranks: Ranks | None
+) -> EngineConfig:
+    """The configuration. Several ranks load no more adapters than `num_adapters`, at the start.
 
-    `beyond`: what the model is to have and several ranks cannot have.
+    `beyond`: what the model is to have and several ranks cannot have: then InvalidConfig is raised.
     """
     if ranks is None:
         return config
     if beyond:
         raise InvalidConfig(f"{' and '.join(beyond)} cannot be used on several ranks yet: leave that out")
-    return replace(config, max_adapters=0)
+    if num_adapters > config.max_adapters:
+        return config  # refused when they are loaded
+    return replace(config, max_adapters=num_adapters)
 
 
 def facts_of_rank(loaded: loader.LoadedModel, config: EngineConfig, block_size: int | None) -> dict[str, str]:
@@ -32,3 +40,34 @@ def facts_of_rank(loaded: loader.LoadedModel, config: EngineConfig, block_size: 
         "--kv-bits": str(config.kv_bits),
         "cache layout": "slots" if block_size is None else f"blocks of {block_size}",
     }
+
+
+def adapters_of_ranks(adapters: TrunkAdapters, ranks: Ranks | None) -> AdapterStore:
+    """What the engine may do with its adapters. Raises RanksDiffer if other ranks have loaded other ones."""
+    if ranks is None:
+        return adapters
+    loaded = [(own.id, own.name, own.fingerprint) for own in adapters.loaded.values()]
+    ranks.check_same({"adapters": repr(loaded)})
+    return _AdaptersOfStart(adapters)
+
+
+class _AdaptersOfStart:
+    """The adapters of an engine on several ranks: each rank has loaded its part of them at the start.
+
+    Implements `AdapterStore` of engine/adapters.py.
+    """
+
+    def __init__(self, adapters: TrunkAdapters) -> None:
+        self.loaded: Mapping[str, AdapterInfo] = adapters.loaded
+        self.for_all: AdapterInfo | None = None
+        self.num_bytes = adapters.num_bytes
+        self.reader = adapters.reader
+
+    def load(self, name: str, files: Any) -> AdapterInfo:
+        raise AdapterRefused(
+            f"the adapter {name} cannot be loaded: on several ranks adapters are loaded at the start only. "
+            "Name it in --adapters."
+        )
+
+    def unload(self, name: str) -> None:
+        raise AdapterConflict(f"the adapter {name} stays loaded: on several ranks adapters are not unloaded.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,28 @@ def sum_over_ranks(part: mx.array, group: mx.distributed.Group) -> mx.array:
     for other in others:
         total = total + other
     return total
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a linear layer is divided among the ranks: the `division` of its module."""
+
+    axis: int | None  # of the weights [outputs, inputs]; None: in a way of its own
+    group: mx.distributed.Group
+
+    def own(self, array: mx.array, axis: int) -> mx.array:
+        """This rank's part of an array of the whole layer."""
+        return mx.split(array, self.group.size(), axis)[self.group.rank()]
+
+
+def division_of(linear: nn.Module) -> Division | None:
+    found: Division | None = getattr(linear, "division", None)
+    return found
+
+
+def own_linear(layer: nn.Module) -> nn.Module:
+    """A linear layer without its sum over the ranks."""
+    return layer.linear if isinstance(layer, SummedLinear) else layer
 
 
 class SummedLinear(nn.Module):

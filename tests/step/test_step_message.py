@@ -40,6 +40,7 @@ def rows(draw: st.DrawFn) -> RowPlan:
         feeds_head=True, num_drafts_next=3, params=SamplingParams(temperature=0.7), history=[1, 2],
         num_prompt=2,
         position_delta=draw(st.integers(-1000, 1000)), blocks=draw(tuples),
+        adapter=draw(numbers),
     )  # fmt: skip
 
 
@@ -114,5 +115,6 @@ def test_a_plan_comes_back(plan: StepPlan) -> None:
                 "position_delta",
                 "is_sampling",
                 "blocks",
+                "adapter",
             ):
                 assert getattr(row, name) == getattr(sent, name), name

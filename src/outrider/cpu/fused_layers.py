@@ -36,7 +36,7 @@ from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu import extension
 from outrider.cpu.low_rank import native_terms
 from outrider.cpu.quantized import CpuQuantizedLinear
-from outrider.rank_sums import SummedLinear, other_sums, without_sums
+from outrider.rank_sums import SummedLinear, other_sums, own_linear, without_sums
 
 log = logging.getLogger("outrider.cpu.layers")
 
@@ -279,7 +279,7 @@ def _require_quantized(linear: Any) -> None:
 def _own_parts(module: nn.Module, names: Sequence[str]) -> list[Any]:
     """The linear layers with these names. The last one may be summed over the ranks: here without the sum."""
     *others, last = (module[name] for name in names)
-    return [*others, last.linear if isinstance(last, SummedLinear) else last]
+    return [*others, own_linear(last)]
 
 
 def _linear(linear: Any) -> Any:

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from outrider.cache.placement import LowRankTerms, RowAdapters
 from outrider.cpu import extension
 from outrider.cpu.quantized import is_kept
+from outrider.rank_sums import own_linear
 
 STEP = 16  # inputs and outputs of a layer must be multiples: floats of the widest register
 PATH = "_adapter_path"  # attribute of an adapted layer: its path in the model
@@ -49,7 +50,7 @@ def native_terms(
     """
     if adapters is None:
         return None, ()
-    found = [adapters.terms.get(getattr(module[name], PATH, "")) for name in names]
+    found = [adapters.terms.get(getattr(own_linear(module[name]), PATH, "")) for name in names]
     if not any(found):
         return None, ()
     return adapters.ids, [_native(each) for each in found]

@@ -12,6 +12,7 @@ from outrider import gpu_kernels
 from outrider.cpu.extension import extension
 from outrider.cpu.quantized import NVFP4_RANGE, is_kept, keep_quantized, quantized_layers
 from outrider.models import machine
+from outrider.rank_sums import division_of
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +70,14 @@ def dequantize(network: nn.Module) -> None:
 
     if not any(quantized_layers(network)):
         return
+    divisions = {path: division_of(layer) for path, layer in quantized_layers(network)}
     _cast(network, mx.float32)  # cast the scales first, so that dequantising does not round
     plain = [(path, _plain(layer)) for path, layer in quantized_layers(network)]
     network.update_modules(tree_unflatten([(path, layer) for path, layer in plain if layer is not None]))
     dequantize_model(network)
+    for path, layer in network.named_modules():
+        if (division := divisions.get(path)) is not None:
+            layer.division = division
 
 
 def _plain(layer: nn.Module) -> nn.Module | None:

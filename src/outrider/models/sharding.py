@@ -23,7 +23,7 @@ from mlx.utils import tree_unflatten
 
 from outrider.models.divided_output import rows_of_rank, take_rows
 from outrider.models.families import UnsupportedModel, unsupported
-from outrider.rank_sums import SummedLinear, other_sums, sum_output
+from outrider.rank_sums import Division, SummedLinear, division_of, other_sums, sum_output
 
 HEAD_COUNTS = (
     "n_heads", "n_kv_heads", "num_attention_heads", "num_key_value_heads", "num_heads", "num_k_heads",
@@ -42,7 +42,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, family: str) -> None:
     """Keep this rank's part of the model's weights. Raises UnsupportedModel if it cannot be divided."""
     if not hasattr(model, "shard"):
         raise unsupported(family, "mlx-lm has no tensor parallelism for it: serve it on one machine")
-    before = dict(_head_counts(model))
+    before, shapes = dict(_head_counts(model)), dict(_linear_shapes(model))
     language_model = getattr(model, "language_model", None)
     if not isinstance(language_model, nn.Module):
         language_model = model
@@ -54,6 +54,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, family: str) -> None:
     _check_heads(model, before, group, family)
     replaced = [(name, _ordinary(layer, group)) for name, layer in model.named_modules()]
     model.update_modules(tree_unflatten([(name, layer) for name, layer in replaced if layer is not None]))
+    _note_other_divisions(model, shapes, group)
     _sum_in_order(model, group, family)
     if group.rank() > 0 and "lm_head" in language_model:
         _keep_own_rows(language_model.lm_head, group)
@@ -101,6 +102,7 @@ def _ordinary(layer: nn.Module, group: mx.distributed.Group) -> nn.Module | None
     else:
         return None
     is_summed = isinstance(layer, ShardedToAllLinear | QuantizedShardedToAllLinear)
+    linear.division = Division(1 if is_summed else 0, group)
     for name in ("weight", "scales", "biases"):
         if layer.get(name) is not None:
             linear[name] = layer[name]
@@ -109,6 +111,25 @@ def _ordinary(layer: nn.Module, group: mx.distributed.Group) -> nn.Module | None
             linear.bias = layer.bias
         return linear
     return SummedLinear(linear, layer.get("bias"), group)
+
+
+def _linear_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear | nn.QuantizedLinear):
+            yield path, layer.weight.shape
+
+
+def _note_other_divisions(
+    model: nn.Module, before: dict[str, tuple[int, ...]], group: mx.distributed.Group
+) -> None:
+    """Layers with segments, and heads of which several ranks have a copy."""
+    layers = dict(model.named_modules())
+    for path, (num_rows, *columns) in _linear_shapes(model):
+        was = before.get(path)  # None: a layer whose output is summed
+        is_whole = division_of(layers[path]) is None and was == (num_rows, *columns)
+        is_even = division_of(layers[path]) is not None and was == (num_rows * group.size(), *columns)
+        if was is not None and not is_whole and not is_even:
+            layers[path].division = Division(None, group)
 
 
 def _head_counts(model: nn.Module) -> Iterator[tuple[tuple[str, str], int]]:

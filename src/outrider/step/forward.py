@@ -220,6 +220,7 @@ class Forward:
             tables=inputs.tables,
             block_size=self.block_size,
             ends=ends,
+            adapters=self._trunk.adapters.of_pass(inputs.adapters),
         )
         hidden = self._trunk.hidden(inputs.token_ids, self._cache, place, embeddings)
         mx.async_eval(hidden, self._cache_arrays())

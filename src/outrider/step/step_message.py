@@ -26,7 +26,7 @@ from outrider.plan import (
 from outrider.request import SamplingParams
 from outrider.step.batch import position_grid
 
-VERSION = 3  # of the message: ranks with another one are refused when they start
+VERSION = 4  # of the message: ranks with another one are refused when they start
 STEP, RESET, CLEAR_PREFIXES, STOP, READ_FILES, CLEAR_DISK = 1, 2, 3, 4, 5, 6  # a message's first number
 NONE = -1  # stands for None where a number is at least 0
 NEUTRAL_PARAMS = SamplingParams(temperature=0)
@@ -62,6 +62,7 @@ def encode(plan: StepPlan, widths: Sequence[int]) -> np.ndarray:
         numbers += [width, len(batch), *_encoded_media(batch, width)]
         for row in batch:
             numbers += [row.slot, row.start, row.num_drafts, row.position_delta, int(row.is_sampling)]
+            numbers.append(row.adapter)
             numbers += [len(row.token_ids), *row.token_ids, len(row.blocks), *row.blocks]
     return np.array(numbers, np.int32)
 
@@ -189,7 +190,7 @@ def _copies(numbers: Iterator[int]) -> PrefixCopies:
 
 
 def _row(numbers: Iterator[int]) -> RowPlan:
-    slot, start, num_drafts, position_delta, is_sampling = _take(numbers, 5)
+    slot, start, num_drafts, position_delta, is_sampling, adapter = _take(numbers, 6)
     token_ids, blocks = _list(numbers), _list(numbers)
     return RowPlan(
         sequence_id=slot,
@@ -205,4 +206,5 @@ def _row(numbers: Iterator[int]) -> RowPlan:
         num_prompt=0,
         position_delta=position_delta,
         blocks=blocks,
+        adapter=adapter,
     )

@@ -7,13 +7,16 @@ mlx-lm's layers compute, with the scale s:
 
 Both have the form  g y + (x A) (s g B) + (1 - g) bias.  The norm |..| is that of each row of the weights and
 does not depend on x: it is computed here, once.
+
+On several ranks a layer has its own outputs, and takes these of B and m. Or it has its own inputs, and takes
+these of A: then the outputs are summed over the ranks afterwards, and the norms here, by all ranks.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -23,11 +26,13 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from outrider.cpu.quantized import dequantized, is_kept
 from outrider.models.adapters.files import AdapterError, AdapterFiles
+from outrider.rank_sums import SummedLinear, division_of, sum_over_ranks
 
 LANGUAGE_MODEL = "language_model."  # before the names in adapters of vision models
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 EMBEDDING = (nn.Embedding, nn.QuantizedEmbedding)
 SWITCH = (SwitchLinear, QuantizedSwitchLinear)
+OTHERWISE_DIVIDED = "Several ranks divide this layer in a way that adapters are not divided in: use one rank."
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(code) for name, code in (("F32", "<f4"), ("F16", "<f2"), ("BF16", "<u2"))
 }
@@ -74,6 +79,8 @@ def adapted_layers(files: AdapterFiles, model: nn.Module) -> list[AdaptedLayer]:
                 f"{files.path}: the adapter changes {name}, and this model has no such layer. The adapter is "
                 "for another base model."
             )
+        if isinstance(modules[path], SummedLinear):
+            path = f"{path}.linear"
         m = arrays.get(f"{name}.m")
         found.append(AdaptedLayer(path, modules[path], arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"], m))
     return found
@@ -106,14 +113,14 @@ def _array(data: bytes, start: int, facts: Mapping[str, Any]) -> mx.array:
 
 def linear_terms(files: AdapterFiles, layer: AdaptedLayer) -> LayerTerms:
     """The terms of a linear layer, quantised or not. Raises AdapterError."""
-    num_outputs, num_inputs = linear_shape(layer.module)
+    num_outputs, num_inputs = _whole_shape(files, layer)
     wanted = {"lora_a": (num_inputs, files.rank), "lora_b": (files.rank, num_outputs), "m": (num_outputs,)}
     check_shapes(files, layer, wanted)
+    layer = _of_this_rank(layer)
     a, b = layer.lora_a.T, files.scale * layer.lora_b
     gain = shift = None
     if layer.m is not None:
-        weights = linear_weights(layer.module) + (layer.lora_a @ b).T
-        gain = layer.m / mx.linalg.norm(weights, axis=1)
+        gain = layer.m / _row_norms(layer, linear_weights(layer.module) + (layer.lora_a @ b).T)
         if not mx.isfinite(gain).all().item():
             raise AdapterError(f"{files.path}: with this adapter a row of {layer.path} would be 0.")
         b = b * gain
@@ -122,6 +129,36 @@ def linear_terms(files: AdapterFiles, layer: AdaptedLayer) -> LayerTerms:
     terms = LayerTerms(mx.contiguous(a), mx.contiguous(b), gain, shift)
     mx.eval(terms.arrays)
     return terms
+
+
+def _whole_shape(files: AdapterFiles, layer: AdaptedLayer) -> tuple[int, int]:
+    """Outputs and inputs of the layer on all ranks together."""
+    num_outputs, num_inputs = linear_shape(layer.module)
+    division = division_of(layer.module)
+    if division is None:
+        return num_outputs, num_inputs
+    if division.axis is None:
+        raise refusal(files, layer, OTHERWISE_DIVIDED)
+    size = division.group.size()
+    return (num_outputs * size, num_inputs) if division.axis == 0 else (num_outputs, num_inputs * size)
+
+
+def _of_this_rank(layer: AdaptedLayer) -> AdaptedLayer:
+    division = division_of(layer.module)
+    if division is None:
+        return layer
+    if division.axis == 1:
+        return replace(layer, lora_a=division.own(layer.lora_a, 0))
+    m = None if layer.m is None else division.own(layer.m, 0)
+    return replace(layer, lora_b=division.own(layer.lora_b, 1), m=m)
+
+
+def _row_norms(layer: AdaptedLayer, weights: mx.array) -> mx.array:
+    """weights [outputs, inputs] -> [outputs]"""
+    division = division_of(layer.module)
+    if division is None or division.axis == 0:
+        return mx.linalg.norm(weights, axis=1)
+    return mx.sqrt(sum_over_ranks(mx.sum(mx.square(weights), axis=1), division.group))
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int]:
