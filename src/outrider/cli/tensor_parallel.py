@@ -21,13 +21,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.cli.worker import BAD_SETTING, ENGINE_FAILED
 from outrider.config import InvalidConfig
+from outrider.cpu.threads import THREAD_VARIABLES, usable_cpus
 
 if TYPE_CHECKING:
     from outrider.cli.rank_links import RankLinks
@@ -52,6 +53,17 @@ def is_started_by_rank_0() -> bool:
     return FIRST_RANK in os.environ
 
 
+def shared_cores(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables for ranks that share the cores of a Linux machine, unless the user has set one.
+
+    A rank that waits for another one keeps a core busy. So ranks with a thread for every core would keep
+    taking cores from each other.
+    """
+    if sys.platform != "linux" or any(name in environ for name in THREAD_VARIABLES):
+        return {}
+    return {THREAD_VARIABLES[0]: str(max(1, usable_cpus() // num_ranks))}
+
+
 class OtherRanks:
     """The other ranks, for this one: their processes, if it has started them, and their loss."""
 
@@ -70,7 +82,7 @@ class OtherRanks:
 
         with tempfile.NamedTemporaryFile("w", prefix="outrider-", suffix=".json", delete=False) as file:
             json.dump([[f"127.0.0.1:{port}"] for port in _free_ports(num_ranks)], file)
-        os.environ |= {"MLX_RANK": "0", "MLX_HOSTFILE": file.name}
+        os.environ |= {"MLX_RANK": "0", "MLX_HOSTFILE": file.name, **shared_cores(num_ranks, os.environ)}
         read_end, _ = os.pipe()  # its other end closes when this process ends, however it ends
         for rank in range(1, num_ranks):
             process = subprocess.Popen(
