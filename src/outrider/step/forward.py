@@ -143,7 +143,7 @@ class Forward:
         )
         hidden = self._trunk.hidden(token_ids, self._cache, place, embeddings)
         if self._ranks is not None:
-            mx.async_eval(hidden, self._cache_arrays())  # see `follow`
+            mx.async_eval(hidden)  # see `follow`
         verified = verify(self._trunk, hidden, batch, inputs, sampling, self._divided)
         num_committed = num_committed_tokens(inputs, verified)
         if self._ranks is not None and self._waits_for_rank_0(place):
@@ -194,7 +194,8 @@ class Forward:
         """Run the trunk as rank 0 does now, and commit the tokens that rank 0 commits.
 
         Operations of all ranks have to come in the same order everywhere. So they are launched where they are
-        built, here and in `run`: the sums of the layers, the logits, the number of committed tokens.
+        built, here and in `run`: the sums of the layers, the logits, the number of committed tokens. (Not the
+        cells: MLX would hold them, and the next pass of the step copy them.)
         """
         assert self._ranks is not None and self._divided is not None
         width, ends = inputs.token_ids.shape[1], [row.start + row.num_fed for row in batch]
@@ -223,21 +224,17 @@ class Forward:
             adapters=self._trunk.adapters.of_pass(inputs.adapters),
         )
         hidden = self._trunk.hidden(inputs.token_ids, self._cache, place, embeddings)
-        mx.async_eval(hidden, self._cache_arrays())
+        mx.async_eval(hidden)
         join_logits(self._divided, hidden, batch)
         num_committed = inputs.num_fed
         if self._waits_for_rank_0(place):
             num_committed = self._ranks.from_first(num_committed)
             mx.async_eval(num_committed)
         self._cache.commit(num_committed)
-        mx.async_eval(self._cache_arrays())
 
     def _waits_for_rank_0(self, place: Placement) -> bool:
         """Whether other ranks have to be told how many tokens are committed: for recurrent states only."""
         return not place.commits_all and any(isinstance(one, RecurrentState) for one in self._cache.buffers())
-
-    def _cache_arrays(self) -> list[mx.array]:
-        return [array for buffers in self._cache.buffers() for array in buffers.arrays()]
 
 
 def end_of(batch: Batch) -> int:

@@ -146,8 +146,7 @@ class Runner:
             self._launch_pass(batch, shape, next_inputs)
             for batch, shape in zip(plan.batches, shapes, strict=True)
         ]
-        cache_arrays = [array for buffers in self._buffers() for array in buffers.arrays()]
-        mx.async_eval([array for output in outputs for array in output.arrays()], cache_arrays)
+        mx.async_eval([array for output in outputs for array in output.arrays()], self._cache_arrays())
         is_as_planned = all(
             output.num_rows >= shape.rows for output, shape in zip(outputs, shapes, strict=True)
         )
@@ -174,6 +173,7 @@ class Runner:
         for batch, shape, media in zip(plan.batches, plan.shapes, step.media, strict=True):
             inputs = InputBatch.from_plan(batch, _width(batch, shape))
             self._forward.follow(batch, inputs, self._capacity, media)
+        mx.async_eval(self._cache_arrays())
 
     def stop_followers(self, has_failed: bool) -> None:
         """`has_failed`: ranks that watch rank 0 end when it ends, and start again with it."""
@@ -223,6 +223,9 @@ class Runner:
 
     def _buffers(self) -> Iterator[Buffers]:
         return self._forward.buffers()
+
+    def _cache_arrays(self) -> list[mx.array]:
+        return [array for buffers in self._buffers() for array in buffers.arrays()]
 
     def _arrange(self, plan: StepPlan) -> None:
         """Save cells as the last step left them; move, resize; then load cached cells."""
