@@ -6,7 +6,8 @@ A random model decodes on one rank, then on several. The parts of a step are mea
 by all ranks at the same time, since the ranks share this machine's cores:
 
     pass       over this rank's part of the layers, without the sums over the ranks
-    sum        of one layer's output over the ranks
+    sum        of one layer's output over the ranks, between two pieces of work: what a pass with its sums
+               takes longer than one without, divided by their number
     logits     gathered from all ranks
     message    of rank 0: the plan of a step
     rest       of a step on one rank beside its pass: plan, output projection, sampling, text
@@ -226,12 +227,12 @@ def report(num_ranks: int, found: dict[str, float], alone: dict[str, float]) -> 
     ms = {name: 1e3 * seconds for name, seconds in found.items()}
     rest = 1e3 * (alone["step"] - alone["pass"])
     num_sums = 2 * NUM_LAYERS
-    predicted = ms["pass"] + num_sums * ms["sum"] + ms["logits"] + ms["message"] + rest
-    inside = (ms["summed pass"] - ms["pass"]) / num_sums
+    own_sum = (ms["summed pass"] - ms["pass"]) / num_sums
+    predicted = ms["pass"] + num_sums * own_sum + ms["logits"] + ms["message"] + rest
     print(
         f"  {num_ranks} ranks: {ms['step']:.2f} ms a step, {predicted:.2f} predicted "
         f"({ms['step'] / predicted:.2f})\n"
-        f"    pass {ms['pass']:.2f}, {num_sums} sums of {ms['sum']:.3f} (inside of a pass {inside:.3f}), "
+        f"    pass {ms['pass']:.2f}, {num_sums} sums of {own_sum:.3f} (back to back {ms['sum']:.3f}), "
         f"logits {ms['logits']:.2f}, message {ms['message']:.3f}, rest {rest:.2f}\n"
         f"    in the steps: host between two steps {ms['host']:.2f}, message {ms['send']:.3f} "
         f"({found['bytes']:.0f} bytes, {100 * ms['send'] / ms['step']:.1f} %)",

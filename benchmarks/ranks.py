@@ -5,12 +5,15 @@
 
 A decode step on one machine takes as long as its memory takes to deliver the weights. On N ranks each
 delivers a part of them, and every layer has two sums over all ranks (after attention, after the MLP). The
-ranks gather the parts of a sum (rank_sums.py) and of the logits: a ring sends N - 1 messages, one
-after the other. The plan's message is a sum of MLX's: 2 (N - 1) messages, of 1 / N each.
+ranks gather the parts of a sum (rank_sums.py), of the logits, and the plan's message: a ring sends N - 1
+messages for each, one after the other.
 
     step(N) = bytes / (N x bandwidth)
               + layers x 2 x (N - 1) x (latency + vector / link)
               + (N - 1) x (latency + logits / (N x link))  +  plan's message
+
+The model has no time of the host (plan, sampling, launches), and none for a rank that waits for a slower one.
+benchmarks/rank_steps.py measures the parts, and these, on ranks of one machine.
 
 In a pipeline each rank has whole layers: a step takes as long as on one machine, and N - 1 messages more.
 """
@@ -61,7 +64,7 @@ def step_s(model: Model, link: Link | None, num_ranks: int, tokens: int = 1) -> 
     messages = num_ranks - 1
     sum_s = messages * (link.latency_s + vector / link.bytes_per_s)
     logits_s = messages * (link.latency_s + logits / (num_ranks * link.bytes_per_s))
-    plan_s = 2 * messages * (link.latency_s + 4096 / (num_ranks * link.bytes_per_s))
+    plan_s = messages * (link.latency_s + 4096 / link.bytes_per_s)
     return read_s + 2 * model.num_layers * sum_s + logits_s + plan_s
 
 
