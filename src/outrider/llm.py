@@ -27,7 +27,8 @@ from outrider.config import (
     EngineConfig,
     GenerationConfigSource,
 )
-from outrider.engine.engine import AsyncEngine, Engine
+from outrider.engine.async_engine import AsyncEngine
+from outrider.engine.engine import Engine
 from outrider.engine.sequence import Stats, TokenOrigin
 from outrider.engine.validation import ValidatedRequest
 from outrider.plan import AdapterInfo, TokenLogprobs

@@ -19,7 +19,8 @@ from outrider.build import ModelChoice, build_engine
 from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
 from outrider.config import EngineConfig
-from outrider.engine.engine import AsyncEngine, Engine
+from outrider.engine.async_engine import AsyncEngine
+from outrider.engine.engine import Engine
 from patience import Hurdle, held_steps, wait_until
 from tiny_models import write_checkpoint
 

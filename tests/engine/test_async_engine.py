@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from outrider import LLM, InvalidRequest, SamplingParams
-from outrider.engine.engine import AsyncEngine
+from outrider.engine.async_engine import AsyncEngine
 from patience import goes_on_while_held, held_steps, until
 from tiny_models import write_checkpoint
 

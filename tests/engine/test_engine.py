@@ -2,111 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import signal
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_runner import VOCAB_SIZE, FakeLaunched, FakeRunner, true_next
-from scheduler_harness import FakeText
+from engine_runner import ENDLESS, SHORT, WAIT_S, EngineRunner, end_of, parts, submit
+from fake_runner import VOCAB_SIZE, true_next
 
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine import engine as engine_module
-from outrider.engine.engine import AsyncEngine, AsyncStream, Engine, EngineStopped
+from outrider.engine.engine import Engine, EngineStopped
 from outrider.engine.loop import Outbox
 from outrider.engine.parts import EngineParts
-from outrider.engine.sequence import Delta
-from outrider.engine.validation import ModelFacts
-from outrider.grammar.compiler import GrammarCompiler
-from outrider.plan import CacheGeometry, StepPlan, StepResult
+from outrider.plan import StepPlan, StepResult
 from outrider.request import Grammar, InvalidRequest, SamplingParams
-from patience import PATIENCE_S, wait_until
-
-WAIT_S = PATIENCE_S
-GEOMETRY = CacheGeometry(bytes_per_cell=1, capacity_step=16)
-SHORT = SamplingParams(max_tokens=4, temperature=0)
-ENDLESS = SamplingParams(max_tokens=None, temperature=0)
-
-
-class EngineRunner(FakeRunner):
-    """The fake runner as an engine sees it; steps can be held up and resets made to raise."""
-
-    def __init__(self) -> None:
-        super().__init__(GEOMETRY)
-        self.may_run = threading.Event()
-        self.may_run.set()
-        self.breaks_on_reset = False
-        self.num_under_way = 0
-
-    def geometry(self, capacity_step: int) -> CacheGeometry:
-        return GEOMETRY
-
-    def launch(self, plan: StepPlan, after: FakeLaunched | None = None) -> FakeLaunched:
-        self.num_under_way += 1
-        return super().launch(plan, after)
-
-    def finish(self, launched: FakeLaunched) -> StepResult:
-        assert self.may_run.wait(WAIT_S)
-        self.num_under_way -= 1
-        time.sleep(0.001)
-        return super().finish(launched)
-
-    def reset(self) -> None:
-        if self.breaks_on_reset:
-            raise RuntimeError("the device is gone")
-        super().reset()
-
-
-def no_tokenizer() -> Any:
-    raise AssertionError("no grammar is asked for")
-
-
-def parts(runner: EngineRunner, budget_bytes: int = 10**9, overlaps_steps: bool = False) -> EngineParts:
-    facts = ModelFacts("fake", VOCAB_SIZE, 100_000, frozenset(), "none")
-    return EngineParts(
-        runner,
-        facts,
-        budget_bytes,
-        lambda request: FakeText(),
-        GrammarCompiler(no_tokenizer),
-        overlaps_steps=overlaps_steps,
-    )
-
-
-@pytest.fixture
-def runner() -> EngineRunner:
-    return EngineRunner()
-
-
-@pytest.fixture(params=[False, True], ids=["", "ahead"])
-def engine(runner: EngineRunner, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(EngineConfig(), lambda: parts(runner, overlaps_steps=request.param))
-    yield engine
-    runner.may_run.set()
-    engine.close()
-
-
-def submit(engine: Engine, prompt_ids: list[int], params: SamplingParams) -> Outbox:
-    return engine.submit(engine.validate(prompt_ids, params))
-
-
-def end_of(outbox: Outbox) -> Delta:
-    """All that came, up to the end."""
-    whole = outbox.take(WAIT_S)
-    assert whole is not None, "no end came"
-    while whole.finish_reason is None:
-        more = outbox.take(WAIT_S)
-        assert more is not None, "no end came"
-        whole = whole.merged(more)
-    return whole
-
+from patience import wait_until
 
 # -- waiting ---------------------------------------------------------------------------------------------
 
@@ -364,90 +280,6 @@ def test_cancel_from_within_a_submit_does_not_hang(engine: Engine, monkeypatch: 
     thread.join(WAIT_S)
     assert outboxes, "the submit hangs"
     assert end_of(outboxes[0]).finish_reason == "length"
-
-
-# -- ids and streams -------------------------------------------------------------------------------------
-
-
-def test_stream_that_was_refused_its_id_does_not_cancel_who_has_it(
-    engine: Engine, runner: EngineRunner
-) -> None:
-    async def run() -> tuple[str | None, str | None]:
-        streams = AsyncEngine(engine)
-        runner.may_run.clear()
-        first = await streams.start([1], SHORT, request_id="same")
-        second = await streams.start([2], SHORT, request_id="same")
-        await asyncio.sleep(0.05)
-        second.abort()
-        runner.may_run.set()
-        deltas = [delta async for delta in first]
-        return deltas[-1].finish_reason, deltas[-1].error
-
-    assert asyncio.run(run()) == ("length", None)
-
-
-def test_old_stream_does_not_cancel_a_new_request_with_its_id(engine: Engine, runner: EngineRunner) -> None:
-    async def run() -> str | None:
-        streams = AsyncEngine(engine)
-        old = await streams.start([1], SHORT, request_id="same")
-        while engine._loop.live or engine.num_steps == 0:
-            await asyncio.sleep(0.005)
-        runner.may_run.clear()
-        new = await streams.start([2], SHORT, request_id="same")
-        old.abort()  # it has ended, which it has not read
-        runner.may_run.set()
-        return [delta async for delta in new][-1].finish_reason
-
-    assert asyncio.run(run()) == "length"
-
-
-def test_forgotten_stream_frees_its_row(engine: Engine) -> None:
-    async def run() -> None:
-        async for _ in await AsyncEngine(engine).start([1], ENDLESS):
-            break
-
-    asyncio.run(run())
-    gc.collect()
-    wait_until(lambda: not engine._loop.live)
-
-
-def test_submit_outside_of_an_event_loop_leaves_no_row_behind(engine: Engine) -> None:
-    with pytest.raises(RuntimeError, match="event loop"):
-        AsyncEngine(engine).submit(engine.validate([1], ENDLESS))
-    gc.collect()
-    wait_until(lambda: not engine._loop.live and engine._inbox.empty())
-
-
-def test_loop_that_closes_under_a_stream_harms_no_other_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def begin() -> AsyncStream:
-        return await AsyncEngine(engine).start([1], ENDLESS)
-
-    loop = asyncio.new_event_loop()
-    stream = loop.run_until_complete(begin())
-    monkeypatch.setattr(loop, "is_closed", lambda: False)  # as if it closed just after one looked
-    loop.close()
-    assert end_of(submit(engine, [2], SHORT)).finish_reason == "length"
-    stream.abort()
-    stream.abort()
-    wait_until(lambda: not engine._loop.live)
-
-
-def test_abort_while_another_task_reads_ends_its_reading(engine: Engine) -> None:
-    async def run() -> list[str | None]:
-        stream = await AsyncEngine(engine).start([1], ENDLESS)
-
-        async def read() -> list[str | None]:
-            return [delta.finish_reason async for delta in stream]
-
-        task = asyncio.create_task(read())
-        await asyncio.sleep(0.05)
-        stream.abort()
-        return await asyncio.wait_for(task, WAIT_S)
-
-    assert asyncio.run(run())[-1] in (None, "cancelled")
-    wait_until(lambda: not engine._loop.live)
 
 
 # -- validation ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from outrider.chat.output_parser import finished_event
 from outrider.chat.prompt_limit import num_characters
 from outrider.chat.renderer import ChatPrompt, ChatRenderer
 from outrider.chat.validation import validated
-from outrider.engine.engine import AsyncEngine, AsyncStream
+from outrider.engine.async_engine import AsyncEngine, AsyncStream
 from outrider.engine.validation import ValidatedRequest
 from outrider.media.image_reader import ProcessedImage
 from outrider.media.loader import MediaItem, MediaLoader

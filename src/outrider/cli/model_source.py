@@ -37,8 +37,9 @@ from outrider.cli.watchdog import watch_loading
 from outrider.config import InvalidConfig
 from outrider.embed.engine import EmbeddingEngine
 from outrider.embed.service import EmbeddingService
+from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.device_turns import DeviceTurns
-from outrider.engine.engine import AsyncEngine, Engine
+from outrider.engine.engine import Engine
 from outrider.engine.memory_plan import MemoryShare, share_need
 from outrider.engine_place import EnginePlace
 from outrider.llm import default_model

@@ -1,12 +1,10 @@
 """The engine: one thread that owns MLX and runs the engine loop, and the calls that other threads may make.
 
 Other threads talk to the engine thread through an inbox (submit, cancel) and one outbox for each request.
-`AsyncEngine` is the same for asyncio: the event loop never waits for a forward pass or a check.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import logging
@@ -16,7 +14,7 @@ import time
 import traceback
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -373,100 +371,3 @@ def _wait_for_system_thread(native_id: int | None) -> None:
 def _close_if_alive(engine: weakref.ref[Engine]) -> None:
     if (alive := engine()) is not None:
         alive.close()
-
-
-class AsyncStream:
-    """The deltas of one request, as an async iterator.
-
-    Closing, cancelling or dropping the stream aborts the request.
-    """
-
-    def __init__(self, engine: Engine, request_id: str, outbox: Outbox) -> None:
-        self.request_id = request_id
-        self._engine = engine
-        self._outbox = outbox
-        self._finished = False
-        self._something_came = something_came = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        # The engine holds this callback, so it must not hold the stream: a dropped stream must be collected.
-        outbox.call_on_put(lambda: _wake(loop, something_came))
-
-    def __del__(self) -> None:
-        self.abort()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the answer so far, read or not."""
-        return self._outbox.num_tokens
-
-    @property
-    def num_prefilled(self) -> int:
-        """Tokens of the prompt that are computed."""
-        return self._outbox.num_prefilled
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._finished:
-            raise StopAsyncIteration
-        try:
-            while (delta := self._outbox.take_now()) is None:
-                self._something_came.clear()
-                if (delta := self._outbox.take_now()) is not None:
-                    break
-                await self._something_came.wait()
-        except asyncio.CancelledError:
-            self.abort()
-            raise
-        self._finished = delta.finish_reason is not None
-        return delta
-
-    async def aclose(self) -> None:
-        self.abort()
-
-    def abort(self) -> None:
-        """End the stream and free the row before the next step. An ended stream is left as it is."""
-        if not self._finished:
-            self._finished = True
-            self._engine.cancel(self.request_id, self._outbox)
-
-    def abort_if_waiting(self) -> None:
-        """End the stream with the reason "queue_timeout", unless the request has got a row."""
-        if not self._finished:
-            self._engine.cancel_if_waiting(self.request_id, self._outbox)
-
-
-class AsyncEngine:
-    """An Engine for use from an event loop."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    async def start(
-        self,
-        prompt_ids: Iterable[int],
-        params: SamplingParams,
-        *,
-        continues_prompt: bool = True,
-        request_id: str | None = None,
-        media: PromptMedia | None = None,
-    ) -> AsyncStream:
-        """Validate a request on a worker thread, then queue it. Raises InvalidRequest."""
-        validate = partial(self.engine.validate, continues_prompt=continues_prompt, media=media)
-        return self.submit(await asyncio.to_thread(validate, prompt_ids, params, request_id=request_id))
-
-    def submit(self, validated: ValidatedRequest) -> AsyncStream:
-        """Queue a request that `Engine.validate` has returned."""
-        return AsyncStream(self.engine, validated.id, self.engine.submit(validated))
-
-    def abort(self, request_id: str) -> None:
-        self.engine.cancel(request_id)
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self.engine.close)
-
-
-def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no reader
-        loop.call_soon_threadsafe(event.set)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outrider.engine.engine import AsyncEngine
+from outrider.engine.async_engine import AsyncEngine
 from outrider.progress import Listener, Progress
 from outrider.request import InvalidRequest, SamplingParams
 from outrider.train import openings
