@@ -16,10 +16,11 @@ from sleepy_grammar import SleepyGrammar
 
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
+from outrider.engine.draft_state import DraftState
 from outrider.engine.loop import StepExecutor
 from outrider.engine.prefix.cache import MIN_LOADED_CELLS, PrefixCache
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.sequence import Delta, DraftState, FinishReason, Sequence
+from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.plan import CacheGeometry, RowPlan, StepPlan
 from outrider.prompt_media import PromptMedia
 from outrider.request import Request, SamplingParams, SpecPrefill

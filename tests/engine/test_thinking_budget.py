@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from outrider.engine.draft_planner import needs_host
-from outrider.engine.sequence import DraftState, Sequence
+from outrider.engine.draft_state import DraftState
+from outrider.engine.sequence import Sequence
 from outrider.engine.thinking_budget import TWO_STEPS, ThinkingBudget, ThinkingRule
 from outrider.request import MAX_DEPTH, ReasoningMarks, Request, SamplingParams
 from step.row_thinking import allowed_by_budget, row_grammar, with_random_thinking

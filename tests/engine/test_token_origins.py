@@ -10,7 +10,8 @@ import pytest
 from fake_runner import true_next
 from scheduler_harness import Harness
 
-from outrider.engine.sequence import Delta, DraftState, Proposal, Sequence, TokenOrigin, token_origins
+from outrider.engine.draft_state import DraftState, Proposal
+from outrider.engine.sequence import Delta, Sequence, TokenOrigin, token_origins
 from outrider.request import SamplingParams
 from outrider.speculate.acceptance import Source
 from plan_rows import plan_row

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hostile_grammars import ambiguous, lark, reference_chain, rule_chain, schema, wide_schema
 from outrider import LLM, InvalidRequest, SamplingParams
-from outrider.engine.sequence import DraftState, Proposal
+from outrider.engine.draft_state import DraftState, Proposal
 from outrider.grammar import backend, child, matcher
 from outrider.grammar import checker as checker_module
 from outrider.grammar import compiler as compiler_module

@@ -25,11 +25,12 @@ from outrider.cache.recurrent import RecurrentState
 from outrider.config import EngineConfig
 from outrider.cpu.quantized import is_kept, quantized_layers
 from outrider.engine import sequence as engine_sequence
+from outrider.engine.draft_state import DraftState
 from outrider.engine.loop import StepExecutor
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_caches import SLACK
 from outrider.engine.scheduler import InFlightStep, Scheduler
-from outrider.engine.sequence import Delta, DraftState
+from outrider.engine.sequence import Delta
 from outrider.models.draft_model import DraftModel
 from outrider.models.dtypes import settle_dtype
 from outrider.models.heads import HeadSpec, LoadedHead, MTPHead, new_head

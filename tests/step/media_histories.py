@@ -19,10 +19,11 @@ from media_world import new_world
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
+from outrider.engine.draft_state import DraftState
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_caches import SLACK
 from outrider.engine.scheduler import InFlightStep, Scheduler
-from outrider.engine.sequence import Delta, DraftState
+from outrider.engine.sequence import Delta
 from outrider.media.frames import DecodedVideo, VideoHeader
 from outrider.media.image_reader import ProcessedImage, VideoReader
 from outrider.media.images import image_from_pixels

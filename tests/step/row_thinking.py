@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.engine.allowed_tokens import AllowedTokens
-from outrider.engine.sequence import TokenGrammar
+from outrider.engine.draft_state import TokenGrammar
 from outrider.engine.thinking_budget import ThinkingBudget, ThinkingRule
 from outrider.request import ReasoningMarks, SamplingParams
 from step.row_bans import without_bans

@@ -17,10 +17,10 @@ from outrider.cache.disk_tier import DiskTier
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
+from outrider.engine.draft_state import DraftState
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.disk import DiskLoader
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.sequence import DraftState
 from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.request import Request, SamplingParams
 from outrider.step.runner import Runner

@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from outrider.engine.sequence import TokenGrammar
+from outrider.engine.draft_state import TokenGrammar
 from outrider.request import MAX_DEPTH, InvalidRequest, ReasoningMarks
 
 Phase = Literal["before", "inside", "closing", "reopening", "past"]

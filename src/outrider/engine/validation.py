@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from outrider.config import EngineConfig
 from outrider.engine.adapters import AdapterDirectory, NoAdapters
 from outrider.engine.allowed_tokens import AllowedTokens
-from outrider.engine.sequence import DraftState, OutputText, Sequence, TokenGrammar
+from outrider.engine.draft_state import DraftState, TokenGrammar
+from outrider.engine.sequence import OutputText, Sequence
 from outrider.engine.thinking_budget import ThinkingBudget, ThinkingRule
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.lazy import LazyRowGrammar
