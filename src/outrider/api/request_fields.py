@@ -1,4 +1,4 @@
-"""Request fields that several endpoints share, and their translation: sampling, structured output, tools.
+"""Request fields that several endpoints share, and their translation: sampling and structured output.
 
 Extensions of OpenAI's API carry vLLM's names. Ranges are checked in `outrider.request`, so that HTTP and
 Python users get the same messages.
@@ -7,11 +7,9 @@ Python users get the same messages.
 from __future__ import annotations
 
 import json
-import logging
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -32,12 +30,10 @@ from outrider.api.limits import (
     AtMost,
     GrammarText,
     JsonObject,
-    Name,
     Word,
 )
 from outrider.api.middleware import current_tenant
 from outrider.api.thinking_fields import thinking_budget
-from outrider.chat.conversation import NamedTool, Tool, ToolChoice
 from outrider.request import (
     MAX_BIAS,
     MAX_DEPTH,
@@ -49,8 +45,6 @@ from outrider.request import (
     SamplingParams,
     SpecPrefill,
 )
-
-log = logging.getLogger(__name__)
 
 # Fields of other servers that change the answer there and that Outrider does not implement.
 UNSUPPORTED = {
@@ -114,7 +108,6 @@ def whole(value: Any) -> Any:
 Whole = Annotated[int, BeforeValidator(whole)]
 Bias = Annotated[float, Field(json_schema_extra={"minimum": -MAX_BIAS, "maximum": MAX_BIAS})]
 TokenId = Annotated[Whole, Field(json_schema_extra={"minimum": 0})]
-ToolName = Annotated[Name, Field(json_schema_extra={"minLength": 1})]
 Choices = Annotated[list[AnyText], AtMost(CHOICES)]
 BadWord = Annotated[str, AtMost(BAD_WORD), Field(json_schema_extra={"pattern": r"\S"})]
 NumAnswers = Annotated[int, Field(ge=1, le=ANSWERS.most), BeforeValidator(whole)]
@@ -375,83 +368,6 @@ def _choice_grammar(param: str, strings: list[str] | None) -> Grammar | None:
     if (num_characters := sum(map(len, strings))) > GRAMMAR.most:
         raise invalid(param, f"has {num_characters:,} characters together, of at most {GRAMMAR.most:,}")
     return Grammar("regex", "|".join(re.escape(string) for string in strings))
-
-
-# -- tools -----------------------------------------------------------------------------------------------
-
-
-class TypedTool(Protocol):
-    @property
-    def type(self) -> str | None: ...
-
-
-AnyTool = TypeVar("AnyTool", bound=TypedTool)
-
-
-def callable_tools(tools: Sequence[AnyTool] | None, *types: str | None) -> list[tuple[int, AnyTool]]:
-    """(index, tool) of the tools of these types, which the client runs. Tools of other types are left out.
-
-    Agents send tools of their provider, such as web_search, whether or not the model may use them.
-    """
-    numbered = list(enumerate(tools or ()))
-    others = sorted({str(tool.type)[:40] for _, tool in numbered if tool.type not in types})
-    if others:
-        log.info("tools left out, which cannot be called here: %s", ", ".join(others[:20]))
-    return [(i, tool) for i, tool in numbered if tool.type in types]
-
-
-def tool_of(*types: str | None, require: str) -> dict[str, Any]:
-    """JSON Schema of a tool that has one of these types and the required field, or any other type."""
-    known = {"enum": list(types)}
-    required = [require] if None in types else ["type", require]
-    return {
-        "anyOf": [
-            {"properties": {"type": known, require: NOT_NULL}, "required": required},
-            {"properties": {"type": {"not": known}}, "required": ["type"]},
-        ]
-    }
-
-
-def tool_choice_of(tools: Sequence[Tool], choice: str | None) -> ToolChoice:
-    """Of the words "none", "auto" and "required"; None is "auto"."""
-    _check_tool_names(tools)
-    if choice == "required":
-        if not tools:
-            raise invalid("tool_choice", "'required' needs at least one tool that can be called here")
-        return "required"
-    return "none" if choice == "none" else "auto"
-
-
-def named_tool(tools: Sequence[Tool], name: str) -> NamedTool:
-    _check_tool_names(tools)
-    if name not in {tool.name for tool in tools}:
-        raise invalid("tool_choice", f"names {name!r}, which is not among the tools that can be called here")
-    return NamedTool(name)
-
-
-def allowed_functions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The functions in OpenAI's allowed_tools."""
-    return [tool for tool in tools if tool.get("type", "function") == "function"]
-
-
-def keep_allowed(tools: Sequence[Tool], names: Sequence[Any], mode: str) -> tuple[list[Tool], ToolChoice]:
-    """OpenAI's allowed_tools: the prompt shows only the allowed tools."""
-    known = {tool.name for tool in tools}
-    for name in names:
-        if not isinstance(name, str) or name not in known:
-            raise invalid("tool_choice", f"allows {str(name)[:100]!r}, which is not among the tools")
-    wanted = set(names)
-    allowed = [tool for tool in tools if tool.name in wanted]
-    return allowed, tool_choice_of(allowed, mode)
-
-
-def _check_tool_names(tools: Sequence[Tool]) -> None:
-    names = Counter(tool.name for tool in tools)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        raise invalid("tools", f"the name {twice[0]!r} is used twice: give each tool its own name")
-    if "" in names:
-        raise invalid("tools", "a tool has an empty name")
 
 
 # -- other options ---------------------------------------------------------------------------------------

@@ -27,19 +27,15 @@ from outrider.api.limits import (
 from outrider.api.request_fields import (
     ChatFields,
     RequestModel,
-    ToolName,
     Whole,
-    callable_tools,
     documented,
     grammar_of,
-    named_tool,
     one_of_types,
     sampling_params,
     schema_grammar,
     template_kwargs,
-    tool_choice_of,
-    tool_of,
 )
+from outrider.api.tool_fields import ToolName, callable_tools, named_tool, tool_choice_of, tool_of
 from outrider.chat.conversation import (
     ChatRequest,
     MediaPart,

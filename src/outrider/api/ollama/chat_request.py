@@ -15,16 +15,9 @@ from outrider.api.keep_alive import KeepAlive
 from outrider.api.limits import MESSAGES, TOOLS, AtMost, JsonObject, Name, Word
 from outrider.api.ollama.options import Format, Options, format_grammar, options_params
 from outrider.api.openai.chat_request import FunctionSpec
-from outrider.api.request_fields import (
-    NumLogprobs,
-    RequestModel,
-    Whole,
-    callable_tools,
-    documented,
-    tool_choice_of,
-    tool_of,
-)
+from outrider.api.request_fields import NumLogprobs, RequestModel, Whole, documented
 from outrider.api.thinking_fields import thinking_budget
+from outrider.api.tool_fields import callable_tools, tool_choice_of, tool_of
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, Part, TextPart, Tool, ToolCall
 from outrider.chat.json_text import dumps
 from outrider.request import NO_DEFAULTS, SamplingDefaults

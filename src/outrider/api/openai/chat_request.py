@@ -30,24 +30,26 @@ from outrider.api.request_fields import (
     NumLogprobs,
     RequestModel,
     StreamOptions,
-    ToolName,
     Whole,
-    allowed_functions,
-    callable_tools,
     check_stream_options,
     check_verbosity,
     documented,
     format_grammar,
     grammar_of,
-    keep_allowed,
-    named_tool,
     one_of_types,
     sampling_params,
     template_kwargs,
+)
+from outrider.api.thinking_fields import effort_limit
+from outrider.api.tool_fields import (
+    ToolName,
+    allowed_functions,
+    callable_tools,
+    keep_allowed,
+    named_tool,
     tool_choice_of,
     tool_of,
 )
-from outrider.api.thinking_fields import effort_limit
 from outrider.chat.conversation import (
     ChatRequest,
     MediaPart,

@@ -14,14 +14,12 @@ from pydantic import ConfigDict, Field
 
 from outrider.api.errors import invalid, refused
 from outrider.api.limits import TOOLS, AtMost, JsonObject, Name, Word
-from outrider.api.request_fields import (
-    RequestModel,
+from outrider.api.request_fields import RequestModel, documented, one_of_types
+from outrider.api.tool_fields import (
     allowed_functions,
     callable_tools,
-    documented,
     keep_allowed,
     named_tool,
-    one_of_types,
     tool_choice_of,
     tool_of,
 )
