@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import os
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider import __version__
 from outrider.build_adapters import FusedAdapter, fuse_adapter, load_adapters, use_for_all
 from outrider.build_caches import block_size_of, prefix_disk
+from outrider.build_controller import fingerprint, measured_prompts, stored_controller
 from outrider.build_ranks import adapters_of_ranks, checked_for_ranks, facts_of_rank
 from outrider.config import (
     GENERATION_CONFIGS,
@@ -22,7 +19,6 @@ from outrider.config import (
     GenerationConfigSource,
     InvalidConfig,
 )
-from outrider.cpu import blas
 from outrider.cpu.quantized import quantized_layers
 from outrider.engine.engine import Engine
 from outrider.engine.memory_plan import (
@@ -36,7 +32,7 @@ from outrider.engine.memory_plan import (
 )
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.validation import ModelFacts
-from outrider.engine_place import ALONE, EnginePlace, Timing
+from outrider.engine_place import ALONE, EnginePlace
 from outrider.grammar.backend import tokenizer_source
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.models import heads, loader, machine
@@ -46,13 +42,9 @@ from outrider.models.files.weight_size import loaded_bytes
 from outrider.models.prompt_scorer import PromptScorer
 from outrider.models.scorer_loading import allow_gaps, load_scorer
 from outrider.models.vision.families import why_no_audio
-from outrider.speculate import calibration, cost_store
-from outrider.speculate.acceptance import ModelAcceptance
+from outrider.speculate import cost_store
 from outrider.speculate.controller import DepthController
-from outrider.speculate.costs import CostTable
 from outrider.speculate.per_draft import new_controller
-from outrider.speculate.prompt_calibration import measure_prompts
-from outrider.speculate.prompt_costs import MeasuredPromptCosts
 from outrider.step.device_drafter import LoadedDrafter
 from outrider.step.follower import follow
 from outrider.step.rank_disk import FollowerDisk
@@ -269,11 +261,11 @@ def _parts(
     grammars = GrammarCompiler(lambda: tokenizer_source(tokenizer, vocab_size, eos_ids))
     timing = place.timing(runner)
     if config.auto_depth == "auto":
-        name = _fingerprint(loaded, device_drafter, choice, facts, max_rows, fused)
-        controller = _controller(name, timing, facts, max_rows, memory.rows, notify)
+        name = fingerprint(loaded, device_drafter, choice.draft_vocabulary, facts, max_rows, fused)
+        controller = stored_controller(name, timing, facts, max_rows, memory.rows, notify)
     else:
         name = None
-        controller = new_controller(None, None, outruns, _measured_prompts(timing, facts, memory.rows))
+        controller = new_controller(None, None, outruns, measured_prompts(timing, facts, memory.rows))
     return EngineParts(
         runner,
         facts,
@@ -295,85 +287,12 @@ def _parts(
     )
 
 
-def _controller(
-    name: str,
-    timing: Timing,
-    facts: ModelFacts,
-    max_rows: int,
-    budget_bytes: int,
-    notify: Callable[[str], None],
-) -> DepthController:
-    """A controller with the stored costs and acceptance rates. Invalid or missing costs are measured now."""
-    runner, clock = timing.runner, timing.clock
-    few = runner.compiles
-    found = cost_store.load(name)
-    if found is not None and calibration.is_still_valid(
-        runner, facts.vocab_size, found.measured, clock=clock
-    ):
-        costs = CostTable(found.measured, found.corrections)
-        return new_controller(costs, found.acceptance, few, found.prompts)
-    notify("Measuring what drafts and prompts cost on this machine, once for this model")
-    acceptance = found.acceptance if found is not None else ModelAcceptance()
-    measured = calibration.measure(
-        runner, facts.vocab_size, max_rows, facts.drafted_context, budget_bytes, clock=clock
-    )
-    prompts = _measured_prompts(timing, facts, budget_bytes)
-    if measured is None:
-        return new_controller(None, acceptance, few, prompts)
-    controller = new_controller(CostTable(measured), acceptance, few, prompts)
-    cost_store.save(name, controller.costs, acceptance, prompts)
-    return controller
-
-
-def _measured_prompts(timing: Timing, facts: ModelFacts, budget_bytes: int) -> MeasuredPromptCosts | None:
-    return measure_prompts(
-        timing.runner,
-        facts.vocab_size,
-        facts.drafted_context,
-        budget_bytes,
-        clock=timing.clock,
-        extra_bytes=timing.extra_bytes,
-    )
-
-
 def _at_end(name: str | None, controller: DepthController, followed: Runner | None, has_failed: bool) -> None:
     """`followed`: the runner, if other ranks follow it."""
     if followed is not None:
         followed.stop_followers(has_failed)
     if name is not None:
         cost_store.save(name, controller.costs, controller.acceptance, controller.prompt_costs.measured)
-
-
-def _fingerprint(
-    loaded: loader.LoadedModel,
-    drafter: LoadedDrafter | None,
-    choice: ModelChoice,
-    facts: ModelFacts,
-    max_rows: int,
-    fused: FusedAdapter | None,
-) -> str:
-    """Identifies everything that the costs and the acceptance rates of a model depend on."""
-    files = [*sorted(loaded.path.glob("*.safetensors")), *([] if drafter is None else drafter.weight_files)]
-    multiplies = blas.report()
-    return cost_store.fingerprint(
-        {
-            "version": __version__,
-            "mlx": importlib.metadata.version("mlx"),
-            "config": loaded.config,
-            "files": [(file.name, file.stat().st_size) for file in files if file.is_file()],
-            "draft_vocabulary": choice.draft_vocabulary,
-            "device": facts.device,
-            "dtype": facts.dtype,
-            "weight_bits": facts.weight_bits,
-            "kv_bits": facts.kv_bits,
-            "drafter": facts.drafter,
-            "rows": calibration.max_measured_rows(max_rows),
-            "machine": (platform.machine(), os.cpu_count(), multiplies.name, multiplies.threads),
-            "kernel": multiplies.kernel,
-            **({} if fused is None else {"adapter": fused.files.fingerprint}),
-            **({} if facts.draft_model is None else {"draft_model": facts.draft_model}),
-        }
-    )
 
 
 def _memory_plan(
