@@ -19,6 +19,7 @@ from outrider.config import EngineConfig
 from outrider.engine.draft_state import DraftState
 from outrider.engine.loop import StepExecutor
 from outrider.engine.prefix.cache import MIN_LOADED_CELLS, PrefixCache
+from outrider.engine.row_caches import SLACK
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
 from outrider.plan import CacheGeometry, RowPlan, StepPlan
@@ -375,3 +376,26 @@ def rows_of(plan: StepPlan | None) -> list[RowPlan]:
 
 def planned_ids(plan: StepPlan | None) -> list[int]:
     return [row.sequence_id for row in rows_of(plan)]
+
+
+# -- rows to begin a test with ---------------------------------------------------------------------------
+
+FOREVER = 200  # tokens: longer than any of these tests runs
+
+
+def decoding(harness: Harness, num: int, depth: int = 0) -> list[Sequence]:
+    """Rows in the middle of long answers."""
+    rows = [harness.add(5, max_tokens=FOREVER, depth=depth) for _ in range(num)]
+    harness.run_until(lambda: all(row.is_decoding for row in rows))
+    return rows
+
+
+def budget_for(num_slots: int, num_cells: int) -> int:
+    geometry = CacheGeometry(bytes_per_cell=1, capacity_step=PAGE)
+    return geometry.num_bytes(num_slots, geometry.capacity_for(num_cells))
+
+
+def crowded(depth: int = 0, num: int = 3, max_tokens: int = 100) -> tuple[Harness, list[Sequence]]:
+    """Rows that fit together when they join and do not when they have grown."""
+    harness = Harness(max_rows=num, budget_bytes=budget_for(num, 5 + PAGE + SLACK))
+    return harness, [harness.add(5, max_tokens=max_tokens, depth=depth) for _ in range(num)]

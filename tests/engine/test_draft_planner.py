@@ -155,7 +155,7 @@ class HalfKnowing:
 
 
 def _records(harness: Harness) -> list[RowAcceptance]:
-    rows = harness.scheduler._slots.sequences()
+    rows = harness.scheduler._running
     return [row.drafting.acceptance for row in rows if row.drafting.acceptance is not None]
 
 

@@ -5,8 +5,8 @@
 
 `plan` gives a step when none is in flight, `plan_overlapped` one more behind it. `commit` takes the oldest
 step; `fail` drops all. Every decision is made here or in a part of the scheduler: which rows start, which are
-preempted, how many cells the caches have (row_caches.py), which prompt chunks run (prefill_queue.py), which
-drafts are fed (draft_planner.py), what the prefix cache copies (prefix/).
+preempted (running_rows.py), how many cells the caches have (row_caches.py), which prompt chunks run
+(prefill_queue.py), which drafts are fed (draft_planner.py), what the prefix cache copies (prefix/).
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from outrider.engine.prefill_queue import PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.prompt_pacing import PromptPacing, PromptWork
-from outrider.engine.row_caches import CacheShape, SlotCaches, SlotTable
+from outrider.engine.row_caches import SlotCaches
+from outrider.engine.running_rows import Arrangement, RunningRows
 from outrider.engine.sequence import Delta, FinishReason, Sequence, token_origins
-from outrider.engine.waiting_queue import WaitingQueue
 from outrider.plan import (
     CacheGeometry,
     ImageEmbeddings,
     LaunchedStep,
-    Move,
     PassShape,
     PrefixCopies,
     RestoreState,
@@ -77,19 +76,6 @@ class InFlightStep:
     seconds: float | None = None  # from the last read to this one, with the host's work in between
 
 
-@dataclass(frozen=True)
-class _Arrangement:
-    """What a plan does to the caches before its passes."""
-
-    moves: tuple[Move, ...]
-    kept_blocks: tuple[int, ...] | None  # see StepPlan
-    shape_before: CacheShape
-
-    def changes(self, shape: CacheShape) -> bool:
-        """`shape`: of the caches in the plan."""
-        return bool(self.moves) or self.kept_blocks is not None or self.shape_before != shape
-
-
 class Scheduler:
     def __init__(
         self,
@@ -113,35 +99,36 @@ class Scheduler:
         else:
             self._budget = SlotCaches(geometry, budget_bytes, self._controller.shapes)
         self._prefix.use_blocks(self._budget.pool, geometry.block_size)
-        self._moves_cells = not geometry.has_blocks or geometry.bytes_per_slot > 0
         self._state_bytes = geometry.bytes_per_slot
         self._step_bytes = step_bytes
         self.max_rows = config.max_rows or default_max_rows(geometry, budget_bytes)
-        self._waiting = WaitingQueue()
         prompt_costs = self._controller.prompt_costs
         self._prefill_queue = PrefillQueue(prompt_costs, self._prefix, image_embeddings)
         self._pacing = PromptPacing(
             prompt_costs, config.prefill_step_size, DEFAULT_CHUNK, config.max_stall_ms / 1000, step_bytes
         )
         self._draft_planner = DraftPlanner(self._controller)
-        self._slots = SlotTable()
+        moves_cells = not geometry.has_blocks or geometry.bytes_per_slot > 0
+        self._running = RunningRows(
+            self._budget, self.max_rows, self._prefix, self._prefill_queue, moves_cells
+        )
         self.in_flight: deque[InFlightStep] = deque()  # planned and not committed: at most two
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and len(self._slots) == 0
+        return not self._running.waiting and len(self._running) == 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._running.waiting)
 
     @property
     def num_rows(self) -> int:
-        return len(self._slots)
+        return len(self._running)
 
     @property
     def num_decoding(self) -> int:
-        return len(self._slots) - len(self._prefill_queue)
+        return len(self._running) - len(self._prefill_queue)
 
     @property
     def num_bytes(self) -> int:
@@ -165,7 +152,7 @@ class Scheduler:
         return self._budget.longest_context()
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting.add(sequence)
+        self._running.waiting.add(sequence)
 
     def cancel(self, sequence: Sequence) -> Delta:
         self._prefix.save_before_leaving(sequence)
@@ -178,8 +165,8 @@ class Scheduler:
         if self.in_flight:
             raise RuntimeError("a step is in flight: commit it, or let it fail, before the next plan")
         restores = self._take_restores()
-        arrangement = self._arrange()
-        rows = self._rows_to_run()
+        arrangement = self._running.arrange()
+        rows = self._running.to_run()
         ready = self._prefill_queue.ready(rows)
         decoding = [row for row in rows if row.is_decoding]
         if not self._pacing.may_prefill(len(decoding)):
@@ -204,16 +191,6 @@ class Scheduler:
         is_decode_only = bool(decode) and not prefill
         return self._new_step(plan, is_decode_only=is_decode_only, cost_shape=cost_shape, prompt_work=work)
 
-    def _arrange(self) -> _Arrangement:
-        """Let rows start and preempt rows, until the caches fit; then give the rows their places."""
-        self._start_waiting()
-        shape_before = self._budget.shape
-        self._preempt_until_fit()
-        kept_blocks = self._budget.compact(list(self._slots.sequences()))
-        moves = self._slots.settle()
-        moves = moves if self._moves_cells else []
-        return _Arrangement(tuple(moves), kept_blocks, shape_before)
-
     def _decode_batch(self, decoding: list[Sequence], ready: list[Sequence]) -> list[RowPlan]:
         """The decoding rows with their drafts. `ready`: rows that may prefill beside them."""
         joining = self._prefill_queue.about_to_sample(ready, self._pacing.max_tokens)
@@ -222,7 +199,7 @@ class Scheduler:
 
     def _step_plan(
         self,
-        arrangement: _Arrangement,
+        arrangement: Arrangement,
         copies: PrefixCopies,
         decode: list[RowPlan],
         decode_shape: PassShape,
@@ -281,11 +258,11 @@ class Scheduler:
         return self._new_step(plan, is_decode_only=True, cost_shape=cost_shape)
 
     def _placed(self, batch: list[RowPlan]) -> list[RowPlan]:
-        return self._budget.placed(batch, list(self._slots.sequences()))
+        return self._budget.placed(batch, list(self._running))
 
     def _may_overlap(self, step: InFlightStep) -> bool:
         """True if the next step has the same rows, as far as the host can know before it reads this step."""
-        if not step.is_decode_only or self._can_start_next() or self._prefix.has_copies:
+        if not step.is_decode_only or self._running.can_start_next() or self._prefix.has_copies:
             return False
         if len(step.rows) < self.num_decoding:
             return False
@@ -308,7 +285,7 @@ class Scheduler:
         return expected_s is None or self._pacing.may_prefill(self.num_decoding, expected_s)
 
     def _new_step(self, plan: StepPlan, **facts: Any) -> InFlightStep:
-        sequences = {sequence.id: sequence for sequence in self._slots.sequences()}
+        sequences = {sequence.id: sequence for sequence in self._running}
         rows = {row.sequence_id: (sequences[row.sequence_id], row) for batch in plan.batches for row in batch}
         step = InFlightStep(plan, rows, **facts)
         self.in_flight.append(step)
@@ -407,7 +384,7 @@ class Scheduler:
 
     def _take_restores(self) -> tuple[RestoreState, ...]:
         """The rows that were rolled back get their earlier states with the next step."""
-        rows = [(row, row.slot) for row in self._slots.sequences() if row.state_age]
+        rows = [(row, row.slot) for row in self._running if row.state_age]
         restores = tuple(RestoreState(slot, row.state_age) for row, slot in rows if slot is not None)
         for row, _ in rows:
             row.state_age = 0
@@ -420,10 +397,8 @@ class Scheduler:
         for sequence in failed.values():
             sequence.failures += 1
         self.in_flight.clear()
-        for sequence in sorted(self._slots.sequences(), key=lambda s: s.id, reverse=True):
-            self._send_back(sequence)
-        self._budget.clear()
-        given_up = [sequence for sequence in self._waiting if sequence.failures >= MAX_FAILURES]
+        self._running.send_all_back()
+        given_up = [sequence for sequence in self._running.waiting if sequence.failures >= MAX_FAILURES]
         return [self._finish(sequence, "error", error) for sequence in given_up]
 
     # -- images ------------------------------------------------------------------------------------------
@@ -454,78 +429,13 @@ class Scheduler:
         row = self._prefill_queue.scored(piece)
         return [] if row is None else [self._finish(row, "error", error)]
 
-    # -- which sequences have a slot ---------------------------------------------------------------------
-
-    def _start_waiting(self) -> None:
-        while self._can_start_next():
-            sequence = self._waiting.take()
-            self._slots.join(sequence)
-            self._prefill_queue.add(sequence)
-            if sequence.counters.started_s is None:
-                sequence.counters.started_s = time.perf_counter()
-
-    def _can_start_next(self) -> bool:
-        upcoming = self._waiting.next
-        if upcoming is None or len(self._slots) >= self.max_rows:
-            return False
-        return self._budget.may_join(upcoming, list(self._slots.sequences()))
-
-    def _preempt_until_fit(self) -> None:
-        """Preempt the rows that came last until the caches fit their budget."""
-        while not self._budget.resize(rows := list(self._slots.sequences()), self._slots.num_spanned):
-            last = max(rows, key=lambda row: row.id)
-            last.counters.preemptions += 1
-            self._prefix.save_before_leaving(last)
-            self._send_back(last)
-
-    def _send_back(self, sequence: Sequence) -> None:
-        """Out of its slot and to the front of the queue, with all its tokens."""
-        self._leave(sequence)
-        sequence.drop_cache()
-        self._waiting.add_returning(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
-        self._slots.leave(sequence)
-        self._budget.leave(sequence)
-        self._prefix.leave(sequence)
-        self._prefill_queue.remove(sequence)
+    # -- the end of a sequence; the books ----------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> Delta:
-        if sequence.slot is not None:
-            self._leave(sequence)
-        else:
-            self._waiting.remove(sequence)
+        self._running.remove(sequence)
         return Delta(sequence.request.id, finish_reason=reason, error=error, stats=sequence.stats())
-
-    def _rows_to_run(self) -> list[Sequence]:
-        """All rows in the order of their slots; after a failed step one suspect alone, while the others wait.
-
-        A decode step clears a suspect. A prefill step does not: the prompt may be fine and the answer not.
-        """
-        rows = list(self._slots.sequences())
-        suspects = [row for row in rows if row.failures]
-        return [min(suspects, key=lambda row: row.id)] if suspects else rows
-
-    # -- self-check --------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the state is inconsistent. Runs whenever the engine is idle."""
-        rows = list(self._slots.sequences())
         self._prefix.check_integrity()
-        for row in rows:
-            num_cells = len(row.tokens) - 1 - row.num_skipped
-            if row.is_decoding and row.num_cached != num_cells:
-                raise AssertionError(f"row {row.id} has {row.num_cached} cells for {num_cells} tokens")
-            if row.is_decoding == (row in self._prefill_queue):
-                raise AssertionError(f"row {row.id} is both or neither of prefilling and decoding")
-        self._budget.check_integrity(rows)
-        if len({row.slot for row in rows}) != len(rows) or any(row in rows for row in self._waiting):
-            raise AssertionError("a sequence is in two places")
-        if any(row not in rows for row in self._prefill_queue):
-            raise AssertionError("a prefilling sequence has no slot")
-        if any(row.slot is not None or row.num_cached for row in self._waiting):
-            raise AssertionError("a waiting sequence holds cells")
-        if len(rows) > self.max_rows:
-            raise AssertionError(f"{len(rows)} rows where {self.max_rows} are allowed")
-        if self.num_bytes > self._budget.budget_bytes and len(rows) > 1:
-            raise AssertionError("the caches are larger than their budget")
+        self._running.check_integrity()
