@@ -101,7 +101,7 @@ def answer(model: Any, *, event: Any = None, ends_with_done: bool = False, line:
         item = {"type": "object", "properties": properties, "required": ["data"]}
         content["text/event-stream"] = {"itemSchema": item}
     if line is not None:
-        content[NDJSON] = {"itemSchema": TypeAdapter(line).json_schema(ref_template=COMPONENT)}
+        content[NDJSON] = {"itemSchema": copy.deepcopy(_schema_of(line))}
     return {200: {"content": content}}
 
 
