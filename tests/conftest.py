@@ -1,5 +1,6 @@
 """What holds for every test: nothing is fetched from the network, and comparisons are made on the CPU."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -23,9 +24,13 @@ from patience import in_test_or_soak  # noqa: E402
 
 mx.set_default_device(mx.cpu)
 
+# What steps cost is measured in a moment and stored here: in this process, and in those that tests start.
 _measurements = tempfile.TemporaryDirectory(prefix="outrider-depth-")
 cost_store.folder = lambda: Path(_measurements.name)
 calibration.BUDGET_S = 0.05
+CHILD_PROCESSES = str(Path(__file__).parent / "child_processes")
+os.environ["COSTS_OF_TESTS"] = _measurements.name
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILD_PROCESSES, os.environ.get("PYTHONPATH"))))
 
 # A slow example on a busy machine is no failure. 100 examples are Hypothesis's own default.
 settings.register_profile(
@@ -51,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
             item.add_marker(pytest.mark.soak)
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded now stays, so garbage collections need not look at it: each would take half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
