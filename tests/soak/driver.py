@@ -59,7 +59,7 @@ class SoakPlan:
     idle_every_s: float = 60.0
     idle_s: float = IDLE_S + 1  # until what an idle server holds is counted: it has given memory back then
     num_replayed: int = 60
-    num_fuzzed: int = 4000  # bodies made from /openapi.json
+    num_fuzzed: int = 4000  # bodies made from /openapi.json; 0: no process makes any
     seed: int = 0
 
 
@@ -491,6 +491,9 @@ class Soak:
     @contextlib.contextmanager
     def _fuzzing(self) -> Iterator[Iterator[Attack]]:
         """Attacks with bodies made from /openapi.json; none while the next one is not ready."""
+        if not self._plan.num_fuzzed:
+            yield iter(())
+            return
         folder = self._server.log_path.parent
         description, path = folder / "openapi.json", folder / "bodies"
         description.write_text(httpx.get(f"{self._server.url}/openapi.json", timeout=PATIENCE_S).text)
