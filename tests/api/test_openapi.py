@@ -52,7 +52,7 @@ from outrider.chat.events import (
 from outrider.engine.engine import EngineStopped
 from outrider.engine.sequence import TokenOrigin
 from outrider.plan import TokenLogprobs
-from patience import PATIENCE_S
+from patience import PATIENCE_S, in_test_or_soak
 from server_process import ServerProcess
 
 WITH_LOGPROBS: tuple[ChatEvent, ...] = (
@@ -267,20 +267,22 @@ def check(case: Case) -> None:
 def check_operations(schema: Any, max_examples: int, seed_: int = 0) -> None:
     """Random requests to every route: `max_examples` as described, and as many bodies that are not.
 
-    To routes of few fields, a quarter of that.
+    To routes of few fields, five.
     """
     operations = [found.ok() for found in schema.get_all_operations()]
     for operation in operations:
-        num_examples = max_examples // 4 if operation.path in SMALL else max_examples
+        num_examples = 5 if operation.path in SMALL else max_examples
         modes = list(GenerationMode) if len(operation.body) else [GenerationMode.POSITIVE]
         for mode in modes:
             run = given(operation.as_strategy(generation_mode=mode))(check)
             seed(seed_)(settings(SETTINGS, max_examples=num_examples)(run))()
 
 
+@pytest.mark.soak
 def test_answers_are_as_described(schema: Any) -> None:
     SEEN.clear()
-    check_operations(schema.exclude(path=[*SAME_REQUESTS, *SAME_AS_RERANK, ENDLESS]), max_examples=20)
+    operations = schema.exclude(path=[*SAME_REQUESTS, *SAME_AS_RERANK, ENDLESS])
+    check_operations(operations, max_examples=in_test_or_soak(10, 20))
     # A refusal has a described form too: the requests must have been served.
     served = {route for route, status in SEEN if status == 200}
     assert {f"POST {path}" for path in (CHAT, "/v1/completions", "/v1/responses", "/v1/messages")} <= served

@@ -41,10 +41,21 @@ class Answer:
 def mlx_lm_row(model: nn.Module) -> Row:
     """A new row of mlx-lm's own model and caches."""
     cache = make_prompt_cache(model)
+    # As `without_speed_swaps`, which would look for the swapped modules again for each token.
+    modules = [module for _, module in model.named_modules()]
+    own = [type(module) for module in modules]
+    with without_speed_swaps(model):
+        plain = [type(module) for module in modules]
+    changes = [found for found in zip(modules, own, plain, strict=True) if found[1] is not found[2]]
 
     def feed(token_ids: Sequence[int]) -> np.ndarray:
-        with without_speed_swaps(model):
+        for module, _, kind in changes:
+            module.__class__ = kind
+        try:
             return np.array(model(mx.array([list(token_ids)]), cache=cache)[0, -1].astype(mx.float32))
+        finally:
+            for module, kind, _ in changes:
+                module.__class__ = kind
 
     return feed
 

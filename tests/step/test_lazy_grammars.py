@@ -23,10 +23,11 @@ from step.row_bans import without_bans
 from step.row_grammars import VOWELS, with_lazy_grammar
 
 NUM_HISTORIES = {
-    "llama": in_test_or_soak(14, 300),
-    "gemma3_text": in_test_or_soak(3, 60),
-    "qwen3_5": in_test_or_soak(5, 60),
+    "llama": in_test_or_soak(9, 300),
+    "gemma3_text": in_test_or_soak(2, 60),
+    "qwen3_5": in_test_or_soak(3, 60),
 }
+FIRST_SEED = 90_001  # grammars wake and sleep, and rows are rolled back, in the first histories
 
 
 def lazy_history(seed: int, vocab_size: int) -> History:
@@ -58,7 +59,7 @@ def _lazy(rng: random.Random, ask: Ask) -> Ask:
 
 def play_many(family: str, num: int) -> Tally:
     tally = Tally()
-    for seed in range(90_000, 90_000 + num):
+    for seed in range(FIRST_SEED, FIRST_SEED + num):
         try:
             tally.add(play(world(family), lazy_history(seed, world(family).vocab_size)))
         except Exception as error:

@@ -10,10 +10,10 @@ from patience import case_only_in_soak, in_test_or_soak
 from step.media_histories import MediaHistory, MediaTally, MediaWorld
 
 NUM_HISTORIES = {  # in `make test`, in `make soak`
-    "qwen2_5_vl": in_test_or_soak(2, 4),  # sections of rope
+    "qwen2_5_vl": in_test_or_soak(1, 4),  # sections of rope
     "qwen3_5": in_test_or_soak(2, 4),  # recurrent layers
     "smolvlm": in_test_or_soak(1, 3),  # tiles
-    "qwen2_5_vl-4bit": in_test_or_soak(2, 4),
+    "qwen2_5_vl-4bit": in_test_or_soak(1, 4),
     "smolvlm-8bit": 3,
 }
 # Hits, catching up and failures in the first ones.
