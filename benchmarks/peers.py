@@ -13,22 +13,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-import httpx
 
 from benchmarks.default_gguf import default_gguf
 from benchmarks.float32_copy import write_float32_copy
+from benchmarks.server_process import DidNotStart, Peer, RunningServer, started, wait_until_healthy
 from outrider.cpu.threads import usable_cpus
 from outrider.files.cache_folder import cache_folder
 from outrider.llm import default_model
@@ -39,17 +34,6 @@ HERE = Path(__file__).resolve().parent
 MLX_LAUNCHER = HERE / "peer.py"
 LLAMA_CPP_LAUNCHER = HERE / "llama_cpp_server.py"
 MLX_PEERS = ("mlx-lm", "vllm-mlx")
-START_TIMEOUT_S = 180.0  # seconds until a server must be healthy; chosen by hand
-STOP_TIMEOUT_S = 15.0  # seconds between SIGTERM and SIGKILL; chosen by hand
-
-
-@dataclass(frozen=True)
-class Peer:
-    """How a server is started. The word PORT in the command is replaced."""
-
-    name: str
-    command: list[str]
-    environ: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,25 +45,21 @@ class Models:
     gguf: Path | None  # None if llama.cpp is not measured
 
 
-@dataclass(frozen=True)
-class RunningServer:
-    peer: Peer
-    port: int
-    process: subprocess.Popen[bytes]
-    log: Path
-
-
 def main() -> int:
     args, bench_options = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped
     with tempfile.TemporaryDirectory(prefix="outrider-peers-") as scratch, contextlib.ExitStack() as stack:
         models = _models(args, Path(scratch))
-        running = [
-            stack.enter_context(_started(peer, Path(scratch))) for peer in _peers(args, models, Path(scratch))
-        ]
-        for one in running:
-            _wait_until_healthy(one)
-            print(f"{one.peer.name} listens on port {one.port}", flush=True)
+        try:
+            running = [
+                stack.enter_context(started(peer, Path(scratch)))
+                for peer in _peers(args, models, Path(scratch))
+            ]
+            for one in running:
+                wait_until_healthy(one)
+                print(f"{one.peer.name} listens on port {one.port}", flush=True)
+        except DidNotStart as error:
+            sys.exit(str(error))
         return _bench(models, running, bench_options)
 
 
@@ -114,7 +94,7 @@ def _outrider(args: argparse.Namespace, models: Models) -> Peer:
     command += ["--served-model-name", str(models.mlx), "--max-rows", str(args.rows)]
     command += ["--log-level", "warning"]
     command.append("--no-supervisor")  # so that the process is the server, whose memory is measured
-    return Peer("outrider", command)
+    return Peer("outrider", command, is_outrider=True)
 
 
 def _mlx_lm(args: argparse.Namespace, models: Models, scratch: Path) -> Peer:
@@ -138,50 +118,6 @@ def _llama_cpp(args: argparse.Namespace, models: Models, scratch: Path) -> Peer:
     if sys.platform == "linux":
         command += ["--threads", str(usable_cpus())]
     return Peer("llama-cpp", command)
-
-
-@contextlib.contextmanager
-def _started(peer: Peer, scratch: Path) -> Iterator[RunningServer]:
-    port, log = _free_port(), scratch / f"{peer.name}.log"
-    command = [str(port) if word == "PORT" else word for word in peer.command]
-    if shutil.which(command[0]) is None:
-        sys.exit(f"{peer.name}: no Python at {command[0]}")
-    environ = {
-        name: text for name, text in os.environ.items() if name != "PYTHONPATH" or peer.name == "outrider"
-    }
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environ | peer.environ)
-    try:
-        yield RunningServer(peer, port, process, log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_until_healthy(one: RunningServer) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not _is_healthy(one.port):
-        if one.process.poll() is not None or time.monotonic() > deadline:
-            tail = one.log.read_text(errors="replace")[-2000:]
-            sys.exit(f"{one.peer.name} did not start:\n{tail}")
-        time.sleep(0.3)
-
-
-def _is_healthy(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def _bench(models: Models, running: Sequence[RunningServer], bench_options: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import peers
+from benchmarks import peers, server_process
 from benchmarks.default_gguf import default_gguf
 
 from outrider.models.errors import ModelUnavailable
@@ -141,7 +141,7 @@ def test_bad_arguments_are_refused(
 # -- starting them ---------------------------------------------------------------------------------------
 
 
-def llama_cpp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gguf: Path) -> peers.Peer:
+def llama_cpp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gguf: Path) -> server_process.Peer:
     """The peer, with a Python that has the fake wheel."""
     site = tmp_path / "site"
     site.mkdir()
@@ -149,7 +149,7 @@ def llama_cpp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gguf: Path) -> pe
     words = ["--peers", "llama-cpp", "--llama-cpp-python", sys.executable, "--rows", "3", "--context", "500"]
     monkeypatch.setattr(sys, "argv", ["peers", *words])
     found = peers._llama_cpp(peers._arguments()[0], peers.Models(tmp_path, tmp_path, gguf), tmp_path)
-    return peers.Peer(found.name, found.command, {"PYTHONPATH": str(site)})
+    return server_process.Peer(found.name, found.command, {"PYTHONPATH": str(site)})
 
 
 def test_llama_cpp_is_started_without_caches_and_stopped(
@@ -159,8 +159,8 @@ def test_llama_cpp_is_started_without_caches_and_stopped(
     monkeypatch.setattr(peers, "usable_cpus", lambda: 2)
     file = tmp_path / "some.gguf"
     file.touch()
-    with peers._started(llama_cpp(monkeypatch, tmp_path, file), tmp_path) as running:
-        peers._wait_until_healthy(running)
+    with server_process.started(llama_cpp(monkeypatch, tmp_path, file), tmp_path) as running:
+        server_process.wait_until_healthy(running)
         assert running.process.poll() is None
     assert running.process.returncode is not None
     assert json.loads(file.read_text()) == {
@@ -179,16 +179,19 @@ def test_llama_cpp_is_started_without_caches_and_stopped(
 
 def test_a_server_that_does_not_start_shows_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     peer = llama_cpp(monkeypatch, tmp_path, tmp_path / "missing.gguf")
-    with peers._started(peer, tmp_path) as running, pytest.raises(SystemExit) as stopped:
-        peers._wait_until_healthy(running)
+    with (
+        server_process.started(peer, tmp_path) as running,
+        pytest.raises(server_process.DidNotStart) as stopped,
+    ):
+        server_process.wait_until_healthy(running)
     assert "llama-cpp did not start:" in str(stopped.value)
     assert "RuntimeError: Failed to init server" in str(stopped.value)
 
 
 def test_a_missing_python_is_named(tmp_path: Path) -> None:
-    peer = peers.Peer("llama-cpp", ["python-with-xllamacpp", "x.py"])
-    with pytest.raises(SystemExit, match="llama-cpp: no Python at python-with-xllamacpp"):
-        peers._started(peer, tmp_path).__enter__()
+    peer = server_process.Peer("llama-cpp", ["python-with-xllamacpp", "x.py"])
+    with pytest.raises(server_process.DidNotStart, match="llama-cpp: no Python at python-with-xllamacpp"):
+        server_process.started(peer, tmp_path).__enter__()
 
 
 def test_all_servers_know_the_model_by_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
