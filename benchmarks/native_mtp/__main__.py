@@ -51,8 +51,9 @@ class Place:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Some servers cache prompts in their home folder, from run to run; none may download."""
-        return {"HOME": str(self.scratch), "OUTRIDER_CACHE": str(cache_folder()), "HF_HUB_OFFLINE": "1"}
+        """Some servers cache prompts in their home folder, from run to run; none may download or report."""
+        off = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+        return {"HOME": str(self.scratch), "OUTRIDER_CACHE": str(cache_folder())} | off
 
 
 def main() -> int:
@@ -107,19 +108,27 @@ def _wait(subject: Subject) -> None:
 
 async def _measure(args: argparse.Namespace, place: Place, subjects: list[Subject]) -> int:
     tokenizer = Tokenizer.from_file(str(place.folder / "tokenizer.json"))
-    tasks = [Task(text) for text in json.loads(args.prompts.read_text())]
     loads = loads_of(args.streams)
+    num_asked = args.rounds * max(load.num_requests for load in loads)
+    tasks = [Task(text) for text in json.loads(args.prompts.read_text())[:num_asked]]
     rounds = Rounds(subjects, loads, tasks, args.tokens, lambda text: len(tokenizer.encode(text).ids), _say)
     await rounds.answer_alone()
-    _say(f"a round takes at most about {rounds.expected_s():.0f} s; there are {args.rounds}")
+    _say(f"{args.rounds} rounds of {rounds.expected_s():.0f} s each, if batches and MTP gain nothing")
+    began_s = time.monotonic()
     try:
         for index in range(args.rounds):
             await rounds.run(index)
+            mean_s = (time.monotonic() - began_s) / (index + 1)
+            _say(f"round {index + 1} of {args.rounds}: {(args.rounds - index - 1) * mean_s:.0f} s left")
     except asyncio.CancelledError:
         _say("stopped: the table has the cells that were measured")
     if args.json is not None:
         args.json.write_text(json.dumps(_record(rounds, subjects), indent=1))
-    problems = [(subject.name, text) for subject in subjects for text in subject.problems]
+    problems = [
+        (subject.name, text.replace(str(place.folder), "MODEL"))
+        for subject in subjects
+        for text in subject.problems
+    ]
     print("\n" + table(rounds.cells, [subject.name for subject in subjects], loads, problems) + "\n")
     for subject in subjects:
         for form in subject.forms:

@@ -12,10 +12,8 @@ from benchmarks.peers import MLX_LAUNCHER
 from benchmarks.server_process import Peer
 
 VERSION = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
-RAPID_MTP = (
-    '{"method": "mtp", "model": "FOLDER", "num_speculative_tokens": 3, "continuous_batching": true, '
-    '"allow_dynamic_membership": true}'
-)
+RAPID_MTP = '{"method": "mtp", "model": "FOLDER", "num_speculative_tokens": 3}'
+RAPID_CONTINUOUS = f'{RAPID_MTP[:-1]}, "continuous_batching": true, "allow_dynamic_membership": true}}'
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,7 @@ class Kind:
 
 SERVE = ("--host", "127.0.0.1", "--port", "PORT")
 VLLM_MLX = ("vllm_mlx.cli", "serve", "FOLDER", *SERVE, "--continuous-batching", "--max-num-seqs", "ROWS")
+RAPID_MLX = ("rapid_mlx.cli", "serve", "FOLDER", *SERVE, "--max-num-seqs", "ROWS", "--disable-prefix-cache")
 OUTRIDER = Kind(
     "Outrider",
     "outrider",
@@ -55,11 +54,13 @@ PEERS: dict[str, Kind] = {
         ("mlx_vlm.server", "--model", "FOLDER", *SERVE, "--max-num-seqs", "ROWS"),
         ("--draft-model", "FOLDER", "--draft-kind", "mtp"),
     ),
-    "rapid-mlx": Kind(
-        "Rapid-MLX",
+    "rapid-mlx": Kind("Rapid-MLX", "rapid-mlx", RAPID_MLX, ("--speculative-config", RAPID_MTP)),
+    # Its MTP in batches is refused for models that are not in its catalogue, unless it is forced.
+    "rapid-mlx-forced": Kind(
+        "Rapid-MLX (--force-spec-decode)",
         "rapid-mlx",
-        ("rapid_mlx.cli", "serve", "FOLDER", *SERVE, "--max-num-seqs", "ROWS", "--disable-prefix-cache"),
-        ("--speculative-config", RAPID_MTP),
+        RAPID_MLX,
+        ("--force-spec-decode", "--speculative-config", RAPID_CONTINUOUS),
     ),
     "mtplx": Kind(
         "MTPLX",

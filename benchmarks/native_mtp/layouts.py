@@ -64,6 +64,9 @@ def write_common_folder(model: Path, folder: Path) -> Path:
         if file.is_file() and ".safetensors" not in file.name:
             shutil.copy(file, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    tokenizer["chat_template"] = taking_parts(tokenizer["chat_template"])
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2))
     (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR, indent=2))
     _save(folder / "model.safetensors", trunk | _vision_encoder(config["vision_config"]))
     (folder / "mtp").mkdir()
@@ -87,6 +90,15 @@ def common_config(config: Mapping[str, Any]) -> dict[str, Any]:
     tokens = {name: text["vocab_size"] + i for i, name in enumerate(SPECIAL_TOKENS)}
     vision = VISION_CONFIG | {"out_hidden_size": text["hidden_size"]}
     return {**config, **tokens, "text_config": text | {"rope_parameters": rope}, "vision_config": vision}
+
+
+def taking_parts(template: str) -> str:
+    """The chat template, for messages whose content is a text or a list of parts: mlx-vlm sends lists."""
+    text = "{{ message.content }}"
+    parts = "{% for part in message.content %}{{ part.text }}{% endfor %}"
+    return template.replace(
+        text, f"{{% if message.content is string %}}{text}{{% else %}}{parts}{{% endif %}}"
+    )
 
 
 def _converted_head(model: Path) -> Tensors:

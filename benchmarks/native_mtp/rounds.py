@@ -69,7 +69,7 @@ class Rounds:
         self._say(f"{subject.name}: {counted}")
 
     def expected_s(self) -> float:
-        """Seconds of a round at most: batches are faster than one stream."""
+        """Seconds of a round in which each answer takes as long as a plain answer alone."""
         share = sum(load.num_requests for load in self._loads) / len(self._tasks)
         return sum(len(subject.forms) * share * subject.alone_s for subject in self._subjects)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jinja2
 import mlx.core as mx
 import pytest
 from benchmarks.native_mtp.layouts import CannotConvert, common_config, write_common_folder
@@ -57,6 +58,18 @@ def test_mlx_vlm_loads_every_tensor(folder: Path) -> None:
     stored = tensors(TINY / "model.safetensors")
     name = "language_model.model.norm.weight"
     assert mx.array_equal(model.language_model.model.norm.weight, stored[name].astype(mx.float32))
+
+
+def test_the_chat_template_takes_a_text_and_a_list_of_parts(folder: Path) -> None:
+    own, common = (
+        json.loads((path / "tokenizer_config.json").read_text())["chat_template"] for path in (TINY, folder)
+    )
+    text = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1, 2."}]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in text]
+    expected = jinja2.Template(own).render(messages=text, add_generation_prompt=True)
+    for messages in (text, parts):
+        assert jinja2.Template(common).render(messages=messages, add_generation_prompt=True) == expected
+    assert jinja2.Template(own).render(messages=parts) != jinja2.Template(common).render(messages=parts)
 
 
 def test_sections_cover_half_of_the_rotated_part() -> None:

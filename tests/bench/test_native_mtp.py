@@ -163,9 +163,13 @@ def test_a_peer_is_started_with_the_same_words_but_for_mtp(name: str) -> None:
         assert peer.environ == {"HOME": "h"}
 
 
-def test_rapid_mlx_gets_a_json_object() -> None:
-    command = kinds.peer_of(kinds.PEERS["rapid-mlx"], "py", Path("/m"), 8, True, {}).command
-    assert json.loads(command[-1])["model"] == "/m"
+@pytest.mark.parametrize(("name", "is_continuous"), [("rapid-mlx", False), ("rapid-mlx-forced", True)])
+def test_rapid_mlx_gets_a_json_object(name: str, is_continuous: bool) -> None:
+    command = kinds.peer_of(kinds.PEERS[name], "py", Path("/m"), 8, True, {}).command
+    found = json.loads(command[command.index("--speculative-config") + 1])
+    assert found["model"] == "/m"
+    assert found.get("continuous_batching", False) is is_continuous
+    assert ("--force-spec-decode" in command) is is_continuous
 
 
 def test_a_choice_names_a_server_and_its_python() -> None:
