@@ -5,7 +5,6 @@ A server may take the flag and decode without drafts. Speed alone would not show
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,7 +53,7 @@ def of_mlx_vlm(client: httpx.Client, model: str) -> Counts:
     """Of one request: the server has no totals."""
     message = {"role": "user", "content": "Count from 3 in steps of 4."}
     body = {"model": model, "messages": [message], "max_tokens": 48, "temperature": 0}
-    timings = client.post("/v1/chat/completions", content=json.dumps(body)).json()["timings"]
+    timings = client.post("/v1/chat/completions", json=body).json()["timings"]
     return int(timings.get("draft_n") or 0), int(timings.get("draft_n_accepted") or 0)
 
 

@@ -54,8 +54,8 @@ def _figures_text(found: Figures, beside: Spread | None) -> list[str]:
     return [
         _median(found.with_mtp),
         _median(found.plain),
-        UNKNOWN if found.ratio is None else found.ratio.text(2),
-        UNKNOWN if beside is None else beside.text(2),
+        _ratio(found.ratio),
+        _ratio(beside),
         _share(found.equal_with_mtp),
         _share(found.equal_plain),
         _errors_text(found),
@@ -77,6 +77,13 @@ def _errors_text(found: Figures) -> str:
 
 def _median(spread: Spread | None) -> str:
     return UNKNOWN if spread is None else f"{spread.median:.0f}"
+
+
+def _ratio(spread: Spread | None) -> str:
+    """One round has no spread."""
+    if spread is None:
+        return UNKNOWN
+    return f"{spread.median:.2f}" if spread.least == spread.most else spread.text(2)
 
 
 def _share(equal: tuple[int, int]) -> str:

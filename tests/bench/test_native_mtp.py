@@ -124,9 +124,15 @@ def test_the_table_has_a_row_for_each_server_at_each_load() -> None:
     cells = [cell(OURS, True, 0, 100), cell(OURS, False, 0, 50), cell(THEIRS, True, 0, 80, equal=3)]
     cells.append(cell(THEIRS, False, 0, 40))
     assert rows(cells, []) == [
-        ["1 stream", OURS, "100", "50", "2.00 (2.00-2.00)", "-", "4 of 4", "4 of 4", "0"],
-        ["", THEIRS, "80", "40", "2.00 (2.00-2.00)", "1.25 (1.25-1.25)", "3 of 4", "4 of 4", "0"],
+        ["1 stream", OURS, "100", "50", "2.00", "-", "4 of 4", "4 of 4", "0"],
+        ["", THEIRS, "80", "40", "2.00", "1.25", "3 of 4", "4 of 4", "0"],
     ]
+
+
+def test_ratios_of_several_rounds_show_their_spread() -> None:
+    cells = [cell(OURS, True, i, speed) for i, speed in enumerate((50, 100, 150))]
+    cells += [cell(OURS, False, i, 50) for i in range(3)]
+    assert rows(cells, [])[0][4] == "2.00 (1.00-3.00)"
 
 
 def test_errors_and_crashes_are_counted() -> None:
