@@ -25,10 +25,14 @@ class Cell:
     round: int
     seconds: float  # from the first request to the end of the last answer
     num_tokens: int  # of the answers without an error, counted by the model's tokenizer
-    num_answers: int
-    num_equal: int
+    num_answers: int  # and errors
+    unequal: tuple[tuple[str, str], ...] = ()  # prompt and answer
     errors: tuple[str, ...] = ()  # one for each request that failed
     has_crashed: bool = False  # the server's process ended
+
+    @property
+    def num_equal(self) -> int:
+        return self.num_answers - len(self.unequal) - len(self.errors)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -56,10 +60,15 @@ class Figures:
     num_crashes: int
 
 
-def num_equal(tasks: Sequence[Task], answers: Sequence[Answer], alone: Mapping[str, str]) -> int:
-    """`alone`: for each prompt the text of the plain answer alone."""
-    pairs = zip(tasks, answers, strict=True)
-    return sum(answer.error is None and alone.get(task.prompt) == answer.text for task, answer in pairs)
+def unequal(
+    tasks: Sequence[Task], answers: Sequence[Answer], alone: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
+    """Prompts and answers that are not plain answers alone. `alone`: for each prompt the text of this one."""
+    return tuple(
+        (task.prompt, answer.text)
+        for task, answer in zip(tasks, answers, strict=True)
+        if answer.error is None and alone.get(task.prompt) != answer.text
+    )
 
 
 def figures(cells: Iterable[Cell], server: str, load: Load) -> Figures:

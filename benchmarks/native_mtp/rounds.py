@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.native_mtp.loads import Load, send
 from benchmarks.native_mtp.measured import MeasuredServer
-from benchmarks.native_mtp.results import Cell, num_equal
+from benchmarks.native_mtp.results import Cell, unequal
 from benchmarks.server_process import DidNotStart
 from outrider.bench.answer import Answer
 from outrider.bench.workloads import Task
@@ -97,7 +97,7 @@ class Rounds:
             max(answer.ended_s for answer in answers) - began_s,
             sum(self._count_tokens(answer.text) for answer in answers if answer.error is None),
             len(answers),
-            num_equal(tasks, answers, subject.alone),
+            unequal(tasks, answers, subject.alone),
             tuple(answer.error for answer in answers if answer.error is not None),
             has_crashed=not form.is_alive,
         )

@@ -7,12 +7,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from benchmarks.native_mtp import drafts, kinds
 from benchmarks.native_mtp.loads import JOIN_AFTER_CHUNKS, Load, loads_of, send
-from benchmarks.native_mtp.results import Cell, figures, num_equal
+from benchmarks.native_mtp.results import Cell, figures, unequal
 from benchmarks.native_mtp.table import COLUMNS, table
 
 from outrider.bench.answer import Answer
@@ -90,15 +91,17 @@ def test_only_answers_without_error_can_be_equal() -> None:
         Answer("free", 0, 1, text="z", error="broke off"),
         Answer("free", 0, 1, text=""),
     ]
-    assert num_equal(tasks, answers, {"a": "x", "b": "y", "c": "z"}) == 1  # "d" has no plain answer alone
+    found = unequal(tasks, answers, {"a": "x", "b": "y", "c": "z"})
+    assert found == (("b", "other"), ("d", ""))  # "d" has no plain answer alone
+    assert Cell(OURS, True, Load(4), 0, 1.0, 9, 4, found, ("broke off",)).num_equal == 1
 
 
 # -- figures and table -----------------------------------------------------------------------------------
 
 
-def cell(server: str, has_mtp: bool, round: int, speed: float, equal: int = 4, **more: object) -> Cell:
-    load = more.pop("load", Load(1))
-    return Cell(server, has_mtp, load, round, 2.0, int(2 * speed), 4, equal, **more)  # type: ignore[arg-type]
+def cell(server: str, has_mtp: bool, round: int, speed: float, wrong: int = 0, **more: Any) -> Cell:
+    """Of four answers."""
+    return Cell(server, has_mtp, Load(1), round, 2.0, int(2 * speed), 4, (("p", "x"),) * wrong, **more)
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -121,7 +124,7 @@ def rows(
 
 
 def test_the_table_has_a_row_for_each_server_at_each_load() -> None:
-    cells = [cell(OURS, True, 0, 100), cell(OURS, False, 0, 50), cell(THEIRS, True, 0, 80, equal=3)]
+    cells = [cell(OURS, True, 0, 100), cell(OURS, False, 0, 50), cell(THEIRS, True, 0, 80, wrong=1)]
     cells.append(cell(THEIRS, False, 0, 40))
     assert rows(cells, []) == [
         ["1 stream", OURS, "100", "50", "2.00", "-", "4 of 4", "4 of 4", "0"],
@@ -137,7 +140,7 @@ def test_ratios_of_several_rounds_show_their_spread() -> None:
 
 def test_errors_and_crashes_are_counted() -> None:
     errors = ("hung up",) * 3
-    cells = [cell(THEIRS, True, 0, 0, equal=0, errors=errors, has_crashed=True), cell(THEIRS, False, 0, 40)]
+    cells = [cell(THEIRS, True, 0, 0, wrong=1, errors=errors, has_crashed=True), cell(THEIRS, False, 0, 40)]
     assert rows(cells, []) == [
         ["1 stream", THEIRS, "-", "40", "-", "-", "0 of 4", "4 of 4", "3 x hung up; 1 crashes"]
     ]
