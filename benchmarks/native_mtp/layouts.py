@@ -137,7 +137,8 @@ def _vision_encoder(config: Mapping[str, Any]) -> Tensors:
 
     mx.random.seed(0)
     encoder = VisionModel(VisionConfig.from_dict(dict(config)))
-    return {f"vision_tower.{name}": array for name, array in tree_flatten(encoder.parameters())}
+    parameters: Tensors = dict(tree_flatten(encoder.parameters()))
+    return {f"vision_tower.{name}": array for name, array in parameters.items()}
 
 
 def _save(file: Path, tensors: Tensors) -> None:
