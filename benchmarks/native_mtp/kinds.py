@@ -70,13 +70,6 @@ PEERS: dict[str, Kind] = {
         ("--generation-mode", "ar"),
     ),
     "optiq": Kind("OptiQ", "mlx-optiq", ("optiq.cli", "serve", "--model", "FOLDER", *SERVE), ("--mtp",)),
-    "vmlx": Kind(
-        "vMLX",
-        "vmlx",
-        ("vmlx_engine.cli", "serve", "FOLDER", *SERVE, "--continuous-batching"),
-        (),
-        ("--disable-native-mtp",),
-    ),
 }
 
 

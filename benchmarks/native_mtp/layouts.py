@@ -1,7 +1,7 @@
 """Writes one Qwen3.5 checkpoint in a folder that every server of the comparison can read.
 
     model.safetensors           language model and vision encoder in float32, by mlx-lm's and mlx-vlm's names
-    mtp.safetensors             the head: mlx-vlm, Rapid-MLX, MTPLX, OptiQ, vMLX
+    mtp.safetensors             the head: mlx-vlm, Rapid-MLX, MTPLX, OptiQ
     mtp/weights.safetensors     the same head: vllm-mlx, Outrider
     mtp/manifest.json           tells vllm-mlx that the norms of the head have their 1
 
