@@ -1,4 +1,4 @@
-"""Sums over the ranks of a model, added in the order of the ranks.
+"""Sums over the ranks of a model, added in the order of the ranks, and how linear layers are divided.
 
 MLX's `all_sum` adds in an order that depends on the place of an element in the array. With three or more
 ranks the last bit of a token's sum would depend on the tokens beside it, and quantised layers magnify such a
