@@ -61,6 +61,8 @@ class SoakPlan:
     num_replayed: int = 60
     num_fuzzed: int = 4000  # bodies made from /openapi.json; 0: no process makes any
     seed: int = 0
+    min_answers: int = 0  # and attacks, before the run ends
+    min_faults: int = 0
 
 
 @dataclass
@@ -280,13 +282,20 @@ class Soak:
 
     # -- the course ----------------------------------------------------------------------------------------
 
+    def _goes_on(self) -> bool:
+        """Until its time is over and enough has happened, which takes longer on a busy machine."""
+        now_s, plan, report = time.monotonic(), self._plan, self.report
+        num = min(report.outcomes["answered"], sum(report.attacks.values()))
+        has_enough = num >= plan.min_answers and sum(report.faults.values()) >= plan.min_faults
+        return now_s < self._ends_s or (not has_enough and now_s < self._ends_s + PATIENCE_S)
+
     async def _direct(self) -> None:
         """Inject faults and let the server become idle, at fixed intervals."""
         plan = self._plan
         fault_s = time.monotonic() + plan.fault_every_s
         idle_s = time.monotonic() + plan.idle_every_s
         num_faults = 0
-        while time.monotonic() < self._ends_s:
+        while self._goes_on():
             await asyncio.sleep(0.2)
             if time.monotonic() > fault_s:
                 num_faults += 1
@@ -370,7 +379,7 @@ class Soak:
 
     async def _converse(self, rng: random.Random) -> None:
         request: ApiRequest | None = None
-        while time.monotonic() < self._ends_s:
+        while self._goes_on():
             async with self._turn():
                 request = request or new_request(rng)
                 outcome, answer = await self._ask(request, rng)
@@ -473,7 +482,7 @@ class Soak:
     # -- attacks -------------------------------------------------------------------------------------------
 
     async def _attack(self, rng: random.Random) -> None:
-        while time.monotonic() < self._ends_s:
+        while self._goes_on():
             made = (next(self._fuzzed, None) if rng.random() < FUZZED_SHARE else None) or attack(rng)
             async with self._turn():
                 began_s = time.monotonic()

@@ -50,6 +50,8 @@ def test_a_server_stands_load_attacks_and_faults(tmp_path: Path) -> None:
         num_replayed=12,
         num_fuzzed=0,
         seed=1,
+        min_answers=21,
+        min_faults=4,
     )
     report = run_soak(plan, tmp_path)
     assert not report.problems, "\n".join(report.problems)
