@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def test_longer_rows_cost_more_and_a_width_relatively_less() -> None:
     table = CostTable(MeasuredCosts({(1, 1): 1.0, (1, 2): 1.5}, {}, 128, 0.001))
     long = [table.step_s(StepShape(1, width, num_cells=1128)) for width in (1, 2)]
     assert long == pytest.approx([2.0, 2.5])
+
+
+@pytest.mark.parametrize("padding_share", [0.0, 0.3, 1.0])
+def test_a_pass_whose_rows_are_mostly_padding_has_a_cost(padding_share: float) -> None:
+    measured = replace(guessed_costs(), padding_share=padding_share)
+    table = CostTable(measured)
+    width = table.mean_width(rows=8, num_tokens=1, width=1)
+    assert width == 1
+    shape = StepShape(8, width, head_rows=1, num_drafts_next=1)
+    assert table.step_s(shape) >= table.step_s(StepShape(1, 1))
+    assert table.mean_width(rows=2, num_tokens=6, width=4) == 3 + padding_share
 
 
 def test_head_costs_what_it_is_fed_and_makes() -> None:

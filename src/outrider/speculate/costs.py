@@ -150,8 +150,12 @@ class CostTable:
         return self.step_s(shape) * math.exp(self._slowdown)
 
     def mean_width(self, rows: int, num_tokens: int, width: int) -> float:
-        """The width at which equal rows cost as much as these: `num_tokens` in all, padded to `width`."""
-        return (num_tokens + self.measured.padding_share * (rows * width - num_tokens)) / rows
+        """The width at which equal rows cost as much as these: `num_tokens` in all, padded to `width`.
+
+        At least 1: some of the rows may be padding.
+        """
+        num_paid = num_tokens + self.measured.padding_share * (rows * width - num_tokens)
+        return max(1.0, num_paid / rows)
 
     def uncorrected_s(self, rows: int, width: int, num_cells: int) -> float:
         """Seconds of a step without a head, from the measurements alone."""
