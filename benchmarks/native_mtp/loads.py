@@ -67,6 +67,7 @@ async def _send_joining(num_streams: int, ask: Ask, tasks: Sequence[Task]) -> li
             number, task = waiting.popleft()
             answers[number] = await ask(task, lambda: next(chunks))
             may_begin[place + 1].set()  # also after an error or a short answer
+        may_begin[place + 1].set()  # the other streams may have sent all requests before this one began
 
     await asyncio.gather(*(stream(place) for place in range(num_streams)))
     return [answers[number] for number in range(len(tasks))]

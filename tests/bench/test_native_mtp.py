@@ -72,6 +72,15 @@ def test_a_server_that_sends_whole_answers_is_joined_too() -> None:
     assert len(sent(Load(3, joins=True), server)) == 6
 
 
+def test_streams_that_find_no_request_left_end() -> None:
+    async def ask(task: Task, on_text: Callable[[], None]) -> Answer:
+        return Answer("free", 0.0, 1.0, text=task.prompt)
+
+    tasks = [Task(f"question {i}") for i in range(16)]
+    answers = asyncio.run(asyncio.wait_for(send(Load(8, joins=True), ask, tasks), 20))
+    assert [answer.text for answer in answers] == [task.prompt for task in tasks]
+
+
 def test_one_stream_has_nobody_to_join() -> None:
     assert [load.text for load in loads_of([1, 2])] == [
         "1 stream",
