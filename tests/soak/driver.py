@@ -370,7 +370,8 @@ class Soak:
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        await self._may_run.wait()
+        while not self._may_run.is_set():  # it may be cleared again before a client that waits goes on
+            await self._may_run.wait()
         self._num_busy += 1
         try:
             yield
