@@ -16,10 +16,10 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from statistics import median
 
 import httpx
 
+from benchmarks.side_by_side import spread
 from outrider.bench.child_server import child_server
 from outrider.bench.prompts import chat, reports
 
@@ -89,10 +89,6 @@ async def measure(url: str, args: argparse.Namespace) -> None:
     ratios = [b.tokens_per_s / a.tokens_per_s for a, b in zip(alone, beside, strict=True)]
     print(f"| pace, beside / alone | | {spread(ratios)} |")
     print(f"| the prompt's first token, s | | {spread(prompt_s)} |")
-
-
-def spread(values: list[float]) -> str:
-    return f"{median(values):.3g} ({min(values):.3g}-{max(values):.3g})"
 
 
 def main() -> None:

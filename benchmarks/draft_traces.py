@@ -21,8 +21,8 @@ from benchmarks.side_by_side import BUDGET_BYTES, NullDetokenizer, StepBench
 from outrider.bench.prompts import chat, code, records
 from outrider.bench.workloads import JSON_REQUEST
 from outrider.config import EngineConfig
+from outrider.engine.draft_state import DraftState
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.sequence import DraftState
 from outrider.engine.sequence import Sequence as Row
 from outrider.llm import default_model
 from outrider.request import MAX_DEPTH, Request, SamplingParams

@@ -14,8 +14,8 @@ from mlx_lm.generate import BatchGenerator
 from outrider.bench.prompts.chat import PROMPTS
 from outrider.bench.statistics import Spread
 from outrider.config import EngineConfig
+from outrider.engine.draft_state import DraftState
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.sequence import DraftState
 from outrider.engine.sequence import Sequence as Row
 from outrider.models import heads, loader, machine
 from outrider.models.files.shipped_head import shipped_head

@@ -17,9 +17,9 @@ from benchmarks.gpu.loop import prompts
 from benchmarks.gpu.weights import Subject, random_subject
 from benchmarks.side_by_side import NullDetokenizer
 from outrider.config import EngineConfig
+from outrider.engine.draft_state import DraftState
 from outrider.engine.memory_plan import plan_memory
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.sequence import DraftState
 from outrider.engine.sequence import Sequence as Row
 from outrider.models import machine
 from outrider.request import Request, SamplingParams

@@ -15,9 +15,9 @@ from benchmarks.gpu.driver import Driver, Spent
 from benchmarks.gpu.weights import Subject
 from benchmarks.side_by_side import NullDetokenizer
 from outrider.config import EngineConfig
+from outrider.engine.draft_state import DraftState
 from outrider.engine.memory_plan import plan_memory
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.sequence import DraftState
 from outrider.engine.sequence import Sequence as Row
 from outrider.models import machine
 from outrider.plan import BLOCK_SIZE

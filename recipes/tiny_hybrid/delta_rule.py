@@ -12,8 +12,6 @@ Every row starts with an empty state. Must not know the model.
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5
@@ -32,10 +30,14 @@ def parallel_update(
     b: mx.array,
     A_log: mx.array,
     dt_bias: mx.array,
-    *_: Any,
-    **__: Any,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    *,
+    use_kernel: bool = False,
 ) -> tuple[mx.array, None]:
-    """The outputs [rows, T, value heads, Dv]."""
+    """The outputs [rows, T, value heads, Dv]. The arguments are those of mlx-lm's layers in training."""
+    if state is not None or mask is not None or use_kernel:
+        raise ValueError("rows are whole and start with an empty state: no state, mask or kernel is used")
     width = q.shape[1]
     repeats = v.shape[2] // k.shape[2]
     q, k = (mx.repeat(x, repeats, axis=2).swapaxes(1, 2) for x in (q, k))  # [rows, heads, T, D]

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import mlx.core as mx
+import pytest
 
 from outrider.models import machine
+
+
+@pytest.fixture(autouse=True)
+def _roomy_limit() -> Iterator[None]:
+    """An engine of another test may have set a lower one."""
+    before = mx.set_cache_limit(1 << 30)
+    yield
+    mx.set_cache_limit(before)
 
 
 def test_buffers_are_given_back() -> None:

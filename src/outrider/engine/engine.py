@@ -167,7 +167,7 @@ class Engine:
     def load_adapter(self, name: str, path: str | Path) -> AdapterInfo:
         """Load a LoRA or DoRA adapter that mlx-lm has written; requests name it in `SamplingParams.adapter`.
 
-        Raises AdapterRefused, or AdapterConflict if the name is taken. Reading a large one takes a while.
+        Raises AdapterRefused, or AdapterConflict if the name is taken. A large one takes a while to read.
         """
         self._refuse_if_stopped()
         files = self._adapters.read(str(path))
