@@ -1,10 +1,10 @@
-"""What quantised keys and values change: quality against full precision, and the pace of uneven rows.
+"""What bits of keys and values change: quality against float32, and the pace of uneven rows.
 
     python -m benchmarks.kv_bits [--model M] [--text FILE] [--tokens 4096] [--window 2048]
     python -m benchmarks.kv_bits --speed [--context 6000] [--short 7] [--rounds 5]
 
 Quality: all precisions read the same text in chunks, and each predicts every token from the tokens before it.
-KL and "same token" compare their predictions with those of full precision.
+KL and "same token" compare their predictions with those of float32.
 
 Speed: several short rows decode alone, then beside one row with a long context, which is in the prefix cache.
 Compared are the tokens per second of the short rows, after their first token. Engines take turns.
@@ -26,7 +26,7 @@ from outrider.llm import default_model
 from outrider.models.loader import load
 from outrider.models.trunk import Trunk, TrunkCache
 
-PRECISIONS = (None, 8, 4)
+PRECISIONS = (32, 16, 8, 4)
 CHUNK = 256  # tokens of a pass
 TEXT = Path(__file__).parents[1] / "docs" / "SERVING.md"
 SHORT_TOKENS = 48  # of the answers of short rows, and of their prompts
@@ -58,7 +58,7 @@ def main() -> None:
 class _Reader:
     """Reads a text with one precision, chunk by chunk."""
 
-    def __init__(self, trunk: Trunk, kv_bits: int | None, window: int) -> None:
+    def __init__(self, trunk: Trunk, kv_bits: int, window: int) -> None:
         trunk.use_kv_bits(kv_bits)
         self._trunk, self._window = trunk, window
         self._cache = TrunkCache(trunk.layout)
@@ -88,7 +88,7 @@ def _print_quality(model: str | Path, text: Path, num_tokens: int, window: int) 
     loaded = load(model)
     loaded.trunk.prepare_for_serving()
     ids = loaded.tokenizer.encode(text.read_text())[:num_tokens]
-    readers: dict[int | None, _Reader] = {}
+    readers: dict[int, _Reader] = {}
     for begin in range(0, len(ids) - 1, window):
         own = ids[begin : begin + window]
         for bits in PRECISIONS:
@@ -99,9 +99,9 @@ def _print_quality(model: str | Path, text: Path, num_tokens: int, window: int) 
         for start in range(0, len(own), CHUNK):
             chunk = mx.array(own[start : start + CHUNK], mx.int32)
             next_ids = mx.array(own[start + 1 : start + CHUNK + 1], mx.int32)
-            expected = readers[None].read(chunk, start)
+            expected = readers[32].read(chunk, start)
             for bits, reader in readers.items():
-                found = expected if bits is None else reader.read(chunk, start)
+                found = expected if bits == 32 else reader.read(chunk, start)
                 reader.compare(found, expected, next_ids)
     print(f"{loaded.path.name}, {len(ids)} tokens of {text.name}, {window} with one context")
     print("keys and values   bytes a token   KL: mean   median   99 %    same token   perplexity")
@@ -110,7 +110,7 @@ def _print_quality(model: str | Path, text: Path, num_tokens: int, window: int) 
         mean, median, high = divergence.mean(), divergence[len(ids) // 2], divergence[len(ids) * 99 // 100]
         same, loss = mx.concatenate(reader.agreements).mean(), mx.concatenate(reader.losses).mean()
         print(
-            f"{f'{bits} bits' if bits else str(loaded.trunk.dtype).rpartition('.')[2]:<17} "
+            f"{f'{bits} bits':<17} "
             f"{reader.bytes_per_token:14,}   {mean.item():8.5f} {median.item():8.5f} {high.item():6.4f}   "
             f"{same.item():10.2%}   {mx.exp(loss).item():10.3f}"
         )
@@ -127,7 +127,7 @@ def _take_over(fresh: _Reader, before: _Reader) -> None:
 def _print_speed(model: str | Path, context: int, num_short: int, rounds: int) -> None:
     with ExitStack() as stack:
         engines = {bits: stack.enter_context(_engine(model, bits, num_short)) for bits in PRECISIONS}
-        paces: dict[int | None, list[tuple[float, float]]] = {bits: [] for bits in PRECISIONS}
+        paces: dict[int, list[tuple[float, float]]] = {bits: [] for bits in PRECISIONS}
         for number in range(rounds + 1):  # the first round warms up, and caches the long prompt
             for bits, llm in engines.items():
                 found = _paces(llm, context, num_short)
@@ -140,10 +140,10 @@ def _print_speed(model: str | Path, context: int, num_short: int, rounds: int) -
     for bits, found in paces.items():
         alone, beside = (statistics.median(column) for column in zip(*found, strict=True))
         ratio = statistics.median(one[1] / one[0] for one in found)
-        print(f"{f'{bits} bits' if bits else 'not quantised':<15} {alone:8.1f} {beside:21.1f} {ratio:7.2f}")
+        print(f"{f'{bits} bits':<15} {alone:8.1f} {beside:21.1f} {ratio:7.2f}")
 
 
-def _engine(model: str | Path, bits: int | None, num_short: int) -> LLM:
+def _engine(model: str | Path, bits: int, num_short: int) -> LLM:
     return LLM(model, drafter="none", kv_bits=bits, max_rows=num_short + 1, generation_config="none")
 
 

@@ -41,6 +41,7 @@ from outrider.models.files.shipped_head import shipped_head
 from outrider.models.files.weight_size import loaded_bytes
 from outrider.models.prompt_scorer import PromptScorer
 from outrider.models.scorer_loading import allow_gaps, load_scorer
+from outrider.models.trunk import Trunk
 from outrider.models.vision.families import why_no_audio
 from outrider.speculate import cost_store
 from outrider.speculate.controller import DepthController
@@ -131,7 +132,7 @@ def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> No
     machine.settle()
     loaded = _load(choice, ranks)
     trunk = loaded.trunk
-    trunk.use_kv_bits(config.kv_bits)
+    _use_kv_bits(trunk, config)
     tier = prefix_disk(loaded, None, config, ranks)
     trunk.prepare_for_serving()
     block_size = block_size_of(trunk, config.cache_layout, outruns=machine.outruns_host())
@@ -143,7 +144,7 @@ def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> No
         ranks=ranks,
         read_block=None if disk is None else disk.read,
     )
-    ranks.check_same(facts_of_rank(loaded, config, block_size))
+    ranks.check_same(facts_of_rank(loaded, block_size))
     load_adapters(trunk, choice.adapters, config)
     adapters_of_ranks(trunk.adapters, ranks)
     follow(ranks, runner, disk)
@@ -157,6 +158,10 @@ def _check_drafter(choice: ModelChoice, config: EngineConfig) -> None:
             f'drafter="{config.drafter}" (--drafter) and a draft model (--draft-model) contradict each '
             "other: give only one of them"
         )
+
+
+def _use_kv_bits(trunk: Trunk, config: EngineConfig) -> None:
+    trunk.use_kv_bits(trunk.default_kv_bits() if config.kv_bits is None else config.kv_bits)
 
 
 def _load(
@@ -177,11 +182,11 @@ def _parts(
 ) -> EngineParts:
     from mlx_lm.utils import get_total_parameters
 
-    loaded.trunk.use_kv_bits(config.kv_bits)
+    _use_kv_bits(loaded.trunk, config)
     draft_model: DraftModel | None = None
     head: heads.LoadedHead | None = None
     if choice.draft_model is not None:
-        draft_model = load_draft_model(choice.draft_model, loaded, choice.dtype, config.kv_bits)
+        draft_model = load_draft_model(choice.draft_model, loaded, choice.dtype, loaded.trunk.kv_bits)
     else:
         head = _load_head(loaded, choice, config)
     device_drafter = draft_model or head
@@ -207,7 +212,7 @@ def _parts(
     write_block = None if disk is None else disk.write
     block_size = block_size_of(trunk, config.cache_layout, machine.outruns_host())
     if ranks is not None:
-        ranks.check_same(facts_of_rank(loaded, config, block_size))
+        ranks.check_same(facts_of_rank(loaded, block_size))
     scorer = None
     if choice.spec_prefill_model is not None:
         layers = choice.spec_prefill_layers
@@ -237,7 +242,7 @@ def _parts(
         draft_context=None if draft_model is None else draft_model.max_context,
         dtype=str(trunk.dtype).removeprefix("mlx.core."),
         weight_bits=tuple(sorted({layer.bits for _, layer in quantized_layers(trunk.model)})),
-        kv_bits=config.kv_bits,
+        kv_bits=trunk.kv_bits,
         device=machine.device_name(),
         reads_images=vision is not None,
         no_images_reason=loaded.no_images_reason,

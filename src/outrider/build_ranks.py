@@ -31,13 +31,13 @@ def checked_for_ranks(
     return replace(config, max_adapters=num_adapters)
 
 
-def facts_of_rank(loaded: loader.LoadedModel, config: EngineConfig, block_size: int | None) -> dict[str, str]:
+def facts_of_rank(loaded: loader.LoadedModel, block_size: int | None) -> dict[str, str]:
     """What has to be the same on all ranks, beside the versions. (Only rank 0 has an MTP head.)"""
     return {
         "weight files": weights_digest(loaded.path),
         "model config": repr(loaded.config),
         "--dtype": str(loaded.trunk.dtype),
-        "--kv-bits": str(config.kv_bits),
+        "--kv-bits": str(loaded.trunk.kv_bits),
         "cache layout": "slots" if block_size is None else f"blocks of {block_size}",
     }
 

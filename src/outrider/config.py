@@ -14,7 +14,7 @@ GENERATION_CONFIGS: tuple[GenerationConfigSource, ...] = ("auto", "none")  # aut
 CacheLayout = Literal["auto", "blocks", "slots"]
 CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("auto", "blocks", "slots")
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the weights
-KV_BITS = (4, 8)  # of quantised keys and values
+KV_BITS = (4, 8, 16, 32)
 HEAD_BITS, HEAD_GROUP_SIZES = (4, 5, 6, 8), (32, 64, 128)  # in which `outrider mtp` writes quantised heads
 DEFAULT_HEAD_GROUP_SIZE = 64  # as mlx-lm's
 DEFAULT_MAX_ADAPTERS = 16  # where adapters are asked for; chosen by hand
@@ -41,7 +41,8 @@ class EngineConfig:
     # Milliseconds that a step with prompt chunks may take while other sequences decode. Also, prompts then
     # get half of the time at most. 0: neither limit.
     max_stall_ms: int = 200
-    # Bits of keys and values, also in cached prefixes (mlx-lm: kv_bits). None: not quantised.
+    # Bits of keys and values, also in cached prefixes (mlx-lm: kv_bits). 4, 8: quantised; 16: bfloat16; 32:
+    # float32. None: those of the model's dtype; 16 for quantised models on CPUs, which compute in float32.
     kv_bits: int | None = None
     # Source of draft tokens for speculative decoding. "auto": the MTP head if the model has one, with n-gram
     # lookup beside it for requests of auto depth; else none.
@@ -80,10 +81,8 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), minimum)
         if self.kv_bits is not None and (not is_int(self.kv_bits) or self.kv_bits not in KV_BITS):
-            known = " or ".join(map(str, KV_BITS))
-            raise InvalidConfig(
-                f"kv_bits must be {known}, or None for the model's dtype, not {self.kv_bits!r}"
-            )
+            known = ", ".join(map(str, KV_BITS))
+            raise InvalidConfig(f"kv_bits must be one of {known}, or None, not {self.kv_bits!r}")
         if self.prefix_cache_dir is not None and not isinstance(self.prefix_cache_dir, str):
             raise InvalidConfig(f"prefix_cache_dir must be a path as text, not {self.prefix_cache_dir!r}")
         if self.prefix_cache_dir is not None and self.prefix_cache_bytes == 0:

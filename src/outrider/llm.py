@@ -195,7 +195,7 @@ class LLM:
     ) -> None:
         """`draft_model`: a smaller model with the same tokenizer, which drafts in the place of an MTP head.
 
-        `kv_bits`: 8 or 4 bits for keys and values; None: those of `dtype`.
+        `kv_bits`: of keys and values: 4, 8, 16 or 32; None: see `EngineConfig`.
 
         `generation_config`: "none" ignores the sampling values in the model's generation_config.json.
 

@@ -58,6 +58,17 @@ def test_an_element_is_off_by_half_a_step_at_most(bits: int) -> None:
     assert np.median(errors / steps) <= 0.55
 
 
+def test_16_bits_are_bfloat16_beside_float32_and_nothing_else() -> None:
+    spec = KVSpec(2, 24, 40, mx.float32).quantized(16)  # no groups: any size will do
+    assert spec.bytes_per_cell == 2 * 2 * (24 + 40)
+    vectors = normal(2, 2, 3, 24)
+    (part,) = spec.key_format.encode(vectors)
+    assert part.dtype == mx.bfloat16
+    assert mx.array_equal(spec.key_format.decode([part]), vectors.astype(mx.bfloat16).astype(mx.float32))
+    for dtype in (mx.bfloat16, mx.float16):
+        assert KVSpec(2, 24, 40, dtype).quantized(16) == KVSpec(2, 24, 40, dtype)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_group_that_is_not_finite_stays_so(bad: float) -> None:
     vectors = np.array(normal(2, 1, 1, 128))
@@ -129,12 +140,13 @@ def test_blocks_keep_their_codes_through_the_prefix_store() -> None:
             np.testing.assert_array_equal(now[2, :, :5], want[4, :, :5])
 
 
-def test_hidden_states_have_8_bits_beside_quantised_cells() -> None:
+def test_hidden_states_have_the_bits_of_the_cells_and_8_at_least() -> None:
     place = Placement([0, 1], mx.array([0, 0]), mx.array([3, 3]), 3, 3, 7)
     hidden = normal(2, 3, 128)
-    for kv_bits, most in ((None, 0), (8, 0.02), (4, 0.02)):
+    for kv_bits, most in ((None, 0), (16, 0.01), (8, 0.02), (4, 0.02)):
         cells = HiddenCells(128, mx.float32, kv_bits)
         cells.kv.resize(2, 7)
         cells.write(hidden, place)
         assert mx.abs(cells.read(place) - hidden).max() <= most
+    assert HiddenCells(72, mx.float32, 16).kv.spec.bits == 16
     assert HiddenCells(72, mx.float32, 8).kv.spec.bits is None  # 36 elements divide into no groups

@@ -130,7 +130,7 @@ def test_sizes(text: str, size: int) -> None:
     [
         (["--port", "x"], {}, "--port: 'x' is not a whole number"),
         (["--default-top-p", "nan"], {}, "--default-top-p: 'nan' is not a number"),
-        (["--kv-bits", "3"], {}, "--kv-bits: '3' is not 4 or 8"),
+        (["--kv-bits", "3"], {}, "--kv-bits: '3' is not one of 4, 8, 16, 32"),
         (["--generation-config", "vllm"], {}, "--generation-config: 'vllm' is not one of auto, none"),
         ([], {"OUTRIDER_PORT": "x"}, "OUTRIDER_PORT: 'x'"),
         (["--memory-budget", "lots"], {}, "--memory-budget: 'lots' is not a size"),

@@ -1,4 +1,4 @@
-"""Native attention over quantised cells: the bits of MLX's own operations, in every pass."""
+"""Native attention over bfloat16 and quantised cells: the bits of MLX's own operations, in every pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def served(kv_bits: int | None, head_dim: int = 64, **changes: Any) -> Trunk:
     return trunk
 
 
-@pytest.fixture(scope="module", params=[8, 4])
+@pytest.fixture(scope="module", params=[16, 8, 4])
 def llama(request: pytest.FixtureRequest) -> Trunk:
     return served(request.param)
 
@@ -57,8 +57,8 @@ def fed_alone(trunk: Trunk, text: list[int], chunks: list[int], capacity: int = 
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_cells_have_the_bits_of_mx_quantize(bits: int, head_dim: int, native: ModuleType) -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_cells_have_the_bits_of_mlx(bits: int, head_dim: int, native: ModuleType) -> None:
     place = Placement([1, 0], mx.array([3, 0]), mx.array([5, 2]), 5, 8, 16)
     x = mx.random.normal((2, 5, 64), key=mx.random.key(3))
     trunks = served(None, head_dim), served(bits, head_dim)
@@ -92,12 +92,14 @@ def edge_cases() -> dict[str, np.ndarray]:
         "one outlier": np.where(np.arange(64) == 9, 1e4, ramp),
         "only positive": np.abs(ramp) + 1e-3,
         "ties": np.arange(64) / 2,
+        "ties of bfloat16": 1 + np.arange(64) / 256,
+        "the largest": 3.4e38 * ramp,
         "noise": rng.standard_normal(64),
     }
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_odd_vectors_have_the_bits_of_mx_quantize(bits: int, native: ModuleType) -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_odd_vectors_have_the_bits_of_mlx(bits: int, native: ModuleType) -> None:
     """The values of a layer whose weights are zero are its biases."""
     cases = list(edge_cases().values())
     place = Placement([0], mx.array([2]), mx.array([1]), 1, 3, 8)
@@ -128,7 +130,7 @@ def test_odd_vectors_have_the_bits_of_mx_quantize(bits: int, native: ModuleType)
 
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_attention_is_that_over_the_dequantised_cells_to_the_bit(
     bits: int, dim: int, in_blocks: bool, native: ModuleType
 ) -> None:
@@ -158,7 +160,7 @@ def test_attention_is_that_over_the_dequantised_cells_to_the_bit(
         assert native.use_instructions("")
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_a_fused_model_gives_what_the_plain_form_gives(bits: int) -> None:
     trunk = served(bits, sliding_window=20, layer_types=["sliding_attention", "full_attention"] * 2)
     found = fed_alone(trunk, TEXT, [150, 4, 1])
@@ -221,6 +223,7 @@ def test_bad_buffers_are_refused(native: ModuleType) -> None:
     others = rows, rows, mx.zeros((1, 1), mx.int32), False, 0, 1.0
     good = [*mx.quantize(mx.ones((3, 2, 5, 64)), bits=8)] * 2
     mx.eval(native.attend_cells(queries, good, *others))
+    mx.eval(native.attend_cells(queries, [mx.ones((3, 2, 5, 64), mx.bfloat16)] * 2, *others))
     for bad in (
         [codes, scales, biases],
         [codes.astype(mx.float32), scales, biases] * 2,
@@ -228,6 +231,8 @@ def test_bad_buffers_are_refused(native: ModuleType) -> None:
         [codes, scales, biases[:2]] * 2,
         [codes[..., :3], scales, biases] * 2,
         [mx.ones((3, 2, 5, 64)), mx.ones((3, 2, 5, 32))],
+        [mx.ones((3, 2, 5, 64)), mx.ones((3, 2, 5, 64), mx.bfloat16)],
+        [mx.ones((3, 2, 5, 64), mx.float16)] * 2,
     ):
         with pytest.raises(ValueError, match="buffers"):
             native.attend_cells(queries, bad, *others)

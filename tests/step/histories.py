@@ -181,8 +181,8 @@ class World:
 
     The last head has a reduced vocabulary.
 
-    `name` is a family, or that of a quantised model ("llama-4bit"), whose head is quantised too. " kv8" or
-    " kv4" behind it: keys and values are quantised. `sizes`: changes of the tiny model's config.
+    `name` is a family, or that of a quantised model ("llama-4bit"), whose head is quantised too. " kv8",
+    for example, behind it: keys and values have 8 bits. `sizes`: changes of the tiny model's config.
     """
 
     head_layers = 1  # see DraftState

@@ -39,7 +39,8 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "llama-4bit": in_test_or_soak(8, 60),
     "llama kv8": in_test_or_soak(3, 30),
     "llama-4bit kv8": in_test_or_soak(3, 30),
-    "llama-4bit kv4": in_test_or_soak(3, 30),
+    "llama-4bit kv16": in_test_or_soak(2, 30),
+    "llama-4bit kv4": in_test_or_soak(1, 30),
     "qwen3-8bit": in_test_or_soak(3, 30),
     "qwen3_5-4bit": in_test_or_soak(2, 20),
 }

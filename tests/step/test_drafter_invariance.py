@@ -47,8 +47,10 @@ FIRST_SEED = {  # the first few histories contain one that compares all cells
     "glm4_moe_lite-mxfp4": 3002,
     "qwen3_5-4bit": 6021,
     "qwen3_next-8bit": 8008,
+    "llama-4bit kv16": 24,
     "llama-4bit kv8": 24,
     "llama-4bit kv4": 94,
+    "qwen3_5-4bit kv16": 6021,
     "qwen3_5-4bit kv8": 6021,
     "gpt_oss-mxfp4 kv4": 4000,
     "deepseek_v3-4bit kv8": 3002,
@@ -79,7 +81,7 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "qwen3_5": in_test_or_soak(5, 40),
     "qwen3_5_moe": in_test_or_soak(2, 15),
     "qwen3_next": in_test_or_soak(2, 15),
-    "llama-4bit": in_test_or_soak(4, 60),
+    "llama-4bit": in_test_or_soak(2, 30),
     "qwen3-mixed": in_test_or_soak(2, 20),
     "qwen3_moe-6bit": in_test_or_soak(2, 20),
     "gpt_oss-5bit": in_test_or_soak(2, 20),
@@ -88,11 +90,13 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "qwen3-mxfp8": in_test_or_soak(2, 20),
     "deepseek_v3-4bit": in_test_or_soak(2, 20),
     "glm4_moe_lite-mxfp4": in_test_or_soak(2, 20),
-    "qwen3_5-4bit": in_test_or_soak(2, 20),
+    "qwen3_5-4bit": in_test_or_soak(1, 20),
     "qwen3_next-8bit": in_test_or_soak(2, 15),
-    "llama-4bit kv8": in_test_or_soak(4, 60),  # native attention reads quantised cells
+    "llama-4bit kv16": in_test_or_soak(4, 60),  # as it is served: native attention reads bfloat16 cells
+    "llama-4bit kv8": in_test_or_soak(2, 60),  # quantised cells
     "llama-4bit kv4": in_test_or_soak(3, 60),
-    "qwen3_5-4bit kv8": in_test_or_soak(2, 20),  # a hybrid
+    "qwen3_5-4bit kv16": in_test_or_soak(1, 20),  # a hybrid
+    "qwen3_5-4bit kv8": in_test_or_soak(1, 20),
     "gpt_oss-mxfp4 kv4": in_test_or_soak(2, 20),  # sinks and windows, MLX's operations
     "deepseek_v3-4bit kv8": in_test_or_soak(2, 20),  # latent attention
     "gemma3_text kv4": in_test_or_soak(2, 20),  # sliding windows

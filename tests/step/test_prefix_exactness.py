@@ -20,10 +20,11 @@ NUM_SESSIONS = {  # in `make test`, in `make soak`
     "qwen3_5": in_test_or_soak(2, 10),  # recurrent layers
     "qwen3_next": in_test_or_soak(2, 4),
     "qwen3-mixed": in_test_or_soak(2, 8),
-    "qwen3_5-4bit": in_test_or_soak(2, 4),
+    "qwen3_5-4bit kv16": in_test_or_soak(2, 4),
     "gpt_oss-mxfp4": in_test_or_soak(1, 4),
     "deepseek_v3-4bit": in_test_or_soak(2, 4),
-    "llama-4bit kv8": in_test_or_soak(2, 10),  # quantised keys and values
+    "llama-4bit kv16": in_test_or_soak(1, 10),  # bfloat16 keys and values
+    "llama-4bit kv8": in_test_or_soak(1, 10),  # quantised ones
     "qwen3_5-4bit kv4": in_test_or_soak(2, 6),
     "llama drafted by llama": in_test_or_soak(2, 12),  # a draft model
     "llama drafted by qwen3_5": in_test_or_soak(2, 6),

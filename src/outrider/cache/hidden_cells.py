@@ -1,19 +1,19 @@
 """Hidden states by cell, which an MTP head is fed later.
 
-They are stored in key and value buffers, so that resizing, moving and accounting are the same code. Beside
-quantised keys and values they have 8 bits, if they divide into groups: otherwise they could be the largest
-part of a cell. They affect drafts only, never the answer.
+They are stored in key and value buffers, so that resizing, moving and accounting are the same code. They have
+the bits of the keys and values beside them, but 8 at least, if they divide into groups: otherwise they could
+be the largest part of a cell. They affect drafts only, never the answer.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from outrider.cache.cell_format import GROUP_SIZES
+from outrider.cache.cell_format import BFLOAT16_BITS, GROUP_SIZES
 from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 
-HIDDEN_BITS = 8  # with 4 bits drafts would be worse
+LEAST_BITS = 8  # with 4 bits drafts would be worse
 
 
 class HiddenCells:
@@ -21,8 +21,9 @@ class HiddenCells:
         """`kv_bits`: of the cells beside them."""
         self._half = hidden_size // 2
         spec = KVSpec(1, self._half, hidden_size - self._half, dtype)
-        is_divisible = hidden_size % (2 * GROUP_SIZES[-1]) == 0
-        self.kv = RaggedKV(spec.quantized(HIDDEN_BITS) if kv_bits is not None and is_divisible else spec)
+        if kv_bits is not None and (kv_bits == BFLOAT16_BITS or hidden_size % (2 * GROUP_SIZES[-1]) == 0):
+            spec = spec.quantized(max(kv_bits, LEAST_BITS))
+        self.kv = RaggedKV(spec)
 
     def write(self, hidden: mx.array, place: Placement) -> None:
         """[rows, width, H]"""

@@ -11,7 +11,8 @@ anywhere in the buffers, and a block that no row writes any more may belong to s
 
     row r    blocks 7, 3, 9     cells 0..63 | 64..127 | 128..191       (RowPlan.blocks: the scheduler's table)
 
-Cells may be quantised (cache/cell_format.py): each buffer then is three arrays with these axes (on GPUs one).
+Cells may be bfloat16 or codes (cache/cell_format.py). A buffer of codes is three arrays with these axes (on
+GPUs one).
 
 The buffers store no length and no table. Each forward pass has the starts and the tables of its rows
 (cache/placement.py), so a rollback is a smaller start in the next pass. Cells past a row's end are masked,
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from outrider.cache.cell_buffer import CellBuffer
-from outrider.cache.cell_format import GROUP_SIZES, CellFormat
+from outrider.cache.cell_format import BFLOAT16_BITS, GROUP_SIZES, CellFormat
 from outrider.cache.placement import Placement, Positions
 
 
@@ -39,7 +40,7 @@ class KVSpec:
     value_dim: int
     dtype: mx.Dtype
     window: int | None = None  # sliding-window layers attend to this many cells
-    bits: int | None = None  # of quantised keys and values; None: they are stored in `dtype`
+    bits: int | None = None  # 8 or 4: of codes; 16: cells are bfloat16; None: they are stored in `dtype`
 
     @property
     def key_format(self) -> CellFormat:
@@ -63,6 +64,8 @@ class KVSpec:
 
     def quantized(self, bits: int | None) -> KVSpec:
         """The same keys and values with so many bits. Raises ValueError if they do not divide into groups."""
+        if bits == BFLOAT16_BITS:
+            return replace(self, bits=bits if self.dtype == mx.float32 else None)
         for name, dim in (("keys", self.key_dim), ("values", self.value_dim)):
             if bits is not None and dim % GROUP_SIZES[-1]:
                 raise ValueError(f"{name} of {dim} elements, which is no multiple of {GROUP_SIZES[-1]}")
@@ -105,8 +108,8 @@ class RaggedKV:
         return sum(cells.num_bytes for cells in self.cells)
 
     def arrays(self) -> list[mx.array]:
-        """Keys and values. If they are quantised and not packed: codes, scales, biases of the keys, then of
-        the values."""
+        """Keys and values. If they are codes and not packed: codes, scales, biases of the keys, then of the
+        values."""
         return [array for cells in self.cells for array in cells.arrays]
 
     def put(self, arrays: Sequence[mx.array]) -> None:

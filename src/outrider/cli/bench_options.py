@@ -61,7 +61,7 @@ def _add_loading(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--dtype", choices=DTYPES, help="data type of the weights (default: auto)")
     group.add_argument(
-        "--kv-bits", type=int, choices=KV_BITS, help="bits of keys and values (default: not quantised)"
+        "--kv-bits", type=int, choices=KV_BITS, help="bits of keys and values (default: as `outrider serve`)"
     )
 
 

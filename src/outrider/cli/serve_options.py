@@ -22,7 +22,7 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, 
 MTP = ("auto", "wanted", "on", "off")
 LOG_FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
-_KV_BITS = " or ".join(map(str, KV_BITS))
+_KV_BITS = ", ".join(map(str, KV_BITS))
 
 
 def whole_number(text: str) -> int:
@@ -80,7 +80,7 @@ def depth(text: str) -> int | None:
 
 def kv_bits(text: str) -> int:
     if text not in map(str, KV_BITS):
-        raise ValueError(f"{text!r} is not {_KV_BITS}; without the flag, keys and values are not quantised")
+        raise ValueError(f"{text!r} is not one of {_KV_BITS}")
     return int(text)
 
 
@@ -288,7 +288,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             200,
         ),
         Option(
-            "kv-bits", f"bits of cached keys and values: {_KV_BITS} (not quantised)", kv_bits, metavar="N"
+            "kv-bits",
+            f"bits of keys and values: {_KV_BITS} (the model's; 16 if weights are quantised and on CPUs)",
+            kv_bits,
+            metavar="N",
         ),
         Option(
             "step-timeout",

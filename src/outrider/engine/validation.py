@@ -53,7 +53,7 @@ class ModelFacts:
     draft_context: int | None = None  # tokens that the draft model can read
     dtype: str = ""
     weight_bits: tuple[int, ...] = ()  # of quantised layers
-    kv_bits: int | None = None  # of quantised keys and values
+    kv_bits: int | None = None  # of keys and values; None: those of `dtype`
     reads_images: bool = False
     no_images_reason: str | None = None  # why a vision model does not read images
     no_audio_reason: str = "this model has no audio encoder"

@@ -92,11 +92,27 @@ PLAIN_CLASSES = (
 @contextmanager
 def without_speed_swaps(*models: nn.Module) -> Iterator[None]:
     """mlx-lm's own arithmetic while the context is open, to compare with: swaps 4 to 8 are undone."""
+    with _classes_restored(*models):
+        for model in models:
+            for _, module in model.named_modules():
+                kind = type(module)
+                for plain_class in PLAIN_CLASSES:
+                    kind = plain_class(kind)
+                module.__class__ = kind
+        yield
+
+
+@contextmanager
+def with_cpu_layers(model: nn.Module) -> Iterator[None]:
+    """Swap 4 while the context is open."""
+    with _classes_restored(model):
+        cpu_layers.use_fast_math(model)
+        yield
+
+
+@contextmanager
+def _classes_restored(*models: nn.Module) -> Iterator[None]:
     kinds = [(module, type(module)) for model in models for _, module in model.named_modules()]
-    for module, kind in kinds:
-        for plain_class in PLAIN_CLASSES:
-            kind = plain_class(kind)
-        module.__class__ = kind
     try:
         yield
     finally:

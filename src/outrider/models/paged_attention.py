@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models import base
 
 from outrider import function_swaps
+from outrider.cache.cell_format import BFLOAT16_BITS
 from outrider.cache.ragged_kv import LayerView
 from outrider.models import attention_kernels
 from outrider.plan import BLOCK_SIZE
@@ -71,6 +72,7 @@ def _fits(queries: mx.array, view: LayerView) -> bool:
     spec = view.spec
     return (
         width <= MAX_WIDTH
+        and spec.bits != BFLOAT16_BITS  # beside a model in float32: no kernel reads them
         and dim in (attention_kernels.DIMS if spec.bits is None else attention_kernels.QUANTIZED_DIMS)
         and dim == spec.key_dim == spec.value_dim
         and view.keys.shape[2] == BLOCK_SIZE

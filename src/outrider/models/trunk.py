@@ -14,15 +14,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_reduce
 
+from outrider.cache.cell_format import BFLOAT16_BITS
 from outrider.cache.placement import CommitCounts, GridPositions, Placement, Positions, block_tables
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
 from outrider.config import InvalidConfig
 from outrider.cpu import extension, fast_math
+from outrider.cpu.quantized import is_kept, quantized_layers
 from outrider.models.adapters.store import TrunkAdapters
 from outrider.models.families import LOGITS_ONLY, UnsupportedModel, unsupported
 from outrider.models.gap_rope import use_gap_ropes
-from outrider.models.layer_swaps import swap_layers
+from outrider.models.layer_swaps import swap_layers, with_cpu_layers
 from outrider.models.vision.mrope import MRopeSections
 from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS
 
@@ -77,7 +79,7 @@ class Trunk:
         self.hidden_size = embedded.shape[-1]
         self.dtype = embedded.dtype
         self.layout = self._read_layout(caches)
-        self.kv_bits: int | None = None  # of quantised keys and values
+        self.kv_bits: int | None = None  # of keys and values; None: those of their dtype
         self.adapters = TrunkAdapters(model, self.inner, self.dtype)
         swap_layers(model, mrope, num_deepstack)
         self._check_rows()
@@ -125,7 +127,13 @@ class Trunk:
 
     def use_kv_bits(self, bits: int | None) -> None:
         """Store keys and values with so many bits. Raises InvalidConfig if a layer cannot."""
-        family = _family(self.model)
+        family, own_bits = _family(self.model), 8 * self.dtype.size
+        if bits is not None and bits > own_bits:
+            raise InvalidConfig(
+                f"kv_bits={bits}: {family} computes with {own_bits} bits ({self.dtype}). Leave kv_bits out."
+            )
+        if bits == own_bits:
+            bits = None
         kv_specs = [spec for layer in self.layout for spec in _parts(layer) if isinstance(spec, KVSpec)]
         if bits is not None and not kv_specs:
             raise InvalidConfig(
@@ -143,6 +151,18 @@ class Trunk:
                 f"kv_bits={bits}: {family} has {error}, so they cannot be quantised. Leave kv_bits out."
             ) from None
         self.kv_bits = bits
+
+    def default_kv_bits(self) -> int | None:
+        """Bits of keys and values where nobody has chosen them; None: those of their dtype.
+
+        A quantised model on a CPU computes in float32. Where its attention reads cells in place, they are
+        bfloat16: attention over a long row takes as long as its cells take to be read from memory.
+        """
+        is_quantized = any(is_kept(layer) for _, layer in quantized_layers(self.model))
+        if not is_quantized or self.dtype != mx.float32 or not fast_math.applies():
+            return None
+        with with_cpu_layers(self.model):
+            return BFLOAT16_BITS if self.reads_blocks else None
 
     @property
     def has_states(self) -> bool:

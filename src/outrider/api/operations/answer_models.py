@@ -15,7 +15,7 @@ class ServedModel(TypedDict):
     name: str
     path: str
     dtype: str
-    kv_bits: int | None  # of quantised keys and values
+    kv_bits: int | None  # of keys and values; None: those of `dtype`
     device: str
     max_context: int
     drafter: str

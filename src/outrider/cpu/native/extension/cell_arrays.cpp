@@ -10,8 +10,8 @@ namespace {
 void require(bool holds) {
     if (!holds)
         throw std::invalid_argument(
-            "buffers: float32 [slots or blocks, heads, cells, dim] of keys and values; or of both uint32 codes of 8 or 4 "
-            "bits, float32 scales and biases [slots or blocks, heads, cells, groups], groups of 64 or 32 elements");
+            "buffers: float32 or bfloat16 [slots or blocks, heads, cells, dim] of keys and values; or of both uint32 codes "
+            "of 8 or 4 bits, float32 scales and biases [slots or blocks, heads, cells, groups], groups of 64 or 32 elements");
 }
 
 bool have_same_places(const mx::array &a, const mx::array &b) {
@@ -31,7 +31,7 @@ using Data = std::function<const void *(const mx::array &)>;
 Cells cells_of(const mx::array *parts, bool has_codes, int dim, const Data &data) {
     auto words = static_cast<uint32_t *>(const_cast<void *>(data(parts[0])));
     if (!has_codes)
-        return {words, nullptr, nullptr, dim, FLOAT_BITS, 0};
+        return {words, nullptr, nullptr, dim, int(parts[0].itemsize()) * 8, 0};
     auto floats = [&](const mx::array &array) { return static_cast<float *>(const_cast<void *>(data(array))); };
     return {words, floats(parts[1]), floats(parts[2]), dim, parts[0].shape(3) * 32 / dim, parts[1].shape(3)};
 }
@@ -48,7 +48,8 @@ void check_buffers(const std::vector<mx::array> &buffers, int num_heads, int dim
         return;
     }
     for (const mx::array &each : buffers)
-        require(each.dtype() == mx::float32 && each.shape(3) == dim);
+        require((each.dtype() == mx::float32 || each.dtype() == mx::bfloat16) && each.dtype() == buffers[0].dtype() &&
+                each.shape(3) == dim);
 }
 
 KeysAndValues cells_of(const std::vector<mx::array> &arrays, size_t first, int dim, const Data &data) {

@@ -1,5 +1,5 @@
-// Cells in MLX's affine format: how they are written, and how attention reads them. Included by decoder_kernels.h, within
-// its namespace. Elements are the same to the bit as those of mx.quantize and mx.dequantize.
+// Cells of bfloat16 numbers and of codes: how they are written, and how attention reads them. Included by decoder_kernels.h,
+// within its namespace. Elements are the same to the bit as those of mx.array.astype, mx.quantize and mx.dequantize.
 
 // To the nearest integer, ties to even: for numbers below 2^22.
 INLINE Vec rounded(Vec x) { return (x + 12582912.f) - 12582912.f; }
@@ -37,9 +37,29 @@ INLINE Ints codes_at(const uint32_t *words, int d) {
     return codes >> shifts & 15;
 }
 
+// LANES bfloat16 numbers of cells, from element d on.
+INLINE Vec numbers_at(const uint32_t *words, int d) {
+    const uint16_t *halves = reinterpret_cast<const uint16_t *>(words) + d;
+    Ints bits;
+#if LANES == 16
+    bits = reinterpret_cast<Ints>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(halves))));
+#elif LANES == 8
+    bits = reinterpret_cast<Ints>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(halves))));
+#else
+    for (int i = 0; i < LANES; i++)
+        bits[i] = halves[i];
+#endif
+    return reinterpret_cast<Vec>(bits << 16);
+}
+
 // values [num_cells] -> rows [num_cells, dim]
+TARGET static void unpack_number_rows(const Cells &values, int num_cells, float *rows) {
+    for (int d = 0; d < num_cells * values.dim; d += LANES)
+        store(rows + d, numbers_at(values.words, d));
+}
+
 template <int BITS>
-TARGET static void unpack_rows(const Cells &values, int num_cells, float *rows) {
+TARGET static void unpack_code_rows(const Cells &values, int num_cells, float *rows) {
     const int dim = values.dim, groups = values.groups, group_size = dim / groups, num_words = values.num_words();
     for (int cell = 0; cell < num_cells; cell++)
         for (int group = 0; group < groups; group++) {
@@ -61,9 +81,24 @@ INLINE Vec load_strided(const float *from, int stride) {
     return load(floats);
 }
 
-// LANES cells -> their columns; the columns of a dimension are CELLS floats apart.
+// LANES cells of bfloat16 numbers -> their columns; the columns of a dimension are CELLS floats apart.
+INLINE void unpack_number_tile(const Cells &keys, float *columns) {
+    const int num_words = keys.num_words();
+    for (int word = 0; word < num_words; word += 4) {
+        Vec words[4];
+        transpose_tile(keys.floats() + word, num_words, words);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            Ints pairs = reinterpret_cast<Ints>(words[i]);
+            store(columns + 2 * (word + i) * CELLS, reinterpret_cast<Vec>(pairs << 16));
+            store(columns + (2 * (word + i) + 1) * CELLS, reinterpret_cast<Vec>(pairs & -65536));
+        }
+    }
+}
+
+// LANES cells of codes -> their columns.
 template <int BITS>
-INLINE void unpack_tile(const Cells &keys, float *columns) {
+INLINE void unpack_code_tile(const Cells &keys, float *columns) {
     constexpr int PER_WORD = 32 / BITS;
     const int groups = keys.groups, num_words = keys.num_words(), group_words = num_words / groups;
     for (int group = 0; group < groups; group++) {
@@ -82,6 +117,14 @@ INLINE void unpack_tile(const Cells &keys, float *columns) {
     }
 }
 
+template <int BITS>
+INLINE void unpack_tile(const Cells &keys, float *columns) {
+    if constexpr (BITS == BFLOAT16_BITS)
+        unpack_number_tile(keys, columns);
+    else
+        unpack_code_tile<BITS>(keys, columns);
+}
+
 // keys [num_cells] -> columns [dim, CELLS], zero after num_cells. `spare`: room for LANES cells.
 template <int BITS>
 TARGET static void unpack_columns(const Cells &keys, int num_cells, float *columns, float *spare) {
@@ -97,8 +140,10 @@ TARGET static void unpack_columns(const Cells &keys, int num_cells, float *colum
         last.biases = last.scales + LANES * groups;
         std::memset(spare, 0, sizeof(float) * LANES * (num_words + 2 * groups));
         std::memcpy(last.words, from.words, sizeof(uint32_t) * rest * num_words);
-        std::memcpy(last.scales, from.scales, sizeof(float) * rest * groups);
-        std::memcpy(last.biases, from.biases, sizeof(float) * rest * groups);
+        if (keys.has_codes()) {
+            std::memcpy(last.scales, from.scales, sizeof(float) * rest * groups);
+            std::memcpy(last.biases, from.biases, sizeof(float) * rest * groups);
+        }
         unpack_tile<BITS>(last, columns + cell);
         cell += LANES;
     }
@@ -107,7 +152,17 @@ TARGET static void unpack_columns(const Cells &keys, int num_cells, float *colum
             store(columns + d * CELLS + cell, Vec{});
 }
 
-// x [dim] into one cell. A group with NaN or infinity stays NaN.
+// x [dim] into one cell of bfloat16 numbers: to the nearest one, ties to even. NaN stays NaN.
+TARGET static void round_cell(const float *x, const Cells &to) {
+    uint16_t *numbers = reinterpret_cast<uint16_t *>(to.words);
+    for (int i = 0; i < to.dim; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, sizeof(bits));
+        numbers[i] = x[i] != x[i] ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+}
+
+// x [dim] into one cell of codes. A group with NaN or infinity stays NaN.
 TARGET static void quantize_cell(const float *x, const Cells &to) {
     const int group_size = to.dim / to.groups, max_code = (1 << to.bits) - 1;
     uint8_t *bytes = reinterpret_cast<uint8_t *>(to.words);
@@ -137,4 +192,14 @@ TARGET static void quantize_cell(const float *x, const Cells &to) {
                 *bytes++ = to.bits == 8 ? codes[lane] : codes[lane] | codes[lane + 1] << 4;
         }
     }
+}
+
+// x [dim] into one cell, whatever its format.
+TARGET static void write_cell(const float *x, const Cells &to) {
+    if (to.is_float32())
+        std::memcpy(to.words, x, to.dim * sizeof(float));
+    else if (to.has_codes())
+        quantize_cell(x, to);
+    else
+        round_cell(x, to);
 }

@@ -1,5 +1,5 @@
-// Keys or values of cells, of one head or of all: floats, or codes of 8 or 4 bits with a scale and a bias for each group
-// of elements (MLX's affine format, as mx.quantize writes it): element = scale * code + bias.
+// Keys or values of cells, of one head or of all: float32 numbers; bfloat16 numbers; or codes of 8 or 4 bits with a scale
+// and a bias for each group of elements (MLX's affine format, as mx.quantize writes it): element = scale * code + bias.
 #pragma once
 
 #include <cstddef>
@@ -7,14 +7,15 @@
 
 namespace outrider {
 
-constexpr int FLOAT_BITS = 32;
+constexpr int FLOAT32_BITS = 32, BFLOAT16_BITS = 16;
 
 struct Cells {
-    uint32_t *words;         // [cells, dim * bits / 32]: codes; the floats themselves if `bits` is FLOAT_BITS
-    float *scales, *biases;  // [cells, groups]; null for floats
+    uint32_t *words;         // [cells, dim * bits / 32]: the numbers or codes
+    float *scales, *biases;  // [cells, groups]; null for numbers
     int dim, bits, groups;
 
-    bool has_codes() const { return bits != FLOAT_BITS; }
+    bool is_float32() const { return bits == FLOAT32_BITS; }
+    bool has_codes() const { return bits < BFLOAT16_BITS; }
     int num_words() const { return dim * bits / 32; }
     const float *floats() const { return reinterpret_cast<const float *>(words); }
 

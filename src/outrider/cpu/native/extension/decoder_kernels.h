@@ -286,10 +286,12 @@ TARGET static void transpose(const float *keys, const float *values, int num_cel
 
 // Keys as columns [dim, CELLS], whatever their format. The values are asked for from memory meanwhile.
 INLINE void load_columns(const Cells &keys, const Cells &values, int num_cells, float *columns, float *spare) {
-    if (!keys.has_codes())
+    if (keys.is_float32())
         return transpose(keys.floats(), values.floats(), num_cells, keys.dim, columns);
     prefetch(values.floats(), num_cells * values.num_words());
-    if (keys.bits == 8)
+    if (keys.bits == BFLOAT16_BITS)
+        unpack_columns<BFLOAT16_BITS>(keys, num_cells, columns, spare);
+    else if (keys.bits == 8)
         unpack_columns<8>(keys, num_cells, columns, spare);
     else
         unpack_columns<4>(keys, num_cells, columns, spare);
@@ -297,12 +299,14 @@ INLINE void load_columns(const Cells &keys, const Cells &values, int num_cells, 
 
 // Values as rows [num_cells, dim]: the cells themselves, or unpacked ones in `rows`.
 INLINE const float *load_rows(const Cells &values, int num_cells, float *rows) {
-    if (!values.has_codes())
+    if (values.is_float32())
         return values.floats();
-    if (values.bits == 8)
-        unpack_rows<8>(values, num_cells, rows);
+    if (values.bits == BFLOAT16_BITS)
+        unpack_number_rows(values, num_cells, rows);
+    else if (values.bits == 8)
+        unpack_code_rows<8>(values, num_cells, rows);
     else
-        unpack_rows<4>(values, num_cells, rows);
+        unpack_code_rows<4>(values, num_cells, rows);
     return rows;
 }
 
@@ -367,7 +371,7 @@ TARGET static void attend_segment(const Queries &p, int segment, float *scratch,
         const Cells own_values = p.values.from(p.at(cell));
         load_columns(p.keys.from(p.at(cell)), own_values, num_cells, columns, unpacked);
         const float *next = cell + CELLS < end ? p.keys.from(p.at(cell + CELLS)).floats() : nullptr;
-        if (next && p.keys.has_codes()) {  // they are fewer than the columns
+        if (next && !p.keys.is_float32()) {  // they take less memory than the columns
             prefetch(next, CELLS * num_words);
             next = nullptr;
         }
@@ -416,7 +420,7 @@ TARGET static void finish(const Queries &p, const Partial &result) {
 }
 
 const Math math = {rms_norm,      rope,           swiglu, add,   multiply, dots, add_product,
-                   quantize_cell, attend_segment, merge,  finish};
+                   write_cell,    attend_segment, merge,  finish};
 
 #undef INLINE
 

@@ -144,13 +144,6 @@ struct AttentionCall {
     const int *blocks(int row) const { return has_blocks ? places + size_t(row) * columns : nullptr; }
 };
 
-void store_cell(const Math &math, const float *x, const Cells &to) {
-    if (to.has_codes())
-        math.quantize_cell(x, to);
-    else
-        std::memcpy(to.words, x, to.dim * sizeof(float));
-}
-
 // Norms and turns a token's queries and keys, and writes its keys and values into its cell.
 void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall &call, const Token &token, float *q,
                 float *k, float *v) {
@@ -178,8 +171,8 @@ void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall
         if (call.has_blocks && place == 0)
             continue;  // past the row's blocks: a draft that goes deeper than the row's own depth
         size_t at = (size_t(place) * w.num_kv_heads + head) * call.num_cells + cell;
-        store_cell(math, k + head * dim, call.cells.keys.from(at));
-        store_cell(math, v + head * dim, call.cells.values.from(at));
+        math.write_cell(k + head * dim, call.cells.keys.from(at));
+        math.write_cell(v + head * dim, call.cells.values.from(at));
     }
 }
 

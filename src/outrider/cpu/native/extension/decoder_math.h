@@ -70,8 +70,8 @@ struct Math {
     void (*dots)(const float *x, const float *a, int rows, int size, float *y);
     // y += x @ b; x [rows, size], b [size, columns], y [rows, columns]
     void (*add_product)(const float *x, int rows, int size, const float *b, int columns, float *y);
-    // x [dim] into one cell that has codes
-    void (*quantize_cell)(const float *x, const Cells &to);
+    // x [dim] into one cell
+    void (*write_cell)(const float *x, const Cells &to);
     // Attention: of each segment, merged in order, and the division at the end. scratch: attention_scratch(...) floats
     void (*attend_segment)(const Queries &queries, int segment, float *scratch, const Partial &result);
     void (*merge)(const Queries &queries, int segment, const Partial &part, const Partial &sum);
