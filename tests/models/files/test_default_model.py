@@ -82,8 +82,12 @@ def test_the_folder_recommends_what_its_publisher_recommends():
 
 @pytest.fixture
 def earlier_folder() -> Path:
-    """A folder as earlier versions made it, without sampling values, and with a head of the user's."""
+    """A folder as earlier versions made it, without sampling values, with the file's own chat template, and
+    with a head of the user's."""
     folder = default_model.ensure(release=tiny(delivering(CONTENT)))
+    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
+    own = f"{{{{ '{default_model.SYSTEM_PROMPT}' }}}}{{{{ messages[0]['content'] }}}}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config | {"chat_template": own}))
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(
         json.dumps({name: value for name, value in config.items() if name not in default_model.SAMPLING})
@@ -104,6 +108,9 @@ def test_a_folder_of_an_earlier_version_gets_the_recommendation_and_keeps_the_re
     assert json.loads((earlier_folder / "generation_config.json").read_text())["eos_token_id"] == [1, 0]
     assert (earlier_folder / "model.safetensors").stat().st_ino == weights
     assert (earlier_folder / "mtp" / "weights.safetensors").read_text() == "mine"
+    tokenizer_config = json.loads((earlier_folder / "tokenizer_config.json").read_text())
+    assert tokenizer_config["chat_template"] == default_model.CHAT_TEMPLATE
+    assert tokenizer_config["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert default_model.is_cached()
 
 
@@ -115,6 +122,7 @@ def test_a_folder_that_cannot_be_changed_is_used_with_a_warning(earlier_folder, 
     assert default_model.ensure(release=tiny(failing("must not be asked"))) == earlier_folder
     assert "Read-only file system" in caplog.text
     assert "--default-temperature 0.2 --default-top-p 0.9" in caplog.text
+    assert "Send a system message" in caplog.text
     assert default_model.is_cached()
 
 

@@ -73,12 +73,9 @@ def test_generation_ends_at_the_end_of_a_turn(default_model_folder, tokenizer):
     assert default_model.is_cached()
 
 
-def test_the_chat_template_is_the_files_own(tokenizer):
+def test_the_chat_template_adds_no_system_prompt(tokenizer):
     plain = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
-    assert plain == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert plain == ("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     told = tokenizer.apply_chat_template(
         [{"role": "system", "content": "Be brief."}, *QUESTION], tokenize=False
     )
