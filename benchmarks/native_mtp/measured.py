@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import subprocess
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -21,6 +22,7 @@ from outrider.chat_client import ChatChunk, ChatClient, ServerError
 from outrider.server_address import ServerAddress
 
 EXCEPTION = re.compile(r"\s*[\w.]*(Error|Exception|Unavailable)\b")
+END_S = 2.0  # for a process that has closed its connections
 MAX_RESTARTS = 3  # after which a server is given up
 
 
@@ -38,9 +40,15 @@ class MeasuredServer:
     def name(self) -> str:
         return self._peer.name
 
-    @property
-    def is_alive(self) -> bool:
-        return self._running is not None and self._running.process.poll() is None
+    def has_crashed(self, after_errors: bool) -> bool:
+        """Whether the process has ended. A process that closes its connections may take a moment to end."""
+        if self._running is None:
+            return True
+        try:
+            self._running.process.wait(END_S if after_errors else 0)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     @property
     def port(self) -> int:

@@ -89,6 +89,7 @@ class Rounds:
         tasks = self._take(start, load.num_requests)
         began_s = time.perf_counter()
         answers = await self._send(form, load, tasks, self._max_tokens)
+        errors = tuple(answer.error for answer in answers if answer.error is not None)
         cell = Cell(
             subject.name,
             form.has_mtp,
@@ -98,8 +99,8 @@ class Rounds:
             sum(self._count_tokens(answer.text) for answer in answers if answer.error is None),
             len(answers),
             unequal(tasks, answers, subject.alone),
-            tuple(answer.error for answer in answers if answer.error is not None),
-            has_crashed=not form.is_alive,
+            errors,
+            has_crashed=form.has_crashed(after_errors=bool(errors)),
         )
         self.cells.append(cell)
         self._say(f"round {index + 1}, {load.text}, {form.name}: {cell.text}")

@@ -49,6 +49,7 @@ from step.reference import (
     Answer,
     Cells,
     Row,
+    as_numpy,
     engine_cells,
     engine_row,
     fresh_cells,
@@ -662,9 +663,10 @@ class _Player:
                     len(row.tokens) - 1 if layer < num_trunk else row.num_head_cached
                 )  # the head may rest
                 for part, (array, want) in enumerate(zip(kv.arrays(), expected, strict=True)):
-                    found = np.array(array[row.slot] if row.slot < array.shape[0] else 0)
                     if row.blocks and not isinstance(kv, RecurrentState):
-                        found = np.concatenate(np.array(array[mx.array(row.blocks)]), axis=1)
+                        found = np.concatenate(as_numpy(array[mx.array(row.blocks)]), axis=1)
+                    else:
+                        found = as_numpy(array[row.slot])
                     if not isinstance(kv, RecurrentState):
                         found, want = found[:, :num_cells], want[:, :num_cells]
                     if not found.size:

@@ -134,10 +134,15 @@ def engine_cells(trunk: Trunk, head: MTPHead | None, token_ids: Sequence[int]) -
     if head is not None:
         head(hidden, trunk.embed(mx.array([token_ids[1:]])), caches[1].views(place)[0])
     return [
-        tuple(np.array(array[0]) for array in buffers.arrays())
+        tuple(as_numpy(array[0]) for array in buffers.arrays())
         for cache in caches
         for buffers in cache.buffers()
     ]
+
+
+def as_numpy(array: mx.array) -> np.ndarray:
+    """NumPy has no bfloat16."""
+    return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
 
 
 def _filled_part(cache: KVCache | ArraysCache) -> tuple[np.ndarray, ...]:

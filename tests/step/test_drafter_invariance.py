@@ -81,7 +81,7 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "qwen3_5": in_test_or_soak(5, 40),
     "qwen3_5_moe": in_test_or_soak(2, 15),
     "qwen3_next": in_test_or_soak(2, 15),
-    "llama-4bit": in_test_or_soak(2, 30),
+    "llama-4bit": in_test_or_soak(4, 30),
     "qwen3-mixed": in_test_or_soak(2, 20),
     "qwen3_moe-6bit": in_test_or_soak(2, 20),
     "gpt_oss-5bit": in_test_or_soak(2, 20),
@@ -93,7 +93,7 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "qwen3_5-4bit": in_test_or_soak(1, 20),
     "qwen3_next-8bit": in_test_or_soak(2, 15),
     "llama-4bit kv16": in_test_or_soak(4, 60),  # as it is served: native attention reads bfloat16 cells
-    "llama-4bit kv8": in_test_or_soak(2, 60),  # quantised cells
+    "llama-4bit kv8": in_test_or_soak(4, 60),  # quantised cells
     "llama-4bit kv4": in_test_or_soak(3, 60),
     "qwen3_5-4bit kv16": in_test_or_soak(1, 20),  # a hybrid
     "qwen3_5-4bit kv8": in_test_or_soak(1, 20),

@@ -212,7 +212,10 @@ def test_images_are_read_from_python_with_drafts_of_the_default_head(
 def test_text_is_answered_as_by_the_default_model(vision_llm: LLM, default_model_folder: Path) -> None:
     def answer(llm: LLM) -> list[list[int]]:
         params = SamplingParams(max_tokens=24, temperature=0)
-        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        messages = [  # the vision model's own template adds this prompt
+            {"role": "system", "content": default_model.SYSTEM_PROMPT},
+            {"role": "user", "content": "What is the capital of France?"},
+        ]
         outs = [llm.chat(messages, params), *llm.generate("Once upon a time", params)]
         return [out.prompt_token_ids + out.token_ids for out in outs]
 
