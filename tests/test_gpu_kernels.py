@@ -78,12 +78,13 @@ def test_only_what_is_read_by_strides_may_have_gaps(made: list[dict[str, Any]]) 
         assert made[-1]["ensure_row_contiguous"] == (not kernel.strided)
         for name in kernel.inputs:
             assert (f" {name}_strides[" in kernel.body) == (name in kernel.strided)
-    kernel = GpuKernel("k", ("one", "two"), ("three",), "", strided=("two",))
-    part = mx.arange(12).reshape(3, 4)[:, :2]
-    gpu_kernels.run(kernel, [part, part], {}, (1, 1), [((4,), mx.float32)])
-    one, two = made[-1]["inputs"]
+    kernel = GpuKernel("k", ("one", "two", "whole"), ("three",), "", strided=("two",), contiguous=("whole",))
+    part, result = mx.arange(12).reshape(3, 4)[:, :2], mx.zeros(4)
+    gpu_kernels.run(kernel, [part, part, result], {}, (1, 1), [((4,), mx.float32)])
+    one, two, whole = made[-1]["inputs"]
     assert one is not part  # laid out anew where need be
     assert two is part
+    assert whole is result
 
 
 def test_sources_are_handed_over_without_comments_and_indentation(made: list[dict[str, Any]]) -> None:

@@ -28,6 +28,7 @@ def test_settings_are_made_before_mlx_is_imported() -> None:
 
 
 def test_what_the_user_has_set_stays() -> None:
-    found = environment_after_import(MLX_CUDA_GRAPH_CACHE_SIZE="7")
+    found = environment_after_import(MLX_CUDA_GRAPH_CACHE_SIZE="7", MLX_USE_CUDA_GRAPHS="1")
     assert found["MLX_CUDA_GRAPH_CACHE_SIZE"] == "7"
+    assert found["MLX_USE_CUDA_GRAPHS"] == "1"
     assert found["MLX_ENABLE_CACHE_THRASHING_CHECK"] == "0"

@@ -84,6 +84,7 @@ class GpuKernel:
     outputs: tuple[str, ...]
     body: str
     strided: tuple[str, ...] = ()  # inputs that the body reads by their strides; the others are contiguous
+    contiguous: tuple[str, ...] = ()  # inputs that are contiguous as they come: outputs of other kernels
     groups_per_block: int = 4  # groups of lanes in a threadgroup (Metal) or block (CUDA); chosen by hand
     shared_bytes: int = 0  # dynamic shared memory of a block (CUDA only)
 
@@ -108,8 +109,9 @@ def run(
     dtypes = [x.dtype for x in inputs] + [dtype for _, dtype in outputs]
     names = [f"{name.upper()}_TYPE" for name in (*kernel.inputs, *kernel.outputs)]
     if kernel.strided:  # MLX makes either all inputs of a kernel contiguous or none
+        # `mx.contiguous` also copies arrays whose buffer is larger than they are, which is chance.
         inputs = [
-            x if name in kernel.strided else mx.contiguous(x)
+            x if name in (*kernel.strided, *kernel.contiguous) else mx.contiguous(x)
             for name, x in zip(kernel.inputs, inputs, strict=True)
         ]
     results: list[mx.array] = compiled(kernel)(

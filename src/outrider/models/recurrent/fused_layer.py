@@ -107,6 +107,7 @@ GATE = GpuKernel(
     }
     """,
     strided=("z",),
+    contiguous=("outputs",),
 )
 
 
