@@ -14,6 +14,7 @@ import mlx.core as mx
 from outrider.cache.placement import Placement, block_tables
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.models import attention_kernels
+from outrider.models.attention_check import largest_error
 from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS
 
 TIMES, ROUNDS = 20, 5
@@ -116,7 +117,8 @@ def main() -> None:
     for model, shape in SHAPES.items():
         for dtype in (mx.float32, mx.bfloat16, mx.float16):
             for bits in (None, 8, 4):
-                error = attention_kernels._largest_error(shape.dim, dtype, bits)
+                spec = KVSpec(2, shape.dim, shape.dim, dtype, bits=bits)
+                error = largest_error(attention_kernels.attend, spec)
                 print(model, dtype, bits, "off by", error, flush=True)
         for name, lengths in LENGTHS.items():
             for width in WIDTHS:

@@ -27,7 +27,7 @@ from outrider.step.runner import Runner
 
 WARM_STEPS = 4  # steps before the clock starts; chosen by hand
 MIN_STEPS = 8  # timed steps, even if the time is up; chosen by hand
-PROMPT_CHUNK = 512  # prompt tokens in a step; the timed steps decode
+PROMPT_CHUNK = 4096  # prompt tokens in a step; the timed steps decode
 CAPACITY_STEP = 256  # cells by which cache buffers grow, as in the engine
 
 

@@ -223,7 +223,7 @@ class ModelCells:
 
     def _blocks_cell(self, rows: int, depth: int, longest: int) -> CellResult:
         """Cells in slots, in blocks, and in blocks of 8 bits take turns. `longest`: of the first prompt."""
-        controller = self._controller()
+        controller = DepthController(few_shapes=outruns_host())  # depths are fixed: no costs are needed
         load = replace(self._load(rows, 3), longest_prompt=longest)
         with scripted(AcceptanceScript(BLOCKS_ACCEPT)):
             loops = {
@@ -239,16 +239,19 @@ class ModelCells:
                         turns[name].append(turn)
         found: CellResult = {}
         for name, each in turns.items():
-            ratio = Spread.of(
-                [a.tokens_per_s / b.tokens_per_s for a, b in zip(each, turns["slots"], strict=True)]
-            )
-            assert ratio is not None
             step_ms = 1e3 * median(t.step_s for t in each)
-            found[name] = {"step_ms": step_ms, "ratio": [ratio.median, ratio.least, ratio.most]}
-            say(
+            found[name] = {"step_ms": step_ms}
+            line = (
                 f"  blocks  rows {rows:3d} x {load.num_prompt}, longest {longest}, depth {depth}  {name:6s} "
-                f"{step_ms:8.3f} ms/step, / slots {ratio.text(3)}"
             )
+            line += f"{step_ms:8.3f} ms/step"
+            for other in ("slots", "blocks"):
+                pairs = zip(each, turns[other], strict=True)
+                ratio = Spread.of([a.tokens_per_s / b.tokens_per_s for a, b in pairs])
+                assert ratio is not None
+                found[name][f"to_{other}"] = [ratio.median, ratio.least, ratio.most]
+                line += f", / {other} {ratio.text(3)}"
+            say(line)
         return found
 
     # -- mlx-lm ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider import gpu_kernels
 from outrider.cache.placement import (
     MAX_GROUP_PADDING,
     VIEW_STEP,
@@ -262,6 +263,13 @@ def _placed(
     )
 
 
+@pytest.fixture(params=["CPU", "GPU"])
+def each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are written by another operation on GPUs."""
+    monkeypatch.setattr(gpu_kernels, "is_available", lambda: request.param == "GPU")
+
+
+@pytest.mark.usefixtures("each_device")
 def test_a_row_writes_and_reads_its_own_blocks() -> None:
     kv = _blocks(8)
     _feed(kv, _placed([[5, 2], [7]], [0, 0], [6, 2]), [[1, 2, 3, 4, 5, 6], [11, 12, 99, 99, 99, 99]])
@@ -273,6 +281,7 @@ def test_a_row_writes_and_reads_its_own_blocks() -> None:
     assert not mx.any(kv.keys[mx.array([3, 4, 6])]), "blocks of nobody"
 
 
+@pytest.mark.usefixtures("each_device")
 def test_padding_and_tokens_past_a_rows_blocks_reach_no_row() -> None:
     kv = _blocks(5)
     _feed(kv, _placed([[2, 4], [3]], [0, 3], [1, 4]), [[1, 90, 90, 90], [4, 91, 92, 93]])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_harness import Harness, rows_of
+from scheduler_harness import FakeText, Harness, rows_of
 
 from outrider.engine import block_caches
 from outrider.engine.sequence import Sequence
 from outrider.plan import NUM_SPARE_BLOCKS, CacheGeometry
-from outrider.request import MAX_DEPTH
+from outrider.request import MAX_DEPTH, Request, SamplingParams
+from outrider.speculate.costs import CostTable, guessed_costs
+from outrider.speculate.shapes import ShapePolicy
 
 SIZE = 64
 PER_CELL = 10
@@ -29,6 +31,21 @@ def need(row: Sequence) -> int:
 
 def run_until_all_decode(engine: Harness) -> None:
     engine.run_until(lambda: all(row.is_decoding for row in engine.live.values()))
+
+
+def test_caches_with_few_sizes_are_not_copied_into_caches_of_the_same_size() -> None:
+    """48 blocks are too many for 34, and the next size for 34 is 48."""
+    shapes = ShapePolicy(CostTable(guessed_costs()), few=True)
+    caches = block_caches.BlockCaches(GEOMETRY, 10**9, shapes)
+    row = Sequence(1, Request("r", (1,) * 100, SamplingParams()), FakeText(), frozenset(), max_tokens=9)
+    caches.extend(row, 32 * SIZE)
+    caches.pool.grow(48)
+    for _ in range(3 * block_caches.PATIENCE):
+        assert caches.compact([row]) is None
+    caches.pool.grow(64)
+    kept = [caches.compact([row]) for _ in range(3 * block_caches.PATIENCE)]
+    assert len([one for one in kept if one is not None]) == 1
+    assert caches.pool.num_blocks == 48
 
 
 def test_long_and_short_rows_hold_what_they_need() -> None:

@@ -11,16 +11,21 @@ from recurrent.cpp_kernels import CppKernels, cpp_folder, kernels  # noqa: F401 
 from outrider import gpu_kernels
 from outrider.cache.placement import Placement, block_tables
 from outrider.cache.ragged_kv import KVSpec
-from outrider.models import attention_kernels, cuda_attention, paged_attention
+from outrider.models import attention_check, attention_kernels, cuda_attention, paged_attention
 from outrider.models.trunk import Trunk, TrunkCache
 from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS
 from tiny_models import tiny_model
+
+ALL_CASES = attention_check.CASES
 
 
 @pytest.fixture
 def on_gpu(kernels: CppKernels, monkeypatch: pytest.MonkeyPatch) -> CppKernels:  # noqa: F811
     """MLX's device is taken for a GPU, whose kernels run as C++."""
     monkeypatch.setattr(gpu_kernels, "is_available", lambda: True)
+    monkeypatch.setattr(
+        attention_check, "CASES", attention_check.CASES[:2]
+    )  # the others take long to compile
     attention_kernels.agrees.cache_clear()
     yield kernels
     attention_kernels.agrees.cache_clear()
@@ -93,6 +98,17 @@ def test_a_kernel_that_is_wrong_is_not_used(
 def test_a_tensor_kernel_that_is_wrong_is_not_used(on_tensor_cores: CppKernels, old: str, new: str) -> None:
     assert attention_kernels.agrees(64, mx.bfloat16, None)
     on_tensor_cores.made["tensor_attention_parts"].break_it(old, new)
+    assert not attention_kernels.agrees.__wrapped__(64, mx.bfloat16, None)
+
+
+def test_the_kernels_for_short_rows_and_for_many_queries_are_checked(
+    on_tensor_cores: CppKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_check, "CASES", ALL_CASES)
+    assert attention_kernels.agrees(64, mx.bfloat16, None)
+    whole, parts = (on_tensor_cores.made[name] for name in ("tensor_attention", "tensor_attention_parts"))
+    assert (len(whole.calls), len(parts.calls)) == (2, 3)
+    whole.break_it("whole > 0 ? own[i] / whole", "whole > 0 ? own[i]")
     assert not attention_kernels.agrees.__wrapped__(64, mx.bfloat16, None)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from outrider import gpu_kernels
 from outrider.cache.cell_format import CellFormat
 from outrider.cache.placement import Placement
 from outrider.plan import NUM_SPARE_BLOCKS
@@ -51,6 +52,9 @@ def _written(buffer: mx.array, new: mx.array, place: Placement) -> mx.array:
     if place.tables is not None:
         cells = place.written_in_blocks(buffer.shape[1])
         rows, dim = buffer.reshape(-1, buffer.shape[-1]), buffer.shape[-1]
+        if gpu_kernels.is_available():  # one kernel, also for vectors that are not contiguous
+            rows[cells] = new
+            return rows.reshape(buffer.shape)
         index = mx.broadcast_to(cells.reshape(-1, 1), (cells.size, dim))
         return mx.put_along_axis(rows, index, new.reshape(-1, dim), axis=0).reshape(buffer.shape)
     if place.is_range and len(place.slots) == buffer.shape[0]:  # all slots: a cheaper write

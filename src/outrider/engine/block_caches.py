@@ -104,6 +104,8 @@ class BlockCaches:
             return None
         self._num_wasteful_steps = 0
         num_blocks = NUM_SPARE_BLOCKS + pool.num_held if exceeds_budget else self._roomy(num_needed)
+        if num_blocks >= pool.num_blocks:  # few sizes: the next smaller one is too small
+            return None
         return pool.compact(num_blocks, [row.blocks for row in rows])
 
     def placed(self, batch: Rows[RowPlan], rows: Rows[Sequence]) -> list[RowPlan]:

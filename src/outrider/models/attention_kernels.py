@@ -21,12 +21,13 @@ from functools import cache
 import mlx.core as mx
 
 from outrider import gpu_kernels
-from outrider.cache.placement import Placement, block_tables
+from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import KVSpec
 from outrider.gpu_kernels import GpuKernel
 from outrider.models import cuda_attention
+from outrider.models.attention_check import largest_error
 from outrider.models.cuda_attention import GROUPS, SPLIT
-from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS
+from outrider.plan import BLOCK_SIZE
 
 DIMS = (64, 96, 128, 192, 256)  # of a head: each lane has the same number of dimensions
 QUANTIZED_DIMS = (64, 128, 256)  # a lane's codes begin at a byte
@@ -337,59 +338,5 @@ def _on_all_devices(queries: mx.array, num_queries: int, spec: KVSpec, scale: fl
 def agrees(dim: int, dtype: mx.Dtype, bits: int | None) -> bool:
     """True if the kernels give what MLX's operations give, for cells of this kind, on this device."""
     return gpu_kernels.is_available() and gpu_kernels.is_close(
-        lambda: _largest_error(dim, dtype, bits), "attention", TOLERANCE[dtype]
+        lambda: largest_error(attend, KVSpec(2, dim, dim, dtype, bits=bits)), "attention", TOLERANCE[dtype]
     )
-
-
-def _largest_error(dim: int, dtype: mx.Dtype, bits: int | None) -> float:
-    """On rows of different lengths, with and without a window and sinks."""
-    lengths, width, num_heads, kv_heads = (3, 100, SPLIT + 40), 3, 6, 2
-    num_blocks = [-(-(num + width) // BLOCK_SIZE) for num in lengths]
-    firsts = [NUM_SPARE_BLOCKS + sum(num_blocks[:row]) for row in range(len(lengths))]
-    tables = block_tables([range(f, f + n) for f, n in zip(firsts, num_blocks, strict=True)])
-    random = mx.random.split(mx.random.key(0), 4)
-    spec = KVSpec(kv_heads, dim, dim, dtype, bits=bits)
-    shape = (NUM_SPARE_BLOCKS + sum(num_blocks), kv_heads, BLOCK_SIZE, dim)
-    vectors = [mx.random.normal(shape, key=key).astype(dtype) for key in random[:2]]
-    encoded = [spec.key_format.encode(one) for one in vectors]
-    cells = [array for parts in encoded for array in parts]
-    keys, values = (spec.key_format.decode(parts) for parts in encoded)
-    queries = mx.random.normal((len(lengths), num_heads, width, dim), key=random[2]).astype(dtype)
-    sinks, scale = mx.random.normal((num_heads,), key=random[3]), dim**-0.5
-    starts = mx.array(list(lengths))
-    fed = mx.full(starts.shape, width, mx.int32)
-    place = Placement(range(len(lengths)), starts, fed, width, max(lengths) + width, 0, tables=tables)
-    errors = []
-    for window, own_sinks in ((0, None), (70, sinks)):
-        got = attend(queries, cells, spec, place, scale, window, own_sinks)
-        want = _portable(queries, keys, values, place, scale, window, own_sinks)
-        errors.append(mx.abs(got.astype(mx.float32) - want).max())
-    return float(mx.stack(errors).max())
-
-
-def _portable(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    place: Placement,
-    scale: float,
-    window: int,
-    sinks: mx.array | None,
-) -> mx.array:
-    """The same in MLX's operations, in float32."""
-    rows, num_heads = queries.shape[:2]
-    kv_heads = keys.shape[1]
-
-    def gathered(buffer: mx.array) -> mx.array:  # [rows, heads, cells, dim]
-        own = buffer.astype(mx.float32)[place.tables].transpose(0, 2, 1, 3, 4)
-        cells = own.reshape(rows, kv_heads, -1, own.shape[-1])[:, :, : place.num_attended]
-        return mx.repeat(cells, num_heads // kv_heads, axis=1)
-
-    # Sums of products: matmuls of float32 are rounded more on some GPUs.
-    scores = (scale * queries.astype(mx.float32)[:, :, :, None] * gathered(keys)[:, :, None]).sum(axis=-1)
-    scores = mx.where(place.mask(window or None), scores, -mx.inf)
-    if sinks is not None:
-        column = mx.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
-        scores = mx.concatenate([scores, column], axis=-1)
-    weights = mx.softmax(scores, axis=-1)[..., : place.num_attended]
-    return (weights[..., None] * gathered(values)[:, :, None]).sum(axis=-2)
