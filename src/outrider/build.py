@@ -135,7 +135,7 @@ def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> No
     _use_kv_bits(trunk, config)
     tier = prefix_disk(loaded, None, config, ranks)
     trunk.prepare_for_serving()
-    block_size = block_size_of(trunk, config.cache_layout, outruns=machine.outruns_host())
+    block_size = block_size_of(trunk, config.cache_layout)
     disk = None if tier is None else FollowerDisk(tier)
     runner = Runner(
         trunk,
@@ -210,7 +210,7 @@ def _parts(
     outruns = machine.outruns_host() and ranks is None
     vision_encoder = vision.encoder if vision is not None else None
     write_block = None if disk is None else disk.write
-    block_size = block_size_of(trunk, config.cache_layout, machine.outruns_host())
+    block_size = block_size_of(trunk, config.cache_layout)
     if ranks is not None:
         ranks.check_same(facts_of_rank(loaded, block_size))
     scorer = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from outrider.cache.block_folder import BlockFolder
 from outrider.cache.disk_tier import DiskTier
 from outrider.config import CacheLayout, EngineConfig, InvalidConfig
-from outrider.models import dtypes, loader
+from outrider.models import cuda_attention, dtypes, loader, machine
 from outrider.models.files.fingerprint import fingerprint
 from outrider.models.trunk import Trunk
 from outrider.plan import BLOCK_SIZE
@@ -17,14 +17,13 @@ from outrider.step.rank_disk import FirstRankDisk
 from outrider.step.ranks import Ranks
 
 
-def block_size_of(trunk: Trunk, layout: CacheLayout, outruns: bool) -> int | None:
+def block_size_of(trunk: Trunk, layout: CacheLayout) -> int | None:
     """Cells of a block; None: rows keep their cells by slots.
 
     Where attention reads blocks in place, each row costs what it holds. Elsewhere it would have to copy them,
-    and slots are cheaper. On GPUs blocks are used for quantised cells, which attention would have to
-    dequantise in slots, and if asked for (docs/BENCHMARKS.md, "Attention over blocks").
+    and slots are cheaper.
     """
-    if layout == "slots" or (layout == "auto" and outruns and trunk.kv_bits is None):
+    if layout == "slots" or (layout == "auto" and not _blocks_are_as_fast(trunk)):
         return None
     if trunk.reads_blocks:
         return BLOCK_SIZE
@@ -34,6 +33,18 @@ def block_size_of(trunk: Trunk, layout: CacheLayout, outruns: bool) -> int | Non
             'model have on this device: use "auto" or "slots"'
         )
     return None
+
+
+def _blocks_are_as_fast(trunk: Trunk) -> bool:
+    """Whether rows of equal length lose nothing by blocks, if attention reads these in place.
+
+    So it was measured on CPUs, and on CUDA for cells that tensor cores read (docs/BENCHMARKS.md, "Attention
+    over blocks"). Nothing was measured on Metal. Quantised cells in slots would be dequantised as a whole.
+    """
+    if machine.is_cpu() or trunk.kv_bits is not None:
+        return True
+    specs = trunk.kv_specs
+    return bool(specs) and all(cuda_attention.supports(spec.key_dim, spec.dtype) for spec in specs)
 
 
 def prefix_disk(

@@ -134,8 +134,7 @@ class Trunk:
             )
         if bits == own_bits:
             bits = None
-        kv_specs = [spec for layer in self.layout for spec in _parts(layer) if isinstance(spec, KVSpec)]
-        if bits is not None and not kv_specs:
+        if bits is not None and not self.kv_specs:
             raise InvalidConfig(
                 f"kv_bits={bits}: no layer of {family} stores keys and values. Leave kv_bits out."
             )
@@ -163,6 +162,11 @@ class Trunk:
             return None
         with with_cpu_layers(self.model):
             return BFLOAT16_BITS if self.reads_blocks else None
+
+    @property
+    def kv_specs(self) -> list[KVSpec]:
+        """What the attention layers store."""
+        return [spec for layer in self.layout for spec in _parts(layer) if isinstance(spec, KVSpec)]
 
     @property
     def has_states(self) -> bool:
