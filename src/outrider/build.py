@@ -238,6 +238,8 @@ def _parts(
         head_layers=len(head.layers) if head is not None else 0,
         # A step in which a head catches up is neither traced nor overlapped.
         can_pause_head=not outruns if draft_model is None else draft_model.can_be_paused,
+        # A row that loads the prefix of a row without drafts feeds its head while it reads its prompt.
+        can_store_head_inputs=draft_model is None or draft_model.can_be_paused,
         draft_model=None if draft_model is None else str(choice.draft_model),
         draft_context=None if draft_model is None else draft_model.max_context,
         dtype=str(trunk.dtype).removeprefix("mlx.core."),

@@ -20,9 +20,11 @@ FACTS = ModelFacts(
 IMAGES = PromptMedia(())
 
 
-def sequence(num_prompt: int, depth: DraftDepth, media: PromptMedia | None = None) -> Sequence:
+def sequence(
+    num_prompt: int, depth: DraftDepth, media: PromptMedia | None = None, facts: ModelFacts = FACTS
+) -> Sequence:
     validator = RequestValidator(
-        EngineConfig(), FACTS, 1000, lambda request: FakeText(), GrammarCompiler(lambda: None), str
+        EngineConfig(), facts, 1000, lambda request: FakeText(), GrammarCompiler(lambda: None), str
     )
     params = SamplingParams(max_tokens=9, draft_depth=depth)
     return validator.new_sequence(validator.validate(Request("r", (1,) * num_prompt, params, media=media)))
@@ -53,3 +55,17 @@ def test_a_row_without_drafts_shares_its_prefix_with_rows_that_draft() -> None:
     assert not row.feeds_head
     assert row.has_head_cells
     assert row.keys(0, 20) == sequence(20, 3).keys(0, 20)
+
+
+def test_it_does_so_too_where_a_head_is_never_paused() -> None:
+    """As on GPUs."""
+    on_gpu = ModelFacts("m", VOCAB_SIZE, 1000, frozenset(), "mtp", head_layers=1, can_pause_head=False)
+    plain, drafting = (sequence(20, depth, facts=on_gpu) for depth in (0, "auto"))
+    assert plain.drafting.stores_head_inputs
+    assert plain.keys(0, 19) == drafting.keys(0, 19)
+    assert not drafting.drafting.may_pause_head
+
+
+def test_a_row_shares_nothing_with_a_drafter_that_cannot_catch_up() -> None:
+    facts = ModelFacts("m", VOCAB_SIZE, 1000, frozenset(), "model", can_store_head_inputs=False)
+    assert not sequence(20, 0, facts=facts).has_head_cells

@@ -49,6 +49,7 @@ class ModelFacts:
     head: str | None = None  # the file or folder that the head was loaded from
     head_layers: int = 0
     can_pause_head: bool = True  # False: feeding the head in every step is cheaper than catching up later
+    can_store_head_inputs: bool = True  # rows without drafts store what the heads of other rows may be fed
     draft_model: str | None = None  # the model that drafts, as the operator named it
     draft_context: int | None = None  # tokens that the draft model can read
     dtype: str = ""
@@ -171,8 +172,8 @@ class RequestValidator:
         has_device_drafter = self._facts.drafter in ("mtp", "model")
         # With "auto", the row's own text is searched for drafts too, beside the head.
         looks_up = wanted == "auto" and self._config.drafter == "auto" and has_device_drafter
-        # A paused head is fed the tokens of its cells later, by their numbers: not if tokens are skipped.
-        can_pause_head = self._facts.can_pause_head and params.spec_prefill is None
+        # A head is fed the tokens of its cells later, by their numbers: not if tokens are skipped.
+        may_be_fed_later = params.spec_prefill is None
         return Sequence(
             id=next(self._ids),
             request=request,
@@ -185,8 +186,10 @@ class RequestValidator:
                 head_depth=depth if self._follows(request) else 0,
                 head_layers=0 if self._facts.drafter == "model" else max(1, self._facts.head_layers),
                 head_context=self._facts.draft_context,
-                can_pause_head=can_pause_head,
-                stores_head_inputs=has_device_drafter and can_pause_head,
+                can_pause_head=self._facts.can_pause_head and may_be_fed_later,
+                stores_head_inputs=(
+                    has_device_drafter and self._facts.can_store_head_inputs and may_be_fed_later
+                ),
                 drafter=self._new_drafter(request, depth, looks_up),
                 lookup=NgramDrafter() if looks_up else None,
                 is_auto=wanted == "auto",
