@@ -15,22 +15,16 @@ signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # a shell's background job ignores it, and tests send it
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
+# What steps cost is measured in a moment and stored here: in this process, and in those that tests start.
+_costs = tempfile.TemporaryDirectory(prefix="outrider-costs-")
+os.environ |= {"OUTRIDER_COSTS": _costs.name, "OUTRIDER_CALIBRATION_SECONDS": "0.05"}
 
 import outrider  # noqa: E402, F401, I001  (first: it loads the fast BLAS, which must come before mlx)
 import mlx.core as mx  # noqa: E402
 from browser.browsers import reason_to_skip  # noqa: E402
-from outrider.speculate import calibration, cost_store  # noqa: E402
 from patience import in_test_or_soak  # noqa: E402
 
 mx.set_default_device(mx.cpu)
-
-# What steps cost is measured in a moment and stored here: in this process, and in those that tests start.
-_measurements = tempfile.TemporaryDirectory(prefix="outrider-depth-")
-cost_store.folder = lambda: Path(_measurements.name)
-calibration.BUDGET_S = 0.05
-CHILD_PROCESSES = str(Path(__file__).parent / "child_processes")
-os.environ["COSTS_OF_TESTS"] = _measurements.name
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILD_PROCESSES, os.environ.get("PYTHONPATH"))))
 
 # A slow example on a busy machine is no failure. 100 examples are Hypothesis's own default.
 settings.register_profile(

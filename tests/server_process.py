@@ -31,6 +31,15 @@ ON_CPU = (  # the same program, which computes on the CPU where there is a GPU t
 )
 
 
+OF_TESTS = ("OUTRIDER_COSTS", "OUTRIDER_CALIBRATION_SECONDS")  # set in conftest.py
+
+
+def environment() -> dict[str, str]:
+    """The variables of this process without the settings that a user of Outrider has made."""
+    kept = (name for name in os.environ if not name.startswith("OUTRIDER_") or name in OF_TESTS)
+    return {name: os.environ[name] for name in kept}
+
+
 def write_tiny_model(folder: Path, with_head: bool = True, name: str = "llama") -> Path:
     model = write_checkpoint(folder, name, max_position_embeddings=CONTEXT)
     if with_head:
@@ -75,8 +84,7 @@ def serving(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith("OUTRIDER_")}
-        | variables,
+        env=environment() | variables,
     )
     try:
         url, banner = read_until_ready(process)

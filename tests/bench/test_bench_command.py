@@ -21,20 +21,19 @@ from outrider.cli.bench import _split_name
 from outrider.cli.main import main
 from patience import PATIENCE_S
 from scripted_server import refuses, scripted, stream
-from server_process import write_tiny_model
+from server_process import environment, write_tiny_model
 
 SHORT = ("--workloads", "chat", "--streams", "2", "--rounds", "2", "--requests", "1", "--max-tokens", "8")
 PLENTY = {"completion_tokens": 3, "prompt_tokens": 5}
 
 
 def outrider(*args: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: text for name, text in os.environ.items() if not name.startswith("OUTRIDER_")}
     return subprocess.run(
         [sys.executable, "-m", "outrider", "bench", *args],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
-        env=environ,
+        env=environment(),
     )
 
 

@@ -24,7 +24,7 @@ from outrider.config import InvalidConfig
 from outrider.server_address import ServerAddress
 from patience import PATIENCE_S, wait_until
 from scripted_server import Reply, ScriptedServer, scripted
-from server_process import write_tiny_model
+from server_process import environment, write_tiny_model
 
 TARGET = Target("http://127.0.0.1:8123", "m-1", 40_000, "secret", reads_images=True)
 UNKNOWN = Target("http://127.0.0.1:8123", "m-1", None)
@@ -154,12 +154,12 @@ def test_the_tool_runs_with_its_arguments_environment_and_files(
     status = main(
         ["launch", "aider", "--url", server.url, "--model", "m-1", "--", "--message", "hi", "--print"]
     )
-    arguments, environment, limits = json.loads(found.read_text())
+    arguments, variables, limits = json.loads(found.read_text())
     assert status == 7
     assert arguments == ["--message", "hi", "--print"]
-    assert environment["OPENAI_API_BASE"] == f"{server.url}/v1"
+    assert variables["OPENAI_API_BASE"] == f"{server.url}/v1"
     assert list(json.loads(limits)) == ["openai/m-1"]
-    assert not Path(environment["AIDER_MODEL_METADATA_FILE"]).exists()
+    assert not Path(variables["AIDER_MODEL_METADATA_FILE"]).exists()
 
 
 def test_without_a_name_the_first_model_is_used(
@@ -290,12 +290,11 @@ def test_a_server_that_was_started_ends_with_the_tool(
 ) -> None:
     model = write_tiny_model(tmp_path / "tiny", with_head=False)
     program(programs, "llm", WAITING_TOOL)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OUTRIDER_")}
     process = subprocess.Popen(
         [sys.executable, "-m", "outrider", "launch", "llm", "--model", str(model)],
         stdout=subprocess.PIPE,
         text=True,
-        env=environment | {"OUTRIDER_DRAFT_DEPTH": "0"},
+        env=environment() | {"OUTRIDER_DRAFT_DEPTH": "0"},
         start_new_session=True,  # as in a terminal: a Ctrl-C reaches the command and the tool
     )
     try:

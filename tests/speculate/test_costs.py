@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from depth_simulator import MACHINES, TRACED_MACHINES
 
+from outrider.config import InvalidConfig
 from outrider.plan import CacheGeometry, StepPlan, StepResult
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
@@ -193,6 +194,19 @@ def test_measuring_stops_when_its_time_is_up_with_what_matters_most(monkeypatch:
     assert found is not None
     assert {(1, 1), (1, 2), (1, 4), (16, 1), (16, 2)} <= found.trunk_s.keys()
     assert set(found.head) == {1, 4, 16}
+
+
+def test_the_environment_sets_the_time_and_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calibration.budget_s({}) == 10
+    assert calibration.budget_s({calibration.VARIABLE: "0.5"}) == 0.5
+    for bad in ("fast", "-1", "nan", "inf"):
+        with pytest.raises(InvalidConfig, match=f"must be a number of seconds, not '{bad}'"):
+            calibration.budget_s({calibration.VARIABLE: bad})
+    monkeypatch.setenv("OUTRIDER_COSTS", "/somewhere")
+    assert cost_store.folder() == Path("/somewhere")
+    monkeypatch.delenv("OUTRIDER_COSTS")
+    monkeypatch.setenv("OUTRIDER_CACHE", "/cache")
+    assert cost_store.folder() == Path("/cache/depth")
 
 
 def test_compiling_is_not_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:

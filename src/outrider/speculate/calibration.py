@@ -1,24 +1,42 @@
 """Measures what steps cost: runs synthetic steps of many shapes through the runner.
 
-This takes up to ten seconds at start-up. The shapes that matter most come first. Shapes for which no time is
-left are interpolated (costs.py) and corrected by the steps that really run. Every shape is timed once, then
-again until its two shortest times agree, and the shortest time counts: compiling, growing memory and other
-processes only ever add time. All rows have one modest length. Longer rows are modelled by one number,
-seconds for every further cell.
+This takes up to ten seconds at start-up ($OUTRIDER_CALIBRATION_SECONDS). The shapes that matter most come
+first. Shapes for which no time is left are interpolated (costs.py) and corrected by the steps that really
+run. Every shape is timed once, then again until its two shortest times agree, and the shortest time counts:
+compiling, growing memory and other processes only ever add time. All rows have one modest length. Longer rows
+are modelled by one number, seconds for every further cell.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from outrider.config import InvalidConfig
 from outrider.plan import NUM_SPARE_BLOCKS, CacheGeometry, RowPlan, StepPlan, StepRunner
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
 
-BUDGET_S = 10.0  # seconds of device time; chosen by hand: more would delay the start too much
+VARIABLE = "OUTRIDER_CALIBRATION_SECONDS"
+
+
+def budget_s(environ: Mapping[str, str]) -> float:
+    """Seconds of device time. 10 are chosen by hand: more would delay the start too much."""
+    text = environ.get(VARIABLE, "10")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise InvalidConfig(f"{VARIABLE} must be a number of seconds, not {text!r}")
+    return seconds
+
+
+BUDGET_S = budget_s(os.environ)
 MAX_WALL_FACTOR = 3.0  # limit by the wall clock on a busy machine, in BUDGET_S; chosen by hand
 AGREEMENT = 1.08  # ratio of a shape's two shortest times from which they are trusted; chosen by hand
 MAX_RUNS = 5  # times that one shape is timed; chosen by hand

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,9 @@ class StoredCosts:
 
 
 def folder() -> Path:
-    return cache_folder() / "depth"
+    """`$OUTRIDER_COSTS`, else a folder in Outrider's cache."""
+    chosen = os.environ.get("OUTRIDER_COSTS")
+    return Path(chosen).expanduser() if chosen else cache_folder() / "depth"
 
 
 def fingerprint(parts: Mapping[str, object]) -> str:
