@@ -1,19 +1,26 @@
-"""A rank's part of a model gets the layers that the whole model gets (models/layer_swaps.py)."""
+"""A rank's part of a model: the layers that the whole model gets (models/layer_swaps.py), in less memory.
+
+Models that cannot be divided are refused.
+"""
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from outrider.models import machine, merged_linear
+from absent_ranks import AbsentRanks
+from outrider.models import loader, machine, merged_linear
 from outrider.models.dtypes import settle_dtype
+from outrider.models.families import UnsupportedModel
 from outrider.models.sharding import shard
 from outrider.models.trunk import Trunk
 from outrider.rank_sums import SummedLinear
-from tiny_models import is_quantized_name, quantized_tiny_model, tiny_model
+from tiny_models import is_quantized_name, quantized_tiny_model, tiny_model, write_checkpoint
 
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
@@ -56,3 +63,68 @@ def test_where_the_device_outruns_the_host_parts_are_merged(
     assert len(merged) > 4 * len(part.layers)
     assert kinds(part) == kinds(whole)
     assert merged_linear.plain_class(type(part.layers[0].mlp.gate_proj)) is nn.Linear
+
+
+# -- memory ----------------------------------------------------------------------------------------------
+
+
+def load_part(folder: Path, rank: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Bytes that a rank holds after it has loaded its part, and at most while it loads."""
+    monkeypatch.setattr(loader, "_new_trunk", lambda network, *_: network)  # it would need the other ranks
+    monkeypatch.setattr(loader, "READ_BYTES", 1 << 20)
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before, group = mx.get_active_memory(), AbsentRanks(rank, num_ranks)
+    loaded = loader.load(folder, group=group)  # type: ignore[arg-type]
+    held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
+    assert loaded.trunk is not None  # it lives until here
+    return held, peak
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-4bit"])
+def test_a_rank_never_holds_the_whole_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 1024, "vocab_size": 1024}
+    write_checkpoint(tmp_path, name, **SIZES | {"num_key_value_heads": 4} | sizes)
+    whole = (tmp_path / "model.safetensors").stat().st_size
+    for rank in (0, 3):
+        held, peak = load_part(tmp_path, rank, 4, monkeypatch)
+        assert held < 0.4 * whole  # a quarter, and the embeddings; rank 0 has the output projection too
+        assert peak < 0.5 * whole
+
+
+def test_a_weight_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", **SIZES)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(loader.ModelLoadError, match=r"model\.safetensors"):
+        loader.load(tmp_path, group=AbsentRanks(1, 2))  # type: ignore[arg-type]
+
+
+# -- models that cannot be divided -----------------------------------------------------------------------
+
+
+def refusal(family: str, num_ranks: int, **changes: Any) -> str:
+    with pytest.raises(UnsupportedModel) as refused:
+        shard(tiny_model(family, **changes), AbsentRanks(1, num_ranks), family)  # type: ignore[arg-type]
+    return str(refused.value)
+
+
+def test_a_family_that_mlx_lm_cannot_divide_is_refused() -> None:
+    assert "mlx-lm has no tensor parallelism for it: serve it on one machine" in refusal("phi3", 2)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    assert "3 ranks do not divide it evenly (" in refusal("llama", 3)
+
+
+@pytest.mark.parametrize("family", ["longcat_flash", "minimax"])
+def test_sums_whose_order_would_depend_on_other_rows_are_refused(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.distributed, "Group", AbsentRanks)  # by which layers with sums are found
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "expert_ffn_hidden_size": 96}
+    assert "depend on the other rows: use 2 ranks" in refusal(family, 3, **sizes)
+    shard(tiny_model(family), AbsentRanks(1, 2), family)  # type: ignore[arg-type]

@@ -94,10 +94,9 @@ def load(
     family = _family(config, vision)
     check_supported(family)
     network, mrope = _load_network(path, config, vision, needs_logits)
-    if group is None:
-        _read_weights(path, network, check_wanted)
-    else:
+    if group is not None:
         shard(network, group, family)
+    _read_weights(path, network, check_wanted)
     settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
     trunk = _new_trunk(network, config, vision, mrope)
