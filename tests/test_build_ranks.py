@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from outrider.build_ranks import adapters_of_ranks, checked_for_ranks
+from outrider.build_caches import prefix_disk
+from outrider.build_controller import fingerprint
+from outrider.build_ranks import adapters_of_ranks, config_for_ranks
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.adapters import AdapterConflict, AdapterRefused
 
 
 class SameRanks:
+    """Two ranks. The other one has the same facts, and no folder for cached prefixes."""
+
+    size = 2
+
     def __init__(self) -> None:
         self.facts: dict[str, str] = {}
 
     def check_same(self, facts: dict[str, str]) -> None:
         self.facts |= facts
 
-
-def test_what_ranks_cannot_have_is_refused_by_name() -> None:
-    ranks: Any = SameRanks()
-    with pytest.raises(InvalidConfig, match="a draft model cannot be used on several ranks"):
-        checked_for_ranks(EngineConfig(), ["a draft model"], 0, ranks)
-    assert checked_for_ranks(EngineConfig(), ["a draft model"], 0, None) == EngineConfig()
+    def digests(self, text: str) -> list[str]:
+        return [hashlib.sha256(own.encode()).hexdigest() for own in (text, "")]
 
 
 def test_ranks_have_the_adapters_of_the_start_only() -> None:
     ranks: Any = SameRanks()
-    assert checked_for_ranks(EngineConfig(max_adapters=16), [], 2, ranks).max_adapters == 2
+    assert config_for_ranks(EngineConfig(max_adapters=16), 2, ranks).max_adapters == 2
+    assert config_for_ranks(EngineConfig(max_adapters=16), 2, None).max_adapters == 16
     info = SimpleNamespace(id=1, name="sql", fingerprint="ab12")
     adapters: Any = SimpleNamespace(loaded={"sql": info}, num_bytes=7, reader=None)
     store = adapters_of_ranks(adapters, ranks)
@@ -40,3 +45,24 @@ def test_ranks_have_the_adapters_of_the_start_only() -> None:
     with pytest.raises(AdapterConflict, match="sql stays loaded"):
         store.unload("sql")
     assert adapters_of_ranks(adapters, None) is adapters
+
+
+def test_a_folder_for_cached_prefixes_on_some_ranks_only_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.build_caches._fingerprint", lambda *_: "abcd")
+    model: Any = None
+    ranks: Any = SameRanks()
+    with pytest.raises(InvalidConfig, match="some ranks have --prefix-cache-dir and others have not"):
+        prefix_disk(model, None, EngineConfig(prefix_cache_dir=str(tmp_path)), ranks)
+    assert prefix_disk(model, None, EngineConfig(), ranks) is None
+
+
+def test_costs_that_one_rank_has_measured_are_not_those_of_two(tmp_path: Path) -> None:
+    loaded: Any = SimpleNamespace(path=tmp_path, config={"model_type": "llama"})
+    facts: Any = SimpleNamespace(
+        device="cpu", dtype="float32", weight_bits=(), kv_bits=None, drafter="none", draft_model=None
+    )
+    ranks: Any = SameRanks()
+    names = [fingerprint(loaded, None, None, facts, 4, None, given) for given in (None, ranks, None)]
+    assert names[0] == names[2] != names[1]

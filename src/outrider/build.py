@@ -12,7 +12,7 @@ from typing import Any
 from outrider.build_adapters import FusedAdapter, fuse_adapter, load_adapters, use_for_all
 from outrider.build_caches import block_size_of, prefix_disk
 from outrider.build_controller import fingerprint, measured_prompts, stored_controller
-from outrider.build_ranks import adapters_of_ranks, checked_for_ranks, facts_of_rank
+from outrider.build_ranks import adapters_of_ranks, config_for_ranks, facts_of_rank
 from outrider.config import (
     GENERATION_CONFIGS,
     EngineConfig,
@@ -92,16 +92,6 @@ class ModelChoice:
                 "spec_prefill_layers (--spec-prefill-layers) needs spec_prefill_model (--spec-prefill-model)"
             )
 
-    @property
-    def beyond_ranks(self) -> list[str]:
-        """What it has and several ranks cannot have."""
-        found = {
-            "an adapter for all requests (adapter, --adapter)": self.adapter is not None,
-            "a draft model": self.draft_model is not None,
-            "spec_prefill_model": self.spec_prefill_model is not None,
-        }
-        return [name for name, is_there in found.items() if is_there]
-
 
 def build_engine(
     choice: ModelChoice,
@@ -111,7 +101,7 @@ def build_engine(
     place: EnginePlace = ALONE,
 ) -> tuple[Engine, Any]:
     """A running engine and its tokenizer. The engine's thread calls `notify` with a line before long work."""
-    config = checked_for_ranks(config, choice.beyond_ranks, len(choice.adapters), place.ranks)
+    config = config_for_ranks(config, len(choice.adapters), place.ranks)
     _check_drafter(choice, config)
     tokenizers: list[Any] = []
 
@@ -128,7 +118,7 @@ def build_engine(
 
 def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> None:
     """Run this rank's part of the model until rank 0 stops."""
-    config = checked_for_ranks(config, choice.beyond_ranks, len(choice.adapters), ranks)
+    config = config_for_ranks(config, len(choice.adapters), ranks)
     machine.settle()
     loaded = _load(choice, ranks)
     trunk = loaded.trunk
@@ -268,7 +258,7 @@ def _parts(
     grammars = GrammarCompiler(lambda: tokenizer_source(tokenizer, vocab_size, eos_ids))
     timing = place.timing(runner)
     if config.auto_depth == "auto":
-        name = fingerprint(loaded, device_drafter, choice.draft_vocabulary, facts, max_rows, fused)
+        name = fingerprint(loaded, device_drafter, choice.draft_vocabulary, facts, max_rows, fused, ranks)
         controller = stored_controller(name, timing, facts, max_rows, memory.rows, notify)
     else:
         name = None

@@ -24,6 +24,7 @@ from outrider.speculate.per_draft import new_controller
 from outrider.speculate.prompt_calibration import measure_prompts
 from outrider.speculate.prompt_costs import MeasuredPromptCosts
 from outrider.step.device_drafter import LoadedDrafter
+from outrider.step.ranks import Ranks
 
 
 def stored_controller(
@@ -74,6 +75,7 @@ def fingerprint(
     facts: ModelFacts,
     max_rows: int,
     fused: FusedAdapter | None,
+    ranks: Ranks | None,
 ) -> str:
     """Identifies everything that the costs and the acceptance rates of a model depend on."""
     files = [*sorted(loaded.path.glob("*.safetensors")), *([] if drafter is None else drafter.weight_files)]
@@ -95,5 +97,6 @@ def fingerprint(
             "kernel": multiplies.kernel,
             **({} if fused is None else {"adapter": fused.files.fingerprint}),
             **({} if facts.draft_model is None else {"draft_model": facts.draft_model}),
+            **({} if ranks is None else {"ranks": ranks.size}),
         }
     )

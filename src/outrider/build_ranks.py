@@ -1,12 +1,15 @@
-"""What an engine on several ranks needs: a configuration that ranks support, and what ranks must agree on."""
+"""What an engine on several ranks needs: its configuration, and what ranks must agree on.
+
+cli/tensor_parallel.py refuses the options that several ranks do not have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from outrider.config import EngineConfig, InvalidConfig
+from outrider.config import EngineConfig
 from outrider.engine.adapters import AdapterConflict, AdapterRefused, AdapterStore
 from outrider.models import loader
 from outrider.models.adapters.store import TrunkAdapters
@@ -15,19 +18,10 @@ from outrider.plan import AdapterInfo
 from outrider.step.ranks import Ranks
 
 
-def checked_for_ranks(
-    config: EngineConfig, beyond: Sequence[str], num_adapters: int, ranks: Ranks | None
-) -> EngineConfig:
-    """The configuration. Several ranks load no more adapters than `num_adapters`, at the start.
-
-    `beyond`: what the model is to have and several ranks cannot have: then InvalidConfig is raised.
-    """
-    if ranks is None:
+def config_for_ranks(config: EngineConfig, num_adapters: int, ranks: Ranks | None) -> EngineConfig:
+    """Several ranks load no more adapters than `num_adapters`, at the start."""
+    if ranks is None or num_adapters > config.max_adapters:  # too many are refused when they are loaded
         return config
-    if beyond:
-        raise InvalidConfig(f"{' and '.join(beyond)} cannot be used on several ranks yet: leave that out")
-    if num_adapters > config.max_adapters:
-        return config  # refused when they are loaded
     return replace(config, max_adapters=num_adapters)
 
 

@@ -261,7 +261,10 @@ class ServedModelSource:
     ) -> ServedModel:
         spec, shared = self._spec, self._shared
         if shared.ranks is not None:
-            raise InvalidConfig(f"{spec.name} makes embeddings: such a model runs on one rank only")
+            raise InvalidConfig(
+                f"{spec.name} makes embeddings, and such a model runs on one rank: start it without "
+                "--tensor-parallel and mlx.launch"
+            )
         if shared.limit_bytes is None:  # a single model; beside others, the options are those of the others
             check_options(spec.options, spec.name)
         is_outlived = not shared.is_starting

@@ -18,12 +18,19 @@ from outrider.cli.connection_setup import allow_connections, tls_context
 from outrider.cli.engine_options import engine_config, media_limits, sampling_defaults, tool_format
 from outrider.cli.foreign_flags import notes
 from outrider.cli.log_format import add_request_ids, log_to_terminal
-from outrider.cli.model_specs import ModelSpec, model_specs, option_sets
+from outrider.cli.model_specs import model_specs, option_sets
 from outrider.cli.option_sources import resolve
 from outrider.cli.process_settings import settle_process
 from outrider.cli.serve_options import add_options
 from outrider.cli.standard_streams import keep_standard_streams
-from outrider.cli.tensor_parallel import OtherRanks, is_started_by_rank_0, join, own_rank
+from outrider.cli.tensor_parallel import (
+    OtherRanks,
+    is_on_ranks,
+    is_started_by_rank_0,
+    join,
+    own_rank,
+    spec_of_ranks,
+)
 from outrider.cli.tracing import is_tracing_on, new_tracing
 from outrider.cli.worker import ENGINE_FAILED, HARD_END_S, HUNG, Worker, inherited
 from outrider.config import EngineConfig, InvalidConfig
@@ -109,7 +116,7 @@ def _supervise(args: argparse.Namespace, options: dict[str, Any], listener: sock
 def _silence_timeout_s(options: dict[str, Any]) -> float:
     """After which a worker without a sign of life is killed. (Then its other ranks have ended too.)"""
     timeouts = [options["step_timeout"]]
-    if (options["tensor_parallel"] or 1) > 1 or own_rank() is not None:
+    if is_on_ranks(options):
         timeouts.append(options["rank_timeout"])
     return min((timeout for timeout in timeouts if timeout > 0), default=0.0)
 
@@ -156,7 +163,7 @@ def _follow(options: dict[str, Any], command: Sequence[str], worker: Worker | No
     from outrider.models.errors import ModelUnavailable
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all ranks; rank 0 stops the others
-    (spec,) = _one_spec(options)
+    spec = spec_of_ranks(options)
     rank_0 = OtherRanks()
     if worker is not None:
         rank_0.report_alive = worker.report_alive
@@ -170,13 +177,6 @@ def _follow(options: dict[str, Any], command: Sequence[str], worker: Worker | No
         raise
     rank_0.leave()
     return 0
-
-
-def _one_spec(options: dict[str, Any]) -> list[ModelSpec]:
-    specs = model_specs(options)
-    if len(specs) > 1:
-        raise InvalidConfig(f"several ranks serve one model, not {len(specs)}: name one")
-    return specs
 
 
 def _serve(
@@ -195,9 +195,9 @@ def _serve(
     tls = tls_context(options["tls_cert"], options["tls_key"])
     url = _url(listener, "http" if tls is None else "https")
     metrics, tracing = Metrics(), new_tracing(options["otlp_endpoint"])
+    specs = [spec_of_ranks(options)] if is_on_ranks(options) else model_specs(options)
     other_ranks = OtherRanks()
     ranks = join(options["tensor_parallel"], options["rank_timeout"], command, other_ranks)
-    specs = model_specs(options) if ranks is None else _one_spec(options)
     pool = ServedPool(specs, options["memory_limit"], metrics, ranks)
     try:
         pool.load_at_start()

@@ -24,8 +24,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from outrider.cli.model_specs import ModelSpec, model_specs
+from outrider.cli.serve_options import OPTIONS
 from outrider.cli.worker import BAD_SETTING, ENGINE_FAILED
 from outrider.config import InvalidConfig
 from outrider.cpu.threads import THREAD_VARIABLES, usable_cpus
@@ -40,6 +42,14 @@ FIRST_RANK = "OUTRIDER_FIRST_RANK"  # the descriptor by which a started rank not
 MAX_RANKS = 64
 JOIN_S = 180.0  # until all ranks have met: then the process ends, and is started again; chosen by hand
 LAST_WORDS_S = 2.0  # from the loss of a rank until this process ends: clients are told meanwhile
+ON_ONE_RANK = {  # options that need a model on one rank, and what to do on several
+    "adapter": "Name it in --adapters NAME=DIR and in the requests.",
+    "adapters_dir": "All ranks load their adapters at the start: name them in --adapters NAME=DIR.",
+    "draft_model": "Draft with an MTP head (--head) or with --drafter ngram.",
+    "spec_prefill_model": "Leave it out: prompts are read in full.",
+    "memory_limit": "Limit the KV caches with --memory-budget.",
+    "idle_unload": "Leave it out: the model stays loaded.",
+}
 
 
 def own_rank() -> int | None:
@@ -51,6 +61,22 @@ def own_rank() -> int | None:
 def is_started_by_rank_0() -> bool:
     """True for a rank of --tensor-parallel other than 0: rank 0's supervisor starts it again too."""
     return FIRST_RANK in os.environ
+
+
+def is_on_ranks(options: Mapping[str, Any]) -> bool:
+    return (options["tensor_parallel"] or 1) > 1 or own_rank() is not None
+
+
+def spec_of_ranks(options: dict[str, Any]) -> ModelSpec:
+    """The one model of several ranks. Raises InvalidConfig for what several ranks do not have."""
+    specs = model_specs(options)
+    if len(specs) > 1:
+        names = ", ".join(spec.name for spec in specs)
+        raise InvalidConfig(f"several ranks serve one model, not {len(specs)} ({names}): name one of them")
+    for key, instead in ON_ONE_RANK.items():
+        if specs[0].options[key]:
+            raise InvalidConfig(f"{OPTIONS[key].flag} cannot be used on several ranks. {instead}")
+    return specs[0]
 
 
 def shared_cores(num_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:

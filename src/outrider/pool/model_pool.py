@@ -166,7 +166,9 @@ class ModelPool(Generic[M]):
     async def unload(self, entry: ModelEntry[M]) -> None:
         """Unload an idle model now. A model in use is unloaded after its last request. Raises ModelPinned."""
         if entry.is_pinned:
-            raise ModelPinned(f"the model {entry.name!r} is pinned (--pin): it stays loaded")
+            raise ModelPinned(
+                f"the model {entry.name!r} stays loaded: it is pinned (--pin), or runs on several ranks"
+            )
         if entry.num_leases or entry.state == "loading":
             entry.unloads_when_idle = True
         elif entry.is_idle:

@@ -86,7 +86,8 @@ class Adapters:
         if allowed is None:
             raise ApiError(
                 403,
-                "this server loads no adapters over HTTP: start it with --adapters-dir DIR",
+                "this server loads no adapters over HTTP. Name them when it starts (--adapters NAME=DIR). Or "
+                "start it with --adapters-dir DIR, if its model runs on one rank.",
                 param="path",
                 code="adapters_not_allowed",
             )
