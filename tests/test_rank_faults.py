@@ -29,6 +29,19 @@ OTHER_VERSION = "import runpy, outrider; outrider.__version__ = '0.0.1'; " + (
     "runpy.run_module('outrider', run_name='__main__')"
 )
 
+STUCK = """
+import os, pathlib, runpy, time
+from outrider.step.runner import Runner
+follow = Runner.follow
+def wait_and_follow(self, step):
+    while pathlib.Path(os.environ["STUCK"]).exists():
+        time.sleep(0.02)
+    follow(self, step)
+if os.environ.get("MLX_RANK") == "1":
+    Runner.follow = wait_and_follow
+runpy.run_module("outrider", run_name="__main__")
+"""  # rank 1 computes nothing while the file $STUCK exists, and sends its signs of life
+
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.skipif(not IN_SOAK, reason="starts many processes: runs under `make soak` only"),
@@ -192,6 +205,34 @@ def test_a_rank_that_is_stopped_for_a_short_time_goes_on(model: Path) -> None:
             answer.join(PATIENCE_S)
             assert found == [want]
         assert started_ranks(server) == pids
+
+
+def test_a_slow_rank_is_waited_for(model: Path, wanted: str, tmp_path: Path) -> None:
+    """It is slower than --rank-timeout allows for signs of life, which it still sends."""
+    stuck = tmp_path / "stuck"
+    flags = ("--tensor-parallel", "2", "--rank-timeout", "2", "--step-timeout", "60")
+    with serving(model, *flags, program=("-c", STUCK), STUCK=str(stuck)) as server:
+        pids = started_ranks(server)
+        stuck.touch()
+        threading.Timer(5, stuck.unlink).start()
+        assert text_of(server) == wanted
+        assert started_ranks(server) == pids
+
+
+def test_a_rank_that_computes_for_ever_is_noticed(model: Path, wanted: str, tmp_path: Path) -> None:
+    stuck = tmp_path / "stuck"
+    flags = ("--tensor-parallel", "2", "--step-timeout", str(RANK_TIMEOUT_S))
+    with serving(model, *flags, program=("-c", STUCK), STUCK=str(stuck)) as server:
+        log = read_log(server)
+        assert text_of(server) == wanted
+        pids = started_ranks(server)
+        with streaming(server) as rest, HealthLog(server.url) as health:
+            stuck.touch()
+            assert '"error"' in rest(), "".join(log)
+            stuck.unlink()
+            wait_until(lambda: all(is_gone(pid) for pid in pids))
+        assert any(text.startswith("the engine hangs") for text in health.faults), (health.faults, log)
+        assert text_of(server) == wanted, "".join(log)
 
 
 def test_an_idle_rank_keeps_no_core_busy(model: Path) -> None:

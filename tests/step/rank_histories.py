@@ -4,7 +4,8 @@
 
 Rank 0 plays NUM histories from SEED on, and a session with a prefix cache in memory and on disk, and writes
 its counts to OUT. The other ranks follow it. BLOCK_SIZE 0: rows keep their cells by slots. FAULT: what the
-other ranks do wrong, to see that it is noticed.
+other ranks do wrong, to see that it is noticed. " adapted" behind NAME: the requests of the histories name
+adapters, of which each rank has its part.
 
 In float32 an answer is compared with mlx-lm's own model in one process, near ties excused. A quantised model
 rounds, which magnifies a difference in the last bit, so its answers are compared twice:
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from outrider.cache.disk_tier import DiskTier
 from outrider.cache.ragged_kv import RaggedKV
 from outrider.cpu import fused_layers
 from outrider.cpu.quantized import is_kept, quantized_layers
+from outrider.models.adapters.files import AdapterFiles
 from outrider.models.divided_output import DividedOutput
 from outrider.models.dtypes import settle_dtype
 from outrider.models.sharding import shard
@@ -38,6 +40,7 @@ from outrider.models.trunk import Trunk
 from outrider.plan import AdapterInfo
 from outrider.request import SamplingParams
 from outrider.step import step_message
+from outrider.step.batch import InputBatch
 from outrider.step.follower import follow
 from outrider.step.rank_disk import FirstRankDisk, FollowerDisk
 from outrider.step.ranks import Ranks
@@ -52,13 +55,21 @@ from step.histories import (
     _family,
     _first_difference,
     _Live,
+    _model,
     _Player,
     play,
     random_history,
     stored_model,
 )
 from step.prefix_sessions import Session
-from step.reference import Answer, engine_row, solo_answer
+from step.reference import Answer, solo_answer
+from step.test_adapter_histories import (
+    ADAPTERS,
+    AdaptedWorld,
+    adapted_history,
+    load_all,
+    written_adapters,
+)
 
 SIZES = {  # that two and three ranks divide, into groups of 32 where weights are quantised
     "llama": {
@@ -88,6 +99,7 @@ ONE_RANK_LOGITS = 0.005  # by how much they may differ
 ONE_RANK_EXCUSED = 0.01  # share of the tokens whose choice is so close
 NOTHING = Answer((), (), ())
 PLENTY_OF_BYTES = 1 << 28
+ADAPTED = " adapted"
 
 
 @dataclass
@@ -101,11 +113,13 @@ class OneRankTally:
 class RankWorld(World):
     """A tiny model on several ranks. The head, and what answers are compared with, are of the whole model."""
 
+    files: Mapping[str, AdapterFiles] = {}
+
     def __init__(self, name: str, ranks: Ranks, block_size: int | None) -> None:
         super().__init__(name, SIZES[_family(name)])
         self.ranks = ranks
         self._has_experts = "moe" in name
-        trunk = rank_trunk(name, ranks)
+        trunk = rank_trunk(name, ranks, self.files)
         check_output(trunk, ranks)
         self._rank_runners = {
             size: Runner(trunk, drafter, block_size=block_size, ranks=ranks)
@@ -137,7 +151,7 @@ class RankWorld(World):
         ask = replace(ask, kind="plain", joins_at=0, cancelled_at=None)
         history = History(1, (ask,), "none", 1, 64, 64, 100.0, frozenset(), inspects=False, scribbles=False)
         self._runner_alone.reset()
-        world: Any = _NoAnswers(self.vocab_size)
+        world: Any = _NoAnswers(self)
         player = _AlonePlayer(world, history, self._runner_alone, None)
         player.run()
         return player.token_ids
@@ -147,7 +161,7 @@ class RankWorld(World):
             return
         params, so_far = ask.params, list[int]()
         while True:
-            row = engine_row(self.trunk)
+            row = self.row_alone(params)
             expected = solo_answer(row, ask.prompt, params, so_far, ONE_RANK_LOGITS)
             place = _first_difference(expected.token_ids, found)
             if place is None:
@@ -157,6 +171,10 @@ class RankWorld(World):
             self.one_rank.excused += 1
             so_far = list(found[: place + 1])
         self.one_rank.tokens += len(found)
+
+
+class AdaptedRankWorld(RankWorld, AdaptedWorld):
+    """Its requests may name adapters."""
 
 
 def _key(ask: Ask) -> str:
@@ -170,14 +188,15 @@ class _NoAnswers:
     num_head_buffers = World.num_head_buffers
     can_pause_head = World.can_pause_head
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, world: World) -> None:
+        self.vocab_size = world.vocab_size
+        self._world = world
 
     def answer(self, ask: Ask) -> Answer:
         return NOTHING
 
     def adapter_of(self, params: SamplingParams) -> AdapterInfo | None:
-        return None
+        return self._world.adapter_of(params)
 
 
 class _AlonePlayer(_Player):
@@ -203,15 +222,21 @@ class RankSession(Session):
         return history
 
 
-def rank_trunk(name: str, ranks: Ranks) -> Trunk:
-    """This rank's part of the model, as it is served."""
+def rank_trunk(name: str, ranks: Ranks, files: Mapping[str, AdapterFiles]) -> Trunk:
+    """This rank's part of the model, as it is served, with its part of the adapters."""
     model = stored_model(name, SIZES[_family(name)])
     shard(model, ranks.group, _family(name))
     settle_dtype(model, "auto")
     trunk = Trunk(model, max_context=256)
     trunk.prepare_for_serving()
     check_fused(trunk, name)
+    load_all(trunk, files)
     return trunk
+
+
+def adapter_files(name: str) -> dict[str, AdapterFiles]:
+    """The same on every rank."""
+    return written_adapters({adapter: _model(name, SIZES[_family(name)]) for adapter in ADAPTERS})
 
 
 def check_fused(trunk: Trunk, name: str) -> None:
@@ -235,10 +260,10 @@ def check_output(trunk: Trunk, ranks: Ranks) -> None:
 
 
 def play_all(world: RankWorld, seed: int, num: int, has_blocks: bool, folder: Path) -> dict[str, float]:
-    tally = Tally()
+    tally, new_history = Tally(), adapted_history if world.files else random_history
     for number in range(num):
         # Cells are those of a part of the heads: only the tokens are compared.
-        history = replace(random_history(seed + number, world.vocab_size), inspects=False)
+        history = replace(new_history(seed + number, world.vocab_size), inspects=False)
         world.prepare(history)
         tally.add(play(world, history, runner=world.runners[history.head]))
     found = RankSession(world, 3 * seed + has_blocks, folder, max(2, num // 3)).run()
@@ -271,22 +296,37 @@ def commit_rejected_drafts() -> None:
     Ranks.from_first = wrong  # type: ignore[method-assign]
 
 
-FAULTS = {"": lambda: None, "lose moves": lose_moves, "commit rejected drafts": commit_rejected_drafts}
+def forget_adapters() -> None:
+    from_plan = InputBatch.from_plan
+
+    def forgetful(*batch: Any) -> InputBatch:
+        return replace(from_plan(*batch), adapters=None)
+
+    InputBatch.from_plan = forgetful  # type: ignore[method-assign,assignment]
+
+
+FAULTS = {
+    "": lambda: None,
+    "lose moves": lose_moves,
+    "commit rejected drafts": commit_rejected_drafts,
+    "forget adapters": forget_adapters,
+}
 
 
 def main(name: str, block_size_text: str, seed: str, num: str, out: str, fault: str = "") -> None:
     ranks, block_size = Ranks(mx.distributed.init(strict=True)), int(block_size_text) or None
+    is_adapted, name = name.endswith(ADAPTED), name.removesuffix(ADAPTED)
     folder = Path(out).with_suffix(".blocks")
     if ranks.rank > 0:
         FAULTS[fault]()
         tier = DiskTier(BlockFolder(folder / f"rank-{ranks.rank}", "abcd", PLENTY_OF_BYTES))
-        disk, trunk = FollowerDisk(tier), rank_trunk(name, ranks)
+        disk, trunk = FollowerDisk(tier), rank_trunk(name, ranks, adapter_files(name) if is_adapted else {})
         check_output(trunk, ranks)
         runner = Runner(trunk, None, tier.write, block_size=block_size, ranks=ranks, read_block=disk.read)
         follow(ranks, runner, disk)
         tier.close()
         return
-    world = RankWorld(name, ranks, block_size)
+    world = (AdaptedRankWorld if is_adapted else RankWorld)(name, ranks, block_size)
     found = play_all(world, int(seed), int(num), block_size is not None, folder)
     ranks.send([step_message.STOP])
     Path(out).write_text(json.dumps(found))

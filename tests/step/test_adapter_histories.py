@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +26,7 @@ from outrider.engine.prefix import cache as prefix_cache
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.disk import DiskLoader
 from outrider.models.adapters.files import AdapterFiles, read_adapter
+from outrider.models.trunk import Trunk
 from outrider.plan import AdapterInfo, RowPlan, StepPlan
 from outrider.request import SamplingParams
 from outrider.step.batch import InputBatch
@@ -44,7 +46,10 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "qwen3-8bit": in_test_or_soak(3, 30),
     "qwen3_5-4bit": in_test_or_soak(2, 20),
 }
-ADAPTERS = {"one": {"rank": 3, "seed": "one"}, "two": {"rank": 8, "seed": "two", "kind": "dora"}}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "one": {"rank": 3, "seed": "one"},
+    "two": {"rank": 8, "seed": "two", "kind": "dora"},
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,17 +61,11 @@ def not_compiled() -> None:
 class AdaptedWorld(World):
     """A world whose trunk has adapters."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.adapted: dict[str, nn.Module] = {}
-        self.files: dict[str, AdapterFiles] = {}
-        self.trunk.adapters.allow(len(ADAPTERS), 1 << 30)
-        with tempfile.TemporaryDirectory() as folder:
-            for adapter, how in ADAPTERS.items():
-                self.adapted[adapter] = self.new_model()
-                path = write_adapter(Path(folder, adapter), self.adapted[adapter], **how)
-                self.files[adapter] = read_adapter(path)
-                self.trunk.adapters.load(adapter, self.files[adapter])
+    def __init__(self, name: str, sizes: Mapping[str, Any] = {}) -> None:
+        super().__init__(name, sizes)
+        self.adapted = {adapter: self.new_model() for adapter in ADAPTERS}
+        self.files = written_adapters(self.adapted)
+        load_all(self.trunk, self.files)
 
     def adapter_of(self, params: SamplingParams) -> AdapterInfo | None:
         return None if params.adapter is None else self.trunk.adapters.loaded[params.adapter]
@@ -78,6 +77,21 @@ class AdaptedWorld(World):
         if self._rounds:
             return engine_row(self.trunk, adapter.id)
         return mlx_lm_row(self.adapted[adapter.name])
+
+
+def written_adapters(models: Mapping[str, nn.Module]) -> dict[str, AdapterFiles]:
+    """The files of ADAPTERS, each for a model of its own, which then computes with the adapter."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {
+            adapter: read_adapter(write_adapter(Path(folder, adapter), models[adapter], **how))
+            for adapter, how in ADAPTERS.items()
+        }
+
+
+def load_all(trunk: Trunk, files: Mapping[str, AdapterFiles]) -> None:
+    trunk.adapters.allow(len(files), 1 << 30)
+    for adapter, own in files.items():
+        trunk.adapters.load(adapter, own)
 
 
 @functools.cache
