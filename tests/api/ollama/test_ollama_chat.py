@@ -133,7 +133,7 @@ def test_a_request_without_messages_loads_the_model() -> None:
         assert answer["message"] == {"role": "assistant", "content": ""}
         assert answer.keys() == {"model", "created_at", "message", "done", "done_reason"}
     error = refusal({"messages": [], "keep_alive": 0}, 409)
-    assert error == "the model 'tiny' is pinned (--pin): it stays loaded"
+    assert error == "the model 'tiny' stays loaded: it is pinned (--pin), or runs on several ranks"
 
 
 def test_a_failure_is_an_error() -> None:
