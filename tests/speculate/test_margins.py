@@ -8,7 +8,7 @@ from operator import mul
 
 import pytest
 
-from outrider.speculate.margins import FIRST_CHANCES, LIMITS, MarginRecord
+from outrider.speculate.margins import FIRST_CHANCES, FIRST_SHARES, LIMITS, MarginRecord
 
 
 def test_chances_are_learnt_by_class() -> None:
@@ -60,3 +60,17 @@ def test_a_record_is_stored() -> None:
 def test_a_damaged_record_is_refused(damage: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         MarginRecord.from_json(damage(MarginRecord().as_json()))  # type: ignore[operator]
+
+
+def test_the_expected_yield_counts_the_drafts_that_are_fed() -> None:
+    margins = MarginRecord()
+    all_fed = margins.expected_yield(0.0, 3, False)
+    assert all_fed.fed == pytest.approx([1.0, 1.0, 1.0])
+    assert all_fed.tokens[1] == pytest.approx(all_fed.tokens[0] * margins.mean_chance)
+    some = margins.expected_yield(0.6, 2, False)
+    over = [(c, w) for c, w in zip(FIRST_CHANCES, FIRST_SHARES, strict=True) if c >= 0.6]
+    assert some.fed[0] == pytest.approx(sum(w for _, w in over) / sum(FIRST_SHARES))
+    assert some.tokens[0] == pytest.approx(sum(c * w for c, w in over) / sum(FIRST_SHARES))
+    assert some.fed[1] < some.fed[0]
+    assert some.tokens[1] < some.tokens[0]
+    assert margins.expected_yield(1.1, 1, False).fed == [0.0]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from outrider.request import MAX_DEPTH, SamplingParams
-from outrider.speculate.margins import MarginRecord
+from outrider.speculate.margins import HeadYield, MarginRecord
 
 Source = Literal["head", "ngram", "prediction", "forced"]
 SourceClass = tuple[Source, int]  # a source and a temperature class
@@ -133,10 +133,7 @@ class RowAcceptance:
         self._own: dict[Source, PositionCounts] = {}
         self.steps_since_head = 0  # steps since the head last drafted for this row
         self.is_probe = False  # the head's last draft is a probe: it is compared and never fed
-        # Tokens that the head's first, second, .. draft brings in a step, less what feeding it costs: see
-        # per_draft.py. None: no step has been counted.
-        self.head_gains: list[float] | None = None
-        self.num_head_gains = 0  # steps that have been counted
+        self.head_yield: HeadYield | None = None  # see per_draft.py; None: no step has been counted
         self.other_source: Source | None = None  # the drafter that last offered more than the head
         self.other_share = 0.0  # share of recent steps in which another drafter offered more than the head
 

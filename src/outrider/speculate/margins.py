@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 # The first chances and shares, which count before any comparison, are rounded from the default model's head
 # (docs/LOG.md, "What the head knows itself"). The weight and the decay were chosen by hand.
@@ -18,6 +19,15 @@ FIRST_SHARES = (0.06, 0.06, 0.1, 0.08, 0.07, 0.14, 0.11, 0.18, 0.2)  # of each c
 FIRST_MEAN = 0.75  # the chance of a draft of any class
 FIRST_WEIGHT = 4.0  # comparisons that a first chance is worth
 DECAY = 0.995  # of a class's counts, with every comparison in it: about 200 count
+
+
+@dataclass(slots=True)
+class HeadYield:
+    """What the head's first, second, .. draft brings a row: means over its steps."""
+
+    tokens: list[float]  # that the draft brings
+    fed: list[float]  # share of steps in which it is fed
+    num_steps: int = 0  # that have been counted
 
 
 class MarginRecord:
@@ -45,16 +55,21 @@ class MarginRecord:
         compared, right = (sum(map(sum, counts)) for counts in (self._compared, self._right))
         return (right + FIRST_WEIGHT * FIRST_MEAN) / (compared + FIRST_WEIGHT)
 
-    def expected_gains(self, min_chance: float, num: int, is_sampled: bool) -> list[float]:
-        """For j = 1..num: the mean of max(0, chance of draft j - min_chance)."""
+    def expected_yield(self, min_chance: float, num: int, is_sampled: bool) -> HeadYield:
+        """Of `num` drafts, of which those are fed that have at least `min_chance`."""
         compared, chances = self._compared[is_sampled], self.chances(is_sampled)
         weights = [each + FIRST_WEIGHT * share for each, share in zip(compared, FIRST_SHARES, strict=True)]
-        before, gains = 1.0, []
+        before, expected = 1.0, HeadYield([], [])
         for _ in range(num):
-            over = (max(0.0, before * chance - min_chance) for chance in chances)
-            gains.append(sum(w * gain for w, gain in zip(weights, over, strict=True)) / sum(weights))
+            fed = [
+                (before * chance, weight)
+                for chance, weight in zip(chances, weights, strict=True)
+                if before * chance >= min_chance
+            ]
+            expected.tokens.append(sum(chance * weight for chance, weight in fed) / sum(weights))
+            expected.fed.append(sum(weight for _, weight in fed) / sum(weights))
             before *= self.mean_chance
-        return gains
+        return expected
 
     def all_right(self, margins: Sequence[float], is_sampled: bool) -> list[float]:
         """For j = 1.. the chance that drafts 1..j are all right."""

@@ -4,9 +4,10 @@ The head says by how much it prefers each draft to the second best token (the ma
 turns this into a chance (margins.py), and a draft is fed if its chance is worth its cost (draft_choice.py).
 Every row may feed another number of drafts.
 
-How many drafts the head makes is decided before they are known, by what its drafts have brought lately. The
-head is paused while they have brought less than its passes cost, for all rows at once: a row that goes on
-after a pause has to feed the head what it missed. Paused rows are probed: texts change. Pure Python.
+How many drafts the head makes is decided before they are known, by what its drafts have brought lately: as
+many as let the rows wait least for their next token. If none does, the head is paused, for all rows at once:
+a row that goes on after a pause has to feed the head what it missed. Paused rows are probed: texts change.
+Pure Python.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from outrider.speculate.controller import DepthController, DraftRequest, Offer, 
 from outrider.speculate.costs import CostTable, StepShape, guessed_costs
 from outrider.speculate.depth import DepthChoice
 from outrider.speculate.draft_choice import RowOffers, StepCost, choose_drafts
+from outrider.speculate.margins import HeadYield
 from outrider.speculate.prompt_costs import MeasuredPromptCosts
 
 MAX_PADDING_SHARE = 0.5  # of a token's cost: with more, rows share their width; chosen by hand
-MIN_NET_GAIN = 0.1  # least gain for which the head drafts, as a share of a plain step; chosen by hand
-GAIN_SHARE = 0.1  # weight of the newest step in a row's gains from its head; from the simulator
+MAX_WAIT = (
+    0.97  # of the rows for their next token, in plain steps: the head drafts for no less; chosen by hand
+)
+YIELD_SHARE = 0.1  # weight of the newest step in a row's yield from its head; from the simulator
 MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; chosen by hand
 
 
@@ -73,7 +77,7 @@ class PerDraftController(DepthController):
         prices = self._prices(decoding, cost)
         rows = [self._offers(request) for request in decoding]
         for request, row in zip(decoding, rows, strict=True):
-            self._count_head_gains(request, row, prices)
+            self._count_yield(request, row, prices)
         fed = choose_drafts(rows, cost, prices.token_s, prices.min_chance)
         depth, drafting = self._next_drafts(requests, prices, cost(max(1, len(decoding)), 1))
         self._count_step(rows, fed, cost, self._head_s(requests, len(drafting), depth))
@@ -148,32 +152,36 @@ class PerDraftController(DepthController):
     ) -> tuple[int, list[int]]:
         """How many drafts the head makes in this step, and for which rows on auto."""
         rows = [i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0]
-        gains = [self._head_gains(requests[i].record, prices) for i in rows]
-        # In a burst of answers the rows that gain least end last: a small gain of the mean row is a loss.
-        best, best_s, gain_s = 0, MIN_NET_GAIN * plain_s, 0.0
-        for depth in range(1, MAX_DEPTH + 1):
-            gain_s += sum(of_row[depth - 1] for of_row in gains) * prices.token_s
-            net_s = gain_s - self._head_s(requests, len(rows), depth)
-            if net_s > best_s:
-                best, best_s = depth, net_s
+        yields = [self._head_yield(requests[i].record, prices) for i in rows]
+        num_others = sum(not request.joins for request in requests if request.fixed_depth is not None)
+        best, best_wait = 0, MAX_WAIT
+        for depth in range(1, MAX_DEPTH + 1 if rows else 1):
+            num_fed = sum(sum(one.fed[:depth]) for one in yields)
+            step_s = plain_s + num_fed * prices.feed_s + self._head_s(requests, len(rows), depth)
+            steps = num_others + sum(1 / (1 + sum(one.tokens[:depth])) for one in yields)
+            wait = step_s / plain_s * steps / (len(rows) + num_others)
+            if wait < best_wait:
+                best, best_wait = depth, wait
         drafting = rows if best else []
         return max(1, best), drafting + self.rows_to_probe(requests, drafting)
 
-    def _head_gains(self, record: RowAcceptance, prices: _Prices) -> list[float]:
-        if record.head_gains is None:
+    def _head_yield(self, record: RowAcceptance, prices: _Prices) -> HeadYield:
+        if record.head_yield is None:
             margins = self.acceptance.margins
-            record.head_gains = margins.expected_gains(prices.min_chance, MAX_DEPTH, record.is_sampled)
-        return record.head_gains
+            record.head_yield = margins.expected_yield(prices.min_chance, MAX_DEPTH, record.is_sampled)
+        return record.head_yield
 
-    def _count_head_gains(self, request: DraftRequest, row: RowOffers, prices: _Prices) -> None:
-        """Count what each of the head's drafts brings in this step, less what feeding it costs."""
+    def _count_yield(self, request: DraftRequest, row: RowOffers, prices: _Prices) -> None:
+        """Count what each of the head's drafts brings in this step."""
         for offer, made in zip(request.offers, row.offers, strict=True):
             if offer.source != "head":
                 continue
-            gains, chances = self._head_gains(request.record, prices), list(made)
+            known, chances = self._head_yield(request.record, prices), list(made)
             while len(chances) < MAX_DEPTH:  # drafts that were not made
                 chances.append(chances[-1] * self.acceptance.margins.mean_chance)
-            share = max(GAIN_SHARE, 1 / (2 + request.record.num_head_gains))  # the first estimate counts once
-            request.record.num_head_gains += 1
+            share = max(YIELD_SHARE, 1 / (2 + known.num_steps))  # the first estimate counts once
+            known.num_steps += 1
             for i, chance in enumerate(chances[:MAX_DEPTH]):
-                gains[i] += share * (max(0.0, chance - prices.min_chance) - gains[i])
+                is_fed = chance >= prices.min_chance
+                known.tokens[i] += share * (chance * is_fed - known.tokens[i])
+                known.fed[i] += share * (is_fed - known.fed[i])
