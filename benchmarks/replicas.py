@@ -1,6 +1,6 @@
 """Two servers behind HAProxy (deploy/haproxy.cfg) against one: cached prompt tokens and tokens a second.
 
-    python -m benchmarks.replicas [MODEL] [--conversations 8] [--turns 4] [--prefix-cache-bytes 150MB]
+    python -m benchmarks.replicas [MODEL] [--conversations 8] [--turns 4] [--prefix-cache-bytes 75MB]
 
 Conversations run side by side, each turn after the one before. They have a system prompt in common and a long
 first question each. The cache of one server is too small for all of them. All servers run on this machine and
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--prefix-cache-bytes", default="150MB", help="of each server")
+    parser.add_argument("--prefix-cache-bytes", default="75MB", help="of each server")
     args = parser.parse_args()
     if PROGRAM is None:
         parser.error("HAProxy is not installed (apt-get install haproxy)")
