@@ -212,6 +212,7 @@ class RankSession(Session):
     def __init__(self, world: RankWorld, seed: int, folder: Path, num_histories: int) -> None:
         super().__init__(world, seed, folder, num_histories)
         self._rank_world = world
+        self._has_disk = True  # also where the seed would have none
 
     def _new_tier(self, folder: BlockFolder) -> DiskTier:
         return FirstRankDisk(folder, self._rank_world.ranks)
