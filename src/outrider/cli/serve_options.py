@@ -289,7 +289,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "kv-bits",
-            f"bits of keys and values: {_KV_BITS} (the model's; 16 if weights are quantised and on CPUs)",
+            f"bits of keys and values: {_KV_BITS} (the model's own; 16 for quantised models on CPUs)",
             kv_bits,
             metavar="N",
         ),

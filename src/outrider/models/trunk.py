@@ -129,8 +129,9 @@ class Trunk:
         """Store keys and values with so many bits. Raises InvalidConfig if a layer cannot."""
         family, own_bits = _family(self.model), 8 * self.dtype.size
         if bits is not None and bits > own_bits:
+            dtype = str(self.dtype).removeprefix("mlx.core.")
             raise InvalidConfig(
-                f"kv_bits={bits}: {family} computes with {own_bits} bits ({self.dtype}). Leave kv_bits out."
+                f"kv_bits={bits}: {family} computes in {dtype}, which has {own_bits} bits. Leave kv_bits out."
             )
         if bits == own_bits:
             bits = None

@@ -152,18 +152,29 @@ class PerDraftController(DepthController):
     ) -> tuple[int, list[int]]:
         """How many drafts the head makes in this step, and for which rows on auto."""
         rows = [i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0]
-        yields = [self._head_yield(requests[i].record, prices) for i in rows]
-        num_others = sum(not request.joins for request in requests if request.fixed_depth is not None)
         best, best_wait = 0, MAX_WAIT
-        for depth in range(1, MAX_DEPTH + 1 if rows else 1):
-            num_fed = sum(sum(one.fed[:depth]) for one in yields)
-            step_s = plain_s + num_fed * prices.feed_s + self._head_s(requests, len(rows), depth)
-            steps = num_others + sum(1 / (1 + sum(one.tokens[:depth])) for one in yields)
-            wait = step_s / plain_s * steps / (len(rows) + num_others)
+        for depth in range(1, MAX_DEPTH + 1):
+            wait = self._wait(requests, rows, depth, prices, plain_s)
             if wait < best_wait:
                 best, best_wait = depth, wait
         drafting = rows if best else []
         return max(1, best), drafting + self.rows_to_probe(requests, drafting)
+
+    def _wait(
+        self,
+        requests: Sequence[DraftRequest],
+        rows: Sequence[int],
+        depth: int,
+        prices: _Prices,
+        plain_s: float,
+    ) -> float:
+        """Plain steps until a row's next token, on average, if the head makes `depth` drafts for `rows`."""
+        yields = [self._head_yield(requests[i].record, prices) for i in rows]
+        num_fed = sum(sum(one.fed[:depth]) for one in yields)
+        step_s = plain_s + num_fed * prices.feed_s + self._head_s(requests, len(rows), depth)
+        num_others = sum(not request.joins for request in requests if request.fixed_depth is not None)
+        steps_per_token = [1 / (1 + sum(one.tokens[:depth])) for one in yields] + [1.0] * num_others
+        return step_s / plain_s * sum(steps_per_token) / max(1, len(steps_per_token))
 
     def _head_yield(self, record: RowAcceptance, prices: _Prices) -> HeadYield:
         if record.head_yield is None:
