@@ -23,6 +23,9 @@ from outrider.cli.serve import _silence_timeout_s
 from outrider.config import InvalidConfig
 from patience import PATIENCE_S, wait_until
 
+# A thread of links that fails would only be a warning, and its ranks would not be watched any more.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
 PROGRAM = Path(__file__).with_name("rank_program.py")
 SHORT_S, LONG_S = (
     3.0,
@@ -148,6 +151,7 @@ def test_a_rank_that_leaves_is_not_lost() -> None:
         first.begin()
         other.begin()
         other.leave()
+        assert not other._thread.is_alive()  # it reads the connection no more, which may be closed
         other.connections[0].close()
         wait_until(lambda: first._peers[0].has_left)
         assert losses == []

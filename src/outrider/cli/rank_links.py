@@ -152,7 +152,8 @@ class RankLinks:
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._peers.append(Peer(rank, connection))
-        threading.Thread(target=self._run, name="outrider-rank-links", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="outrider-rank-links", daemon=True)
+        self._thread.start()
 
     def begin(self) -> None:
         """This rank has loaded its model: from now on it sends signs of life, and expects those of others.
@@ -176,11 +177,17 @@ class RankLinks:
         self._wakeups.acquire()
 
     def leave(self) -> None:
-        """Another rank ends as planned, and says so to rank 0. No loss is reported from now on."""
+        """Another rank ends as planned, and says so to rank 0. No loss is reported from now on.
+
+        The thread of the links ends, so that the connections may be closed.
+        """
         for peer in self._peers:
             peer.has_left = True
             with suppress(OSError):
                 peer.connection.sendall(LEAVE)
+            with suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RD)  # ends the thread's wait
+        self._thread.join()
 
     # -- on the thread of the links ----------------------------------------------------------------------
 
