@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 
 from absent_ranks import AbsentRanks
 from outrider.models import loader, machine, merged_linear
@@ -51,6 +52,14 @@ def test_a_part_has_the_layers_of_the_whole(name: str) -> None:
     whole, part = served(name, is_divided=False), served(name, is_divided=True)
     assert any(type(layer) is SummedLinear for _, layer in part.named_modules())
     assert kinds(part) == kinds(whole)
+
+
+@pytest.mark.parametrize("name", ["llama-4bit", "llama-mxfp4", "llama-mxfp8", "llama-nvfp4"])
+def test_a_part_of_a_quantised_model_has_the_arrays_of_its_format(name: str) -> None:
+    whole, part = served(name, is_divided=False), served(name, is_divided=True)
+    assert len(tree_flatten(part.parameters())) == len(tree_flatten(whole.parameters()))
+    token_ids = mx.array([[3, 5, 7]])
+    assert mx.array_equal(part(token_ids), whole(token_ids))  # this rank has all heads
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])

@@ -99,6 +99,7 @@ def _ordinary(layer: nn.Module, group: mx.distributed.Group) -> nn.Module | None
     elif isinstance(layer, QuantizedAllToShardedLinear | QuantizedShardedToAllLinear):
         linear = nn.QuantizedLinear(32, 32, bias=False, group_size=32, bits=layer.bits)
         linear.group_size, linear.mode = layer.group_size, getattr(layer, "mode", "affine")
+        linear.biases = None  # mxfp4, mxfp8 and nvfp4 have none
     else:
         return None
     is_summed = isinstance(layer, ShardedToAllLinear | QuantizedShardedToAllLinear)
