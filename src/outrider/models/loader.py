@@ -28,6 +28,7 @@ from outrider.models.files.eos_tokens import eos_ids
 from outrider.models.files.named import NAMED, make_ready, named_model
 from outrider.models.gguf import convert as gguf
 from outrider.models.heads.layouts import recognise
+from outrider.models.part_reads import RowNumbers, stored_tensors
 from outrider.models.quantization_check import check_quantization, check_tensors
 from outrider.models.sharding import shard
 from outrider.models.trunk import Trunk
@@ -93,9 +94,10 @@ def load(
     vision = vision_family(config)
     family = _family(config, vision)
     check_supported(family)
-    network, mrope = _load_network(path, config, vision, needs_logits)
-    if group is not None:
-        shard(network, group, family)
+    stored: dict[str, mx.array] | None = None if group is None else {}
+    network, mrope = _load_network(path, config, vision, needs_logits, stored)
+    if group is not None and stored is not None:
+        _divide(path, network, stored, group, family, check_wanted)
     _read_weights(path, network, check_wanted)
     settle_dtype(network, dtype)
     tokenizer = _load_tokenizer(path)
@@ -199,10 +201,11 @@ def _load_network(
     config: dict[str, Any],
     vision: VisionFamily | None,
     needs_logits: bool = True,
+    stored: dict[str, mx.array] | None = None,
 ) -> tuple[nn.Module, MRopeSections | None]:
     """The text model, or the language part of a vision checkpoint, and its mrope sections.
 
-    A weight is read from the disk when it is first used.
+    A weight is read from the disk when it is first used. `stored` gets the tensors of the weight files.
     """
     from mlx_lm.utils import _get_classes, load_model
 
@@ -212,7 +215,7 @@ def _load_network(
             path,
             lazy=True,
             get_model_classes=lambda config: _with_checks(
-                config, *get_classes(config), needs_logits=needs_logits
+                config, *get_classes(config), needs_logits=needs_logits, stored=stored
             ),
             trust_remote_code=False,
         )
@@ -222,6 +225,24 @@ def _load_network(
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise _load_error(path, error) from error
     return network, mrope
+
+
+def _divide(
+    path: Path,
+    network: nn.Module,
+    stored: dict[str, mx.array],
+    group: mx.distributed.Group,
+    family: str,
+    check_wanted: Callable[[], None],
+) -> None:
+    """Keep this rank's part of the network, and read its rows of the weight files."""
+    try:
+        numbers = RowNumbers(network, stored_tensors(path, stored), group.size())
+        stored.clear()  # a tensor of which a part is read would stay in memory
+        shard(network, group, family)
+        numbers.read(network, check_wanted)
+    except (OSError, ValueError) as error:
+        raise _load_error(path, error) from error
 
 
 def _read_weights(path: Path, network: nn.Module, check_wanted: Callable[[], None]) -> None:
@@ -250,7 +271,12 @@ def _load_error(path: Path, error: Exception) -> ModelLoadError:
 
 
 def _with_checks(
-    config: dict[str, Any], kind: type[nn.Module], args: type, *, needs_logits: bool
+    config: dict[str, Any],
+    kind: type[nn.Module],
+    args: type,
+    *,
+    needs_logits: bool,
+    stored: dict[str, mx.array] | None,
 ) -> tuple[type[nn.Module], type]:
     """Return the model's classes with a `sanitize` that drops an MTP head and checks quantised tensors.
 
@@ -258,6 +284,8 @@ def _with_checks(
     """
 
     def sanitize(self: nn.Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        if stored is not None:
+            stored.update(weights)
         weights = weights if needs_logits else _completed(self, weights)
         head = recognise(weights, config)
         if head is not None:
