@@ -9,14 +9,14 @@ import mlx.core as mx
 import pytest
 
 from outrider import gpu_kernels
-from outrider.cache import cell_kernels
+from outrider.cache import cell_kernels, cell_writes
 from outrider.gpu_kernels import GpuKernel
 from outrider.models import attention_kernels
 from outrider.models.recurrent import fused_layer, recurrent_kernels
 
 ATTENTION = (attention_kernels.PLAIN, attention_kernels.QUANTIZED)
 KERNELS = [kernel for kernels in ATTENTION for kernel in kernels]
-for module in (recurrent_kernels, fused_layer, attention_kernels, cell_kernels):
+for module in (recurrent_kernels, fused_layer, attention_kernels, cell_kernels, cell_writes):
     KERNELS += [value for value in vars(module).values() if isinstance(value, GpuKernel)]
 
 
@@ -37,7 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_the_start_for_both_languages_names_what_bodies_use() -> None:
-    assert len(KERNELS) == 13
+    assert len(KERNELS) == 15
     for start in (gpu_kernels._METAL, gpu_kernels._CUDA):
         for name in ("int lane", "int group_y", "int group_z"):
             assert name in start

@@ -5,6 +5,7 @@ weights     builds the models in the device's memory, in their dtype
 scripted    decides which drafts are accepted
 driver      the engine's loop
 loop        times the engine's loop
+interleaved compares loops, a few steps of each in turn
 bare        the device's own time for a step, its memory bandwidth, and the lower bound of a step's time
 mlx_lm_loop mlx-lm's generators on the same model
 checks      kernels and tokens must be right on this device, or times mean nothing

@@ -108,7 +108,8 @@ def measure(name: str, shape: Shape, lengths: list[int], width: int) -> None:
     print(
         f"{name:28s} width {width}  slots {slots_us:8.1f}  blocks {blocks_us:8.1f} us  "
         f"({num_bytes / blocks_us / 1e6:5.2f} TB/s)  8 bits {coded_us:8.1f}   "
-        f"writes {timed_us(written(slots)):7.1f} {timed_us(written(blocks)):7.1f} us",
+        f"writes {timed_us(written(slots)):7.1f} {timed_us(written(blocks)):7.1f} "
+        f"{timed_us(written(coded)):7.1f} us",
         flush=True,
     )
 

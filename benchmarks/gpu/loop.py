@@ -96,20 +96,23 @@ class Loop:
         self.budget_bytes = plan_memory(EngineConfig(), machine.free_bytes(), 0, False).rows
 
     def turn(self, policy: DraftDepth, load: Load, controller: DepthController) -> TimedRun:
-        config = EngineConfig(max_rows=load.rows, prefill_step_size=PROMPT_CHUNK)
+        driver, rows = self.planned(policy, load, controller)
+        try:
+            until_decoding(driver, rows)
+            return self._timed(driver, rows, load)
+        finally:
+            driver.leave()
+
+    def planned(
+        self, policy: DraftDepth, load: Load, controller: DepthController, chunk: int = PROMPT_CHUNK
+    ) -> tuple[Driver, list[Row]]:
+        """Rows that have not started yet, and their driver."""
+        config = EngineConfig(max_rows=load.rows, prefill_step_size=chunk)
         scheduler = Scheduler(config, self.runner.geometry(CAPACITY_STEP), self.budget_bytes, controller)
         rows = self._new_rows(policy, load)
         for row in rows:
             scheduler.add(row)
-        driver = Driver(scheduler, self.runner, self._outruns)
-        try:
-            while not all(row.is_decoding for row in rows):
-                driver.step()
-            for _ in range(WARM_STEPS):
-                driver.step()
-            return self._timed(driver, rows, load)
-        finally:
-            driver.leave()
+        return Driver(scheduler, self.runner, self._outruns), rows
 
     def _timed(self, driver: Driver, rows: list[Row], load: Load) -> TimedRun:
         def counts() -> tuple[int, int]:
@@ -156,6 +159,14 @@ class Loop:
                 )
             )
         return rows
+
+
+def until_decoding(driver: Driver, rows: list[Row]) -> None:
+    """Reads all prompts, and runs a few steps more."""
+    while not all(row.is_decoding for row in rows):
+        driver.step()
+    for _ in range(WARM_STEPS):
+        driver.step()
 
 
 def prompts(vocab_size: int, rows: int, length: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from benchmarks.gpu.bare import BareTime, bytes_a_step, measure_bare
+from benchmarks.gpu.interleaved import Arm, compare, speed_ratio
 from benchmarks.gpu.loop import Load, Loop, TimedRun
 from benchmarks.gpu.machine_cells import Machine
 from benchmarks.gpu.mlx_lm_loop import mlx_lm_turn
@@ -25,6 +26,7 @@ from outrider.speculate.costs import CostTable, MeasuredCosts
 
 LONGEST = 6000  # prompt tokens of one row beside shorter ones
 BLOCKS_ACCEPT = 0.7  # of the drafts, in the cells that compare slots and blocks
+BLOCKS_PARTS = 4  # parts of a round in these cells: loops take turns more often
 
 
 def names_of(model: str, dtype: str, settings: CellSettings) -> list[str]:
@@ -222,35 +224,27 @@ class ModelCells:
     # -- slots and blocks --------------------------------------------------------------------------------
 
     def _blocks_cell(self, rows: int, depth: int, longest: int) -> CellResult:
-        """Cells in slots, in blocks, and in blocks of 8 bits take turns. `longest`: of the first prompt."""
+        """Cells in slots, in blocks, and in blocks of 8 bits, interleaved. `longest`: of the first prompt."""
         controller = DepthController(few_shapes=outruns_host())  # depths are fixed: no costs are needed
         load = replace(self._load(rows, 3), longest_prompt=longest)
         with scripted(AcceptanceScript(BLOCKS_ACCEPT)):
-            loops = {
-                "slots": Loop(self._subject),
-                "8 bits": Loop(self._subject, in_blocks=True, kv_bits=8),
-                "blocks": Loop(self._subject, in_blocks=True),
+            arms = {
+                "slots": Arm(Loop(self._subject)),
+                "8 bits": Arm(Loop(self._subject, in_blocks=True, kv_bits=8)),
+                "blocks": Arm(Loop(self._subject, in_blocks=True)),
             }
-            turns: dict[str, list[TimedRun]] = {name: [] for name in loops}
-            for number in range(-1, self._settings.rounds):  # the first round is not counted
-                for name in list(loops) if number % 2 else list(reversed(loops)):
-                    turn = loops[name].turn(depth, load, controller)
-                    if number >= 0:
-                        turns[name].append(turn)
+            compare(arms, depth, load, controller, BLOCKS_PARTS * self._settings.rounds)
         found: CellResult = {}
-        for name, each in turns.items():
-            step_ms = 1e3 * median(t.step_s for t in each)
-            found[name] = {"step_ms": step_ms}
+        for name, arm in arms.items():
+            found[name] = {"step_ms": arm.step_ms, "fast_ms": arm.fast_ms}
             line = (
                 f"  blocks  rows {rows:3d} x {load.num_prompt}, longest {longest}, depth {depth}  {name:6s} "
             )
-            line += f"{step_ms:8.3f} ms/step"
+            line += f"{arm.step_ms:8.3f} ms/step"
             for other in ("slots", "blocks"):
-                pairs = zip(each, turns[other], strict=True)
-                ratio = Spread.of([a.tokens_per_s / b.tokens_per_s for a, b in pairs])
-                assert ratio is not None
-                found[name][f"to_{other}"] = [ratio.median, ratio.least, ratio.most]
-                line += f", / {other} {ratio.text(3)}"
+                own = speed_ratio(arm, arms[other])
+                found[name][f"to_{other}"] = [own.median, own.low, own.high]
+                line += f", / {other} {own.text}"
             say(line)
         return found
 

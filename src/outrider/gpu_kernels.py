@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -85,6 +86,7 @@ class GpuKernel:
     body: str
     strided: tuple[str, ...] = ()  # inputs that the body reads by their strides; the others are contiguous
     contiguous: tuple[str, ...] = ()  # inputs that are contiguous as they come: outputs of other kernels
+    in_place: tuple[str, ...] = ()  # inputs that the body writes; contiguous as they come: see `write`
     groups_per_block: int = 4  # groups of lanes in a threadgroup (Metal) or block (CUDA); chosen by hand
     shared_bytes: int = 0  # dynamic shared memory of a block (CUDA only)
 
@@ -93,6 +95,12 @@ def is_available() -> bool:
     """True if the default device is a GPU with Metal or CUDA."""
     is_gpu = mx.default_device() == mx.Device(mx.gpu)
     return is_gpu and (mx.metal.is_available() or mx.cuda.is_available())
+
+
+def runs_in_order() -> bool:
+    """True if kernels run one after the other, in the order in which MLX launches them: on CUDA, unless MLX
+    collects them in graphs. Only then may a kernel write into one of its inputs (`write`)."""
+    return mx.cuda.is_available() and os.environ.get("MLX_USE_CUDA_GRAPHS") == "0"
 
 
 def run(
@@ -111,7 +119,7 @@ def run(
     if kernel.strided:  # MLX makes either all inputs of a kernel contiguous or none
         # `mx.contiguous` also copies arrays whose buffer is larger than they are, which is chance.
         inputs = [
-            x if name in (*kernel.strided, *kernel.contiguous) else mx.contiguous(x)
+            x if name in (*kernel.strided, *kernel.contiguous, *kernel.in_place) else mx.contiguous(x)
             for name, x in zip(kernel.inputs, inputs, strict=True)
         ]
     results: list[mx.array] = compiled(kernel)(
@@ -123,6 +131,22 @@ def run(
         output_dtypes=[dtype for _, dtype in outputs],
     )
     return results
+
+
+def write(
+    kernel: GpuKernel,
+    inputs: Sequence[mx.array],
+    sizes: Mapping[str, int | mx.Dtype],
+    groups: tuple[int, int],
+) -> list[mx.array]:
+    """Launch a kernel that writes into its inputs `in_place`. Returns these inputs as they are afterwards.
+
+    MLX knows nothing of such writes. So the memory is the same before and after, and the caller has to drop
+    the arrays that it has given: an operation on one of them may see either state.
+    """
+    (done,) = run(kernel, inputs, sizes, groups, [((1,), mx.uint32)])
+    named = zip(kernel.inputs, inputs, strict=True)
+    return mx.depends([x for name, x in named if name in kernel.in_place], [done])
 
 
 @cache

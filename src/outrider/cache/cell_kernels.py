@@ -18,23 +18,30 @@ from outrider.gpu_kernels import LANES, GpuKernel
 
 PRECISION = {mx.bfloat16: 7, mx.float16: 10, mx.float32: 23}  # bits of a number after its first one
 
-_BODY = """
+# The vector that a group of lanes has, and its number `d`: of `first` if group_z is 0, else of `second`.
+PLACE = """
+    const int num_heads = first_shape[1], width = first_shape[2];
+    const int row = group_y / (num_heads * width), head = group_y / width % num_heads;
+    const int token = group_y % width;
+"""
+NUMBER = """(group_z == 0 ? (float)first[row * first_strides[0] + head * first_strides[1]
+                                 + token * first_strides[2] + d * first_strides[3]]
+                  : (float)second[row * second_strides[0] + head * second_strides[1]
+                                  + token * second_strides[2] + d * second_strides[3]])"""
+SIZES = """
     constexpr int IN_WORD = 32 / BITS, WORDS = DIM / IN_WORD, PER_LANE = WORDS > 32 ? WORDS / 32 : 1;
     constexpr int NUMBERS = PER_LANE * IN_WORD, LANES_OF_GROUP = GROUP_SIZE / NUMBERS;
     constexpr int NUM_GROUPS = DIM / GROUP_SIZE, ROW_WORDS = WORDS + NUM_GROUPS * sizeof(FIRST_TYPE) / 2;
     constexpr float MOST = (1 << BITS) - 1, ROUNDING = 1.0f / (1 << PRECISION);
-    const int num_heads = first_shape[1], width = first_shape[2];
-    const int row = group_y / (num_heads * width), head = group_y / width % num_heads;
-    const int token = group_y % width;
+"""
+# Quantises the vector into the words from `to` on, if `is_written`.
+QUANTISE = """
     const bool is_used = lane * PER_LANE < WORDS;
     float x[NUMBERS];
     #pragma unroll
     for (int i = 0; i < NUMBERS; ++i) {
         const int d = is_used ? lane * NUMBERS + i : 0;
-        x[i] = group_z == 0 ? (float)first[row * first_strides[0] + head * first_strides[1]
-                                           + token * first_strides[2] + d * first_strides[3]]
-                            : (float)second[row * second_strides[0] + head * second_strides[1]
-                                            + token * second_strides[2] + d * second_strides[3]];
+        x[i] = NUMBER_D;
     }
     float lowest = x[0], highest = x[0], not_finite = 0;
     #pragma unroll
@@ -51,8 +58,7 @@ _BODY = """
         not_finite += SHUFFLE(not_finite, lane ^ step);
     }
     const float scale = (float)(FIRST_TYPE)((highest - lowest) / MOST * (1.0f + ROUNDING));
-    if (is_used) {
-        DEVICE uint32_t* to = (group_z == 0 ? first_out : second_out) + (size_t)group_y * ROW_WORDS;
+    if (is_used && is_written) {
         #pragma unroll
         for (int w = 0; w < PER_LANE; ++w) {
             uint32_t word = 0;
@@ -69,12 +75,16 @@ _BODY = """
             numbers[NUM_GROUPS + lane / LANES_OF_GROUP] = (FIRST_TYPE)(lowest + not_finite);
         }
     }
+""".replace("NUMBER_D", NUMBER)
+_TO_OUTPUTS = """
+    constexpr bool is_written = true;
+    DEVICE uint32_t* to = (group_z == 0 ? first_out : second_out) + (size_t)group_y * ROW_WORDS;
 """
 ENCODE = GpuKernel(
     "encode_cells",
     ("first", "second"),
     ("first_out", "second_out"),
-    _BODY,
+    PLACE + SIZES + _TO_OUTPUTS + QUANTISE,
     strided=("first", "second"),
 )
 
@@ -84,10 +94,15 @@ def encode(first: mx.array, second: mx.array, bits: int, group_size: int) -> tup
     *outer, dim = first.shape
     words = dim * bits // 32 + dim // group_size * first.dtype.size // 2
     num = outer[0] * outer[1] * outer[2]
-    sizes = {"DIM": dim, "BITS": bits, "GROUP_SIZE": group_size, "PRECISION": PRECISION[first.dtype]}
+    sizes = constants(dim, bits, group_size, first.dtype)
     out = ((*outer, words), mx.uint32)
     found = gpu_kernels.run(ENCODE, [first, second], sizes, (num, 2), [out, out])
     return found[0], found[1]
+
+
+def constants(dim: int, bits: int, group_size: int, dtype: mx.Dtype) -> dict[str, int | mx.Dtype]:
+    """What `SIZES` and `QUANTISE` need."""
+    return {"DIM": dim, "BITS": bits, "GROUP_SIZE": group_size, "PRECISION": PRECISION[dtype]}
 
 
 def supports(dim: int, bits: int, group_size: int, dtype: mx.Dtype) -> bool:

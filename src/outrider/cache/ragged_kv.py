@@ -21,11 +21,13 @@ never assumed to be zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from outrider.cache import cell_writes
 from outrider.cache.cell_buffer import CellBuffer
 from outrider.cache.cell_format import BFLOAT16_BITS, GROUP_SIZES, CellFormat
 from outrider.cache.placement import Placement, Positions
@@ -121,6 +123,11 @@ class RaggedKV:
     def write(self, keys: mx.array, values: mx.array, place: Placement) -> None:
         """Each row's tokens into its own cells.  [rows, heads, width, dim]"""
         of_keys, of_values = self.spec.key_format, self.spec.value_format
+        num_vectors = math.prod(keys.shape[:3])
+        if place.has_blocks and of_keys == of_values and cell_writes.supports(of_keys, num_vectors):
+            arrays = self.keys, self.values
+            self.keys, self.values = cell_writes.write(keys, values, arrays, of_keys, place)
+            return
         if of_keys == of_values:
             encoded = of_keys.encode_both(keys, values)
         else:

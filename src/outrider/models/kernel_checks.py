@@ -14,6 +14,8 @@ from functools import partial
 import mlx.core as mx
 
 from outrider import fallbacks, gpu_kernels
+from outrider.cache import cell_writes
+from outrider.cache.cell_format import CellFormat
 from outrider.cpu import blas, extension
 from outrider.fallbacks import Fallback
 from outrider.models import attention_kernels, cuda_qmm, machine
@@ -46,6 +48,7 @@ def all_checks() -> list[Check]:
         Check("delta-rule kernels", gpu_kernels.is_available, recurrent_kernels._agrees),
         *(_delta_layer(name) for name in DTYPES),
         *(_attention(dim, bits) for dim in (64, 128, 256) for bits in (None, 8, 4)),
+        *(_cell_writing(128, bits) for bits in (None, 8)),
     ]
 
 
@@ -63,6 +66,12 @@ def _attention(dim: int, bits: int | None) -> Check:
     cells = "bfloat16" if bits is None else f"{bits} bits"
     run = partial(attention_kernels.agrees, dim, mx.bfloat16, bits)
     return Check(f"attention kernels, heads of {dim}, {cells}", gpu_kernels.is_available, run)
+
+
+def _cell_writing(dim: int, bits: int | None) -> Check:
+    cells = "bfloat16" if bits is None else f"{bits} bits"
+    run = partial(cell_writes.supports, CellFormat(dim, mx.bfloat16, bits))
+    return Check(f"cell-writing kernels, heads of {dim}, {cells}", gpu_kernels.runs_in_order, run)
 
 
 def _delta_layer(dtype: str) -> Check:

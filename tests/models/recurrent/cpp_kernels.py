@@ -160,7 +160,7 @@ class CppKernel:
         assert num_y % y_together == 0  # CUDA would run over the end
         strided = self.kernel.strided
         arrays = [
-            _laid_out(x, with_gaps=name in strided)
+            _memory_of(x) if name in self.kernel.in_place else _laid_out(x, with_gaps=name in strided)
             for name, x in zip(self.kernel.inputs, inputs, strict=True)
         ]
         shapes = [_eight(x.shape, np.int32) for x in inputs]
@@ -236,12 +236,17 @@ def kernels(cpp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> CppKernels:
     return made
 
 
+def _memory_of(x: mx.array) -> np.ndarray:
+    """The array's own numbers: what is written there, the array has."""
+    return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x, copy=False)
+
+
 def _laid_out(x: mx.array, with_gaps: bool) -> np.ndarray:
     """The numbers of an array; with gaps, as a part of a larger one whose other numbers are none."""
     numbers = np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
     if not with_gaps:
         return np.ascontiguousarray(numbers)
-    none = 0x7FFF if x.dtype == mx.bfloat16 else np.nan
+    none = 0x7FFF if x.dtype == mx.bfloat16 else np.nan if x.dtype == mx.float32 else -1
     whole = np.full((*x.shape[:-1], x.shape[-1] + 3), none, numbers.dtype)
     part = whole[..., : x.shape[-1]]
     part[:] = numbers
