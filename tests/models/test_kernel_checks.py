@@ -23,7 +23,9 @@ def test_names_differ_and_only_cpu_code_is_checked_on_a_cpu() -> None:
     assert {check.name for check in checks if check.applies()} <= {"BLAS", "own matmul", "native extension"}
 
 
-@pytest.mark.parametrize("name", ["delta-rule", "delta-layer", "quantised-matmul", "cell-writing"])
+@pytest.mark.parametrize(
+    "name", ["delta-rule", "delta-layer", "quantised-matmul", "cell-writing", "masked-attention"]
+)
 def test_a_kernel_that_is_off_is_found_under_the_name_of_its_check(name: str) -> None:
     (*_, check) = (one for one in all_checks() if one.name.startswith(f"{name} kernels"))
     assert check.fallback() is None

@@ -204,6 +204,62 @@ def test_a_model_on_a_gpu_reads_blocks(on_gpu: CppKernels, kv_bits: int | None) 
     assert not trunk.reads_blocks
 
 
+@pytest.fixture
+def on_cuda(on_tensor_cores: CppKernels) -> CppKernels:
+    paged_attention.takes_numbers.cache_clear()
+    yield on_tensor_cores
+    paged_attention.takes_numbers.cache_clear()
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_on_cuda_all_layers_share_a_mask_of_numbers(
+    on_cuda: CppKernels, monkeypatch: pytest.MonkeyPatch, in_blocks: bool
+) -> None:
+    """MLX would make numbers of a mask of booleans in each layer, for each head."""
+    model = tiny_model("llama", head_dim=64)
+    trunk = Trunk(model, 256)
+    want = hidden_of(trunk, in_blocks)
+    paged_attention.use_paged_attention(model)
+    masks = []
+    of_mlx = mx.fast.scaled_dot_product_attention
+
+    def noted(*args: mx.array, mask: mx.array, **more: object) -> mx.array:
+        masks.append(mask)
+        return of_mlx(*args, mask=mask, **more)
+
+    assert paged_attention.takes_numbers(mx.float32)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+    got = hidden_of(trunk, in_blocks)
+    np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-4)
+    num_layers, num_passes = len(trunk.layout), 1 if in_blocks else 2  # blocks: the second is our kernel's
+    assert len(masks) == num_layers * num_passes
+    assert len({id(mask) for mask in masks}) == num_passes
+    assert {mask.dtype for mask in masks} == {mx.float32}
+
+
+def test_a_mask_of_numbers_that_mlx_takes_for_another_is_not_used(
+    on_cuda: CppKernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_mlx = mx.fast.scaled_dot_product_attention
+
+    def wrong(*args: mx.array, mask: mx.array, **more: object) -> mx.array:
+        return of_mlx(*args, mask=mask if mask.dtype == mx.bool_ else None, **more)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", wrong)
+    assert not paged_attention.takes_numbers(mx.float32)
+    assert "masked-attention kernels are off by" in caplog.text
+
+
+def test_a_mask_that_a_model_has_made_stays() -> None:
+    place = Placement([0], mx.array([3]), mx.array([2]), 2, 5, 16)
+    assert place.added_to_scores(place.mask(None) & True, mx.float32) is None
+    added = place.added_to_scores(place.mask(4), mx.float16)
+    assert added is not None
+    assert added.dtype == mx.float16
+    assert (added == 0).tolist() == place.mask(4).tolist()
+    assert mx.isneginf(added).tolist() == mx.logical_not(place.mask(4)).tolist()
+
+
 def hidden_of(trunk: Trunk, in_blocks: bool) -> mx.array:
     """The hidden states of the second of two passes over two rows."""
     cache = TrunkCache(trunk.layout)

@@ -87,6 +87,44 @@ def _simple(history: History) -> History:
     return replace(history, asks=tuple(asks))
 
 
+@pytest.mark.parametrize("block_size", [None, 8])
+@pytest.mark.usefixtures("not_compiled")
+def test_prompts_of_many_lengths_have_few_shapes(
+    monkeypatch: pytest.MonkeyPatch, block_size: int | None
+) -> None:
+    """Attention reads a rounded number of cells, in passes that are not traced too; the tokens stay."""
+    tiny = world("llama")
+    attended: list[int] = []
+    real = forward.Placement
+
+    def noted(*args: Any, **more: Any) -> Any:
+        place = real(*args, **more)
+        attended.append(place.num_attended)
+        return place
+
+    monkeypatch.setattr(forward, "Placement", noted)
+
+    def first_tokens(compiles: bool) -> list[list[int]]:
+        runner = Runner(tiny.trunk, compiles=compiles, block_size=block_size)
+        found = []
+        for length in (5, 20, 77):
+            row = plan_row(range(1, length + 1), params=GREEDY, start=0)
+            capacity, num_blocks = 512, 0
+            if block_size is not None:
+                capacity, num_blocks = 0, 13
+                row = replace(row, blocks=tuple(range(2, num_blocks)))
+            plan = StepPlan(1, capacity, (), ((row,),), num_blocks=num_blocks)
+            found.append([list(one.token_ids) for one in runner.run(plan).rows])
+            runner.reset()
+        return found
+
+    built = first_tokens(compiles=False)
+    assert len(set(attended)) == 3
+    attended.clear()
+    assert first_tokens(compiles=True) == built
+    assert set(attended) == {256}
+
+
 @pytest.fixture
 def compiled() -> Iterator[None]:
     mx.enable_compile()

@@ -181,6 +181,7 @@ class Placement:
         self._written_in_blocks: dict[int, mx.array] = {}
         self._masks: dict[int | None, mx.array] = {}
         self._score_bounds: dict[int | None, mx.array] = {}
+        self._added: dict[tuple[int, mx.Dtype], mx.array] = {}
         self._num_layers_written = 0
         self.num_native = 0  # layers whose native attention has read each row's cells where they are
 
@@ -285,6 +286,18 @@ class Placement:
         if window not in self._score_bounds:
             self._score_bounds[window] = mx.where(mask, mx.inf, -mx.inf)
         return self._score_bounds[window]
+
+    def added_to_scores(self, mask: mx.array, dtype: mx.Dtype) -> mx.array | None:
+        """0 where a mask that `mask` made lets a token attend, else -infinity; None for another mask.
+
+        The layers share it.
+        """
+        window = self.window_of(mask)
+        if window is None:
+            return None
+        if (window, dtype) not in self._added:
+            self._added[window, dtype] = mx.where(mask, mx.array(0, dtype), mx.array(-mx.inf, dtype))
+        return self._added[window, dtype]
 
     def launch_every_few_layers(self, *arrays: mx.array) -> None:
         """Called when a layer has written its cells: the device works while the host builds the rest."""

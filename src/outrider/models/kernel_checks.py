@@ -18,7 +18,7 @@ from outrider.cache import cell_writes
 from outrider.cache.cell_format import CellFormat
 from outrider.cpu import blas, extension
 from outrider.fallbacks import Fallback
-from outrider.models import attention_kernels, cuda_qmm, machine
+from outrider.models import attention_kernels, cuda_qmm, machine, paged_attention
 from outrider.models.recurrent import fused_layer, recurrent_kernels
 from outrider.models.recurrent.layer_inputs import LayerSizes
 
@@ -49,6 +49,7 @@ def all_checks() -> list[Check]:
         *(_delta_layer(name) for name in DTYPES),
         *(_attention(dim, bits) for dim in (64, 128, 256) for bits in (None, 8, 4)),
         *(_cell_writing(128, bits) for bits in (None, 8)),
+        *(_masked_attention(name) for name in DTYPES),
     ]
 
 
@@ -72,6 +73,11 @@ def _cell_writing(dim: int, bits: int | None) -> Check:
     cells = "bfloat16" if bits is None else f"{bits} bits"
     run = partial(cell_writes.supports, CellFormat(dim, mx.bfloat16, bits))
     return Check(f"cell-writing kernels, heads of {dim}, {cells}", gpu_kernels.runs_in_order, run)
+
+
+def _masked_attention(dtype: str) -> Check:
+    run = partial(paged_attention.takes_numbers, DTYPES[dtype])
+    return Check(f"masked-attention kernels, {dtype}", cuda_qmm.is_available, run)
 
 
 def _delta_layer(dtype: str) -> Check:

@@ -7,16 +7,19 @@ their rows together and use MLX's own attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base
 
-from outrider import function_swaps
+from outrider import function_swaps, gpu_kernels
 from outrider.cache.cell_format import BFLOAT16_BITS
+from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import LayerView
 from outrider.models import attention_kernels
+from outrider.models.attention_kernels import TOLERANCE
 from outrider.plan import BLOCK_SIZE
 
 MAX_WIDTH = 16  # tokens of a row. For more of them MLX's attention over copied cells is faster
@@ -58,13 +61,59 @@ def attention(
         if groups := view.groups(keys, values, mask):  # prompts of different lengths: each group its own
             order = mx.argsort(mx.concatenate([own for own, _, _ in groups]))
             parts = [
-                base.scaled_dot_product_attention(
-                    queries[own], *group.read(), group, scale, own_mask, sinks=sinks
-                )
+                _by_mlx(queries[own], *group.read(), group, scale, own_mask, sinks)
                 for own, group, own_mask in groups
             ]
             return mx.concatenate(parts)[order]
+    return _by_mlx(queries, keys, values, cache, scale, mask, sinks)
+
+
+def _by_mlx(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array:
+    """mlx-lm's function. On CUDA MLX would turn a mask of booleans into numbers: in every layer, and for each
+    head anew."""
+    view = cache[0] if isinstance(cache, Sequence) else cache
+    if isinstance(view, LayerView) and isinstance(mask, mx.array) and takes_numbers(queries.dtype):
+        added = view.placement.added_to_scores(mask, queries.dtype)
+        mask = mask if added is None else added
     return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=sinks)
+
+
+@cache
+def takes_numbers(dtype: mx.Dtype) -> bool:
+    """True if MLX's attention gives the same for a mask of numbers, which all heads share."""
+    return (
+        mx.cuda.is_available()
+        and gpu_kernels.is_available()
+        and gpu_kernels.is_close(lambda: _error_of_numbers(dtype), "masked-attention", TOLERANCE[dtype])
+    )
+
+
+def _error_of_numbers(dtype: mx.Dtype) -> float:
+    """Heads of 64 and 256: MLX has two ways."""
+    place = Placement([0, 1], mx.array([40, 3]), mx.array([9, 9]), 9, 49, 64)
+    mask, errors = place.mask(None), []
+    added = place.added_to_scores(mask, dtype)
+    for dim in (64, 256):
+        queries, keys, values = (
+            mx.random.normal((2, heads, num, dim), key=key).astype(dtype)
+            for heads, num, key in zip(
+                (6, 2, 2), (9, *[place.num_attended] * 2), mx.random.split(mx.random.key(2), 3), strict=True
+            )
+        )
+        both = [
+            mx.fast.scaled_dot_product_attention(queries, keys, values, scale=dim**-0.5, mask=one)
+            for one in (mask, added)
+        ]
+        errors.append(mx.abs(both[0].astype(mx.float32) - both[1].astype(mx.float32)).max())
+    return float(mx.stack(errors).max())
 
 
 def _fits(queries: mx.array, view: LayerView) -> bool:

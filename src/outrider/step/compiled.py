@@ -77,7 +77,7 @@ def padding_rows(batch: Batch, num_rows: int) -> Batch:
 
 
 def num_table_columns(batch: Batch, block_size: int | None) -> int:
-    """Columns of the tables of a traced pass: rounded up, so that the same shapes come again."""
+    """Columns of the tables of a pass: rounded up, so that the same shapes come again."""
     if block_size is None:
         return 0
     num_cells = block_size * max(len(row.blocks) for row in batch)

@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 
 from outrider.cache.embedding_cache import EmbeddingCache
-from outrider.cache.placement import GridPositions, Placement
+from outrider.cache.placement import GridPositions, Placement, num_cells_of
 from outrider.cache.recurrent import RecurrentState
 from outrider.models.adapters.store import ArraysByPath, TracedArrays
 from outrider.models.divided_output import DividedOutput
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
+from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step.batch import Batch, InputBatch, PassOutput, image_inputs, positions_of, span_of
 from outrider.step.deferred_head import FollowedRows
 from outrider.step.device_drafter import LoadedDrafter, new_device_drafter
@@ -88,11 +89,18 @@ class Forward:
         """Rows that the head follows in this pass."""
         return [i for i, row in enumerate(batch) if row.feeds_head] if self.has_head else []
 
-    def __call__(self, batch: Batch, inputs: InputBatch, capacity: int) -> PassOutput:
+    def __call__(
+        self, batch: Batch, inputs: InputBatch, capacity: int, few_shapes: bool = False
+    ) -> PassOutput:
+        """`few_shapes`: attention reads a rounded number of cells, so that the same shapes come again. For
+        each new shape MLX has to plan its attention on CUDA, which may take longer than the pass."""
         sampling = SamplingBatch.of(
             batch, self.drafting_rows(batch), max_targets(batch), self._trunk.vocab_size
         )
         ends = [row.start + row.num_fed for row in batch]
+        if few_shapes:
+            most = capacity if inputs.tables is None else num_cells_of(inputs.tables, self.block_size)
+            ends = [min(most, rounded_up(end, CELL_STEP, CELL_PARTS)) for end in ends]
         return self.run(batch, inputs, sampling, max(ends), capacity, launches=True, ends=ends)
 
     def run(
