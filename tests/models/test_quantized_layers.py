@@ -74,6 +74,27 @@ def test_a_linear_layer_multiplies_all_tokens_at_once(
     assert shapes == [(6, 64)]
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_tokens_are_multiplied_by_dequantised_weights(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantised(nn.Linear(64, 24, bias=False), bits, dtype=mx.bfloat16)
+    many = quantized_layers.MIN_DEQUANTIZED
+    x = numbers((2, many // 2, 64), mx.bfloat16)
+    want = model.layer(x)
+    use_flat_matmuls(model)
+    calls = counted_calls(monkeypatch, "quantized_matmul")
+    found = model.layer(x)
+    assert found.shape == want.shape
+    assert mx.abs(found - want).max() < 0.02 * mx.abs(want).max()
+    assert calls == []
+    model.layer(x[:, 1:])
+    assert calls == [(many - 2, 64)], "fewer tokens"
+    monkeypatch.setattr(quantized_layers, "MAX_DEQUANTIZED_BYTES", 24 * 64 * 2 - 1)
+    model.layer(x)
+    assert len(calls) == 2, "too large a copy"
+
+
 def test_an_embedding_is_an_output_projection_too() -> None:
     model, x = quantised(nn.Embedding(40, 64)), numbers((3, 2, 64))
     want, rows = model.layer.as_linear(x), model.layer(mx.array([[3, 7]]))
