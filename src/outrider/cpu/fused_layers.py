@@ -35,7 +35,7 @@ from outrider.cache.placement import Placement, Positions
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu import extension
 from outrider.cpu.low_rank import native_terms
-from outrider.cpu.quantized import CpuQuantizedLinear
+from outrider.cpu.quantized import CpuQuantizedLinear, num_rows
 from outrider.rank_sums import SummedLinear, other_sums, own_linear, without_sums
 
 log = logging.getLogger("outrider.cpu.layers")
@@ -354,7 +354,7 @@ def _check(layer: nn.Module, parts: _Parts) -> None:
 def _filled_view(attention: nn.Module, place: Placement) -> LayerView:
     """Buffers whose cells are filled, the same each time."""
     num_heads = _attribute(attention, _NUM_KV_HEADS)
-    key_dim, value_dim = (attention[name].weight.shape[0] // num_heads for name in ("k_proj", "v_proj"))
+    key_dim, value_dim = (num_rows(attention[name]) // num_heads for name in ("k_proj", "v_proj"))
     kv = RaggedKV(KVSpec(num_heads, key_dim, value_dim, mx.float32))
     kv.resize(len(place.slots), place.capacity)
     key, value = mx.random.split(mx.random.key(1))

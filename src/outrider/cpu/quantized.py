@@ -1,8 +1,14 @@
-"""Quantised layers that use the native extension on CPUs. Weights stay in memory as they are stored.
+"""Quantised layers that use the native extension on CPUs. Weights keep the codes that are stored.
 
 MLX's own quantised matmuls on CPUs are slow, so without the extension these layers are dequantised. The
 arithmetic is that of native/extension/quantized.h: tokens are rounded to 15 bits in blocks of 32. It is part
 of the model: a layer computes the same to the bit in all passes, on one thread or several.
+
+Where the CPU computes faster with it, weights are interleaved: of every 16 rows the words lie side by side.
+Such arrays have one dimension more, so nobody takes them for plain ones.
+
+    plain          [.., rows, words]            scales and biases [.., rows, groups]
+    interleaved    [.., rows / 16, words, 16]                     [.., rows / 16, groups, 16]
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ BITS = (2, 3, 4, 5, 6, 8)  # of affine quantisation
 GROUP_SIZES = (16, 32, 64, 128)  # of affine quantisation; MLX has no groups of 16
 FLOAT_MODES = ("mxfp4", "mxfp8", "nvfp4")  # MLX has one number of bits and one group size for each
 BLOCK = 32  # rows of weights are multiples
+INTERLEAVED_BITS = (4, 8)
+TILE_ROWS = 16  # rows that are interleaved
 NVFP4_RANGE = 448 * 6  # the largest product of a scale and an element; a global scale stands for that
 
 
@@ -57,7 +65,7 @@ class CpuQuantizedMultiLinear(QuantizedMultiLinear):
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         """x [rows, heads, width, size], or one head for all -> [rows, heads, width, outputs]"""
-        num_heads, num_outputs, _ = self["weight"].shape
+        num_heads, num_outputs = self["weight"].shape[0], num_rows(self)
         if not transpose:
             flat = (None if array is None else array.flatten(0, 1) for array in _weights(self))
             embed = extension.loaded().quantized_embedding
@@ -86,20 +94,62 @@ def keep_quantized(network: nn.Module) -> list[str]:
     for name, layer in quantized_layers(network):
         if type(layer) in _CLASSES and _is_supported(layer):
             layer.__class__ = _CLASSES[type(layer)]
-        elif not is_kept(layer):
+        if is_kept(layer):
+            interleave(layer)
+        else:
             others.append(name)
     return others
 
 
+def interleave(layer: nn.Module) -> None:
+    """Interleave the weights of a kept layer, if the CPU computes faster with it."""
+    if (
+        is_interleaved(layer)
+        or num_rows(layer) % TILE_ROWS
+        or layer.bits not in INTERLEAVED_BITS
+        or layer.mode == "mxfp8"
+        or not extension.loaded().interleaves()
+    ):
+        return
+    for name in _names(layer):
+        layer[name] = mx.contiguous(mx.unflatten(layer[name], -2, (-1, TILE_ROWS)).swapaxes(-1, -2))
+    mx.eval(layer.parameters())  # layer by layer, so that the weights of one are there twice at most
+
+
+def is_interleaved(layer: nn.Module) -> bool:
+    has_experts = isinstance(layer, CpuQuantizedSwitchLinear | CpuQuantizedMultiLinear)
+    return layer["weight"].ndim == (4 if has_experts else 3)
+
+
+def plain_weights(layer: nn.Module) -> dict[str, mx.array]:
+    """The weights of a kept layer as they are stored: `weight`, `scales`, and `biases` if there are some."""
+    weights: dict[str, mx.array] = {name: layer[name] for name in _names(layer)}
+    if is_interleaved(layer):
+        weights = {name: one.swapaxes(-1, -2).flatten(-3, -2) for name, one in weights.items()}
+    return weights
+
+
+def num_rows(layer: nn.Module) -> int:
+    """The outputs of a kept layer, or of each of its experts."""
+    shape = layer["weight"].shape
+    return shape[-3] * shape[-1] if is_interleaved(layer) else shape[-2]
+
+
+def num_inputs(layer: nn.Module) -> int:
+    return layer["scales"].shape[-2 if is_interleaved(layer) else -1] * layer.group_size
+
+
 def linear_rows(layer: nn.Module, rows: mx.array, max_bits: int = 8) -> CpuQuantizedLinear:
     """A layer with these rows of a kept layer's weights. Weights of more than `max_bits` get so many."""
-    weights: dict[str, mx.array] = {name: layer[name][rows] for name in _names(layer)}
+    weights = {name: one[rows] for name, one in plain_weights(layer).items()}
     group_size, bits, mode = _format(layer)
     if bits > max_bits:
         group_size, bits, mode = max(group_size, BLOCK), max_bits, "affine"
         parts: Any = mx.quantize(_rows(layer, rows), group_size, bits)
         weights = dict(zip(("weight", "scales", "biases"), parts, strict=True))
-    return new_linear(weights, group_size, bits, mode)
+    found = new_linear(weights, group_size, bits, mode)
+    interleave(found)
+    return found
 
 
 def new_linear(weights: dict[str, mx.array], group_size: int, bits: int, mode: str) -> CpuQuantizedLinear:
@@ -128,7 +178,7 @@ def _settle(layer: nn.Module, weights: dict[str, mx.array], group_size: int, bit
 
 def dequantized(layer: nn.Module) -> mx.array:
     """The weights of a kept layer in float32.  [outputs, inputs]"""
-    return _rows(layer, mx.arange(layer["weight"].shape[0]))
+    return _rows(layer, mx.arange(num_rows(layer)))
 
 
 def quantized_layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.cpu.quantized import is_kept, new_linear
+from outrider.cpu.quantized import interleave, is_kept, new_linear, plain_weights
 from outrider.models.trunk import Trunk
 
 
@@ -45,9 +45,10 @@ def rows_of_rank(vocab_size: int, group: mx.distributed.Group) -> slice:
 def take_rows(layer: nn.Module, rows: slice) -> dict[str, mx.array]:
     """These rows of a layer's arrays. Rows past the last one are zeros."""
     found = {}
+    plain = plain_weights(layer) if is_kept(layer) else {}
     for name in ("weight", "scales", "biases", "bias"):
         if layer.get(name) is not None:
-            own = layer[name][rows]
+            own = plain.get(name, layer[name])[rows]
             missing = rows.stop - rows.start - own.shape[0]
             found[name] = mx.pad(own, [(0, missing), *[(0, 0)] * (own.ndim - 1)]) if missing else own
     return found
@@ -94,7 +95,9 @@ def _own_rows(trunk: Trunk, group: mx.distributed.Group) -> nn.Module:
         return output  # models/sharding.py has kept these rows only
     arrays = take_rows(output, rows_of_rank(trunk.vocab_size, group))
     if is_kept(output):
-        return new_linear(arrays, output.group_size, output.bits, output.mode)
+        kept = new_linear(arrays, output.group_size, output.bits, output.mode)
+        interleave(kept)
+        return kept
     if "scales" in output:
         linear: nn.Module = nn.QuantizedLinear(32, 32, bias=False, group_size=32, bits=output.bits)
         linear.group_size, linear.mode, linear.biases = output.group_size, output.mode, None

@@ -546,9 +546,9 @@ void check_adapters(int rows, const std::optional<mx::array> &adapters, const st
 Linear::Linear(const mx::array &weight, const mx::array &scales, const std::optional<mx::array> &biases,
                int group_size, int bits, const std::string &mode, const std::optional<mx::array> &own_bias)
     : held{mx::contiguous(weight), mx::contiguous(scales)} {
-    require(weight.ndim() == 2 && scales.ndim() == 2, "not a quantised matrix");
-    WeightFormat format = {group_size, bits, mode};
-    check_weights(format, scales.shape(1) * group_size, weight, scales, biases);
+    require((weight.ndim() == 2 || weight.ndim() == 3) && scales.ndim() == weight.ndim(), "not a quantised matrix");
+    WeightFormat format = {group_size, bits, mode, weight.ndim() == 3};
+    check_weights(format, format.num_in_row(scales) * group_size, weight, scales, biases);
     if (biases)
         held.push_back(mx::contiguous(*biases));
     mx::eval(held);

@@ -148,6 +148,8 @@ class QuantizedEmbedding : public QuantizedPrimitive {
     const char *name() const override { return "OutriderQuantizedEmbedding"; }
 };
 
+bool is_matrix(const mx::array &weight) { return weight.ndim() == 2 || weight.ndim() == 3; }
+
 // Without an operation for weights that are there already and lie as they should.
 mx::array contiguous(const mx::array &one, mx::Stream stream) {
     bool is_there = one.status() == mx::array::Status::available && one.flags().row_contiguous;
@@ -174,11 +176,11 @@ mx::array operation(
 mx::array quantized_embedding(
     const mx::array &token_ids, const mx::array &weight, const mx::array &scales, const Biases &biases, int group_size,
     int bits, const std::string &mode) {
-    Weights w = {weight, scales, biases, {group_size, bits, mode}};
-    check(weight.ndim() == 2 && weight.shape(0) > 0 && scales.ndim() == 2, "the weights are not a matrix");
+    Weights w = {weight, scales, biases, {group_size, bits, mode, weight.ndim() == 3}};
+    check(is_matrix(weight) && weight.shape(0) > 0 && weight.ndim() == scales.ndim(), "the weights are not a matrix");
     check(token_ids.dtype() == mx::int32 || token_ids.dtype() == mx::uint32, "token ids are integers of 32 bits");
     mx::Shape shape(token_ids.shape());
-    shape.push_back(scales.shape(-1) * group_size);
+    shape.push_back(w.format.num_in_row(scales) * group_size);
     check_weights(w.format, shape.back(), weight, scales, biases);
     return operation<QuantizedEmbedding>(shape, token_ids, w);
 }
@@ -186,24 +188,25 @@ mx::array quantized_embedding(
 mx::array quantized_matmul(
     const mx::array &x, const mx::array &weight, const mx::array &scales, const Biases &biases, int group_size,
     int bits, const std::string &mode) {
-    Weights w = {weight, scales, biases, {group_size, bits, mode}};
-    check(weight.ndim() == 2 && x.ndim() > 0, "the weights are not a matrix");
+    Weights w = {weight, scales, biases, {group_size, bits, mode, weight.ndim() == 3}};
+    check(is_matrix(weight) && x.ndim() > 0, "the weights are not a matrix");
     check(x.dtype() == mx::float32, "tokens must be float32");
     check_weights(w.format, x.shape(-1), weight, scales, biases);
     mx::Shape shape(x.shape());
-    shape.back() = weight.shape(0);
+    shape.back() = w.format.num_rows(weight);
     return operation<QuantizedMatmul>(shape, x, w);
 }
 
 mx::array gather_quantized_matmul(
     const mx::array &x, const mx::array &weight, const mx::array &scales, const Biases &biases,
     const mx::array &experts, int group_size, int bits, const std::string &mode) {
-    Weights w = {weight, scales, biases, {group_size, bits, mode}};
-    check(weight.ndim() == 3 && weight.shape(0) > 0 && x.ndim() == 2, "the weights are not a matrix for each expert");
+    Weights w = {weight, scales, biases, {group_size, bits, mode, weight.ndim() == 4}};
+    check((weight.ndim() == 3 || weight.ndim() == 4) && weight.shape(0) > 0 && x.ndim() == 2,
+          "the weights are not a matrix for each expert");
     check(experts.dtype() == mx::int32 && experts.shape() == mx::Shape{x.shape(0)}, "each token needs an expert");
     check(x.dtype() == mx::float32, "tokens must be float32");
     check_weights(w.format, x.shape(-1), weight, scales, biases);
-    return operation<GatherQuantizedMatmul>({x.shape(0), weight.shape(1)}, x, w, {experts});
+    return operation<GatherQuantizedMatmul>({x.shape(0), w.format.num_rows(weight)}, x, w, {experts});
 }
 
 }  // namespace outrider

@@ -68,5 +68,6 @@ NB_MODULE(_outrider_cpu, m) {
     m.def("top_two", &outrider::top_two);
     m.def("set_num_threads", &outrider::set_num_threads);
     m.def("instructions", []() { return std::string(outrider::instructions()); });
+    m.def("interleaves", &outrider::interleaves);
     m.def("use_instructions", [](const std::string &wanted) { return outrider::use(wanted.c_str()); });
 }

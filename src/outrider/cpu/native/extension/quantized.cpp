@@ -48,6 +48,26 @@ const Kernels *kernels = find_kernels("");
 
 // -- matmuls ---------------------------------------------------------------------------------------------------------
 
+// Tokens from `first` on, from element k on.
+TokenBlock token_block(const QuantizedTokens &tokens, int first, int k) {
+    int num_blocks = tokens.size / BLOCK;
+    ptrdiff_t at = static_cast<ptrdiff_t>(first) * num_blocks + k / BLOCK;
+    return {
+        .codes = tokens.codes + at * PAIR,
+        .scales = tokens.scales + at,
+        .sums = tokens.sums + at,
+        .half_sums = tokens.half_sums + 2 * at,
+        .code_stride = 2 * static_cast<ptrdiff_t>(tokens.size),
+        .block_stride = num_blocks,
+    };
+}
+
+void store(const Product &product, int row, int first, int num_tokens, const Sums &sums) {
+    int num_rows = std::min(TILE_ROWS, product.weights.num_rows - row);
+    for (int t = 0; t < num_tokens; t++)
+        std::memcpy(product.y + (first + t) * product.stride + row, sums[t], num_rows * sizeof(float));
+}
+
 // Rows [row, row + TILE_ROWS) of the weights times all tokens. A tile has up to max_size elements of a row.
 template <class TILE>
 void multiply_tile(
@@ -56,7 +76,7 @@ void multiply_tile(
     void (*add)(const TILE &, const TokenBlock &, int, Sums &)) {
     const QuantizedMatrix &w = product.weights;
     TILE tile;
-    int num_rows = std::min(TILE_ROWS, w.num_rows - row), num_blocks = tokens.size / BLOCK;
+    int num_rows = std::min(TILE_ROWS, w.num_rows - row);
     // Tiles of about the same size, which depends on the weights alone. They begin and end with a group and a block.
     int step = std::max(w.group_size, BLOCK);
     int num_parts = (w.size + max_size - 1) / max_size, steps = w.size / step;
@@ -65,32 +85,36 @@ void multiply_tile(
         fill(w, row, k, std::min(most, w.size - k), tile);
         for (int t = 0; t < tokens.num_tokens; t += MAX_TOKENS) {
             int count = std::min(MAX_TOKENS, tokens.num_tokens - t);
-            ptrdiff_t first = static_cast<ptrdiff_t>(t) * num_blocks + k / BLOCK;
-            TokenBlock block = {
-                .codes = tokens.codes + first * PAIR,
-                .scales = tokens.scales + first,
-                .sums = tokens.sums + first,
-                .half_sums = tokens.half_sums + 2 * first,
-                .code_stride = 2 * static_cast<ptrdiff_t>(tokens.size),
-                .block_stride = num_blocks,
-            };
             alignas(64) Sums sums = {};
-            float *y = product.y + t * product.stride + row;
+            const float *y = product.y + t * product.stride + row;
             if (k > 0)
                 for (int i = 0; i < count; i++)
                     std::memcpy(sums[i], y + i * product.stride, num_rows * sizeof(float));
-            add(tile, block, count, sums);
-            for (int i = 0; i < count; i++)
-                std::memcpy(y + i * product.stride, sums[i], num_rows * sizeof(float));
+            add(tile, token_block(tokens, t, k), count, sums);
+            store(product, row, t, count, sums);
         }
     }
 }
 
+// The same for interleaved weights.
+void multiply_interleaved(const Product &product, int row, const QuantizedTokens &tokens) {
+    for (int t = 0; t < tokens.num_tokens; t += MAX_TOKENS) {
+        int count = std::min(MAX_TOKENS, tokens.num_tokens - t);
+        alignas(64) Sums sums = {};
+        kernels->add_interleaved(product.weights, row, token_block(tokens, t, 0), count, sums);
+        store(product, row, t, count, sums);
+    }
+}
+
 void multiply_rows(const Product &product, int row, const QuantizedTokens &tokens) {
-    if (product.weights.elements == Elements::e4m3)
+    const QuantizedMatrix &w = product.weights;
+    if (w.is_interleaved && kernels->add_interleaved)
+        multiply_interleaved(product, row, tokens);
+    else if (w.elements == Elements::e4m3)
         multiply_tile<FloatTile>(product, row, tokens, MAX_FLOATS, kernels->fill_floats, kernels->add_floats);
     else
-        multiply_tile<Tile>(product, row, tokens, MAX_SIZE, kernels->fill, kernels->add);
+        multiply_tile<Tile>(
+            product, row, tokens, MAX_SIZE, w.is_interleaved ? PORTABLE.fill : kernels->fill, kernels->add);
 }
 
 int num_tiles(const Product &product) { return (product.weights.num_rows + TILE_ROWS - 1) / TILE_ROWS; }
@@ -137,12 +161,10 @@ void multiply(const Product *products, int num_products, const QuantizedTokens &
 }
 
 void dequantize_row(const QuantizedMatrix &w, int row, float *out) {
-    const uint8_t *codes = row_of(w, row);
-    ptrdiff_t per_row = w.size / w.group_size;
     for (int k = 0; k < w.size; k++) {
-        ptrdiff_t group = row * per_row + k / w.group_size;
+        ptrdiff_t group = group_of(w, row, k / w.group_size);
         float scale = load(w.scales, w.type, group);
-        int code = code_at(codes, w.bits, k);
+        int code = code_of(w, row, k);
         switch (w.elements) {
         case Elements::e2m1: out[k] = scale * (0.5f * static_cast<float>(E2M1_CODES[code] - E2M1_MIDDLE)); break;
         case Elements::e4m3: out[k] = scale * from_e4m3(static_cast<uint8_t>(code)); break;
@@ -154,6 +176,8 @@ void dequantize_row(const QuantizedMatrix &w, int row, float *out) {
 }
 
 const char *instructions() { return kernels->name; }
+
+bool interleaves() { return kernels->add_interleaved; }
 
 bool use(const char *wanted) {
     const Kernels *found = find_kernels(wanted);

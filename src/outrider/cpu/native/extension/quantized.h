@@ -6,6 +6,9 @@
 //     mxfp4, nvfp4   w = scale * E2M1 number. Twice such a number is an integer between -12 and 12.
 //     mxfp8          w = scale * E4M3 number
 //
+// or interleaved: of every TILE_ROWS rows, the words of codes that have the same number lie side by side, and so do the
+// scales and the biases. That is the order in which they are used. (Only codes of 4 and 8 bits.)
+//
 // Tokens are rounded to 15 bits in blocks of 32 elements, each block with a scale of its own: code = 128 * high + low,
 // two bytes with signs. (With 8 bits, as in llama.cpp, the answers of small models change: docs/LOG.md.) Products of
 // codes are added as integers, exactly, within a block, or half a block if groups have 16 elements. E4M3 numbers are too
@@ -34,6 +37,7 @@ struct QuantizedMatrix {
     const void *biases;      // the same; may be null
     ScaleType type;          // of scales and biases
     Elements elements;
+    bool is_interleaved;     // codes [num_rows / TILE_ROWS, size * bits / 32, TILE_ROWS]; scales and biases likewise
 };
 
 struct QuantizedTokens {
@@ -75,5 +79,8 @@ void dequantize_row(const QuantizedMatrix &weights, int row, float *out);
 // false: the CPU does not have them.
 const char *instructions();
 bool use(const char *wanted);
+
+// Whether these instructions compute faster with interleaved weights.
+bool interleaves();
 
 }  // namespace outrider

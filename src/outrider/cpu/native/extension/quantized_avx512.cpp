@@ -1,11 +1,7 @@
 // The kernels for CPUs with AVX-512 and VNNI.
 #if defined(__x86_64__)
 
-#include <immintrin.h>
-
-#include "quantized_kernels.h"
-
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma,avx2")))
+#include "quantized_avx512.h"
 
 namespace outrider {
 namespace {
@@ -117,12 +113,6 @@ AVX512 INLINE __m512i four_pieces(const uint8_t *const rows[TILE_ROWS], int r, _
     return _mm512_inserti32x4(found, _mm_maskz_loadu_epi8(mask, rows[r + 12]), 3);
 }
 
-AVX512 INLINE __m512 widened(__m512i halves, ScaleType type) {  // 16 numbers of 16 bits, in the low bits of lanes
-    if (type == ScaleType::bfloat16)
-        return _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
-    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves));
-}
-
 // out[group][row] from 16-bit numbers, which begin at offsets[row].
 AVX512 INLINE void fill_halves(
     const void *values, ScaleType type, const ptrdiff_t offsets[TILE_ROWS], int num_groups,
@@ -144,18 +134,6 @@ AVX512 INLINE void fill_halves(
             _mm512_store_ps(out[group + i], widened(halves, type));
         }
     }
-}
-
-// Numbers of 8 bits, in the low bits of lanes.
-AVX512 INLINE __m512 from_bytes(__m512i codes, ScaleType type) {
-    if (type == ScaleType::e8m0)  // a float with this exponent; 0 is the subnormal number 2^-127
-        return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(codes, 23), _mm512_set1_epi32(0x400000)));
-    __m512i size = _mm512_and_si512(codes, _mm512_set1_epi32(0x7f));
-    __m512i sign = _mm512_and_si512(codes, _mm512_set1_epi32(0x80));
-    __m512i half = _mm512_or_si512(_mm512_slli_epi32(sign, 8), _mm512_slli_epi32(size, 7));
-    __m512 numbers = _mm512_mul_ps(widened(half, ScaleType::float16), _mm512_set1_ps(0x1p8f));
-    __mmask16 nan = _mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(0x7f));
-    return _mm512_mask_mov_ps(numbers, nan, _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
 }
 
 // out[group][row] from 8-bit numbers, which begin at offsets[row], times `factor`.
@@ -407,7 +385,8 @@ void avx512_add_floats(const FloatTile &tile, const TokenBlock &tokens, int num_
 }  // namespace
 
 const Kernels AVX512_VNNI = {"avx512vnni", avx512_quantize,    avx512_fill,
-                             avx512_add,   avx512_fill_floats, avx512_add_floats};
+                             avx512_add,   avx512_fill_floats, avx512_add_floats,
+                             avx512_add_interleaved};
 
 }  // namespace outrider
 

@@ -61,6 +61,8 @@ struct Kernels {
     void (*add)(const Tile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums);
     void (*fill_floats)(const QuantizedMatrix &w, int row, int first, int size, FloatTile &tile);
     void (*add_floats)(const FloatTile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums);
+    // TILE_ROWS rows of interleaved weights, without a tile; null: interleaved weights are slow
+    void (*add_interleaved)(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, Sums &sums);
 };
 
 extern const Kernels PORTABLE;
@@ -116,12 +118,43 @@ constexpr int position(int i) { return i / 2 + i % 2 * 4; }
 // The element of eight at such a position.
 constexpr int element(int position) { return position % 4 * 2 + position / 4; }
 
+INLINE const uint8_t *row_of(const QuantizedMatrix &w, int row) {
+    row = std::min(row, w.num_rows - 1);  // a tile may have more rows than the weights: their results are not used
+    return reinterpret_cast<const uint8_t *>(w.codes) + static_cast<ptrdiff_t>(row) * w.size / 8 * w.bits;
+}
+
+// The index of number `i` of a row that has `count` of them, if rows are interleaved.
+INLINE ptrdiff_t interleaved(int row, int i, int count) {
+    return (static_cast<ptrdiff_t>(row / TILE_ROWS) * count + i) * TILE_ROWS + row % TILE_ROWS;
+}
+
+// The index of the first scale of a row in a tile that begins with element `first`.
+INLINE ptrdiff_t first_group(const QuantizedMatrix &w, int row, int first) {
+    return static_cast<ptrdiff_t>(std::min(row, w.num_rows - 1)) * (w.size / w.group_size) + first / w.group_size;
+}
+
+// The index of a row's scale.
+INLINE ptrdiff_t group_of(const QuantizedMatrix &w, int row, int group) {
+    row = std::min(row, w.num_rows - 1);
+    int count = w.size / w.group_size;
+    return w.is_interleaved ? interleaved(row, group, count) : static_cast<ptrdiff_t>(row) * count + group;
+}
+
 INLINE int code_at(const uint8_t *row, int bits, int k) {
     int bit = k * bits, byte = bit / 8, shift = bit % 8;
     int two = row[byte];
     if (shift + bits > 8)
         two |= row[byte + 1] << 8;
     return two >> shift & ((1 << bits) - 1);
+}
+
+// Element k of a row.
+INLINE int code_of(const QuantizedMatrix &w, int row, int k) {
+    if (!w.is_interleaved)
+        return code_at(row_of(w, row), w.bits, k);
+    int in_word = 32 / w.bits;
+    uint32_t word = w.codes[interleaved(row, k / in_word, w.size / in_word)];
+    return word >> k % in_word * w.bits & ((1 << w.bits) - 1);
 }
 
 // To the nearest integer, ties to even: numbers of the size of 1.5 * 2^23 are integers.
@@ -165,16 +198,6 @@ INLINE void quantize_blocks(const float *x, int num_blocks, const QuantizedToken
     }
 }
 
-INLINE const uint8_t *row_of(const QuantizedMatrix &w, int row) {
-    row = std::min(row, w.num_rows - 1);  // a tile may have more rows than the weights: their results are not used
-    return reinterpret_cast<const uint8_t *>(w.codes) + static_cast<ptrdiff_t>(row) * w.size / 8 * w.bits;
-}
-
-// The index of the first scale of a row in a tile that begins with element `first`.
-INLINE ptrdiff_t first_group(const QuantizedMatrix &w, int row, int first) {
-    return static_cast<ptrdiff_t>(std::min(row, w.num_rows - 1)) * (w.size / w.group_size) + first / w.group_size;
-}
-
 INLINE void set_sizes(const QuantizedMatrix &w, int size, Tile &tile) {
     tile.num_blocks = size / BLOCK;
     tile.blocks_per_group = w.group_size / BLOCK;
@@ -182,14 +205,13 @@ INLINE void set_sizes(const QuantizedMatrix &w, int size, Tile &tile) {
 }
 
 INLINE void fill_scales(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
-    for (int r = 0; r < TILE_ROWS; r++) {
-        ptrdiff_t at = first_group(w, row + r, first);
+    for (int r = 0; r < TILE_ROWS; r++)
         for (int group = 0; group < size / w.group_size; group++) {
-            float scale = load(w.scales, w.type, at + group) * unit(w);
+            ptrdiff_t at = group_of(w, row + r, first / w.group_size + group);
+            float scale = load(w.scales, w.type, at) * unit(w);
             tile.scales[group][r] = scale;
-            tile.biases[group][r] = w.biases ? load(w.biases, w.type, at + group) : -middle(w) * scale;
+            tile.biases[group][r] = w.biases ? load(w.biases, w.type, at) : -middle(w) * scale;
         }
-    }
     set_sizes(w, size, tile);
 }
 

@@ -10,14 +10,12 @@ void portable_quantize(const float *x, int num_blocks, const QuantizedTokens &to
 
 void portable_fill(const QuantizedMatrix &w, int row, int first, int size, Tile &tile) {
     fill_scales(w, row, first, size, tile);
-    for (int r = 0; r < TILE_ROWS; r++) {
-        const uint8_t *codes = row_of(w, row + r);
+    for (int r = 0; r < TILE_ROWS; r++)
         for (int k = 0; k < size; k++) {
-            int at = k % BLOCK / 8 * 8 + position(k % 8), code = code_at(codes, w.bits, first + k);
+            int at = k % BLOCK / 8 * 8 + position(k % 8), code = code_of(w, std::min(row + r, w.num_rows - 1), first + k);
             tile.codes[k / BLOCK][at / 4][r][at % 4] =
                 static_cast<uint8_t>(w.elements == Elements::e2m1 ? E2M1_CODES[code] : code);
         }
-    }
 }
 
 void portable_add(const Tile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums) {
@@ -67,6 +65,6 @@ void portable_add_floats(const FloatTile &tile, const TokenBlock &tokens, int nu
 }  // namespace
 
 const Kernels PORTABLE = {"portable",   portable_quantize,    portable_fill,
-                          portable_add, portable_fill_floats, portable_add_floats};
+                          portable_add, portable_fill_floats, portable_add_floats, nullptr};
 
 }  // namespace outrider

@@ -47,6 +47,12 @@ Elements WeightFormat::elements() const {
     return mode == "mxfp8" ? Elements::e4m3 : Elements::e2m1;
 }
 
+int WeightFormat::num_rows(const mx::array &weight) const {
+    return is_interleaved ? weight.shape(-3) * TILE_ROWS : weight.shape(-2);
+}
+
+int WeightFormat::num_in_row(const mx::array &one) const { return one.shape(is_interleaved ? -2 : -1); }
+
 void check_weights(
     const WeightFormat &format, int size, const mx::array &weight, const mx::array &scales,
     const std::optional<mx::array> &biases) {
@@ -63,9 +69,14 @@ void check_weights(
         check(scales.dtype() == mx::uint8, "scales of " + format.mode + " must be uint8");
         check(!biases, format.mode + " has no biases");
     }
+    if (format.is_interleaved) {
+        check(weight.shape(-1) == TILE_ROWS, "interleaved rows have another number than " + std::to_string(TILE_ROWS));
+        check(format.bits == 4 || (format.bits == 8 && format.elements() == Elements::integers),
+              format.mode + " of " + std::to_string(format.bits) + " bits cannot be interleaved");
+    }
     mx::Shape expected(weight.shape());
-    expected.back() = size / format.group_size;
-    check(weight.shape(-1) == size / 32 * format.bits && scales.shape() == expected &&
+    expected[expected.size() - (format.is_interleaved ? 2 : 1)] = size / format.group_size;
+    check(format.num_in_row(weight) == size / 32 * format.bits && scales.shape() == expected &&
               (!biases || biases->shape() == expected),
           "the shapes of codes, scales and biases do not belong together");
 }
@@ -73,7 +84,7 @@ void check_weights(
 QuantizedMatrix matrix_of(
     const WeightFormat &format, const mx::array &weight, const mx::array &scales, const mx::array *biases,
     ptrdiff_t expert) {
-    int rows = weight.shape(-2), words = weight.shape(-1), groups = scales.shape(-1);
+    int rows = format.num_rows(weight), words = format.num_in_row(weight), groups = format.num_in_row(scales);
     ptrdiff_t skipped = expert * rows * groups * static_cast<ptrdiff_t>(scales.itemsize());
     return {.num_rows = rows,
             .size = groups * format.group_size,
@@ -83,7 +94,8 @@ QuantizedMatrix matrix_of(
             .scales = scales.data<char>() + skipped,
             .biases = biases ? biases->data<char>() + skipped : nullptr,
             .type = scale_type(format, scales),
-            .elements = format.elements()};
+            .elements = format.elements(),
+            .is_interleaved = format.is_interleaved};
 }
 
 }  // namespace outrider

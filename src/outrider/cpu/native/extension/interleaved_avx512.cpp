@@ -1,0 +1,178 @@
+// Matmuls with interleaved weights, for CPUs with AVX-512 and VNNI. Codes are used as they arrive, without a tile in
+// between, and the next ones are fetched meanwhile: memory and arithmetic overlap.
+#include "quantized_avx512.h"
+#if defined(__x86_64__)
+
+namespace outrider {
+namespace {
+
+constexpr int AHEAD = 8;  // blocks by which codes are fetched before they are used: 2 KB of 4 bits; 4 KB were slower
+
+enum class Codes { four_bits, e2m1, eight_bits };
+
+// Eight codes of each row, a byte each: those with even numbers, then the others. A lane of the words belongs to one row.
+template <Codes CODES>
+AVX512 INLINE void unpack(const uint8_t *words, __m512i &evens, __m512i &odds) {
+    if (CODES == Codes::eight_bits) {
+        const __m512i order =
+            _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+        const __m512i low = _mm512_set1_epi32(0xffff);
+        __m512i first = _mm512_shuffle_epi8(_mm512_loadu_si512(words), order);
+        __m512i second = _mm512_shuffle_epi8(_mm512_loadu_si512(words + 64), order);
+        evens = _mm512_or_si512(_mm512_and_si512(first, low), _mm512_slli_epi32(second, 16));
+        odds = _mm512_or_si512(_mm512_srli_epi32(first, 16), _mm512_andnot_si512(low, second));
+        return;
+    }
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512i found = _mm512_loadu_si512(words);
+    evens = _mm512_and_si512(found, low);
+    odds = _mm512_and_si512(_mm512_srli_epi16(found, 4), low);
+    if (CODES == Codes::e2m1) {
+        const __m512i numbers =
+            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i *>(E2M1_CODES)));
+        evens = _mm512_shuffle_epi8(numbers, evens);
+        odds = _mm512_shuffle_epi8(numbers, odds);
+    }
+}
+
+// TILE_ROWS numbers.
+AVX512 INLINE __m512 load_rows(const char *numbers, ScaleType type) {
+    switch (type) {
+    case ScaleType::float32: return _mm512_loadu_ps(numbers);
+    case ScaleType::float16: return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(numbers)));
+    case ScaleType::bfloat16: {
+        __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(numbers));
+        return widened(_mm512_cvtepu16_epi32(halves), type);
+    }
+    default:
+        return from_bytes(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(numbers))), type);
+    }
+}
+
+// The scales and biases of TILE_ROWS rows, group after group.
+struct Scales {
+    const char *scales, *biases;  // biases: null if there are none
+    ptrdiff_t bytes, ahead;       // of a group; from a group to the one that is fetched
+    ScaleType type;
+    float unit, no_bias;
+
+    INLINE Scales(const QuantizedMatrix &w, int row) {
+        int size = w.type == ScaleType::float32 ? 4 : w.type == ScaleType::e8m0 || w.type == ScaleType::e4m3 ? 1 : 2;
+        ptrdiff_t first = static_cast<ptrdiff_t>(row) * (w.size / w.group_size) * size;
+        scales = static_cast<const char *>(w.scales) + first;
+        biases = w.biases ? static_cast<const char *>(w.biases) + first : nullptr;
+        bytes = TILE_ROWS * size;
+        ahead = bytes * AHEAD * BLOCK / w.group_size;
+        type = w.type, unit = outrider::unit(w), no_bias = -middle(w);
+    }
+
+    AVX512 INLINE void next(__m512 &scale, __m512 &bias) {
+        scale = _mm512_mul_ps(load_rows(scales, type), _mm512_set1_ps(unit));
+        __builtin_prefetch(scales + ahead);
+        scales += bytes;
+        if (!biases) {
+            bias = _mm512_mul_ps(scale, _mm512_set1_ps(no_bias));
+            return;
+        }
+        bias = load_rows(biases, type);
+        __builtin_prefetch(biases + ahead);
+        biases += bytes;
+    }
+};
+
+template <int N, bool HALVES, Codes CODES>
+AVX512 void add(const QuantizedMatrix &w, int row, const TokenBlock &tokens, Sums &sums) {
+    constexpr int PARTS = HALVES ? 2 : 1;   // of a block that have a scale of their own
+    constexpr int CHAINS = N == 1 ? 2 : 1;  // sums that do not wait for each other; integers: exact
+    constexpr int BYTES = TILE_ROWS * (CODES == Codes::eight_bits ? 8 : 4);  // of eight codes of each row
+    const int num_blocks = w.size / BLOCK, blocks_per_group = HALVES ? 1 : w.group_size / BLOCK;
+    auto *words = reinterpret_cast<const uint8_t *>(w.codes) + static_cast<ptrdiff_t>(row) * w.size / 8 * w.bits;
+    const float *part_sums = HALVES ? tokens.half_sums : tokens.sums;
+    Scales of_groups(w, row);
+    __m512 scale = {}, bias = {}, sum[N];
+#pragma GCC unroll 8
+    for (int t = 0; t < N; t++)
+        sum[t] = _mm512_setzero_ps();
+    for (int b = 0, left = 0; b < num_blocks; b++) {
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            __m512i high[N][CHAINS], low[N][CHAINS];
+#pragma GCC unroll 8
+            for (int t = 0; t < N; t++)
+#pragma GCC unroll 2
+                for (int chain = 0; chain < CHAINS; chain++)
+                    high[t][chain] = low[t][chain] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+            for (int i = 0; i < BLOCK / 8 / PARTS; i++, words += BYTES) {
+                __m512i codes[2];
+                unpack<CODES>(words, codes[0], codes[1]);
+                __builtin_prefetch(words + AHEAD * (BLOCK / 8) * BYTES);
+                if (CODES == Codes::eight_bits)
+                    __builtin_prefetch(words + AHEAD * (BLOCK / 8) * BYTES + 64);
+#pragma GCC unroll 2
+                for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 8
+                    for (int t = 0; t < N; t++) {
+                        int quad = 2 * (part * (BLOCK / 8 / PARTS) + i) + odd;
+                        const int8_t *four = tokens.codes + b * PAIR + t * tokens.code_stride + quad * 4;
+                        __m512i &four_high = high[t][odd % CHAINS], &four_low = low[t][odd % CHAINS];
+                        four_high = _mm512_dpbusd_epi32(four_high, codes[odd], _mm512_set1_epi32(load_four(four)));
+                        four_low =
+                            _mm512_dpbusd_epi32(four_low, codes[odd], _mm512_set1_epi32(load_four(four + BLOCK)));
+                    }
+            }
+            if (left-- == 0) {
+                of_groups.next(scale, bias);
+                left = blocks_per_group - 1;
+            }
+#pragma GCC unroll 8
+            for (int t = 0; t < N; t++) {
+                if (CHAINS == 2) {
+                    high[t][0] = _mm512_add_epi32(high[t][0], high[t][CHAINS - 1]);
+                    low[t][0] = _mm512_add_epi32(low[t][0], low[t][CHAINS - 1]);
+                }
+                ptrdiff_t block = t * tokens.block_stride + b;
+                __m512i all = _mm512_add_epi32(_mm512_slli_epi32(high[t][0], LOW_BITS), low[t][0]);
+                __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(tokens.scales[block]));
+                sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), factor, sum[t]);
+                sum[t] = _mm512_fmadd_ps(bias, _mm512_set1_ps(part_sums[block * PARTS + part]), sum[t]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < N; t++)
+        _mm512_storeu_ps(sums[t], sum[t]);
+}
+
+template <bool HALVES, Codes CODES>
+void add_all(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, Sums &sums) {
+    switch (num_tokens) {
+    case 1: return add<1, HALVES, CODES>(w, row, tokens, sums);
+    case 2: return add<2, HALVES, CODES>(w, row, tokens, sums);
+    case 3: return add<3, HALVES, CODES>(w, row, tokens, sums);
+    case 4: return add<4, HALVES, CODES>(w, row, tokens, sums);
+    case 5: return add<5, HALVES, CODES>(w, row, tokens, sums);
+    case 6: return add<6, HALVES, CODES>(w, row, tokens, sums);
+    case 7: return add<7, HALVES, CODES>(w, row, tokens, sums);
+    default: return add<8, HALVES, CODES>(w, row, tokens, sums);
+    }
+}
+
+template <Codes CODES>
+void add_codes(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, Sums &sums) {
+    (w.group_size == HALF ? add_all<true, CODES> : add_all<false, CODES>)(w, row, tokens, num_tokens, sums);
+}
+
+}  // namespace
+
+void avx512_add_interleaved(
+    const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, Sums &sums) {
+    if (w.bits == 8)
+        return add_codes<Codes::eight_bits>(w, row, tokens, num_tokens, sums);
+    (w.elements == Elements::e2m1 ? add_codes<Codes::e2m1> : add_codes<Codes::four_bits>)(
+        w, row, tokens, num_tokens, sums);
+}
+
+}  // namespace outrider
+
+#endif
