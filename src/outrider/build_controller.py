@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from outrider import __version__
 from outrider.build_adapters import FusedAdapter
-from outrider.cpu import blas
+from outrider.cpu import blas, extension
 from outrider.engine.validation import ModelFacts
 from outrider.engine_place import Timing
 from outrider.models import loader
@@ -95,6 +95,7 @@ def fingerprint(
             "rows": calibration.max_measured_rows(max_rows),
             "machine": (platform.machine(), os.cpu_count(), multiplies.name, multiplies.threads),
             "kernel": multiplies.kernel,
+            "native": extension.build_name(),
             **({} if fused is None else {"adapter": fused.files.fingerprint}),
             **({} if facts.draft_model is None else {"draft_model": facts.draft_model}),
             **({} if ranks is None else {"ranks": ranks.size}),

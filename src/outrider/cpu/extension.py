@@ -69,6 +69,11 @@ def if_loaded() -> ModuleType | None:
     return extension() if extension.cache_info().currsize else None
 
 
+def build_name() -> str | None:
+    """Identifies the operations' source, if they are loaded."""
+    return _stem() if if_loaded() is not None else None
+
+
 def _load() -> ModuleType:
     if os.environ.get(SWITCH, "on").lower() == "off":
         raise Unusable(f"{SWITCH}=off")

@@ -45,7 +45,18 @@ def _multiplies(weight_format: tuple[int, int, str], module: ModuleType) -> bool
     of_one = codes[None], scales[None], None if biases is None else biases[None]
     chosen = module.gather_quantized_matmul(x, *of_one, experts, *order)
     is_close = mx.abs(found - expected).max() < 1e-3 * mx.abs(expected).max()
-    return bool(is_close.item()) and bool(mx.array_equal(found, chosen).item())
+    if not (is_close.item() and mx.array_equal(found, chosen).item()):
+        return False
+    if bits not in (4, 8) or mode == "mxfp8":
+        return True
+    tiles = [None if part is None else _interleaved(part) for part in (codes, scales, biases)]
+    same = module.quantized_matmul(x, *tiles, *order)
+    return bool(mx.array_equal(same, found[:, : same.shape[1]]).item())
+
+
+def _interleaved(rows: mx.array) -> mx.array:
+    """As cpu/quantized.py interleaves them, without the last rows."""
+    return mx.unflatten(rows[: len(rows) // 16 * 16], 0, (-1, 16)).swapaxes(1, 2)
 
 
 def _finds_the_best_two(module: ModuleType) -> bool:

@@ -349,6 +349,19 @@ struct Range {
     }
 };
 
+#include "direct_kernels.h"
+
+// One whole block for all tokens. next: the keys of the next block, or null.
+INLINE void attend_block(const Queries &p, int cell, const float *queries, float *scores, const Partial &result,
+                         const char *next) {
+    const int rows = p.num * p.group;
+    const Cells values = p.values.from(p.at(cell));
+    direct_scores(rows, queries, p.keys.from(p.at(cell)), scores, reinterpret_cast<const char *>(values.words));
+    for (int row = 0; row < rows; row++)
+        weigh(scores + row * CELLS, 0, CELLS, result.states[row], result.out + row * p.dim, p.dim);
+    direct_sums(rows, scores, values, result.out, next);
+}
+
 TARGET static void attend_segment(const Queries &p, int segment, float *scratch, const Partial &result) {
     const int group = p.group, dim = p.dim, rows = p.num * group;
     float *queries = scratch, *scores = queries + rows * dim, *columns = scores + rows * CELLS;
@@ -368,6 +381,13 @@ TARGET static void attend_segment(const Queries &p, int segment, float *scratch,
         auto from = [&](int i) { return std::max(p.first_cell(i) - cell, 0); };
         auto to = [&](int i) { return std::min(p.end_cell(i) - cell, int(CELLS)); };
         const int num_cells = std::min(end - cell, int(CELLS));
+        bool is_whole = from(p.num - 1) == 0 && to(0) == CELLS;
+        if (is_whole && rows <= MAX_DIRECT_ROWS && !p.keys.is_float32()) {
+            const bool is_last = cell + CELLS >= end;
+            attend_block(p, cell, queries, scores, result,
+                         is_last ? nullptr : reinterpret_cast<const char *>(p.keys.from(p.at(cell + CELLS)).words));
+            continue;
+        }
         const Cells own_values = p.values.from(p.at(cell));
         load_columns(p.keys.from(p.at(cell)), own_values, num_cells, columns, unpacked);
         const float *next = cell + CELLS < end ? p.keys.from(p.at(cell + CELLS)).floats() : nullptr;

@@ -1,0 +1,136 @@
+// Attention of few rows over whole blocks of bfloat16 numbers or codes: they are multiplied as they are unpacked, without
+// a copy in float32. Each number is computed as from a copy, in the same order. Included by decoder_kernels.h, within its
+// namespace.
+
+constexpr int MAX_DIRECT_ROWS = 4;  // with more, the copy is worth its while; chosen by hand
+
+// Asks for `BYTES` bytes of the next block, those that belong to this step.
+INLINE void prefetch_step(const char *next, int step, int bytes) {
+    if (next)
+        for (int i = 0; i < bytes; i += 64)
+            __builtin_prefetch(next + step * bytes + i);
+}
+
+// scores [ROWS, CELLS] = queries [ROWS, dim] @ keys of CELLS cells
+template <int ROWS, int BITS>
+TARGET static void score_rows(const float *queries, const Cells &keys, float *scores, const char *next) {
+    constexpr int PER_WORD = 32 / BITS;
+    const int dim = keys.dim, num_words = keys.num_words(), groups = keys.groups;
+    const int group_words = BITS == BFLOAT16_BITS ? num_words : num_words / groups;
+    int step = 0;
+    for (int cell = 0; cell < CELLS; cell += LANES) {
+        Vec sums[ROWS] = {}, scale = {}, bias = {};
+        for (int word = 0; word < num_words; word += 4, step++) {
+            prefetch_step(next, step, 4 * LANES * sizeof(uint32_t));
+            if (BITS != BFLOAT16_BITS && word % group_words == 0) {
+                ptrdiff_t at = ptrdiff_t(cell) * groups + word / group_words;
+                scale = load_strided(keys.scales + at, groups);
+                bias = load_strided(keys.biases + at, groups);
+            }
+            Vec words[4];
+            transpose_tile(keys.floats() + cell * num_words + word, num_words, words);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++)
+#pragma GCC unroll 8
+                for (int k = 0; k < PER_WORD; k++) {
+                    Ints bits = reinterpret_cast<Ints>(words[i]);
+                    Vec column;
+                    if constexpr (BITS == BFLOAT16_BITS)
+                        column = reinterpret_cast<Vec>(k == 0 ? bits << 16 : bits & -65536);
+                    else
+                        column = to_floats(bits >> (k * BITS) & ((1 << BITS) - 1)) * scale + bias;
+                    const float *x = queries + (word + i) * PER_WORD + k;
+#pragma GCC unroll 4
+                    for (int r = 0; r < ROWS; r++)
+                        sums[r] = fma(all(x[r * dim]), column, sums[r]);
+                }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++)
+            store(scores + r * CELLS + cell, sums[r]);
+    }
+}
+
+// out [ROWS, dim] += weights [ROWS, CELLS] @ values of CELLS cells, for the dimensions from `first` on
+template <int ROWS, int BITS, int VECTORS>
+INLINE void add_values(const float *weights, const Cells &values, int first, float *out, const char *next) {
+    const int dim = values.dim, num_words = values.num_words(), groups = values.groups;
+    Vec sums[ROWS][VECTORS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+            sums[r][v] = load(out + r * dim + first + v * LANES);
+    for (int cell = 0; cell < CELLS; cell++) {
+        if (first == 0)
+            prefetch_step(next, cell, num_words * sizeof(uint32_t));
+        Vec loaded[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            int d = first + v * LANES;
+            if constexpr (BITS == BFLOAT16_BITS) {
+                loaded[v] = numbers_at(values.words + cell * num_words, d);
+            } else {
+                int group = cell * groups + d / (dim / groups);
+                loaded[v] = to_floats(codes_at<BITS>(values.words + cell * num_words, d)) * values.scales[group] +
+                            values.biases[group];
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) {
+            Vec weight = all(weights[r * CELLS + cell]);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++)
+                sums[r][v] = fma(weight, loaded[v], sums[r][v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+            store(out + r * dim + first + v * LANES, sums[r][v]);
+}
+
+template <int ROWS, int BITS>
+TARGET static void sum_rows(const float *weights, const Cells &values, float *out, const char *next) {
+    int d = 0;
+    for (; d + MAX_VECTORS * LANES <= values.dim; d += MAX_VECTORS * LANES)
+        add_values<ROWS, BITS, MAX_VECTORS>(weights, values, d, out, next);
+    for (; d < values.dim; d += LANES)
+        add_values<ROWS, BITS, 1>(weights, values, d, out, next);
+}
+
+template <int BITS, int ROWS = MAX_DIRECT_ROWS>
+INLINE void direct_scores(int rows, const float *queries, const Cells &keys, float *scores, const char *next) {
+    if (rows == ROWS)
+        return score_rows<ROWS, BITS>(queries, keys, scores, next);
+    if constexpr (ROWS > 1)
+        direct_scores<BITS, ROWS - 1>(rows, queries, keys, scores, next);
+}
+
+template <int BITS, int ROWS = MAX_DIRECT_ROWS>
+INLINE void direct_sums(int rows, const float *weights, const Cells &values, float *out, const char *next) {
+    if (rows == ROWS)
+        return sum_rows<ROWS, BITS>(weights, values, out, next);
+    if constexpr (ROWS > 1)
+        direct_sums<BITS, ROWS - 1>(rows, weights, values, out, next);
+}
+
+// The two products of attention, whatever the format. `next`: what is asked for from memory meanwhile, or null.
+TARGET static void direct_scores(int rows, const float *queries, const Cells &keys, float *scores, const char *next) {
+    if (keys.bits == BFLOAT16_BITS)
+        direct_scores<BFLOAT16_BITS>(rows, queries, keys, scores, next);
+    else if (keys.bits == 8)
+        direct_scores<8>(rows, queries, keys, scores, next);
+    else
+        direct_scores<4>(rows, queries, keys, scores, next);
+}
+
+TARGET static void direct_sums(int rows, const float *weights, const Cells &values, float *out, const char *next) {
+    if (values.bits == BFLOAT16_BITS)
+        direct_sums<BFLOAT16_BITS>(rows, weights, values, out, next);
+    else if (values.bits == 8)
+        direct_sums<8>(rows, weights, values, out, next);
+    else
+        direct_sums<4>(rows, weights, values, out, next);
+}
