@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.engine.scheduler import InFlightStep, Scheduler
+from outrider.engine.in_flight import InFlightStep
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta
 
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider.engine.loop import StepExecutor
-from outrider.engine.scheduler import InFlightStep, Scheduler
+from outrider.engine.in_flight import InFlightStep, StepExecutor
+from outrider.engine.scheduler import Scheduler
 from outrider.step.runner import Runner
 
 

@@ -17,7 +17,7 @@ from sleepy_grammar import SleepyGrammar
 from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
 from outrider.engine.draft_state import DraftState
-from outrider.engine.loop import StepExecutor
+from outrider.engine.in_flight import StepExecutor
 from outrider.engine.prefix.cache import MIN_LOADED_CELLS, PrefixCache
 from outrider.engine.row_caches import SLACK
 from outrider.engine.scheduler import Scheduler

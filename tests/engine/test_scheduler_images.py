@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scheduler_harness import Harness, rows_of
 
-from outrider.engine.scheduler import InFlightStep
+from outrider.engine.in_flight import InFlightStep
 from outrider.plan import CacheGeometry, StepPlan
 from outrider.prompt_media import MediaPiece, PromptMedia
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from outrider.engine import loop
-from outrider.engine.loop import StepExecutor
-from outrider.engine.scheduler import InFlightStep
+from outrider.engine import in_flight
+from outrider.engine.in_flight import InFlightStep, StepExecutor
 from outrider.plan import StepPlan, StepResult
 
 
@@ -61,7 +60,7 @@ def test_tracing_makes_the_traced_step_and_the_step_in_front_of_it_untypical() -
 def test_a_steps_time_is_all_that_passes_from_one_read_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's work in between counts; waiting and image encoding do not."""
     now = [100.0]
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(in_flight.time, "perf_counter", lambda: now[0])
 
     class Slow(TracingRunner):
         def launch(self, plan: StepPlan, previous: Any = None) -> Launched:

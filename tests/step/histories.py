@@ -26,10 +26,10 @@ from outrider.config import EngineConfig
 from outrider.cpu.quantized import is_kept, quantized_layers
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.draft_state import DraftState
-from outrider.engine.loop import StepExecutor
+from outrider.engine.in_flight import InFlightStep, StepExecutor
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_caches import SLACK
-from outrider.engine.scheduler import InFlightStep, Scheduler
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta
 from outrider.models.draft_model import DraftModel
 from outrider.models.dtypes import settle_dtype

@@ -20,9 +20,10 @@ from outrider.cache.prefix_index import PrefixIndex
 from outrider.config import EngineConfig
 from outrider.engine import sequence as engine_sequence
 from outrider.engine.draft_state import DraftState
+from outrider.engine.in_flight import InFlightStep
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.row_caches import SLACK
-from outrider.engine.scheduler import InFlightStep, Scheduler
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta
 from outrider.media.frames import DecodedVideo, VideoHeader
 from outrider.media.image_reader import ProcessedImage, VideoReader

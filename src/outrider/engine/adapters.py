@@ -65,8 +65,31 @@ class AdapterDirectory:
         self._for_all = store.for_all
         self._read = store.reader
 
-    def update(self, store: AdapterStore) -> None:
+    def load(self, store: AdapterStore, name: str, files: Any) -> AdapterInfo:
+        """On the engine thread. `files`: what `read` has returned. Raises AdapterRefused, AdapterConflict."""
+        if name in self.loaded:
+            raise AdapterConflict(
+                f"an adapter {name!r} is loaded already: unload it first, or name it otherwise."
+            )
+        try:
+            return store.load(name, files)
+        except (ValueError, RuntimeError) as error:  # RuntimeError: MLX, for example without memory
+            raise AdapterRefused(str(error)) from error
+        finally:
+            self.loaded = store.loaded
+
+    def unload(self, store: AdapterStore, name: str, num_users: int) -> AdapterInfo:
+        """On the engine thread. Raises UnknownAdapter; AdapterConflict if requests use the adapter."""
+        info = self.find(name)
+        assert info is not None
+        if num_users:
+            raise AdapterConflict(
+                f"{num_users} requests use the adapter {name!r}, running or waiting: try again when they "
+                "have ended."
+            )
+        store.unload(name)
         self.loaded = store.loaded
+        return info
 
     def find(self, name: str | None) -> AdapterInfo | None:
         """The adapter of a request that has this name. Raises UnknownAdapter."""

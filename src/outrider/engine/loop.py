@@ -14,21 +14,21 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Steps
 from dataclasses import replace
 from typing import Any
 
 from outrider.config import EngineConfig
-from outrider.engine.adapters import AdapterConflict, AdapterDirectory, AdapterRefused
+from outrider.engine.adapters import AdapterDirectory
 from outrider.engine.device_turns import DeviceTurns, EngineTurns
 from outrider.engine.heartbeat import IDLE, Heartbeat, sized
+from outrider.engine.in_flight import InFlightStep, StepExecutor
 from outrider.engine.memory_plan import MemoryUse
 from outrider.engine.parts import EngineObserver, EngineParts
 from outrider.engine.prefix.cache import PrefixCache, new_prefix_cache
 from outrider.engine.prefix.status import PrefixStatus
-from outrider.engine.scheduler import InFlightStep, Scheduler
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Delta, FinishReason, Sequence
-from outrider.plan import AdapterInfo, StepResult, StepRunner
+from outrider.plan import AdapterInfo, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -72,42 +72,6 @@ class Outbox:
             waiting = self._unread is not None
         if waiting:
             wake()
-
-
-class StepExecutor:
-    """Launches and reads steps, and measures how long each step took."""
-
-    def __init__(self, runner: StepRunner, heartbeat: Heartbeat | None = None) -> None:
-        self._runner = runner
-        self._heartbeat = heartbeat or Heartbeat()
-        self._last_read_s: float | None = None  # None: the thread did something else since the last read
-
-    def launch(self, step: InFlightStep, in_front: Steps[InFlightStep] = ()) -> None:
-        """Hand a step to the device. `in_front` are the steps that were launched and not read yet."""
-        self._heartbeat.enter(
-            "decode step" if step.is_decode_only else sized("prefill step", step.plan.num_tokens)
-        )
-        step.launched_s = time.perf_counter()
-        step.launched = self._runner.launch(step.plan, in_front[-1].launched if in_front else None)
-        step.is_typical = step.launched.is_as_planned
-        if not in_front and self._last_read_s is not None:
-            step.host_s = step.launched_s - self._last_read_s
-        if step.launched.is_first_trace:
-            for other in (*in_front, step):
-                other.is_typical = False
-
-    def finish(self, step: InFlightStep) -> StepResult:
-        """Wait for the oldest step in flight and read it."""
-        step.result = self._runner.finish(step.launched)
-        began_s = step.launched_s if self._last_read_s is None else self._last_read_s
-        self._last_read_s = time.perf_counter()
-        step.seconds = self._last_read_s - began_s
-        self._heartbeat.enter("commit")
-        return step.result
-
-    def forget_last_read(self) -> None:
-        """The thread does something that is not part of a step: it waits, or encodes an image."""
-        self._last_read_s = None
 
 
 class EncodingTurns:
@@ -210,31 +174,13 @@ class EngineLoop:
 
     def load_adapter(self, name: str, files: Any) -> AdapterInfo:
         """`files`: what `AdapterDirectory.read` has returned. Raises AdapterRefused, AdapterConflict."""
-        if name in self.adapters.loaded:
-            raise AdapterConflict(
-                f"an adapter {name!r} is loaded already: unload it first, or name it otherwise."
-            )
-        store = self.parts.adapters
-        try:
-            return store.load(name, files)
-        except (ValueError, RuntimeError) as error:  # RuntimeError: MLX, for example without memory
-            raise AdapterRefused(str(error)) from error
-        finally:
-            self.adapters.update(store)
+        return self.adapters.load(self.parts.adapters, name, files)
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Raises UnknownAdapter; AdapterConflict while requests use the adapter, waiting ones included."""
         info = self.adapters.find(name)
-        assert info is not None
         num_users = sum(sequence.adapter is info for sequence, _ in self.live.values())
-        if num_users:
-            raise AdapterConflict(
-                f"{num_users} requests use the adapter {name!r}, running or waiting: try again when they "
-                "have ended."
-            )
-        self.parts.adapters.unload(name)
-        self.adapters.update(self.parts.adapters)
-        return info
+        return self.adapters.unload(self.parts.adapters, name, num_users)
 
     def before_waiting(self) -> None:
         """The thread is about to wait for a command."""

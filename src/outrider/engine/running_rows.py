@@ -19,7 +19,7 @@ from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.row_caches import CacheShape, SlotCaches, SlotTable
 from outrider.engine.sequence import Sequence
 from outrider.engine.waiting_queue import WaitingQueue
-from outrider.plan import Move
+from outrider.plan import Move, RestoreState
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,14 @@ class RunningRows:
         moves = self._slots.settle()
         moves = moves if self._moves_cells else []
         return Arrangement(tuple(moves), kept_blocks, shape_before)
+
+    def take_restores(self) -> tuple[RestoreState, ...]:
+        """The rows that were rolled back get their earlier states with the next step."""
+        rows = [(row, row.slot) for row in self if row.state_age]
+        restores = tuple(RestoreState(slot, row.state_age) for row, slot in rows if slot is not None)
+        for row, _ in rows:
+            row.state_age = 0
+        return restores
 
     def _start_waiting(self) -> None:
         while self.can_start_next():

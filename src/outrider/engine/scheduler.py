@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,31 +23,27 @@ import numpy as np
 from outrider.config import EngineConfig
 from outrider.engine.block_caches import BlockCaches
 from outrider.engine.draft_planner import DraftPlanner, decode_row, may_wake, needs_host
+from outrider.engine.in_flight import InFlightStep
 from outrider.engine.memory_plan import default_max_rows
 from outrider.engine.prefill_queue import PrefillQueue
 from outrider.engine.prefix.cache import PrefixCache
 from outrider.engine.prefix.no_cache import NoPrefixCache
 from outrider.engine.prompt_pacing import PromptPacing, PromptWork
 from outrider.engine.row_caches import SlotCaches
-from outrider.engine.running_rows import Arrangement, RunningRows
+from outrider.engine.running_rows import RunningRows
 from outrider.engine.sequence import Delta, FinishReason, Sequence, token_origins
 from outrider.plan import (
     CacheGeometry,
     ImageEmbeddings,
-    LaunchedStep,
     PassShape,
-    PrefixCopies,
-    RestoreState,
     RowPlan,
     RowResult,
     ScoringPiece,
     StepPlan,
-    StepResult,
 )
 from outrider.prompt_media import MediaPiece
 from outrider.request import InvalidRequest
 from outrider.speculate.controller import DepthController
-from outrider.speculate.costs import StepShape
 from outrider.speculate.prompt_selection import kept_positions
 
 log = logging.getLogger(__name__)
@@ -55,25 +51,6 @@ log = logging.getLogger(__name__)
 DISK_WAIT_S = 0.005  # seconds that the engine sleeps when all rows wait for blocks on disk; chosen by hand
 DEFAULT_CHUNK = 512  # prompt tokens in a step if neither the costs nor the operator tell; chosen by hand
 MAX_FAILURES = 2  # failed steps after which a row ends with an error; the second one was the row alone
-
-
-@dataclass(eq=False)
-class InFlightStep:
-    """A step from its plan to its commit: planned, then launched, then with its result."""
-
-    plan: StepPlan
-    rows: dict[int, tuple[Sequence, RowPlan]] = field(default_factory=dict)  # by sequence id
-    is_decode_only: bool = False  # one batch, whose rows all decode
-    cost_shape: StepShape | None = None  # the cost-table entry that the step's time is evidence for
-    prompt_work: PromptWork | None = None  # its prompt chunks
-
-    launched: LaunchedStep | None = None
-    launched_s: float = 0.0
-    host_s: float | None = None  # from the last read to this launch; None: something else was going on
-    is_typical: bool = True  # it ran as planned, and the host traced no pass meanwhile
-
-    result: StepResult | None = None
-    seconds: float | None = None  # from the last read to this one, with the host's work in between
 
 
 class Scheduler:
@@ -164,7 +141,7 @@ class Scheduler:
         """The next step; None if there is nothing to do, or all rows wait for images or the disk."""
         if self.in_flight:
             raise RuntimeError("a step is in flight: commit it, or let it fail, before the next plan")
-        restores = self._take_restores()
+        restores = self._running.take_restores()
         arrangement = self._running.arrange()
         rows = self._running.to_run()
         ready = self._prefill_queue.ready(rows)
@@ -180,7 +157,17 @@ class Scheduler:
         is_rearranged = arrangement.changes(self._budget.shape)
         if not (decode or prefill or copies or restores or (is_rearranged and rows)):
             return None
-        plan = replace(self._step_plan(arrangement, copies, decode, decode_shape, prefill), restores=restores)
+        passes = [(decode, decode_shape)] if decode else []
+        if prefill:
+            width = self._controller.shapes.prefill_width(max(row.num_fed for row in prefill))
+            passes.append((prefill, PassShape(width=width)))
+        plan = self._step_plan(
+            *passes,
+            moves=arrangement.moves,
+            kept_blocks=arrangement.kept_blocks,
+            copies=copies,
+            restores=restores,
+        )
         cost_shape, work = None, None
         if decode and not (prefill or copies or restores or is_rearranged):
             cost_shape = self._draft_planner.step_shape(decode, decode_shape)
@@ -197,33 +184,12 @@ class Scheduler:
         self._draft_planner.choose_drafts(decoding, joining, self._budget.num_slots)
         return self._placed([decode_row(row, self._prefix.max_drafts(row)) for row in decoding])
 
-    def _step_plan(
-        self,
-        arrangement: Arrangement,
-        copies: PrefixCopies,
-        decode: list[RowPlan],
-        decode_shape: PassShape,
-        prefill: list[RowPlan],
-    ) -> StepPlan:
-        batches, shapes = [], []
-        if decode:
-            batches.append(tuple(decode))
-            shapes.append(decode_shape)
-        if prefill:
-            width = self._controller.shapes.prefill_width(max(row.num_fed for row in prefill))
-            batches.append(tuple(prefill))
-            shapes.append(PassShape(width=width))
+    def _step_plan(self, *passes: tuple[list[RowPlan], PassShape], **facts: Any) -> StepPlan:
+        """A plan of these passes. `facts`: its other fields."""
         num_slots, capacity, num_blocks = self._budget.shape
-        return StepPlan(
-            num_slots,
-            capacity,
-            arrangement.moves,
-            tuple(batches),
-            tuple(shapes),
-            copies,
-            num_blocks=num_blocks,
-            kept_blocks=arrangement.kept_blocks,
-        )
+        batches = tuple(tuple(rows) for rows, _ in passes)
+        shapes = tuple(shape for _, shape in passes)
+        return StepPlan(num_slots, capacity, batches=batches, shapes=shapes, num_blocks=num_blocks, **facts)
 
     def plan_overlapped(self) -> InFlightStep | None:
         """The step after the one in flight; None if that one has to be read first.
@@ -243,17 +209,8 @@ class Scheduler:
             return None
         shape = self._draft_planner.pass_shape(batch, self._budget.num_slots)
         batch = self._placed(batch)
-        num_slots, capacity, num_blocks = self._budget.shape
-        plan = StepPlan(
-            num_slots,
-            capacity,
-            (),
-            (tuple(batch),),
-            (shape,),
-            is_overlapped=True,
-            keeps_states=self._state_bytes > 0 and any(may_wake(sequence) for sequence, _ in rows),
-            num_blocks=num_blocks,
-        )
+        keeps_states = self._state_bytes > 0 and any(may_wake(sequence) for sequence, _ in rows)
+        plan = self._step_plan((batch, shape), moves=(), is_overlapped=True, keeps_states=keeps_states)
         cost_shape = self._draft_planner.step_shape(batch, shape)
         return self._new_step(plan, is_decode_only=True, cost_shape=cost_shape)
 
@@ -381,14 +338,6 @@ class Scheduler:
         if sequence.num_cached < len(sequence.tokens) - 1:
             sequence.num_prefill = len(sequence.tokens)
             self._prefill_queue.add(sequence)
-
-    def _take_restores(self) -> tuple[RestoreState, ...]:
-        """The rows that were rolled back get their earlier states with the next step."""
-        rows = [(row, row.slot) for row in self._running if row.state_age]
-        restores = tuple(RestoreState(slot, row.state_age) for row, slot in rows if slot is not None)
-        for row, _ in rows:
-            row.state_age = 0
-        return restores
 
     def fail(self, error: str) -> list[Delta]:
         """A step raised and the caches are lost. No sequence loses a token; one that fails again ends."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from outrider.cli.doctor.random_model import RandomModel
 from outrider.config import EngineConfig
 from outrider.engine.draft_state import DraftState
-from outrider.engine.loop import StepExecutor
+from outrider.engine.in_flight import StepExecutor
 from outrider.engine.memory_plan import plan_memory
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import Sequence as Row
