@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from outrider.models import loader
 
 REMOVED_KEYS = ("quantization", "quantization_config")
+LANGUAGE_MODEL = "language_model."  # before the names of weights in mlx-lm's vision families, such as Qwen3.5
 
 
 def write_float32_copy(model: str | Path, folder: Path) -> Path:
@@ -29,6 +30,13 @@ def write_float32_copy(model: str | Path, folder: Path) -> Path:
             shutil.copy(file, folder)
     config = {name: value for name, value in loaded.config.items() if name not in REMOVED_KEYS}
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}, indent=2))
-    weights = dict(tree_flatten(loaded.trunk.model.parameters()))
+    prefix = LANGUAGE_MODEL if _has_wrapper(loaded.path) else ""
+    weights = {prefix + name: array for name, array in tree_flatten(loaded.trunk.model.parameters())}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     return folder
+
+
+def _has_wrapper(folder: Path) -> bool:
+    """True if the weights are those of a language model within another model."""
+    files = folder.glob("*.safetensors")
+    return any(LANGUAGE_MODEL in name for file in files for name in mx.load(str(file)))
