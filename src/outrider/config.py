@@ -53,7 +53,8 @@ class EngineConfig:
     # The KV caches hold a multiple of this many tokens per sequence. Chosen by hand.
     capacity_step: int = 256
     # How sequences keep their keys and values. "blocks": each has as many blocks as it needs. "slots": all
-    # have as much room as the longest. "auto": blocks on CPUs whose attention reads them, else slots.
+    # have as much room as the longest. "auto": blocks where attention reads them in place and as fast as
+    # slots (native attention on CPUs, tensor cores on CUDA, quantised cells), else slots.
     cache_layout: CacheLayout = "auto"
     # Memory for cached prefixes, in addition to memory_budget_bytes. None: a quarter of the memory for
     # caches. 0: no prefix cache (vLLM: enable_prefix_caching=False).
