@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from outrider.request import Grammar
+from outrider.answer_form import Grammar
 
 
 def rule_chain(length: int) -> str:

@@ -15,6 +15,7 @@ from fake_engine import FakeEngine
 
 from image_files import data_url, encoded, noise
 from outrider import LLM, InvalidRequest, SamplingParams
+from outrider.answer_form import Grammar
 from outrider.api.app import create_server
 from outrider.chat.conversation import ChatRequest
 from outrider.chat.events import ReasoningDelta, TextDelta, ToolCallEnded, ToolCallStarted
@@ -27,7 +28,7 @@ from outrider.engine.validation import RequestValidator, ValidatedRequest
 from outrider.llm import CompletionStream
 from outrider.media.limits import MediaLimits
 from outrider.media.loader import MediaLoader
-from outrider.request import Grammar, Request
+from outrider.request import Request
 from tiny_models import write_checkpoint, write_tokenizer
 from tiny_vision import write_vision_checkpoint
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.request import Grammar, InvalidRequest, ReasoningMarks, SamplingParams, SpecPrefill
+from outrider.answer_form import Grammar, ReasoningMarks
+from outrider.request import InvalidRequest, SamplingParams, SpecPrefill
 
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE: an integer that no float holds
 

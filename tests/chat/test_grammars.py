@@ -17,6 +17,7 @@ from llguidance.hf import from_tokenizer
 from test_output_parser import MESSAGES
 from written_calls import WRITERS
 
+from outrider.answer_form import Grammar
 from outrider.chat.conversation import ChatRequest, Message, NamedTool, TextPart, Tool
 from outrider.chat.events import ToolCallEnded, ToolCallStarted
 from outrider.chat.formats import TOOL_FORMATS, glm, harmony, hermes, qwen3_coder, think
@@ -39,7 +40,7 @@ from outrider.grammar.backend import new_matcher
 from outrider.grammar.lazy import LazyRowGrammar
 from outrider.grammar.matcher import CompiledGrammar, RowGrammar
 from outrider.grammar.triggers import CompiledTriggers, TokenTexts
-from outrider.request import Grammar, InvalidRequest, SamplingParams
+from outrider.request import InvalidRequest, SamplingParams
 
 FORCEABLE = [format for format in TOOL_FORMATS.values() if format.call_grammar is not None]
 ARGUMENTS = {"city": "Paris", "days": 2, "units": "metric"}

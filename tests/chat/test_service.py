@@ -11,12 +11,13 @@ from answers import ANSWERS, CLOCK, WEATHER
 from chat_tokenizers import BARE, CHATML, SPECIAL, new_tokenizer
 from fake_engine import STATS, FakeEngine
 
+from outrider.answer_form import Grammar
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedTool, TextPart, Tool, ToolCall
 from outrider.chat.events import ChatEvent, Finished, ReasoningDelta, TextDelta, ToolCallStarted, Usage
 from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
 from outrider.engine.engine import EngineStopped
-from outrider.request import Grammar, InvalidRequest, SamplingParams
+from outrider.request import InvalidRequest, SamplingParams
 from patience import Hurdle, goes_on_while_held
 
 TOOLS = (WEATHER, CLOCK)

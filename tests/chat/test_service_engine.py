@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.answer_form import Grammar
 from outrider.chat.conversation import ChatRequest, Message, TextPart, Tool
 from outrider.chat.events import (
     ChatEvent,
@@ -25,7 +26,7 @@ from outrider.chat.formats import hermes
 from outrider.chat.formats.json_calls import listed_call
 from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
-from outrider.request import Grammar, InvalidRequest
+from outrider.request import InvalidRequest
 from patience import until
 from tiny_models import write_checkpoint
 

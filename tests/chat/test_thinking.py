@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from outrider import LLM, SamplingParams
+from outrider.answer_form import Grammar
 from outrider.chat.conversation import ChatRequest, Message, TextPart, Tool
 from outrider.chat.events import Finished, ReasoningDelta, TextDelta
 from outrider.chat.formats import REASONING_FORMATS
@@ -21,7 +22,6 @@ from outrider.chat.renderer import ChatRenderer
 from outrider.chat.service import ChatService
 from outrider.chat.thinking import EFFORT_BUDGETS, PARSERS
 from outrider.config import InvalidConfig
-from outrider.request import Grammar
 from tiny_models import write_checkpoint, write_tokenizer
 
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<think>", "</think>")

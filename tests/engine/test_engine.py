@@ -15,13 +15,14 @@ import pytest
 from engine_runner import ENDLESS, SHORT, WAIT_S, EngineRunner, end_of, parts, submit
 from fake_runner import VOCAB_SIZE, true_next
 
+from outrider.answer_form import Grammar
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine import engine as engine_module
 from outrider.engine.engine import Engine, EngineStopped
 from outrider.engine.loop import Outbox
 from outrider.engine.parts import EngineParts
 from outrider.plan import StepPlan, StepResult
-from outrider.request import Grammar, InvalidRequest, SamplingParams
+from outrider.request import InvalidRequest, SamplingParams
 from patience import wait_until
 
 # -- waiting ---------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from outrider.answer_form import ReasoningMarks
 from outrider.engine.draft_planner import needs_host
 from outrider.engine.draft_state import DraftState
 from outrider.engine.sequence import Sequence
 from outrider.engine.thinking_budget import TWO_STEPS, ThinkingBudget, ThinkingRule
-from outrider.request import MAX_DEPTH, ReasoningMarks, Request, SamplingParams
+from outrider.request import MAX_DEPTH, Request, SamplingParams
 from step.row_thinking import allowed_by_budget, row_grammar, with_random_thinking
 from tiny_models import VOCAB_SIZE
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from outrider import LLM, InvalidRequest, SamplingParams
+from outrider.answer_form import Grammar
 from outrider.grammar import compiler as compiler_module
 from outrider.grammar.backend import tokenizer_source
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import GrammarStuck
-from outrider.request import Grammar
 from patience import PATIENCE_S
 from tiny_models import write_checkpoint
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from hostile_grammars import ambiguous, lark, reference_chain, rule_chain, schema, wide_schema
 from outrider import LLM, InvalidRequest, SamplingParams
+from outrider.answer_form import Grammar
 from outrider.engine.draft_state import DraftState, Proposal
 from outrider.grammar import backend, child, matcher
 from outrider.grammar import checker as checker_module
@@ -31,7 +32,6 @@ from outrider.grammar.matcher import CompiledGrammar, GrammarStuck, RowGrammar
 from outrider.isolation.messages import Message
 from outrider.isolation.worker import IsolatedWorker, JobTimedOut
 from outrider.llm import GenerationFailed
-from outrider.request import Grammar
 from tiny_models import write_checkpoint
 
 EXPLODING = Grammar("regex", "(a|b)*a(a|b){12}c")  # its lexer has thousands of states

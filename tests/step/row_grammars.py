@@ -16,10 +16,11 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from outrider.answer_form import Grammar, Triggers
 from outrider.grammar.backend import TokenizerSource, tokenizer_source
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import CompiledGrammar
-from outrider.request import Grammar, SamplingParams, Triggers
+from outrider.request import SamplingParams
 from tiny_models import END_ID, SPECIAL_TOKENS, VOCAB_SIZE
 
 EOS_IDS = frozenset({END_ID})

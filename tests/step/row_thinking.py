@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from outrider.answer_form import ReasoningMarks
 from outrider.engine.allowed_tokens import AllowedTokens
 from outrider.engine.draft_state import TokenGrammar
 from outrider.engine.thinking_budget import ThinkingBudget, ThinkingRule
-from outrider.request import ReasoningMarks, SamplingParams
+from outrider.request import SamplingParams
 from step.row_bans import without_bans
 from step.row_grammars import AllowedNow, compiler
 from tiny_models import VOCAB_SIZE

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from outrider.answer_form import Grammar
 from outrider.api.errors import invalid, refused
 from outrider.api.keep_alive import KeepAlive
 from outrider.api.limits import (
@@ -40,7 +41,6 @@ from outrider.request import (
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
-    Grammar,
     SamplingDefaults,
     SamplingParams,
     SpecPrefill,

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from outrider.answer_form import Grammar
 from outrider.bench.answer import Answer, DraftCounts, TokenArrival
 from outrider.bench.errors import BenchFailed
 from outrider.bench.target import RequestOptions
@@ -17,7 +18,7 @@ from outrider.chat.events import TextDelta
 from outrider.chat.message_dicts import messages_from_dicts
 from outrider.engine.sequence import Delta, Stats
 from outrider.llm import LLM
-from outrider.request import Grammar, InvalidRequest, SamplingParams
+from outrider.request import InvalidRequest, SamplingParams
 
 
 class EngineTarget:

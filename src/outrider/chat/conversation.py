@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outrider.answer_form import Grammar
 from outrider.media.image_reader import ProcessedImage
-from outrider.request import Grammar, SamplingParams
+from outrider.request import SamplingParams
 
 Role = Literal["system", "user", "assistant", "tool"]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from outrider.answer_form import Grammar, Marker, Triggers
 from outrider.chat.closed_schema import without_notes
 from outrider.chat.conversation import ChatRequest, NamedTool, Tool
 from outrider.chat.formats import harmony
@@ -32,7 +33,7 @@ from outrider.chat.formats.call_grammar import (
 from outrider.chat.formats.reasoning_format import ReasoningFormat
 from outrider.chat.formats.tool_format import ToolFormat
 from outrider.chat.special_tokens import Vocabulary
-from outrider.request import Grammar, InvalidRequest, Marker, Triggers
+from outrider.request import InvalidRequest
 
 # inside: the prompt has opened the reasoning. free: the model may reason. off: the model does not reason.
 Thinking = Literal["inside", "free", "off"]

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from outrider.answer_form import Grammar, ReasoningMarks
 from outrider.chat.formats import REASONING_FORMATS, think
 from outrider.chat.formats.reasoning_format import Framing, ReasoningFormat
 from outrider.chat.grammars import Constraint
 from outrider.chat.special_tokens import Vocabulary
 from outrider.config import InvalidConfig
-from outrider.request import Grammar, InvalidRequest, ReasoningMarks, SamplingParams
+from outrider.request import InvalidRequest, SamplingParams
 
 # Most tokens of reasoning by effort, if the template does not know reasoning_effort. Efforts that are not
 # listed have no limit. Chosen by hand; docs/SERVING.md has the same table.

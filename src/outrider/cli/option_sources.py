@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.foreign_flags import translated_flags
-from outrider.cli.serve_options import OPTIONS, PREFIX, Option, duration
+from outrider.cli.option_values import duration
+from outrider.cli.serve_options import OPTIONS, PREFIX, Option
 from outrider.config import InvalidConfig
 
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")

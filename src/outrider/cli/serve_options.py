@@ -1,96 +1,34 @@
-"""The options of `outrider serve`: one table of names, help and parsers. `option_sources` reads their values.
+"""The options of `outrider serve`: one table of names, help and parsers (option_values.py).
 
-Must not know what the values do.
+`option_sources` reads their values. Must not know what the values do.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.cli.foreign_flags import add_foreign_flags
+from outrider.cli.option_values import (
+    depth,
+    duration,
+    kv_bits,
+    number,
+    one_of,
+    seconds,
+    size_bytes,
+    whole_number,
+)
 from outrider.config import CACHE_LAYOUTS, DRAFTERS, DTYPES, GENERATION_CONFIGS, KV_BITS
-from outrider.pool.durations import duration_s
 from outrider.request import MAX_DEPTH
 
 PREFIX = "OUTRIDER_"
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 MTP = ("auto", "wanted", "on", "off")
 LOG_FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 _KV_BITS = ", ".join(map(str, KV_BITS))
-
-
-def whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a whole number") from None
-
-
-def seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{text!r} is not a number of seconds")
-    return number
-
-
-def duration(text: str) -> float:
-    """10m, 1h30m, or plain seconds."""
-    found = duration_s(text)
-    if found is None or not 0 <= found < math.inf:
-        raise ValueError(f"{text!r} is not a duration: write 10m, 1h30m or a number of seconds")
-    return found
-
-
-def number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not a number")
-    return value
-
-
-def size_bytes(text: str) -> int:
-    """8GB, 512MiB, 1.5g, or plain bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    if match is None or (match.group(2) or "") not in UNITS:
-        raise ValueError(f"{text!r} is not a size: write 8GB, 512MiB or a number of bytes")
-    return int(float(match.group(1)) * UNITS[match.group(2) or ""])
-
-
-def depth(text: str) -> int | None:
-    """None is "auto": the engine chooses the depth of each step."""
-    if text == "auto":
-        return None
-    number = whole_number(text) if text.isdigit() else -1
-    if not 0 <= number <= MAX_DEPTH:
-        raise ValueError(f"{text!r} is not auto or 0..{MAX_DEPTH}")
-    return number
-
-
-def kv_bits(text: str) -> int:
-    if text not in map(str, KV_BITS):
-        raise ValueError(f"{text!r} is not one of {_KV_BITS}")
-    return int(text)
-
-
-def one_of(*words: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"{text!r} is not one of {', '.join(words)}")
-        return text
-
-    return parse
 
 
 @dataclass(frozen=True)

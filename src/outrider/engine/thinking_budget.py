@@ -20,8 +20,9 @@ from typing import Literal
 
 import numpy as np
 
+from outrider.answer_form import ReasoningMarks
 from outrider.engine.draft_state import TokenGrammar
-from outrider.request import MAX_DEPTH, InvalidRequest, ReasoningMarks
+from outrider.request import MAX_DEPTH, InvalidRequest
 
 Phase = Literal["before", "inside", "closing", "reopening", "past"]
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from outrider.answer_form import Grammar
 from outrider.config import EngineConfig
 from outrider.engine.adapters import AdapterDirectory, NoAdapters
 from outrider.engine.allowed_tokens import AllowedTokens
@@ -24,7 +25,6 @@ from outrider.request import (
     MAX_PROMPT_LOGPROBS,
     NO_DEFAULTS,
     DraftDepth,
-    Grammar,
     InvalidGrammar,
     InvalidRequest,
     PromptTooLong,

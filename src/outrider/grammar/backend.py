@@ -8,7 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.request import Grammar, InvalidRequest
+from outrider.answer_form import Grammar
+from outrider.request import InvalidRequest
 
 # Chosen by hand: 1,000 optional properties of an object take 4,000 items, and up to 50 ms (measured).
 MAX_ITEMS_IN_ROW = 5_000

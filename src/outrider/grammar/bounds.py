@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from outrider.request import Grammar, InvalidRequest
+from outrider.answer_form import Grammar
+from outrider.request import InvalidRequest
 
 MAX_GRAMMAR_CHARACTERS = 512 * 1024  # chosen by hand: OpenAI allows schemas 120,000 characters of names
 # Properties of one object that are not required. Chosen by hand: with 1,000 a step takes up to 50 ms, with

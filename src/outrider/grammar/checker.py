@@ -9,11 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.answer_form import Grammar
 from outrider.grammar.backend import TokenizerSource
 from outrider.grammar.bounds import check_bounds
 from outrider.isolation.messages import Message
 from outrider.isolation.worker import IsolatedWorker, JobFailed, JobTimedOut, WorkerLimits
-from outrider.request import Grammar, InvalidRequest
+from outrider.request import InvalidRequest
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from outrider.answer_form import Grammar
 from outrider.grammar.backend import TokenizerSource, error_of, new_matcher
 from outrider.isolation.child import Handler, Reply, serve
 from outrider.isolation.messages import Message
 from outrider.isolation.stacks import run_with_stack
-from outrider.request import Grammar, InvalidRequest
+from outrider.request import InvalidRequest
 
 MIB = 1 << 20
 COMPILE_STACK_BYTES = 16 * MIB  # the server compiles with four times as much: see compiler.py

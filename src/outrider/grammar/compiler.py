@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from outrider.answer_form import Grammar
 from outrider.grammar.backend import TokenizerSource, new_matcher
 from outrider.grammar.checker import GrammarChecker
 from outrider.grammar.lazy import LazyRowGrammar
 from outrider.grammar.matcher import CompiledGrammar, RowGrammar
 from outrider.grammar.triggers import CompiledTriggers, TokenTexts
 from outrider.isolation.stacks import run_with_stack
-from outrider.request import Grammar
 
 MIB = 1 << 20
 MAX_CACHED = 64  # compiled grammars; chosen by hand

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from outrider.answer_form import Marker, Triggers
 from outrider.grammar.matcher import ids_of_model
-from outrider.request import Marker, Triggers
 
 BLANK = b" \t\r\n"
 OTHER = b"\xff"  # an added token that is in no marker: a byte that no text has

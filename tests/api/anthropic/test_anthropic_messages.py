@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fake_backend import CALLS, CUT, FAILED, THOUGHT, USAGE, USER, Client, FakeBackend, server
 
+from outrider.answer_form import Grammar
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedTool, TextPart, Tool, ToolCall
 from outrider.chat.events import Finished, TextDelta, ToolCallArguments, ToolCallEnded, ToolCallStarted
-from outrider.request import Grammar
 
 PATH = "/v1/messages"
 TOOL = {"name": "weather", "description": "Looks outside", "input_schema": {"type": "object"}}

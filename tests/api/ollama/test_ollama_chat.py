@@ -11,6 +11,7 @@ import pytest
 from fake_backend import CALLS, CUT, FAILED, HELLO, THOUGHT, USAGE, USER
 from shared_server import shared_server
 
+from outrider.answer_form import Grammar
 from outrider.api.model_card import ModelCard
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, TextPart, Tool, ToolCall
 from outrider.chat.events import (
@@ -24,7 +25,7 @@ from outrider.chat.events import (
 )
 from outrider.engine.sequence import Stats
 from outrider.plan import TokenLogprobs
-from outrider.request import Grammar, SamplingDefaults
+from outrider.request import SamplingDefaults
 
 PATH = "/api/chat"
 TOOL = {

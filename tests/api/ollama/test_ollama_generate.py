@@ -9,9 +9,9 @@ import pytest
 from fake_backend import CUT, HELLO, THOUGHT, FakeBackend
 from shared_server import shared_server
 
+from outrider.answer_form import Grammar
 from outrider.chat.conversation import MediaPart, Message, TextPart
 from outrider.chat.events import ChatEvent
-from outrider.request import Grammar
 
 PATH = "/api/generate"
 

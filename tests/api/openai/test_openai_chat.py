@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from fake_backend import CALLS, CUT, FAILED, HELLO, THOUGHT, USAGE, USER, Client, FakeBackend, server
 
+from outrider.answer_form import Grammar
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedTool, TextPart, Tool, ToolCall
 from outrider.chat.events import Finished, Logprobs, TextDelta, TokenDetail, TokenOrigins
 from outrider.engine.sequence import TokenOrigin
 from outrider.plan import TokenLogprobs
-from outrider.request import Grammar, SamplingParams, SpecPrefill
+from outrider.request import SamplingParams, SpecPrefill
 
 PATH = "/v1/chat/completions"
 WEATHER = {

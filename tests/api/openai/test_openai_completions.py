@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from fake_backend import HELLO, USAGE, Client, FakeBackend, server
 
+from outrider.answer_form import Grammar
 from outrider.chat.events import Finished, Logprobs, PromptLogprobs, TextDelta
 from outrider.plan import TokenLogprobs
-from outrider.request import Grammar
 
 PATH = "/v1/completions"
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fake_backend import CALLS, CUT, FAILED, HELLO, THOUGHT, USAGE, Client, FakeBackend, server
 
+from outrider.answer_form import Grammar
 from outrider.api.openai.response_store import ResponseStore, StoredResponse
 from outrider.chat.conversation import ChatRequest, MediaPart, Message, NamedTool, TextPart, Tool, ToolCall
 from outrider.chat.events import Finished, ToolCallEnded, ToolCallStarted
-from outrider.request import Grammar
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}

@@ -12,6 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from outrider.api.anthropic.content_blocks import (
+    DocumentBlock,
+    MediaBlock,
+    TextBlock,
+    part_of,
+    text_parts,
+)
 from outrider.api.errors import invalid, refused
 from outrider.api.limits import (
     MESSAGES,
@@ -38,7 +45,6 @@ from outrider.api.request_fields import (
 from outrider.api.tool_fields import ToolName, callable_tools, named_tool, tool_choice_of, tool_of
 from outrider.chat.conversation import (
     ChatRequest,
-    MediaPart,
     Message,
     Part,
     TextPart,
@@ -55,33 +61,6 @@ REFUSED_TOOL_FIELDS = {
     "input_examples": "not supported: put examples into the description",
     "allowed_callers": "not supported: only the model calls tools",
 }
-
-
-class TextBlock(RequestModel):
-    type: Literal["text"]
-    text: str
-
-
-class BlockSource(RequestModel):
-    type: Word
-    media_type: Word | None = None
-    data: str | None = None
-    url: str | None = None
-    content: str | Annotated[list[TextBlock], AtMost(MESSAGES)] | None = None
-
-
-class MediaBlock(RequestModel):
-    """Videos and audio are not in Anthropic's API: they have the sources of images. Audio is refused."""
-
-    type: Literal["image", "video", "audio"]
-    source: BlockSource = Field(json_schema_extra=one_of_types(url=["url"], base64=["data", "media_type"]))
-
-
-class DocumentBlock(RequestModel):
-    type: Literal["document"]
-    source: BlockSource = Field(json_schema_extra=one_of_types(text=["data"], content=["content"]))
-    title: str | None = None
-    context: str | None = None
 
 
 class ThinkingBlock(RequestModel):
@@ -314,7 +293,7 @@ def _messages(body: CountTokensRequest, tools: Sequence[Tool]) -> list[Message]:
         if isinstance(message, AssistantMessageParam):
             found.append(_assistant(message))
         elif isinstance(message, SystemMessageParam):
-            found.append(Message("system", _text_parts(message.content)))
+            found.append(Message("system", text_parts(message.content)))
         else:
             found += _user(message, where, {tool.name: tool for tool in tools})
     return found
@@ -332,7 +311,7 @@ def _system_parts(system: str | Sequence[TextBlock]) -> tuple[Part, ...]:
 
 def _assistant(message: AssistantMessageParam) -> Message:
     if isinstance(message.content, str):
-        return Message("assistant", _text_parts(message.content))
+        return Message("assistant", text_parts(message.content))
     thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
     texts = [TextPart(block.text) for block in message.content if isinstance(block, TextBlock)]
     calls = [
@@ -346,7 +325,7 @@ def _assistant(message: AssistantMessageParam) -> Message:
 def _user(message: UserMessageParam, where: str, tools: Mapping[str, Tool]) -> list[Message]:
     """Each tool result becomes a message of its own; the blocks between tool results become user messages."""
     if isinstance(message.content, str):
-        return [Message("user", _text_parts(message.content))]
+        return [Message("user", text_parts(message.content))]
     found: list[Message] = []
     parts: list[Part] = []
     for block in message.content:
@@ -355,7 +334,7 @@ def _user(message: UserMessageParam, where: str, tools: Mapping[str, Tool]) -> l
             parts = []
             found.append(_tool_result(block, where, tools))
         else:
-            parts.append(_part(block, where))
+            parts.append(part_of(block, where))
     if parts or not found:
         found.append(Message("user", tuple(parts)))
     return found
@@ -364,11 +343,11 @@ def _user(message: UserMessageParam, where: str, tools: Mapping[str, Tool]) -> l
 def _tool_result(block: ToolResultBlock, where: str, tools: Mapping[str, Tool]) -> Message:
     if isinstance(block.content, list):
         parts = tuple(
-            _definition(part, tools) if isinstance(part, ToolReferenceBlock) else _part(part, where)
+            _definition(part, tools) if isinstance(part, ToolReferenceBlock) else part_of(part, where)
             for part in block.content
         )
     else:
-        parts = _text_parts(block.content or "")
+        parts = text_parts(block.content or "")
     if block.is_error:
         parts = (TextPart(ERROR_PREFIX), *parts)
     return Message("tool", parts, tool_call_id=block.tool_use_id)
@@ -380,48 +359,3 @@ def _definition(block: ToolReferenceBlock, tools: Mapping[str, Tool]) -> TextPar
     if tool is None:
         return TextPart(f"The tool {block.tool_name} is not available.")
     return TextPart(json.dumps(tool_dict(tool), ensure_ascii=False))
-
-
-def _text_parts(content: str | Sequence[TextBlock]) -> tuple[Part, ...]:
-    if isinstance(content, str):
-        return (TextPart(content),) if content else ()
-    return tuple(TextPart(block.text) for block in content)
-
-
-def _part(block: Any, where: str) -> Part:
-    if isinstance(block, TextBlock):
-        return TextPart(block.text)
-    if isinstance(block, MediaBlock):
-        return _media(block, where)
-    return _document(block, where)
-
-
-def _media(block: MediaBlock, where: str) -> MediaPart:
-    kind, source = block.type, block.source
-    if source.type == "url" and source.url is not None:
-        return MediaPart(kind, source.url)
-    if source.type == "base64" and source.data is not None and source.media_type is not None:
-        return MediaPart(kind, f"data:{source.media_type};base64,{source.data}")
-    raise refused(
-        where,
-        f"the source of the {kind} must be of type base64, with data and media_type, or of type url, with "
-        f"url; this one is of type {source.type!r}",
-    )
-
-
-def _document(block: DocumentBlock, where: str) -> TextPart:
-    """A text document becomes a text part, under its title and context."""
-    source = block.source
-    if source.type == "text" and source.data is not None:
-        text = source.data
-    elif source.type == "content" and source.content is not None:
-        content = source.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-    else:
-        raise refused(
-            where,
-            "a document source must be of type text, with data, or of type content, with content; "
-            f"this one is of type {source.type!r}",
-        )
-    lines = [line for line in (block.title, block.context) if line]
-    return TextPart("\n".join([*lines, text]))

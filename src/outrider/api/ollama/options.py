@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from outrider.answer_form import Grammar
 from outrider.api.errors import refused
 from outrider.api.limits import STOP_SEQUENCES, AnyText, AtMost, JsonObject, check_stops
 from outrider.api.request_fields import (
@@ -22,13 +23,7 @@ from outrider.api.request_fields import (
     sampling_params,
     schema_grammar,
 )
-from outrider.request import (
-    MAX_REPETITION_PENALTY,
-    MIN_REPETITION_PENALTY,
-    Grammar,
-    SamplingDefaults,
-    SamplingParams,
-)
+from outrider.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingDefaults, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from outrider.answer_form import Grammar
 from outrider.api.errors import invalid, refused
 from outrider.api.limits import (
     MESSAGES,
@@ -61,7 +62,7 @@ from outrider.chat.conversation import (
     ToolCall,
     ToolChoice,
 )
-from outrider.request import NO_DEFAULTS, Grammar, SamplingDefaults
+from outrider.request import NO_DEFAULTS, SamplingDefaults
 
 
 class ChatTextPart(RequestModel):

@@ -18,14 +18,14 @@ from outrider.api.body import check_extra, json_router
 from outrider.api.context import ServerContext
 from outrider.api.errors import ApiError, context_exceeded
 from outrider.api.middleware import current_tenant, note_refusal
-from outrider.api.openai.answer_models import (
+from outrider.api.openai.response_store import ResponseStore, StoredResponse
+from outrider.api.openai.responses_answer_models import (
     DeletedResponse,
     InputItems,
     InputTokens,
     ResponseEvent,
     ResponseObject,
 )
-from outrider.api.openai.response_store import ResponseStore, StoredResponse
 from outrider.api.openai.responses_events import ResponseBuilder
 from outrider.api.openai.responses_request import (
     InputItem,

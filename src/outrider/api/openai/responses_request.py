@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from outrider.answer_form import Grammar
 from outrider.api.errors import refused
 from outrider.api.limits import (
     MESSAGES,
@@ -55,7 +56,7 @@ from outrider.chat.conversation import (
     TextPart,
     ToolCall,
 )
-from outrider.request import Grammar, SamplingDefaults
+from outrider.request import SamplingDefaults
 
 LOGPROBS = "message.output_text.logprobs"
 # Reasoning is returned as plain text and read back as plain text, so no encrypted copy is needed.
