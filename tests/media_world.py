@@ -19,7 +19,7 @@ from outrider.media.images import image_from_pixels
 from outrider.models.heads import new_head
 from outrider.models.loader import load
 from outrider.prompt_media import PromptMedia
-from tiny_vision import SHOWN, SPANNED, reference_inputs, write_vision_checkpoint
+from tiny_vision import SHOWN, SPANNED, reference_inputs, reference_logits, write_vision_checkpoint
 
 NUM_TOKENS = 14
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, logprobs=3)
@@ -102,3 +102,11 @@ def answers(llm: LLM, *asked: tuple[Prompt | Sequence[int], SamplingParams]) -> 
 
 def tokens(llm: LLM, prompt: Prompt | Sequence[int], params: SamplingParams = GREEDY) -> tuple[int, ...]:
     return answers(llm, (prompt, params))[0].token_ids
+
+
+def error_of_logprobs(world: World, inputs: dict[str, mx.array], found: Delta) -> float:
+    """Of the first answered token, against mlx-vlm's."""
+    logits = np.array(reference_logits(world.model, inputs)[0, -1])
+    logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    assert found.logprobs[0].top
+    return max(abs(float(logprobs[token_id]) - logprob) for token_id, logprob in found.logprobs[0].top)

@@ -40,6 +40,18 @@ def environment() -> dict[str, str]:
     return {name: os.environ[name] for name in kept}
 
 
+def outrider(*args: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command, with further environment variables."""
+    return subprocess.run(
+        [sys.executable, "-m", "outrider", *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=os.environ | variables,
+    )
+
+
 def write_tiny_model(folder: Path, with_head: bool = True, name: str = "llama") -> Path:
     model = write_checkpoint(folder, name, max_position_embeddings=CONTEXT)
     if with_head:

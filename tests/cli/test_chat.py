@@ -15,17 +15,8 @@ from outrider.cli.main import main
 from outrider.config import InvalidConfig
 from outrider.request import SamplingParams
 from patience import PATIENCE_S, in_test_or_soak
+from server_process import outrider
 from tiny_models import write_checkpoint
-
-
-def outrider(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "outrider", *args],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
 
 
 @pytest.fixture(scope="module")

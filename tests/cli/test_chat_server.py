@@ -23,7 +23,7 @@ from outrider.config import InvalidConfig
 from outrider.server_address import ServerAddress
 from patience import PATIENCE_S
 from scripted_server import Reply, refuses, says, scripted, stream
-from server_process import ServerProcess, serving, write_tiny_model
+from server_process import ServerProcess, outrider, serving, write_tiny_model
 
 HI = [Message("system", (TextPart("Be brief."),)), Message("user", (TextPart("Hi"),))]
 
@@ -32,17 +32,6 @@ def ask(url: str, **chosen: Any) -> list[ChatEvent]:
     backend = ServerBackend(ServerAddress.parse(url, "key"), "m", chosen)
     with contextlib.closing(backend):
         return list(backend.answer(HI))
-
-
-def outrider(*args: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "outrider", *args],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=os.environ | variables,
-    )
 
 
 # -- chunks ----------------------------------------------------------------------------------------------

@@ -12,14 +12,24 @@ import pytest
 from mlx.utils import tree_flatten
 
 from image_files import noise
-from media_world import CASES, GREEDY, HOT, NUM_TOKENS, TEXTS, World, answers, new_world, tokens
+from media_world import (
+    CASES,
+    GREEDY,
+    HOT,
+    NUM_TOKENS,
+    TEXTS,
+    World,
+    answers,
+    error_of_logprobs,
+    new_world,
+    tokens,
+)
 from outrider import LLM, InvalidRequest, SamplingParams
-from outrider.engine.sequence import Delta
 from outrider.models.loader import load
 from outrider.prompt_media import MediaPiece, PromptMedia
 from patience import IN_SOAK, in_test_or_soak
 from tiny_models import write_checkpoint
-from tiny_vision import FAMILIES, SPANNED, TILED, reference_logits, reference_tokens
+from tiny_vision import FAMILIES, SPANNED, TILED, reference_tokens
 
 
 @pytest.fixture(scope="module", params=[family for family in FAMILIES if family not in SPANNED])
@@ -42,14 +52,6 @@ def test_logits_and_greedy_tokens_are_those_of_mlx_vlm(world: World, llm: LLM) -
         (found,) = answers(llm, (world.prompt(llm, words, pictures), GREEDY))
         assert list(found.token_ids) == reference_tokens(world.model, inputs, NUM_TOKENS)
         assert error_of_logprobs(world, inputs, found) < 1e-4
-
-
-def error_of_logprobs(world: World, inputs: dict[str, mx.array], found: Delta) -> float:
-    """Of the first answered token, against mlx-vlm's."""
-    logits = np.array(reference_logits(world.model, inputs)[0, -1])
-    logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-    assert found.logprobs[0].top
-    return max(abs(float(logprobs[token_id]) - logprob) for token_id, logprob in found.logprobs[0].top)
 
 
 def test_rows_of_a_mixed_batch_give_what_they_give_alone(world: World, llm: LLM) -> None:

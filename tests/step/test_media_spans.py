@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 
 from image_files import noise
-from media_world import CASES, GREEDY, HOT, NUM_TOKENS, TEXTS, World, answers, new_world, tokens
+from media_world import (
+    CASES,
+    GREEDY,
+    HOT,
+    NUM_TOKENS,
+    TEXTS,
+    World,
+    answers,
+    error_of_logprobs,
+    new_world,
+    tokens,
+)
 from outrider import LLM
 from outrider.cache.placement import Placement
 from outrider.media.images import image_from_pixels
@@ -43,10 +54,7 @@ def test_logits_and_greedy_tokens_are_those_of_mlx_vlm(world: World, llm: LLM) -
         inputs = world.inputs(words, pictures)
         (found,) = answers(llm, (world.prompt(llm, words, pictures), GREEDY))
         assert list(found.token_ids) == reference_tokens(world.model, inputs, NUM_TOKENS)
-        logits = np.array(reference_logits(world.model, inputs)[0, -1])
-        logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-        for token_id, logprob in found.logprobs[0].top:
-            assert abs(float(logprobs[token_id]) - logprob) < 1e-4
+        assert error_of_logprobs(world, inputs, found) < 1e-4
 
 
 def test_a_causal_mask_would_give_other_logits(world: World) -> None:

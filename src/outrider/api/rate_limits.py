@@ -23,6 +23,11 @@ MINUTE_S = 60.0
 RETRY_HELD_S = 2  # seconds after which a client may look for a free place; chosen by hand
 
 
+def _limited(message: str, retry_s: int) -> ApiError:
+    headers = {"Retry-After": str(retry_s)}
+    return ApiError(429, message, code="rate_limit_exceeded", headers=headers, reason="key_limit")
+
+
 class TokenBucket:
     """Fills steadily, up to the amount of one minute. Below zero is a debt."""
 
@@ -75,13 +80,10 @@ class KeyUsage:
                 f"{self.name!r} may have {getattr(limit, name):,} at once: ask for less",
             )
         if name := (self.held + more).excess(limit):
-            raise ApiError(
-                429,
+            raise _limited(
                 f"the key {self.name!r} has {getattr(self.held, name):,} {WORDS[name]}, of at most "
                 f"{getattr(limit, name):,}. Try again when an answer has ended.",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": str(RETRY_HELD_S)},
-                reason="key_limit",
+                RETRY_HELD_S,
             )
         self.held += more
 
@@ -116,13 +118,10 @@ class KeyUsage:
         if bucket is None or bucket.level >= 1:
             return
         wait_s = math.ceil(bucket.wait_s(1))
-        raise ApiError(
-            429,
+        raise _limited(
             f"the key {self.name!r} has used its {bucket.per_minute:,} {name} a minute: "
             f"try again in {wait_s:,} s",
-            code="rate_limit_exceeded",
-            headers={"Retry-After": str(wait_s)},
-            reason="key_limit",
+            wait_s,
         )
 
 

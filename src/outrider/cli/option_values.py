@@ -20,14 +20,18 @@ def whole_number(text: str) -> int:
         raise ValueError(f"{text!r} is not a whole number") from None
 
 
-def seconds(text: str) -> float:
+def number(text: str, kind: str = "a number") -> float:
     try:
-        number = float(text)
+        value = float(text)
     except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{text!r} is not a number of seconds")
-    return number
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not {kind}")
+    return value
+
+
+def seconds(text: str) -> float:
+    return number(text, "a number of seconds")
 
 
 def duration(text: str) -> float:
@@ -36,16 +40,6 @@ def duration(text: str) -> float:
     if found is None or not 0 <= found < math.inf:
         raise ValueError(f"{text!r} is not a duration: write 10m, 1h30m or a number of seconds")
     return found
-
-
-def number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not a number")
-    return value
 
 
 def size_bytes(text: str) -> int:

@@ -63,7 +63,8 @@ class DraftModelDrafter:
         drafts: list[mx.array] = []
         margins: list[mx.array] = []
         for number in range(1, rows.depth + 1):
-            self._sample(out, ends[:, None] + number, rows, drafts, margins)
+            logits = self._model.logits(out)[..., : self._num_ids]
+            rows.sample(logits, ends[:, None] + number, None, drafts, margins)
             if number < rows.depth:
                 place = rows.place(
                     ends + number, one_if_fed, 1, capacity, further=number + 1, commits_all=True
@@ -100,23 +101,6 @@ class DraftModelDrafter:
         out = self._model.hidden(known, self._cache, place)
         self._cache.commit(place.num_fed if num_committed is None else num_committed)
         return out
-
-    def _sample(
-        self,
-        out: mx.array,
-        positions: mx.array,
-        rows: HeadRows,
-        drafts: list[mx.array],
-        margins: list[mx.array],
-    ) -> None:
-        """Append the drafts [rows, 1] after `out` [rows, 1, H], and their margins if they are wanted."""
-        logits = self._model.logits(out)[..., : self._num_ids]
-        if rows.with_margins:
-            found, margin = rows.sampler.sample_drafts_with_margins(logits, positions, None)
-            margins.append(margin)
-        else:
-            found = rows.sampler.sample_drafts(logits, positions, None)
-        drafts.append(found)
 
 
 def _unread_tokens(followed: FollowedRows, has_x_end: bool) -> tuple[mx.array, HeadRows]:

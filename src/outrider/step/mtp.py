@@ -60,6 +60,22 @@ class HeadRows:
         """Positions of cells past the prompt.  [rows]"""
         return None if self.position_deltas is None else cells + self.position_deltas
 
+    def sample(
+        self,
+        logits: mx.array,
+        positions: mx.array,
+        draft_ids: mx.array | None,
+        drafts: list[mx.array],
+        margins: list[mx.array],
+    ) -> None:
+        """Append the drafts [rows, 1] of `logits` [rows, 1, V], and their margins if they are wanted."""
+        if self.with_margins:
+            found, margin = self.sampler.sample_drafts_with_margins(logits, positions, draft_ids)
+            margins.append(margin)
+        else:
+            found = self.sampler.sample_drafts(logits, positions, draft_ids)
+        drafts.append(found)
+
     def place(
         self,
         starts: mx.array,
@@ -152,14 +168,14 @@ class MTPDrafter:
             if number < rows.depth:
                 last = (ends - 1 - place.starts)[:, None, None]
                 out, fed_back = (mx.take_along_axis(x, last, axis=1) for x in (out, fed_back))  # [rows, 1, H]
-                self._sample(out, beyond[len(drafts) + 1], rows, drafts, margins)
+                rows.sample(self._logits(out), beyond[len(drafts) + 1], self._draft_ids, drafts, margins)
                 if number < len(self._layers) - 1:
                     tokens.append(drafts[-1])
         for further in range(rows.depth - len(drafts)):
             cells = beyond[further][:, 0]
             place = rows.place(cells, one_if_fed, 1, capacity, rows.after(cells), further + 1)
             out, fed_back = self._pass(-1, fed_back, self._trunk.embed(drafts[-1]), place)
-            self._sample(out, beyond[len(drafts) + 1], rows, drafts, margins)
+            rows.sample(self._logits(out), beyond[len(drafts) + 1], self._draft_ids, drafts, margins)
         if not drafts:
             return None
         return Drafts(
@@ -181,22 +197,9 @@ class MTPDrafter:
         elif number == 0:
             self._between[0].write(hidden, place)
 
-    def _sample(
-        self,
-        out: mx.array,
-        positions: mx.array,
-        rows: HeadRows,
-        drafts: list[mx.array],
-        margins: list[mx.array],
-    ) -> None:
-        """Append the drafts [rows, 1] after `out` [rows, 1, H], and their margins if they are wanted."""
-        logits = self._trunk.logits(out) if self._reduced is None else self._reduced(out).astype(mx.float32)
-        if rows.with_margins:
-            found, margin = rows.sampler.sample_drafts_with_margins(logits, positions, self._draft_ids)
-            margins.append(margin)
-        else:
-            found = rows.sampler.sample_drafts(logits, positions, self._draft_ids)
-        drafts.append(found)
+    def _logits(self, out: mx.array) -> mx.array:
+        """Of the draft vocabulary."""
+        return self._trunk.logits(out) if self._reduced is None else self._reduced(out).astype(mx.float32)
 
 
 def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity: int) -> Placement:

@@ -9,9 +9,9 @@ import re
 
 from outrider.chat.conversation import Tool
 from outrider.chat.formats.call_grammar import CallGrammar
-from outrider.chat.formats.json_calls import arguments_of, call_with
+from outrider.chat.formats.json_calls import arguments_of, call_after
 from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
-from outrider.chat.json_text import JsonEnd, ends_in_string, loads
+from outrider.chat.json_text import ends_in_string
 
 _HEADER = re.compile(
     r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[^\s<{]+)\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*(?=\{)"
@@ -29,14 +29,7 @@ _REGION = Region(
 
 
 def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
-    named = _HEADER.match(body)
-    if named is None:
-        raise ValueError("a call needs a name and JSON")
-    rest = body[named.end() :]
-    end = JsonEnd().feed(rest)
-    if end is None or not _TAIL.fullmatch(rest, end):
-        raise ValueError("a call needs JSON and nothing after it")
-    return [call_with(named["name"], loads(rest[:end]))]
+    return [call_after(_HEADER, body, _TAIL)]
 
 
 def call_grammar(tool: Tool) -> CallGrammar:

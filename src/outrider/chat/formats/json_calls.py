@@ -9,7 +9,7 @@ from outrider.chat.closed_schema import closed
 from outrider.chat.conversation import Tool
 from outrider.chat.formats.call_grammar import CallGrammar, JsonValue
 from outrider.chat.formats.tool_format import ParsedCall, ToolsByName
-from outrider.chat.json_text import dumps, loads
+from outrider.chat.json_text import JsonEnd, dumps, loads
 
 
 def parse_json_calls(body: str, tools: ToolsByName) -> list[ParsedCall]:
@@ -32,6 +32,18 @@ def call_with(name: str, arguments: Any, id: str | None = None) -> ParsedCall:
     if not isinstance(arguments, dict):
         raise ValueError("a call's arguments must be an object")
     return ParsedCall(name, dumps(arguments), id)
+
+
+def call_after(header: re.Pattern[str], body: str, tail: re.Pattern[str]) -> ParsedCall:
+    """A call whose name is in a header, with JSON after it. `tail`: what may follow the JSON."""
+    named = header.match(body)
+    if named is None:
+        raise ValueError("a call needs a name and JSON")
+    rest = body[named.end() :]
+    end = JsonEnd().feed(rest)
+    if end is None or not tail.fullmatch(rest, end):
+        raise ValueError("a call needs JSON and nothing after it")
+    return call_with(named["name"], loads(rest[:end]))
 
 
 def header(key: str) -> re.Pattern[str]:

@@ -13,10 +13,10 @@ import re
 
 from outrider.chat.conversation import Tool
 from outrider.chat.formats.call_grammar import CallGrammar
-from outrider.chat.formats.json_calls import arguments_of, call_with
+from outrider.chat.formats.json_calls import arguments_of, call_after
 from outrider.chat.formats.reasoning_format import ReasoningFormat
 from outrider.chat.formats.tool_format import ParsedCall, Region, ToolFormat, ToolsByName
-from outrider.chat.json_text import JsonEnd, ends_in_string, loads
+from outrider.chat.json_text import ends_in_string
 
 
 def _begin(part: str) -> str:
@@ -32,17 +32,11 @@ _HEADER = re.compile(
     rf"\s*{re.escape(_begin('tool_name'))}\s*(?P<name>[^\s<]+)\s*{re.escape(_end('tool_name'))}"
     rf"\s*{re.escape(_ARGUMENTS)}\s*(?=\{{)"
 )
+_TAIL = re.compile(rf"\s*(?:{re.escape(_end('tool_arguments'))})?\s*")
 
 
 def parse(body: str, tools: ToolsByName) -> list[ParsedCall]:
-    named = _HEADER.match(body)
-    if named is None:
-        raise ValueError("a call needs a name and JSON")
-    rest = body[named.end() :]
-    end = JsonEnd().feed(rest)
-    if end is None or rest[end:].strip() not in ("", _end("tool_arguments")):
-        raise ValueError("a call needs JSON and nothing after it")
-    return [call_with(named["name"], loads(rest[:end]))]
+    return [call_after(_HEADER, body, _TAIL)]
 
 
 def call_grammar(tool: Tool) -> CallGrammar:
