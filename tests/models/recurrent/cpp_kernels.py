@@ -30,6 +30,7 @@ from outrider.gpu_kernels import GpuKernel
 START = """
 #define _XOPEN_SOURCE 700
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,16 +39,26 @@ struct Shape { int32_t sizes[8]; int32_t operator[](int i) const { return sizes[
 struct Strides { int64_t sizes[8]; int64_t operator[](int i) const { return sizes[i]; } };
 struct Place { unsigned x, y, z; };
 constexpr int MOST = 256;  // lanes of a block
-static ucontext_t caller, contexts[MOST];
+static ucontext_t caller, contexts[MOST];  // where a lane begins
+static jmp_buf places[MOST];  // where a lane waits: to go on there takes no system call
 alignas(64) static char stacks[MOST][1 << 16];
-static bool has_ended[MOST];
+static bool has_begun[MOST], has_ended[MOST];
 static int current, num_lanes;  // the lane that runs, and those of a block
 static float shared[32];
-static void hand_over(int next) {
-    const int own = current;
+static void go_on(int next) {
     current = next;
     if (has_ended[current]) abort();  // it should have waited too
-    swapcontext(&contexts[own], &contexts[current]);
+    if (has_begun[current]) _longjmp(places[current], 1);
+    has_begun[current] = true;
+    setcontext(&contexts[current]);
+}
+static void hand_over(int next) {
+    if (_setjmp(places[current]) == 0) go_on(next);
+}
+static void end_lane() {
+    has_ended[current] = true;
+    if (current + 1 == num_lanes) setcontext(&caller);
+    go_on(current + 1);
 }
 static void wait_for_all_lanes() { hand_over(current / 32 * 32 + (current + 1) % 32); }  // of the group
 static void wait_for_block() { hand_over((current + 1) % num_lanes); }
@@ -57,14 +68,15 @@ template <class Lane> static void run_lanes(int num, const Lane& one) {
     num_lanes = num;
     if (num > MOST) abort();
     for (int lane = 0; lane < num; ++lane) {
-        has_ended[lane] = false;
+        has_begun[lane] = has_ended[lane] = false;
         getcontext(&contexts[lane]);
         contexts[lane].uc_stack.ss_sp = stacks[lane];
         contexts[lane].uc_stack.ss_size = sizeof(stacks[lane]);
-        contexts[lane].uc_link = lane < num - 1 ? &contexts[lane + 1] : &caller;
-        makecontext(&contexts[lane], [] { (*running)(); has_ended[current++] = true; }, 0);
+        contexts[lane].uc_link = nullptr;  // a lane never returns
+        makecontext(&contexts[lane], [] { (*running)(); end_lane(); }, 0);
     }
     current = 0;
+    has_begun[0] = true;
     swapcontext(&caller, &contexts[0]);
 }
 struct bfloat {
