@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,18 @@ mx.set_default_device(mx.cpu)
 # A slow example on a busy machine is no failure. 100 examples are Hypothesis's own default.
 settings.register_profile(
     "outrider",
-    max_examples=in_test_or_soak(40, 100),
+    max_examples=in_test_or_soak(25, 100),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("outrider")
 
 
-# The folders whose files take longest, the longest first.
-LONGEST = ("soak", "step", "golden_tokens", "train", "files", "recurrent", "bench", "browser", "api")
+# The folders whose files take longest, the longest first. "tests" are the files beside this one.
+LONGEST = (
+    *("soak", "golden_tokens", "step", "models", "train", "files", "recurrent", "bench", "browser"),
+    *("tests", "cli", "api"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for `-m soak`
@@ -50,6 +54,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
             item.add_marker(pytest.mark.soak)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No garbage collections meanwhile: each would look at all that is loaded, and free almost nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

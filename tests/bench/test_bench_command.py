@@ -19,7 +19,7 @@ import pytest
 
 from outrider.cli.bench import _split_name
 from outrider.cli.main import main
-from patience import PATIENCE_S
+from patience import PATIENCE_S, case_only_in_soak
 from scripted_server import refuses, scripted, stream
 from server_process import environment, write_tiny_model
 
@@ -154,7 +154,8 @@ def _read_until(terminal: int, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("http", "number"), [(False, signal.SIGINT), (True, signal.SIGINT), (True, signal.SIGTERM)]
+    ("http", "number"),
+    [(False, signal.SIGINT), case_only_in_soak(True, signal.SIGINT), (True, signal.SIGTERM)],
 )
 def test_ctrl_c_prints_the_figures_so_far_and_leaves_no_server(
     folder: Path, tmp_path: Path, http: bool, number: signal.Signals

@@ -49,6 +49,7 @@ from golden_requests import (
 
 from image_files import noise
 from outrider import LLM, SamplingParams
+from patience import IN_SOAK
 from server_process import ON_CPU, serving
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -243,10 +244,16 @@ def test_default_vision_model(is_recording: bool) -> None:
 # -- the HTTP API ------------------------------------------------------------------------------------------
 
 
-def check_http(model: Path | str, record: Record, requests: dict[str, http.HttpRequest]) -> None:
+def check_http(
+    model: Path | str,
+    record: Record,
+    requests: dict[str, http.HttpRequest],
+    forms: tuple[bool, ...] = (False, True),
+) -> None:
+    """`forms`: whether answers are streams. Both forms have the same record."""
     flags = ("--max-rows", "6", "--dtype", "float32", "--generation-config", "none")
     with serving(Path(model), *flags, program=ON_CPU) as server:
-        for is_stream in (False, True):
+        for is_stream in forms:
             record.check(http.answers(server.url, requests, is_stream))
 
 
@@ -261,6 +268,9 @@ def test_http_with_pictures(tmp_path: Path, is_recording: bool) -> None:
     check_http(tiny_vision(tmp_path, "smolvlm"), record, http.picture_requests(10, 24))
 
 
+@pytest.mark.soak
 def test_http_with_the_default_model(is_recording: bool) -> None:
     record = Record("http_default_model", is_recording)
-    check_http(own_model(DEFAULT_MODEL), record, http.few_requests(8, DEFAULT_VOCABULARY))
+    requests = http.few_requests(8, DEFAULT_VOCABULARY)
+    forms = (False, True) if IN_SOAK else (True,)  # the tiny models have both: this one takes its time
+    check_http(own_model(DEFAULT_MODEL), record, requests, forms)

@@ -187,9 +187,10 @@ def play_with_cache(world: AdaptedWorld, folder: Path, seeds: range) -> int:
     return num_cells
 
 
-SEEDS = range(7, 7 + in_test_or_soak(5, 40))
+SEEDS = range(7, 7 + in_test_or_soak(3, 40))
 
 
+@pytest.mark.soak
 def test_a_cached_prefix_is_used_by_rows_of_its_adapter_only(tmp_path: Path) -> None:
     """In memory and on disk. An adapter is known by its contents: other ones get the names in the end."""
     world = AdaptedWorld("llama")

@@ -72,7 +72,7 @@ NOTICED_BY = {  # histories of "llama" that notice a fault, where none of the fi
     "the_head_is_fed_rejected_drafts": 48,
 }
 NUM_HISTORIES = {  # in `make test`, in `make soak`
-    "llama": in_test_or_soak(60, 220),
+    "llama": in_test_or_soak(46, 220),
     "qwen3": in_test_or_soak(5, 40),
     "gemma3_text": in_test_or_soak(4, 30),
     "deepseek_v3": in_test_or_soak(4, 25),
@@ -159,7 +159,7 @@ def assert_all_kinds_occurred(tally: Tally) -> None:
     assert tally.accepted_lengths("scripted", "scripted with head") >= none_or_all
     assert max(accepted for _, accepted in tally.accepted_lengths("head")) >= 3
     assert max(accepted for _, accepted in tally.accepted_lengths("ngram")) >= 3
-    assert max(accepted for _, accepted in tally.accepted_lengths("prediction")) == 8
+    assert max(accepted for _, accepted in tally.accepted_lengths("prediction")) > 5
     assert tally.finished.keys() == {"length", "stop", "cancelled", "error"}
     assert tally.preemptions > 2
     assert tally.failed_steps > 10
@@ -174,6 +174,7 @@ def assert_everything_occurred(tally: Tally) -> None:
     """What only the many histories of `make soak` contain."""
     every_length = {(drafted, accepted) for drafted in range(1, 9) for accepted in range(drafted + 1)}
     assert tally.accepted_lengths("scripted", "scripted with head") >= every_length
+    assert max(accepted for _, accepted in tally.accepted_lengths("prediction")) == 8
     assert tally.preemptions > 5
     assert tally.failed_steps > 20
     assert tally.tokens > 5000

@@ -23,9 +23,9 @@ from step.row_bans import without_bans
 from step.row_grammars import VOWELS, with_lazy_grammar
 
 NUM_HISTORIES = {
-    "llama": in_test_or_soak(9, 300),
+    "llama": in_test_or_soak(6, 300),
     "gemma3_text": in_test_or_soak(2, 60),
-    "qwen3_5": in_test_or_soak(3, 60),
+    "qwen3_5": in_test_or_soak(2, 60),
 }
 FIRST_SEED = 90_001  # grammars wake and sleep, and rows are rolled back, in the first histories
 

@@ -18,10 +18,10 @@ from outrider.config import EngineConfig
 from outrider.engine.row_caches import SLACK
 from outrider.models.heads import HeadSpec, LoadedHead, new_head
 from outrider.plan import NUM_SPARE_BLOCKS
-from patience import measures_time
+from patience import case_only_in_soak, measures_time
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "qwen2_5_vl", "qwen3_5"])
+@pytest.fixture(scope="module", params=["smolvlm", case_only_in_soak("qwen2_5_vl"), "qwen3_5"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
     return new_world(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -14,20 +14,20 @@ from step.prefix_sessions import SessionTally, play_session
 
 NUM_SESSIONS = {  # in `make test`, in `make soak`
     "llama": in_test_or_soak(4, 24),  # attention
-    "gemma3_text": in_test_or_soak(2, 6),  # sliding windows
-    "gpt_oss": in_test_or_soak(2, 4),
-    "deepseek_v3": in_test_or_soak(2, 6),  # latent attention
+    "gemma3_text": in_test_or_soak(1, 6),  # sliding windows
+    "gpt_oss": in_test_or_soak(1, 4),
+    "deepseek_v3": in_test_or_soak(1, 6),  # latent attention
     "qwen3_5": in_test_or_soak(2, 10),  # recurrent layers
-    "qwen3_next": in_test_or_soak(2, 4),
-    "qwen3-mixed": in_test_or_soak(2, 8),
-    "qwen3_5-4bit kv16": in_test_or_soak(2, 4),
+    "qwen3_next": in_test_or_soak(1, 4),
+    "qwen3-mixed": in_test_or_soak(1, 8),
+    "qwen3_5-4bit kv16": in_test_or_soak(1, 4),
     "gpt_oss-mxfp4": in_test_or_soak(1, 4),
-    "deepseek_v3-4bit": in_test_or_soak(2, 4),
+    "deepseek_v3-4bit": in_test_or_soak(1, 4),
     "llama-4bit kv16": in_test_or_soak(1, 10),  # bfloat16 keys and values
     "llama-4bit kv8": in_test_or_soak(1, 10),  # quantised ones
-    "qwen3_5-4bit kv4": in_test_or_soak(2, 6),
-    "llama drafted by llama": in_test_or_soak(2, 12),  # a draft model
-    "llama drafted by qwen3_5": in_test_or_soak(2, 6),
+    "qwen3_5-4bit kv4": in_test_or_soak(1, 6),
+    "llama drafted by llama": in_test_or_soak(1, 12),  # a draft model
+    "llama drafted by qwen3_5": in_test_or_soak(1, 6),
 }
 
 
@@ -49,16 +49,18 @@ def test_a_cached_prefix_never_changes_an_answer(family: str, tmp_path: Path) ->
     assert tally.played.excused <= world(family).tolerance.excused * tally.played.tokens
     assert tally.hit_cells > 10 * NUM_SESSIONS[family], "nothing counts unless the cache was used"
     assert tally.evictions > 0
-    assert tally.restarts > NUM_SESSIONS[family]
+    assert tally.restarts >= NUM_SESSIONS[family]
     assert tally.disk_reads > 0
     if family == "llama":
         assert tally.refused > 0
         assert tally.played.cells > 0
 
 
+@pytest.mark.skipif(
+    "OUTRIDER_SESSION" not in os.environ, reason="plays one session again: OUTRIDER_SESSION=llama:0"
+)
 def test_one_session_again(tmp_path: Path) -> None:
-    named = os.environ.get("OUTRIDER_SESSION", "llama:0")
-    family, _, seed = named.partition(":")
+    family, _, seed = os.environ["OUTRIDER_SESSION"].partition(":")
     print(_play(family, int(seed), tmp_path))
 
 

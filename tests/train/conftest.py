@@ -14,7 +14,7 @@ import pytest
 from patience import PATIENCE_S
 
 TESTS = Path(__file__).parents[1]
-TRAIN_OPTIONS = {"conversations": 60, "steps": 90, "batch-tokens": 256, "max-tokens": 48, "seed": 1}
+TRAIN_OPTIONS = {"conversations": 60, "steps": 60, "batch-tokens": 256, "max-tokens": 48, "seed": 1}
 # `import outrider` first: a process of its own has the fast BLAS, which must be there before MLX is.
 WRITE_MODEL = "import sys, outrider, talking_model; talking_model.write_talking_model(sys.argv[1], 'llama')"
 

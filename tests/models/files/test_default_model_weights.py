@@ -15,10 +15,11 @@ from tokenizer_texts import MARKER_TEXTS, TEXTS, corpus
 
 from outrider.models.files import default_model
 from outrider.models.gguf import header
+from patience import in_test_or_soak
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 REFERENCE_IDS = Path(__file__).parent / "smollm2_reference_ids.json"
-CORPUS_BYTES = 4_000_000
+CORPUS_BYTES = in_test_or_soak(1_000_000, 4_000_000)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,7 @@ def test_library_sources_encode_as_the_reference(tokenizer, reference):
         assert as_text(tokenizer, text) == reference.encode(text)
 
 
+@pytest.mark.soak
 def test_a_large_corpus_survives_encoding_and_decoding(tokenizer):
     texts = [*corpus(CORPUS_BYTES), *TEXTS]
     assert sum(len(text.encode()) for text in texts) > CORPUS_BYTES / 2
