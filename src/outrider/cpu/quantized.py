@@ -135,8 +135,10 @@ def num_rows(layer: nn.Module) -> int:
     return shape[-3] * shape[-1] if is_interleaved(layer) else shape[-2]
 
 
-def num_inputs(layer: nn.Module) -> int:
-    return layer["scales"].shape[-2 if is_interleaved(layer) else -1] * layer.group_size
+def kept_shape(layer: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a kept layer, or of each of its experts."""
+    num_groups = layer["scales"].shape[-2 if is_interleaved(layer) else -1]
+    return num_rows(layer), num_groups * layer.group_size
 
 
 def linear_rows(layer: nn.Module, rows: mx.array, max_bits: int = 8) -> CpuQuantizedLinear:

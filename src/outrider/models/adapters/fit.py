@@ -24,7 +24,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from outrider.cpu.quantized import dequantized, is_kept, num_inputs, num_rows
+from outrider.cpu.quantized import dequantized, is_kept, kept_shape
 from outrider.models.adapters.files import AdapterError, AdapterFiles
 from outrider.rank_sums import SummedLinear, division_of, sum_over_ranks
 
@@ -164,7 +164,7 @@ def _row_norms(layer: AdaptedLayer, weights: mx.array) -> mx.array:
 def linear_shape(module: nn.Module) -> tuple[int, int]:
     """Outputs and inputs of a linear layer."""
     if is_kept(module):
-        return num_rows(module), num_inputs(module)
+        return kept_shape(module)
     if isinstance(module, nn.QuantizedLinear):
         num_outputs, num_groups = module["scales"].shape
         return num_outputs, num_groups * module.group_size
