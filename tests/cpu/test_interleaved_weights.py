@@ -18,6 +18,7 @@ from outrider.cpu.extension import extension
 from outrider.cpu.quantized import (
     TILE_ROWS,
     dequantized,
+    interleave_weights,
     is_interleaved,
     keep_quantized,
     kept_shape,
@@ -132,9 +133,12 @@ NAMES = ("linear", "embedding", "experts", "heads")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_kept_layers_are_interleaved(interleaves: None, bits: int) -> None:
+def test_layers_that_are_served_are_interleaved(interleaves: None, bits: int) -> None:
     layers, before = Layers(bits), Layers(bits)
     assert keep_quantized(layers) == []
+    assert not any(is_interleaved(layers[name]) for name in NAMES), "not before the model is served"
+    interleave_weights(layers)
+    assert "input_dims=128, output_dims=48" in repr(layers.linear)
     for name in NAMES:
         layer = layers[name]
         assert is_interleaved(layer), name
@@ -148,7 +152,7 @@ def test_kept_layers_are_interleaved(interleaves: None, bits: int) -> None:
     assert is_interleaved(some)
     x = mx.array(tokens(3, 128))
     assert mx.array_equal(some(x), layers.embedding.as_linear(x)[:, rows])
-    keep_quantized(layers)
+    interleave_weights(layers)
     assert is_interleaved(layers.linear), "once more changes nothing"
     assert num_rows(layers.linear) == 48
 
@@ -156,11 +160,13 @@ def test_kept_layers_are_interleaved(interleaves: None, bits: int) -> None:
 def test_other_layers_stay_plain(native: ModuleType) -> None:
     for layers in (Layers(5), Layers(4, num_rows=40)):
         keep_quantized(layers)
+        interleave_weights(layers)
         assert not any(is_interleaved(layers[name]) for name in NAMES)
     layers = Layers(4)
     assert native.use_instructions("portable")
     try:
         keep_quantized(layers)
+        interleave_weights(layers)
     finally:
         assert native.use_instructions("")
     assert not any(is_interleaved(layers[name]) for name in NAMES)

@@ -35,7 +35,7 @@ from outrider.cache.placement import Placement, Positions
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu import extension
 from outrider.cpu.low_rank import native_terms
-from outrider.cpu.quantized import CpuQuantizedLinear, num_rows
+from outrider.cpu.quantized import CpuQuantizedLinear, interleave_weights, num_rows
 from outrider.rank_sums import SummedLinear, other_sums, own_linear, without_sums
 
 log = logging.getLogger("outrider.cpu.layers")
@@ -69,6 +69,7 @@ class _NotFused(Exception):
 
 def use_fused_layers(model: nn.Module) -> None:
     """Swap the decoder layers that the primitives can compute. Weights must not be changed afterwards."""
+    interleave_weights(model)
     ropes: dict[Hashable, _Rope] = {}
     for path, layer in model.named_modules():
         if "self_attn" not in layer or isinstance(layer, _FusedLayer):

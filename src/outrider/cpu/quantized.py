@@ -4,8 +4,8 @@ MLX's own quantised matmuls on CPUs are slow, so without the extension these lay
 arithmetic is that of native/extension/quantized.h: tokens are rounded to 15 bits in blocks of 32. It is part
 of the model: a layer computes the same to the bit in all passes, on one thread or several.
 
-Where the CPU computes faster with it, weights are interleaved: of every 16 rows the words lie side by side.
-Such arrays have one dimension more, so nobody takes them for plain ones.
+Where the CPU computes faster with it, the weights of models that are served are interleaved: of every 16 rows
+the words lie side by side. Such arrays have one dimension more, so nobody takes them for plain ones.
 
     plain          [.., rows, words]            scales and biases [.., rows, groups]
     interleaved    [.., rows / 16, words, 16]                     [.., rows / 16, groups, 16]
@@ -36,6 +36,11 @@ class CpuQuantizedLinear(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         y = _product(self, x)
         return y + self["bias"] if "bias" in self else y
+
+    def _extra_repr(self) -> str:
+        num_outputs, num_inputs = kept_shape(self)
+        weights = f"group_size={self.group_size}, bits={self.bits}, mode={self.mode}"
+        return f"input_dims={num_inputs}, output_dims={num_outputs}, bias={'bias' in self}, {weights}"
 
 
 class CpuQuantizedEmbedding(nn.QuantizedEmbedding):
@@ -94,11 +99,16 @@ def keep_quantized(network: nn.Module) -> list[str]:
     for name, layer in quantized_layers(network):
         if type(layer) in _CLASSES and _is_supported(layer):
             layer.__class__ = _CLASSES[type(layer)]
-        if is_kept(layer):
-            interleave(layer)
-        else:
+        elif not is_kept(layer):
             others.append(name)
     return others
+
+
+def interleave_weights(network: nn.Module) -> None:
+    """Interleave the weights of all kept layers. They must not be changed afterwards."""
+    for _, layer in quantized_layers(network):
+        if is_kept(layer):
+            interleave(layer)
 
 
 def interleave(layer: nn.Module) -> None:

@@ -25,9 +25,7 @@ from outrider.speculate.margins import HeadYield
 from outrider.speculate.prompt_costs import MeasuredPromptCosts
 
 MAX_PADDING_SHARE = 0.5  # of a token's cost: with more, rows share their width; chosen by hand
-MAX_WAIT = (
-    0.97  # of the rows for their next token, in plain steps: the head drafts for no less; chosen by hand
-)
+MAX_WAIT = 0.93  # plain steps that rows wait for a token: else the head does not draft; chosen by hand
 YIELD_SHARE = 0.1  # weight of the newest step in a row's yield from its head; from the simulator
 MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; chosen by hand
 
