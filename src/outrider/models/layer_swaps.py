@@ -11,8 +11,9 @@ where they are, and mlx-lm's own modules and other models of the process do not 
                           For Qwen3-VL. Before 4: undoing 4 then leaves deepstack in place.
     4. CPU layers         Faster attention, swiglu and rope (cpu/fast_math.py).
                           For models that are served on Linux on x86.
-    5. fused layers       Two native primitives for a decoder layer with quantised weights. Interleaves the weights.
-                          For models that stay quantised on a CPU (cpu/quantized.py). After 4, which computes
+    5. fused layers       Two native primitives for a decoder layer with quantised weights, which are
+                          interleaved before (cpu/quantized.py).
+                          For models that stay quantised on a CPU. After 4, which computes
                           the calls that the primitives do not take.
     6. paged attention    Attention that reads the rows' blocks where they are (models/paged_attention.py).
                           For models that are served on a GPU.
