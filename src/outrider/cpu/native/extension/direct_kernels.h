@@ -4,7 +4,7 @@
 
 constexpr int MAX_DIRECT_ROWS = 4;  // with more, the copy is worth its while; chosen by hand
 
-// Asks for `BYTES` bytes of the next block, those that belong to this step.
+// Asks for the bytes of the next block that belong to this step.
 INLINE void prefetch_step(const char *next, int step, int bytes) {
     if (next)
         for (int i = 0; i < bytes; i += 64)
