@@ -27,6 +27,24 @@ def test_settings_are_made_before_mlx_is_imported() -> None:
     assert environment_after_import().items() >= SERVER_SETTINGS.items()
 
 
+WITH_GRAPHS = """
+import mlx.core as mx
+{work}
+from outrider.mlx_settings import has_cuda_graphs
+print(has_cuda_graphs())
+"""
+
+
+def test_graphs_count_as_off_only_if_mlx_has_not_computed_before() -> None:
+    found = {}
+    for work in ("", "mx.eval(mx.ones(3))"):
+        run = [sys.executable, "-c", WITH_GRAPHS.format(work=work)]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("MLX_")}
+        shown = subprocess.run(run, env=clean, capture_output=True, check=True, text=True)
+        found[work] = shown.stdout.strip()
+    assert list(found.values()) == ["False", "True"]
+
+
 def test_what_the_user_has_set_stays() -> None:
     found = environment_after_import(MLX_CUDA_GRAPH_CACHE_SIZE="7", MLX_USE_CUDA_GRAPHS="1")
     assert found["MLX_CUDA_GRAPH_CACHE_SIZE"] == "7"

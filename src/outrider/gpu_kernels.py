@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from outrider import fallbacks
+from outrider import fallbacks, mlx_settings
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ def is_available() -> bool:
 def runs_in_order() -> bool:
     """True if kernels run one after the other, in the order in which MLX launches them: on CUDA, unless MLX
     collects them in graphs. Only then may a kernel write into one of its inputs (`write`)."""
-    return mx.cuda.is_available() and os.environ.get("MLX_USE_CUDA_GRAPHS") == "0"
+    return mx.cuda.is_available() and not mlx_settings.has_cuda_graphs()
 
 
 def run(

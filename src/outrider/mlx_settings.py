@@ -9,10 +9,12 @@ For users who switch graphs on again: by default MLX caches 400 of them, and rai
 many misses in the life of the process. A batch has a new shape whenever rows join or end, drafts get longer
 or a context grows, so a server would reach that limit.
 
-Nothing here may import mlx, directly or indirectly: MLX reads the variables when it is imported.
+Nothing here may import mlx, directly or indirectly: MLX reads the variables when it is imported, or when it
+first computes something.
 """
 
 import os
+import sys
 
 SERVER_SETTINGS = {  # cache sizes in entries; chosen by hand, well above the shapes of a busy server
     "MLX_USE_CUDA_GRAPHS": "0",
@@ -23,6 +25,17 @@ SERVER_SETTINGS = {  # cache sizes in entries; chosen by hand, well above the sh
 }
 
 
+_was_early = True  # the settings were made before MLX had computed anything
+
+
 def activate() -> None:
+    global _was_early
+    mlx = sys.modules.get("mlx.core")
+    _was_early = mlx is None or mlx.get_peak_memory() == 0
     for name, value in SERVER_SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def has_cuda_graphs() -> bool:
+    """False if MLX surely launches operations one by one."""
+    return not _was_early or os.environ.get("MLX_USE_CUDA_GRAPHS") != "0"

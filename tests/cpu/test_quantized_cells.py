@@ -131,11 +131,14 @@ def test_odd_vectors_have_the_bits_of_mlx(bits: int, native: ModuleType) -> None
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize(
+    ("group", "num_fed"), [(3, [3, 1, 2, 3, 3, 3]), (1, [3, 1, 2, 3, 1, 2]), (4, [1] * 6)]
+)
 def test_attention_is_that_over_the_dequantised_cells_to_the_bit(
-    bits: int, dim: int, in_blocks: bool, native: ModuleType
+    group: int, num_fed: list[int], bits: int, dim: int, in_blocks: bool, native: ModuleType
 ) -> None:
-    num_kv, group, num_cells = 2, 3, 11 * BLOCK_SIZE
-    starts, fed = mx.array([0, 5, 63, 64, 200, 600]), mx.array([3, 1, 2, 3, 3, 3])
+    num_kv, num_cells = 2, 11 * BLOCK_SIZE
+    starts, fed = mx.array([0, 5, 63, 64, 200, 600]), mx.array(num_fed)
     rows = starts.size
     spec = KVSpec(num_kv, dim, dim, mx.float32, bits=bits)
     kv = RaggedKV(spec)

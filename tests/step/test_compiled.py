@@ -122,6 +122,10 @@ def test_prompts_of_many_lengths_have_few_shapes(
     assert len(set(attended)) == 3
     attended.clear()
     assert first_tokens(compiles=True) == built
+    assert len(set(attended)) == 3, "only on CUDA"
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    attended.clear()
+    assert first_tokens(compiles=True) == built
     assert set(attended) == {256}
 
 

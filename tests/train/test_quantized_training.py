@@ -111,3 +111,12 @@ def test_a_run_that_was_begun_without_such_options_can_be_resumed(tmp_path: Path
     del stored["settings"]["bits"], stored["settings"]["group_size"]
     file.write_text(json.dumps(stored))
     assert folder.record() == record
+
+
+def test_a_quantised_model_gets_a_head(tmp_path: Path) -> None:
+    """Its native operations have no gradients: the head learns from the same weights in float32."""
+    folder, out = tmp_path / "tiny-llama", tmp_path / "head.safetensors"
+    write_checkpoint(folder, "llama-4bit", num_hidden_layers=1)
+    words = [str(word) for option in OPTIONS.items() for word in option]
+    assert main(["mtp", "train", str(folder), "--out", str(out), *words]) == 0
+    assert heads.load_head(out, loader.load(folder).trunk).layers

@@ -10,6 +10,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from outrider.cpu.extension import extension
+from outrider.cpu.quantized import interleave_weights, keep_quantized
+from outrider.models.dtypes import dequantize
 from outrider.models.trunk import Trunk
 from outrider.train import batches as batches_module
 from outrider.train.batches import Batch, make_batch
@@ -52,6 +55,11 @@ def test_the_layer_of_a_quantised_trunk_is_taken_dequantised() -> None:
     copied = np.array(head.layers[0].self_attn.q_proj.weight)
     assert copied.dtype == np.float32
     np.testing.assert_allclose(copied, plain, atol=0.01)
+    if extension() is not None:
+        keep_quantized(model)
+        interleave_weights(model)
+        dequantize(model)
+        np.testing.assert_array_equal(np.array(model.layers[-1].self_attn.q_proj.weight), copied)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # whose gain is the weight; one more than it

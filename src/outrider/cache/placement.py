@@ -20,6 +20,9 @@ VIEW_STEP = 16  # cells; the attended part of a buffer is a multiple, so that sh
 LONG_VIEW = 256  # cells; longer views are multiples of LONG_VIEW_STEP instead; chosen by hand
 LONG_VIEW_STEP = 32  # OpenBLAS may round differently with its thread count unless a size is a multiple of 32
 LAUNCH_EVERY_LAYERS = 2  # layers that the host builds before it launches them; chosen by hand
+# A pass of many tokens waits for the device if more launches are not done: MLX on CUDA holds all that they
+# use, and does not wait by itself. Chosen by hand.
+MANY_TOKENS, MAX_LAUNCHED = 512, 2
 # Rows attend together if the shortest of them has at least this share of the longest one's cells, or lacks
 # only a few cells: a group of its own costs as much as to read these. Chosen by hand.
 MIN_GROUP_SHARE = 0.8
@@ -183,6 +186,7 @@ class Placement:
         self._score_bounds: dict[int | None, mx.array] = {}
         self._added: dict[tuple[int, mx.Dtype], mx.array] = {}
         self._num_layers_written = 0
+        self._launched: list[tuple[mx.array, ...]] = []  # of a long pass on CUDA; the device may not be done
         self.num_native = 0  # layers whose native attention has read each row's cells where they are
 
     # -- blocks ------------------------------------------------------------------------------------------
@@ -302,8 +306,13 @@ class Placement:
     def launch_every_few_layers(self, *arrays: mx.array) -> None:
         """Called when a layer has written its cells: the device works while the host builds the rest."""
         self._num_layers_written += 1
-        if self.launches and self._num_layers_written % LAUNCH_EVERY_LAYERS == 0:
-            mx.async_eval(*arrays)
+        if not self.launches or self._num_layers_written % LAUNCH_EVERY_LAYERS:
+            return
+        mx.async_eval(*arrays)
+        if mx.cuda.is_available() and self.cells.size >= MANY_TOKENS:
+            self._launched.append(arrays)
+            if len(self._launched) > MAX_LAUNCHED:
+                mx.eval(*self._launched.pop(0))
 
 
 def grouped_by_length(lengths: Sequence[int]) -> list[list[int]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+TILE_ROWS = 16  # rows that are interleaved
 TOLERANCE = 1e-4  # absolute, for results of about 1
 FORMATS = (  # bits, group size and mode of the products that are compared
     (4, 32, "affine"),
@@ -55,8 +56,8 @@ def _multiplies(weight_format: tuple[int, int, str], module: ModuleType) -> bool
 
 
 def _interleaved(rows: mx.array) -> mx.array:
-    """As cpu/quantized.py interleaves them, without the last rows."""
-    return mx.unflatten(rows[: len(rows) // 16 * 16], 0, (-1, 16)).swapaxes(1, 2)
+    """As cpu/quantized.py interleaves them. Rows that fill no tile are left out."""
+    return mx.unflatten(rows[: len(rows) // TILE_ROWS * TILE_ROWS], 0, (-1, TILE_ROWS)).swapaxes(1, 2)
 
 
 def _finds_the_best_two(module: ModuleType) -> bool:

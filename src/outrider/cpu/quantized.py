@@ -5,7 +5,7 @@ arithmetic is that of native/extension/quantized.h: tokens are rounded to 15 bit
 of the model: a layer computes the same to the bit in all passes, on one thread or several.
 
 Where the CPU computes faster with it, the weights of models that are served are interleaved: of every 16 rows
-the words lie side by side. Such arrays have one dimension more, so nobody takes them for plain ones.
+the words lie side by side. Such arrays have one dimension more: code that expects plain ones fails.
 
     plain          [.., rows, words]            scales and biases [.., rows, groups]
     interleaved    [.., rows / 16, words, 16]                     [.., rows / 16, groups, 16]
@@ -139,6 +139,14 @@ def plain_weights(layer: nn.Module) -> dict[str, mx.array]:
     return weights
 
 
+def _some_rows(layer: nn.Module, rows: mx.array) -> dict[str, mx.array]:
+    """The same of these rows of a matrix, without a copy of the others."""
+    if is_interleaved(layer):
+        tiles, places = rows // TILE_ROWS, rows % TILE_ROWS
+        return {name: layer[name][tiles, :, places] for name in _names(layer)}
+    return {name: layer[name][rows] for name in _names(layer)}
+
+
 def num_rows(layer: nn.Module) -> int:
     """The outputs of a kept layer, or of each of its experts."""
     shape = layer["weight"].shape
@@ -153,7 +161,7 @@ def kept_shape(layer: nn.Module) -> tuple[int, int]:
 
 def linear_rows(layer: nn.Module, rows: mx.array, max_bits: int = 8) -> CpuQuantizedLinear:
     """A layer with these rows of a kept layer's weights. Weights of more than `max_bits` get so many."""
-    weights = {name: one[rows] for name, one in plain_weights(layer).items()}
+    weights = _some_rows(layer, rows)
     group_size, bits, mode = _format(layer)
     if bits > max_bits:
         group_size, bits, mode = max(group_size, BLOCK), max_bits, "affine"

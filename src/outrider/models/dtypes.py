@@ -10,7 +10,7 @@ from mlx.utils import tree_map_with_path, tree_unflatten
 
 from outrider import gpu_kernels
 from outrider.cpu.extension import extension
-from outrider.cpu.quantized import NVFP4_RANGE, is_kept, keep_quantized, quantized_layers
+from outrider.cpu.quantized import NVFP4_RANGE, is_kept, keep_quantized, plain_weights, quantized_layers
 from outrider.models import machine
 from outrider.rank_sums import division_of
 
@@ -70,6 +70,9 @@ def dequantize(network: nn.Module) -> None:
 
     if not any(quantized_layers(network)):
         return
+    for _, layer in quantized_layers(network):
+        if is_kept(layer):
+            layer.update(plain_weights(layer))
     divisions = {path: division_of(layer) for path, layer in quantized_layers(network)}
     _cast(network, mx.float32)  # cast the scales first, so that dequantising does not round
     plain = [(path, _plain(layer)) for path, layer in quantized_layers(network)]

@@ -157,13 +157,16 @@ class Runner:
         compiled = self._compiled if self._compiled is not None and is_traceable(batch) else None
         padding = () if compiled is None else padding_rows(batch, shape.rows)
         rows = [*batch, *padding]
-        num_columns = 0 if self._compiled is None else num_table_columns(batch, self._block_size)
+        # For CUDA: each new shape costs MLX a plan of cuDNN.
+        has_few_shapes = self._compiled is not None and mx.cuda.is_available()
+        is_rounded = compiled is not None or has_few_shapes
+        num_columns = num_table_columns(batch, self._block_size) if is_rounded else 0
         if next_inputs is None:
             inputs = InputBatch.from_plan(rows, width, num_columns)
         else:
             inputs = InputBatch.after(next_inputs, rows, width, num_columns)
         if compiled is None:
-            return self._forward(batch, inputs, self._capacity, few_shapes=self._compiled is not None)
+            return self._forward(batch, inputs, self._capacity, has_few_shapes)
         return compiled(batch, padding, inputs, self._num_slots, self._capacity)
 
     def follow(self, step: step_message.FollowedStep) -> None:

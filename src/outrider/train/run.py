@@ -68,6 +68,11 @@ class Data:
     held_out: list[Exchange]
 
 
+def _trunk_to_learn_from(folder: Path) -> Trunk:
+    """On a CPU in float32: the operations for quantised weights there have no gradients."""
+    return loader.load(folder, "float32" if machine.is_cpu() else "auto").trunk
+
+
 def train_head(
     job: Job, listener: Listener = ignore, on_step: OnStep = lambda step, loss: None
 ) -> tuple[Path, Figures]:
@@ -86,7 +91,7 @@ def train_head(
         record = _record(job, run_folder, fingerprint, prompts)
         try:
             data = _synthesise(folder, record, run_folder, listener)
-            trunk = loader.load(folder).trunk
+            trunk = _trunk_to_learn_from(folder)
             state = _train(trunk, data, record.settings, run_folder.folder, listener, on_step)
             figures = _finish(trunk, data, record, state, run_folder.out)
         except KeyboardInterrupt:

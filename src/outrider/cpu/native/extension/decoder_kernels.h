@@ -351,17 +351,6 @@ struct Range {
 
 #include "direct_kernels.h"
 
-// One whole block for all tokens. next: the keys of the next block, or null.
-INLINE void attend_block(const Queries &p, int cell, const float *queries, float *scores, const Partial &result,
-                         const char *next) {
-    const int rows = p.num * p.group;
-    const Cells values = p.values.from(p.at(cell));
-    direct_scores(rows, queries, p.keys.from(p.at(cell)), scores, reinterpret_cast<const char *>(values.words));
-    for (int row = 0; row < rows; row++)
-        weigh(scores + row * CELLS, 0, CELLS, result.states[row], result.out + row * p.dim, p.dim);
-    direct_sums(rows, scores, values, result.out, next);
-}
-
 TARGET static void attend_segment(const Queries &p, int segment, float *scratch, const Partial &result) {
     const int group = p.group, dim = p.dim, rows = p.num * group;
     float *queries = scratch, *scores = queries + rows * dim, *columns = scores + rows * CELLS;

@@ -6,11 +6,11 @@
 namespace outrider {
 namespace {
 
-constexpr int AHEAD = 8;  // blocks by which codes are fetched before they are used: 2 KB of 4 bits; 4 KB were slower
+constexpr int AHEAD = 8;  // blocks by which codes are fetched before they are used; with 4 bits, 16 blocks were slower
 
 enum class Codes { four_bits, e2m1, eight_bits };
 
-// Eight codes of each row, a byte each: those with even numbers, then the others. A lane of the words belongs to one row.
+// Eight codes of each row, a byte each: those at even places, then the others. A lane of the words belongs to one row.
 template <Codes CODES>
 AVX512 INLINE void unpack(const uint8_t *words, __m512i &evens, __m512i &odds) {
     if (CODES == Codes::eight_bits) {

@@ -6,8 +6,8 @@
 //     mxfp4, nvfp4   w = scale * E2M1 number. Twice such a number is an integer between -12 and 12.
 //     mxfp8          w = scale * E4M3 number
 //
-// or interleaved: of every TILE_ROWS rows, the words of codes that have the same number lie side by side, and so do the
-// scales and the biases. That is the order in which they are used. (Only codes of 4 and 8 bits.)
+// or interleaved: word i of TILE_ROWS rows lies side by side, then word i + 1, and so on; scales and biases likewise. That
+// is the order in which they are used. (Only codes of 4 and 8 bits.)
 //
 // Tokens are rounded to 15 bits in blocks of 32 elements, each block with a scale of its own: code = 128 * high + low,
 // two bytes with signs. (With 8 bits, as in llama.cpp, the answers of small models change: docs/LOG.md.) Products of

@@ -148,8 +148,9 @@ INLINE int code_at(const uint8_t *row, int bits, int k) {
     return two >> shift & ((1 << bits) - 1);
 }
 
-// Element k of a row.
+// The code of element k of a row.
 INLINE int code_of(const QuantizedMatrix &w, int row, int k) {
+    row = std::min(row, w.num_rows - 1);
     if (!w.is_interleaved)
         return code_at(row_of(w, row), w.bits, k);
     int in_word = 32 / w.bits;

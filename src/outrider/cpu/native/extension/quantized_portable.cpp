@@ -12,7 +12,7 @@ void portable_fill(const QuantizedMatrix &w, int row, int first, int size, Tile 
     fill_scales(w, row, first, size, tile);
     for (int r = 0; r < TILE_ROWS; r++)
         for (int k = 0; k < size; k++) {
-            int at = k % BLOCK / 8 * 8 + position(k % 8), code = code_of(w, std::min(row + r, w.num_rows - 1), first + k);
+            int at = k % BLOCK / 8 * 8 + position(k % 8), code = code_of(w, row + r, first + k);
             tile.codes[k / BLOCK][at / 4][r][at % 4] =
                 static_cast<uint8_t>(w.elements == Elements::e2m1 ? E2M1_CODES[code] : code);
         }

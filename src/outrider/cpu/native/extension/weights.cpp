@@ -70,7 +70,8 @@ void check_weights(
         check(!biases, format.mode + " has no biases");
     }
     if (format.is_interleaved) {
-        check(weight.shape(-1) == TILE_ROWS, "interleaved rows have another number than " + std::to_string(TILE_ROWS));
+        check(weight.shape(-1) == TILE_ROWS, "interleaved weights have tiles of " + std::to_string(weight.shape(-1)) +
+                                                 " rows, not " + std::to_string(TILE_ROWS));
         check(format.bits == 4 || (format.bits == 8 && format.elements() == Elements::integers),
               format.mode + " of " + std::to_string(format.bits) + " bits cannot be interleaved");
     }
