@@ -349,7 +349,7 @@ def test_a_step_that_failed_half_way_leaves_nothing_behind(
     row = plan_row(prompt, params=GREEDY, start=0, feeds_head=True, num_drafts_next=3)
     expected = run(runner, [row])[0]
     with monkeypatch.context() as patch:
-        patch.setattr(MTPDrafter, "_sample", lambda *_: 1 / 0)
+        patch.setattr(MTPDrafter, "_logits", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(runner, [row])
     runner.reset()
