@@ -25,7 +25,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu import layers as cpu_layers
-from outrider.cpu.quantized import keep_quantized, new_linear
+from outrider.cpu.quantized import interleave_weights, keep_quantized, new_linear
 
 FORMATS = {  # bits, group size, mode
     "affine, 4 bits, groups of 64": (4, 64, "affine"),
@@ -94,6 +94,7 @@ def _quantised(dense: mx.array, bits: int, group_size: int, mode: str) -> nn.Mod
     holder.layer = nn.QuantizedLinear.from_linear(plain, group_size, bits, mode)
     if keep_quantized(holder):
         raise SystemExit("This CPU has no operations for quantised weights: see docs/SERVING.md.")
+    interleave_weights(holder)
     layer: nn.Module = holder.layer
     return layer
 
@@ -105,6 +106,7 @@ def _print_experts(num_experts: int, num_tokens: Sequence[int], rounds: int) -> 
     holder.experts = plain.to_quantized(32, 4, "mxfp4")
     if keep_quantized(holder):
         raise SystemExit("This CPU has no operations for quantised weights: see docs/SERVING.md.")
+    interleave_weights(holder)
     mx.eval(plain.parameters(), holder.parameters())
     print(f"{num_experts} experts of {GPT_OSS_SIZE} x {GPT_OSS_SIZE}, ms     mxfp4    float32   ratio")
     for n in num_tokens:
@@ -136,6 +138,7 @@ def _latent_layer(num_heads: int, is_one_form: bool) -> nn.Module:
     kinds = (nn.Linear, MultiLinear) if is_one_form else nn.Linear
     nn.quantize(holder, 64, 4, class_predicate=lambda _, layer: isinstance(layer, kinds))
     keep_quantized(holder)
+    interleave_weights(holder)
     cpu_layers.use_fast_math(holder)
     if not is_one_form:
         for layer in (holder.self_attn.embed_q, holder.self_attn.unembed_out):
