@@ -100,48 +100,31 @@ TARGET static void sum_rows(const float *weights, const Cells &values, float *ou
         add_values<ROWS, BITS, 1>(weights, values, d, out, next);
 }
 
-template <int BITS, int ROWS = MAX_DIRECT_ROWS>
-INLINE void direct_scores(int rows, const float *queries, const Cells &keys, float *scores, const char *next) {
-    if (rows == ROWS)
-        return score_rows<ROWS, BITS>(queries, keys, scores, next);
+// Calls f<ROWS, BITS>() with these numbers as constants.
+template <int ROWS = MAX_DIRECT_ROWS, class F>
+static void with_constants(int rows, int bits, const F &f) {
     if constexpr (ROWS > 1)
-        direct_scores<BITS, ROWS - 1>(rows, queries, keys, scores, next);
-}
-
-template <int BITS, int ROWS = MAX_DIRECT_ROWS>
-INLINE void direct_sums(int rows, const float *weights, const Cells &values, float *out, const char *next) {
-    if (rows == ROWS)
-        return sum_rows<ROWS, BITS>(weights, values, out, next);
-    if constexpr (ROWS > 1)
-        direct_sums<BITS, ROWS - 1>(rows, weights, values, out, next);
-}
-
-// The two products of attention, whatever the format. `next`: what is asked for from memory meanwhile, or null.
-TARGET static void direct_scores(int rows, const float *queries, const Cells &keys, float *scores, const char *next) {
-    if (keys.bits == BFLOAT16_BITS)
-        direct_scores<BFLOAT16_BITS>(rows, queries, keys, scores, next);
-    else if (keys.bits == 8)
-        direct_scores<8>(rows, queries, keys, scores, next);
+        if (rows < ROWS)
+            return with_constants<ROWS - 1>(rows, bits, f);
+    if (bits == BFLOAT16_BITS)
+        f.template operator()<ROWS, BFLOAT16_BITS>();
+    else if (bits == 8)
+        f.template operator()<ROWS, 8>();
     else
-        direct_scores<4>(rows, queries, keys, scores, next);
-}
-
-TARGET static void direct_sums(int rows, const float *weights, const Cells &values, float *out, const char *next) {
-    if (values.bits == BFLOAT16_BITS)
-        direct_sums<BFLOAT16_BITS>(rows, weights, values, out, next);
-    else if (values.bits == 8)
-        direct_sums<8>(rows, weights, values, out, next);
-    else
-        direct_sums<4>(rows, weights, values, out, next);
+        f.template operator()<ROWS, 4>();
 }
 
 // One whole block for all tokens. next: the keys of the next block, or null.
-INLINE void attend_block(const Queries &p, int cell, const float *queries, float *scores, const Partial &result,
-                         const char *next) {
+TARGET static void attend_block(const Queries &p, int cell, const float *queries, float *scores, const Partial &result,
+                                const char *next) {
     const int rows = p.num * p.group;
-    const Cells values = p.values.from(p.at(cell));
-    direct_scores(rows, queries, p.keys.from(p.at(cell)), scores, reinterpret_cast<const char *>(values.words));
+    const Cells keys = p.keys.from(p.at(cell)), values = p.values.from(p.at(cell));
+    with_constants(rows, keys.bits, [&]<int ROWS, int BITS>() {
+        score_rows<ROWS, BITS>(queries, keys, scores, reinterpret_cast<const char *>(values.words));
+    });
     for (int row = 0; row < rows; row++)
         weigh(scores + row * CELLS, 0, CELLS, result.states[row], result.out + row * p.dim, p.dim);
-    direct_sums(rows, scores, values, result.out, next);
+    with_constants(rows, values.bits, [&]<int ROWS, int BITS>() {
+        sum_rows<ROWS, BITS>(scores, values, result.out, next);
+    });
 }
