@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -14,8 +15,19 @@ from outrider.cpu.threads import thread_counts
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
     found = extension()
-    assert found is not None
+    if sys.platform != "linux":
+        pytest.skip("the native extension is for Linux")
+    assert found is not None, "the log has the reason"
     return found
+
+
+@pytest.fixture(params=("avx512vnni", "avx2", "portable"))
+def instructions(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[str]:
+    """Each set of instructions that this CPU has, in use."""
+    if not native.use_instructions(request.param):
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    assert native.use_instructions("")
 
 
 @pytest.fixture

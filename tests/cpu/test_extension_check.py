@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cpu.extension import extension
 from outrider.cpu.extension_check import wrong_operations
-
-
-@pytest.fixture(scope="module")
-def native() -> ModuleType:
-    found = extension()
-    if found is None:
-        pytest.skip("no native extension: no C++ compiler, or not Linux")
-    return found
 
 
 def broken(native: ModuleType, name: str, change: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product as product_of
 from types import ModuleType
 
@@ -13,8 +12,7 @@ import pytest
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from cpu.test_quantized_matmul import INSTRUCTIONS, Weights, expected_product, product, tokens, weights
-from outrider.cpu.extension import extension
+from cpu.quantized_products import Weights, expected_product, product, tokens, weights
 from outrider.cpu.quantized import (
     TILE_ROWS,
     dequantized,
@@ -29,22 +27,6 @@ from outrider.cpu.quantized import (
 
 AFFINE = [("affine", bits, group_size) for bits in (4, 8) for group_size in (16, 32, 64, 128)]
 FORMATS = [*AFFINE, ("mxfp4", 4, 32), ("nvfp4", 4, 16)]  # mode, bits, group size
-
-
-@pytest.fixture(scope="module")
-def native() -> ModuleType:
-    found = extension()
-    if found is None:
-        pytest.skip("no native extension: no C++ compiler, or not Linux")
-    return found
-
-
-@pytest.fixture(params=INSTRUCTIONS)
-def instructions(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[str]:
-    if not native.use_instructions(request.param):
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    assert native.use_instructions("")
 
 
 @pytest.fixture
