@@ -11,19 +11,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.cpu.extension import extension
 from outrider.cpu.recurrence import TokenInputs
 from outrider.cpu.threads import thread_counts
 
+pytestmark = pytest.mark.usefixtures("native")
+
 ROWS, TOKENS, KEY_HEADS, HEADS = 3, 11, 2, 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native() -> ModuleType:
-    found = extension()
-    if found is None:
-        pytest.skip("no native extension: no C++ compiler, or not Linux")
-    return found
 
 
 def made_up(key_dim: int, value_dim: int, by_dimension: bool, is_delta_rule: bool) -> TokenInputs:
