@@ -161,8 +161,8 @@ class Scheduler:
         if prefill:
             width = self._controller.shapes.prefill_width(max(row.num_fed for row in prefill))
             passes.append((prefill, PassShape(width=width)))
-        plan = self._step_plan(
-            *passes,
+        plan = replace(
+            self._step_plan(*passes),
             moves=arrangement.moves,
             kept_blocks=arrangement.kept_blocks,
             copies=copies,
@@ -184,12 +184,12 @@ class Scheduler:
         self._draft_planner.choose_drafts(decoding, joining, self._budget.num_slots)
         return self._placed([decode_row(row, self._prefix.max_drafts(row)) for row in decoding])
 
-    def _step_plan(self, *passes: tuple[list[RowPlan], PassShape], **facts: Any) -> StepPlan:
-        """A plan of these passes. `facts`: its other fields."""
+    def _step_plan(self, *passes: tuple[list[RowPlan], PassShape]) -> StepPlan:
+        """A plan of these passes that moves no rows and copies no blocks."""
         num_slots, capacity, num_blocks = self._budget.shape
         batches = tuple(tuple(rows) for rows, _ in passes)
         shapes = tuple(shape for _, shape in passes)
-        return StepPlan(num_slots, capacity, batches=batches, shapes=shapes, num_blocks=num_blocks, **facts)
+        return StepPlan(num_slots, capacity, (), batches, shapes, num_blocks=num_blocks)
 
     def plan_overlapped(self) -> InFlightStep | None:
         """The step after the one in flight; None if that one has to be read first.
@@ -210,7 +210,7 @@ class Scheduler:
         shape = self._draft_planner.pass_shape(batch, self._budget.num_slots)
         batch = self._placed(batch)
         keeps_states = self._state_bytes > 0 and any(may_wake(sequence) for sequence, _ in rows)
-        plan = self._step_plan((batch, shape), moves=(), is_overlapped=True, keeps_states=keeps_states)
+        plan = replace(self._step_plan((batch, shape)), is_overlapped=True, keeps_states=keeps_states)
         cost_shape = self._draft_planner.step_shape(batch, shape)
         return self._new_step(plan, is_decode_only=True, cost_shape=cost_shape)
 
