@@ -4,11 +4,12 @@
 
 constexpr int MAX_DIRECT_ROWS = 4;  // with more, the copy is worth its while; chosen by hand
 
-// Asks for the bytes of the next block that belong to this step.
+// Asks for the bytes of the next block that belong to this step. Into the L2 cache: with those that may be on their way
+// to L1, attention over a long row took 1.4 times as long.
 INLINE void prefetch_step(const char *next, int step, int bytes) {
     if (next)
         for (int i = 0; i < bytes; i += 64)
-            __builtin_prefetch(next + step * bytes + i);
+            __builtin_prefetch(next + step * bytes + i, 0, 2);
 }
 
 // scores [ROWS, CELLS] = queries [ROWS, dim] @ keys of CELLS cells
