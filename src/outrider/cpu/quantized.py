@@ -126,6 +126,11 @@ def interleave(layer: nn.Module) -> None:
     mx.eval(layer.parameters())  # layer by layer, so that the weights of one are there twice at most
 
 
+def whole_tiles(num_rows: int) -> int:
+    """The most rows, up to these, that can be interleaved; all of them if they are fewer than a tile."""
+    return num_rows if num_rows < TILE_ROWS else num_rows - num_rows % TILE_ROWS
+
+
 def is_interleaved(layer: nn.Module) -> bool:
     has_experts = isinstance(layer, CpuQuantizedSwitchLinear | CpuQuantizedMultiLinear)
     return layer["weight"].ndim == (4 if has_experts else 3)

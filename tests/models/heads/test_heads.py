@@ -195,6 +195,16 @@ def test_draft_ids_in_the_file_are_used_in_ascending_order(tmp_path: Path) -> No
     assert reduced.tolist() == [7, 40]  # the two most frequent
 
 
+def test_a_few_of_the_rarest_draft_ids_are_left_out_so_that_their_weights_can_be_interleaved(
+    tmp_path: Path,
+) -> None:
+    trunk, ranked = _trunk(), list(range(40))[::-1]
+    file = _write(tmp_path, _tensors(_head(trunk)) | {"mtp.draft_ids": mx.array(ranked)})
+    ids = load_head(file, trunk).draft_ids
+    assert ids is not None
+    assert ids.tolist() == list(range(8, 40))
+
+
 def test_draft_ids_may_lie_beside_the_file(tmp_path: Path) -> None:
     trunk = _trunk()
     file = _write(tmp_path, _tensors(_head(trunk)))

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from outrider.cpu.quantized import whole_tiles
 from outrider.models.dtypes import settle_dtype
 from outrider.models.heads import weights
 from outrider.models.heads.blocks import Block, BlockHints, families, new_block, norm_eps
@@ -286,9 +287,11 @@ def _draft_ids_beside(file: Path) -> mx.array | None:
 
 
 def _reduced(draft_ids: mx.array | None, size: int | None, vocab_size: int) -> mx.array | None:
+    """The `size` most frequent ids, or a few less: as many as the native matmuls take at once."""
     if draft_ids is None:
         return None
     ids = draft_ids if size is None else draft_ids[:size]
+    ids = ids[: whole_tiles(ids.size)]
     if ids.ndim != 1 or ids.size == 0:
         raise HeadError("the head's draft vocabulary (draft_ids) is empty, or not one list of ids.")
     if mx.any((ids < 0) | (ids >= vocab_size)).item():
