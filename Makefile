@@ -59,9 +59,12 @@ check: $(STAMP)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/mkdocs build --strict --quiet
 
+# Python stores compiled files: otherwise each of the hundred processes that tests start would compile the package
+# again.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) check
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -11,19 +11,22 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
+from hypothesis.internal.conjecture import providers
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # a shell's background job ignores it, and tests send it
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
-# What steps cost is measured in a moment and stored here: in this process, and in those that tests start.
-_costs = tempfile.TemporaryDirectory(prefix="outrider-costs-")
-os.environ |= {"OUTRIDER_COSTS": _costs.name, "OUTRIDER_CALIBRATION_SECONDS": "0.05"}
+# What steps cost is measured as shortly as possible and stored here, for all processes of a run.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _costs = tempfile.TemporaryDirectory(prefix="outrider-costs-")
+    os.environ |= {"OUTRIDER_COSTS": _costs.name, "OUTRIDER_CALIBRATION_SECONDS": "0"}
 
 import outrider  # noqa: E402, F401, I001  (first: it loads the fast BLAS, which must come before mlx)
 import mlx.core as mx  # noqa: E402
 from browser.browsers import reason_to_skip  # noqa: E402
-from patience import in_test_or_soak  # noqa: E402
+from longest_files import LONGEST  # noqa: E402
+from patience import IN_SOAK, in_test_or_soak  # noqa: E402
 
 mx.set_default_device(mx.cpu)
 
@@ -35,18 +38,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("outrider")
-
-
-# The folders whose files take longest, the longest first. "tests" are the files beside this one.
-LONGEST = (
-    *("soak", "golden_tokens", "step", "models", "train", "files", "recurrent", "bench", "browser"),
-    *("tests", "cli", "api"),
-)
+if not IN_SOAK:  # no constants of the project's own files, which take each worker seconds to find
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for `-m soak`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the longest files first, so that two workers end at about the same time.
+    """Sorts the longest files first, so that the workers end at about the same time.
 
     Marks all tests of Hypothesis, which run with more examples under `make soak`.
     """
@@ -79,7 +77,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _place(path: Path) -> int:
-    return next((i for i, folder in enumerate(LONGEST) if path.parent.name == folder), len(LONGEST))
+    return LONGEST.index(path.stem) if path.stem in LONGEST else len(LONGEST)
 
 
 @pytest.fixture(scope="session")

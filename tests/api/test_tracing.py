@@ -138,7 +138,7 @@ def test_spans_are_sent_to_the_collector_at_the_latest_at_the_end() -> None:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        threading.Thread(target=collector.serve_forever, args=(0.01,), daemon=True).start()
         tracing = Tracing(otlp_provider(f"http://127.0.0.1:{collector.server_port}/"))
         backend = FakeBackend(answer=lambda _: answered())
         server = create_server(backend, FACTS, FakeTokenizer(), settings(), tracing=tracing)

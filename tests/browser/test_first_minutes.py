@@ -21,6 +21,7 @@ NUM_LONG_ROWS = """[...document.querySelectorAll(".lane-text")]
     .filter((lane) => parseInt(lane.textContent) >= 80).length"""
 FOR_PICTURES = {"viewport": {"width": 1200, "height": 660}}
 CODE = "Write a Python function that checks whether a word is a palindrome."
+NUM_CODE_TOKENS = "64"  # the function is whole; what follows is for the pictures only
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,8 @@ def set_up(page: Any, **values: str) -> None:
     page.get_by_label("Settings of this conversation").click()
     page.get_by_label("Seed").fill(values.get("seed", ""))
     page.get_by_label("Draft depth").select_option(values.get("depth", "auto"))
+    if not PICTURES:
+        page.get_by_label("Max tokens").fill(NUM_CODE_TOKENS)
 
 
 def test_the_first_question_of_the_page_is_answered_without_any_setting(

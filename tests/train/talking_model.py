@@ -24,9 +24,8 @@ NUM_WORDS = 12
 WIDTH = 64
 
 
-def write_talking_model(place: str, family: str, num_steps: int = 120) -> None:
+def write_talking_model(folder: Path, family: str, num_steps: int = 120) -> None:
     """A model folder, with a chat template, whose model answers with a chant."""
-    folder = Path(place)
     changes = {**SMALL, "eos_token_id": END_ID}
     model = tiny_model(family, **changes)
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from conftest import TRAIN_OPTIONS, Trained
 from outrider import LLM, SamplingParams
 from outrider.llm import Completion
 from outrider.models import heads, loader
@@ -22,6 +21,7 @@ from outrider.models.loader import LoadedModel
 from outrider.train.evaluate import Acceptance, evaluate, simulate_steps
 from outrider.train.exchanges import Exchange
 from tiny_models import VOCAB_SIZE
+from train.trained_head import TRAIN_OPTIONS, Trained
 
 QUESTIONS = ["abc", "hello", "what is new", "z", "tell me something about bread", "q q q", "why", "and then"]
 

@@ -89,25 +89,25 @@ def answer(model: Any, *, event: Any = None, ends_with_done: bool = False, line:
     """
     content: dict[str, Any] = {}
     if model is not None:
-        content["application/json"] = {"schema": copy.deepcopy(_schema_of(model))}
+        content["application/json"] = {"schema": _schema_of(model)}
     if event is not None:
         carried: dict[str, Any] = {
             "type": "string",
             "contentMediaType": "application/json",
-            "contentSchema": copy.deepcopy(_schema_of(event)),
+            "contentSchema": _schema_of(event),
         }
         data = {"anyOf": [carried, {"const": "[DONE]"}]} if ends_with_done else carried
         properties = {"event": {"type": "string"}, "data": data}
         item = {"type": "object", "properties": properties, "required": ["data"]}
         content["text/event-stream"] = {"itemSchema": item}
     if line is not None:
-        content[NDJSON] = {"itemSchema": copy.deepcopy(_schema_of(line))}
+        content[NDJSON] = {"itemSchema": _schema_of(line)}
     return {200: {"content": content}}
 
 
 @functools.cache
 def _schema_of(model: Any) -> dict[str, Any]:
-    """The model as JSON Schema: to be copied, since the document changes its parts."""
+    """The model as JSON Schema. All documents share it: `describe` copies it before it changes anything."""
     return TypeAdapter(model).json_schema(ref_template=COMPONENT)
 
 
@@ -122,7 +122,8 @@ def describe(app: FastAPI, *, needs_key: bool, open_paths: tuple[str, ...]) -> N
             document = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
-            app.openapi_schema = _whole(_completed(document, open_paths if needs_key else None))
+            own = copy.deepcopy(document)
+            app.openapi_schema = _whole(_completed(own, open_paths if needs_key else None))
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]

