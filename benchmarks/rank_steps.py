@@ -194,15 +194,22 @@ def rank_main(folder: str, num_rows: int) -> None:
 # All ranks --------------------------------------------------------------------------------------------------
 
 
-def measured(folder: str, num_ranks: int, num_rows: int, threads: int | None) -> dict[str, float]:
+def measured(folder: str, num_ranks: int, num_rows: int, threads: int | None) -> dict[str, Any]:
+    own = ["--of-rank", folder, "--rows", str(num_rows)]
+    return run_ranks("benchmarks.rank_steps", own, num_ranks, folder, threads)
+
+
+def run_ranks(
+    module: str, arguments: list[str], num_ranks: int, folder: str, threads: int | None
+) -> dict[str, Any]:
+    """Run `main` of a benchmark as so many ranks. Returns the JSON object in the last line of rank 0."""
     with ExitStack() as stack:
         hosts = Path(folder, f"hosts-{num_ranks}.json")
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_ranks)]
         hosts.write_text(json.dumps([[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]))
         for one in sockets:
             one.close()
-        own = ["--of-rank", folder, "--rows", str(num_rows)]
-        command = [sys.executable, "-c", "import outrider, benchmarks.rank_steps as b; b.main()", *own]
+        command = [sys.executable, "-c", f"import outrider, {module} as b; b.main()", *arguments]
         variables = {"MLX_HOSTFILE": str(hosts)} if num_ranks > 1 else {}
         if threads is not None:
             variables["OUTRIDER_BLAS_THREADS"] = str(threads)
@@ -219,7 +226,7 @@ def measured(folder: str, num_ranks: int, num_rows: int, threads: int | None) ->
         ]
         for rank in ranks:
             stack.callback(rank.kill)
-        found: dict[str, float] = json.loads(ranks[0].communicate()[0].splitlines()[-1])
+        found: dict[str, Any] = json.loads(ranks[0].communicate()[0].splitlines()[-1])
         return found
 
 

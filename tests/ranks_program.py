@@ -1,11 +1,11 @@
 """One rank of a model, for tests/test_tensor_parallel.py: `python ranks_program.py FOLDER OUT`.
 
-Rank 0 answers requests in two waves (the second one meets cached prefixes) and writes their tokens to OUT.
+Rank 0 answers requests in two waves (the second one meets cached prefixes) and writes their tokens to OUT,
+and the drafts of an MTP head.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from dataclasses import replace
@@ -19,7 +19,7 @@ WAVES = (
     [[5, 9, 2, 40, 41, 7], [3], list(range(20, 45)), [88, 1, 4] * 30],
     [[88, 1, 4] * 30 + [7, 7], [6, 60], list(range(20, 40))],
 )
-FOLLOWED = ("kv_bits", "prefix_cache_dir")  # settings of ranks other than 0
+FOLLOWED = ("kv_bits", "prefix_cache_dir", "rank_head")  # settings of ranks other than 0
 SETTINGS: dict[str, Any] = {"max_rows": 3, "prefill_step_size": 16}
 
 
@@ -43,13 +43,32 @@ def answers(llm: LLM, drafts: bool) -> list[list[int]]:
 
 def image_answers(llm: LLM) -> list[list[int]]:
     """Two images and a text, together and one after the other."""
-    greedy = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    depth: Any = 3 if llm.engine.facts.drafter == "mtp" else "auto"
+    greedy = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, draft_depth=depth)
     text = {"type": "text", "text": "what?"}
     contents = [[{"type": "image", "image": noise(seed=seed)}, text] for seed in (3, 4)] + [[text]]
     conversations = [[{"role": "user", "content": content}] for content in contents]
     found = [*llm.chat(conversations, greedy)]
     found += [llm.chat(conversation, greedy) for conversation in conversations]
     return [list(answer.token_ids) for answer in found]
+
+
+def recorded_drafts(runner: Any) -> dict[str, list[int]]:
+    """The drafts that a head makes from now on: of which request, after how many cells -> tokens."""
+    found: dict[str, list[int]] = {}
+    finish = runner.finish
+
+    def recording(launched: Any) -> Any:
+        result = finish(launched)
+        rows = [row for output in launched.outputs for row in output.batch]
+        for row, one in zip(rows, result.rows, strict=True):
+            num_cells = row.start + row.num_fed - row.num_drafts + one.num_accepted
+            if one.drafts:
+                found[f"{row.sequence_id} {num_cells}"] = list(one.drafts)
+        return result
+
+    runner.finish = recording
+    return found
 
 
 def main(folder: str, out: str) -> None:
@@ -67,12 +86,23 @@ def main(folder: str, out: str) -> None:
         choice = build.ModelChoice(folder, adapters=adapters)
         build.follow_rank_0(choice, replace(config, max_adapters=len(adapters)), ranks)
         return
-    llm.build_engine = functools.partial(build.build_engine, place=build.EnginePlace(ranks=ranks))
+    rank_head = settings.pop("rank_head", "auto")
+
+    def build_engine(choice: Any, config: EngineConfig) -> Any:
+        place = build.EnginePlace(ranks=ranks)
+        return build.build_engine(choice, replace(config, rank_head=rank_head), place=place)
+
+    llm.build_engine = build_engine
     with LLM(folder, **SETTINGS, **settings) as served:
         drafts = served.engine.facts.drafter != "none"
+        made = recorded_drafts(served.engine._loop.parts.runner)
         found = image_answers(served) if served.engine.facts.reads_images else answers(served, drafts)
         hits = served.engine.prefix_status().counts()
-    result = {"answers": found, "hits": hits, "bytes_sent": ranks.num_bytes_sent}
+        rank_head = served.engine.facts.rank_head
+    result = {
+        "answers": found, "hits": hits, "bytes_sent": ranks.num_bytes_sent, "drafts": made,
+        "rank_head": rank_head,
+    }  # fmt: skip
     Path(out).write_text(json.dumps(result, default=str))
 
 

@@ -47,22 +47,21 @@ def test_ranks_have_the_adapters_of_the_start_only() -> None:
     assert adapters_of_ranks(adapters, None) is adapters
 
 
-def test_a_folder_for_cached_prefixes_on_some_ranks_only_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.build_caches._fingerprint", lambda *_: "abcd")
-    model: Any = None
+def test_a_folder_for_cached_prefixes_on_some_ranks_only_is_refused(tmp_path: Path) -> None:
     ranks: Any = SameRanks()
     with pytest.raises(InvalidConfig, match="some ranks have --prefix-cache-dir and others have not"):
-        prefix_disk(model, None, EngineConfig(prefix_cache_dir=str(tmp_path)), ranks)
-    assert prefix_disk(model, None, EngineConfig(), ranks) is None
+        prefix_disk("abcd", EngineConfig(prefix_cache_dir=str(tmp_path)), ranks)
+    assert prefix_disk("", EngineConfig(), ranks) is None
 
 
 def test_costs_that_one_rank_has_measured_are_not_those_of_two(tmp_path: Path) -> None:
     loaded: Any = SimpleNamespace(path=tmp_path, config={"model_type": "llama"})
     facts: Any = SimpleNamespace(
-        device="cpu", dtype="float32", weight_bits=(), kv_bits=None, drafter="none", draft_model=None
-    )
+        device="cpu", dtype="float32", weight_bits=(), kv_bits=None, drafter="none", draft_model=None,
+        rank_head="whole",
+    )  # fmt: skip
     ranks: Any = SameRanks()
     names = [fingerprint(loaded, None, None, facts, 4, None, given) for given in (None, ranks, None)]
     assert names[0] == names[2] != names[1]
+    facts.rank_head = "divided"
+    assert fingerprint(loaded, None, None, facts, 4, None, ranks) not in names

@@ -19,8 +19,10 @@ import httpx
 import mlx.core as mx
 import pytest
 
+from models.head_checkpoints import tiny_head
 from patience import IN_SOAK, PATIENCE_S, wait_until
 from server_process import ServerProcess, read_until_ready, serving
+from test_head_layouts_served import write_model
 from tiny_models import write_checkpoint
 
 RANK_TIMEOUT_S = 4
@@ -41,6 +43,19 @@ if os.environ.get("MLX_RANK") == "1":
     Runner.follow = wait_and_follow
 runpy.run_module("outrider", run_name="__main__")
 """  # rank 1 computes nothing while the file $STUCK exists, and sends its signs of life
+
+DIES_IN_A_DRAFT = """
+import os, pathlib, runpy, signal
+from outrider.step.mtp import MTPDrafter
+on_all_ranks = MTPDrafter._on_all_ranks
+def die(self, array):
+    if pathlib.Path(os.environ["DIES"]).exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return on_all_ranks(self, array)
+if os.environ.get("MLX_RANK") == "1":
+    MTPDrafter._on_all_ranks = die
+runpy.run_module("outrider", run_name="__main__")
+"""  # rank 1 is killed before it learns the second draft, while the file $DIES exists
 
 pytestmark = [
     pytest.mark.soak,
@@ -233,6 +248,29 @@ def test_a_rank_that_computes_for_ever_is_noticed(model: Path, wanted: str, tmp_
             wait_until(lambda: all(is_gone(pid) for pid in pids))
         assert any(text.startswith("the engine hangs") for text in health.faults), (health.faults, log)
         assert text_of(server) == wanted, "".join(log)
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_draft_is_noticed(tmp_path: Path) -> None:
+    folder, dies = tmp_path / "model", tmp_path / "dies"
+    tiny = tiny_head("qwen3_5", 1)
+    write_model(folder, tiny, tiny.converted())
+    depth = ("--draft-depth", "3")
+    with serving(folder, *depth) as alone:
+        want = text_of(alone)
+    flags = ("--tensor-parallel", "2", "--rank-head", "divided", *depth)
+    with serving(folder, *flags, program=("-c", DIES_IN_A_DRAFT), DIES=str(dies)) as server:
+        log = read_log(server)
+        assert text_of(server) == want
+        pids = started_ranks(server)
+        with HealthLog(server.url) as health:
+            dies.touch()
+            body = {"prompt": "the ranks", "max_tokens": 50, "temperature": 0, "ignore_eos": True}
+            response = server.post("/v1/completions", body)
+            assert response.status_code == 500, response.text
+            dies.unlink()
+            wait_until(lambda: all(is_gone(pid) for pid in pids))
+        assert any(text.startswith("rank 1 of this model") for text in health.faults), (health.faults, log)
+        assert text_of(server) == want, "".join(log)
 
 
 def test_an_idle_rank_keeps_no_core_busy(model: Path) -> None:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from adapter_files import write_adapter
+from media_world import new_world
 from models.head_checkpoints import tiny_head
 from outrider import LLM, SamplingParams
 from patience import IN_SOAK, case_only_in_soak, wait_until
@@ -89,6 +90,20 @@ def test_images_are_read_on_all_ranks(tmp_path: Path, family: str) -> None:
     with LLM(folder, **SETTINGS) as llm:
         assert found == image_answers(llm)
     assert found[0] != found[1]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not IN_SOAK, reason="starts two groups of ranks: runs under `make soak` only")
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_5"])
+def test_a_divided_head_is_fed_images_too(tmp_path: Path, family: str) -> None:
+    folder = new_world(tmp_path, family).folder
+    whole, divided = (
+        answers_of_ranks(2, folder, {"rank_head": name}, tmp_path) for name in ("whole", "divided")
+    )
+    assert [one["rank_head"] for one in (whole, divided)] == ["whole", "divided"]
+    assert divided["answers"] == whole["answers"]
+    assert len(divided["drafts"]) > 10
+    assert divided["drafts"] == whole["drafts"]
 
 
 @pytest.mark.soak
@@ -201,7 +216,30 @@ def test_a_server_comes_back_after_the_loss_of_a_rank(tmp_path: Path) -> None:
         assert served_text(server) == want
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not IN_SOAK, reason="starts several groups of ranks: runs under `make soak` only")
+@pytest.mark.parametrize("rank_head", ["auto", "whole", "divided"])
+def test_a_server_says_where_the_head_is(tmp_path: Path, rank_head: str) -> None:
+    folder = tmp_path / "model"
+    tiny = tiny_head("qwen3_5", 1)
+    write_model(folder, tiny, tiny.converted())
+    with serving(folder, "--draft-depth", "3") as alone:
+        want = served_text(alone)
+        assert alone.get("/v1/status")["model"]["rank_head"] is None
+    flags = ("--tensor-parallel", "2", "--rank-head", rank_head, "--draft-depth", "3")
+    with serving(folder, *flags) as server:
+        assert served_text(server) == want
+        model = server.get("/v1/status")["model"]
+        assert sum(server.get("/v1/status")["drafted_by_position"]) > 0
+    reason = "measured: a draft takes" if rank_head == "auto" else f"--rank-head {rank_head}"
+    assert model["rank_head_reason"].startswith(reason)
+    assert model["rank_head"] in (("whole", "divided") if rank_head == "auto" else (rank_head,))
+    assert f"({model['rank_head']}; {model['rank_head_reason']})" in server.banner
+
+
 REFUSALS = {  # flags of the server; what it says
+    ("--rank-head", "divided"): "(--rank-head) is for a model on several ranks, and this is one",
+    ("--tensor-parallel", "2", "--rank-head", "divided"): "has no MTP head (drafter: auto)",
     ("--tensor-parallel", "3"): "3 ranks do not divide it evenly",
     ("--tensor-parallel", "2", "--draft-model", "x"): "--draft-model cannot be used on several ranks",
 }

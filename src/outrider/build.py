@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.build_adapters import FusedAdapter, fuse_adapter, load_adapters, use_for_all
-from outrider.build_caches import block_size_of, prefix_disk
+from outrider.build_caches import block_size_of, name_of_cells, prefix_disk
 from outrider.build_controller import fingerprint, measured_prompts, stored_controller
+from outrider.build_head import HeadCandidates, HeadSource, choose, load_candidates
 from outrider.build_ranks import adapters_of_ranks, config_for_ranks, facts_of_rank
 from outrider.config import (
     GENERATION_CONFIGS,
@@ -35,9 +36,8 @@ from outrider.engine.validation import ModelFacts
 from outrider.engine_place import ALONE, EnginePlace
 from outrider.grammar.backend import tokenizer_source
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.models import heads, loader, machine
+from outrider.models import loader, machine
 from outrider.models.draft_model import DraftModel, load_draft_model
-from outrider.models.files.shipped_head import shipped_head
 from outrider.models.files.weight_size import loaded_bytes
 from outrider.models.prompt_scorer import PromptScorer
 from outrider.models.scorer_loading import allow_gaps, load_scorer
@@ -123,18 +123,24 @@ def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> No
     loaded = _load(choice, ranks)
     trunk = loaded.trunk
     _use_kv_bits(trunk, config)
-    tier = prefix_disk(loaded, None, config, ranks)
+    candidates = load_candidates(loaded, _head_source(choice, config), config.rank_head, ranks)
+    names = _names_of_cells(loaded, None, candidates, config)
     trunk.prepare_for_serving()
+    candidates.prepare_for_serving(trunk)
+    chosen = choose(candidates, trunk, config.rank_head, ranks)
+    del candidates
+    tier = prefix_disk(names[chosen.is_divided], config, ranks)
     block_size = block_size_of(trunk, config.cache_layout)
+    ranks.check_same(facts_of_rank(loaded, block_size))
     disk = None if tier is None else FollowerDisk(tier)
     runner = Runner(
         trunk,
+        chosen.head,
         write_block=None if tier is None else tier.write,
         block_size=block_size,
         ranks=ranks,
         read_block=None if disk is None else disk.read,
     )
-    ranks.check_same(facts_of_rank(loaded, block_size))
     load_adapters(trunk, choice.adapters, config)
     adapters_of_ranks(trunk.adapters, ranks)
     follow(ranks, runner, disk)
@@ -152,6 +158,23 @@ def _check_drafter(choice: ModelChoice, config: EngineConfig) -> None:
 
 def _use_kv_bits(trunk: Trunk, config: EngineConfig) -> None:
     trunk.use_kv_bits(trunk.default_kv_bits() if config.kv_bits is None else config.kv_bits)
+
+
+def _head_source(choice: ModelChoice, config: EngineConfig) -> HeadSource:
+    return HeadSource(choice.head, choice.draft_vocabulary, choice.dtype, config.drafter)
+
+
+def _names_of_cells(
+    loaded: loader.LoadedModel,
+    draft_model: DraftModel | None,
+    candidates: HeadCandidates,
+    config: EngineConfig,
+) -> tuple[str, str]:
+    """With a whole head, another drafter or none; with a divided head."""
+    whole = name_of_cells(loaded, draft_model or candidates.whole, config)
+    if candidates.divided is None:
+        return whole, ""
+    return whole, name_of_cells(loaded, candidates.divided, config)
 
 
 def _load(
@@ -174,23 +197,28 @@ def _parts(
 
     _use_kv_bits(loaded.trunk, config)
     draft_model: DraftModel | None = None
-    head: heads.LoadedHead | None = None
+    candidates = HeadCandidates()
     if choice.draft_model is not None:
         draft_model = load_draft_model(choice.draft_model, loaded, choice.dtype, loaded.trunk.kv_bits)
     else:
-        head = _load_head(loaded, choice, config)
+        candidates = load_candidates(loaded, _head_source(choice, config), config.rank_head, place.ranks)
+    names = _names_of_cells(loaded, draft_model, candidates, config)
+    trunk, vision = loaded.trunk, loaded.vision
+    num_parameters = get_total_parameters(trunk.model)
+    if choice.spec_prefill_model is not None:
+        allow_gaps(trunk, candidates.whole.layers if candidates.whole is not None else ())
+    trunk.prepare_for_serving()
+    candidates.prepare_for_serving(trunk)
+    if draft_model is not None:
+        draft_model.prepare_for_serving(trunk)
+    chosen = choose(candidates, trunk, config.rank_head, place.ranks)
+    del candidates
+    head = chosen.head
     device_drafter = draft_model or head
     drafter: str = config.drafter
     if drafter == "auto":
         drafter = "model" if draft_model is not None else "mtp" if head is not None else "none"
-    disk = prefix_disk(loaded, device_drafter, config, place.ranks)
-    trunk, vision = loaded.trunk, loaded.vision
-    num_parameters = get_total_parameters(trunk.model)
-    if choice.spec_prefill_model is not None:
-        allow_gaps(trunk, head.layers if head is not None else ())
-    trunk.prepare_for_serving()
-    if device_drafter is not None:
-        device_drafter.prepare_for_serving(trunk)
+    disk = prefix_disk(names[chosen.is_divided], config, place.ranks)
     if fused is not None and fused.terms:
         use_for_all(trunk, fused)
     # On a device that outruns its host, decode passes are traced in few shapes, steps are overlapped, and an
@@ -226,6 +254,8 @@ def _parts(
         drafter=drafter,
         head=head.source if head is not None else None,
         head_layers=len(head.layers) if head is not None else 0,
+        rank_head=chosen.rank_head,
+        rank_head_reason=chosen.reason,
         # A step in which a head catches up is neither traced nor overlapped.
         can_pause_head=not outruns if draft_model is None else draft_model.can_be_paused,
         # A row that loads the prefix of a row without drafts feeds its head while it reads its prompt.
@@ -319,54 +349,3 @@ def _memory_plan(
         )
     machine.limit_buffers(plan.steps)
     return plan
-
-
-def _load_head(
-    loaded: loader.LoadedModel, choice: ModelChoice, config: EngineConfig
-) -> heads.LoadedHead | None:
-    """The head that the user names, or one beside the model, in its checkpoint, or shipped with Outrider."""
-    if config.drafter in ("ngram", "none"):
-        return None
-    source: Path | heads.HeadFiles | None
-    try:
-        if choice.head is not None:
-            source = Path(choice.head)
-        else:
-            source = heads.locate(loaded.path) or shipped_head(loaded.path)
-        if source is not None:
-            return heads.load_head(source, loaded.trunk, choice.draft_vocabulary, loaded.config, choice.dtype)
-    except heads.HeadError as error:  # the head is unknown, incomplete or damaged
-        if choice.head is not None or config.drafter == "mtp":
-            raise
-        log.warning("%s Answering without drafts: %s.", error, _ways_to_a_head(loaded))
-        return None
-    if config.drafter == "mtp":
-        raise InvalidConfig(_no_head(loaded))
-    if heads.expected(loaded.config):
-        log.warning("%s Answering without drafts.", _no_head(loaded))
-    return None
-
-
-def _ways_to_a_head(loaded: loader.LoadedModel) -> str:
-    path = loaded.path
-    return (
-        f"take a head out of the original checkpoint (outrider mtp extract ORIGINAL --into {path}), or "
-        f"train one (outrider mtp train {path})"
-    )
-
-
-def _no_head(loaded: loader.LoadedModel) -> str:
-    train = f"train one (outrider mtp train {loaded.path})"
-    drafter = heads.separate_drafter(loaded.path)
-    if drafter is not None:
-        return f"{loaded.path} has no MTP head. {drafter} is one: pass --head {drafter} (head= in Python)."
-    if heads.expected(loaded.config):
-        return (
-            f"{loaded.path} was converted without its MTP head. Take it out of the original "
-            f"(outrider mtp extract ORIGINAL --into {loaded.path}), or {train}."
-        )
-    return (
-        'drafter="mtp" needs an MTP head, and there is none beside this model or in its checkpoint: '
-        f"{train}, "
-        'pass head=FILE, or use drafter="ngram" or "auto".'
-    )

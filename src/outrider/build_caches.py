@@ -47,12 +47,14 @@ def _blocks_are_as_fast(trunk: Trunk) -> bool:
     return bool(specs) and all(cuda_attention.supports(spec.key_dim, spec.dtype) for spec in specs)
 
 
-def prefix_disk(
-    loaded: loader.LoadedModel, drafter: LoadedDrafter | None, config: EngineConfig, ranks: Ranks | None
-) -> DiskTier | None:
-    """On several ranks each has a folder of its own. All of them have to call this at the same time."""
-    has_disk = config.prefix_cache_dir is not None
-    name = _fingerprint(loaded, drafter) if has_disk else ""
+def name_of_cells(loaded: loader.LoadedModel, drafter: LoadedDrafter | None, config: EngineConfig) -> str:
+    """What stored cells are named after; empty: none are stored. Call it before layers are swapped."""
+    return "" if config.prefix_cache_dir is None else _fingerprint(loaded, drafter)
+
+
+def prefix_disk(name: str, config: EngineConfig, ranks: Ranks | None) -> DiskTier | None:
+    """`name`: of the cells. On several ranks each has a folder of its own, and all of them call this at the
+    same time."""
     if ranks is not None:
         name = _name_of_all_ranks(name, ranks)
     if config.prefix_cache_dir is None:

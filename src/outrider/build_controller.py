@@ -98,6 +98,6 @@ def fingerprint(
             "native": extension.build_name(),
             **({} if fused is None else {"adapter": fused.files.fingerprint}),
             **({} if facts.draft_model is None else {"draft_model": facts.draft_model}),
-            **({} if ranks is None else {"ranks": ranks.size}),
+            **({} if ranks is None else {"ranks": ranks.size, "rank_head": facts.rank_head}),
         }
     )

@@ -26,7 +26,7 @@ def config_for_ranks(config: EngineConfig, num_adapters: int, ranks: Ranks | Non
 
 
 def facts_of_rank(loaded: loader.LoadedModel, block_size: int | None) -> dict[str, str]:
-    """What has to be the same on all ranks, beside the versions. (Only rank 0 has an MTP head.)"""
+    """What has to be the same on all ranks, beside the versions and the head (build_head.py)."""
     return {
         "weight files": weights_digest(loaded.path),
         "model config": repr(loaded.config),

@@ -13,6 +13,8 @@ GenerationConfigSource = Literal["auto", "none"]
 GENERATION_CONFIGS: tuple[GenerationConfigSource, ...] = ("auto", "none")  # auto: the model's own file
 CacheLayout = Literal["auto", "blocks", "slots"]
 CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("auto", "blocks", "slots")
+RankHead = Literal["auto", "whole", "divided"]
+RANK_HEADS: tuple[RankHead, ...] = ("auto", "whole", "divided")
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the weights
 KV_BITS = (4, 8, 16, 32)
 HEAD_BITS, HEAD_GROUP_SIZES = (4, 5, 6, 8), (32, 64, 128)  # in which `outrider mtp` writes quantised heads
@@ -69,6 +71,9 @@ class EngineConfig:
     max_adapters: int = 0
     # Memory for them, in addition to the caches.
     adapter_memory_bytes: int = 1 << 30
+    # Where the MTP head of a model on several ranks is. "whole": on rank 0. "divided": on all ranks. "auto":
+    # what drafts faster, timed at the start.
+    rank_head: RankHead = "auto"
 
     def __post_init__(self) -> None:
         _at_least("max_stall_ms", self.max_stall_ms, 0)
@@ -95,6 +100,7 @@ class EngineConfig:
             raise InvalidConfig(f'auto_depth must be "auto" or 0..{MAX_DEPTH}, not {self.auto_depth!r}')
         _one_of("drafter", self.drafter, DRAFTERS)
         _one_of("cache_layout", self.cache_layout, CACHE_LAYOUTS)
+        _one_of("rank_head", self.rank_head, RANK_HEADS)
 
 
 def _at_least(name: str, value: object, minimum: int) -> None:

@@ -102,6 +102,7 @@ def test_every_option_has_all_three_sources(option: Any, tmp_path: Path) -> None
         "draft-depth": "3",
         "kv-bits": "4",
         "cache-layout": "slots",
+        "rank-head": "whole",
         "generation-config": "none",
     }
     text = texts.get(option.name, "true" if option.is_switch else "7")

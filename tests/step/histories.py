@@ -210,7 +210,7 @@ class World:
             settle_dtype(self.head, "auto", self.trunk.dtype)
         self.trunk.prepare_for_serving()  # as the engine does
         LoadedHead((self.head,), "random").prepare_for_serving(self.trunk)
-        some = mx.array(sorted(random.Random(7).sample(range(self.vocab_size), self.vocab_size // 2)))
+        some = some_ids(self.vocab_size)
         self._use(LoadedHead((self.head,), "random"), LoadedHead((self.head,), "random", some))
         # Native attention takes blocks of one size only.
         self.block_sizes = (BLOCK_SIZE,) if self._rounds else (4, 8, 16, BLOCK_SIZE)
@@ -320,6 +320,11 @@ def random_head(trunk: Trunk, spec: HeadSpec | None = None) -> MTPHead:
     head.update(tree_map(filled, head.parameters()))
     mx.eval(head.parameters())
     return head
+
+
+def some_ids(vocab_size: int) -> mx.array:
+    """A reduced vocabulary."""
+    return mx.array(sorted(random.Random(7).sample(range(vocab_size), vocab_size // 2)))
 
 
 @functools.cache

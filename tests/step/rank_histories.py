@@ -5,7 +5,9 @@
 Rank 0 plays NUM histories from SEED on, and a session with a prefix cache in memory and on disk, and writes
 its counts to OUT. The other ranks follow it. BLOCK_SIZE 0: rows keep their cells by slots. FAULT: what the
 other ranks do wrong, to see that it is noticed. " adapted" behind NAME: the requests of the histories name
-adapters, of which each rank has its part.
+adapters, of which each rank has its part. " divided" behind NAME: the head is divided among the ranks;
+" divided reduced": it has a reduced vocabulary. Then each history is played with the whole head too, and the
+two heads have to draft the same tokens, near ties counted.
 
 In float32 an answer is compared with mlx-lm's own model in one process, near ties excused. A quantised model
 rounds, which magnifies a difference in the last bit, so its answers are compared twice:
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from outrider.cache.block_folder import BlockFolder
@@ -35,16 +38,18 @@ from outrider.cpu.quantized import is_kept, quantized_layers
 from outrider.models.adapters.files import AdapterFiles
 from outrider.models.divided_output import DividedOutput
 from outrider.models.dtypes import settle_dtype
+from outrider.models.heads import LoadedHead, divide
 from outrider.models.sharding import shard
 from outrider.models.trunk import Trunk
-from outrider.plan import AdapterInfo
+from outrider.plan import AdapterInfo, StepResult
 from outrider.request import SamplingParams
 from outrider.step import step_message
 from outrider.step.batch import InputBatch
+from outrider.step.deferred_head import DeferredHeadInputs
 from outrider.step.follower import follow
 from outrider.step.rank_disk import FirstRankDisk, FollowerDisk
 from outrider.step.ranks import Ranks
-from outrider.step.runner import Runner
+from outrider.step.runner import LaunchedPasses, Runner
 from step.histories import (
     Ask,
     Divergence,
@@ -58,7 +63,9 @@ from step.histories import (
     _model,
     _Player,
     play,
+    random_head,
     random_history,
+    some_ids,
     stored_model,
 )
 from step.prefix_sessions import Session
@@ -70,6 +77,7 @@ from step.test_adapter_histories import (
     load_all,
     written_adapters,
 )
+from tiny_models import is_quantized_name
 
 SIZES = {  # that two and three ranks divide, into groups of 32 where weights are quantised
     "llama": {
@@ -99,7 +107,7 @@ ONE_RANK_LOGITS = 0.005  # by how much they may differ
 ONE_RANK_EXCUSED = 0.01  # share of the tokens whose choice is so close
 NOTHING = Answer((), (), ())
 PLENTY_OF_BYTES = 1 << 28
-ADAPTED = " adapted"
+ADAPTED, DIVIDED, REDUCED = " adapted", " divided", " divided reduced"
 
 
 @dataclass
@@ -110,21 +118,45 @@ class OneRankTally:
     excused: int = 0
 
 
+class RecordingRunner(Runner):
+    """Notes the drafts of a head: (of which history, of which request, after how many cells) -> tokens."""
+
+    history: object = None
+    drafts: dict[tuple[object, int, int], tuple[int, ...]]
+
+    def finish(self, launched: LaunchedPasses) -> StepResult:
+        result = super().finish(launched)
+        rows = [row for output in launched.outputs for row in output.batch]
+        for row, found in zip(rows, result.rows, strict=True):
+            num_cells = row.start + row.num_fed - row.num_drafts + found.num_accepted
+            if found.drafts:
+                self.drafts[self.history, row.sequence_id, num_cells] = found.drafts
+        return result
+
+
 class RankWorld(World):
-    """A tiny model on several ranks. The head, and what answers are compared with, are of the whole model."""
+    """A tiny model on several ranks. What answers are compared with is of the whole model."""
 
     files: Mapping[str, AdapterFiles] = {}
 
-    def __init__(self, name: str, ranks: Ranks, block_size: int | None) -> None:
+    def __init__(self, name: str, ranks: Ranks, block_size: int | None, head: str = "") -> None:
+        """`head`: DIVIDED or REDUCED; otherwise the heads are whole."""
         super().__init__(name, SIZES[_family(name)])
         self.ranks = ranks
         self._has_experts = "moe" in name
-        trunk = rank_trunk(name, ranks, self.files)
+        trunk, divided = rank_parts(name, ranks, self.files, head)
         check_output(trunk, ranks)
         self._rank_runners = {
-            size: Runner(trunk, drafter, block_size=block_size, ranks=ranks)
+            size: RecordingRunner(trunk, drafter, block_size=block_size, ranks=ranks)
             for size, drafter in self.drafters.items()
         }
+        self.whole_runner: RecordingRunner | None = None  # that a divided head is compared with
+        if divided is not None:
+            self.whole_runner = self._rank_runners["reduced" if head == REDUCED else "whole"]
+            runner = RecordingRunner(trunk, divided, block_size=block_size, ranks=ranks)
+            self._rank_runners |= {"whole": runner, "reduced": runner}
+        for runner in (*self._rank_runners.values(), *([self.whole_runner] if divided else [])):
+            runner.drafts = {}
         self.runners = self._rank_runners
         self._runner_alone = Runner(trunk, block_size=block_size, ranks=ranks)  # without cached prefixes
         if block_size is not None:
@@ -181,6 +213,20 @@ def _key(ask: Ask) -> str:
     return repr((ask.prompt, ask.params))
 
 
+class WithWholeHead:
+    """The same world, whose head is whole."""
+
+    def __init__(self, world: RankWorld, runner: RecordingRunner) -> None:
+        self._world = world
+        self.runners = dict.fromkeys(world.runners, runner)
+
+    def block_runner(self, head: HeadSize, block_size: int) -> Runner:
+        return self.runners[head]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
+
+
 class _NoAnswers:
     """A world for a request whose answer is not known yet."""
 
@@ -217,22 +263,43 @@ class RankSession(Session):
     def _new_tier(self, folder: BlockFolder) -> DiskTier:
         return FirstRankDisk(folder, self._rank_world.ranks)
 
+    def _play(self, number: int) -> None:
+        self._runner.history = "session", number
+        super()._play(number)
+
     def _shared(self, history: History) -> History:
         history = replace(super()._shared(history), inspects=False)
         self._rank_world.prepare(history)
         return history
 
 
-def rank_trunk(name: str, ranks: Ranks, files: Mapping[str, AdapterFiles]) -> Trunk:
-    """This rank's part of the model, as it is served, with its part of the adapters."""
+def rank_parts(
+    name: str, ranks: Ranks, files: Mapping[str, AdapterFiles], head: str
+) -> tuple[Trunk, LoadedHead | None]:
+    """This rank's part of the model and of the head, as they are served, with its part of the adapters."""
     model = stored_model(name, SIZES[_family(name)])
     shard(model, ranks.group, _family(name))
     settle_dtype(model, "auto")
     trunk = Trunk(model, max_context=256)
+    divided = divided_head(trunk, name, ranks, head) if head else None
     trunk.prepare_for_serving()
-    check_fused(trunk, name)
+    check_fused(trunk.model.layers, name)
+    if divided is not None:
+        divided.prepare_for_serving(trunk)
+        check_fused(divided.layers[0].layers, name)
     load_all(trunk, files)
-    return trunk
+    return trunk, divided
+
+
+def divided_head(trunk: Trunk, name: str, ranks: Ranks, head: str) -> LoadedHead:
+    """This rank's part of the head of the whole world."""
+    layer = random_head(trunk)
+    if is_quantized_name(name):
+        nn.quantize(layer, group_size=32, bits=4)
+    divide([layer], trunk, ranks.group)
+    settle_dtype(layer, "auto", trunk.dtype)
+    vocab_size = trunk.model.args.vocab_size
+    return LoadedHead((layer,), "random", some_ids(vocab_size) if head == REDUCED else None, is_divided=True)
 
 
 def adapter_files(name: str) -> dict[str, AdapterFiles]:
@@ -240,11 +307,11 @@ def adapter_files(name: str) -> dict[str, AdapterFiles]:
     return written_adapters({adapter: _model(name, SIZES[_family(name)]) for adapter in ADAPTERS})
 
 
-def check_fused(trunk: Trunk, name: str) -> None:
+def check_fused(layers: Sequence[nn.Module], name: str) -> None:
     """Where one rank has fused layers, this one has them too."""
-    is_native = any(is_kept(layer) for _, layer in trunk.model.named_modules())
+    is_native = any(is_kept(layer) for _, layer in layers[0].named_modules())
     if is_native and _family(name) in FUSED:
-        kinds = [type(layer) for layer in trunk.model.layers]
+        kinds = [type(layer) for layer in layers]
         assert all(fused_layers.plain_class(kind) is not kind for kind in kinds), kinds
 
 
@@ -266,35 +333,66 @@ def play_all(world: RankWorld, seed: int, num: int, has_blocks: bool, folder: Pa
         # Cells are those of a part of the heads: only the tokens are compared.
         history = replace(new_history(seed + number, world.vocab_size), inspects=False)
         world.prepare(history)
-        tally.add(play(world, history, runner=world.runners[history.head]))
-    found = RankSession(world, 3 * seed + has_blocks, folder, max(2, num // 3)).run()
+        runner = world.runners[history.head]
+        runner.history = seed + number
+        tally.add(play(world, history, runner=runner))
+        if history.head != "none" and world.whole_runner is not None:
+            world.whole_runner.history = seed + number
+            play(world, history, runner=world.whole_runner)
+    session_seed, num_in_session = 3 * seed + has_blocks, max(2, num // 3)
+    found = RankSession(world, session_seed, folder, num_in_session).run()
     tally.add(found.played)
+    if world.whole_runner is not None:
+        with_whole: Any = WithWholeHead(world, world.whole_runner)
+        RankSession(with_whole, session_seed, folder / "whole", num_in_session).run()
     print(found.summary(), file=sys.stderr)
     return {
         "tokens": tally.tokens,
         "excused": tally.excused,
         "accepted": sum(num * accepted for (_, _, accepted), num in tally.accepted.items()),
         "cancelled": tally.finished["cancelled"],
+        "preemptions": tally.preemptions,
+        "caught_up": tally.caught_up,
         "held": tally.held.total(),
         "hit_cells": found.hit_cells,
         "disk_reads": found.disk_reads,
         "one_rank_tokens": world.one_rank.tokens,
         "one_rank_excused": world.one_rank.excused,
+        **compared_drafts(world),
     }
+
+
+def compared_drafts(world: RankWorld) -> dict[str, int]:
+    """The drafts that the whole and the divided head have made at the same place, and those that differ.
+
+    After a draft that differs, the next ones of the same list are not compared: the heads were fed others.
+    `drafts_of_one_head`: places where only one of the two has made drafts.
+    """
+    num, num_other, num_more = 0, 0, 0
+    if world.whole_runner is not None:
+        of_divided = world.runners["whole"].drafts
+        for place, drafts in world.whole_runner.drafts.items():
+            for one, other in zip(drafts, of_divided.get(place, ()), strict=False):
+                num, num_other = num + 1, num_other + (one != other)
+                if one != other:
+                    break
+        num_more = len(of_divided.keys() ^ world.whole_runner.drafts.keys())
+    return {"drafts": num, "other_drafts": num_other, "drafts_of_one_head": num_more}
 
 
 def lose_moves() -> None:
     RaggedKV.exchange = lambda *_: None  # type: ignore[method-assign]
 
 
-def commit_rejected_drafts() -> None:
-    from_first = Ranks.from_first
+def keep_own_values() -> None:
+    """What rank 0 says of accepted drafts, and of the tokens that the head is fed, is not heard."""
+    launched_from_first = Ranks.launched_from_first
 
     def wrong(self: Ranks, array: mx.array) -> mx.array:
-        mx.eval(from_first(self, array))
+        mx.eval(launched_from_first(self, array))
         return array
 
-    Ranks.from_first = wrong  # type: ignore[method-assign]
+    Ranks.launched_from_first = wrong  # type: ignore[method-assign]
 
 
 def forget_adapters() -> None:
@@ -306,10 +404,16 @@ def forget_adapters() -> None:
     InputBatch.from_plan = forgetful  # type: ignore[method-assign,assignment]
 
 
+def lose_deferred_inputs() -> None:
+    DeferredHeadInputs.store = lambda *_: None  # type: ignore[method-assign]
+
+
 FAULTS = {
     "": lambda: None,
+    "draft alone": keep_own_values,
+    "lose deferred inputs": lose_deferred_inputs,
     "lose moves": lose_moves,
-    "commit rejected drafts": commit_rejected_drafts,
+    "commit rejected drafts": keep_own_values,
     "forget adapters": forget_adapters,
 }
 
@@ -317,17 +421,20 @@ FAULTS = {
 def main(name: str, block_size_text: str, seed: str, num: str, out: str, fault: str = "") -> None:
     ranks, block_size = Ranks(mx.distributed.init(strict=True)), int(block_size_text) or None
     is_adapted, name = name.endswith(ADAPTED), name.removesuffix(ADAPTED)
+    head = next((one for one in (REDUCED, DIVIDED) if name.endswith(one)), "")
+    name = name.removesuffix(head)
     folder = Path(out).with_suffix(".blocks")
     if ranks.rank > 0:
         FAULTS[fault]()
         tier = DiskTier(BlockFolder(folder / f"rank-{ranks.rank}", "abcd", PLENTY_OF_BYTES))
-        disk, trunk = FollowerDisk(tier), rank_trunk(name, ranks, adapter_files(name) if is_adapted else {})
+        disk, files = FollowerDisk(tier), adapter_files(name) if is_adapted else {}
+        trunk, divided = rank_parts(name, ranks, files, head)
         check_output(trunk, ranks)
-        runner = Runner(trunk, None, tier.write, block_size=block_size, ranks=ranks, read_block=disk.read)
+        runner = Runner(trunk, divided, tier.write, block_size=block_size, ranks=ranks, read_block=disk.read)
         follow(ranks, runner, disk)
         tier.close()
         return
-    world = (AdaptedRankWorld if is_adapted else RankWorld)(name, ranks, block_size)
+    world = (AdaptedRankWorld if is_adapted else RankWorld)(name, ranks, block_size, head)
     found = play_all(world, int(seed), int(num), block_size is not None, folder)
     ranks.send([step_message.STOP])
     Path(out).write_text(json.dumps(found))

@@ -75,7 +75,7 @@ def test_a_head_with_a_layer_for_each_depth_changes_nothing_either(
         layers = tuple(new_head(loaded.trunk, HeadSpec(is_chained=is_chained)) for _ in range(3))
         return LoadedHead(layers, "random")
 
-    monkeypatch.setattr("outrider.build._load_head", deep_head)
+    monkeypatch.setattr("outrider.build_head.load_head", deep_head)
     for step_size in (5, 512):
         with LLM(world.folder, drafter="mtp", max_rows=4, prefill_step_size=step_size) as other:
             asked = [(prompt, replace(GREEDY, draft_depth=5)) for prompt in prompts]

@@ -84,7 +84,8 @@ def _drafts(facts: ModelFacts, auto_depth: DraftDepth) -> str:
     num = "as many per step as make it faster" if auto_depth == "auto" else f"{auto_depth} per step"
     depth = f"{num}, unless a request sets draft_depth"
     if facts.drafter == "mtp":
-        return f"MTP head {facts.head}, {depth}"
+        where = "" if facts.rank_head is None else f" ({facts.rank_head}; {facts.rank_head_reason})"
+        return f"MTP head {facts.head}{where}, {depth}"
     if facts.drafter == "model":
         return f"draft model {facts.draft_model}, {depth}"
     if facts.drafter == "ngram":

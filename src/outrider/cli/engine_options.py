@@ -58,6 +58,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         image_cache_bytes=options["image_cache"],
         max_adapters=max_adapters(options),
         adapter_memory_bytes=options["adapter_memory"],
+        rank_head=options["rank_head"],
         **depth,
     )
 

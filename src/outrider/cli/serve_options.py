@@ -21,7 +21,7 @@ from outrider.cli.option_values import (
     size_bytes,
     whole_number,
 )
-from outrider.config import CACHE_LAYOUTS, DRAFTERS, DTYPES, GENERATION_CONFIGS, KV_BITS
+from outrider.config import CACHE_LAYOUTS, DRAFTERS, DTYPES, GENERATION_CONFIGS, KV_BITS, RANK_HEADS
 from outrider.request import MAX_DEPTH
 
 PREFIX = "OUTRIDER_"
@@ -210,6 +210,13 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "seconds without a sign of life after which a rank counts as lost; 0: no limit (30)",
             seconds,
             30.0,
+        ),
+        Option(
+            "rank-head",
+            f"where the MTP head is on several ranks: {', '.join(RANK_HEADS)} (auto: what drafts faster)",
+            one_of(*RANK_HEADS),
+            "auto",
+            "NAME",
         ),
         Option(
             "cache-layout",

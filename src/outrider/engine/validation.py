@@ -48,6 +48,8 @@ class ModelFacts:
     drafter: str  # "mtp", "model", "ngram" or "none": the drafter in use
     head: str | None = None  # the file or folder that the head was loaded from
     head_layers: int = 0
+    rank_head: str | None = None  # on several ranks: "whole" or "divided"
+    rank_head_reason: str | None = None
     can_pause_head: bool = True  # False: feeding the head in every step is cheaper than catching up later
     can_store_head_inputs: bool = True  # rows without drafts store what the heads of other rows may be fed
     draft_model: str | None = None  # the model that drafts, as the operator named it

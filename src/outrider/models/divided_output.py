@@ -1,8 +1,8 @@
 """The output projection, divided by tokens of the vocabulary: each rank computes the logits of its part.
 
 The parts are gathered. Rank 0 samples from whole logits, which penalties, masks and log-probabilities need.
-Rank 0 keeps the whole projection, for MTP heads and the log-probabilities of prompts. Other ranks keep their
-part only, or the whole embedding where the projection is tied to it.
+Rank 0 keeps the whole projection, for whole MTP heads and the log-probabilities of prompts. Other ranks keep
+their part only, or the whole embedding where the projection is tied to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class DividedOutput:
 
     def __init__(self, trunk: Trunk, group: mx.distributed.Group) -> None:
         self._model = copy.copy(trunk.projection)  # shares every parameter
-        output = _Gathered(_own_rows(trunk, group), trunk.vocab_size, group)
+        output = GatheredLinear(_own_output(trunk, group), trunk.vocab_size, group)
         mx.eval(output.parameters())
         if "lm_head" in trunk.model:
             self._model.lm_head = output
@@ -54,20 +54,20 @@ def take_rows(layer: nn.Module, rows: slice) -> dict[str, mx.array]:
     return found
 
 
-class _Gathered(nn.Module):
-    """This rank's rows of the projection. The outputs of all ranks are put together."""
+class GatheredLinear(nn.Module):
+    """This rank's rows of a linear layer. The outputs of all ranks are put together."""
 
-    def __init__(self, linear: nn.Module, vocab_size: int, group: mx.distributed.Group) -> None:
+    def __init__(self, linear: nn.Module, num_outputs: int, group: mx.distributed.Group) -> None:
         super().__init__()
         self.linear = linear
-        self._vocab_size = vocab_size
+        self._num_outputs = num_outputs
         self._group = group
 
     def __call__(self, x: mx.array) -> mx.array:
-        part = self.linear(x.flatten(0, -2))  # [targets, own tokens]
-        parts = mx.distributed.all_gather(part[None], group=self._group)  # [ranks, targets, own tokens]
-        logits = mx.moveaxis(parts, 0, 1).flatten(1)[:, : self._vocab_size]
-        return logits.reshape(*x.shape[:-1], -1)
+        part = self.linear(x.flatten(0, -2))  # [tokens, own outputs]
+        parts = mx.distributed.all_gather(part[None], group=self._group)  # [ranks, tokens, own outputs]
+        whole = mx.moveaxis(parts, 0, 1).flatten(1)[:, : self._num_outputs]
+        return whole.reshape(*x.shape[:-1], -1)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self(x)
@@ -76,7 +76,7 @@ class _Gathered(nn.Module):
 class _TiedOutput:
     """A stack of layers that is not computed, with another embedding for the output."""
 
-    def __init__(self, stack: Any, embedding_name: str, output: _Gathered) -> None:
+    def __init__(self, stack: Any, embedding_name: str, output: GatheredLinear) -> None:
         self._stack = stack
         self._embedding_name = embedding_name
         self._output = output
@@ -88,19 +88,24 @@ class _TiedOutput:
         return self._output if name == self._embedding_name else getattr(self._stack, name)
 
 
-def _own_rows(trunk: Trunk, group: mx.distributed.Group) -> nn.Module:
-    """A linear layer with this rank's rows."""
+def _own_output(trunk: Trunk, group: mx.distributed.Group) -> nn.Module:
+    """A linear layer with this rank's rows of the output projection."""
     output: nn.Module = trunk.model.lm_head if "lm_head" in trunk.model else trunk.embedding
     if "lm_head" in trunk.model and group.rank() > 0:
         return output  # models/sharding.py has kept these rows only
-    arrays = take_rows(output, rows_of_rank(trunk.vocab_size, group))
-    if is_kept(output):
-        kept = new_linear(arrays, output.group_size, output.bits, output.mode)
+    return linear_of_rows(output, rows_of_rank(trunk.vocab_size, group))
+
+
+def linear_of_rows(layer: nn.Module, rows: slice) -> nn.Module:
+    """A linear layer with these rows of another one, or of an embedding."""
+    arrays = take_rows(layer, rows)
+    if is_kept(layer):
+        kept = new_linear(arrays, layer.group_size, layer.bits, layer.mode)
         interleave(kept)
         return kept
-    if "scales" in output:
-        linear: nn.Module = nn.QuantizedLinear(32, 32, bias=False, group_size=32, bits=output.bits)
-        linear.group_size, linear.mode, linear.biases = output.group_size, output.mode, None
+    if "scales" in layer:
+        linear: nn.Module = nn.QuantizedLinear(32, 32, bias=False, group_size=32, bits=layer.bits)
+        linear.group_size, linear.mode, linear.biases = layer.group_size, layer.mode, None
     else:
         linear = nn.Linear(1, 1, bias=False)
     for name, array in arrays.items():

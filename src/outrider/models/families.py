@@ -17,6 +17,8 @@ from outrider.models.errors import ModelUnavailable
 class UnsupportedModel(ModelUnavailable):
     """The model cannot be served exactly. The message gives the reason."""
 
+    reason = ""
+
 
 SUPPORTED: frozenset[str] = frozenset({
     "afmoe", "apertus", "bailing_moe", "bailing_moe_v3", "cohere", "cohere2", "dbrx", "deepseek",
@@ -69,4 +71,6 @@ def check_supported(family: str) -> None:
 
 
 def unsupported(family: str, reason: str) -> UnsupportedModel:
-    return UnsupportedModel(f"model family {family!r} is not served: {reason}.")
+    error = UnsupportedModel(f"model family {family!r} is not served: {reason}.")
+    error.reason = reason
+    return error

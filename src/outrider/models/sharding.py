@@ -8,6 +8,7 @@ Embeddings stay whole. Ranks other than 0 keep a part of the output projection (
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,22 +43,66 @@ def shard(model: nn.Module, group: mx.distributed.Group, family: str) -> None:
     """Keep this rank's part of the model's weights. Raises UnsupportedModel if it cannot be divided."""
     if not hasattr(model, "shard"):
         raise unsupported(family, "mlx-lm has no tensor parallelism for it: serve it on one machine")
-    before, shapes = dict(_head_counts(model)), dict(_linear_shapes(model))
-    language_model = getattr(model, "language_model", None)
-    if not isinstance(language_model, nn.Module):
-        language_model = model
-    try:
-        with _whole_output(language_model):
-            model.shard(group)
-    except (ValueError, AssertionError) as error:
-        raise _not_divisible(family, group, str(error)) from error
-    _check_heads(model, before, group, family)
-    replaced = [(name, _ordinary(layer, group)) for name, layer in model.named_modules()]
-    model.update_modules(tree_unflatten([(name, layer) for name, layer in replaced if layer is not None]))
-    _note_other_divisions(model, shapes, group)
-    _sum_in_order(model, group, family)
+    language_model = _language_model(model)
+    with _whole_output(language_model):
+        _shard_part(model, model, group, family)
     if group.rank() > 0 and "lm_head" in language_model:
         _keep_own_rows(language_model.lm_head, group)
+
+
+def shard_layer(layer: nn.Module, model: nn.Module, group: mx.distributed.Group, family: str) -> None:
+    """Divide a decoder layer that is not in the model as the model divides its own layers.
+
+    The model's layers may be divided already. Raises UnsupportedModel if the layer cannot be divided.
+    """
+    outer = copy.copy(model)  # shares every parameter
+    language_model = _language_model(model)
+    if language_model is not model:
+        outer.language_model = copy.copy(language_model)
+    try:
+        name = _stack_name(language_model)
+        setattr(_language_model(outer), name, _with_one_layer(language_model[name], layer))
+        with _whole_output(language_model):
+            _shard_part(layer, outer, group, family)
+    except (AttributeError, KeyError, TypeError) as error:
+        kind = type(layer).__name__
+        raise unsupported(family, f"mlx-lm divides its own layers, not a {kind} ({error})") from error
+
+
+def _shard_part(part: nn.Module, model: nn.Module, group: mx.distributed.Group, family: str) -> None:
+    """`part`: the modules of the model that its `shard` divides."""
+    before, shapes = dict(_head_counts(part)), dict(_linear_shapes(part))
+    try:
+        model.shard(group)
+    except (ValueError, AssertionError) as error:
+        raise _not_divisible(family, group, str(error)) from error
+    _check_heads(part, before, group, family)
+    replaced = [(name, _ordinary(layer, group)) for name, layer in part.named_modules()]
+    part.update_modules(tree_unflatten([(name, layer) for name, layer in replaced if layer is not None]))
+    _note_other_divisions(part, shapes, group)
+    _sum_in_order(part, group, family)
+
+
+def _language_model(model: nn.Module) -> nn.Module:
+    found = getattr(model, "language_model", None)
+    return found if isinstance(found, nn.Module) else model
+
+
+def _stack_name(language_model: nn.Module) -> str:
+    """Of the module with the list of decoder layers."""
+    for name, part in language_model.items():
+        if isinstance(part, nn.Module) and isinstance(part.get("layers"), list):
+            return name
+    raise AttributeError(f"{type(language_model).__name__} has no list of layers")
+
+
+def _with_one_layer(stack: nn.Module, layer: nn.Module) -> nn.Module:
+    """A stack with this layer and nothing else of the model, which `shard` could divide again."""
+    found = copy.copy(stack)
+    for name in [*found]:
+        del found[name]
+    found.layers = [layer]
+    return found
 
 
 def _keep_own_rows(output: nn.Module, group: mx.distributed.Group) -> None:

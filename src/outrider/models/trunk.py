@@ -67,6 +67,7 @@ class Trunk:
         num_deepstack: int = 0,
     ) -> None:
         caches = _prompt_cache(model)
+        self.network = model  # as mlx-lm has made it; of a vision model, with the parts around the next one
         if isinstance(part := getattr(model, "language_model", None), nn.Module):
             model = part  # of a vision model
         self.stack_name, self.embedding_name = _stack_and_embedding(model)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outrider.step.verify import VerifyOutput
 
 Batch = Sequence[RowPlan]
+WIDTH_STEP = 16  # cells; the width of a catch-up pass is a multiple, so that shapes repeat; chosen by hand
 
 NOT_FINITE, SAMPLED, NO_TOKEN = range(3)  # statuses of a target token
 NO_TOKEN_LEFT = (
@@ -178,6 +179,36 @@ def position_grid(batch: Batch, width: int, head_lag: np.ndarray | None = None) 
         else:
             grid[:, i] = np.arange(first, first + width) + row.position_delta
     return grid
+
+
+def head_positions_of(
+    batch: Batch, starts: mx.array, width: int, position_deltas: mx.array | None
+) -> Positions | None:
+    """Of the cells that the head is fed: from the first one that it has missed."""
+    if (grid := head_position_grid(batch, width)) is not None:
+        return GridPositions(mx.array(grid))
+    if position_deltas is None:
+        return None
+    head_lag = lags_of(batch)
+    return starts + position_deltas - mx.array(head_lag) if head_lag.any() else starts + position_deltas
+
+
+def head_position_grid(batch: Batch, width: int) -> np.ndarray | None:
+    """The same for the cells that the head is fed."""
+    head_lag = lags_of(batch)
+    return position_grid(batch, catch_up_width(head_lag, width), head_lag)
+
+
+def lags_of(rows: Batch) -> np.ndarray:
+    """Cells that each row's drafter has missed.  [rows]"""
+    return np.array([row.head_lag for row in rows], np.int32)
+
+
+def catch_up_width(head_lag: np.ndarray, width: int) -> int:
+    """Columns of a pass that feeds `width` tokens after those that were missed."""
+    if not head_lag.any():
+        return width
+    return -(-(int(head_lag.max()) + width) // WIDTH_STEP) * WIDTH_STEP
 
 
 def _has_grid(row: RowPlan) -> bool:

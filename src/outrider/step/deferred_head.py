@@ -18,12 +18,12 @@ import numpy as np
 from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import RaggedKV
+from outrider.models.divided_output import DividedOutput
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
-from outrider.step.batch import Batch, positions_of
+from outrider.step.batch import Batch, catch_up_width, lags_of
 from outrider.step.mtp import Drafts, HeadRows, MTPDrafter
-
-WIDTH_STEP = 16  # cells; the width of a catch-up pass is a multiple, so that shapes repeat; chosen by hand
+from outrider.step.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,25 @@ class FollowedRows:
     batch: Batch
     token_ids: mx.array  # [rows, width] fed to the trunk
     hidden: mx.array  # [rows, width, H] the trunk's, after these tokens
-    next_ids: mx.array  # [rows, width] the token after each: sampled, a draft, or of the prompt
+    # [rows, width] the token after each: sampled, a draft, or of the prompt. Other ranks than 0: anything.
+    next_ids: mx.array
     rows: HeadRows
 
 
 class PausableHead:
     """An MTP head with what it has missed: see step/device_drafter.py."""
 
-    def __init__(self, head: LoadedHead, trunk: Trunk) -> None:
-        self._drafter = MTPDrafter(head, trunk)
+    def __init__(
+        self,
+        head: LoadedHead,
+        trunk: Trunk,
+        ranks: Ranks | None = None,
+        divided_output: DividedOutput | None = None,
+    ) -> None:
+        """`ranks`, `divided_output`: see MTPDrafter."""
+        self._drafter = MTPDrafter(head, trunk, ranks, divided_output)
         self._missed = DeferredHeadInputs(trunk)
+        self._ranks = ranks
 
     @property
     def may_run_on_all_rows(self) -> bool:
@@ -56,10 +65,19 @@ class PausableHead:
         self._missed.store(hidden, place)
 
     def draft(self, followed: FollowedRows, capacity: int) -> Drafts | None:
-        hidden, next_ids, rows = self._missed.catch_up(
-            followed.batch, followed.hidden, followed.next_ids, followed.rows, capacity
-        )
-        return self._drafter.draft(hidden, next_ids, rows, capacity)
+        hidden, rows = self._missed.catch_up(followed.batch, followed.hidden, followed.rows, capacity)
+        return self._drafter.draft(hidden, self._next_ids(followed, hidden.shape[1]), rows, capacity)
+
+    def _next_ids(self, followed: FollowedRows, width: int) -> mx.array:
+        """The token after each cell that the head is fed now, the missed ones included.  [rows, width]"""
+        next_ids, is_first = followed.next_ids, self._ranks is None or self._ranks.rank == 0
+        if is_first and lags_of(followed.batch).any():
+            next_ids = with_missed_tokens(followed.batch, next_ids, width, offset=1)
+        if self._ranks is None:
+            return next_ids
+        if not is_first:
+            next_ids = mx.zeros((len(followed.batch), width), mx.int32)
+        return self._ranks.launched_from_first(next_ids)
 
 
 class DeferredHeadInputs:
@@ -75,38 +93,25 @@ class DeferredHeadInputs:
         self._cells.write(hidden, place)
 
     def catch_up(
-        self, rows: Batch, hidden: mx.array, next_ids: mx.array, head_rows: HeadRows, capacity: int
-    ) -> tuple[mx.array, mx.array, HeadRows]:
+        self, rows: Batch, hidden: mx.array, head_rows: HeadRows, capacity: int
+    ) -> tuple[mx.array, HeadRows]:
         """Prepend what each row's head has missed to what it is fed now. Unchanged if nothing was missed."""
         head_lag = lags_of(rows)
         if not head_lag.any():
-            return hidden, next_ids, head_rows
-        width = next_ids.shape[1]
+            return hidden, head_rows
+        width = hidden.shape[1]
         self.store(hidden, head_rows.place(head_rows.starts, head_rows.num_fed, width, capacity))
         missed = mx.array(head_lag)
         wide = catch_up_width(head_lag, width)
-        starts = head_rows.starts - missed
         whole = replace(
             head_rows,
-            starts=starts,
+            starts=head_rows.starts - missed,
             num_fed=head_rows.num_fed + missed,
             num_committed=head_rows.num_committed + missed,
-            positions=positions_of(rows, starts, wide, head_rows.position_deltas, head_lag),
             images=None if head_rows.images is None else head_rows.images.moved(missed),
         )
         place = whole.place(whole.starts, whole.num_fed, wide, capacity)
-        next_ids = with_missed_tokens(rows, next_ids, wide, offset=1)
-        return self._cells.read(place), next_ids, whole
-
-
-def lags_of(rows: Batch) -> np.ndarray:
-    """Cells that each row's drafter has missed.  [rows]"""
-    return np.array([row.head_lag for row in rows], np.int32)
-
-
-def catch_up_width(head_lag: np.ndarray, width: int) -> int:
-    """Columns of a pass that feeds `width` tokens after those that were missed."""
-    return -(-(int(head_lag.max()) + width) // WIDTH_STEP) * WIDTH_STEP
+        return self._cells.read(place), whole
 
 
 def with_missed_tokens(rows: Batch, newest: mx.array, wide: int, offset: int) -> mx.array:

@@ -14,12 +14,14 @@ from typing import Protocol
 import mlx.core as mx
 
 from outrider.cache.placement import Placement
+from outrider.models.divided_output import DividedOutput
 from outrider.models.draft_model import DraftModel
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
 from outrider.step.deferred_head import FollowedRows, PausableHead
 from outrider.step.draft_model import DraftModelDrafter
 from outrider.step.mtp import Drafts
+from outrider.step.ranks import Ranks
 
 LoadedDrafter = LoadedHead | DraftModel
 
@@ -41,7 +43,15 @@ class DeviceDrafter(Protocol):
         ...
 
 
-def new_device_drafter(loaded: LoadedDrafter, trunk: Trunk) -> DeviceDrafter:
+def is_divided(loaded: LoadedDrafter | None) -> bool:
+    """Whether it runs on all ranks."""
+    return loaded is not None and not isinstance(loaded, DraftModel) and loaded.is_divided
+
+
+def new_device_drafter(
+    loaded: LoadedDrafter, trunk: Trunk, ranks: Ranks | None, divided_output: DividedOutput | None
+) -> DeviceDrafter:
+    """`ranks`: of the model. All of them make the drafter of a divided head at the same time."""
     if isinstance(loaded, DraftModel):
         return DraftModelDrafter(loaded.trunk, trunk.vocab_size)
-    return PausableHead(loaded, trunk)
+    return PausableHead(loaded, trunk, ranks if loaded.is_divided else None, divided_output)

@@ -26,7 +26,8 @@ import mlx.core as mx
 
 from outrider.cache.placement import Placement
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
-from outrider.step.deferred_head import FollowedRows, catch_up_width, lags_of, with_missed_tokens
+from outrider.step.batch import catch_up_width, lags_of
+from outrider.step.deferred_head import FollowedRows, with_missed_tokens
 from outrider.step.mtp import Drafts, HeadRows
 
 

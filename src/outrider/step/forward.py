@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -22,9 +23,17 @@ from outrider.models.adapters.store import ArraysByPath, TracedArrays
 from outrider.models.divided_output import DividedOutput
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
-from outrider.step.batch import Batch, InputBatch, PassOutput, image_inputs, positions_of, span_of
+from outrider.step.batch import (
+    Batch,
+    InputBatch,
+    PassOutput,
+    head_positions_of,
+    image_inputs,
+    positions_of,
+    span_of,
+)
 from outrider.step.deferred_head import FollowedRows
-from outrider.step.device_drafter import LoadedDrafter, new_device_drafter
+from outrider.step.device_drafter import LoadedDrafter, is_divided, new_device_drafter
 from outrider.step.mtp import HeadRows
 from outrider.step.prompt_logprobs import prompt_logprobs
 from outrider.step.ranks import Ranks
@@ -58,9 +67,12 @@ class Forward:
         self._ranks = ranks
         self._trunk = trunk
         self._image_embeddings = image_embeddings
-        self._drafter = None if drafter is None else new_device_drafter(drafter, trunk)
-        self._cache = TrunkCache(trunk.layout)
         self._divided = None if ranks is None else DividedOutput(trunk, ranks.group)
+        self._drafter = None
+        if drafter is not None:
+            self._drafter = new_device_drafter(drafter, trunk, ranks, self._divided)
+        self.has_divided_head = is_divided(drafter)
+        self._cache = TrunkCache(trunk.layout)
 
     @property
     def adapter_arrays(self) -> TracedArrays:
@@ -154,43 +166,23 @@ class Forward:
             mx.async_eval(hidden)  # see `follow`
         verified = verify(self._trunk, hidden, batch, inputs, sampling, self._divided)
         num_committed = num_committed_tokens(inputs, verified)
-        if self._ranks is not None and self._waits_for_rank_0(place):
-            num_committed = self._ranks.from_first(num_committed)
-            mx.async_eval(num_committed)
+        if self._ranks is not None and self._waits_for_rank_0(batch, place):
+            num_committed = self._ranks.launched_from_first(num_committed)
         self._cache.commit(num_committed)
         if self._drafter is not None and any(row.defers_head for row in batch):
             self._drafter.defer(hidden, place)
         drafting, drafts = self.drafting_rows(batch), None
         if drafting:
             assert self._drafter is not None
-            next_ids, fed_ids = next_tokens(batch, inputs, verified), inputs.token_ids
-            rows = [batch[i] for i in drafting]
-            starts, head_fed, deltas = inputs.starts, inputs.head_fed, inputs.position_deltas
-            tables = inputs.tables
-            head_hidden, head_committed = hidden, num_committed
-            if len(drafting) < len(batch):
-                index = mx.array(drafting)
-                head_hidden, next_ids, head_committed = hidden[index], next_ids[index], num_committed[index]
-                starts, head_fed, fed_ids = starts[index], head_fed[index], fed_ids[index]
-                deltas = None if deltas is None else deltas[index]
-                tables = None if tables is None else tables[index]
-            head_rows = HeadRows(
-                slots=[row.slot for row in rows],
-                starts=starts,
-                num_fed=head_fed,
-                num_committed=head_committed,
-                end=end,
+            rows = _head_rows(batch, drafting, inputs, num_committed, end, ends, self.block_size)
+            rows = replace(
+                rows,
                 sampler=sampling.draft_sampler,
-                depth=max(row.num_drafts_next for row in rows),
-                positions=positions_of(rows, starts, width, deltas),
-                position_deltas=deltas,
-                images=image_inputs(rows, self._image_embeddings, offset=1),
+                images=image_inputs([batch[i] for i in drafting], self._image_embeddings, offset=1),
                 with_margins=launches,
-                tables=tables,
-                block_size=self.block_size,
-                ends=None if ends is None else [ends[i] for i in drafting],
             )
-            followed = FollowedRows(rows, fed_ids, head_hidden, next_ids, head_rows)
+            next_ids = next_tokens(batch, inputs, verified)
+            followed = _followed_rows(batch, drafting, inputs, hidden, next_ids, rows)
             drafts = self._drafter.draft(followed, capacity)
         prompts = prompt_logprobs(self._trunk, hidden, batch)
         ends_now = inputs.starts + num_committed
@@ -199,11 +191,11 @@ class Forward:
     # -- several ranks -----------------------------------------------------------------------------------
 
     def follow(self, batch: Batch, inputs: InputBatch, capacity: int, media: PassMedia) -> None:
-        """Run the trunk as rank 0 does now, and commit the tokens that rank 0 commits.
+        """Run the trunk and a divided head as rank 0 does now, and commit the tokens that rank 0 commits.
 
         Operations of all ranks have to come in the same order everywhere. So they are launched where they are
-        built, here and in `run`: the sums of the layers, the logits, the number of committed tokens. (Not the
-        cells: MLX would hold them, and the next pass of the step copy them.)
+        built, here and in `run`: the sums of the layers, the logits, the number of committed tokens, those of
+        the head. (Not the cells: MLX would hold them, and the next pass of the step copy them.)
         """
         assert self._ranks is not None and self._divided is not None
         width, ends = inputs.token_ids.shape[1], [row.start + row.num_fed for row in batch]
@@ -235,14 +227,93 @@ class Forward:
         mx.async_eval(hidden)
         join_logits(self._divided, hidden, batch)
         num_committed = inputs.num_fed
-        if self._waits_for_rank_0(place):
-            num_committed = self._ranks.from_first(num_committed)
-            mx.async_eval(num_committed)
+        if self._waits_for_rank_0(batch, place):
+            num_committed = self._ranks.launched_from_first(num_committed)
         self._cache.commit(num_committed)
+        self._follow_head(batch, inputs, hidden, num_committed, place, media)
 
-    def _waits_for_rank_0(self, place: Placement) -> bool:
-        """Whether other ranks have to be told how many tokens are committed: for recurrent states only."""
-        return not place.commits_all and any(isinstance(one, RecurrentState) for one in self._cache.buffers())
+    def _follow_head(
+        self,
+        batch: Batch,
+        inputs: InputBatch,
+        hidden: mx.array,
+        num_committed: mx.array,
+        place: Placement,
+        media: PassMedia,
+    ) -> None:
+        """Run this rank's part of a divided head."""
+        if self._drafter is None:
+            return
+        if any(row.defers_head for row in batch):
+            self._drafter.defer(hidden, place)
+        if not (drafting := self.drafting_rows(batch)):
+            return
+        ends = [row.start + row.num_fed for row in batch]
+        rows = _head_rows(batch, drafting, inputs, num_committed, max(ends), ends, self.block_size)
+        rows = replace(rows, has_images=media.head_has_images)
+        if media.head_positions is not None:
+            rows = replace(rows, positions=GridPositions(mx.array(media.head_positions)))
+        followed = _followed_rows(batch, drafting, inputs, hidden, inputs.token_ids, rows)
+        self._drafter.draft(followed, place.capacity)
+
+    def _waits_for_rank_0(self, batch: Batch, place: Placement) -> bool:
+        """Whether other ranks have to be told how many tokens are committed.
+
+        For recurrent states and divided heads only. Other layers write rejected drafts again.
+        """
+        if place.commits_all:
+            return False
+        if self.has_divided_head and self.drafting_rows(batch):
+            return True
+        return any(isinstance(one, RecurrentState) for one in self._cache.buffers())
+
+
+def _head_rows(
+    batch: Batch,
+    drafting: Sequence[int],
+    inputs: InputBatch,
+    num_committed: mx.array,
+    end: int,
+    ends: Sequence[int] | None,
+    block_size: int,
+) -> HeadRows:
+    """The rows that the head follows, without what only rank 0 knows. `end`, `ends`: see Forward.run."""
+    rows, width = [batch[i] for i in drafting], inputs.token_ids.shape[1]
+    starts = _rows_of(inputs.starts, drafting)
+    deltas = None if inputs.position_deltas is None else _rows_of(inputs.position_deltas, drafting)
+    return HeadRows(
+        slots=[row.slot for row in rows],
+        starts=starts,
+        num_fed=_rows_of(inputs.head_fed, drafting),
+        num_committed=_rows_of(num_committed, drafting),
+        end=end,
+        sampler=None,
+        depth=max(row.num_drafts_next for row in rows),
+        positions=head_positions_of(rows, starts, width, deltas),
+        position_deltas=deltas,
+        tables=None if inputs.tables is None else _rows_of(inputs.tables, drafting),
+        block_size=block_size,
+        ends=None if ends is None else [ends[i] for i in drafting],
+    )
+
+
+def _followed_rows(
+    batch: Batch,
+    drafting: Sequence[int],
+    inputs: InputBatch,
+    hidden: mx.array,
+    next_ids: mx.array,
+    rows: HeadRows,
+) -> FollowedRows:
+    token_ids, hidden, next_ids = (
+        _rows_of(array, drafting) for array in (inputs.token_ids, hidden, next_ids)
+    )
+    return FollowedRows([batch[i] for i in drafting], token_ids, hidden, next_ids, rows)
+
+
+def _rows_of(array: mx.array, rows: Sequence[int]) -> mx.array:
+    """[all rows, ...] -> [rows, ...]"""
+    return array if len(rows) == array.shape[0] else array[mx.array([*rows])]
 
 
 def end_of(batch: Batch) -> int:

@@ -14,27 +14,29 @@ are written again by the next pass, which starts d-1 cells before the trunk's st
 Their inputs (the outputs of depth d-1, or h) are stored in cells of their own, so there is no state beside
 the cells. Depths past the last layer use the last layer again: it is fed its own output, one cell further on,
 as one-layer heads are at every depth. Those cells are tentative too.
+
+A divided head (models/heads/division.py) runs on all ranks. Each has its part of the cells. Rank 0 samples,
+and sends each draft that the head is fed next. All ranks launch their operations in the same order, where
+they are built: the outputs of `fc`, the logits, the drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from outrider.cache.embedding_cache import ImageInputs
 from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.placement import GridPositions, Placement, Positions, num_cells_of
-from outrider.cpu.quantized import is_kept, linear_rows
+from outrider.models.divided_output import DividedOutput
 from outrider.models.gap_rope import GapRope
-from outrider.models.heads import LoadedHead, head_layout
+from outrider.models.heads import LoadedHead, divided_draft_projection, draft_projection, head_layout
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.models.vision.mrope import MRope
 from outrider.sampling.sampler import Sampler
-
-DRAFT_BITS = 4  # most bits of the weights that project drafts onto a reduced vocabulary
+from outrider.step.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,13 @@ class HeadRows:
     num_fed: mx.array  # [rows] cells that the head is fed, drafts included: as many as the trunk, or 0
     num_committed: mx.array  # [rows] cells of committed tokens and accepted drafts
     end: int  # all fed cells are below it
-    sampler: Sampler
+    sampler: Sampler | None  # None: rank 0 samples, and this is another rank
     depth: int  # drafts to make: the most of any row
-    positions: Positions | None = None  # of the fed cells; None: the cell numbers
+    # Of the fed cells, from the first one that the head has missed; None: the cell numbers.
+    positions: Positions | None = None
     position_deltas: mx.array | None = None  # [rows] position minus cell number, after the prompt
     images: ImageInputs | None = None  # image embeddings among the next tokens
+    has_images: bool = False  # there are some; on another rank than 0 without `images`
     with_margins: bool = False  # compute the drafts' margins too
     tables: mx.array | None = None  # of the rows' blocks; with their size and each row's end: see Placement
     block_size: int = 0
@@ -69,7 +73,9 @@ class HeadRows:
         margins: list[mx.array],
     ) -> None:
         """Append the drafts [rows, 1] of `logits` [rows, 1, V], and their margins if they are wanted."""
-        if self.with_margins:
+        if self.sampler is None:
+            found = mx.zeros(positions.shape, mx.int32)
+        elif self.with_margins:
             found, margin = self.sampler.sample_drafts_with_margins(logits, positions, draft_ids)
             margins.append(margin)
         else:
@@ -118,7 +124,20 @@ class Drafts:
 class MTPDrafter:
     """A loaded head with its caches. It drafts for all rows of a pass at once."""
 
-    def __init__(self, head: LoadedHead, trunk: Trunk) -> None:
+    def __init__(
+        self,
+        head: LoadedHead,
+        trunk: Trunk,
+        ranks: Ranks | None = None,
+        divided_output: DividedOutput | None = None,
+    ) -> None:
+        """`ranks`: that a divided head runs on. All of them make its drafter at the same time.
+
+        `divided_output`: the trunk's, if there is one already.
+        """
+        if head.is_divided != (ranks is not None):
+            raise ValueError("a divided head needs its ranks, and no other head does")
+        self._ranks = ranks
         self._layers = head.layers
         self._caches = [TrunkCache([head_layout(layer, trunk)]) for layer in head.layers]
         self._is_chained = head.spec.is_chained
@@ -130,7 +149,13 @@ class MTPDrafter:
         self._takes_grids = any(isinstance(m, MRope | GapRope) for h in head.layers for m in h.modules())
         self._trunk = trunk
         self._draft_ids = head.draft_ids
-        self._reduced = None if head.draft_ids is None else _projection_rows(trunk, head.draft_ids)
+        self._project: Callable[[mx.array], mx.array] = trunk.logits
+        if head.draft_ids is not None and ranks is not None:
+            self._project = divided_draft_projection(trunk, head.draft_ids, ranks.group)
+        elif head.draft_ids is not None:
+            self._project = draft_projection(trunk, head.draft_ids)
+        elif ranks is not None:
+            self._project = divided_output or DividedOutput(trunk, ranks.group)
 
     @property
     def num_layers(self) -> int:
@@ -150,7 +175,7 @@ class MTPDrafter:
         width = next_ids.shape[1]
         ends = rows.starts + rows.num_committed  # [rows] cells after the step
         beyond = mx.split(ends[:, None] + mx.arange(rows.depth + 1), rows.depth + 1, axis=1)  # [rows, 1] each
-        tokens = _Tokens(next_ids, rows, len(self._layers), self._trunk)
+        tokens = _Tokens(next_ids, rows, len(self._layers), self._trunk, self._on_all_ranks)
         one_if_fed = mx.minimum(rows.num_fed, 1)
         drafts: list[mx.array] = []
         margins: list[mx.array] = []
@@ -170,11 +195,12 @@ class MTPDrafter:
                 out, fed_back = (mx.take_along_axis(x, last, axis=1) for x in (out, fed_back))  # [rows, 1, H]
                 rows.sample(self._logits(out), beyond[len(drafts) + 1], self._draft_ids, drafts, margins)
                 if number < len(self._layers) - 1:
-                    tokens.append(drafts[-1])
+                    tokens.append(self._on_all_ranks(drafts[-1]))
         for further in range(rows.depth - len(drafts)):
             cells = beyond[further][:, 0]
             place = rows.place(cells, one_if_fed, 1, capacity, rows.after(cells), further + 1)
-            out, fed_back = self._pass(-1, fed_back, self._trunk.embed(drafts[-1]), place)
+            newest = self._trunk.embed(self._on_all_ranks(drafts[-1]))
+            out, fed_back = self._pass(-1, fed_back, newest, place)
             rows.sample(self._logits(out), beyond[len(drafts) + 1], self._draft_ids, drafts, margins)
         if not drafts:
             return None
@@ -185,8 +211,11 @@ class MTPDrafter:
     def _pass(
         self, number: int, hidden: mx.array, embedded: mx.array, place: Placement
     ) -> tuple[mx.array, mx.array]:
-        view = self._caches[number].views(place)[0]
-        return self._layers[number](hidden, embedded, view)
+        view, layer = self._caches[number].views(place)[0], self._layers[number]
+        x = layer.through_fc(hidden, embedded)
+        if self._ranks is not None:
+            mx.async_eval(x)
+        return layer.after_fc(x, view)
 
     def _store(self, number: int, hidden: mx.array, fed_back: mx.array, place: Placement) -> None:
         """Store what the next layer is fed at these cells, in this pass and in the next one."""
@@ -199,7 +228,16 @@ class MTPDrafter:
 
     def _logits(self, out: mx.array) -> mx.array:
         """Of the draft vocabulary."""
-        return self._trunk.logits(out) if self._reduced is None else self._reduced(out).astype(mx.float32)
+        logits = self._project(out).astype(mx.float32)
+        if self._ranks is not None:
+            mx.async_eval(logits)
+        return logits
+
+    def _on_all_ranks(self, array: mx.array) -> mx.array:
+        """Rank 0's array. The other ranks of a divided head give one of the same shape and kind."""
+        if self._ranks is None:
+            return array
+        return self._ranks.launched_from_first(array)
 
 
 def _placed_back(rows: HeadRows, lag: int, num_drafts: int, width: int, capacity: int) -> Placement:
@@ -216,9 +254,17 @@ class _Tokens:
     Columns past them hold rejected tokens or padding. No committed cell is paired with one of these.
     """
 
-    def __init__(self, next_ids: mx.array, rows: HeadRows, num_layers: int, trunk: Trunk) -> None:
+    def __init__(
+        self,
+        next_ids: mx.array,
+        rows: HeadRows,
+        num_layers: int,
+        trunk: Trunk,
+        on_all_ranks: Callable[[mx.array], mx.array],
+    ) -> None:
         self._trunk = trunk
-        self._images = rows.images
+        self._images, self._has_images = rows.images, rows.has_images or rows.images is not None
+        self._on_all_ranks = on_all_ranks
         self._ids = mx.pad(next_ids, [(0, 0), (0, num_layers - 1)]) if num_layers > 1 else next_ids
         self._starts = rows.starts[:, None]
         self._num = rows.num_committed[:, None]
@@ -226,9 +272,11 @@ class _Tokens:
     def at(self, place: Placement, lag: int) -> mx.array:
         """For the cells t of a placement the embedded tokens x_(t + lag + 1).  [rows, width, H]"""
         columns = mx.minimum(place.cells + lag - self._starts, self._ids.shape[1] - 1)
-        if self._images is not None:
-            embedded = self._images.put_into(self._trunk.embed(self._ids))
-            return mx.take_along_axis(embedded, columns[..., None], axis=1)
+        if self._has_images:
+            embedded = self._trunk.embed(self._ids)
+            if self._images is not None:
+                embedded = self._images.put_into(embedded)
+            return mx.take_along_axis(self._on_all_ranks(embedded), columns[..., None], axis=1)
         if lag == 0:
             return self._trunk.embed(self._ids[:, : place.cells.shape[1]])
         return self._trunk.embed(mx.take_along_axis(self._ids, columns, axis=1))
@@ -237,27 +285,3 @@ class _Tokens:
         """One more for every row.  [rows, 1]"""
         self._ids = mx.put_along_axis(self._ids, self._num, drafts.astype(self._ids.dtype), axis=1)
         self._num = self._num + 1
-
-
-def _projection_rows(trunk: Trunk, token_ids: mx.array) -> nn.Module:
-    """A linear layer with the rows of the output projection for these tokens."""
-    output = getattr(trunk.model, "lm_head", None) or trunk.embedding
-    if is_kept(output):
-        rows: nn.Module = linear_rows(output, token_ids, DRAFT_BITS)
-    else:
-        rows = nn.Linear(1, 1, bias=False)  # its weight is replaced
-        rows.weight = _dequantized_rows(output, token_ids) if "scales" in output else output.weight[token_ids]
-    mx.eval(rows.parameters())
-    return rows
-
-
-def _dequantized_rows(layer: nn.Module, rows: mx.array) -> mx.array:
-    biases = layer.get("biases")
-    return mx.dequantize(
-        layer.weight[rows],
-        layer.scales[rows],
-        None if biases is None else biases[rows],
-        layer.group_size,
-        layer.bits,
-        layer.mode,
-    )

@@ -81,6 +81,13 @@ class Ranks:
         own = array if self.rank == 0 else mx.zeros_like(array)
         return mx.distributed.all_sum(own, group=self.group)
 
+    def launched_from_first(self, array: mx.array) -> mx.array:
+        """The same for a small array, as the next operation of all ranks. Whole numbers are sent as int32."""
+        own = array if mx.issubdtype(array.dtype, mx.floating) else array.astype(mx.int32)
+        found = mx.distributed.all_gather(own[None], group=self.group)[0]  # see `_first`
+        mx.async_eval(found)
+        return found
+
     def rest(self) -> None:
         """The next message may be long in coming. All ranks call this after the same message."""
         if self.signals is None:

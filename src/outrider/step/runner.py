@@ -137,7 +137,8 @@ class Runner:
         shapes = plan.shapes or (PassShape(),) * len(plan.batches)
         if self._ranks is not None:
             widths = [_width(*each) for each in zip(plan.batches, shapes, strict=True)]
-            self._ranks.send(step_message.encode(plan, widths), waits=False)
+            message = step_message.encode(plan, widths, self._forward.has_divided_head)
+            self._ranks.send(message, waits=False)
         self._arrange(plan)
         if plan.keeps_states:
             self._versions.append([state.version() for state in self._states()])

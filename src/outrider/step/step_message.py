@@ -1,7 +1,7 @@
 """A StepPlan as whole numbers, for the ranks that follow: only what their passes need.
 
 The followers sample nothing. So a message has no sampling parameters, masks or histories: a decode step of a
-few rows is about a hundred numbers.
+few rows is about a hundred numbers. What the MTP head does with a row is sent if the head is divided.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from outrider.plan import (
     StepPlan,
 )
 from outrider.request import SamplingParams
-from outrider.step.batch import position_grid
+from outrider.step.batch import head_position_grid, position_grid
 
-VERSION = 4  # of the message: ranks with another one are refused when they start
+VERSION = 5  # of the message: ranks with another one are refused when they start
 STEP, RESET, CLEAR_PREFIXES, STOP, READ_FILES, CLEAR_DISK = 1, 2, 3, 4, 5, 6  # a message's first number
 NONE = -1  # stands for None where a number is at least 0
+NO_HEAD = (0, 0, 0, 0)  # of a row: see `_encoded_head`
 NEUTRAL_PARAMS = SamplingParams(temperature=0)
 
 
@@ -38,6 +39,9 @@ class PassMedia:
 
     has_images: bool
     positions: np.ndarray | None  # int32 [3, rows, width] while an image prefills that has such positions
+    head_has_images: bool = False  # among the tokens that a divided head is fed
+    # The same for its cells, from the first that it has missed.  int32 [3, fed rows, columns]
+    head_positions: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class FollowedStep:
     media: tuple[PassMedia, ...]  # of each pass
 
 
-def encode(plan: StepPlan, widths: Sequence[int]) -> np.ndarray:
+def encode(plan: StepPlan, widths: Sequence[int], has_divided_head: bool = False) -> np.ndarray:
     """`widths`: columns of each pass."""
     if plan.is_overlapped or plan.restores:
         raise ValueError("overlapped steps cannot be sent to other ranks")
@@ -59,19 +63,40 @@ def encode(plan: StepPlan, widths: Sequence[int]) -> np.ndarray:
     numbers += _encoded_copies(plan.copies)
     numbers.append(len(plan.batches))
     for width, batch in zip(widths, plan.batches, strict=True):
-        numbers += [width, len(batch), *_encoded_media(batch, width)]
+        fed = [row for row in batch if row.feeds_head] if has_divided_head else []
+        numbers += [width, len(batch), *_encoded_media(batch, width), *_encoded_head_media(fed, width)]
         for row in batch:
             numbers += [row.slot, row.start, row.num_drafts, row.position_delta, int(row.is_sampling)]
-            numbers.append(row.adapter)
+            numbers += [row.adapter, *(_encoded_head(row) if has_divided_head else NO_HEAD)]
             numbers += [len(row.token_ids), *row.token_ids, len(row.blocks), *row.blocks]
     return np.array(numbers, np.int32)
 
 
 def _encoded_media(batch: Sequence[RowPlan], width: int) -> list[int]:
-    media = [(row.media, row.start, row.start + row.num_fed) for row in batch if row.media is not None]
-    has_images = any(one.within(start, end) for one, start, end in media)
-    grid = position_grid(batch, width)
-    return [int(has_images), *([NONE] if grid is None else [1, *grid.ravel().tolist()])]
+    return [_has_images(batch, offset=0), *_encoded_grid(position_grid(batch, width))]
+
+
+def _encoded_head_media(fed: Sequence[RowPlan], width: int) -> list[int]:
+    """`fed`: the rows that feed a divided head."""
+    return [_has_images(fed, offset=1), *_encoded_grid(head_position_grid(fed, width))]
+
+
+def _has_images(batch: Sequence[RowPlan], offset: int) -> bool:
+    """`offset` 1: among the tokens after the fed ones."""
+    return any(
+        row.media.within(row.start + offset, row.start + offset + row.num_fed)
+        for row in batch
+        if row.media is not None
+    )
+
+
+def _encoded_grid(grid: np.ndarray | None) -> list[int]:
+    """The numbers of its rows and columns, then its values."""
+    return [0, 0] if grid is None else [*grid.shape[1:], *grid.ravel().tolist()]
+
+
+def _encoded_head(row: RowPlan) -> list[int]:
+    return [int(row.feeds_head), int(row.defers_head), row.head_lag, row.num_drafts_next]
 
 
 def _encoded_copies(copies: PrefixCopies) -> list[int]:
@@ -109,7 +134,7 @@ def decode(message: np.ndarray) -> FollowedStep:
     for _ in range(next(numbers)):
         width, num_rows = _take(numbers, 2)
         shapes.append(PassShape(width=width))
-        media.append(_media(numbers, num_rows, width))
+        media.append(PassMedia(*_media(numbers), *_media(numbers)))
         batches.append(tuple(_row(numbers) for _ in range(num_rows)))
     plan = StepPlan(
         num_slots, capacity, moves, tuple(batches), tuple(shapes), copies,
@@ -159,12 +184,10 @@ def _optional(number: int) -> int | None:
     return None if number == NONE else number
 
 
-def _media(numbers: Iterator[int], num_rows: int, width: int) -> PassMedia:
-    has_images, has_grid = _take(numbers, 2)
-    if has_grid == NONE:
-        return PassMedia(bool(has_images), None)
-    grid = np.array(_take(numbers, 3 * num_rows * width), np.int32)
-    return PassMedia(bool(has_images), grid.reshape(3, num_rows, width))
+def _media(numbers: Iterator[int]) -> tuple[bool, np.ndarray | None]:
+    has_images, num_rows, width = _take(numbers, 3)
+    grid = np.array(_take(numbers, 3 * num_rows * width), np.int32).reshape(3, num_rows, width)
+    return bool(has_images), grid if num_rows else None
 
 
 def _move(numbers: Iterator[int]) -> Move:
@@ -191,6 +214,7 @@ def _copies(numbers: Iterator[int]) -> PrefixCopies:
 
 def _row(numbers: Iterator[int]) -> RowPlan:
     slot, start, num_drafts, position_delta, is_sampling, adapter = _take(numbers, 6)
+    feeds_head, defers_head, head_lag, num_drafts_next = _take(numbers, len(NO_HEAD))
     token_ids, blocks = _list(numbers), _list(numbers)
     return RowPlan(
         sequence_id=slot,
@@ -199,11 +223,13 @@ def _row(numbers: Iterator[int]) -> RowPlan:
         token_ids=token_ids,
         num_drafts=num_drafts,
         next_id=None if is_sampling else 0,
-        feeds_head=False,
-        num_drafts_next=0,
+        feeds_head=bool(feeds_head),
+        num_drafts_next=num_drafts_next,
         params=NEUTRAL_PARAMS,
         history=(),
         num_prompt=0,
+        head_start=start - head_lag,
+        defers_head=bool(defers_head),
         position_delta=position_delta,
         blocks=blocks,
         adapter=adapter,

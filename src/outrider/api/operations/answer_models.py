@@ -20,6 +20,8 @@ class ServedModel(TypedDict):
     max_context: int
     drafter: str
     head: str | None
+    rank_head: str | None  # on several ranks: "whole" (on rank 0) or "divided"
+    rank_head_reason: str | None
     draft_model: str | None
 
 

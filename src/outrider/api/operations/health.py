@@ -106,6 +106,8 @@ def _first_model(context: ServerContext) -> dict[str, Any] | None:
         "max_context": facts.max_context,
         "drafter": facts.drafter,
         "head": facts.head,
+        "rank_head": facts.rank_head,
+        "rank_head_reason": facts.rank_head_reason,
         "draft_model": facts.draft_model,
     }
 

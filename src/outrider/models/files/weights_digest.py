@@ -8,6 +8,7 @@ read them takes milliseconds, also for a model of hundreds of gigabytes.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 NUM_SAMPLES = 64  # of each file, at equal distances; chosen by hand
@@ -16,8 +17,12 @@ LENGTH = 24  # hex digits
 
 
 def weights_digest(folder: Path) -> str:
+    return files_digest(sorted(folder.glob("model*.safetensors")))
+
+
+def files_digest(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

@@ -17,6 +17,7 @@ from outrider.cpu.quantized import whole_tiles
 from outrider.models.dtypes import settle_dtype
 from outrider.models.heads import weights
 from outrider.models.heads.blocks import Block, BlockHints, families, new_block, norm_eps
+from outrider.models.heads.division import divide
 from outrider.models.heads.errors import HeadError, UnknownHead
 from outrider.models.heads.head_files import HeadFiles, locate_file
 from outrider.models.heads.layouts import BLOCK, HeadSpec
@@ -35,6 +36,7 @@ class LoadedHead:
     layers: tuple[MTPHead, ...]  # one for each depth; deeper drafts use the last layer again
     source: str
     draft_ids: mx.array | None = None  # the reduced draft vocabulary, if the head has one
+    is_divided: bool = False  # this is one rank's part of it
 
     @property
     def spec(self) -> HeadSpec:
@@ -47,7 +49,7 @@ class LoadedHead:
     @property
     def cell_facts(self) -> object:
         """What its cells depend on, beside its weights."""
-        return self.spec
+        return (self.spec, "divided") if self.is_divided else self.spec
 
     @property
     def weight_files(self) -> list[Path]:
@@ -70,19 +72,26 @@ def load_head(
     draft_vocabulary: int | None = None,
     config: Mapping[str, Any] | None = None,
     dtype: str = "auto",
+    group: mx.distributed.Group | None = None,
 ) -> LoadedHead:
     """Read a head of any known layout, published or converted. Quantised layers stay quantised on a GPU.
 
     `source` is a head file, a folder, or a result of `locate`. `config` is the trunk's config.json, `dtype`
-    the trunk's. `draft_vocabulary` limits drafts to that many of the most frequent ids.
+    the trunk's. `draft_vocabulary` limits drafts to that many of the most frequent ids. `group`: keep this
+    rank's part of the head only; raises HeadNotDivisible.
     """
     files = _located(source, trunk, config or {})
     layers, draft_ids = read_layers(files, trunk, config)
+    if group is not None:
+        divide(layers, trunk, group)
     for layer in layers:
         settle_dtype(layer, dtype, trunk.dtype)
     if draft_ids is None and not files.is_inside:
         draft_ids = _draft_ids_beside(files.source)
-    return LoadedHead(layers, str(files.source), _reduced(draft_ids, draft_vocabulary, trunk.vocab_size))
+    # Another rank may have a part of the output projection only: rank 0 checks the ids.
+    vocab_size = trunk.vocab_size if group is None or group.rank() == 0 else None
+    reduced = _reduced(draft_ids, draft_vocabulary, vocab_size)
+    return LoadedHead(layers, str(files.source), reduced, is_divided=group is not None)
 
 
 def read_layers(
@@ -286,14 +295,17 @@ def _draft_ids_beside(file: Path) -> mx.array | None:
         raise HeadError(f"{beside} contains no list of token ids named 'ids': {error!r}") from error
 
 
-def _reduced(draft_ids: mx.array | None, size: int | None, vocab_size: int) -> mx.array | None:
-    """The `size` most frequent ids, or a few less: as many as the native matmuls take at once."""
+def _reduced(draft_ids: mx.array | None, size: int | None, vocab_size: int | None) -> mx.array | None:
+    """The `size` most frequent ids, or a few less: as many as the native matmuls take at once.
+
+    `vocab_size`: of the model, to check the ids; None: they are not checked.
+    """
     if draft_ids is None:
         return None
     ids = draft_ids if size is None else draft_ids[:size]
     ids = ids[: whole_tiles(ids.size)]
     if ids.ndim != 1 or ids.size == 0:
         raise HeadError("the head's draft vocabulary (draft_ids) is empty, or not one list of ids.")
-    if mx.any((ids < 0) | (ids >= vocab_size)).item():
+    if vocab_size is not None and mx.any((ids < 0) | (ids >= vocab_size)).item():
         raise HeadError("the head's draft vocabulary (draft_ids) names ids that this model does not have.")
     return mx.sort(ids.astype(mx.int32))

@@ -41,16 +41,23 @@ class MTPHead(nn.Module):
         self.new_cache = new_cache  # makes mlx-lm's cache for one row of `layer`
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps=eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps=eps)
-        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.fc: nn.Module = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.layers = [layer]
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
     def __call__(self, hidden: mx.array, embedded: mx.array, view: Any) -> tuple[mx.array, mx.array]:
         """`out` and the h for the next depth, both [rows, width, hidden]."""
+        return self.after_fc(self.through_fc(hidden, embedded), view)
+
+    def through_fc(self, hidden: mx.array, embedded: mx.array) -> mx.array:
+        """The block's input.  [rows, width, hidden]"""
         parts = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
         if not self.spec.embedding_first:
             parts.reverse()
-        x = self.fc(mx.concatenate(parts, axis=-1))
+        x: mx.array = self.fc(mx.concatenate(parts, axis=-1))
+        return x
+
+    def after_fc(self, x: mx.array, view: Any) -> tuple[mx.array, mx.array]:
         first = view[0] if isinstance(view, tuple) else view
         mask = first.make_mask(x.shape[1]) if isinstance(first, LayerView) else None
         # By name: in some families the mask is not the second parameter.
