@@ -80,8 +80,12 @@ class Ranks:
         return np.concatenate([frame[1:], np.array(self._first(np.zeros(num - FRAME + 1, np.int32)))])
 
     def _first(self, numbers: np.ndarray) -> mx.array:
-        """Rank 0's numbers, on all ranks: gathered, which takes half as many exchanges as a sum."""
-        return mx.distributed.all_gather(mx.array(numbers)[None], group=self.group)[0]
+        """Rank 0's numbers, on all ranks: gathered, which takes half as many exchanges as a sum.
+
+        All on the CPU: a GPU would take longer to add and remove an axis than the message takes.
+        """
+        with mx.stream(mx.cpu):
+            return mx.distributed.all_gather(mx.array(numbers)[None], group=self.group)[0]
 
     def from_first(self, array: mx.array) -> mx.array:
         """Rank 0's array, on all ranks. The others give one of the same shape and dtype."""
