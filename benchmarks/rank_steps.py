@@ -14,6 +14,11 @@ by all ranks at the same time, since the ranks share this machine's cores:
 
     step(N) = pass(N) + 2 x layers x sum(N) + logits(N) + message(N) + rest
 
+Between two steps, by the clock that all processes of a machine share:
+
+    turn       from rank 0's read of a step to the first layers of the next one on another rank
+    wait       of another rank for a plan, after all its work is done; then the time until its first layers
+
 benchmarks/ranks.py has the same model for other machines, with pass(N) = bytes / (N x bandwidth) and no rest.
 """
 
@@ -156,7 +161,49 @@ class StepTimes:
         }
 
 
-def decode_steps(folder: str, num_rows: int, ranks: Ranks | None) -> dict[str, float]:
+class FollowerTimes:
+    """When another rank had done a step, has got the next plan, and began its first layers."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        from outrider.models.trunk import Trunk
+
+        self._receive, ranks.receive = ranks.receive, self.receive  # type: ignore[method-assign]
+        self._hidden, times = Trunk.hidden, self
+
+        def hidden(trunk: Trunk, *inputs: Any, **named: Any) -> Any:
+            times.began_s.setdefault(len(times.got_s), time.perf_counter())
+            return times._hidden(trunk, *inputs, **named)
+
+        Trunk.hidden = hidden  # type: ignore[method-assign]
+        self.done_s: list[float] = []
+        self.got_s: list[float] = []
+        self.began_s: dict[int, float] = {}  # by number of the step, from 1 on
+
+    def receive(self) -> Any:
+        import mlx.core as mx
+
+        from outrider.step import step_message
+
+        mx.synchronize()
+        done_s = time.perf_counter()
+        message = self._receive()
+        if int(message[0]) == step_message.STEP:
+            self.done_s.append(done_s)
+            self.got_s.append(time.perf_counter())
+        return message
+
+
+def between_steps(read_s: list[float], follower: dict[str, list[float]]) -> dict[str, float]:
+    """Median seconds between two steps: see the top of this module. Both have the same last step."""
+    done, got, began = (follower[name][-NUM_STEPS:] for name in ("done", "got", "began"))
+    waits = [later - sooner for sooner, later in zip(done, got, strict=True)]
+    builds = [later - sooner for sooner, later in zip(got, began, strict=True)]
+    turns = [later - sooner for sooner, later in zip(read_s[-NUM_STEPS:-1], began[1:], strict=True)]
+    parts = {"wait": waits, "build": builds, "turn": turns}
+    return {name: statistics.median(values) for name, values in parts.items()}
+
+
+def decode_steps(folder: str, num_rows: int, ranks: Ranks | None) -> dict[str, Any]:
     """Median seconds of a decode step of the engine, and of what rank 0 does between two steps."""
     from outrider.build import ModelChoice, build_engine
     from outrider.config import EngineConfig
@@ -172,11 +219,11 @@ def decode_steps(folder: str, num_rows: int, ranks: Ranks | None) -> dict[str, f
         outboxes[0].take(0.1)
     found = times.medians()
     engine.close()
-    return found
+    return found | {"read": times.read_s}
 
 
 def rank_main(folder: str, num_rows: int) -> None:
-    """One rank: rank 0 prints what it has measured."""
+    """One rank: prints what it has measured."""
     import mlx.core as mx
 
     from outrider.build import ModelChoice, follow_rank_0
@@ -186,7 +233,10 @@ def rank_main(folder: str, num_rows: int) -> None:
     ranks = Ranks(mx.distributed.init(strict=True)) if "MLX_HOSTFILE" in os.environ else None
     found = parts_of_step(folder, num_rows, ranks)
     if ranks is not None and ranks.rank > 0:
+        times = FollowerTimes(ranks)
         follow_rank_0(ModelChoice(folder), EngineConfig(drafter="none", auto_depth=0), ranks)
+        began_s = [times.began_s.get(1 + i, got_s) for i, got_s in enumerate(times.got_s)]
+        print(json.dumps({"done": times.done_s, "got": times.got_s, "began": began_s}))
         return
     print(json.dumps(found | decode_steps(folder, num_rows, ranks)))
 
@@ -196,13 +246,17 @@ def rank_main(folder: str, num_rows: int) -> None:
 
 def measured(folder: str, num_ranks: int, num_rows: int, threads: int | None) -> dict[str, Any]:
     own = ["--of-rank", folder, "--rows", str(num_rows)]
-    return run_ranks("benchmarks.rank_steps", own, num_ranks, folder, threads)
+    found, *others = (
+        json.loads(line) for (line,) in run_ranks("benchmarks.rank_steps", own, num_ranks, folder, threads)
+    )
+    read_s = found.pop("read")
+    return found | (between_steps(read_s, others[0]) if others else {})
 
 
 def run_ranks(
     module: str, arguments: list[str], num_ranks: int, folder: str, threads: int | None
-) -> dict[str, Any]:
-    """Run `main` of a benchmark as so many ranks. Returns the JSON object in the last line of rank 0."""
+) -> list[list[str]]:
+    """Run `main` of a benchmark as so many ranks. Returns the last line of each, if it has one."""
     with ExitStack() as stack:
         hosts = Path(folder, f"hosts-{num_ranks}.json")
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_ranks)]
@@ -226,8 +280,7 @@ def run_ranks(
         ]
         for rank in ranks:
             stack.callback(rank.kill)
-        found: dict[str, Any] = json.loads(ranks[0].communicate()[0].splitlines()[-1])
-        return found
+        return [rank.communicate()[0].splitlines()[-1:] for rank in ranks]
 
 
 def report(num_ranks: int, found: dict[str, float], alone: dict[str, float]) -> None:
@@ -242,7 +295,8 @@ def report(num_ranks: int, found: dict[str, float], alone: dict[str, float]) -> 
         f"    pass {ms['pass']:.2f}, {num_sums} sums of {own_sum:.3f} (back to back {ms['sum']:.3f}), "
         f"logits {ms['logits']:.2f}, message {ms['message']:.3f}, rest {rest:.2f}\n"
         f"    in the steps: host between two steps {ms['host']:.2f}, message {ms['send']:.3f} "
-        f"({found['bytes']:.0f} bytes, {100 * ms['send'] / ms['step']:.1f} %)",
+        f"({found['bytes']:.0f} bytes, {100 * ms['send'] / ms['step']:.1f} %)\n"
+        f"    on rank 1: turn {ms['turn']:.3f}, of which wait {ms['wait']:.3f}, then {ms['build']:.3f}",
         flush=True,
     )
 

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.build_caches import prefix_disk
 from outrider.build_controller import fingerprint
-from outrider.build_ranks import adapters_of_ranks, config_for_ranks
+from outrider.build_ranks import adapters_of_ranks, config_for_ranks, free_bytes_of_ranks
 from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.adapters import AdapterConflict, AdapterRefused
 
@@ -45,6 +45,39 @@ def test_ranks_have_the_adapters_of_the_start_only() -> None:
     with pytest.raises(AdapterConflict, match="sql stays loaded"):
         store.unload("sql")
     assert adapters_of_ranks(adapters, None) is adapters
+
+
+class RanksOnMachines:
+    """Rank 0, on its own machine or on that of the others."""
+
+    rank = 0
+
+    def __init__(self, is_on_own_machine: list[bool], free_bytes: int) -> None:
+        self._is_on_own_machine = is_on_own_machine
+        self._free_bytes = free_bytes  # what another rank can take
+
+    def digests(self, text: str) -> list[str]:
+        return [text if is_own else "elsewhere" for is_own in self._is_on_own_machine]
+
+    def smallest(self, number: int) -> int:
+        return min(number, self._free_bytes)
+
+
+@pytest.mark.parametrize(
+    ("is_on_own_machine", "free_bytes", "wanted"),
+    [
+        ([True, False], 900, 600),
+        ([True, False], 500, 500),
+        ([True, True, True], 900, 200),
+        ([True, True, False], 100, 100),
+    ],
+)
+def test_each_rank_takes_what_the_fullest_machine_leaves(
+    is_on_own_machine: list[bool], free_bytes: int, wanted: int
+) -> None:
+    ranks: Any = RanksOnMachines(is_on_own_machine, free_bytes)
+    assert free_bytes_of_ranks(600, ranks) == wanted
+    assert free_bytes_of_ranks(600, None) == 600
 
 
 def test_a_folder_for_cached_prefixes_on_some_ranks_only_is_refused(tmp_path: Path) -> None:

@@ -57,6 +57,19 @@ if os.environ.get("MLX_RANK") == "1":
 runpy.run_module("outrider", run_name="__main__")
 """  # rank 1 is killed before it learns the second draft, while the file $DIES exists
 
+FAILING = """
+import os, pathlib, runpy
+from outrider.step.forward import Forward
+run = Forward.run
+def fail_or_run(self, *inputs, **named):
+    if pathlib.Path(os.environ["FAILING"]).exists():
+        pathlib.Path(os.environ["FAILING"]).unlink()
+        raise RuntimeError("no memory left on rank 0")
+    return run(self, *inputs, **named)
+Forward.run = fail_or_run  # other ranks call `follow`
+runpy.run_module("outrider", run_name="__main__")
+"""  # a step fails on rank 0 only if the file $FAILING exists
+
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.skipif(not IN_SOAK, reason="starts many processes: runs under `make soak` only"),
@@ -271,6 +284,22 @@ def test_a_rank_that_dies_in_the_middle_of_a_draft_is_noticed(tmp_path: Path) ->
             wait_until(lambda: all(is_gone(pid) for pid in pids))
         assert any(text.startswith("rank 1 of this model") for text in health.faults), (health.faults, log)
         assert text_of(server) == want, "".join(log)
+
+
+def test_a_step_that_fails_on_rank_0_only_ends_all_ranks(model: Path, wanted: str, tmp_path: Path) -> None:
+    """Else the sums of the next step would be added to those of this one."""
+    failing = tmp_path / "failing"
+    flags = ("--tensor-parallel", "2")
+    with serving(model, *flags, program=("-c", FAILING), FAILING=str(failing)) as server:
+        log = read_log(server)
+        assert text_of(server) == wanted
+        pids = started_ranks(server)
+        with streaming(server) as rest:
+            failing.touch()
+            assert '"error"' in rest(), "".join(log)
+            wait_until(lambda: all(is_gone(pid) for pid in pids))
+        assert text_of(server) == wanted, "".join(log)
+        assert any("a step failed on rank 0 only: no memory left on rank 0" in line for line in log)
 
 
 def test_an_idle_rank_keeps_no_core_busy(model: Path) -> None:

@@ -19,6 +19,8 @@ from adapter_files import write_adapter
 from media_world import new_world
 from models.head_checkpoints import tiny_head
 from outrider import LLM, SamplingParams
+from outrider.models.errors import ModelUnavailable
+from outrider.models.files import default_model
 from patience import IN_SOAK, case_only_in_soak, wait_until
 from rank_processes import run_ranks
 from ranks_program import SETTINGS, answers, image_answers
@@ -235,6 +237,25 @@ def test_a_server_says_where_the_head_is(tmp_path: Path, rank_head: str) -> None
     assert model["rank_head_reason"].startswith(reason)
     assert model["rank_head"] in (("whole", "divided") if rank_head == "auto" else (rank_head,))
     assert f"({model['rank_head']}; {model['rank_head_reason']})" in server.banner
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not IN_SOAK, reason="three ranks of a real model: runs under `make soak` only")
+def test_the_default_model_on_three_ranks_answers_as_on_one() -> None:
+    """Its 9 heads and 3 KV heads are divided. The shipped head drafts on rank 0."""
+    try:
+        folder = default_model.ensure()
+    except ModelUnavailable as error:
+        pytest.skip(f"the default model cannot be fetched here: {error}")
+    question = {"messages": [{"role": "user", "content": "What is the capital of Japan?"}]}
+    texts = []
+    for flags in ((), ("--tensor-parallel", "3")):
+        with serving(folder, *flags) as server:
+            response = server.post("/v1/chat/completions", question | {"temperature": 0, "max_tokens": 24})
+            assert response.status_code == 200, response.text
+            texts.append(response.json()["choices"][0]["message"]["content"])
+    assert texts[0] == texts[1]
+    assert "Tokyo" in texts[0]
 
 
 REFUSALS = {  # flags of the server; what it says

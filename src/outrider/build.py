@@ -13,7 +13,7 @@ from outrider.build_adapters import FusedAdapter, fuse_adapter, load_adapters, u
 from outrider.build_caches import block_size_of, name_of_cells, prefix_disk
 from outrider.build_controller import fingerprint, measured_prompts, stored_controller
 from outrider.build_head import HeadCandidates, HeadSource, choose, load_candidates
-from outrider.build_ranks import adapters_of_ranks, config_for_ranks, facts_of_rank
+from outrider.build_ranks import adapters_of_ranks, config_for_ranks, facts_of_rank, free_bytes_of_ranks
 from outrider.config import (
     GENERATION_CONFIGS,
     EngineConfig,
@@ -26,7 +26,6 @@ from outrider.engine.memory_plan import (
     MAX_CPU_ROWS,
     MAX_ROWS,
     MemoryPlan,
-    MemoryShare,
     default_max_rows,
     plan_memory,
     plan_share,
@@ -141,6 +140,9 @@ def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> No
         ranks=ranks,
         read_block=None if disk is None else disk.read,
     )
+    free_bytes = free_bytes_of_ranks(machine.free_bytes(), ranks)
+    plan = plan_memory(config, free_bytes, machine.held_bytes()["arrays"], reads_images=False)
+    machine.limit_buffers(plan.steps)
     load_adapters(trunk, choice.adapters, config)
     adapters_of_ranks(trunk.adapters, ranks)
     follow(ranks, runner, disk)
@@ -276,7 +278,7 @@ def _parts(
         scorer_context=0 if scorer is None else scorer.max_context,
         no_gaps_reason=trunk.no_gaps_reason,
     )
-    memory = _memory_plan(loaded, device_drafter, config, place.memory, scorer)
+    memory = _memory_plan(loaded, device_drafter, config, place, scorer)
     load_adapters(trunk, choice.adapters, config)
     adapters = adapters_of_ranks(trunk.adapters, ranks)
     if ranks is not None:
@@ -326,11 +328,12 @@ def _memory_plan(
     loaded: loader.LoadedModel,
     drafter: LoadedDrafter | None,
     config: EngineConfig,
-    share: MemoryShare | None,
+    place: EnginePlace,
     scorer: PromptScorer | None,
 ) -> MemoryPlan:
-    """Call it once the weights are loaded. `share`: of a model beside others."""
-    reads_images = loaded.vision is not None
+    """Call it once the weights are loaded."""
+    reads_images, share = loaded.vision is not None, place.memory
+    free_bytes = free_bytes_of_ranks(machine.free_bytes(), place.ranks)
     if share is not None:
         layers = drafter.modules if drafter is not None else ()
         encoder = () if loaded.vision is None else (loaded.vision.encoder.model,)
@@ -338,7 +341,7 @@ def _memory_plan(
         weight_bytes = loaded_bytes([loaded.trunk.model, *layers, *encoder, *scoring])
         plan = plan_share(config, share, weight_bytes, reads_images)
     else:
-        plan = plan_memory(config, machine.free_bytes(), machine.held_bytes()["arrays"], reads_images)
+        plan = plan_memory(config, free_bytes, machine.held_bytes()["arrays"], reads_images)
     if plan.excess:
         log.warning(
             "weights (%.2f GB), --memory-budget (%.2f), cached prefixes (%.2f), images (%.2f) and adapters "

@@ -5,6 +5,8 @@ cli/tensor_parallel.py refuses the options that several ranks do not have.
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,6 +36,18 @@ def facts_of_rank(loaded: loader.LoadedModel, block_size: int | None) -> dict[st
         "--kv-bits": str(loaded.trunk.kv_bits),
         "cache layout": "slots" if block_size is None else f"blocks of {block_size}",
     }
+
+
+def free_bytes_of_ranks(free_bytes: int, ranks: Ranks | None) -> int:
+    """Memory that each rank can take, whatever its machine is; `free_bytes`: of this one's.
+
+    All ranks hold caches of the same size. Those that share a machine or a device share its memory. Call it
+    when all ranks have loaded their weights.
+    """
+    if ranks is None:
+        return free_bytes
+    places = ranks.digests(f"{platform.node()} {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+    return ranks.smallest(free_bytes // places.count(places[ranks.rank]))
 
 
 def adapters_of_ranks(adapters: TrunkAdapters, ranks: Ranks | None) -> AdapterStore:

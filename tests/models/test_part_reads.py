@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from absent_ranks import AbsentRanks
 from outrider.files.safetensors import InvalidSafetensors
-from outrider.models import loader
+from outrider.models import loader, part_reads
 from outrider.models.families import SUPPORTED, UnsupportedModel
 from outrider.models.part_reads import RowNumbers, stored_tensors
 from outrider.models.sharding import shard
@@ -88,11 +88,17 @@ def as_published(name: str, array: mx.array) -> list[tuple[str, mx.array]]:
 @pytest.mark.parametrize(
     "name", ["llama", "llama-4bit", "qwen3_moe", "qwen3_moe-4bit", "qwen3_5", "qwen3_5-4bit", "qwen3-mxfp4"]
 )
-def test_a_rank_has_the_bits_of_its_part(name: str, num_ranks: int, tmp_path: Path) -> None:
+def test_a_rank_has_the_bits_of_its_part(
+    name: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_checkpoint(tmp_path, name, **SIZES)
     for _ in range(2):
         for rank in range(num_ranks):
-            assert check_same(tmp_path, AbsentRanks(rank, num_ranks)) > 0
+            by_rows = check_same(tmp_path, AbsentRanks(rank, num_ranks))
+            assert by_rows > 0
+            with monkeypatch.context() as patch:
+                patch.setattr(part_reads, "MIN_RUN_BYTES", 1)
+                assert check_same(tmp_path, AbsentRanks(rank, num_ranks)) > by_rows
         rewrite(tmp_path, as_bfloat16)
 
 
@@ -143,6 +149,23 @@ def test_a_rank_reads_its_rows_only(name: str, tmp_path: Path) -> None:
     assert num_bytes == sum(array.nbytes for array in parts.values())
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_columns_are_read_alone_if_those_of_a_row_fill_some_pages(
+    num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, "llama", **SIZES | {"intermediate_size": 384})
+    row_bytes = 4 * 384  # of a down_proj; an o_proj has shorter rows
+
+    def num_read(min_run_bytes: int) -> tuple[int, int]:
+        monkeypatch.setattr(part_reads, "MIN_RUN_BYTES", min_run_bytes)
+        network, num_bytes = own_rows(tmp_path, AbsentRanks(1, num_ranks))
+        return num_bytes, network.layers[0].mlp.down_proj.linear.weight.nbytes * len(network.layers)
+
+    with_columns, down_bytes = num_read(row_bytes // num_ranks)
+    without, _ = num_read(row_bytes // num_ranks + 1)
+    assert with_columns == without + down_bytes
+
+
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc")
 def test_the_kernel_counts_fewer_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_new_trunk", lambda network, *_: network)  # it would need the other ranks
@@ -171,7 +194,11 @@ def test_a_name_in_two_files_is_left_to_mlx(tmp_path: Path) -> None:
     assert [tensor.array is once for tensor in stored.values()] == [True]
 
 
-def test_a_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("min_run_bytes", [1, 1 << 30])
+def test_a_file_that_becomes_shorter_is_named(
+    min_run_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_reads, "MIN_RUN_BYTES", min_run_bytes)
     write_checkpoint(tmp_path, "llama")
     stored: dict[str, mx.array] = {}
     network, _ = loader._load_network(tmp_path, loader.read_config(tmp_path), None, stored=stored)

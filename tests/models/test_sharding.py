@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
 
 from absent_ranks import AbsentRanks
 from outrider.models import loader, machine, merged_linear
@@ -20,6 +21,7 @@ from outrider.models.dtypes import settle_dtype
 from outrider.models.families import UnsupportedModel
 from outrider.models.sharding import shard
 from outrider.models.trunk import Trunk
+from outrider.models.vision import families as vision_families
 from outrider.rank_sums import SummedLinear
 from tiny_models import is_quantized_name, quantized_tiny_model, tiny_model, write_checkpoint
 
@@ -137,3 +139,15 @@ def test_sums_whose_order_would_depend_on_other_rows_are_refused(
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "expert_ffn_hidden_size": 96}
     assert "depend on the other rows: use 2 ranks" in refusal(family, 3, **sizes)
     shard(tiny_model(family), AbsentRanks(1, 2), family)  # type: ignore[arg-type]
+
+
+def test_images_on_several_ranks_are_embeddings_and_positions_only() -> None:
+    """Other ranks get no image features of deeper layers (Qwen3-VL) and no spans of images (Gemma)."""
+
+    def can_be_divided(name: str) -> bool:
+        family = vision_families.SUPPORTED[name]
+        kind, _ = _get_classes({"model_type": family.text if family.images == "tiles" else name})
+        return hasattr(kind, "shard")
+
+    divided = {name for name in vision_families.SUPPORTED if can_be_divided(name)}
+    assert divided == {"idefics3", "smolvlm", "qwen3_5", "qwen3_5_moe"}

@@ -24,6 +24,8 @@ import mlx.core as mx
 from outrider.step.ranks import Ranks, RanksDiffer
 ranks = Ranks(mx.distributed.init(strict=True))
 ranks.check_same({"model": "tiny", "weights": "12"})
+assert ranks.smallest(2**40 + 5 * ranks.rank) == 2**40
+assert ranks.smallest(7 - ranks.rank) == 6
 try:
     ranks.check_same({"model": "tiny", "weights": sys.argv[1]})
 except RanksDiffer as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,10 @@ from outrider.models.heads import HeadSpec, LoadedHead
 from outrider.plan import Move, RowPlan, RowResult, StepPlan
 from outrider.request import SamplingParams
 from outrider.sampling.sampler import Sampler
+from outrider.step import batch
+from outrider.step.batch import InvalidLogits
 from outrider.step.mtp import MTPDrafter
+from outrider.step.ranks import RanksOutOfStep
 from outrider.step.runner import Runner
 from plan_rows import plan_row
 from step.histories import World, random_head, world
@@ -355,6 +359,30 @@ def test_a_step_that_failed_half_way_leaves_nothing_behind(
     runner.reset()
     assert runner.num_bytes == 0
     assert run(runner, [row])[0] == expected
+
+
+def test_on_several_ranks_a_step_that_failed_half_way_is_not_computed_again(
+    tiny: World, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks are in the middle of it: their sums would be added to those of another step."""
+    row = plan_row(prompt_of(tiny, 81, 9), params=GREEDY, start=0, feeds_head=True, num_drafts_next=3)
+    other_ranks = SimpleNamespace(rank=0, send=lambda numbers, waits=True: None, rest=lambda: None)
+    monkeypatch.setattr(runner, "_ranks", other_ranks)
+    with monkeypatch.context() as patch:
+        patch.setattr(MTPDrafter, "_logits", lambda *_: 1 / 0)
+        with pytest.raises(RanksOutOfStep, match="on rank 0 only: division by zero"):
+            run(runner, [row])
+    assert not issubclass(RanksOutOfStep, Exception)  # which the engine would recover from
+    runner.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "_usable", raises_invalid_logits)
+        with pytest.raises(InvalidLogits):  # all ranks have computed the step to its end
+            run(runner, [row])
+    runner.reset()
+
+
+def raises_invalid_logits(*_: object) -> tuple[int, None]:
+    raise InvalidLogits("the model gave NaN or infinite logits")
 
 
 def test_bytes_held_are_the_bytes_that_the_geometry_gives(tiny: World, runner: Runner) -> None:

@@ -1,4 +1,4 @@
-"""Divides a model whose weights are still on the disk: a rank reads only its own rows of the weight files.
+"""Divides a model whose weights are still on the disk: a rank reads only its own part of the weight files.
 
 MLX reads a tensor whole, also if only a part of it is used. So the model is divided (models/sharding.py) with
 row numbers in the place of its weights. The numbers that a rank keeps name the rows that it has to read,
@@ -10,14 +10,16 @@ whatever the family's way of dividing is.
                          5 6
                          7 8
 
-A row of numbers is as short as the ranks can divide it. A part by columns (here 2, 4, 6, 8) has bytes in
-almost every page of the tensor: it is cut from the whole tensor, which MLX reads. Tensors that `sanitize` has
-changed are divided as they are.
+A row of numbers is as short as the ranks can divide it. A part by columns (here 2, 4, 6, 8) is a short run of
+bytes in every row. Runs of two pages or more are read one by one. Shorter ones have bytes in almost every
+page of the tensor: they are cut from the whole tensor, which MLX reads. Tensors that `sanitize` has changed
+are divided as they are.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +39,7 @@ NUMBERED = ("weight", "scales", "biases")  # parameters of a layer that are numb
 NUMBERS = mx.int64
 TENSOR_BIT = 40  # a number is (tensor << TENSOR_BIT) + place in the tensor, counted from 1; 0: a row of zeros
 WORD_BITS = 32  # quantised weights are packed into words of this size
+MIN_RUN_BYTES = 2 * os.sysconf("SC_PAGE_SIZE")  # of a row that are read alone; measured: docs/DEPLOYMENT.md
 NUM_READERS = 4  # threads, as many as MLX has for whole tensors: a disk serves several reads at once
 
 
@@ -64,6 +67,15 @@ class RowPart:
     tensor: StoredTensor
     rows: np.ndarray[Any, Any]  # [...]; -1: a row of zeros
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without the columns."""
+        return self.rows.shape
+
+    @property
+    def num_bytes_read(self) -> int:
+        return int((self.rows >= 0).sum()) * self.tensor.row_bytes
+
     def read(self) -> np.ndarray[Any, Any]:
         """As unsigned integers (NumPy has no bfloat16).  [rows, columns]"""
         row_bytes = self.tensor.row_bytes
@@ -83,15 +95,45 @@ class RowPart:
 
 
 @dataclass(frozen=True)
+class ColumnPart:
+    """The same columns of all rows of a tensor."""
+
+    tensor: StoredTensor
+    begin: int  # byte of a row
+    num_bytes: int  # of a row
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without the columns."""
+        return self.tensor.array.shape[:-1]
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self.tensor.num_rows * self.num_bytes
+
+    def read(self) -> np.ndarray[Any, Any]:
+        """As `RowPart.read`."""
+        data = np.empty((self.tensor.num_rows, self.num_bytes), np.uint8)
+        with self.tensor.file.open("rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):  # else the kernel reads the bytes between two runs too
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            for row, run in enumerate(data):
+                begin = self.tensor.begin + row * self.tensor.row_bytes + self.begin
+                if os.preadv(file.fileno(), [run.data], begin) < self.num_bytes:
+                    raise InvalidSafetensors(f"{self.tensor.file.name} is cut short")
+        return data.view(f"u{self.tensor.array.itemsize}")
+
+
+@dataclass(frozen=True)
 class _Read:
     layer: nn.Module
     name: str
-    part: RowPart
+    part: RowPart | ColumnPart
     data: Future[np.ndarray[Any, Any]]
 
     def finish(self) -> None:
         array = mx.array(self.data.result()).view(self.part.tensor.array.dtype)
-        self.layer[self.name] = array.reshape(*self.part.rows.shape, -1)
+        self.layer[self.name] = array.reshape(*self.part.shape, -1)
 
 
 class RowNumbers:
@@ -99,7 +141,7 @@ class RowNumbers:
 
     def __init__(self, network: nn.Module, stored: Mapping[int, StoredTensor], num_ranks: int) -> None:
         """`stored`: from `stored_tensors`."""
-        self.num_bytes_read = 0  # of rows; without the tensors that MLX reads whole
+        self.num_bytes_read = 0  # without the tensors that MLX reads whole
         self._numbered: list[tuple[StoredTensor, int]] = []  # tensor, numbers in a row
         arrays = cast(list[tuple[str, mx.array]], tree_flatten(network.parameters()))
         if any(array.dtype == NUMBERS for _, array in arrays):
@@ -126,7 +168,7 @@ class RowNumbers:
                 if isinstance(part, mx.array):
                     layer[name] = part
                     continue
-                self.num_bytes_read += int((part.rows >= 0).sum()) * part.tensor.row_bytes
+                self.num_bytes_read += part.num_bytes_read
                 reads.append(_Read(layer, name, part, pool.submit(part.read)))
                 if len(reads) > NUM_READERS:
                     reads.popleft().finish()
@@ -142,7 +184,7 @@ class RowNumbers:
                 if isinstance(array, mx.array) and array.dtype == NUMBERS:
                     yield layer, name
 
-    def _part(self, numbers: np.ndarray[Any, Any]) -> RowPart | mx.array:
+    def _part(self, numbers: np.ndarray[Any, Any]) -> RowPart | ColumnPart | mx.array:
         """What numbers [..., rows, numbers of a row] stand for. An array: MLX reads the tensor whole."""
         tensor, width = self._numbered[int(numbers.max()) >> TENSOR_BIT]
         places = (numbers & ((1 << TENSOR_BIT) - 1)) - 1
@@ -153,6 +195,9 @@ class RowNumbers:
         if own_width == width:
             return tensor.array
         scale, first = tensor.array.shape[-1] // width, int(places.flat[0])
+        itemsize = tensor.array.itemsize
+        if own_width * scale * itemsize >= MIN_RUN_BYTES:
+            return ColumnPart(tensor, first * scale * itemsize, own_width * scale * itemsize)
         return mx.contiguous(tensor.array[..., first * scale : (first + own_width) * scale])
 
 

@@ -25,6 +25,13 @@ class RanksDiffer(InvalidConfig):
     """The ranks do not run the same version, model or settings."""
 
 
+class RanksOutOfStep(BaseException):
+    """Rank 0 has left a step half-way: the operations of its next step would meet those of this one.
+
+    No Exception: the engine must not compute the rows again. It ends, and all ranks are started again.
+    """
+
+
 class RankSignals(Protocol):
     """Wakes ranks that wait for a message without a busy core (MLX's operations keep one busy)."""
 
@@ -73,8 +80,12 @@ class Ranks:
         return np.concatenate([frame[1:], np.array(self._first(np.zeros(num - FRAME + 1, np.int32)))])
 
     def _first(self, numbers: np.ndarray) -> mx.array:
-        """Rank 0's numbers, on all ranks: gathered, which takes half as many exchanges as a sum."""
-        return mx.distributed.all_gather(mx.array(numbers)[None], group=self.group)[0]
+        """Rank 0's numbers, on all ranks: gathered, which takes half as many exchanges as a sum.
+
+        All on the CPU: a GPU would take longer to add and remove an axis than the message takes.
+        """
+        with mx.stream(mx.cpu):
+            return mx.distributed.all_gather(mx.array(numbers)[None], group=self.group)[0]
 
     def from_first(self, array: mx.array) -> mx.array:
         """Rank 0's array, on all ranks. The others give one of the same shape and dtype."""
@@ -123,6 +134,12 @@ class Ranks:
         """How many ranks have set each flag."""
         found: list[int] = self._sum(np.array(flags, np.int32)).tolist()
         return found
+
+    def smallest(self, number: int) -> int:
+        """The smallest of the numbers with which all ranks call this; at least 0, up to 2 ** 62."""
+        own = np.array([[number >> 31, number & (1 << 31) - 1]], np.int32)
+        gathered = np.array(mx.distributed.all_gather(mx.array(own), group=self.group)).astype(np.int64)
+        return int((gathered[:, 0] << 31 | gathered[:, 1]).min())
 
     def digests(self, text: str) -> list[str]:
         """Digests of the texts with which all ranks call this, in the order of the ranks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -34,11 +35,11 @@ from outrider.plan import (
 )
 from outrider.prompt_media import MediaPiece
 from outrider.step import step_message
-from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
+from outrider.step.batch import Batch, InputBatch, InvalidLogits, NextInputs, PassOutput
 from outrider.step.compiled import CompiledPasses, is_traceable, num_table_columns, padding_rows
 from outrider.step.device_drafter import LoadedDrafter
 from outrider.step.forward import Forward
-from outrider.step.ranks import Ranks
+from outrider.step.ranks import Ranks, RanksOutOfStep
 
 WriteBlock = Callable[[str, Mapping[str, HostArray]], object]
 ReadBlock = Callable[[str], Mapping[str, HostArray]]
@@ -139,15 +140,16 @@ class Runner:
             widths = [_width(*each) for each in zip(plan.batches, shapes, strict=True)]
             message = step_message.encode(plan, widths, self._forward.has_divided_head)
             self._ranks.send(message, waits=False)
-        self._arrange(plan)
-        if plan.keeps_states:
-            self._versions.append([state.version() for state in self._states()])
         next_inputs = None if previous is None else previous.outputs[0].next_inputs
-        outputs = [
-            self._launch_pass(batch, shape, next_inputs)
-            for batch, shape in zip(plan.batches, shapes, strict=True)
-        ]
-        mx.async_eval([array for output in outputs for array in output.arrays()], self._cache_arrays())
+        with self._step_of_all_ranks():
+            self._arrange(plan)
+            if plan.keeps_states:
+                self._versions.append([state.version() for state in self._states()])
+            outputs = [
+                self._launch_pass(batch, shape, next_inputs)
+                for batch, shape in zip(plan.batches, shapes, strict=True)
+            ]
+            mx.async_eval([array for output in outputs for array in output.arrays()], self._cache_arrays())
         is_as_planned = all(
             output.num_rows >= shape.rows for output, shape in zip(outputs, shapes, strict=True)
         )
@@ -192,7 +194,20 @@ class Runner:
 
     def finish(self, launched: LaunchedPasses) -> StepResult:
         """Wait for a step and read it."""
-        return StepResult(tuple(row for output in launched.outputs for row in output.read()))
+        with self._step_of_all_ranks():
+            return StepResult(tuple(row for output in launched.outputs for row in output.read()))
+
+    @contextmanager
+    def _step_of_all_ranks(self) -> Iterator[None]:
+        """The other ranks compute this too. If rank 0 does not finish it, all ranks have to start again."""
+        try:
+            yield
+        except InvalidLogits:  # computed to the end
+            raise
+        except Exception as error:
+            if self._ranks is None:
+                raise
+            raise RanksOutOfStep(f"a step failed on rank 0 only: {error}") from error
 
     def encode(self, piece: MediaPiece) -> None:
         """Compute the embeddings of one piece of an image: a unit of work of its own, between steps."""
