@@ -225,7 +225,8 @@ def measure(num_ranks: list[int], bits: int | None, threads: int | None) -> None
         write_checkpoint(Path(folder), name, **MEASURED_SHAPE)
         _write_head(Path(folder), bits)
         for number in num_ranks:
-            report(number, run_ranks("benchmarks.rank_heads", ["--of-rank", folder], number, folder, threads))
+            first, *_ = run_ranks("benchmarks.rank_heads", ["--of-rank", folder], number, folder, threads)
+            report(number, json.loads(first[0]))
 
 
 def report(num_ranks: int, found: dict[str, Any]) -> None:

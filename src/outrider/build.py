@@ -126,11 +126,11 @@ def follow_rank_0(choice: ModelChoice, config: EngineConfig, ranks: Ranks) -> No
     names = _names_of_cells(loaded, None, candidates, config)
     trunk.prepare_for_serving()
     candidates.prepare_for_serving(trunk)
+    block_size = block_size_of(trunk, config.cache_layout)
+    ranks.check_same(facts_of_rank(loaded, block_size))
     chosen = choose(candidates, trunk, config.rank_head, ranks)
     del candidates
     tier = prefix_disk(names[chosen.is_divided], config, ranks)
-    block_size = block_size_of(trunk, config.cache_layout)
-    ranks.check_same(facts_of_rank(loaded, block_size))
     disk = None if tier is None else FollowerDisk(tier)
     runner = Runner(
         trunk,
@@ -213,26 +213,25 @@ def _parts(
     candidates.prepare_for_serving(trunk)
     if draft_model is not None:
         draft_model.prepare_for_serving(trunk)
-    chosen = choose(candidates, trunk, config.rank_head, place.ranks)
+    ranks, block_size = place.ranks, block_size_of(trunk, config.cache_layout)
+    if ranks is not None:
+        ranks.check_same(facts_of_rank(loaded, block_size))
+    chosen = choose(candidates, trunk, config.rank_head, ranks)
     del candidates
     head = chosen.head
     device_drafter = draft_model or head
     drafter: str = config.drafter
     if drafter == "auto":
         drafter = "model" if draft_model is not None else "mtp" if head is not None else "none"
-    disk = prefix_disk(names[chosen.is_divided], config, place.ranks)
+    disk = prefix_disk(names[chosen.is_divided], config, ranks)
     if fused is not None and fused.terms:
         use_for_all(trunk, fused)
     # On a device that outruns its host, decode passes are traced in few shapes, steps are overlapped, and an
     # MTP head is never paused. (A draft model is: feeding it costs more than a pass that is not traced.) On
     # several ranks every step is read before the next one is sent.
-    ranks = place.ranks
     outruns = machine.outruns_host() and ranks is None
     vision_encoder = vision.encoder if vision is not None else None
     write_block = None if disk is None else disk.write
-    block_size = block_size_of(trunk, config.cache_layout)
-    if ranks is not None:
-        ranks.check_same(facts_of_rank(loaded, block_size))
     scorer = None
     if choice.spec_prefill_model is not None:
         layers = choice.spec_prefill_layers

@@ -73,11 +73,6 @@ def load_candidates(
 ) -> HeadCandidates:
     """`rank_head`: of the EngineConfig. Raises HeadError or InvalidConfig if a head is asked for in vain."""
     if ranks is None:
-        if rank_head != "auto":
-            raise InvalidConfig(
-                f'rank_head="{rank_head}" (--rank-head) is for a model on several ranks, and this is one: '
-                "leave it out"
-            )
         return HeadCandidates(load_head(loaded, source))
     ranks.check_same({"--rank-head": rank_head})
     whole = None
@@ -173,7 +168,7 @@ def load_head(
     except heads.HeadNotDivisible:
         raise
     except heads.HeadError as error:  # the head is unknown, incomplete or damaged
-        if wanted.head is not None or wanted.drafter == "mtp":
+        if wanted.head is not None or wanted.drafter == "mtp" or ranks is not None:
             raise
         log.warning("%s Answering without drafts: %s.", error, _ways_to_a_head(loaded))
         return None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, InvalidConfig
 from outrider.engine.adapters import AdapterConflict, AdapterRefused, AdapterStore
 from outrider.models import loader
 from outrider.models.adapters.store import TrunkAdapters
@@ -21,7 +21,15 @@ from outrider.step.ranks import Ranks
 
 
 def config_for_ranks(config: EngineConfig, num_adapters: int, ranks: Ranks | None) -> EngineConfig:
-    """Several ranks load no more adapters than `num_adapters`, at the start."""
+    """Several ranks load no more adapters than `num_adapters`, at the start.
+
+    Raises InvalidConfig for an option that needs several ranks.
+    """
+    if ranks is None and config.rank_head != "auto":
+        raise InvalidConfig(
+            f'rank_head="{config.rank_head}" (--rank-head) is for a model on several ranks, and this is one: '
+            "leave it out"
+        )
     if ranks is None or num_adapters > config.max_adapters:  # too many are refused when they are loaded
         return config
     return replace(config, max_adapters=num_adapters)

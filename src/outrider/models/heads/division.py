@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 
 from outrider.cpu.quantized import is_kept, new_linear
 from outrider.models.divided_output import GatheredLinear, linear_of_rows, rows_of_rank, take_rows
@@ -42,7 +43,7 @@ def divide(layers: Sequence[MTPHead], trunk: Trunk, group: mx.distributed.Group)
         except UnsupportedModel as error:
             raise HeadNotDivisible(f"the MTP head cannot be divided: {error.reason}") from error
         num_outputs = layer.fc["weight"].shape[0]
-        own = linear_of_rows(layer.fc, rows_of_rank(num_outputs, group))
+        own = _copied(linear_of_rows(layer.fc, rows_of_rank(num_outputs, group)))
         layer.fc = GatheredLinear(own, num_outputs, group)
 
 
@@ -58,9 +59,14 @@ def divided_draft_projection(
     rows = draft_projection(trunk, draft_ids if has_rows else mx.zeros_like(draft_ids))
     if not is_tied:
         rows = _of_rank_0(rows, num_ids, group)
-    own = linear_of_rows(rows, rows_of_rank(num_ids, group))
+    return GatheredLinear(_copied(linear_of_rows(rows, rows_of_rank(num_ids, group))), num_ids, group)
+
+
+def _copied(own: nn.Module) -> nn.Module:
+    """The layer with arrays of its own: a part of an array holds the whole one's memory."""
+    own.update(tree_map(mx.contiguous, own.parameters()))
     mx.eval(own.parameters())
-    return GatheredLinear(own, num_ids, group)
+    return own
 
 
 def _of_rank_0(rows: nn.Module, num_rows: int, group: mx.distributed.Group) -> nn.Module:
