@@ -445,3 +445,11 @@ def test_ranks_that_differ_are_refused_with_both_fingerprints(model: Path, tmp_p
     first, second = line.split("rank 0: ")[1].split("; here")[0].split(", rank 1: ")
     assert len(first) == len(second) == 12
     assert first != second
+
+
+def test_ranks_that_differ_are_refused_before_their_heads_are_timed(tmp_path: Path) -> None:
+    folder, tiny = tmp_path / "model", tiny_head("qwen3_5", 1)
+    write_model(folder, tiny, tiny.converted())
+    serve = ["-m", "outrider", "serve", str(folder), "--drafter", "mtp"]
+    texts = refusals([serve, [*serve, "--dtype", "float16"]], tmp_path)
+    assert any("They differ in --dtype (" in text for text in texts), texts
