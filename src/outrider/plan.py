@@ -31,6 +31,9 @@ BLOCK_SIZE = 64  # cells of a block: what native attention takes at once; a cach
 # Spare blocks. ZEROS is never written: it stands for blocks that a row does not have. JUNK takes all writes
 # that belong to no row.
 ZEROS_BLOCK, JUNK_BLOCK, NUM_SPARE_BLOCKS = 0, 1, 2
+# Tokens of a wide pass, padding included. On CUDA a wide pass over prompts multiplies by dequantised weights
+# (models/quantized_layers.py) and never runs far ahead of the device (cache/placement.py).
+MANY_TOKENS = 512
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from outrider.cache.placement import LAUNCH_EVERY_LAYERS, MANY_TOKENS, MAX_LAUNCHED, Placement
+from outrider.cache.placement import LAUNCH_EVERY_LAYERS, MAX_LAUNCHED, Placement
+from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
+from outrider.plan import MANY_TOKENS
 
 
 @pytest.mark.parametrize(("num_tokens", "waits"), [(MANY_TOKENS, True), (MANY_TOKENS - 1, False)])
@@ -27,3 +29,24 @@ def test_long_passes_wait_for_their_earlier_launches(
     ]
     expected = launched[:-MAX_LAUNCHED] if waits else []
     assert [id(one) for one in awaited] == [id(one) for one in expected]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_launches"), [(MANY_TOKENS, 3), (MANY_TOKENS - 1, 0)])
+def test_recurrent_layers_of_long_passes_count_too(
+    num_tokens: int, num_launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hybrid may have three recurrent layers between two attention layers."""
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    counts = mx.array([0]), mx.array([num_tokens])
+    place = Placement([0], *counts, num_tokens, num_tokens, num_tokens, commits_all=True, launches=True)
+    launched: list[mx.array] = []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: launched.extend(arrays))
+    for _ in range(3 * LAUNCH_EVERY_LAYERS):
+        state = RecurrentState(StateSpec(((2,), (3,)), (mx.float32, mx.float32)))
+        state.resize(1, 0)
+        view = StateView(state, place)
+        before = len(launched)
+        view.on_commit(0, lambda _: mx.ones((1, 2)))
+        assert len(launched) == before, "the layer has another part"
+        view.on_commit(1, lambda _: mx.ones((1, 3)))
+    assert len(launched) == 2 * num_launches

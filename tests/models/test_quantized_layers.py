@@ -23,6 +23,8 @@ from outrider.models.quantized_layers import (
     use_flat_matmuls,
 )
 from outrider.models.trunk import Trunk
+from outrider.plan import MANY_TOKENS
+from outrider.request import MAX_DEPTH
 from ragged_rows import RaggedRows, error, solo_logits
 from tiny_models import VOCAB_SIZE, tiny_model
 
@@ -79,7 +81,7 @@ def test_many_tokens_are_multiplied_by_dequantised_weights(
     bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = quantised(nn.Linear(64, 24, bias=False), bits, dtype=mx.bfloat16)
-    many = quantized_layers.MIN_DEQUANTIZED
+    many = MANY_TOKENS
     x = numbers((2, many // 2, 64), mx.bfloat16)
     want = model.layer(x)
     use_flat_matmuls(model)
@@ -94,6 +96,19 @@ def test_many_tokens_are_multiplied_by_dequantised_weights(
     monkeypatch.setattr(quantized_layers, "MAX_DEQUANTIZED_BYTES", 24 * 64 * 2 - 1)
     model.layer(x)
     assert len(calls) == 2, "too large a copy"
+
+
+def test_decode_passes_of_many_rows_copy_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are traced, so nothing waits for the device: the copies of all layers would exist at once."""
+    model = quantised(nn.Linear(64, 24, bias=False), dtype=mx.bfloat16)
+    use_flat_matmuls(model)
+    copies = counted_calls(monkeypatch, "dequantize")
+    width = 1 + MAX_DEPTH
+    rows = -(-MANY_TOKENS // width)
+    model.layer(numbers((rows, width, 64), mx.bfloat16))
+    assert copies == []
+    model.layer(numbers((rows, width + 1, 64), mx.bfloat16))
+    assert len(copies) == 1
 
 
 def test_an_embedding_is_an_output_projection_too() -> None:

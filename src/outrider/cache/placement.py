@@ -14,15 +14,15 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from outrider.plan import BLOCK_SIZE, JUNK_BLOCK, ZEROS_BLOCK
+from outrider.plan import BLOCK_SIZE, JUNK_BLOCK, MANY_TOKENS, ZEROS_BLOCK
 
 VIEW_STEP = 16  # cells; the attended part of a buffer is a multiple, so that shapes repeat; chosen by hand
 LONG_VIEW = 256  # cells; longer views are multiples of LONG_VIEW_STEP instead; chosen by hand
 LONG_VIEW_STEP = 32  # OpenBLAS may round differently with its thread count unless a size is a multiple of 32
 LAUNCH_EVERY_LAYERS = 2  # layers that the host builds before it launches them; chosen by hand
-# A pass of many tokens waits for the device if more launches are not done: MLX on CUDA holds all that they
-# use, and does not wait by itself. Chosen by hand.
-MANY_TOKENS, MAX_LAUNCHED = 512, 2
+# A wide pass waits for the device if more launches are not done: MLX on CUDA holds all that they use, and
+# does not wait by itself. With the next launch, a wide pass holds what six layers use. Chosen by hand.
+MAX_LAUNCHED = 2
 # Rows attend together if the shortest of them has at least this share of the longest one's cells, or lacks
 # only a few cells: a group of its own costs as much as to read these. Chosen by hand.
 MIN_GROUP_SHARE = 0.8
@@ -186,7 +186,7 @@ class Placement:
         self._score_bounds: dict[int | None, mx.array] = {}
         self._added: dict[tuple[int, mx.Dtype], mx.array] = {}
         self._num_layers_written = 0
-        self._launched: list[tuple[mx.array, ...]] = []  # of a long pass on CUDA; the device may not be done
+        self._launched: list[tuple[mx.array, ...]] = []  # of a wide pass; the device may not be done
         self.num_native = 0  # layers whose native attention has read each row's cells where they are
 
     # -- blocks ------------------------------------------------------------------------------------------
@@ -303,13 +303,21 @@ class Placement:
             self._added[window, dtype] = mx.where(mask, mx.array(0, dtype), mx.array(-mx.inf, dtype))
         return self._added[window, dtype]
 
+    @cached_property
+    def is_wide(self) -> bool:
+        """True for a pass that must not run far ahead of the device: on CUDA, with many tokens."""
+        return self.launches and bool(mx.cuda.is_available()) and self.cells.size >= MANY_TOKENS
+
     def launch_every_few_layers(self, *arrays: mx.array) -> None:
-        """Called when a layer has written its cells: the device works while the host builds the rest."""
+        """Called when a layer has written its cells: the device works while the host builds the rest.
+
+        Recurrent layers call it too, in wide passes.
+        """
         self._num_layers_written += 1
         if not self.launches or self._num_layers_written % LAUNCH_EVERY_LAYERS:
             return
         mx.async_eval(*arrays)
-        if mx.cuda.is_available() and self.cells.size >= MANY_TOKENS:
+        if self.is_wide:
             self._launched.append(arrays)
             if len(self._launched) > MAX_LAUNCHED:
                 mx.eval(*self._launched.pop(0))

@@ -131,6 +131,8 @@ class StateView:
         self._registered.update(indices)
         if self.commits_all:
             self._write(indices, states_after, self._placement.fed_counts)
+            if self._placement.is_wide and len(self._registered) == len(self._state.parts):
+                self._placement.launch_every_few_layers(*self._state.parts)
         else:
             self._pending.append((indices, states_after))
 

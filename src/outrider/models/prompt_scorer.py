@@ -115,7 +115,15 @@ class PromptScorer:
         starts, num_fed = mx.array([start]), mx.array([size])
         adapters = self._trunk.adapters.of_pass(None)  # those of all requests
         return Placement(
-            [0], starts, num_fed, size, start + size, self._capacity, commits_all=True, adapters=adapters
+            [0],
+            starts,
+            num_fed,
+            size,
+            start + size,
+            self._capacity,
+            commits_all=True,
+            launches=True,
+            adapters=adapters,
         )
 
     def _last_buffers(self) -> RaggedKV:

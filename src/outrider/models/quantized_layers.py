@@ -3,7 +3,9 @@
 MLX's CUDA backend takes the leading dimensions of a quantised matmul for a batch of matmuls, and reads the
 weights for each of them. So rows and columns of a pass become one dimension here. Up to cuda_qmm.MAX_TOKENS
 tokens are computed by Outrider's own kernels; more tokens and other formats by MLX's. For the many tokens of
-a prompt the weights are dequantised first: an ordinary matmul is so much faster that this pays. On Metal MLX
+a prompt the weights are dequantised first: an ordinary matmul is so much faster that this pays. The copies
+live until the device has used them. Passes over prompts wait for the device, so only a few layers' copies
+exist at once (cache/placement.py). Decode passes do not wait, and use the quantised weights. On Metal MLX
 makes them one dimension by itself, so nothing is swapped there. See models/layer_swaps.py.
 """
 
@@ -14,12 +16,12 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from outrider.models import cuda_qmm
+from outrider.plan import MANY_TOKENS
+from outrider.request import MAX_DEPTH
 
 MAX_EXPERT_PAIRS = 512  # of a token and an expert, for cuda_qmm; chosen by hand: 8 and 64 were measured
-# From so many tokens on weights are dequantised. H200, 2560 x 9728 in 4 bits: 0.18 ms instead of 0.32 for 512
-# tokens, 0.36 instead of 0.86 for 2,048; in 8 bits 0.28 instead of 0.25, and 0.39 instead of 0.73.
-MIN_DEQUANTIZED = 512
-MAX_DEQUANTIZED_BYTES = 1 << 29  # of one layer, and those of a few layers exist at once; chosen by hand
+MAX_DECODED_WIDTH = 1 + MAX_DEPTH  # tokens of each row; wider passes are over prompts
+MAX_DEQUANTIZED_BYTES = 1 << 29  # of one matrix; chosen by hand
 
 
 def applies() -> bool:
@@ -81,7 +83,7 @@ def _matmul(layer: nn.Module, x: mx.array) -> mx.array:
     tokens = x.reshape(-1, x.shape[-1])
     if layer.has_kernel and len(tokens) <= cuda_qmm.MAX_TOKENS and x.dtype == layer.scales.dtype:
         out = cuda_qmm.matmul(tokens, layer)
-    elif _is_worth_dequantizing(layer, tokens):
+    elif _is_worth_dequantizing(layer, x):
         out = tokens @ _dequantized(layer).T
     else:
         out = mx.quantized_matmul(
@@ -97,11 +99,14 @@ def _matmul(layer: nn.Module, x: mx.array) -> mx.array:
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _is_worth_dequantizing(layer: nn.Module, tokens: mx.array) -> bool:
-    num_tokens, num_inputs = tokens.shape
-    num_bytes = layer["weight"].shape[0] * num_inputs * tokens.dtype.size
-    is_16_bit = layer.mode == "affine" and tokens.dtype == layer["scales"].dtype != mx.float32
-    return is_16_bit and num_tokens >= MIN_DEQUANTIZED and num_bytes <= MAX_DEQUANTIZED_BYTES
+def _is_worth_dequantizing(layer: nn.Module, x: mx.array) -> bool:
+    """H200, 2560 x 9728 in 4 bits: 0.18 ms instead of 0.32 for 512 tokens, 0.36 instead of 0.86 for 2,048;
+    in 8 bits 0.28 instead of 0.25, and 0.39 instead of 0.73."""
+    num_inputs = x.shape[-1]
+    is_wide = x.size >= MANY_TOKENS * num_inputs and x.shape[-2] > MAX_DECODED_WIDTH
+    num_bytes = layer["weight"].shape[0] * num_inputs * x.dtype.size
+    is_16_bit = layer.mode == "affine" and x.dtype == layer["scales"].dtype != mx.float32
+    return is_16_bit and is_wide and num_bytes <= MAX_DEQUANTIZED_BYTES
 
 
 def _dequantized(layer: nn.Module) -> mx.array:

@@ -96,7 +96,15 @@ class CausalModel:
         starts = mx.full((len(rows),), first, mx.int32)
         longest = max(map(len, rows))
         place = Placement(
-            range(len(rows)), starts, fed, width, first + width, longest, any_new=first == 0, commits_all=True
+            range(len(rows)),
+            starts,
+            fed,
+            width,
+            first + width,
+            longest,
+            any_new=first == 0,
+            commits_all=True,
+            launches=True,
         )
         hidden = self._trunk.hidden(mx.array(ids), cache, place)
         cache.commit(fed)
