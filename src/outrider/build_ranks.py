@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.config import EngineConfig, InvalidConfig
+from outrider.cpu.quantized import is_kept, quantized_layers
 from outrider.engine.adapters import AdapterConflict, AdapterRefused, AdapterStore
 from outrider.models import loader
 from outrider.models.adapters.store import TrunkAdapters
@@ -37,12 +38,14 @@ def config_for_ranks(config: EngineConfig, num_adapters: int, ranks: Ranks | Non
 
 def facts_of_rank(loaded: loader.LoadedModel, block_size: int | None) -> dict[str, str]:
     """What has to be the same on all ranks, beside the versions and the head (build_head.py)."""
+    layers = quantized_layers(loaded.trunk.model)
     return {
         "weight files": weights_digest(loaded.path),
         "model config": repr(loaded.config),
         "--dtype": str(loaded.trunk.dtype),
         "--kv-bits": str(loaded.trunk.kv_bits),
         "cache layout": "slots" if block_size is None else f"blocks of {block_size}",
+        "native operations on CPUs": str(any(is_kept(layer) for _, layer in layers)),
     }
 
 
