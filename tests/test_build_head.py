@@ -11,6 +11,7 @@ import pytest
 
 from outrider import build_head
 from outrider.build_head import ChosenHead, HeadCandidates, HeadSource, choose, load_candidates
+from outrider.build_ranks import config_for_ranks
 from outrider.config import EngineConfig, InvalidConfig
 
 NO_FILE = Path("head.safetensors")
@@ -103,6 +104,6 @@ def test_one_rank_takes_no_choice() -> None:
     source = HeadSource(None, None, "auto", "none")
     assert load_candidates(loaded, source, "auto", None) == HeadCandidates()
     with pytest.raises(InvalidConfig, match="--rank-head"):
-        load_candidates(loaded, source, "divided", None)
+        config_for_ranks(EngineConfig(rank_head="divided"), 0, None)
     with pytest.raises(InvalidConfig, match="rank_head must be one of auto, whole, divided"):
         EngineConfig(rank_head="half")  # type: ignore[arg-type]

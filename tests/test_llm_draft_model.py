@@ -13,6 +13,7 @@ from outrider.api.settings import ServerSettings
 from outrider.build import ModelChoice, _memory_plan
 from outrider.cli.banner import banner
 from outrider.engine.memory_plan import MemoryShare
+from outrider.engine_place import EnginePlace
 from outrider.models import loader
 from outrider.models.draft_model import load_draft_model
 from outrider.models.files.weight_size import loaded_bytes
@@ -86,9 +87,9 @@ def test_the_weights_of_the_draft_model_count(model: Path, tmp_path: Path) -> No
     write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     loaded = loader.load(model)
     draft_model = load_draft_model(tmp_path, loaded, "auto", None)
-    share = MemoryShare(1 << 30, 1 << 28)
+    place = EnginePlace(memory=MemoryShare(1 << 30, 1 << 28))
     alone, both = (
-        _memory_plan(loaded, drafter, EngineConfig(), share, None).weights for drafter in (None, draft_model)
+        _memory_plan(loaded, drafter, EngineConfig(), place, None).weights for drafter in (None, draft_model)
     )
     assert both == alone + loaded_bytes(draft_model.modules)
 
