@@ -5,6 +5,7 @@ The server is real; only its model plays a script, under the grammars that the s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,9 +30,10 @@ whole_and_streamed = pytest.mark.parametrize("stream", [False, True], ids=["whol
 
 
 @pytest.fixture(params=list(APIS))
-def api(request: pytest.FixtureRequest, agent_server: AgentServer) -> Api:
+def api(request: pytest.FixtureRequest, agent_server: AgentServer) -> Iterator[Api]:
     agent_server.forget_off_script()
-    return APIS[request.param](agent_server)
+    yield APIS[request.param](agent_server)
+    agent_server.forget_off_script()  # other files share the server
 
 
 def says(server: AgentServer, *turns: Turn, when: str = "Knock, knock") -> None:
