@@ -64,8 +64,13 @@ TokenBlock token_block(const QuantizedTokens &tokens, int first, int k) {
 
 void store(const Product &product, int row, int first, int num_tokens, const Sums &sums) {
     int num_rows = std::min(TILE_ROWS, product.weights.num_rows - row);
-    for (int t = 0; t < num_tokens; t++)
-        std::memcpy(product.y + (first + t) * product.stride + row, sums[t], num_rows * sizeof(float));
+    for (int t = 0; t < num_tokens; t++) {
+        float *y = product.y + (first + t) * product.stride + row;
+        if (num_rows == TILE_ROWS)
+            std::memcpy(y, sums[t], sizeof(sums[t]));  // of a known size: no call
+        else
+            std::memcpy(y, sums[t], num_rows * sizeof(float));
+    }
 }
 
 // Rows [row, row + TILE_ROWS) of the weights times all tokens. A tile has up to max_size elements of a row.
@@ -96,25 +101,30 @@ void multiply_tile(
     }
 }
 
-// The same for interleaved weights.
-void multiply_interleaved(const Product &product, int row, const QuantizedTokens &tokens) {
+// Tiles [first, last) of interleaved weights times all tokens. The first tokens meet all of these tiles before the next
+// tokens do: a few tokens stay in the L1 cache, and the tiles in the L2 cache.
+void multiply_interleaved(const Product &product, int first, int last, const QuantizedTokens &tokens) {
     for (int t = 0; t < tokens.num_tokens; t += MAX_TOKENS) {
         int count = std::min(MAX_TOKENS, tokens.num_tokens - t);
-        alignas(64) Sums sums = {};
-        kernels->add_interleaved(product.weights, row, token_block(tokens, t, 0), count, sums);
-        store(product, row, t, count, sums);
+        TokenBlock block = token_block(tokens, t, 0);
+        for (int n = first; n < last; n++) {
+            alignas(64) Sums sums;
+            kernels->add_interleaved(product.weights, n * TILE_ROWS, block, count, sums);
+            store(product, n * TILE_ROWS, t, count, sums);
+        }
     }
 }
 
-void multiply_rows(const Product &product, int row, const QuantizedTokens &tokens) {
+void multiply_tiles(const Product &product, int first, int last, const QuantizedTokens &tokens) {
     const QuantizedMatrix &w = product.weights;
     if (w.is_interleaved && kernels->add_interleaved)
-        multiply_interleaved(product, row, tokens);
-    else if (w.elements == Elements::e4m3)
-        multiply_tile<FloatTile>(product, row, tokens, MAX_FLOATS, kernels->fill_floats, kernels->add_floats);
-    else
-        multiply_tile<Tile>(
-            product, row, tokens, MAX_SIZE, w.is_interleaved ? PORTABLE.fill : kernels->fill, kernels->add);
+        return multiply_interleaved(product, first, last, tokens);
+    for (int row = first * TILE_ROWS; row < last * TILE_ROWS; row += TILE_ROWS)
+        if (w.elements == Elements::e4m3)
+            multiply_tile<FloatTile>(product, row, tokens, MAX_FLOATS, kernels->fill_floats, kernels->add_floats);
+        else
+            multiply_tile<Tile>(
+                product, row, tokens, MAX_SIZE, w.is_interleaved ? PORTABLE.fill : kernels->fill, kernels->add);
 }
 
 int num_tiles(const Product &product) { return (product.weights.num_rows + TILE_ROWS - 1) / TILE_ROWS; }
@@ -154,9 +164,10 @@ void multiply(const Product *products, int num_products, const QuantizedTokens &
     parallel(num_chunks, [&](int chunk) {
         int first = static_cast<int>(static_cast<long>(total) * chunk / num_chunks);
         int last = static_cast<int>(static_cast<long>(total) * (chunk + 1) / num_chunks);
-        for (int i = 0, before = 0; i < num_products; before += num_tiles(products[i++]))
-            for (int n = std::max(first, before); n < std::min(last, before + num_tiles(products[i])); n++)
-                multiply_rows(products[i], (n - before) * TILE_ROWS, tokens);
+        for (int i = 0, before = 0; i < num_products; before += num_tiles(products[i++])) {
+            int end = std::min(last - before, num_tiles(products[i]));
+            multiply_tiles(products[i], std::max(first - before, 0), end, tokens);
+        }
     });
 }
 
