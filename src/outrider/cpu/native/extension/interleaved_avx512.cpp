@@ -80,93 +80,69 @@ struct Scales {
     }
 };
 
-template <int N, bool HALVES, Codes CODES>
-AVX512 void add(const QuantizedMatrix &w, int row, const TokenBlock &tokens, Sums &sums) {
-    constexpr int PARTS = HALVES ? 2 : 1;   // of a block that have a scale of their own
-    constexpr int CHAINS = N == 1 ? 2 : 1;  // sums that do not wait for each other; integers: exact
+// The codes of a block are unpacked once and stay in registers for all tokens. The sums of the tokens are in memory: a
+// block has sixteen multiplications for each load and store of them.
+template <bool HALVES, Codes CODES>
+AVX512 void add(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, RowSums *sums) {
+    constexpr int PARTS = HALVES ? 2 : 1;      // of a block that have a scale of their own
+    constexpr int EIGHTS = BLOCK / 8 / PARTS;  // of codes, in a part
     constexpr int BYTES = TILE_ROWS * (CODES == Codes::eight_bits ? 8 : 4);  // of eight codes of each row
     const int num_blocks = w.size / BLOCK, blocks_per_group = HALVES ? 1 : w.group_size / BLOCK;
     auto *words = reinterpret_cast<const uint8_t *>(w.codes) + static_cast<ptrdiff_t>(row) * w.size / 8 * w.bits;
     const float *part_sums = HALVES ? tokens.half_sums : tokens.sums;
     Scales of_groups(w, row);
-    __m512 scale = {}, bias = {}, sum[N];
-#pragma GCC unroll 8
-    for (int t = 0; t < N; t++)
-        sum[t] = _mm512_setzero_ps();
+    __m512 scale = {}, bias = {};
+    for (int t = 0; t < num_tokens; t++)
+        _mm512_store_ps(sums[t], _mm512_setzero_ps());
     for (int b = 0, left = 0; b < num_blocks; b++) {
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS; part++) {
-            __m512i high[N][CHAINS], low[N][CHAINS];
-#pragma GCC unroll 8
-            for (int t = 0; t < N; t++)
-#pragma GCC unroll 2
-                for (int chain = 0; chain < CHAINS; chain++)
-                    high[t][chain] = low[t][chain] = _mm512_setzero_si512();
+            __m512i codes[2 * EIGHTS];
 #pragma GCC unroll 4
-            for (int i = 0; i < BLOCK / 8 / PARTS; i++, words += BYTES) {
-                __m512i codes[2];
-                unpack<CODES>(words, codes[0], codes[1]);
+            for (int i = 0; i < EIGHTS; i++, words += BYTES) {
+                unpack<CODES>(words, codes[2 * i], codes[2 * i + 1]);
                 __builtin_prefetch(words + AHEAD * (BLOCK / 8) * BYTES);
                 if (CODES == Codes::eight_bits)
                     __builtin_prefetch(words + AHEAD * (BLOCK / 8) * BYTES + 64);
-#pragma GCC unroll 2
-                for (int odd = 0; odd < 2; odd++)
-#pragma GCC unroll 8
-                    for (int t = 0; t < N; t++) {
-                        int quad = 2 * (part * (BLOCK / 8 / PARTS) + i) + odd;
-                        const int8_t *four = tokens.codes + b * PAIR + t * tokens.code_stride + quad * 4;
-                        __m512i &four_high = high[t][odd % CHAINS], &four_low = low[t][odd % CHAINS];
-                        four_high = _mm512_dpbusd_epi32(four_high, codes[odd], _mm512_set1_epi32(load_four(four)));
-                        four_low =
-                            _mm512_dpbusd_epi32(four_low, codes[odd], _mm512_set1_epi32(load_four(four + BLOCK)));
-                    }
             }
             if (left-- == 0) {
                 of_groups.next(scale, bias);
                 left = blocks_per_group - 1;
             }
+            const int8_t *fours = tokens.codes + b * PAIR + part * EIGHTS * 8;
+            for (int t = 0; t < num_tokens; t++, fours += tokens.code_stride) {
+                __m512i high[2], low[2];  // two sums each that do not wait for each other; integers: exact
+                high[0] = high[1] = low[0] = low[1] = _mm512_setzero_si512();
 #pragma GCC unroll 8
-            for (int t = 0; t < N; t++) {
-                if (CHAINS == 2) {
-                    high[t][0] = _mm512_add_epi32(high[t][0], high[t][CHAINS - 1]);
-                    low[t][0] = _mm512_add_epi32(low[t][0], low[t][CHAINS - 1]);
+                for (int quad = 0; quad < 2 * EIGHTS; quad++) {
+                    __m512i &of_high = high[quad % 2], &of_low = low[quad % 2];
+                    const int8_t *four = fours + quad * 4;
+                    of_high = _mm512_dpbusd_epi32(of_high, codes[quad], _mm512_set1_epi32(load_four(four)));
+                    of_low = _mm512_dpbusd_epi32(of_low, codes[quad], _mm512_set1_epi32(load_four(four + BLOCK)));
                 }
                 ptrdiff_t block = t * tokens.block_stride + b;
-                __m512i all = _mm512_add_epi32(_mm512_slli_epi32(high[t][0], LOW_BITS), low[t][0]);
+                __m512i all = _mm512_add_epi32(
+                    _mm512_slli_epi32(_mm512_add_epi32(high[0], high[1]), LOW_BITS),
+                    _mm512_add_epi32(low[0], low[1]));
                 __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(tokens.scales[block]));
-                sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), factor, sum[t]);
-                sum[t] = _mm512_fmadd_ps(bias, _mm512_set1_ps(part_sums[block * PARTS + part]), sum[t]);
+                __m512 sum = _mm512_load_ps(sums[t]);
+                sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), factor, sum);
+                sum = _mm512_fmadd_ps(bias, _mm512_set1_ps(part_sums[block * PARTS + part]), sum);
+                _mm512_store_ps(sums[t], sum);
             }
         }
-    }
-#pragma GCC unroll 8
-    for (int t = 0; t < N; t++)
-        _mm512_storeu_ps(sums[t], sum[t]);
-}
-
-template <bool HALVES, Codes CODES>
-void add_all(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, Sums &sums) {
-    switch (num_tokens) {
-    case 1: return add<1, HALVES, CODES>(w, row, tokens, sums);
-    case 2: return add<2, HALVES, CODES>(w, row, tokens, sums);
-    case 3: return add<3, HALVES, CODES>(w, row, tokens, sums);
-    case 4: return add<4, HALVES, CODES>(w, row, tokens, sums);
-    case 5: return add<5, HALVES, CODES>(w, row, tokens, sums);
-    case 6: return add<6, HALVES, CODES>(w, row, tokens, sums);
-    case 7: return add<7, HALVES, CODES>(w, row, tokens, sums);
-    default: return add<8, HALVES, CODES>(w, row, tokens, sums);
     }
 }
 
 template <Codes CODES>
-void add_codes(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, Sums &sums) {
-    (w.group_size == HALF ? add_all<true, CODES> : add_all<false, CODES>)(w, row, tokens, num_tokens, sums);
+void add_codes(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, RowSums *sums) {
+    (w.group_size == HALF ? add<true, CODES> : add<false, CODES>)(w, row, tokens, num_tokens, sums);
 }
 
 }  // namespace
 
 void avx512_add_interleaved(
-    const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, Sums &sums) {
+    const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, RowSums *sums) {
     if (w.bits == 8)
         return add_codes<Codes::eight_bits>(w, row, tokens, num_tokens, sums);
     (w.elements == Elements::e2m1 ? add_codes<Codes::e2m1> : add_codes<Codes::four_bits>)(

@@ -62,7 +62,7 @@ TokenBlock token_block(const QuantizedTokens &tokens, int first, int k) {
     };
 }
 
-void store(const Product &product, int row, int first, int num_tokens, const Sums &sums) {
+void store(const Product &product, int row, int first, int num_tokens, const RowSums *sums) {
     int num_rows = std::min(TILE_ROWS, product.weights.num_rows - row);
     for (int t = 0; t < num_tokens; t++) {
         float *y = product.y + (first + t) * product.stride + row;
@@ -104,11 +104,11 @@ void multiply_tile(
 // Tiles [first, last) of interleaved weights times all tokens. The first tokens meet all of these tiles before the next
 // tokens do: a few tokens stay in the L1 cache, and the tiles in the L2 cache.
 void multiply_interleaved(const Product &product, int first, int last, const QuantizedTokens &tokens) {
-    for (int t = 0; t < tokens.num_tokens; t += MAX_TOKENS) {
-        int count = std::min(MAX_TOKENS, tokens.num_tokens - t);
+    for (int t = 0; t < tokens.num_tokens; t += MAX_INTERLEAVED) {
+        int count = std::min(MAX_INTERLEAVED, tokens.num_tokens - t);
         TokenBlock block = token_block(tokens, t, 0);
         for (int n = first; n < last; n++) {
-            alignas(64) Sums sums;
+            alignas(64) RowSums sums[MAX_INTERLEAVED];
             kernels->add_interleaved(product.weights, n * TILE_ROWS, block, count, sums);
             store(product, n * TILE_ROWS, t, count, sums);
         }

@@ -11,7 +11,7 @@
 namespace outrider {
 
 void avx512_add_interleaved(
-    const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, Sums &sums);
+    const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, RowSums *sums);
 
 AVX512 INLINE __m512 widened(__m512i halves, ScaleType type) {  // 16 numbers of 16 bits, in the low bits of lanes
     if (type == ScaleType::bfloat16)

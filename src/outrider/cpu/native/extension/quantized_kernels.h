@@ -18,6 +18,7 @@ constexpr int MAX_GROUPS = MAX_SIZE / HALF;
 constexpr int MAX_FLOATS = 256;            // elements of a row in a tile of floats, for the same reason
 constexpr int QUADS = BLOCK / 4;           // four codes of a row are multiplied by one instruction
 constexpr int MAX_TOKENS = 8;              // that are computed together: three registers each for their sums
+constexpr int MAX_INTERLEAVED = 16;        // the same for interleaved weights: their sums are in memory
 constexpr int LOW_BITS = 7;                // a token's code is high * 2^LOW_BITS + low
 constexpr int PAIR = 2 * BLOCK;            // bytes of a token's block
 
@@ -52,7 +53,8 @@ struct TokenBlock {
     ptrdiff_t code_stride, block_stride;  // from one token to the next
 };
 
-using Sums = float[MAX_TOKENS][TILE_ROWS];
+using RowSums = float[TILE_ROWS];  // of one token
+using Sums = RowSums[MAX_TOKENS];
 
 struct Kernels {
     const char *name;
@@ -62,7 +64,7 @@ struct Kernels {
     void (*fill_floats)(const QuantizedMatrix &w, int row, int first, int size, FloatTile &tile);
     void (*add_floats)(const FloatTile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums);
     // TILE_ROWS rows of interleaved weights, without a tile; null: interleaved weights are slow
-    void (*add_interleaved)(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, Sums &sums);
+    void (*add_interleaved)(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, RowSums *sums);
 };
 
 extern const Kernels PORTABLE;
