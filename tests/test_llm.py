@@ -13,11 +13,16 @@ import pytest
 from mlx.utils import tree_flatten
 
 from outrider import LLM, InvalidConfig, InvalidRequest, SamplingParams
+from outrider.build import ModelChoice, build_engine
+from outrider.config import EngineConfig
 from outrider.engine.engine import EngineStopped
 from outrider.llm import GenerationFailed
 from outrider.models.errors import ModelUnavailable
 from outrider.models.heads import HeadError, new_head
 from outrider.models.trunk import Trunk
+from outrider.plan import MANY_TOKENS
+from outrider.request import DraftDepth
+from outrider.speculate.prompt_costs import PromptShape
 from patience import PATIENCE_S, held_steps, wait_until
 from tiny_models import write_checkpoint
 
@@ -222,6 +227,19 @@ def test_max_tokens_none_runs_to_the_end_of_the_context(folder: Path) -> None:
         (out,) = llm.generate([[5] * 10], SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))
         assert len(out.token_ids) == 30
         assert out.finish_reason == "length"
+
+
+@pytest.mark.parametrize("auto_depth", ["auto", 0])
+def test_the_planner_of_prompts_knows_the_dequantised_weights_of_the_model(
+    auto_depth: DraftDepth, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.build.copied_bytes", lambda *_: 10**15)
+    for _ in range(2):  # with "auto" the second engine has stored costs
+        engine, _ = build_engine(ModelChoice(folder), EngineConfig(max_rows=2, auto_depth=auto_depth))
+        costs = engine._loop.parts.controller.prompt_costs
+        engine.close()
+        assert costs.pass_bytes(PromptShape().plus(MANY_TOKENS - 1, 0)) < 10**15
+        assert costs.pass_bytes(PromptShape().plus(MANY_TOKENS, 0)) >= 10**15
 
 
 def test_prompt_beyond_the_memory_budget_is_refused(folder: Path) -> None:

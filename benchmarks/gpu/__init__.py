@@ -7,6 +7,7 @@ driver      the engine's loop
 loop        times the engine's loop
 interleaved compares loops, a few steps of each in turn
 bare        the device's own time for a step, its memory bandwidth, and the lower bound of a step's time
+wide_passes the memory of wide passes over prompts, as it is and as it is predicted
 mlx_lm_loop mlx-lm's generators on the same model
 checks      kernels and tokens must be right on this device, or times mean nothing
 *_cells     the measurements by name: a cell is one measurement

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu --list
     python -m benchmarks.gpu --models 4b --dtypes bf16 --rows 1 8 32 --accept 70 --out gpu.json
     python -m benchmarks.gpu --models default --model FOLDER --only '*/loop/*'
+    python -m benchmarks.gpu --models dense-4b 4b 35b-a3b --dtypes 4bit --only '*/wide'
     python -m benchmarks.gpu --tiny --steps 8 --seconds 2          # a machine without a GPU
 
 --out is written after every cell. If a cell fails, its error is printed and the other cells go on. After

@@ -16,7 +16,8 @@ from benchmarks.gpu.machine_cells import Machine
 from benchmarks.gpu.mlx_lm_loop import mlx_lm_turn
 from benchmarks.gpu.scripted import AcceptanceScript, scripted
 from benchmarks.gpu.settings import CellResult, CellSettings, median, say
-from benchmarks.gpu.weights import Subject
+from benchmarks.gpu.weights import BITS, Subject
+from benchmarks.gpu.wide_passes import WidePasses
 from outrider.bench.statistics import Spread
 from outrider.models.machine import outruns_host
 from outrider.request import DraftDepth
@@ -31,7 +32,7 @@ BLOCKS_PARTS = 4  # parts of a round in these cells: loops take turns more often
 
 def names_of(model: str, dtype: str, settings: CellSettings) -> list[str]:
     """The names of a model's cells. Does not load the model."""
-    names = ["about", "costs"]
+    names = ["about", "costs", *(["wide"] if dtype in BITS else [])]
     for rows in settings.rows:
         names.append(f"bare/rows={rows}")
         names += [f"loop/rows={rows}/accept={percent}" for percent in settings.accept]
@@ -63,6 +64,8 @@ class ModelCells:
             return self._blocks_cell(rows, int(values["depth"]), int(values["longest"]))
         if kind in ("bare", "mlx-lm"):
             return self._bare_cell(rows) if kind == "bare" else self._mlx_lm_cell(rows)
+        if kind == "wide":
+            return WidePasses(self._subject).cell()
         return self._about() if kind == "about" else self._costs().as_json()
 
     def _about(self) -> CellResult:

@@ -36,6 +36,7 @@ from outrider.engine_place import ALONE, EnginePlace
 from outrider.grammar.backend import tokenizer_source
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.models import loader, machine
+from outrider.models.copied_weights import copied_bytes
 from outrider.models.draft_model import DraftModel, load_draft_model
 from outrider.models.files.weight_size import loaded_bytes
 from outrider.models.prompt_scorer import PromptScorer
@@ -276,6 +277,7 @@ def _parts(
         hidden_size=trunk.hidden_size,
         scorer_context=0 if scorer is None else scorer.max_context,
         no_gaps_reason=trunk.no_gaps_reason,
+        copied_bytes=copied_bytes(trunk, device_drafter),
     )
     memory = _memory_plan(loaded, device_drafter, config, place, scorer)
     load_adapters(trunk, choice.adapters, config)
@@ -293,7 +295,8 @@ def _parts(
         controller = stored_controller(name, timing, facts, max_rows, memory.rows, notify)
     else:
         name = None
-        controller = new_controller(None, None, outruns, measured_prompts(timing, facts, memory.rows))
+        prompts = measured_prompts(timing, facts, memory.rows)
+        controller = new_controller(None, None, outruns, prompts, facts.copied_bytes)
     return EngineParts(
         runner,
         facts,

@@ -43,7 +43,7 @@ def stored_controller(
         runner, facts.vocab_size, found.measured, clock=clock
     ):
         costs = CostTable(found.measured, found.corrections)
-        return new_controller(costs, found.acceptance, few, found.prompts)
+        return new_controller(costs, found.acceptance, few, found.prompts, facts.copied_bytes)
     notify("Measuring what drafts and prompts cost on this machine, once for this model")
     acceptance = found.acceptance if found is not None else ModelAcceptance()
     measured = calibration.measure(
@@ -51,8 +51,8 @@ def stored_controller(
     )
     prompts = measured_prompts(timing, facts, budget_bytes)
     if measured is None:
-        return new_controller(None, acceptance, few, prompts)
-    controller = new_controller(CostTable(measured), acceptance, few, prompts)
+        return new_controller(None, acceptance, few, prompts, facts.copied_bytes)
+    controller = new_controller(CostTable(measured), acceptance, few, prompts, facts.copied_bytes)
     cost_store.save(name, controller.costs, acceptance, prompts)
     return controller
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from outrider.host_array import HostArray
 from outrider.prompt_media import MediaPiece, PromptMedia
-from outrider.request import SamplingParams
+from outrider.request import MAX_DEPTH, SamplingParams
 
 UNREAD = -1  # in the place of a token that the step in front will sample
 
@@ -34,6 +34,12 @@ ZEROS_BLOCK, JUNK_BLOCK, NUM_SPARE_BLOCKS = 0, 1, 2
 # Tokens of a wide pass, padding included. On CUDA a wide pass over prompts multiplies by dequantised weights
 # (models/quantized_layers.py) and never runs far ahead of the device (cache/placement.py).
 MANY_TOKENS = 512
+MAX_DECODED_WIDTH = 1 + MAX_DEPTH  # tokens of each row; wider passes are over prompts
+
+
+def is_wide_prompt_pass(num_tokens: int, width: int) -> bool:
+    """`num_tokens`: of the pass, padding included. `width`: of each row."""
+    return num_tokens >= MANY_TOKENS and width > MAX_DECODED_WIDTH
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import bare, exactness, mlx_lm_loop, model_cells
+from benchmarks.gpu import bare, exactness, mlx_lm_loop, model_cells, wide_passes
 from benchmarks.gpu.loop import Load, Loop
 from benchmarks.gpu.scripted import AcceptanceScript, scripted
 from benchmarks.gpu.shapes import SHAPES
@@ -19,6 +19,7 @@ from outrider.engine.draft_planner import DraftPlanner
 from outrider.models import machine
 from outrider.models.merged_linear import MergedLinearPart, MergedQuantizedLinearPart
 from outrider.request import DraftDepth
+from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import MeasuredCosts
 from outrider.step import verify
@@ -257,3 +258,21 @@ def test_drafts_leave_tokens_as_they_are_and_a_wrong_step_is_noticed(
     assert found["ahead"]["steps_ahead"] > 50  # type: ignore[index]
     with scripted(AcceptanceScript(0.9)):
         assert not exactness.check(hybrid, temperature)["equal"]
+
+
+def test_the_memory_of_prompt_passes_is_compared_with_its_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wide_passes, "PASSES", ((40,), (24, 8)))
+    monkeypatch.setattr(wide_passes, "NUM_TIMED", 1)
+    monkeypatch.setattr(calibration, "BUDGET_S", 0.0)
+    args = ["--tiny", "--models", "dense-4b", "--dtypes", "4bit", "f32", "--only", "*/wide"]
+    code, found = run(tmp_path, *args)
+    assert code == 0
+    assert "tiny-dense-4b/f32/wide" not in found["cells"]
+    cell = found["cells"]["tiny-dense-4b/4bit/wide"]
+    for name in ("40", "24+8"):
+        own = cell[name]
+        assert own["ratio"] == own["predicted_bytes"] / own["peak_bytes"] > 0.1
+        assert own["without_wait"]["peak_bytes"] > 0
+    assert cell["24+8"]["predicted_bytes"] == 48 * cell["token_bytes"], "padding takes memory too"

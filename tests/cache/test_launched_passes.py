@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import mlx.core as mx
 import pytest
 
-from outrider.cache.placement import LAUNCH_EVERY_LAYERS, MAX_LAUNCHED, Placement
+from outrider.cache.placement import LAUNCH_EVERY_LAYERS, MAX_LAUNCHED, Placement, most_held
 from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
 from outrider.plan import MANY_TOKENS
 
@@ -29,6 +31,30 @@ def test_long_passes_wait_for_their_earlier_launches(
     ]
     expected = launched[:-MAX_LAUNCHED] if waits else []
     assert [id(one) for one in awaited] == [id(one) for one in expected]
+
+
+@pytest.mark.parametrize("num_layers", range(6 * LAUNCH_EVERY_LAYERS))
+def test_what_a_long_pass_holds_is_known_beforehand(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    counts = mx.array([0]), mx.array([MANY_TOKENS])
+    place = Placement([0], *counts, MANY_TOKENS, MANY_TOKENS, MANY_TOKENS, launches=True)
+    by_layer = [random.Random(f"{num_layers} {layer}").randrange(100) for layer in range(num_layers + 1)]
+    built, most = 0, 0
+    held: list[int] = []
+
+    def launch(*_: mx.array) -> None:
+        nonlocal built, most
+        held.append(built)
+        built, most = 0, max(most, sum(held))
+
+    monkeypatch.setattr(mx, "async_eval", launch)
+    monkeypatch.setattr(mx, "eval", lambda *_: held.pop(0))
+    for num_bytes in by_layer[:-1]:
+        built += num_bytes
+        place.launch_every_few_layers(counts[0])
+    built += by_layer[-1]
+    launch()  # the end of the step
+    assert most_held(by_layer) == most
 
 
 @pytest.mark.parametrize(("num_tokens", "num_launches"), [(MANY_TOKENS, 3), (MANY_TOKENS - 1, 0)])

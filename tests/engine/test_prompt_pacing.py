@@ -8,12 +8,12 @@ import pytest
 from scheduler_harness import Harness, rows_of
 
 from outrider.config import EngineConfig
-from outrider.engine.prompt_pacing import MIN_CHUNK, chunk_sizes
+from outrider.engine.prompt_pacing import MIN_CHUNK, PromptPacing, chunk_sizes
 from outrider.engine.sequence import Sequence
-from outrider.plan import StepPlan
+from outrider.plan import MANY_TOKENS, StepPlan
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable, MeasuredCosts
-from outrider.speculate.prompt_costs import MeasuredPromptCosts
+from outrider.speculate.prompt_costs import MeasuredPromptCosts, PromptCosts
 
 STALL_S = 0.2
 DECODE_S = 0.02
@@ -278,3 +278,75 @@ def test_chunks_shrink_where_attention_stores_its_scores() -> None:
         done += size
     assert chunks[-2] < 64
     assert prompt.id not in harness.live
+
+
+COPIED_BYTES = 10**6  # dequantised weights of a wide pass
+FREE_TOKENS = {16: 0.04, 2048: 0.05}  # a pass costs about the same for any number of tokens
+
+
+def copying(padding_share: float = 1.0, few_shapes: bool = False) -> DepthController:
+    costs = CostTable(MeasuredCosts({(1, 1): 1.0, (1, 2): 1.5}, {}, padding_share=padding_share))
+    prompts = MeasuredPromptCosts(FREE_TOKENS, token_bytes=10)
+    return DepthController(costs, None, few_shapes, prompts, COPIED_BYTES)
+
+
+def prompt_passes(
+    lengths: list[int], step_bytes: float, controller: DepthController | None = None
+) -> list[list[int]]:
+    """Tokens of each row, by pass."""
+    harness = Harness(
+        max_rows=len(lengths),
+        prefill_step_size=2048,
+        controller=controller or copying(),
+        step_bytes=step_bytes,
+    )
+    for length in lengths:
+        harness.add(length, max_tokens=1)
+    passes = [
+        [row.num_fed for row in batch if row.start < row.num_prompt]
+        for plan in harness.steps(50)
+        for batch in plan.batches
+    ]
+    assert sum(map(sum, passes)) == sum(lengths)
+    return [own for own in passes if own]
+
+
+@pytest.mark.parametrize("lengths", [[5000], [700, 100, 100, 100], [300, 300], [120, 130, 125, 127, 128]])
+def test_wide_passes_are_not_planned_where_their_dequantised_weights_do_not_fit(lengths: list[int]) -> None:
+    for own in prompt_passes(lengths, COPIED_BYTES):
+        assert len(own) * max(own) < MANY_TOKENS
+    widest = max(len(own) * max(own) for own in prompt_passes(lengths, 2 * COPIED_BYTES))
+    assert widest >= MANY_TOKENS
+
+
+def test_narrower_chunks_are_nearly_as_wide_as_they_may_be() -> None:
+    assert prompt_passes([1200], COPIED_BYTES) == [[384], [384], [432]]
+    assert prompt_passes([1200], 2 * COPIED_BYTES) == [[1200]]
+    assert prompt_passes([500], COPIED_BYTES) == [[500]]
+
+
+def test_a_chunk_that_is_padded_to_a_wide_pass_is_cut() -> None:
+    """Where passes are traced, a width of 500 is rounded up to 512."""
+    assert prompt_passes([500], COPIED_BYTES, copying(few_shapes=True)) == [[384], [116]]
+    assert prompt_passes([500], 2 * COPIED_BYTES, copying(few_shapes=True)) == [[500]]
+
+
+def test_wide_passes_need_memory_also_where_nothing_was_measured() -> None:
+    controller = DepthController(copied_bytes=COPIED_BYTES)
+    assert prompt_passes([800], COPIED_BYTES - 1, controller)[0] == [384]
+    assert prompt_passes([800], COPIED_BYTES, DepthController(copied_bytes=COPIED_BYTES)) == [[800]]
+
+
+def test_short_prompts_do_not_force_a_long_one_into_a_wide_pass() -> None:
+    """Five short rows fill a narrow pass. With a sixth row of any size, it would be a wide one."""
+    lengths = [1000, 100, 100, 100, 100, 100]
+    passes = prompt_passes(lengths, COPIED_BYTES, copying(padding_share=0.0))
+    assert passes[0] == [384]
+    for own in passes:
+        assert len(own) * max(own) < MANY_TOKENS
+
+
+def test_the_scorer_of_prompts_reads_fewer_tokens_at_once_where_copies_do_not_fit() -> None:
+    costs = PromptCosts(None, copied_bytes=COPIED_BYTES)
+    for max_bytes, expected in ((COPIED_BYTES - 1, 384), (COPIED_BYTES, 2048)):
+        assert PromptPacing(costs, 2048, 512, 0.2, max_bytes).max_scored_tokens == expected

@@ -111,6 +111,14 @@ def test_decode_passes_of_many_rows_copy_no_weights(monkeypatch: pytest.MonkeyPa
     assert len(copies) == 1
 
 
+def test_a_layer_may_be_called_with_a_single_token() -> None:
+    model = quantised(nn.Linear(64, 24, bias=False), dtype=mx.bfloat16)
+    x = numbers((64,), mx.bfloat16)
+    want = model.layer(x)
+    use_flat_matmuls(model)
+    assert mx.array_equal(model.layer(x), want)
+
+
 def test_an_embedding_is_an_output_projection_too() -> None:
     model, x = quantised(nn.Embedding(40, 64)), numbers((3, 2, 64))
     want, rows = model.layer.as_linear(x), model.layer(mx.array([[3, 7]]))

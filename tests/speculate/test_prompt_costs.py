@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.plan import CacheGeometry, StepPlan, StepResult
+from outrider.plan import MANY_TOKENS, MAX_DECODED_WIDTH, CacheGeometry, StepPlan, StepResult
 from outrider.speculate import calibration, cost_store
 from outrider.speculate.acceptance import ModelAcceptance
 from outrider.speculate.costs import CostTable, MeasuredCosts, StepShape, guessed_costs
+from outrider.speculate.per_draft import PerDraftController, new_controller
 from outrider.speculate.prompt_calibration import MAX_CHUNK_S, SIZES, measure_prompts
 from outrider.speculate.prompt_costs import MeasuredPromptCosts, PromptCosts, PromptShape
 
@@ -73,6 +74,34 @@ def test_wrong_cost_of_cells_is_corrected_without_spoiling_short_prompts() -> No
         costs.observe(chunk(64, start), truth.pass_s(chunk(64, start)))
     assert costs.pass_s(chunk(64, 8000)) == pytest.approx(truth.pass_s(chunk(64, 8000)), rel=0.1)
     assert costs.pass_s(chunk(64)) < 2 * truth.pass_s(chunk(64))
+
+
+def test_passes_of_many_tokens_take_memory_for_dequantised_weights() -> None:
+    measured = MeasuredPromptCosts({16: 0.04}, 0.0, token_bytes=10, pair_bytes=2)
+    costs = PromptCosts(measured, copied_bytes=10**6)
+    assert costs.pass_bytes(chunk(MANY_TOKENS - 1)) == 10 * (MANY_TOKENS - 1)
+    assert costs.pass_bytes(chunk(MANY_TOKENS, 100)) == (10 + 2 * 100) * MANY_TOKENS + 10**6
+    padded = chunk(MANY_TOKENS // 4).plus(1, 0).plus(1, 0).plus(1, 0)
+    assert costs.pass_bytes(padded) == 10 * MANY_TOKENS + 10**6, "padding counts as tokens"
+    many_rows = PromptShape(MANY_TOKENS, MAX_DECODED_WIDTH, MANY_TOKENS * MAX_DECODED_WIDTH)
+    assert costs.pass_bytes(many_rows) == 10 * MANY_TOKENS * MAX_DECODED_WIDTH, "as narrow as decode passes"
+    assert PromptCosts(None, copied_bytes=10**6).pass_bytes(chunk(MANY_TOKENS)) == 10**6
+    assert PromptCosts(None, copied_bytes=10**6).pass_bytes(chunk(MANY_TOKENS - 1)) == 0
+
+
+@pytest.mark.parametrize("overlaps_steps", [True, False])
+def test_the_memory_of_a_pass_is_that_of_its_padded_shape(overlaps_steps: bool) -> None:
+    controller = new_controller(None, None, overlaps_steps, copied_bytes=10**6)
+    padded_to_many = chunk(MANY_TOKENS - 1)
+    assert controller.prompt_costs.pass_bytes(padded_to_many) == (10**6 if overlaps_steps else 0)
+    assert controller.prompt_costs.pass_bytes(chunk(MANY_TOKENS)) == 10**6
+
+
+def test_controllers_that_judge_each_draft_count_dequantised_weights_too() -> None:
+    costs = CostTable(MeasuredCosts({(1, 1): 1.0, (1, 2): 1.5}, {}, padding_share=0.0))
+    controller = new_controller(costs, None, overlaps_steps=False, copied_bytes=10**6)
+    assert isinstance(controller, PerDraftController)
+    assert controller.prompt_costs.pass_bytes(chunk(MANY_TOKENS)) == 10**6
 
 
 def test_unmeasured_costs_are_unknown_until_the_first_pass() -> None:

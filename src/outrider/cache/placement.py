@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import mlx.core as mx
@@ -21,7 +22,8 @@ LONG_VIEW = 256  # cells; longer views are multiples of LONG_VIEW_STEP instead; 
 LONG_VIEW_STEP = 32  # OpenBLAS may round differently with its thread count unless a size is a multiple of 32
 LAUNCH_EVERY_LAYERS = 2  # layers that the host builds before it launches them; chosen by hand
 # A wide pass waits for the device if more launches are not done: MLX on CUDA holds all that they use, and
-# does not wait by itself. With the next launch, a wide pass holds what six layers use. Chosen by hand.
+# does not wait by itself. With the next launch, a wide pass holds what six layers use (`most_held`). Chosen
+# by hand.
 MAX_LAUNCHED = 2
 # Rows attend together if the shortest of them has at least this share of the longest one's cells, or lacks
 # only a few cells: a group of its own costs as much as to read these. Chosen by hand.
@@ -321,6 +323,23 @@ class Placement:
             self._launched.append(arrays)
             if len(self._launched) > MAX_LAUNCHED:
                 mx.eval(*self._launched.pop(0))
+
+
+def most_held(by_layer: Sequence[int]) -> int:
+    """The most bytes that a wide pass holds at once, if the device frees them only when a launch is done.
+
+    `by_layer`: bytes that are used between two calls of `launch_every_few_layers`. The last entry is what
+    follows the last call: it belongs to the launch at the end of the step. A launch is made before the pass
+    waits, so with it MAX_LAUNCHED + 1 launches are not done:
+
+        calls          1      2      3      4      5
+        bytes       b0 |  b1  |  b2  |  b3  |  b4  |  b5
+        launches    [-- 1 ----] [--- 2 -----] [--- end of the step
+    """
+    num_launches = (len(by_layer) - 1) // LAUNCH_EVERY_LAYERS
+    ends = [LAUNCH_EVERY_LAYERS * number for number in range(num_launches + 1)]
+    launches = [sum(by_layer[first:end]) for first, end in pairwise([*ends, len(by_layer)])]
+    return max(sum(launches[first : first + MAX_LAUNCHED + 1]) for first in range(len(launches)))
 
 
 def grouped_by_length(lengths: Sequence[int]) -> list[list[int]]:

@@ -118,9 +118,18 @@ class PrefillQueue:
         if ready and _in_span(ready[0]) and (size := self._num_readable(ready[0])) > 0:
             return [prefill_row(ready[0], size)], PromptShape().plus(size, ready[0].num_cached)
         ready = [row for row in ready if not _in_span(row)]
-        sizes: dict[int, int] = {}  # by sequence id
+        sizes, shape = self._joined(ready, self._short(ready, limit), limit)
+        if self._costs.pass_bytes(shape) > limit.max_bytes:  # the short rows leave no memory for the first
+            sizes, shape = self._joined(ready, [], limit)
+        return [prefill_row(row, sizes[row.id]) for row in ready if row.id in sizes], shape
+
+    def _joined(
+        self, ready: Rows[Sequence], short: Rows[Sequence], limit: ChunkLimit
+    ) -> tuple[dict[int, int], PromptShape]:
+        """The chunks of a pass, by sequence id. `short`: rows that join before the one whose turn it is."""
+        sizes: dict[int, int] = {}
         shape = PromptShape()
-        for sequence in [*self._short(ready, limit), *ready]:
+        for sequence in [*short, *ready]:
             if sequence.id in sizes:
                 continue
             if sizes and ready[0].id in sizes and not self._fits(shape.plus(1, sequence.num_cached), limit):
@@ -129,7 +138,7 @@ class PrefillQueue:
             if size > 0:
                 shape = shape.plus(size, sequence.num_cached)
                 sizes[sequence.id] = size
-        return [prefill_row(row, sizes[row.id]) for row in ready if row.id in sizes], shape
+        return sizes, shape
 
     def _short(self, ready: Rows[Sequence], limit: ChunkLimit) -> list[Sequence]:
         """Rows that feed the rest of their prompts beside a long chunk of another row, which is cut for them.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from outrider.speculate.prompt_costs import PromptCosts, PromptShape
 
@@ -70,6 +71,14 @@ class PromptPacing:
     def max_tokens(self) -> int:
         """The most prompt tokens of a step."""
         return self._chunk
+
+    @cached_property
+    def max_scored_tokens(self) -> int:
+        """The most tokens that the scorer of prompts reads at once. It has no more layers than the model."""
+        for size in chunk_sizes(self._chunk, self._chunk):
+            if self._costs.pass_bytes(PromptShape().plus(size, 0)) <= self._max_bytes:
+                return size
+        return min(self._chunk, MIN_CHUNK)
 
     def may_prefill(self, num_decoding: int, in_flight_s: float = 0.0) -> bool:
         """Whether the prompts' turn has come, once a decode step of `in_flight_s` is over."""

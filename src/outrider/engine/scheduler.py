@@ -364,7 +364,7 @@ class Scheduler:
 
     def next_to_score(self) -> ScoringPiece | None:
         """The tokens of a prompt that the scorer reads next."""
-        return self._prefill_queue.next_to_score(self._pacing.max_tokens)
+        return self._prefill_queue.next_to_score(self._pacing.max_scored_tokens)
 
     def scored(self, piece: ScoringPiece, scores: np.ndarray | None) -> None:
         """The scorer has read a piece. `scores`: of all tokens of the prompt, if it was the last piece."""

@@ -67,6 +67,7 @@ class ModelFacts:
     hidden_size: int = 0
     scorer_context: int = 0  # tokens that the scorer of prompts reads (spec_prefill); 0: there is none
     no_gaps_reason: str | None = None  # why the model cannot skip tokens of prompts
+    copied_bytes: int = 0  # dequantised weights that a wide pass holds, at most: models/copied_weights.py
 
     @property
     def drafted_context(self) -> int:

@@ -5,23 +5,29 @@ weights for each of them. So rows and columns of a pass become one dimension her
 tokens are computed by Outrider's own kernels; more tokens and other formats by MLX's. For the many tokens of
 a prompt the weights are dequantised first: an ordinary matmul is so much faster that this pays. The copies
 live until the device has used them. Passes over prompts wait for the device, so only a few layers' copies
-exist at once (cache/placement.py). Decode passes do not wait, and use the quantised weights. On Metal MLX
-makes them one dimension by itself, so nothing is swapped there. See models/layer_swaps.py.
+exist at once (cache/placement.py); models/copied_weights.py counts them. Decode passes do not wait, and use
+the quantised weights. On Metal MLX makes them one dimension by itself, so nothing is swapped there. See
+models/layer_swaps.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from outrider.models import cuda_qmm
-from outrider.plan import MANY_TOKENS
-from outrider.request import MAX_DEPTH
+from outrider.plan import is_wide_prompt_pass
 
 MAX_EXPERT_PAIRS = 512  # of a token and an expert, for cuda_qmm; chosen by hand: 8 and 64 were measured
-MAX_DECODED_WIDTH = 1 + MAX_DEPTH  # tokens of each row; wider passes are over prompts
 MAX_DEQUANTIZED_BYTES = 1 << 29  # of one matrix; chosen by hand
+
+OnCopy = Callable[[int], None]  # takes the bytes of a copy
+_on_copy: ContextVar[OnCopy | None] = ContextVar("on_copy", default=None)
 
 
 def applies() -> bool:
@@ -39,6 +45,16 @@ def use_flat_matmuls(model: nn.Module) -> None:
 def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that a layer had before `use_flat_matmuls`."""
     return next((plain for plain, flat in _CLASSES.items() if flat is kind), kind)
+
+
+@contextmanager
+def reported_copies(on_copy: OnCopy) -> Iterator[None]:
+    """While the context is open, `on_copy` is called for each dequantised copy that a pass is built with."""
+    token = _on_copy.set(on_copy)
+    try:
+        yield
+    finally:
+        _on_copy.reset(token)
 
 
 class FlatQuantizedLinear(nn.QuantizedLinear):
@@ -103,16 +119,20 @@ def _is_worth_dequantizing(layer: nn.Module, x: mx.array) -> bool:
     """H200, 2560 x 9728 in 4 bits: 0.18 ms instead of 0.32 for 512 tokens, 0.36 instead of 0.86 for 2,048;
     in 8 bits 0.28 instead of 0.25, and 0.39 instead of 0.73."""
     num_inputs = x.shape[-1]
-    is_wide = x.size >= MANY_TOKENS * num_inputs and x.shape[-2] > MAX_DECODED_WIDTH
+    width = x.shape[-2] if x.ndim > 1 else 1  # some experts are called with a single token
+    is_wide = is_wide_prompt_pass(x.size // num_inputs, width)
     num_bytes = layer["weight"].shape[0] * num_inputs * x.dtype.size
     is_16_bit = layer.mode == "affine" and x.dtype == layer["scales"].dtype != mx.float32
     return is_16_bit and is_wide and num_bytes <= MAX_DEQUANTIZED_BYTES
 
 
 def _dequantized(layer: nn.Module) -> mx.array:
-    return mx.dequantize(
+    copy = mx.dequantize(
         layer["weight"], layer["scales"], layer.get("biases"), layer.group_size, layer.bits, layer.mode
     )
+    if (on_copy := _on_copy.get()) is not None:
+        on_copy(copy.nbytes)
+    return copy
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {

@@ -69,12 +69,17 @@ class DepthController:
         acceptance: ModelAcceptance | None = None,
         few_shapes: bool = False,
         prompts: MeasuredPromptCosts | None = None,
+        copied_bytes: int = 0,
     ) -> None:
-        """`few_shapes`: passes are traced on this device, so new shapes are slow at first."""
+        """`few_shapes`: passes are traced on this device, so new shapes are slow at first.
+
+        `copied_bytes`: see PromptCosts.
+        """
         self.costs = costs or CostTable(guessed_costs(), in_seconds=False)
-        self.prompt_costs = PromptCosts(prompts, self.costs.measured.padding_share)
         self.acceptance = acceptance or ModelAcceptance()
         self.shapes = ShapePolicy(self.costs, few_shapes)
+        padding_share = self.costs.measured.padding_share
+        self.prompt_costs = PromptCosts(prompts, padding_share, copied_bytes, self.shapes.prefill_width)
         self._steps_since_probe = 0  # steps in which the head drafted for no row
 
     def new_record(self, params: SamplingParams) -> RowAcceptance:

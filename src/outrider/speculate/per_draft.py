@@ -35,16 +35,18 @@ def new_controller(
     acceptance: ModelAcceptance | None,
     overlaps_steps: bool,
     prompts: MeasuredPromptCosts | None = None,
+    copied_bytes: int = 0,
 ) -> DepthController:
     """The controller for a device and a model.
 
     Where steps overlap, drafts are fed before the host has seen them. Where padding costs as much as tokens,
     all rows pay for the widest one. In both cases only the number of drafts matters, not which.
+    `copied_bytes`: see PromptCosts.
     """
     costs = costs or CostTable(guessed_costs(), in_seconds=False)
     if overlaps_steps or costs.measured.padding_share > MAX_PADDING_SHARE:
-        return DepthController(costs, acceptance, few_shapes=overlaps_steps, prompts=prompts)
-    return PerDraftController(costs, acceptance, prompts)
+        return DepthController(costs, acceptance, overlaps_steps, prompts, copied_bytes)
+    return PerDraftController(costs, acceptance, prompts, copied_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,9 @@ class PerDraftController(DepthController):
         costs: CostTable | None = None,
         acceptance: ModelAcceptance | None = None,
         prompts: MeasuredPromptCosts | None = None,
+        copied_bytes: int = 0,
     ) -> None:
-        super().__init__(costs, acceptance, prompts=prompts)
+        super().__init__(costs, acceptance, prompts=prompts, copied_bytes=copied_bytes)
         # Running means over the last steps: tokens of a row on auto, and the step's time in plain steps.
         self._tokens = self._stretch = 1.0
 

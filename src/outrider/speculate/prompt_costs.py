@@ -6,15 +6,21 @@
     pairs     a fed token and a cell that was cached before the pass: attention grows with them
 
 The time of a real pass changes the correction. There is one for each range of cells before the chunks, since
-the cost of a cell is what a short measurement knows least. Pure Python.
+the cost of a cell is what a short measurement knows least.
+
+    pass_bytes = tokens * token_bytes + pairs * pair_bytes + copied_bytes     tokens: all padding included
+
+`copied_bytes` are counted, not measured: the dequantised weights of a wide pass, 0 in all other passes. Pure
+Python.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from outrider.plan import is_wide_prompt_pass
 from outrider.speculate.costs import clipped, interpolated, seconds_of
 
 # Chosen by hand. tests/speculate/test_prompt_costs.py tests their effects.
@@ -75,13 +81,23 @@ class MeasuredPromptCosts:
 class PromptCosts:
     """The cost of every pass over prompt chunks."""
 
-    def __init__(self, measured: MeasuredPromptCosts | None = None, padding_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        measured: MeasuredPromptCosts | None = None,
+        padding_share: float = 1.0,
+        copied_bytes: int = 0,
+        padded_width: Callable[[int], int] = lambda width: width,
+    ) -> None:
         """Without a measurement the costs are unknown until the first pass has run, and linear from then on.
 
-        `padding_share`: what padding costs, as a share of what a token costs.
+        `padding_share`: what padding costs, as a share of what a token costs. `copied_bytes`: dequantised
+        weights of a wide pass (models/copied_weights.py). `padded_width`: the width of a pass, by that of its
+        longest chunk.
         """
         self.measured = measured
         self.padding_share = padding_share
+        self._copied_bytes = copied_bytes
+        self._padded_width = padded_width
         pass_s = (
             measured.pass_s if measured is not None else {1: 1e-3, 2: 2e-3}
         )  # without: only the ratio counts
@@ -116,11 +132,16 @@ class PromptCosts:
         return self._uncorrected_s(shape) * math.exp(self._corrections.get(_range_of(shape), self._last))
 
     def pass_bytes(self, shape: PromptShape) -> float:
-        """Memory that a pass computes with; 0 without a measurement. Padding takes as much as tokens."""
-        if self.measured is None:
-            return 0.0
-        num_tokens = shape.rows * shape.width
-        return num_tokens * self.measured.token_bytes + shape.num_pairs * self.measured.pair_bytes
+        """Memory that a pass computes with. Padding takes as much as tokens.
+
+        Without a measurement, only the dequantised weights are known.
+        """
+        width = self._padded_width(shape.width)
+        num_tokens = shape.rows * width
+        num_bytes = float(self._copied_bytes) if is_wide_prompt_pass(num_tokens, width) else 0.0
+        if self.measured is not None:
+            num_bytes += num_tokens * self.measured.token_bytes + shape.num_pairs * self.measured.pair_bytes
+        return num_bytes
 
     def observe(self, shape: PromptShape, seconds: float) -> None:
         """A pass of this shape took `seconds`."""

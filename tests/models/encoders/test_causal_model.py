@@ -14,6 +14,7 @@ from outrider.cpu import fast_math
 from outrider.models.encoders.causal_model import CausalModel, PartSize, grouped
 from outrider.models.encoders.loading import kind_in, load_pooling_model
 from outrider.models.errors import ModelUnavailable
+from outrider.plan import MANY_TOKENS
 from outrider.pooling import TokenInput
 from tiny_encoders import write_causal
 from tiny_models import tiny_model, write_checkpoint
@@ -128,3 +129,15 @@ def test_the_cells_of_an_input_fit_into_memory(tmp_path: Path, monkeypatch: Any)
     assert 1 <= load_pooling_model(folder, "qwen3").facts.max_tokens < 256
     beside_others = load_pooling_model(folder, "qwen3", cache_bytes=20_000).facts
     assert 1 <= beside_others.max_tokens == beside_others.pass_tokens < 20
+
+
+@pytest.mark.parametrize(("num_bytes", "pass_tokens"), [(499, 4096), (501, MANY_TOKENS - 1)])
+def test_no_weights_are_dequantised_where_they_do_not_fit(
+    num_bytes: int, pass_tokens: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    folder = write_causal(tmp_path / "model")
+    monkeypatch.setattr("outrider.models.machine.free_bytes", lambda: 1000)
+    monkeypatch.setattr("outrider.models.encoders.causal_model._most_cells", lambda *_: 10_000)
+    monkeypatch.setattr("outrider.models.encoders.causal_model.CPU_PASS_TOKENS", 4096)
+    monkeypatch.setattr("outrider.models.encoders.causal_model.copied_bytes", lambda _: num_bytes)
+    assert load_pooling_model(folder, "qwen3").facts.pass_tokens == pass_tokens

@@ -20,10 +20,12 @@ import numpy as np
 
 from outrider.cache.placement import Placement
 from outrider.models import loader, machine
+from outrider.models.copied_weights import copied_bytes
 from outrider.models.encoders.encoder_model import CPU_PASS_TOKENS, GPU_PASS_TOKENS
 from outrider.models.encoders.pooling_files import PoolingSpec
 from outrider.models.errors import ModelUnavailable
 from outrider.models.trunk import Trunk, TrunkCache
+from outrider.plan import MANY_TOKENS
 from outrider.pooling import PoolingFacts, PoolingKind, TokenInput, Vector
 
 MODES = ("lasttoken", "mean")
@@ -156,6 +158,8 @@ def causal_facts(
     trunk = loaded.trunk
     most_tokens = _most_cells(trunk, cache_bytes)
     pass_tokens = CPU_PASS_TOKENS if machine.is_cpu() else GPU_PASS_TOKENS
+    if copied_bytes(trunk) > (1 - CACHE_SHARE) * machine.free_bytes():
+        pass_tokens = min(pass_tokens, MANY_TOKENS - 1)  # no weights are dequantised
     return PoolingFacts(
         name=name,
         kind=kind,
