@@ -10,5 +10,6 @@ bare        the device's own time for a step, its memory bandwidth, and the lowe
 wide_passes the memory of wide passes over prompts, as it is and as it is predicted
 mlx_lm_loop mlx-lm's generators on the same model
 checks      kernels and tokens must be right on this device, or times mean nothing
+exactness, shared_prefixes   two of these checks, in processes of their own
 *_cells     the measurements by name: a cell is one measurement
 """

@@ -78,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         rounds=args.rounds,
         temperature=args.temperature,
         bandwidth_bytes=args.bandwidth_bytes,
+        is_tiny=args.tiny,
     )
     here = Machine(settings)
     models = _models(args)

@@ -64,11 +64,19 @@ def _inputs(
 
 
 def exactness() -> dict[str, Any]:
-    """Runs benchmarks.gpu.exactness in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.exactness"], capture_output=True, text=True, timeout=240
-    )
+    """Runs benchmarks.gpu.exactness."""
+    return _in_own_process("benchmarks.gpu.exactness")
+
+
+def shared_prefixes(is_tiny: bool) -> dict[str, Any]:
+    """Runs benchmarks.gpu.shared_prefixes."""
+    return _in_own_process("benchmarks.gpu.shared_prefixes", *(["--tiny"] if is_tiny else []))
+
+
+def _in_own_process(module: str, *args: str) -> dict[str, Any]:
+    """The JSON object in the last line that the module prints."""
+    done = subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, timeout=240)
     if done.returncode != 0:
-        raise RuntimeError(f"the exactness check failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{module} failed:\n{done.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found

@@ -55,6 +55,19 @@ class Driver:
             self.step()
         self.leave()
 
+    def go_idle(self) -> None:
+        """What the engine does when no row is left: saves the last cells, then frees the row caches."""
+        while in_flight := self._scheduler.in_flight:
+            self._executor.finish(in_flight[0])
+            self._scheduler.commit(in_flight[0])
+        last_copies = self._scheduler.plan()
+        if last_copies is not None:
+            self._launch(last_copies, ())
+            self._executor.finish(last_copies)
+            self._scheduler.commit(last_copies)
+        self._runner.reset()
+        self._scheduler.check_integrity()
+
     def leave(self) -> None:
         """Waits for the steps in flight, and frees all rows and cache cells."""
         while self._scheduler.in_flight:

@@ -22,6 +22,7 @@ class Machine:
             "checks/window": self.window,
             "checks/layer": self.layer,
             "checks/exact": self.exact,
+            "checks/shared-prefixes": self.shared_prefixes,
         }
 
     def bandwidth(self) -> CellResult:
@@ -49,4 +50,16 @@ class Machine:
         found = checks.exactness()
         for name, result in found["results"].items():
             say(f"tokens with drafts equal to those without  {name}: {result}")
+        return found
+
+    def shared_prefixes(self) -> CellResult:
+        """Fails if a float32 answer is not what it is without a prefix hit, or if a prefix was not found."""
+        found = checks.shared_prefixes(self._settings.is_tiny)
+        for name, orders in found["results"].items():
+            say(f"rows with and without drafts share prefixes  {name}, cells in {orders['layout']}")
+            for order, result in orders.items():
+                if order != "layout":
+                    say(f"  {order}: {result}")
+        if found["wrong"]:
+            raise RuntimeError(f"shared prefixes: {'; '.join(found['wrong'])}")
         return found

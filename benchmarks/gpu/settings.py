@@ -21,6 +21,7 @@ class CellSettings:
     rounds: int
     temperature: float
     bandwidth_bytes: int
+    is_tiny: bool = False  # checks use tiny models
 
 
 def median(values: Iterable[float]) -> float:

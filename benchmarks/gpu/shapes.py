@@ -126,6 +126,8 @@ TINY_DENSE = QWEN3_4B | {
     "vocab_size": 512,
     "max_position_embeddings": 4096,
 }
+# For checks on a GPU: layers as wide as the published ones, but few of them, and a small vocabulary.
+SMALL: Config = {"num_hidden_layers": 4, "vocab_size": 8192}
 
 # name -> (mlx-lm's module, config)
 SHAPES: dict[str, tuple[str, Config]] = {
@@ -135,6 +137,8 @@ SHAPES: dict[str, tuple[str, Config]] = {
     "122b-a10b": ("qwen3_5_moe", QWEN35_122B_A10B),
     "dense-4b": ("qwen3", QWEN3_4B),
     "default-shape": ("llama", SMOLLM2_135M),
+    "small-4b": ("qwen3_5", QWEN35_4B | SMALL),
+    "small-dense-4b": ("qwen3", QWEN3_4B | SMALL),
     "tiny-4b": ("qwen3_5", TINY_HYBRID | {"tie_word_embeddings": True}),
     "tiny-27b": ("qwen3_5", TINY_HYBRID | {"tie_word_embeddings": False}),
     "tiny-35b-a3b": ("qwen3_5_moe", TINY_MOE),

@@ -28,6 +28,7 @@ GROUP_SIZE = 64
 BITS = {"4bit": 4, "8bit": 8}
 ROUTER_BITS = 8  # of layers that choose experts, as mlx-lm quantises them
 MAX_CONTEXT = 4096
+SHARPNESS, SLOWNESS = 4.0, 6.0  # of models with a long memory; chosen by hand
 DTYPES = ("bf16", *BITS, "f32")  # of random models; one from a folder has its own
 
 
@@ -88,8 +89,11 @@ class Subject:
         return isinstance(getattr(self.trunk.model, "lm_head", None), nn.Module)
 
 
-def random_subject(name: str, dtype: str, seed: int = 0) -> Subject:
-    """A model of one of SHAPES; `dtype` is one of DTYPES."""
+def random_subject(name: str, dtype: str, seed: int = 0, long_memory: bool = False) -> Subject:
+    """A model of one of SHAPES; `dtype` is one of DTYPES.
+
+    `long_memory`: its tokens and drafts depend on all tokens before them. Otherwise the last few decide.
+    """
     mx.random.seed(seed)
     family, config = SHAPES[name]
     model = new_model(family, config)
@@ -102,7 +106,11 @@ def random_subject(name: str, dtype: str, seed: int = 0) -> Subject:
     _quantise(model, dtype)
     mx.clear_cache()
     trunk = Trunk(model, MAX_CONTEXT)
-    return _as_served(Subject(name, dtype, model, trunk, _random_head(trunk)))
+    head = _random_head(trunk)
+    if long_memory:
+        for module in (model, *head.layers):
+            _lengthen_memory(module)
+    return _as_served(Subject(name, dtype, model, trunk, head))
 
 
 def subject_from(folder: Path) -> Subject:
@@ -157,6 +165,15 @@ def _random(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
         return mx.ones(array.shape, dtype)
     num_inputs = math.prod(array.shape[1:])
     return mx.random.normal(array.shape, dtype, scale=1 / math.sqrt(num_inputs))
+
+
+def _lengthen_memory(module: nn.Module) -> None:
+    """Attention chooses few cells instead of a mean of all, and recurrent states decay slowly."""
+    for name, array in tree_flatten(module.parameters()):
+        if name.endswith("q_norm.weight"):
+            module.update(tree_unflatten([(name, array * SHARPNESS)]), strict=False)
+        elif name.endswith("A_log"):
+            module.update(tree_unflatten([(name, array - SLOWNESS)]), strict=False)
 
 
 def _quantise(module: nn.Module, dtype: str) -> None:

@@ -9,15 +9,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import bare, exactness, mlx_lm_loop, model_cells, wide_passes
+from benchmarks.gpu import bare, exactness, mlx_lm_loop, model_cells, shared_prefixes, wide_passes
 from benchmarks.gpu.loop import Load, Loop
 from benchmarks.gpu.scripted import AcceptanceScript, scripted
 from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.shared_prefixes import Order, SharedPrefixes
 from benchmarks.gpu.weights import Subject, count_parameters, new_model, random_subject
 
 from outrider.engine.draft_planner import DraftPlanner
 from outrider.models import machine
 from outrider.models.merged_linear import MergedLinearPart, MergedQuantizedLinearPart
+from outrider.plan import BLOCK_SIZE
 from outrider.request import DraftDepth
 from outrider.speculate import calibration
 from outrider.speculate.controller import DepthController
@@ -258,6 +260,30 @@ def test_drafts_leave_tokens_as_they_are_and_a_wrong_step_is_noticed(
     assert found["ahead"]["steps_ahead"] > 50  # type: ignore[index]
     with scripted(AcceptanceScript(0.9)):
         assert not exactness.check(hybrid, temperature)["equal"]
+
+
+@pytest.mark.parametrize("model", [case_only_in_soak("tiny-dense-4b"), "tiny-4b"])
+def test_rows_with_and_without_drafts_share_prefixes_and_wrong_cells_are_noticed(model: str) -> None:
+    subject = random_subject(model, "f32", long_memory=True)
+    check = SharedPrefixes(subject, BLOCK_SIZE, num_prompts=1)
+    check.run(must_be_equal=True, orders=[Order(drafts_first=False, after=None), Order(True, after=4)])
+    assert check.wrong == []
+    assert check.results["drafting then plain, after 4 tokens"]["blocks_shared"] == 9
+    with shared_prefixes.no_catch_up():
+        check.run(must_be_equal=True, orders=[Order(drafts_first=False, after=None)])
+    assert "drafts are equal" in check.wrong[0]
+
+
+def test_a_random_model_with_a_short_memory_proves_nothing_about_prefixes(hybrid: Subject) -> None:
+    check = SharedPrefixes(hybrid, None, num_prompts=1)
+    check.run(must_be_equal=True, orders=[])
+    assert any(line.startswith("control") for line in check.wrong)
+
+
+def test_the_gap_of_two_tokens_is_the_difference_of_their_logits(hybrid: Subject) -> None:
+    logits = hybrid.model(mx.array([[5, 6, 7]]))[0, -1]
+    gap = shared_prefixes._gap(hybrid, [5, 6, 7, 8], [5, 6, 7, 9], 3)
+    assert gap == pytest.approx(abs(float(logits[8] - logits[9])), abs=1e-4)
 
 
 def test_the_memory_of_prompt_passes_is_compared_with_its_prediction(
