@@ -63,6 +63,9 @@ class DepthController:
     5. After the step `costs.observe` learns its time, and `RowAcceptance.compare` the fate of its drafts.
     """
 
+    probe_interval = PROBE_INTERVAL
+    num_probe_rows = NUM_PROBE_ROWS
+
     def __init__(
         self,
         costs: CostTable | None = None,
@@ -132,11 +135,13 @@ class DepthController:
         self._steps_since_probe = 0 if drafting else self._steps_since_probe + 1
         possible = (i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0)
         due = [
-            i for i in possible if i not in drafting and requests[i].record.steps_since_head >= PROBE_INTERVAL
+            i
+            for i in possible
+            if i not in drafting and requests[i].record.steps_since_head >= self.probe_interval
         ]
         if not drafting:  # a step with a probe takes longer: few rows, rarely
-            due = sorted(due, key=lambda i: (requests[i].head_lag, i))[:NUM_PROBE_ROWS]
-            due = due if self._steps_since_probe >= PROBE_INTERVAL else []
+            due = sorted(due, key=lambda i: (requests[i].head_lag, i))[: self.num_probe_rows]
+            due = due if self._steps_since_probe >= self.probe_interval else []
         if due:
             self._steps_since_probe = 0
         for i, request in enumerate(requests):

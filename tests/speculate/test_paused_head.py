@@ -1,0 +1,73 @@
+"""A head that drafts for no row: when this is decided again, and how often rows are probed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from outrider.request import SamplingParams
+from outrider.speculate import per_draft
+from outrider.speculate.controller import DraftRequest, Offer
+from outrider.speculate.per_draft import NUM_PROBE_ROWS, PROBE_INTERVAL, PerDraftController
+
+
+class CountingController(PerDraftController):
+    """Counts how often it decides whether the head drafts."""
+
+    num_decisions = 0
+
+    def _next_drafts(self, *args: Any) -> tuple[int, list[int]]:
+        self.num_decisions += 1
+        return super()._next_drafts(*args)
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> CountingController:
+    """One whose head never promises enough."""
+    monkeypatch.setattr(per_draft, "MAX_WAIT", 0.0)
+    return CountingController()
+
+
+def requests_of(controller: PerDraftController, num: int) -> list[DraftRequest]:
+    params = SamplingParams(temperature=0)
+    return [DraftRequest(controller.new_record(params), (), None, 8) for _ in range(num)]
+
+
+def num_next(controller: PerDraftController, requests: Sequence[DraftRequest]) -> tuple[int, ...]:
+    return controller.choose(requests, 100).num_drafts_next
+
+
+def test_a_paused_head_stays_paused_until_rows_change_or_drafts_come(controller: CountingController) -> None:
+    rows = requests_of(controller, 3)
+    for _ in range(5):
+        assert num_next(controller, rows) == (0, 0, 0)
+    assert controller.num_decisions == 1
+    joining = DraftRequest(controller.new_record(SamplingParams()), (), None, 8, joins=True)
+    num_next(controller, [*rows, joining])
+    assert controller.num_decisions == 2, "a row joins"
+    decoding = DraftRequest(joining.record, (), None, 8)
+    num_next(controller, [*rows, decoding])
+    assert controller.num_decisions == 3, "it decodes from now on"
+    num_next(controller, [*rows, decoding])
+    assert controller.num_decisions == 3
+    probed = DraftRequest(rows[0].record, [Offer("head", 1, margins=(5.0,))], None, 8)
+    num_next(controller, [probed, *rows[1:], decoding])
+    assert controller.num_decisions == 4, "a probe tells more"
+    num_next(controller, rows)
+    assert controller.num_decisions == 5, "a row has left"
+
+
+def test_rows_of_a_fixed_depth_draft_beside_a_paused_head(controller: CountingController) -> None:
+    record = controller.new_record(SamplingParams(temperature=0))
+    rows = [*requests_of(controller, 2), DraftRequest(record, (), 3, 2)]
+    for _ in range(3):
+        assert num_next(controller, rows) == (0, 0, 2)
+
+
+def test_probes_are_few_rows_and_rare(controller: CountingController) -> None:
+    rows = requests_of(controller, 6)
+    probes = [sum(num_next(controller, rows)) for _ in range(4 * PROBE_INTERVAL)]
+    assert set(probes) == {0, NUM_PROBE_ROWS}
+    assert 3 <= sum(map(bool, probes)) <= 4
