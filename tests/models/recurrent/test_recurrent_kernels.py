@@ -26,6 +26,14 @@ def test_the_kernels_equal_the_chunked_form(kernels: CppKernels, language: str) 
         np.testing.assert_allclose(np.array(found), np.array(update.state_after(mx.array(kept))), atol=1e-5)
 
 
+def test_a_prompt_goes_token_by_token(kernels: CppKernels) -> None:
+    rule = recurrent_kernels.random_inputs(70)
+    want, update = chunk_delta_rule(*rule)
+    got, after = recurrent_kernels.step(*rule)
+    np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-5)
+    np.testing.assert_allclose(np.array(after), np.array(update.state_after_all()), atol=1e-5)
+
+
 def test_a_step_is_a_window_of_which_all_stands_to_the_last_bit(kernels: CppKernels) -> None:
     rule = recurrent_kernels.random_inputs()
     got, window = recurrent_kernels.window(*rule)
@@ -78,7 +86,7 @@ def test_kernels_that_agree_are_used_and_others_are_not(
 
 @pytest.mark.parametrize(
     ("tokens", "key_dim", "gate_dims", "fits"),
-    [(9, 64, 3, True), (17, 64, 3, False), (9, 48, 3, False), (9, 64, 4, False)],
+    [(9, 64, 3, True), (2048, 64, 3, True), (9, 48, 3, False), (9, 64, 4, False)],
 )
 def test_what_goes_to_the_kernels(
     monkeypatch: pytest.MonkeyPatch, tokens: int, key_dim: int, gate_dims: int, fits: bool

@@ -1,13 +1,15 @@
-"""The gated delta rule in its recurrent form, as GPU kernels: a short window, token by token in registers.
+"""The gated delta rule in its recurrent form, as GPU kernels: token by token, with the state in registers.
 
     step     if all tokens are committed: reads each state once, writes the outputs and the new state
     window   if drafts may be rejected: writes the outputs, and the deltas instead of the new state
     commit   reads each state once, applies the deltas of the committed tokens, writes the new state
 
 `step` and `commit` can also write the conv state of the layer. A group of 32 lanes holds one row of a head's
-state, key_dim / 32 numbers in each lane. Other devices, wider passes and gates for each key dimension use
-`chunk_delta_rule`. Before the first use on a device the kernels are compared with `chunk_delta_rule`. If the
-results differ, the kernels are not used, and a warning is logged.
+state, key_dim / 32 numbers in each lane. Prompts go token by token too: their heads keep a GPU busy, and the
+chunked form launches some ten kernels for every 32 tokens (docs/LOG.md, "Prompts of hybrids on GPUs"). Other
+devices and gates for each key dimension use `chunk_delta_rule`. Before the first use on a device the kernels
+are compared with `chunk_delta_rule`. If the results differ, the kernels are not used, and a warning is
+logged.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from outrider import gpu_kernels
 from outrider.gpu_kernels import LANES, GpuKernel
 from outrider.models.recurrent.delta_rule import chunk_delta_rule
 
-MAX_TOKENS = 16  # of a window; chosen by hand: wider passes use the chunked form
 _TOLERANCE = 1e-2  # GPUs may round the inputs of chunk_delta_rule's matmuls to 10 bits (TF32)
 
 _READ_STATE = """
@@ -191,13 +192,7 @@ def step_and_past(
 
 def fits(keys: mx.array, values: mx.array, log_gates: mx.array) -> bool:
     """True if the kernels can compute this pass on this device."""
-    return (
-        keys.shape[1] <= MAX_TOKENS
-        and log_gates.ndim == 3
-        and keys.shape[-1] % LANES == 0
-        and gpu_kernels.is_available()
-        and _agrees()
-    )
+    return log_gates.ndim == 3 and keys.shape[-1] % LANES == 0 and gpu_kernels.is_available() and _agrees()
 
 
 def _like(array: mx.array) -> tuple[tuple[int, ...], mx.Dtype]:
@@ -238,12 +233,12 @@ def _agrees() -> bool:
     return gpu_kernels.is_close(error, "delta-rule", _TOLERANCE)
 
 
-def random_inputs() -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array]:
+def random_inputs(num: int = 3) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array]:
     keys = mx.random.split(mx.random.key(0), len(_RULE))
     q, k, v, g, b, s = (
         mx.random.normal(shape, key=key)
         for shape, key in zip(
-            [(2, 3, 2, 64), (2, 3, 2, 64), (2, 3, 4, 16), (2, 3, 4), (2, 3, 4), (2, 4, 16, 64)],
+            [(2, num, 2, 64), (2, num, 2, 64), (2, num, 4, 16), (2, num, 4), (2, num, 4), (2, 4, 16, 64)],
             keys,
             strict=True,
         )
