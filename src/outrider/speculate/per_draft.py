@@ -27,8 +27,8 @@ from outrider.speculate.prompt_costs import MeasuredPromptCosts
 MAX_PADDING_SHARE = 0.5  # of a token's cost: with more, rows share their width; chosen by hand
 MAX_WAIT = 0.93  # plain steps that rows wait for a token: else the head does not draft; chosen by hand
 YIELD_SHARE = 0.1  # weight of the newest step in a row's yield from its head; from the simulator
-# While the head is paused: a probe of two rows takes a third of a plain step of 4 to 8 rows, as the head has
-# to catch up. One in 32 steps takes 1 % of the time. (Three rows in 16 steps took 3 %.)
+# While the head is paused. A probe of two rows takes about half of a plain step of 8 rows, as heads have to
+# catch up: one in 32 steps takes 2 % of the time. (Three rows in 16 steps took 3 %.)
 PROBE_INTERVAL, NUM_PROBE_ROWS = 32, 2
 MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; chosen by hand
 
@@ -83,7 +83,7 @@ class PerDraftController(DepthController):
         decoding = [request for request in requests if not request.joins]
         if self._stays_paused(requests):
             self._count(1.0, 1.0)
-            nums = self._nums(requests, 1, self.rows_to_probe(requests, []))
+            nums = self._num_drafts_next(requests, 1, self.rows_to_probe(requests, []))
             return DepthChoice(((0, 0),) * len(requests), nums)
         cost = self._step_cost(decoding, num_cells)
         prices = self._prices(decoding, cost)
@@ -95,17 +95,17 @@ class PerDraftController(DepthController):
         self._count_step(rows, fed, cost, self._head_s(requests, len(drafting), depth))
         of_decoding = iter(fed)
         feed = tuple((0, 0) if request.joins else next(of_decoding) for request in requests)
-        return DepthChoice(feed, self._nums(requests, depth, drafting))
+        return DepthChoice(feed, self._num_drafts_next(requests, depth, drafting))
 
     def _stays_paused(self, requests: Sequence[DraftRequest]) -> bool:
         """True if the head is paused, the rows are the same, and no drafts have come that tell more."""
         return not any(request.offers for request in requests) and _rows_of(requests) == self._paused
 
-    def _nums(self, requests: Sequence[DraftRequest], depth: int, drafting: Sequence[int]) -> tuple[int, ...]:
-        """Drafts that the head makes for each row; `depth` for the rows `drafting`."""
-        depths = [depth if i in drafting else 0 for i in range(len(requests))]
-        fixed = [request.fixed_depth for request in requests]
-        wanted = [own if mine is None else mine for own, mine in zip(depths, fixed, strict=True)]
+    def _num_drafts_next(
+        self, requests: Sequence[DraftRequest], depth: int, drafting: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Drafts that the head makes for each row: `depth` for the rows on auto in `drafting`."""
+        wanted = (depth if i in drafting else r.fixed_depth or 0 for i, r in enumerate(requests))
         return tuple(min(num, r.max_drafts_next) for num, r in zip(wanted, requests, strict=True))
 
     # -- drafts that are fed -----------------------------------------------------------------------------
