@@ -181,11 +181,11 @@ def test_a_rows_result_does_not_depend_on_its_neighbours(length: int, longest: i
     new = [mx.random.normal((2, 3, 1, 16)) for _ in range(2)]
     queries = mx.random.normal((2, 9, 1, 16))
     both = layer_of(placed([length, longest], 1, capacity=1024), 3, 16, 16, mx.float32)
-    kv_keys, kv_values = both.keys, both._kv.values
+    kv_keys, kv_values = both.keys, both.kv.values
     keys, values = both.update_and_fetch(*new)
     together = fast_math.attention(queries, keys, values, both, 0.25, both.make_mask(1))
     alone = layer_of(placed([length], 1, capacity=1024), 3, 16, 16, mx.float32)
-    alone._kv.keys, alone._kv.values = kv_keys[:1], kv_values[:1]
+    alone.kv.keys, alone.kv.values = kv_keys[:1], kv_values[:1]
     keys, values = alone.update_and_fetch(*(x[:1] for x in new))
     single = fast_math.attention(queries[:1], keys, values, alone, 0.25, alone.make_mask(1))
     assert mx.array_equal(single[0], together[0])
@@ -201,7 +201,7 @@ def test_long_and_short_rows_attend_in_groups_to_the_same_bits(has_sinks: bool, 
     queries, sinks = mx.random.normal((4, 9, 2, 16)), mx.random.normal((9,)) if has_sinks else None
     arguments = range(4), mx.array(starts), mx.array([2, 1, 2, 2]), 2, 902, 1024
     whole = layer_of(Placement(*arguments), 3, 16, 16, mx.float32)
-    parts = LayerView(whole._kv, Placement(*arguments, ends=[start + 2 for start in starts]))
+    parts = LayerView(whole.kv, Placement(*arguments, ends=[start + 2 for start in starts]))
     found = []
     for view in (whole, parts):
         keys, values = view.update_and_fetch(*new)
@@ -231,7 +231,7 @@ def test_native_attention_gives_the_same(
     slots = layer_of(Placement(*arguments), kv_heads, dim, dim, mx.float32)
     view = slots
     if has_blocks:
-        kv = RaggedKV(slots._kv.spec)
+        kv = RaggedKV(slots.kv.spec)
         kv.resize_blocks(38, BLOCK_SIZE)
         for own, other in zip(kv.arrays(), slots.arrays(), strict=True):
             cells = other[:, :, :768].reshape(3, kv_heads, 12, BLOCK_SIZE, dim).swapaxes(1, 2)
@@ -267,7 +267,7 @@ def test_a_long_prompt_is_the_same_to_the_bit_however_it_is_cut() -> None:
         view = layer_of(placed([0], 300, capacity=320), 2, 64, 64, mx.float32)
         parts = []
         for begin, end in pairwise(cuts):
-            view = LayerView(view._kv, placed([begin], end - begin, capacity=320))
+            view = LayerView(view.kv, placed([begin], end - begin, capacity=320))
             keys, values = view.update_and_fetch(*(x[:, :, begin:end] for x in new))
             mask = view.make_mask(end - begin)
             parts.append(fast_math.attention(queries[:, :, begin:end], keys, values, view, 0.125, mask))
@@ -283,7 +283,7 @@ def test_sinks_take_a_share_of_the_weights(width: int) -> None:
     queries, sinks = mx.random.normal((1, 6, width, 16)), mx.random.normal((6,))
     new = [mx.random.normal((1, 2, width, 16)) for _ in range(2)]
     near, far = (layer_of(placed([9], width), 2, 16, 16, mx.float32) for _ in range(2))
-    far._kv.keys, far._kv.values, far.placement.num_attended = near._kv.keys, near._kv.values, 48
+    far.kv.keys, far.kv.values, far.placement.num_attended = near.kv.keys, near.kv.values, 48
     found = []
     for view in (near, far):
         keys, values = view.update_and_fetch(*new)

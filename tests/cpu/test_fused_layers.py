@@ -157,7 +157,7 @@ def test_angles_are_those_of_the_rope_to_the_bit(kind: str) -> None:
     (rope,) = ropes  # all layers share one
     assert rope.native is not None
     place = Placement([0, 1], mx.array([3, 200]), mx.array([5, 5]), 5, 205, 256)
-    assert mx.array_equal(rope.angles(place, 5), rope.turned(2, 5, place.positions))
+    assert mx.array_equal(rope.of_pass(place, 5), rope.turned(2, 5, place.positions))
 
 
 def test_images_have_positions_in_three_directions() -> None:

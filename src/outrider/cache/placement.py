@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -190,6 +190,10 @@ class Placement:
         self._num_layers_written = 0
         self._launched: list[tuple[mx.array, ...]] = []  # of a wide pass; the device may not be done
         self.num_native = 0  # layers whose native attention has read each row's cells where they are
+        self.layer_buffers: Sequence[
+            Any
+        ] = ()  # of all layers, if the whole model is called: see cpu/layer_runs.py
+        self.computed_runs: dict[Hashable, mx.array] = {}  # outputs of several layers at once, likewise
 
     # -- blocks ------------------------------------------------------------------------------------------
 
@@ -309,6 +313,11 @@ class Placement:
     def is_wide(self) -> bool:
         """True for a pass that must not run far ahead of the device: on CUDA, with many tokens."""
         return self.launches and bool(mx.cuda.is_available()) and self.cells.size >= MANY_TOKENS
+
+    def launch(self, *arrays: mx.array) -> None:
+        """Let the device work on these arrays while the host builds the rest."""
+        if self.launches:
+            mx.async_eval(*arrays)
 
     def launch_every_few_layers(self, *arrays: mx.array) -> None:
         """Called when a layer has written its cells: the device works while the host builds the rest.

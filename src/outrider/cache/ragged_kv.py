@@ -153,14 +153,14 @@ class LayerView:
     """An attention layer's buffers during one forward pass, with the interface of mlx-lm's caches."""
 
     def __init__(self, kv: RaggedKV, placement: Placement) -> None:
-        self._kv = kv
+        self.kv = kv
         self.placement = placement
         self.offset: Positions = placement.positions
         self._fetched: tuple[mx.array, mx.array] | None = None  # the keys and values that the model got
 
     @property
     def keys(self) -> mx.array:
-        return self._kv.keys
+        return self.kv.keys
 
     @keys.setter
     def keys(self, _: mx.array) -> None:
@@ -168,30 +168,30 @@ class LayerView:
 
     @property
     def spec(self) -> KVSpec:
-        return self._kv.spec
+        return self.kv.spec
 
     def arrays(self) -> list[mx.array]:
         """The keys and values of all slots: see `RaggedKV.arrays`."""
-        return self._kv.arrays()
+        return self.kv.arrays()
 
     def put(self, arrays: Sequence[mx.array]) -> None:
         """Replace the keys and values of all slots."""
-        self._kv.put(arrays)
+        self.kv.put(arrays)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.write(keys, values)
-        self.placement.launch_every_few_layers(*self._kv.arrays())
+        self.placement.launch_every_few_layers(*self.kv.arrays())
         fetched = self.read()
         self._fetched = fetched
         return fetched
 
     def write(self, keys: mx.array, values: mx.array) -> None:
         """Each row's tokens into its own cells.  [rows, heads, width, dim]"""
-        self._kv.write(keys, values, self.placement)
+        self.kv.write(keys, values, self.placement)
 
     def read(self) -> tuple[mx.array, mx.array]:
         """The keys and values of all rows up to the longest one's end.  [rows, heads, cells, dim]"""
-        return self._kv.key_cells.read(self.placement), self._kv.value_cells.read(self.placement)
+        return self.kv.key_cells.read(self.placement), self.kv.value_cells.read(self.placement)
 
     def window_of(self, keys: object, values: object, mask: object) -> int | None:
         """The window that attention has, 0 for none. None if the model has changed what it got from here."""
@@ -201,9 +201,9 @@ class LayerView:
 
     def attends_natively(self, may: Callable[[], bool]) -> bool:
         """What `may` says at the layer's first pass: rows must not meet another arithmetic half-way."""
-        if self._kv.attends_natively is None:
-            self._kv.attends_natively = may()
-        return self._kv.attends_natively
+        if self.kv.attends_natively is None:
+            self.kv.attends_natively = may()
+        return self.kv.attends_natively
 
     def groups(
         self, keys: object, values: object, mask: object
@@ -215,10 +215,10 @@ class LayerView:
         window = self.window_of(keys, values, mask) if self.placement.has_groups else None
         if window is None:
             return []
-        views = [(group, LayerView(self._kv, group.place)) for group in self.placement.groups]
+        views = [(group, LayerView(self.kv, group.place)) for group in self.placement.groups]
         return [(group.rows, view, view.placement.mask(window or None)) for group, view in views]
 
     def make_mask(
         self, width: int, return_array: bool = True, window_size: int | None = None, **_: object
     ) -> mx.array:
-        return self.placement.mask(window_size or self._kv.spec.window)
+        return self.placement.mask(window_size or self.kv.spec.window)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -33,7 +33,8 @@ from mlx_lm.models.smollm3 import NoPE
 
 from outrider.cache.placement import Placement, Positions
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
-from outrider.cpu import extension
+from outrider.cpu import extension, layer_runs
+from outrider.cpu.layer_runs import ATTENTION_LINEARS, MLP_LINEARS, LayerCall, LayerRun
 from outrider.cpu.low_rank import native_terms
 from outrider.cpu.quantized import CpuQuantizedLinear, interleave_weights, num_rows
 from outrider.rank_sums import SummedLinear, other_sums, own_linear, without_sums
@@ -46,10 +47,8 @@ TOLERANCE = 0.001
 FAR_POSITION = 10_007  # where scaled ropes differ from plain ones; chosen by hand
 
 _LAYER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_ATTENTION = (*_PROJECTIONS, "rope")
+_ATTENTION = (*ATTENTION_LINEARS, "rope")
 _HEAD_NORMS = ("q_norm", "k_norm")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 _NUM_HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _NUM_KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
 _SCALE = ("scale", "scaling")
@@ -88,6 +87,16 @@ def use_fused_layers(model: nn.Module) -> None:
         _use_native_norms(model)
 
 
+def use_layer_runs(model: nn.Module, dry_run: Callable[[], Placement]) -> None:
+    """Compute consecutive fused layers together. `dry_run`: builds a pass over the model."""
+    fused = [module for _, module in model.named_modules() if isinstance(module, _FusedLayer)]
+    if not any(layer._fused.is_whole for layer in fused):
+        return
+    with layer_runs.noting() as calls:
+        place = dry_run()
+    layer_runs.use_layer_runs(calls, place.layer_buffers)
+
+
 def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before `use_fused_layers`."""
     if kind is _NativeNorm:
@@ -103,8 +112,14 @@ class _Rope:
     dims: int  # elements of a head that are turned
     native: Any | None  # computes the same angles to the bit; None: only the module knows
 
-    def angles(self, place: Placement, width: int) -> mx.array:
-        """The cosines and then the sines of every token.  [rows, 1, width, dims]"""
+    def of_pass(self, place: Placement, width: int) -> mx.array:
+        """The angles of a pass, which its layers share: the cosines of every token, then the sines.
+        [rows, 1, width, dims]"""
+        if self not in place.angles:
+            place.angles[self] = self._angles(place, width)
+        return place.angles[self]
+
+    def _angles(self, place: Placement, width: int) -> mx.array:
         if self.native is not None and isinstance(place.positions, mx.array):
             return self.native(place.positions, width)
         return self.turned(len(place.slots), width, place.positions)
@@ -122,23 +137,21 @@ class _Parts:
     attention: Any
     mlp: Any | None  # None: the layer's own
     rope: _Rope
+    is_whole: bool = True  # False: a rank's part of a divided layer
 
     def attend(self, layer: Any, x: mx.array, cache: LayerView, window: int) -> mx.array:
         place = cache.placement
-        angles = place.angles.get(self.rope)
-        if angles is None:
-            angles = place.angles[self.rope] = self.rope.angles(place, x.shape[1])
         # No name for the old buffers: whoever holds them makes the primitive copy them.
         h, *buffers = self.attention(
             x,
             cache.arrays(),
-            angles,
+            self.rope.of_pass(place, x.shape[1]),
             place.starts,
             place.num_fed,
             place.places,
             place.has_blocks,
             window,
-            *native_terms(place.adapters, layer.self_attn, _PROJECTIONS),
+            *native_terms(place.adapters, (layer.self_attn, ATTENTION_LINEARS)),
         )
         cache.put(buffers)
         h = _with_residual(layer.self_attn.o_proj, x, h)
@@ -149,20 +162,36 @@ class _Parts:
 
 class _FusedLayer:
     _fused: _Parts
+    _run: LayerRun | None = None  # that the layer belongs to
+    _number_in_run = 0
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if type(cache) is LayerView and x.dtype == mx.float32 == cache.spec.dtype:
             window = cache.placement.window_of(mask)
+            if (run := self._run) is not None and cache.placement.layer_buffers:
+                number = self._number_in_run
+                if number == 0 and window == run.windows[0]:
+                    return run.compute(x, cache.placement)
+                if number > 0 and run.is_computed(x, cache.placement, number, window):
+                    return x
             if window is not None:
-                return _run(self, self._fused, x, cache, window)
+                return self._alone(x, cache, window)
         log.debug("a layer computes operation by operation: not float32, or not Outrider's cache and mask")
         return super().__call__(x, mask, cache)  # type: ignore[misc]
+
+    def _alone(self, x: mx.array, cache: LayerView, window: int) -> mx.array:
+        parts = self._fused
+        out = _run(self, parts, x, cache, window)
+        if parts.is_whole:
+            native = parts.attention, parts.mlp
+            layer_runs.note(LayerCall(self, native, parts.rope, cache.kv, window, x, out))
+        return out
 
 
 def _run(layer: Any, parts: _Parts, x: mx.array, cache: LayerView, window: int) -> mx.array:
     h, place = parts.attend(layer, x, cache, window), cache.placement
     if parts.mlp is not None:
-        out = parts.mlp(h, place.num_fed, *native_terms(place.adapters, layer.mlp, _MLP))
+        out = parts.mlp(h, place.num_fed, *native_terms(place.adapters, (layer.mlp, MLP_LINEARS)))
         return _with_residual(layer.mlp.down_proj, h, out)
     return h + layer.mlp(layer.post_attention_layernorm(h))
 
@@ -206,13 +235,13 @@ def _parts(layer: nn.Module, ropes: dict[Hashable, _Rope]) -> _Parts:
     attention = layer.self_attn
     _require_members(attention, _ATTENTION, _HEAD_NORMS)
     _require_call(attention, ["x", "mask", "cache"])
-    for linear in _own_parts(attention, _PROJECTIONS):
+    for linear in _own_parts(attention, ATTENTION_LINEARS):
         _require_quantized(linear)  # before anything asks for the extension: it is built for such layers only
     rope = _rope(attention.rope, ropes)
     try:
         native_attention = extension.loaded().Attention(
             _norm(layer.input_layernorm),
-            *map(_linear, _own_parts(attention, _PROJECTIONS)),
+            *map(_linear, _own_parts(attention, ATTENTION_LINEARS)),
             *(_norm(attention[name]) if name in attention else None for name in _HEAD_NORMS),
             _attribute(attention, _NUM_HEADS),
             _attribute(attention, _NUM_KV_HEADS),
@@ -222,16 +251,19 @@ def _parts(layer: nn.Module, ropes: dict[Hashable, _Rope]) -> _Parts:
         )
     except ValueError as error:
         raise _NotFused(str(error)) from None
-    return _Parts(native_attention, _mlp(layer), rope)
+    is_whole = not any(
+        isinstance(last, SummedLinear) for last in (attention.o_proj, layer.mlp.get("down_proj"))
+    )
+    return _Parts(native_attention, _mlp(layer), rope, is_whole)
 
 
 def _mlp(layer: nn.Module) -> Any | None:
     try:
-        _require_members(layer.mlp, _MLP)
+        _require_members(layer.mlp, MLP_LINEARS)
         _require_call(layer.mlp, ["x"])
         return extension.loaded().MLP(
             _norm(layer.post_attention_layernorm),
-            *map(_linear, _own_parts(layer.mlp, _MLP)),
+            *map(_linear, _own_parts(layer.mlp, MLP_LINEARS)),
             isinstance(layer.mlp.down_proj, SummedLinear),
         )
     except (_NotFused, ValueError) as reason:

@@ -42,15 +42,16 @@ def takes_native_terms(layer: nn.Module, num_inputs: int, num_outputs: int) -> b
 
 
 def native_terms(
-    adapters: RowAdapters | None, module: nn.Module, names: Sequence[str]
+    adapters: RowAdapters | None, *parts: tuple[nn.Module, Sequence[str]]
 ) -> tuple[mx.array | None, Sequence[Any]]:
-    """What a fused layer takes: the rows' adapters and the terms of the linear layers with these names.
+    """What fused layers take: the rows' adapters, and the terms of the linear layers with these names.
 
     (None, ()) if no adapter changes one of them.
     """
     if adapters is None:
         return None, ()
-    found = [adapters.terms.get(getattr(own_linear(module[name]), PATH, "")) for name in names]
+    linears = [own_linear(module[name]) for module, names in parts for name in names]
+    found = [adapters.terms.get(getattr(linear, PATH, "")) for linear in linears]
     if not any(found):
         return None, ()
     return adapters.ids, [_native(each) for each in found]

@@ -14,7 +14,8 @@ where they are, and mlx-lm's own modules and other models of the process do not 
     5. fused layers       Two native primitives for a decoder layer with quantised weights, which are
                           interleaved before (cpu/quantized.py).
                           For models that stay quantised on a CPU. After 4, which computes
-                          the calls that the primitives do not take.
+                          the calls that the primitives do not take. (Consecutive ones become
+                          one primitive: cpu/layer_runs.py, called by Trunk.prepare_for_serving.)
     6. paged attention    Attention that reads the rows' blocks where they are (models/paged_attention.py).
                           For models that are served on a GPU.
     7. flat matmuls       Quantised matmuls of all tokens of a pass at once (models/quantized_layers.py).

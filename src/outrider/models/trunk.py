@@ -20,6 +20,7 @@ from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
 from outrider.config import InvalidConfig
 from outrider.cpu import extension, fast_math
+from outrider.cpu.fused_layers import use_layer_runs
 from outrider.cpu.quantized import is_kept, quantized_layers
 from outrider.models.adapters.store import TrunkAdapters
 from outrider.models.families import LOGITS_ONLY, UnsupportedModel, unsupported
@@ -107,6 +108,8 @@ class Trunk:
         `embeddings` [rows, width, hidden] replace the token embeddings where images are among the tokens.
         """
         views = cache.views(placement)
+        if not placement.deepstack:
+            placement.layer_buffers = cache.layers
         with self.adapters.current_pass.of(placement.adapters):
             if embeddings is not None:
                 return self.inner(token_ids, cache=views, input_embeddings=embeddings)
@@ -207,6 +210,7 @@ class Trunk:
             # MLX's operations would dequantise all cells in every layer.
             extension.extension()
         swap_layers(self.model, dry_run=self.dry_run)
+        use_layer_runs(self.model, self.dry_run)
 
     @property
     def reads_blocks(self) -> bool:
@@ -248,14 +252,14 @@ class TrunkCache:
     """All layers' buffers, in the arrangement that the model's layers expect."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layers = [
+        self.layers = [
             tuple(_buffers(part) for part in spec) if isinstance(spec, tuple) else _buffers(spec)
             for spec in layout
         ]
         self._uncommitted: list[StateView] = []
 
     def buffers(self) -> Iterator[Buffers]:
-        for layer in self._layers:
+        for layer in self.layers:
             if isinstance(layer, tuple):
                 yield from layer
             else:
@@ -273,7 +277,7 @@ class TrunkCache:
 
         return [
             tuple(view(part) for part in layer) if isinstance(layer, tuple) else view(layer)
-            for layer in self._layers
+            for layer in self.layers
         ]
 
     def states(self) -> list[list[mx.array]]:

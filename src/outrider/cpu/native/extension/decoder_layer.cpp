@@ -18,28 +18,11 @@ namespace outrider {
 namespace {
 
 constexpr int MAX_TOKENS = 256;        // that are computed at once: bounds the memory; chosen by hand
-constexpr int MIN_SHARED_TOKENS = 32;  // from which norms, ropes and activations pay several threads; chosen by hand
-constexpr int TOKENS_PER_CHUNK = 8;    // of those
 constexpr int MAX_QUERY_ROWS = 96;     // queries times heads that attend to a block of cells together; chosen by hand
 constexpr int UNITS_PER_THREAD = 4;    // as long as the longest one, below which a row's cells are shared too; chosen by hand
 constexpr double MIN_SHARED_WORK = 2e5;  // multiplications of attention from which several threads pay: 10 us
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// Calls work(t) for every token, on several threads if there are many.
-template <class Work>
-void for_tokens(int num, const Work &work) {
-    if (num < MIN_SHARED_TOKENS) {
-        for (int t = 0; t < num; t++)
-            work(t);
-        return;
-    }
-    parallel(ceil_div(num, TOKENS_PER_CHUNK), [&](int chunk) {
-        int first = chunk * TOKENS_PER_CHUNK;
-        for (int t = first; t < std::min(first + TOKENS_PER_CHUNK, num); t++)
-            work(t);
-    });
-}
 
 struct Token {
     int row, column;
@@ -65,10 +48,10 @@ void add_bias(const Math &math, const Linear &linear, float *y) {
 
 // The output of a pass before its tokens are computed: the residual, or zeros if that is null.
 void begin_output(const float *residual, size_t size, float *out) {
-    if (residual)
-        std::memcpy(out, residual, size * sizeof(float));
-    else
+    if (!residual)
         std::memset(out, 0, size * sizeof(float));
+    else if (residual != out)
+        std::memcpy(out, residual, size * sizeof(float));
 }
 
 // out = residual + y + bias, for the tokens [first, first + num)
@@ -93,16 +76,18 @@ NormedTokens normed_tokens(const Math &math, const RMSNorm &norm, const Token *t
     static thread_local Scratch floats, codes;
     size_t size = norm.size();
     float *normed = floats.floats(num * size);
+    QuantizedTokens rounded = tokens_in(codes.bytes(token_bytes(num, size)), num, size);
     for_tokens(num, [&](int t) {
         math.rms_norm(x + tokens[t].index * size, norm.data(), size, norm.eps, normed + t * size);
+        quantize_token(normed + t * size, rounded, t);
     });
-    return {normed, quantize(normed, num, size, size, codes.bytes(token_bytes(num, size)))};
+    return {normed, rounded};
 }
 
 // The adapters of some tokens, and the terms of a layer's products.
 class TokenAdapters {
 public:
-    TokenAdapters(const int *of_rows, const std::vector<LowRank> &terms, const Token *tokens, int num) : terms(terms) {
+    TokenAdapters(const int *of_rows, const LowRank *terms, const Token *tokens, int num) : terms(terms) {
         if (of_rows)
             for (int t = 0; t < num; t++)
                 ids.push_back(of_rows[tokens[t].row]);
@@ -119,7 +104,7 @@ public:
     }
 
 private:
-    const std::vector<LowRank> &terms;
+    const LowRank *terms;
     std::vector<int> ids;  // empty: no token has one
 };
 
@@ -270,13 +255,13 @@ void attend(const Math &math, const Heads &heads, const AttentionCall &call, con
         run(i);
 }
 
-void run(const AttentionWeights &w, const std::vector<LowRank> &terms, const AttentionCall &call) {
+// `all`: the tokens of the pass. `terms` may be null: then no row has an adapter. call.out may be call.x.
+void run(const AttentionWeights &w, const LowRank *terms, const AttentionCall &call, const std::vector<Token> &all) {
     static thread_local Scratch qs, ks, vs, outs, ys, codes;
     const Math &math = outrider::math();
     size_t hidden = w.norm.size(), q_size = w.q.matrix.num_rows, kv_size = w.k.matrix.num_rows;
     const float *residual = w.is_part ? nullptr : call.x;
     begin_output(residual, size_t(call.rows) * call.width * hidden, call.out);
-    std::vector<Token> all = fed_tokens(call.num_fed, call.rows, call.width);
     for (size_t first = 0; first < all.size(); first += MAX_TOKENS) {
         const Token *tokens = all.data() + first;
         int num = std::min<size_t>(MAX_TOKENS, all.size() - first);
@@ -306,13 +291,12 @@ struct MLPCall {
     const int *adapters;  // [rows]; null: no row has one
 };
 
-void run(const MLPWeights &w, const std::vector<LowRank> &terms, const MLPCall &call) {
+void run(const MLPWeights &w, const LowRank *terms, const MLPCall &call, const std::vector<Token> &all) {
     static thread_local Scratch gates, ups, ys, codes;
     const Math &math = outrider::math();
     size_t hidden = w.norm.size(), size = w.gate.matrix.num_rows;
     const float *residual = w.is_part ? nullptr : call.x;
     begin_output(residual, size_t(call.rows) * call.width * hidden, call.out);
-    std::vector<Token> all = fed_tokens(call.num_fed, call.rows, call.width);
     for (size_t first = 0; first < all.size(); first += MAX_TOKENS) {
         const Token *tokens = all.data() + first;
         int num = std::min<size_t>(MAX_TOKENS, all.size() - first);
@@ -322,13 +306,15 @@ void run(const MLPWeights &w, const std::vector<LowRank> &terms, const MLPCall &
         Product products[] = {product(w.gate, gate), product(w.up, up)};
         multiply(products, 2, normed.codes);
         adapters.add(0, {gate, up}, normed.floats, hidden);
+        QuantizedTokens rounded = tokens_in(codes.bytes(token_bytes(num, size)), num, size);
         for_tokens(num, [&](int t) {
             add_bias(math, w.gate, gate + t * size);
             add_bias(math, w.up, up + t * size);
             math.swiglu(gate + t * size, up + t * size, size);
+            quantize_token(gate + t * size, rounded, t);
         });
         Product last = product(w.down, y);
-        multiply(&last, 1, quantize(gate, num, size, size, codes.bytes(token_bytes(num, size))));
+        multiply(&last, 1, rounded);
         adapters.add(2, {y}, gate, size);
         write_output(math, w.down, tokens, num, residual, y, call.out);
     }
@@ -371,7 +357,9 @@ public:
                               .out = outputs[0].data<float>(),
                               .cells = cells_of(outputs, 1, weights->head_dim(), data),
                               .adapters = adapters_of(encoder, inputs, NUM_OTHERS + outputs.size() - 1)};
-        encoder.dispatch([weights = weights, terms = terms, call] { run(*weights, terms, call); });
+        encoder.dispatch([weights = weights, terms = terms, call] {
+            run(*weights, terms.data(), call, fed_tokens(call.num_fed, call.rows, call.width));
+        });
         note_holds(encoder, inputs, outputs);
     }
 
@@ -438,11 +426,75 @@ public:
                         .num_fed = elements<int>(encoder, inputs[1]),
                         .out = outputs[0].data<float>(),
                         .adapters = adapters_of(encoder, inputs, 2)};
-        encoder.dispatch([weights = weights, terms = terms, call] { run(*weights, terms, call); });
+        encoder.dispatch([weights = weights, terms = terms, call] {
+            run(*weights, terms.data(), call, fed_tokens(call.num_fed, call.rows, call.width));
+        });
     }
 
 private:
     std::shared_ptr<const MLPWeights> weights;
+    std::vector<LowRank> terms;
+};
+
+class LayersPrimitive : public CpuPrimitive {
+public:
+    LayersPrimitive(mx::Stream stream, std::shared_ptr<const std::vector<LayerWeights>> layers,
+                    const std::vector<int> &windows, bool has_blocks, const std::vector<LowRank> &terms)
+        : CpuPrimitive(stream), layers(std::move(layers)), windows(windows), has_blocks(has_blocks), terms(terms) {}
+
+    static constexpr size_t NUM_OTHERS = AttentionPrimitive::NUM_OTHERS;
+
+    const char *name() const override { return "OutriderLayers"; }
+
+    void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
+        auto &encoder = mx::cpu::get_command_encoder(stream());
+        const mx::array &x = inputs[0];
+        outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+        release_inputs(inputs, outputs);
+        for (size_t i = 1; i < outputs.size(); i++)
+            take_over(encoder, inputs[NUM_OTHERS + i - 1], outputs[i]);
+        auto data = [](const mx::array &buffer) { return static_cast<const void *>(buffer.data<char>()); };
+        float *out = outputs[0].data<float>();
+        AttentionCall call = {.rows = x.shape(0),
+                              .width = x.shape(1),
+                              .x = out,
+                              .angles = elements<float>(encoder, inputs[1]),
+                              .starts = elements<int>(encoder, inputs[2]),
+                              .num_fed = elements<int>(encoder, inputs[3]),
+                              .places = elements<int>(encoder, inputs[4]),
+                              .columns = inputs[4].shape(1),
+                              .has_blocks = has_blocks,
+                              .out = out,
+                              .adapters = adapters_of(encoder, inputs, NUM_OTHERS + outputs.size() - 1)};
+        std::vector<AttentionCall> calls;
+        size_t per_layer = (outputs.size() - 1) / layers->size();
+        for (size_t i = 0; i < layers->size(); i++) {
+            std::vector<mx::array> own(outputs.begin() + 1 + i * per_layer, outputs.begin() + 1 + (i + 1) * per_layer);
+            call.window = windows[i];
+            call.num_cells = own[0].shape(2);
+            call.cells = cells_of(own, 0, (*layers)[i].attention->head_dim(), data);
+            calls.push_back(call);
+        }
+        encoder.dispatch([layers = layers, terms = terms, calls, from = elements<float>(encoder, x), out,
+                          bytes = outputs[0].nbytes()] {
+            InParts in_parts;
+            std::memcpy(out, from, bytes);
+            std::vector<Token> tokens = fed_tokens(calls[0].num_fed, calls[0].rows, calls[0].width);
+            for (size_t i = 0; i < layers->size(); i++) {
+                const AttentionCall &call = calls[i];
+                const LowRank *own = terms.empty() ? nullptr : terms.data() + i * LayerWeights::NUM_LINEARS;
+                const LowRank *of_mlp = own ? own + AttentionWeights::NUM_LINEARS : nullptr;
+                run(*(*layers)[i].attention, own, call, tokens);
+                run(*(*layers)[i].mlp, of_mlp, {call.rows, call.width, out, call.num_fed, out, call.adapters}, tokens);
+            }
+        });
+        note_holds(encoder, inputs, outputs);
+    }
+
+private:
+    std::shared_ptr<const std::vector<LayerWeights>> layers;
+    std::vector<int> windows;
+    bool has_blocks;
     std::vector<LowRank> terms;
 };
 
@@ -531,7 +583,7 @@ void check_places(int rows, const mx::array &buffer, const mx::array &starts, co
 }
 
 void check_adapters(int rows, const std::optional<mx::array> &adapters, const std::vector<LowRank> &terms,
-                    std::initializer_list<const Linear *> linears) {
+                    const std::vector<const Linear *> &linears) {
     if (!adapters)
         return;
     require(adapters->shape() == mx::Shape{rows} && adapters->dtype() == mx::int32, "adapters: int32 [rows]");
@@ -539,6 +591,29 @@ void check_adapters(int rows, const std::optional<mx::array> &adapters, const st
     auto term = terms.begin();
     for (const Linear *linear : linears)
         require((term++)->fits(linear->matrix.size, linear->matrix.num_rows), "low-rank terms of another size");
+}
+
+// Of a layer whose first inputs are x and the angles.
+void check_pass(const AttentionWeights &w, const mx::array &x, const mx::array &angles) {
+    int hidden = w.norm.size();
+    require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
+    require(angles.shape() == mx::Shape{x.shape(0), 1, x.shape(1), w.rope_dims} && angles.dtype() == mx::float32,
+            "angles: float32 [rows, 1, width, rope dims]");
+}
+
+// The outputs of a primitive that changes x and the buffers.
+std::vector<mx::array> changed(std::shared_ptr<mx::Primitive> primitive, std::vector<mx::array> inputs,
+                               const std::vector<mx::array> &buffers, const std::optional<mx::array> &adapters) {
+    std::vector<mx::Shape> shapes = {inputs[0].shape()};
+    std::vector<mx::Dtype> dtypes = {mx::float32};
+    for (const mx::array &buffer : buffers) {
+        inputs.push_back(buffer);
+        shapes.push_back(buffer.shape());
+        dtypes.push_back(buffer.dtype());
+    }
+    if (adapters)
+        inputs.push_back(*adapters);
+    return mx::array::make_arrays(std::move(shapes), dtypes, std::move(primitive), std::move(inputs));
 }
 
 }  // namespace
@@ -599,27 +674,50 @@ std::vector<mx::array> Attention::operator()(const mx::array &x, const std::vect
                                              int window, const std::optional<mx::array> &adapters,
                                              const std::vector<LowRank> &terms) const {
     const AttentionWeights &w = *weights;
-    int hidden = w.norm.size();
-    require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
-    int rows = x.shape(0), width = x.shape(1);
+    check_pass(w, x, angles);
     check_buffers(buffers, w.num_kv_heads, w.head_dim());
-    require(angles.shape() == mx::Shape{rows, 1, width, w.rope_dims} && angles.dtype() == mx::float32,
-            "angles: float32 [rows, 1, width, rope dims]");
-    check_places(rows, buffers[0], starts, num_fed, places, has_blocks, window);
-    check_adapters(rows, adapters, terms, {&w.q, &w.k, &w.v, &w.o});
+    check_places(x.shape(0), buffers[0], starts, num_fed, places, has_blocks, window);
+    check_adapters(x.shape(0), adapters, terms, w.linears());
     auto stream = mx::default_stream(mx::Device::cpu);
     auto primitive = std::make_shared<AttentionPrimitive>(stream, weights, window, has_blocks, terms);
-    std::vector<mx::array> inputs = {x, angles, starts, num_fed, places};
-    std::vector<mx::Shape> shapes = {x.shape()};
-    std::vector<mx::Dtype> dtypes = {mx::float32};
-    for (const mx::array &buffer : buffers) {
-        inputs.push_back(buffer);
-        shapes.push_back(buffer.shape());
-        dtypes.push_back(buffer.dtype());
+    return changed(primitive, {x, angles, starts, num_fed, places}, buffers, adapters);
+}
+
+Layers::Layers(const std::vector<std::pair<Attention, MLP>> &own) {
+    require(!own.empty(), "no layers");
+    std::vector<LayerWeights> all;
+    for (const auto &[attention, mlp] : own) {
+        all.push_back({attention.weights, mlp.weights});
+        require(!attention.weights->is_part && !mlp.weights->is_part, "layers of one rank of several");
+        require(mlp.weights->norm.size() == own[0].first.weights->norm.size(), "layers of different sizes");
     }
-    if (adapters)
-        inputs.push_back(*adapters);
-    return mx::array::make_arrays(std::move(shapes), dtypes, primitive, std::move(inputs));
+    layers = std::make_shared<const std::vector<LayerWeights>>(std::move(all));
+}
+
+std::vector<mx::array> Layers::operator()(const mx::array &x, const std::vector<mx::array> &buffers,
+                                          const mx::array &angles, const mx::array &starts, const mx::array &num_fed,
+                                          const mx::array &places, bool has_blocks, const std::vector<int> &windows,
+                                          const std::optional<mx::array> &adapters,
+                                          const std::vector<LowRank> &terms) const {
+    size_t num_layers = layers->size(), per_layer = buffers.size() / num_layers;
+    require(per_layer * num_layers == buffers.size(), "every layer needs as many buffers");
+    require(windows.size() == num_layers, "windows: one for each layer");
+    std::vector<const Linear *> linears;
+    for (size_t i = 0; i < num_layers; i++) {
+        const LayerWeights &layer = (*layers)[i];
+        const AttentionWeights &w = *layer.attention;
+        std::vector<mx::array> own(buffers.begin() + i * per_layer, buffers.begin() + (i + 1) * per_layer);
+        check_pass(w, x, angles);
+        check_buffers(own, w.num_kv_heads, w.head_dim());
+        check_places(x.shape(0), own[0], starts, num_fed, places, has_blocks, windows[i]);
+        for (const auto &of_part : {w.linears(), layer.mlp->linears()})
+            linears.insert(linears.end(), of_part.begin(), of_part.end());
+    }
+    check_adapters(x.shape(0), adapters, terms, linears);
+    auto stream = mx::default_stream(mx::Device::cpu);
+    auto primitive =
+        std::make_shared<LayersPrimitive>(stream, layers, windows, has_blocks, adapters ? terms : std::vector<LowRank>{});
+    return changed(primitive, {x, angles, starts, num_fed, places}, buffers, adapters);
 }
 
 mx::array attend_cells(const mx::array &queries, const std::vector<mx::array> &buffers, const mx::array &starts,
@@ -645,7 +743,7 @@ mx::array MLP::operator()(const mx::array &x, const mx::array &num_fed, const st
     int hidden = weights->norm.size();
     require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
     require(num_fed.shape() == mx::Shape{x.shape(0)} && num_fed.dtype() == mx::int32, "fed counts: int32 [rows]");
-    check_adapters(x.shape(0), adapters, terms, {&weights->gate, &weights->up, &weights->down});
+    check_adapters(x.shape(0), adapters, terms, weights->linears());
     auto primitive = std::make_shared<MLPPrimitive>(mx::default_stream(mx::Device::cpu), weights, terms);
     std::vector<mx::array> inputs = {x, num_fed};
     if (adapters)

@@ -1,4 +1,4 @@
-// Decoder layers of the common form as two MLX primitives:
+// Decoder layers of the common form as two MLX primitives, and several layers as one:
 //
 //     attention   x + o(attend(rope(q(norm(x))), rope(k(norm(x))), v(norm(x)))), with optional norms of queries and keys
 //     mlp         x + down(silu(gate(norm(x))) * up(norm(x)))
@@ -15,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "low_rank.h"
@@ -59,7 +60,10 @@ struct AttentionWeights {
     float scale;
     bool is_part;
 
+    static constexpr int NUM_LINEARS = 4;
+
     int head_dim() const { return q.matrix.num_rows / num_heads; }
+    std::vector<const Linear *> linears() const { return {&q, &k, &v, &o}; }
     void check() const;
 };
 
@@ -81,6 +85,7 @@ public:
         const std::vector<LowRank> &terms) const;
 
 private:
+    friend class Layers;
     std::shared_ptr<const AttentionWeights> weights;
 };
 
@@ -95,6 +100,9 @@ struct MLPWeights {
     Linear gate, up, down;
     bool is_part;
 
+    static constexpr int NUM_LINEARS = 3;
+
+    std::vector<const Linear *> linears() const { return {&gate, &up, &down}; }
     void check() const;
 };
 
@@ -108,7 +116,33 @@ public:
                                 const std::vector<LowRank> &terms) const;
 
 private:
+    friend class Layers;
     std::shared_ptr<const MLPWeights> weights;
+};
+
+struct LayerWeights {
+    std::shared_ptr<const AttentionWeights> attention;
+    std::shared_ptr<const MLPWeights> mlp;
+
+    static constexpr int NUM_LINEARS = AttentionWeights::NUM_LINEARS + MLPWeights::NUM_LINEARS;
+};
+
+// Consecutive decoder layers with the same rope, as one primitive: to the bit what the layers give one by one. MLX has
+// one operation to build, allocate and hand over, and the threads stay awake from layer to layer.
+class Layers {
+public:
+    explicit Layers(const std::vector<std::pair<Attention, MLP>> &layers);
+
+    // As Attention, with the buffers of all layers, layer by layer, and a window for each. `terms`: of the attention and
+    // the MLP of each layer.
+    std::vector<mlx::core::array> operator()(
+        const mlx::core::array &x, const std::vector<mlx::core::array> &buffers, const mlx::core::array &angles,
+        const mlx::core::array &starts, const mlx::core::array &num_fed, const mlx::core::array &places,
+        bool has_blocks, const std::vector<int> &windows, const std::optional<mlx::core::array> &adapters,
+        const std::vector<LowRank> &terms) const;
+
+private:
+    std::shared_ptr<const std::vector<LayerWeights>> layers;
 };
 
 // The angles of a pass, for attention.

@@ -50,6 +50,11 @@ void add_decoder_layers(nb::module_ &m) {
                             const Linear &down, bool is_part) { new (self) MLP({norm, gate, up, down, is_part}); })
         .def("__call__", &MLP::operator(), nb::arg("x"), nb::arg("num_fed"), nb::arg("adapters").none() = nb::none(),
              nb::arg("terms") = nb::make_tuple());
+    nb::class_<Layers>(m, "Layers")
+        .def(nb::init<const std::vector<std::pair<Attention, MLP>> &>())
+        .def("__call__", &Layers::operator(), nb::arg("x"), nb::arg("buffers"), nb::arg("angles"), nb::arg("starts"),
+             nb::arg("num_fed"), nb::arg("places"), nb::arg("has_blocks"), nb::arg("windows"),
+             nb::arg("adapters").none() = nb::none(), nb::arg("terms") = nb::make_tuple());
     nb::class_<RopeAngles>(m, "RopeAngles")
         .def(nb::init<const array &, float, float>())
         .def("__call__", &RopeAngles::operator());

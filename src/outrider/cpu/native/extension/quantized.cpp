@@ -136,18 +136,20 @@ size_t token_bytes(int num_tokens, int size) {
     return 2 * num_codes + 2 * sizeof(float) * (num_codes / BLOCK) + sizeof(float) * (num_codes / HALF);
 }
 
-QuantizedTokens quantize(const float *x, int num_tokens, int size, ptrdiff_t stride, void *memory) {
+QuantizedTokens tokens_in(void *memory, int num_tokens, int size) {
     ptrdiff_t num_blocks = static_cast<ptrdiff_t>(num_tokens) * (size / BLOCK);
     auto *codes = static_cast<int8_t *>(memory);
     auto *scales = reinterpret_cast<float *>(codes + 2 * static_cast<ptrdiff_t>(num_tokens) * size);
-    QuantizedTokens tokens = {num_tokens, size, codes, scales, scales + num_blocks, scales + 2 * num_blocks};
-    constexpr int TOKENS_PER_CHUNK = 16;
-    int num_chunks = (num_tokens + TOKENS_PER_CHUNK - 1) / TOKENS_PER_CHUNK;
-    parallel(num_chunks, [=](int chunk) {
-        int end = std::min(num_tokens, (chunk + 1) * TOKENS_PER_CHUNK);
-        for (int t = chunk * TOKENS_PER_CHUNK; t < end; t++)
-            kernels->quantize(x + t * stride, size / BLOCK, tokens.part(t, 1));
-    });
+    return {num_tokens, size, codes, scales, scales + num_blocks, scales + 2 * num_blocks};
+}
+
+void quantize_token(const float *x, const QuantizedTokens &tokens, int number) {
+    kernels->quantize(x, tokens.size / BLOCK, tokens.part(number, 1));
+}
+
+QuantizedTokens quantize(const float *x, int num_tokens, int size, ptrdiff_t stride, void *memory) {
+    QuantizedTokens tokens = tokens_in(memory, num_tokens, size);
+    for_tokens(num_tokens, [&](int t) { quantize_token(x + t * stride, tokens, t); });
     return tokens;
 }
 

@@ -59,7 +59,11 @@ struct QuantizedTokens {
 size_t token_bytes(int num_tokens, int size);
 constexpr size_t TOKEN_ALIGNMENT = 64;
 
-// Rounds tokens x [num_tokens, size], `stride` floats apart. A block with a NaN or an infinity becomes NaN.
+// Tokens in this memory, and one of them rounded. A block with a NaN or an infinity becomes NaN.
+QuantizedTokens tokens_in(void *memory, int num_tokens, int size);
+void quantize_token(const float *x, const QuantizedTokens &tokens, int number);
+
+// Rounds tokens x [num_tokens, size], `stride` floats apart.
 QuantizedTokens quantize(const float *x, int num_tokens, int size, ptrdiff_t stride, void *memory);
 
 // y = x @ w^T: y [num_tokens, num_rows], `stride` floats apart.

@@ -18,7 +18,9 @@ namespace outrider {
 namespace {
 
 constexpr int MAX_THREADS = 64;
-constexpr int SPIN_NS = 10'000;  // of a thread without work, before it sleeps: more would slow its neighbours down
+// Nanoseconds that a thread without work spins before it sleeps: more would slow its neighbours down. Between the parts
+// of an operation the next work comes soon, and to wake a thread takes longer than that.
+constexpr int SPIN_NS = 10'000, SPIN_BETWEEN_PARTS_NS = 100'000;
 
 using Clock = std::chrono::steady_clock;
 
@@ -36,6 +38,7 @@ struct Pool {
     alignas(64) std::atomic<int> num_left{0};  // chunks that no thread has taken
     alignas(64) std::atomic<int> num_done{0};
     alignas(64) std::atomic<int> num_helpers{0};  // how many threads may help
+    alignas(64) std::atomic<int> num_in_parts{0};  // operations in parts that are running
     std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
     int num_started = 0;
     int num_chunks = 0;                             // neither changes until all taken chunks are done
@@ -66,10 +69,14 @@ bool help() noexcept {
     return true;
 }
 
+std::chrono::nanoseconds spin_time() {
+    return std::chrono::nanoseconds(pool.num_in_parts.load() ? SPIN_BETWEEN_PARTS_NS : SPIN_NS);
+}
+
 void run_helper(int number) {
     std::atomic<int> &is_asleep = pool.helpers[number].is_asleep;
     for (;;) {
-        for (auto since = Clock::now(); Clock::now() - since < std::chrono::nanoseconds(SPIN_NS); pause())
+        for (auto since = Clock::now(); Clock::now() - since < spin_time(); pause())
             while (number < pool.num_helpers.load() && help())
                 since = Clock::now();
         is_asleep.store(1);
@@ -99,10 +106,14 @@ void start_helpers(int count) {
 void after_fork() {  // the child process has no helpers, and no work is shared
     pool.num_started = 0;
     pool.num_left.store(0);
+    pool.num_in_parts.store(0);
     pool.is_taken.clear();
 }
 
 }  // namespace
+
+InParts::InParts() { pool.num_in_parts.fetch_add(1); }
+InParts::~InParts() { pool.num_in_parts.fetch_sub(1); }
 
 void set_num_threads(int count) {
     static const int watches_forks = pthread_atfork(nullptr, nullptr, after_fork);
