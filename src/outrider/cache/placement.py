@@ -172,15 +172,7 @@ class Placement:
             view_step = block_size
         self.num_attended = min(capacity, -(-end // view_step) * view_step)
         self.slots = slots
-        self.is_range = list(slots) == list(range(slots[0], slots[0] + len(slots)))  # read without a copy
-        self.slot_ids = mx.array(list(slots))[:, None]  # [rows, 1]
-        columns = mx.arange(width)
-        self.cells = starts[:, None] + columns  # [rows, width]
-        self.fed = columns < num_fed[:, None]  # [rows, width] True for tokens, False for padding
-        # An array: a number would be built into compiled kernels, which would then fit one capacity only.
-        self.limit = mx.arange(capacity, capacity + 1)
-        own = mx.minimum(self.cells, self.limit)  # a row that drafts past its own depth may run over the end
-        self.written = mx.where(self.fed, own, self.limit)  # [rows, width] the cells that the pass writes
+        self._width = width
         self.angles: dict[Hashable, mx.array] = {}  # cosines and sines, by rope: see cpu/fused_layers.py
         self._gathered: dict[int, mx.array] = {}
         self._written_in_blocks: dict[int, mx.array] = {}
@@ -194,6 +186,40 @@ class Placement:
             Any
         ] = ()  # of all layers, if the whole model is called: see cpu/layer_runs.py
         self.computed_runs: dict[Hashable, mx.array] = {}  # outputs of several layers at once, likewise
+
+    # -- cells (native layers compute them by themselves) ------------------------------------------------
+
+    @cached_property
+    def is_range(self) -> bool:
+        """True if the slots follow each other: they are read without a copy."""
+        return list(self.slots) == list(range(self.slots[0], self.slots[0] + len(self.slots)))
+
+    @cached_property
+    def slot_ids(self) -> mx.array:
+        """[rows, 1]"""
+        return mx.array(list(self.slots))[:, None]
+
+    @cached_property
+    def cells(self) -> mx.array:
+        """[rows, width]"""
+        return self.starts[:, None] + mx.arange(self._width)
+
+    @cached_property
+    def fed(self) -> mx.array:
+        """True for tokens, False for padding.  [rows, width]"""
+        return mx.arange(self._width) < self.num_fed[:, None]
+
+    @cached_property
+    def limit(self) -> mx.array:
+        """The cell that takes the padding's writes.  [1]"""
+        # An array: a number would be built into compiled kernels, which would then fit one capacity only.
+        return mx.arange(self.capacity, self.capacity + 1)
+
+    @cached_property
+    def written(self) -> mx.array:
+        """The cells that the pass writes.  [rows, width]"""
+        own = mx.minimum(self.cells, self.limit)  # a row that drafts past its own depth may run over the end
+        return mx.where(self.fed, own, self.limit)
 
     # -- blocks ------------------------------------------------------------------------------------------
 
@@ -256,7 +282,7 @@ class Placement:
             [self.slots[row] for row in rows],
             self.starts[index],
             self.num_fed[index],
-            self.cells.shape[1],
+            self._width,
             max(self._ends[row] for row in rows),
             self.capacity,
             tables=None if self.tables is None else self.tables[index],
@@ -312,7 +338,7 @@ class Placement:
     @cached_property
     def is_wide(self) -> bool:
         """True for a pass that must not run far ahead of the device: on CUDA, with many tokens."""
-        return self.launches and bool(mx.cuda.is_available()) and self.cells.size >= MANY_TOKENS
+        return self.launches and bool(mx.cuda.is_available()) and len(self.slots) * self._width >= MANY_TOKENS
 
     def launch(self, *arrays: mx.array) -> None:
         """Let the device work on these arrays while the host builds the rest."""

@@ -122,7 +122,8 @@ class PrefixStore:
 
     def settle(self, ids: Iterable[int]) -> None:
         """Perform the copies, before the next write into the buffers."""
-        mx.eval([self._arrays[i] for i in ids])
+        if copies := [self._arrays[i] for i in ids]:
+            mx.eval(copies)
 
     def load_blocks(self, slot: int, start: int, pieces: Sequence[BlockPiece]) -> None:
         """Copy parts of blocks into a slot's cells from `start` on."""

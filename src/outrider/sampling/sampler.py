@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from outrider.cpu.top_two import top_two
+from outrider.cpu.top_two import best, top_two
 from outrider.request import NUM_CANDIDATES, SamplingParams
 from outrider.sampling.noise import gumbel, seed_words
 
@@ -182,7 +182,7 @@ class _Group:
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, is_draft: bool
     ) -> mx.array:
         scores, ids = self._scores(logits, positions, token_ids, is_draft)
-        return _token_ids(mx.argmax(scores, axis=-1), ids)
+        return _token_ids(best(scores), ids)
 
     def sample_with_margin(
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None

@@ -8,6 +8,7 @@ holds arrays that the device will fill, and `read` turns them into plain Python.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -282,7 +283,7 @@ class PassOutput:
 
         def take(shape: tuple[int, ...]) -> np.ndarray:
             nonlocal report
-            size = int(np.prod(shape))
+            size = math.prod(shape)
             taken, report = report[:size], report[size:]
             return taken.reshape(shape)
 
@@ -324,6 +325,8 @@ class PassOutput:
 
 def _usable(statuses: np.ndarray, error: RowError | None) -> tuple[int, str | None]:
     """How many of a row's sampled tokens count, and the error after them, if there is one."""
+    if error is None and statuses.tolist() == [SAMPLED] * len(statuses):
+        return len(statuses), None
     ends = [(int(place), NO_TOKEN_LEFT) for place in np.flatnonzero(statuses == NO_TOKEN)[:1]]
     if error is not None and error.position < len(statuses):
         ends.append((error.position, error.message))
