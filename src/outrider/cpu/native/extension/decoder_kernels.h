@@ -370,8 +370,9 @@ TARGET static void attend_segment(const Queries &p, int segment, float *scratch,
         auto from = [&](int i) { return std::max(p.first_cell(i) - cell, 0); };
         auto to = [&](int i) { return std::min(p.end_cell(i) - cell, int(CELLS)); };
         const int num_cells = std::min(end - cell, int(CELLS));
-        bool is_whole = from(p.num - 1) == 0 && to(0) == CELLS;
-        if (is_whole && rows <= MAX_DIRECT_ROWS && !p.keys.is_float32()) {
+        // A block may be read to its end, whatever is in it. Cells that follow each other may end before that.
+        bool is_readable = p.blocks || to(0) == CELLS, begins_inside = from(p.num - 1) > 0;
+        if (is_readable && !begins_inside && rows <= MAX_DIRECT_ROWS && !p.keys.is_float32()) {
             const bool is_last = cell + CELLS >= end;
             attend_block(p, cell, queries, scores, result,
                          is_last ? nullptr : reinterpret_cast<const char *>(p.keys.from(p.at(cell + CELLS)).words));
