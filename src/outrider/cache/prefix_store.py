@@ -12,7 +12,7 @@ one row. The store knows blocks and states by id; `prefix_index` decides which o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +26,9 @@ from outrider.host_array import HostArray
 from outrider.plan import BLOCK_SIZE, BlockPiece, SaveCells
 
 T = TypeVar("T")
+# Buffers of one shape [blocks, heads, cells, ..] and ranges of cells in their blocks (block, first cell, the one after
+# the last) -> the cells of each range [buffers, heads, cells, ..]
+CopyCells = Callable[[Sequence[mx.array], Sequence[tuple[int, int, int]]], Sequence[mx.array]]
 
 MAX_GATHERED_BLOCKS = (
     32  # blocks of rows that are copied at once: bounds the memory in between; chosen by hand
@@ -44,26 +47,26 @@ class _BufferGroup:
 
     members: tuple[tuple[CellBuffer, int], ...]  # keys or values of a layer, and which of its arrays
 
-    def _buffers(self) -> Iterator[mx.array]:
-        return (cells.arrays[number] for cells, number in self.members)
+    def buffers(self) -> list[mx.array]:
+        return [cells.arrays[number] for cells, number in self.members]
 
     def read(self, slot: int, start: int, end: int) -> mx.array:
         """A copy. A slice would refer to the whole buffer, and the next write would copy that buffer."""
-        return _copied(*(buffer[slot : slot + 1, :, start:end] for buffer in self._buffers()))
+        return _copied(*(buffer[slot : slot + 1, :, start:end] for buffer in self.buffers()))
 
     def write(self, slot: int, start: int, pieces: Sequence[mx.array]) -> None:
-        for i, buffer in enumerate(self._buffers()):
+        for i, buffer in enumerate(self.buffers()):
             cells = mx.concatenate([piece[i] for piece in pieces], axis=1)  # [heads, cells, dim]
             buffer[slot, :, start : start + cells.shape[1]] = cells
 
     def read_blocks(self, blocks: Sequence[int]) -> mx.array:
         """Whole blocks of rows.  [blocks, buffers, heads, cells, dim]"""
         index = mx.array(list(blocks))
-        return mx.stack([buffer[index] for buffer in self._buffers()], axis=1)
+        return mx.stack([buffer[index] for buffer in self.buffers()], axis=1)
 
     def write_blocks(self, blocks: Sequence[int], pieces: Sequence[mx.array]) -> None:
         index = mx.array(list(blocks))
-        for i, buffer in enumerate(self._buffers()):
+        for i, buffer in enumerate(self.buffers()):
             buffer[index] = mx.stack([piece[i] for piece in pieces])
 
 
@@ -71,14 +74,19 @@ class PrefixStore:
     """Owns the cached blocks and states of one runner."""
 
     def __init__(
-        self, buffers: Iterable[RaggedKV | RecurrentState], block_size: int | None = BLOCK_SIZE
+        self,
+        buffers: Iterable[RaggedKV | RecurrentState],
+        block_size: int | None = BLOCK_SIZE,
+        copy_cells: CopyCells | None = None,
     ) -> None:
-        """`block_size`: of the rows' blocks; None: rows keep their cells by slots."""
+        """`block_size`: of the rows' blocks; None: rows keep their cells by slots. `copy_cells`: copies out of
+        rows' blocks faster than MLX does."""
         buffers = list(buffers)
         self._groups = _grouped([one for one in buffers if isinstance(one, RaggedKV)])
         self._states = [one for one in buffers if isinstance(one, RecurrentState)]
         self._arrays: dict[int, tuple[mx.array, ...]] = {}
         self._block_size = block_size
+        self._copy_cells = copy_cells
 
     @property
     def num_bytes(self) -> int:
@@ -100,15 +108,25 @@ class PrefixStore:
         """`save_blocks` where rows keep their cells by blocks, for all rows. `settle` performs the copies."""
         size = self._block_size
         assert size is not None
-        whole: list[tuple[int, int]] = []  # a cached block and the row's
+        ranges: dict[int, tuple[int, int, int]] = {}  # by cached block: the row's block and cells
         for save in saves:
             assert save.row_block is not None
-            first, last = save.start % size, (save.end - 1) % size + 1
+            ranges[save.block_id] = save.row_block, save.start % size, (save.end - 1) % size + 1
+        if self._copy_cells is None:
+            self._gather(ranges, size)
+        elif ranges:
+            copied = [self._copy_cells(group.buffers(), list(ranges.values())) for group in self._groups]
+            self._arrays.update(zip(ranges, zip(*copied, strict=True), strict=True))
+
+    def _gather(self, ranges: Mapping[int, tuple[int, int, int]], size: int) -> None:
+        """Copy with MLX's operations."""
+        whole: list[tuple[int, int]] = []  # a cached block and the row's
+        for block_id, (row_block, first, last) in ranges.items():
             if last - first == size:
-                whole.append((save.block_id, save.row_block))
+                whole.append((block_id, row_block))
             else:
-                parts = [group.read(save.row_block, first, last) for group in self._groups]
-                self._arrays[save.block_id] = tuple(parts)
+                parts = [group.read(row_block, first, last) for group in self._groups]
+                self._arrays[block_id] = tuple(parts)
         for some in _in_parts(whole):
             read = [group.read_blocks([row_block for _, row_block in some]) for group in self._groups]
             for i, (block_id, _) in enumerate(some):

@@ -18,6 +18,7 @@ from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.prefix_store import PrefixStore
 from outrider.cache.ragged_kv import RaggedKV
 from outrider.cache.recurrent import RecurrentState
+from outrider.cpu.cell_copies import native_copy_cells
 from outrider.host_array import HostArray
 from outrider.models.prompt_scorer import PromptScorer
 from outrider.models.trunk import Buffers, Trunk
@@ -93,7 +94,7 @@ class Runner:
         self.image_embeddings = None if vision_encoder is None else EmbeddingCache(image_cache_bytes)
         self._forward = Forward(trunk, drafter, self.image_embeddings, block_size, ranks)
         self._compiled = CompiledPasses(self._forward) if compiles else None
-        self._prefixes = PrefixStore(self._buffers(), block_size)
+        self._prefixes = PrefixStore(self._buffers(), block_size, native_copy_cells())
         self._write_block = write_block
         self._read_block = read_block
         self._block_size = block_size

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "cell_copies.h"
 #include "decoder_layer.h"
 #include "low_rank.h"
 #include "matmul.h"
@@ -71,6 +72,7 @@ NB_MODULE(_outrider_cpu, m) {
     m.def("recurrence", &outrider::recurrence, nb::arg("queries").none(), nb::arg("keys"), nb::arg("values"),
           nb::arg("gates"), nb::arg("betas"), nb::arg("state"), nb::arg("counts").none(), nb::arg("is_delta_rule"));
     m.def("top_two", &outrider::top_two);
+    m.def("copy_cells", &outrider::copy_cells);
     m.def("set_num_threads", &outrider::set_num_threads);
     m.def("instructions", []() { return std::string(outrider::instructions()); });
     m.def("interleaves", &outrider::interleaves);
