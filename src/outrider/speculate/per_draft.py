@@ -84,6 +84,7 @@ class PerDraftController(DepthController):
         # Running means over the last steps: tokens of a row on auto, and the step's time in plain steps.
         self._tokens = self._stretch = 1.0
         self._paused: list[tuple[RowAcceptance, bool]] = []  # `_rows_of` the step that paused the head
+        self._paused_min_chance = 0.0  # of a draft that was worth feeding in that step
 
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
         decoding = [request for request in requests if not request.joins]
@@ -104,8 +105,15 @@ class PerDraftController(DepthController):
         return DepthChoice(feed, self._num_drafts_next(requests, depth, drafting))
 
     def _stays_paused(self, requests: Sequence[DraftRequest]) -> bool:
-        """True if the head is paused, the rows are the same, and no drafts have come that tell more."""
-        return not any(request.offers for request in requests) and _rows_of(requests) == self._paused
+        """True if the head is paused, the rows are the same, and they offer no draft that could pay."""
+        return _rows_of(requests) == self._paused and not any(
+            self._may_pay(request, offer) for request in requests for offer in request.offers
+        )
+
+    def _may_pay(self, request: DraftRequest, offer: Offer) -> bool:
+        if offer.source == "head" or offer.num_certain or request.fixed_depth is not None:
+            return True
+        return request.record.chances(offer.source, 1)[0] >= self._paused_min_chance
 
     def _num_drafts_next(
         self, requests: Sequence[DraftRequest], depth: int, drafting: Sequence[int]
@@ -190,6 +198,7 @@ class PerDraftController(DepthController):
                 best, best_wait = depth, wait
         drafting = rows if best else []
         self._paused = [] if best else _rows_of(requests)
+        self._paused_min_chance = prices.min_chance
         return max(1, best), drafting + self.rows_to_probe(requests, drafting)
 
     def _waits(
