@@ -37,6 +37,8 @@ CORRECTION_DECAY = 0.999  # of a shape's correction, with every step of another 
 CONFIRMED_STEPS = 50  # steps after which a shape's correction is stored between runs; chosen by hand
 HOST_SHARE_GAIN = 0.1  # share of a new value in the running mean `host_share`; chosen by hand
 PAD_BELOW = 0.95  # a pass is padded to a wider one that costs less than this share of it; chosen by hand
+# Steps after which a shape is not known well any more, and the same until it was observed a few times. Chosen by hand.
+REFERENCE_INTERVAL, FIRST_INTERVAL, FEW_OBSERVED = 64, 16, 3
 VERSION_STEPS = 8  # steps for which results that follow from the costs are cached; chosen by hand
 
 
@@ -225,6 +227,12 @@ class CostTable:
         self._corrections[key] = clipped(correction, MAX_CORRECTION)
         self._last_observed[key] = self._num_steps
         self._num_observed[key] = num_observed + 1
+
+    def is_known_well(self, rows: int, width: int) -> bool:
+        """Whether steps of this shape have run lately, so that it can be compared with those that run now."""
+        key = (rows, width)
+        interval = REFERENCE_INTERVAL if self._num_observed.get(key, 0) >= FEW_OBSERVED else FIRST_INTERVAL
+        return self._num_steps - self._last_observed.get(key, -interval) < interval
 
     def confirmed_corrections(self) -> dict[tuple[int, int], float]:
         """The corrections of shapes that were observed often enough to be stored between runs."""

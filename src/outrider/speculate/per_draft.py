@@ -7,6 +7,7 @@ Every row may feed another number of drafts.
 How many drafts the head makes is decided before they are known, by what its drafts have brought lately: as
 many as let the rows wait least for their next token. If none does, the head is paused, for all rows at once:
 a row that goes on after a pause has to feed the head what it missed. Paused rows are probed: texts change.
+While drafts are fed, a plain step runs now and then, to compare the costs.
 Pure Python.
 """
 
@@ -99,6 +100,8 @@ class PerDraftController(DepthController):
             self._count_yield(request, row, prices)
         fed = choose_drafts(rows, cost, prices.token_s, prices.min_chance)
         depth, drafting = self._next_drafts(requests, prices, cost(max(1, len(decoding)), 1))
+        if drafting and self._wants_plain_step(requests):
+            return DepthChoice(((0, 0),) * len(requests), (0,) * len(requests))
         self._count_step(rows, fed, cost, self._head_s(requests, len(drafting), depth))
         of_decoding = iter(fed)
         feed = tuple((0, 0) if request.joins else next(of_decoding) for request in requests)
@@ -114,6 +117,15 @@ class PerDraftController(DepthController):
         if offer.source == "head" or offer.num_certain or request.fixed_depth is not None:
             return True
         return request.record.chances(offer.source, 1)[0] >= self._paused_min_chance
+
+    def _wants_plain_step(self, requests: Sequence[DraftRequest]) -> bool:
+        """True if drafts were fed for so long that nobody knows what a step without them takes now.
+
+        Steps that run correct the table, with all that they cost the host. Without a plain step now and then the
+        costs of drafting steps would be real, and those of plain steps measured when the model was loaded.
+        """
+        is_free = all(request.fixed_depth is None and not request.joins for request in requests)
+        return is_free and not self.costs.is_known_well(len(requests), 1)
 
     def _num_drafts_next(
         self, requests: Sequence[DraftRequest], depth: int, drafting: Sequence[int]
