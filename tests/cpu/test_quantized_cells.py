@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -161,6 +162,26 @@ def test_attention_is_that_over_the_dequantised_cells_to_the_bit(
             if native.use_instructions(wanted):
                 assert mx.array_equal(native.attend_cells(queries, kv.arrays(), *others), expected), wanted
         assert native.use_instructions("")
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_junk_behind_a_row_in_its_last_block_is_not_read(bits: int, native: ModuleType) -> None:
+    """NaN, which no weight of 0 hides."""
+    spec = KVSpec(1, 64, 64, mx.float32, bits=bits)
+    starts, fed, tables = mx.array([0, 61, 70]), mx.array([3, 3, 2]), block_tables([[2], [3], [4, 5]])
+    queries = mx.random.normal((3, 3, 3, 64), key=mx.random.key(9))
+    outputs = []
+    for junk in (0.0, math.nan):
+        kv = RaggedKV(spec)
+        kv.resize_blocks(6, BLOCK_SIZE)
+        for seed, cells in enumerate(kv.cells):
+            content = mx.random.normal((6, 1, BLOCK_SIZE, 64), key=mx.random.key(seed))
+            for block, end in ((2, 3), (5, 8)):
+                content[block, :, end:] = junk
+            cells.arrays = list(cells.format.encode(content))
+        outputs.append(native.attend_cells(queries, kv.arrays(), starts, fed, tables, True, 0, 0.1))
+    assert mx.array_equal(*outputs)
+    assert not mx.any(mx.isnan(outputs[0]))
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from outrider.request import MAX_DEPTH
 from outrider.speculate.controller import PROBE_INTERVAL, DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, StepShape
 from outrider.speculate.depth import DepthChoice
+from outrider.speculate.per_draft import new_controller
 from outrider.speculate.shapes import FEW_DEPTHS
 from patience import case_only_in_soak
 
@@ -187,6 +189,19 @@ def test_depth_goes_within_32_steps_when_text_becomes_unpredictable(machine: str
     plain.add(*[constant(0)] * num_rows)
     best = max(plain.run(64, policy).pace for policy in (fixed_zero, *map(fixed, range(1, 9))))
     assert outcome.pace_of(32, 96) >= (0.91 if machine in DEAR_TO_FEED else 0.95) * best
+
+
+@pytest.mark.parametrize("wrong", [1.3, 0.8])
+def test_plain_steps_that_were_measured_wrongly_are_known_while_drafts_are_fed(wrong: float) -> None:
+    truth = MACHINES["quantised"]
+    trunk_s = {key: s * wrong if key == (1, 1) else s for key, s in truth.trunk_s.items()}
+    table = CostTable(replace(truth, trunk_s=trunk_s))
+    simulation = Simulation(truth, new_controller(table, None, overlaps_steps=False))
+    simulation.add(traces("code", hot=False)[0])
+    outcome = simulation.run(600)
+    assert outcome.mean_depth(300, 600) > 0.5, "it drafts all the time"
+    found = table.step_s(StepShape(1, 2)) / table.step_s(StepShape(1, 1))
+    assert found == pytest.approx(truth.trunk_s[1, 2] / truth.trunk_s[1, 1], rel=0.1)
 
 
 def test_depth_falls_with_the_load_and_comes_back_with_it() -> None:

@@ -59,6 +59,27 @@ def test_a_paused_head_stays_paused_until_rows_change_or_drafts_come(controller:
     assert controller.num_decisions == 5, "a row has left"
 
 
+def test_lookups_that_cannot_pay_are_no_reason_to_decide_again(controller: CountingController) -> None:
+    first, *others = requests_of(controller, 3)
+    lookup = DraftRequest(first.record, [Offer("ngram", 8)], None, 8)
+    num_next(controller, [first, *others])
+    for _ in range(200):
+        first.record.add("ngram", 8, 0, 1)
+    assert controller.choose([lookup, *others], 100).feed == ((0, 0),) * 3
+    assert controller.num_decisions == 1
+    for _ in range(200):
+        first.record.add("ngram", 8, 8, 9)
+    assert controller.choose([lookup, *others], 100).feed[0][1] > 0
+    assert controller.num_decisions == 2
+
+
+def test_certain_drafts_are_fed_beside_a_paused_head(controller: CountingController) -> None:
+    first, *others = requests_of(controller, 3)
+    num_next(controller, [first, *others])
+    forced = DraftRequest(first.record, [Offer("forced", 3, 3)], None, 8)
+    assert controller.choose([forced, *others], 100).feed[0] == (0, 3)
+
+
 def test_rows_of_a_fixed_depth_draft_beside_a_paused_head(controller: CountingController) -> None:
     record = controller.new_record(SamplingParams(temperature=0))
     rows = [*requests_of(controller, 2), DraftRequest(record, (), 3, 2)]

@@ -26,8 +26,8 @@ from outrider.host_array import HostArray
 from outrider.plan import BLOCK_SIZE, BlockPiece, SaveCells
 
 T = TypeVar("T")
-# Buffers of one shape [blocks, heads, cells, ..] and ranges of cells in their blocks (block, first cell, the one after
-# the last) -> the cells of each range [buffers, heads, cells, ..]
+# Buffers of one shape [blocks, heads, cells, ..] and ranges of cells (block, first cell, the one after the
+# last) -> the cells of each range [buffers, heads, cells, ..]
 CopyCells = Callable[[Sequence[mx.array], Sequence[tuple[int, int, int]]], Sequence[mx.array]]
 
 MAX_GATHERED_BLOCKS = (
@@ -79,8 +79,10 @@ class PrefixStore:
         block_size: int | None = BLOCK_SIZE,
         copy_cells: CopyCells | None = None,
     ) -> None:
-        """`block_size`: of the rows' blocks; None: rows keep their cells by slots. `copy_cells`: copies out of
-        rows' blocks faster than MLX does."""
+        """`block_size`: of the rows' blocks; None: rows keep their cells by slots.
+
+        `copy_cells`: copies out of rows' blocks, faster than MLX does.
+        """
         buffers = list(buffers)
         self._groups = _grouped([one for one in buffers if isinstance(one, RaggedKV)])
         self._states = [one for one in buffers if isinstance(one, RecurrentState)]

@@ -7,7 +7,9 @@ from outrider.cpu import extension
 
 
 def native_copy_cells() -> CopyCells | None:
-    """None without the native extension. With MLX's operations a block of 64 cells of the default model takes two
-    to six milliseconds, in which no row decodes."""
+    """None without the native extension.
+
+    With MLX's operations copies took 6 % of a burst of 8 rows of the default model; no row decodes meanwhile.
+    """
     native = extension.if_loaded()
     return None if native is None else native.copy_cells

@@ -1,15 +1,15 @@
 """Runs: consecutive fused layers of a model that are computed as one native primitive.
 
-The first layer of a run computes all of it, and the others return what they are given. (mlx-lm's own loop calls
-the layers one after the other, and the loop is not ours.) The layers of a run
+The first layer of a run computes all of it, and the others return what they are given. (mlx-lm's own loop
+calls the layers one after the other, and the loop is not ours.) The layers of a run
 
     are given the very array that the layer before has returned: nothing comes between them,
     have the same rope,
     are not divided among ranks: no sum comes between them.
 
-A dry run of the model shows which layers these are, and every pass checks it again. A pass in which something
-comes between layers (image features, a scorer that stops half-way) has no `Placement.layer_buffers`: its layers
-are computed one by one.
+A dry run of the model shows which layers these are, and every pass checks it again. A pass in which
+something comes between layers (image features, a scorer that stops half-way) has no
+`Placement.layer_buffers`: its layers are computed one by one.
 """
 
 from __future__ import annotations

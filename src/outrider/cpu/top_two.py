@@ -1,4 +1,4 @@
-"""The best of many scores, and by how much it exceeds the second best. MLX's argmax has one thread on CPUs."""
+"""The best of many scores, and by how much it exceeds the second best: on CPUs with all threads."""
 
 from __future__ import annotations
 

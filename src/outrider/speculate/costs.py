@@ -29,6 +29,7 @@ WIDTHS = range(1, MAX_DEPTH + 2)
 # a wrong measurement is corrected within a few steps, and a busy machine or a slow step leaves no trace.
 SLOWDOWN_GAIN = 0.25  # share of a step's deviation by which the machine's slowdown changes
 CORRECTION_GAIN = 0.04  # share of a step's deviation by which its shape's correction changes
+RARE_CORRECTION_GAIN = 0.2  # the same for a shape that has not run for a while
 FIRST_CORRECTION_GAIN = 0.3  # the same for a shape's first step; for its n-th step 0.3 / n, down to 0.04
 MAX_DEVIATION = 0.8  # log ratio: a step 2.2 times as long as expected was disturbed by other load
 MAX_SHAPE_DEVIATION = 0.3  # log ratio: the most that one step's deviation counts for its shape
@@ -37,7 +38,8 @@ CORRECTION_DECAY = 0.999  # of a shape's correction, with every step of another 
 CONFIRMED_STEPS = 50  # steps after which a shape's correction is stored between runs; chosen by hand
 HOST_SHARE_GAIN = 0.1  # share of a new value in the running mean `host_share`; chosen by hand
 PAD_BELOW = 0.95  # a pass is padded to a wider one that costs less than this share of it; chosen by hand
-# Steps after which a shape is not known well any more, and the same until it was observed a few times. Chosen by hand.
+# Steps after which a shape is not known well any more; the same until it was observed a few times. Chosen
+# by hand.
 REFERENCE_INTERVAL, FIRST_INTERVAL, FEW_OBSERVED = 64, 16, 3
 VERSION_STEPS = 8  # steps for which results that follow from the costs are cached; chosen by hand
 
@@ -220,7 +222,8 @@ class CostTable:
         deviation = ratio - self._slowdown
         self._slowdown += SLOWDOWN_GAIN * clipped(deviation, MAX_DEVIATION)
         num_observed = self._num_observed.get(key, 0)
-        gain = CORRECTION_GAIN
+        is_rare = self._num_steps - self._last_observed[key] >= FIRST_INTERVAL
+        gain = RARE_CORRECTION_GAIN if is_rare else CORRECTION_GAIN
         if abs(deviation) < MAX_DEVIATION:
             gain = max(gain, FIRST_CORRECTION_GAIN / (1 + num_observed))
         correction = self._correction(*key) + gain * clipped(deviation, MAX_SHAPE_DEVIATION)

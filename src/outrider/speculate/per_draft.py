@@ -29,9 +29,9 @@ from outrider.speculate.prompt_costs import MeasuredPromptCosts
 
 MAX_PADDING_SHARE = 0.5  # of a token's cost: with more, rows share their width; chosen by hand
 MAX_WAIT = 0.93  # plain steps that rows wait for a token: else the head does not draft; chosen by hand
-# Tokens that a draft has to bring for the time that it takes. A row that gets ahead of the others saves its own
-# part of later steps, but no reads of weights. From the simulator: by the last answer of a burst auto / off is 0.97
-# and more for it at 4 and 8 rows (0.95 with 1), for 0 to 5 % of the gain in the mean answer.
+# Tokens that a draft has to bring for the time that it takes, beside other rows. A row that gets ahead of
+# them saves its own part of later steps, but no reads of weights. From the simulator (docs/LOG.md): bursts of
+# 4 and 8 rows reach 0.97 of drafts off (0.95 with 1.0).
 MIN_RETURN = 1.25
 YIELD_SHARE = 0.1  # weight of the newest step in a row's yield from its head; from the simulator
 # While the head is paused. A probe of two rows takes about half of a plain step of 8 rows, as heads have to
@@ -121,8 +121,8 @@ class PerDraftController(DepthController):
     def _wants_plain_step(self, requests: Sequence[DraftRequest]) -> bool:
         """True if drafts were fed for so long that nobody knows what a step without them takes now.
 
-        Steps that run correct the table, with all that they cost the host. Without a plain step now and then the
-        costs of drafting steps would be real, and those of plain steps measured when the model was loaded.
+        Steps that run correct the table, with all that they cost the host. Without a plain step now and then
+        the costs of drafting steps would be real ones, and those of plain steps still the measured ones.
         """
         is_free = all(request.fixed_depth is None and not request.joins for request in requests)
         return is_free and not self.costs.is_known_well(len(requests), 1)

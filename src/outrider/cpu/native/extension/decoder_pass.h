@@ -1,0 +1,59 @@
+// What one pass through decoder layers computes, on plain memory. decoder_layer.cpp makes MLX primitives of it.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "cell_arrays.h"
+#include "decoder_layer.h"
+
+namespace outrider {
+
+struct Token {
+    int row, column;
+    size_t index;  // row * width + column
+};
+
+// The tokens of a pass that are not padding.
+std::vector<Token> fed_tokens(const int *num_fed, int rows, int width);
+
+struct Heads {
+    int num, num_kv, dim;
+    float scale;
+};
+
+struct AttentionCall {
+    int rows, width, window;
+    const float *x, *angles;
+    const int *starts, *num_fed;
+    const int *places;  // [rows, columns]: the slot of each row; with blocks: the blocks of each row, 0 past its own
+    int columns;
+    bool has_blocks;
+    int num_cells;  // of a slot, or of a block
+    float *out;
+    KeysAndValues cells;            // all of the buffers
+    const int *adapters = nullptr;  // [rows]; null: no row has one
+
+    int max_cell() const { return has_blocks ? (columns - 1) * num_cells - 1 : std::max(num_cells - 2, 0); }
+    const int *blocks(int row) const { return has_blocks ? places + size_t(row) * columns : nullptr; }
+};
+
+struct MLPCall {
+    int rows, width;
+    const float *x;
+    const int *num_fed;
+    float *out;
+    const int *adapters;  // [rows]; null: no row has one
+};
+
+// Attention of tokens [num, heads * dim], `q`, over the cells of their rows. If `has_padding`, `q` and `out` have places
+// for padding too.
+void attend(const Heads &heads, const AttentionCall &call, const Token *tokens, int num, const float *q, float *out,
+            bool has_padding);
+
+// One half of a layer. `all`: the tokens of the pass. `terms` may be null: then no row has an adapter. call.out may be
+// call.x.
+void run(const AttentionWeights &w, const LowRank *terms, const AttentionCall &call, const std::vector<Token> &all);
+void run(const MLPWeights &w, const LowRank *terms, const MLPCall &call, const std::vector<Token> &all);
+
+}  // namespace outrider
