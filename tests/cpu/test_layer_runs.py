@@ -155,6 +155,12 @@ def test_a_run_ends_where_the_rope_changes() -> None:
     assert runs(trunk) == [[0, 1], [2, 3, 4]]
 
 
+def test_layers_that_a_model_goes_through_twice_are_in_no_run() -> None:
+    trunk = served("nanbeige")
+    assert all(layer._fused for layer in trunk.model.layers)
+    assert runs(trunk) == []
+
+
 def test_layers_with_experts_are_in_no_run() -> None:
     trunk = served("qwen3_moe")
     dense = [number for number, layer in enumerate(trunk.model.layers) if layer._fused.mlp is not None]

@@ -168,11 +168,10 @@ class _FusedLayer:
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if type(cache) is LayerView and x.dtype == mx.float32 == cache.spec.dtype:
             window = cache.placement.window_of(mask)
-            if (run := self._run) is not None and cache.placement.layer_buffers:
-                number = self._number_in_run
-                if number == 0 and window == run.windows[0]:
+            if (run := self._run) is not None:
+                if self._number_in_run == 0 and run.begins_with(cache, window):
                     return run.compute(x, cache.placement)
-                if number > 0 and run.is_computed(x, cache.placement, number, window):
+                if self._number_in_run > 0 and run.has_computed(self._number_in_run, x, cache, window):
                     return x
             if window is not None:
                 return self._alone(x, cache, window)

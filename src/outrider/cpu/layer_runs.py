@@ -4,6 +4,7 @@ The first layer of a run computes all of it, and the others return what they are
 calls the layers one after the other, and the loop is not ours.) The layers of a run
 
     are given the very array that the layer before has returned: nothing comes between them,
+    are called once in a pass (a model may go through its layers twice),
     have the same rope,
     are not divided among ranks: no sum comes between them.
 
@@ -14,6 +15,7 @@ something comes between layers (image features, a scorer that stops half-way) ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.cache.placement import Placement
-from outrider.cache.ragged_kv import RaggedKV
+from outrider.cache.ragged_kv import LayerView, RaggedKV
 from outrider.cpu import extension
 from outrider.cpu.low_rank import native_terms
 
@@ -71,12 +73,19 @@ class LayerRun:
         place.launch(h)  # not the buffers: MLX would hold them, and the next pass copy them
         return h
 
-    def is_computed(self, x: mx.array, place: Placement, number: int, window: int | None) -> bool:
+    def begins_with(self, view: LayerView, window: int | None) -> bool:
+        """Whether a call of the first layer is one for the whole run."""
+        buffers = view.placement.layer_buffers
+        return bool(buffers) and view.kv is buffers[self.first] and window == self.windows[0]
+
+    def has_computed(self, number: int, x: mx.array, view: LayerView, window: int | None) -> bool:
         """Whether the run's first layer has computed layer `number` too. Its x is then the run's output."""
+        place = view.placement
         out = place.computed_runs.get(self)
         if out is None:
             return False
-        if x is not out or window != self.windows[number]:
+        is_next = x is out and view.kv is place.layer_buffers[self.first + number]
+        if not is_next or window != self.windows[number]:
             raise RuntimeError(
                 "layers that were computed together were not called one after the other with the same masks"
             )
@@ -122,8 +131,11 @@ def noting() -> Iterator[list[LayerCall]]:
 def use_layer_runs(calls: Sequence[LayerCall], buffers: Sequence[object]) -> None:
     """Let the layers of each run compute it together. `buffers`: of all layers of the model."""
     numbers = {id(own): number for number, own in enumerate(buffers)}
+    num_calls = Counter(id(call.layer) for call in calls)
     runs: list[list[LayerCall]] = []
     for call in calls:
+        if num_calls[id(call.layer)] > 1:
+            continue
         if runs and len(runs[-1]) < MAX_LAYERS and _follows(call, runs[-1][-1], numbers):
             runs[-1].append(call)
         elif call.native[1] is not None and id(call.kv) in numbers:

@@ -38,9 +38,9 @@ CORRECTION_DECAY = 0.999  # of a shape's correction, with every step of another 
 CONFIRMED_STEPS = 50  # steps after which a shape's correction is stored between runs; chosen by hand
 HOST_SHARE_GAIN = 0.1  # share of a new value in the running mean `host_share`; chosen by hand
 PAD_BELOW = 0.95  # a pass is padded to a wider one that costs less than this share of it; chosen by hand
-# Steps after which a shape is not known well any more; the same until it was observed a few times. Chosen
-# by hand.
-REFERENCE_INTERVAL, FIRST_INTERVAL, FEW_OBSERVED = 64, 16, 3
+KNOWN_STEPS = 64  # steps of other shapes after which a shape is not known well any more; chosen by hand
+RARE_STEPS = 16  # steps of other shapes after which a step of this one counts for more; chosen by hand
+FEW_OBSERVED = 3  # steps of a shape without which it is not known well; chosen by hand
 VERSION_STEPS = 8  # steps for which results that follow from the costs are cached; chosen by hand
 
 
@@ -222,7 +222,7 @@ class CostTable:
         deviation = ratio - self._slowdown
         self._slowdown += SLOWDOWN_GAIN * clipped(deviation, MAX_DEVIATION)
         num_observed = self._num_observed.get(key, 0)
-        is_rare = self._num_steps - self._last_observed[key] >= FIRST_INTERVAL
+        is_rare = self._num_steps - self._last_observed[key] >= RARE_STEPS
         gain = RARE_CORRECTION_GAIN if is_rare else CORRECTION_GAIN
         if abs(deviation) < MAX_DEVIATION:
             gain = max(gain, FIRST_CORRECTION_GAIN / (1 + num_observed))
@@ -232,10 +232,10 @@ class CostTable:
         self._num_observed[key] = num_observed + 1
 
     def is_known_well(self, rows: int, width: int) -> bool:
-        """Whether steps of this shape have run lately, so that it can be compared with those that run now."""
+        """Whether steps of this shape have run lately: then they can be compared with those that run now."""
         key = (rows, width)
-        interval = REFERENCE_INTERVAL if self._num_observed.get(key, 0) >= FEW_OBSERVED else FIRST_INTERVAL
-        return self._num_steps - self._last_observed.get(key, -interval) < interval
+        is_recent = self._num_steps - self._last_observed.get(key, -KNOWN_STEPS) < KNOWN_STEPS
+        return is_recent and self._num_observed.get(key, 0) >= FEW_OBSERVED
 
     def confirmed_corrections(self) -> dict[tuple[int, int], float]:
         """The corrections of shapes that were observed often enough to be stored between runs."""

@@ -37,6 +37,7 @@ YIELD_SHARE = 0.1  # weight of the newest step in a row's yield from its head; f
 # While the head is paused. A probe of two rows takes about half of a plain step of 8 rows, as heads have to
 # catch up: one in 32 steps takes 2 % of the time. (Three rows in 16 steps took 3 %.)
 PROBE_INTERVAL, NUM_PROBE_ROWS = 32, 2
+MIN_PLAIN_INTERVAL = 16  # steps from one plain step to the next, while drafts are fed; chosen by hand
 MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; chosen by hand
 
 
@@ -85,6 +86,7 @@ class PerDraftController(DepthController):
         # Running means over the last steps: tokens of a row on auto, and the step's time in plain steps.
         self._tokens = self._stretch = 1.0
         self._paused: list[tuple[RowAcceptance, bool]] = []  # `_rows_of` the step that paused the head
+        self._steps_since_plain = 0  # steps in which the head drafted, since the last plain one
         self._paused_min_chance = 0.0  # of a draft that was worth feeding in that step
 
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
@@ -101,6 +103,7 @@ class PerDraftController(DepthController):
         fed = choose_drafts(rows, cost, prices.token_s, prices.min_chance)
         depth, drafting = self._next_drafts(requests, prices, cost(max(1, len(decoding)), 1))
         if drafting and self._wants_plain_step(requests):
+            self._steps_since_plain = 0
             return DepthChoice(((0, 0),) * len(requests), (0,) * len(requests))
         self._count_step(rows, fed, cost, self._head_s(requests, len(drafting), depth))
         of_decoding = iter(fed)
@@ -124,8 +127,10 @@ class PerDraftController(DepthController):
         Steps that run correct the table, with all that they cost the host. Without a plain step now and then
         the costs of drafting steps would be real ones, and those of plain steps still the measured ones.
         """
-        is_free = all(request.fixed_depth is None and not request.joins for request in requests)
-        return is_free and not self.costs.is_known_well(len(requests), 1)
+        self._steps_since_plain += 1
+        if self._steps_since_plain < MIN_PLAIN_INTERVAL or self.costs.is_known_well(len(requests), 1):
+            return False
+        return all(request.fixed_depth is None and not request.joins for request in requests)
 
     def _num_drafts_next(
         self, requests: Sequence[DraftRequest], depth: int, drafting: Sequence[int]
