@@ -6,8 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from outrider.cache.prefix_store import PrefixStore
+from outrider.cache.ragged_kv import KVSpec, RaggedKV
+from outrider.cache.recurrent import RecurrentState, StateSpec
 from outrider.cpu.extension import extension, loaded
 from outrider.cpu.top_two import best
+from outrider.plan import BLOCK_SIZE, SaveCells
 
 pytestmark = pytest.mark.skipif(extension() is None, reason="no native extension: no compiler, or not Linux")
 
@@ -26,6 +30,26 @@ def test_copies_are_the_cells_of_each_range(num_buffers: int, dtype: mx.Dtype) -
         expected = mx.stack([buffer[block, :, first:end] for buffer in buffers])
         assert copy.dtype == dtype
         assert mx.array_equal(copy, expected)
+
+
+@pytest.mark.parametrize("copy_cells", ["native", "mlx"])
+def test_the_prefix_store_saves_rows_with_and_without_keys_and_values(copy_cells: str) -> None:
+    kv, state = RaggedKV(KVSpec(2, 8, 4, mx.float32)), RecurrentState(StateSpec(((3,),), (mx.float32,)))
+    kv.resize_blocks(6, BLOCK_SIZE)
+    for seed, cells in enumerate(kv.cells):
+        cells.arrays = [mx.random.normal(cells.arrays[0].shape, key=mx.random.key(seed))]
+    native = loaded().copy_cells if copy_cells == "native" else None
+    saves = [SaveCells(7, 0, 0, 64, row_block=3), SaveCells(8, 0, 64, 70, row_block=5)]
+    for buffers in ([kv], [state], [kv, state]):
+        store = PrefixStore(buffers, BLOCK_SIZE, native)
+        store.save_row_blocks(saves)
+        store.settle([7, 8])
+        for block_id, block, end in ((7, 3, 64), (8, 5, 6)):
+            found = [array.data.ravel() for array in store.to_host(block_id).values()]
+            of_kv = kv.cells if kv in buffers else ()
+            expected = [np.array(cells.arrays[0][block, :, :end]).ravel() for cells in of_kv]
+            for copy, cells in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(copy, cells)
 
 
 def test_a_copy_does_not_hold_the_buffers() -> None:

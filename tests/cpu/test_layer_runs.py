@@ -248,7 +248,7 @@ def test_image_features_between_layers_turn_runs_off() -> None:
     features = [mx.zeros((1, 2, trunk.hidden_size))]
     place = Placement([0], mx.array([0]), mx.array([2]), 2, 2, 16, deepstack=features)
     trunk.hidden(mx.array([TEXT[:2]]), cache, place)
-    assert not place.computed_runs
+    assert place.computed_run == (None, None)
     assert place.num_native == 3
 
 

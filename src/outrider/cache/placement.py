@@ -185,7 +185,7 @@ class Placement:
         self.layer_buffers: Sequence[
             Any
         ] = ()  # of all layers, if the whole model is called: see cpu/layer_runs.py
-        self.computed_runs: dict[Hashable, mx.array] = {}  # outputs of several layers at once, likewise
+        self.computed_run: tuple[object, mx.array | None] = (None, None)  # the last one, and its output
 
     # -- cells (native layers compute them by themselves) ------------------------------------------------
 

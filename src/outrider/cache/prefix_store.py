@@ -116,9 +116,10 @@ class PrefixStore:
             ranges[save.block_id] = save.row_block, save.start % size, (save.end - 1) % size + 1
         if self._copy_cells is None:
             self._gather(ranges, size)
-        elif ranges:
+        else:
             copied = [self._copy_cells(group.buffers(), list(ranges.values())) for group in self._groups]
-            self._arrays.update(zip(ranges, zip(*copied, strict=True), strict=True))
+            for number, block_id in enumerate(ranges):
+                self._arrays[block_id] = tuple(of_group[number] for of_group in copied)
 
     def _gather(self, ranges: Mapping[int, tuple[int, int, int]], size: int) -> None:
         """Copy with MLX's operations."""

@@ -69,7 +69,7 @@ class LayerRun:
         for number, kv in enumerate(buffers):
             kv.put(arrays[number * num_each : (number + 1) * num_each])
         place.num_native += len(buffers)
-        place.computed_runs[self] = h
+        place.computed_run = self, h
         place.launch(h)  # not the buffers: MLX would hold them, and the next pass copy them
         return h
 
@@ -81,8 +81,8 @@ class LayerRun:
     def has_computed(self, number: int, x: mx.array, view: LayerView, window: int | None) -> bool:
         """Whether the run's first layer has computed layer `number` too. Its x is then the run's output."""
         place = view.placement
-        out = place.computed_runs.get(self)
-        if out is None:
+        run, out = place.computed_run
+        if run is not self:
             return False
         is_next = x is out and view.kv is place.layer_buffers[self.first + number]
         if not is_next or window != self.windows[number]:

@@ -63,7 +63,7 @@ class DraftPlanner:
             drafting.acceptance = self._controller.new_record(row.params)
         fixed = None if drafting.is_auto else drafting.max_depth
         max_next = max_drafts_next(row, num_left, head_lag)
-        return DraftRequest(drafting.acceptance, offers, fixed, max_next, head_lag, joins, others)
+        return DraftRequest(drafting.acceptance, offers, fixed, max_next, head_lag, joins, others, num_left)
 
     def _limit_catch_up(self, decoding: Rows[Sequence]) -> None:
         """Let only some of the paused heads catch up in this step. The other heads wait for a later step."""

@@ -13,6 +13,7 @@ with the committed token and never fed to the trunk. Probes show when drafting h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -50,6 +51,7 @@ class DraftRequest:
     head_lag: int = 0  # cells of the row that the head has not been fed
     joins: bool = False  # the row prefills in this step and decodes from the next one on
     other_offers: Sequence[Offer] = ()  # offers of other drafters that are known too late to be fed
+    num_left: float = math.inf  # tokens that the row may still commit
 
 
 class DepthController:

@@ -37,6 +37,10 @@ YIELD_SHARE = 0.1  # weight of the newest step in a row's yield from its head; f
 # While the head is paused. A probe of two rows takes about half of a plain step of 8 rows, as heads have to
 # catch up: one in 32 steps takes 2 % of the time. (Three rows in 16 steps took 3 %.)
 PROBE_INTERVAL, NUM_PROBE_ROWS = 32, 2
+CATCH_UP_STEPS = (
+    32  # steps in which drafts have to bring what it costs to go on after a pause; chosen by hand
+)
+MANY_ROWS = 16  # one more row than so many costs the head what one more cell costs it
 MIN_PLAIN_INTERVAL = 16  # steps from one plain step to the next, while drafts are fed; chosen by hand
 MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; chosen by hand
 
@@ -224,13 +228,22 @@ class PerDraftController(DepthController):
         """Plain steps until a row's next token, on average, if the head makes 1, 2, .. drafts for `rows`."""
         yields = [self._head_yield(requests[i].record, prices) for i in rows]
         num_others = sum(not request.joins for request in requests if request.fixed_depth is not None)
+        catch_up_s = self._catch_up_s([requests[i] for i in rows])
         tokens, num_fed = [1.0] * len(rows), 0.0
         for depth in range(1, MAX_DEPTH + 1):
             tokens = [num + one.tokens[depth - 1] for num, one in zip(tokens, yields, strict=True)]
             num_fed += sum(one.fed[depth - 1] for one in yields)
-            step_s = plain_s + num_fed * prices.feed_s + self._head_s(requests, len(rows), depth)
+            step_s = plain_s + num_fed * prices.feed_s + self._head_s(requests, len(rows), depth) + catch_up_s
             steps_per_token = sum(1 / num for num in tokens) + num_others
             yield step_s / plain_s * steps_per_token / max(1, len(rows) + num_others)
+
+    def _catch_up_s(self, requests: Sequence[DraftRequest]) -> float:
+        """What it takes to feed the head what it has missed of these rows, shared among the next steps."""
+        num_cells = sum(request.head_lag for request in requests)
+        if not num_cells:
+            return 0.0
+        num_steps = min(CATCH_UP_STEPS, sum(request.num_left for request in requests) / len(requests))
+        return num_cells * self.costs.head_row_s(MANY_ROWS, MANY_ROWS, 0) / max(1.0, num_steps)
 
     def _head_yield(self, record: RowAcceptance, prices: _Prices) -> HeadYield:
         if record.head_yield is None:
