@@ -8,9 +8,10 @@ calls the layers one after the other, and the loop is not ours.) The layers of a
     have the same rope,
     are not divided among ranks: no sum comes between them.
 
-A dry run of the model shows which layers these are, and every pass checks it again. A pass in which
-something comes between layers (image features, a scorer that stops half-way) has no
-`Placement.layer_buffers`: its layers are computed one by one.
+A trial pass that is built and not computed shows which layers these are. Each pass checks that the layers of
+a run are called in order, with the same buffers and windows. A pass that does something between layers (adds
+deepstack image features, or stops early for a prompt scorer) leaves `Placement.layer_buffers` empty, and its
+layers are computed one by one.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ PROBE_INTERVAL, NUM_PROBE_ROWS = 32, 2
 CATCH_UP_STEPS = (
     32  # steps in which drafts have to bring what it costs to go on after a pause; chosen by hand
 )
-MANY_ROWS = 16  # one more row than so many costs the head what one more cell costs it
+MANY_ROWS = 16  # a missed cell is taken to cost the head as much as the last of so many rows
 MIN_PLAIN_INTERVAL = 16  # steps from one plain step to the next, while drafts are fed; chosen by hand
 MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; chosen by hand
 
@@ -90,8 +90,10 @@ class PerDraftController(DepthController):
         # Running means over the last steps: tokens of a row on auto, and the step's time in plain steps.
         self._tokens = self._stretch = 1.0
         self._paused: list[tuple[RowAcceptance, bool]] = []  # `_rows_of` the step that paused the head
-        self._steps_since_plain = 0  # steps in which the head drafted, since the last plain one
-        self._paused_min_chance = 0.0  # of a draft that was worth feeding in that step
+        self._paused_min_chance = 0.0  # least chance of a draft that was worth feeding in that step
+        self._steps_since_plain = (
+            0  # drafting and probing steps since the last plain step that compared costs
+        )
 
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
         decoding = [request for request in requests if not request.joins]
@@ -126,10 +128,10 @@ class PerDraftController(DepthController):
         return request.record.chances(offer.source, 1)[0] >= self._paused_min_chance
 
     def _wants_plain_step(self, requests: Sequence[DraftRequest]) -> bool:
-        """True if drafts were fed for so long that nobody knows what a step without them takes now.
+        """True if no plain step has run lately, so that its cost may be out of date.
 
-        Steps that run correct the table, with all that they cost the host. Without a plain step now and then
-        the costs of drafting steps would be real ones, and those of plain steps still the measured ones.
+        Every step corrects the cost of its own shape, the host's part included. Without a plain step now and
+        then only drafting steps would be corrected; plain steps would keep the costs measured at load.
         """
         self._steps_since_plain += 1
         if self._steps_since_plain < MIN_PLAIN_INTERVAL or self.costs.is_known_well(len(requests), 1):

@@ -120,11 +120,9 @@ static void with_constants(int rows, int bits, const F &f) {
         f.template operator()<ROWS, 4>();
 }
 
-// One block, for the tokens that have cells in it. next: the keys of the next block, or null.
-//
-//     token   cells of the block: a token attends to those before the end of its own
-//     first   0 ............ to(first)
-//     ..      0 ............ to(first) .. to(first + 1) ..       the first range is summed for all tokens at once
+// One block, for the tokens that attend to cells in it: token `first` and later ones. next: the keys of the next block, or
+// null. Token i attends to the cells [0, to(i)) of the block. The values of [0, to(first)) are added for all of these
+// tokens, those of [to(i - 1), to(i)) for token i and later ones.
 TARGET static void attend_block(const Queries &p, int cell, const float *queries, float *scores, const Partial &result,
                                 const char *next) {
     const Cells keys = p.keys.from(p.at(cell)), values = p.values.from(p.at(cell));
