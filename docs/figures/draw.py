@@ -28,6 +28,7 @@ def draw(file: Path) -> None:
     axes.set_xticks(range(len(data["streams"])), data["streams"])
     axes.set(xlabel=data["x"], ylabel=data["y"])
     axes.set_title(data["title"], fontsize=10)
+    axes.margins(y=0.2)  # room for the legend
     axes.legend(frameon=False, loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file.with_suffix(".svg"), metadata={"Date": None})
