@@ -20,38 +20,49 @@ const int *adapters_of(mx::cpu::CommandEncoder &encoder, const std::vector<mx::a
     return index < inputs.size() ? elements<int>(encoder, inputs[index]) : nullptr;
 }
 
+constexpr size_t NUM_OTHERS = 5;  // inputs of a layer before its buffers; the adapters are after them
+
+// What all layers of a pass have in common. Their inputs are those of Attention and Layers; outputs: the new x, then the
+// buffers.
+AttentionCall call_of(mx::cpu::CommandEncoder &encoder, const std::vector<mx::array> &inputs,
+                      std::vector<mx::array> &outputs, const float *x, bool has_blocks) {
+    return {.rows = inputs[0].shape(0),
+            .width = inputs[0].shape(1),
+            .x = x,
+            .angles = elements<float>(encoder, inputs[1]),
+            .starts = elements<int>(encoder, inputs[2]),
+            .num_fed = elements<int>(encoder, inputs[3]),
+            .places = elements<int>(encoder, inputs[4]),
+            .columns = inputs[4].shape(1),
+            .has_blocks = has_blocks,
+            .out = outputs[0].data<float>(),
+            .adapters = adapters_of(encoder, inputs, NUM_OTHERS + outputs.size() - 1)};
+}
+
+// And what is one layer's own.
+void add_cells(AttentionCall &call, int window, const std::vector<mx::array> &buffers, int head_dim) {
+    auto data = [](const mx::array &buffer) { return static_cast<const void *>(buffer.data<char>()); };
+    call.window = window;
+    call.num_cells = buffers[0].shape(2);
+    call.cells = cells_of(buffers, 0, head_dim, data);
+}
+
 class AttentionPrimitive : public CpuPrimitive {
 public:
     AttentionPrimitive(mx::Stream stream, std::shared_ptr<const AttentionWeights> weights, int window, bool has_blocks,
                        const std::vector<LowRank> &terms)
         : CpuPrimitive(stream), weights(std::move(weights)), window(window), has_blocks(has_blocks), terms(terms) {}
 
-    static constexpr size_t NUM_OTHERS = 5;  // inputs before the buffers; the adapters are after them
-
     const char *name() const override { return "OutriderAttention"; }
 
     void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
         auto &encoder = mx::cpu::get_command_encoder(stream());
-        const mx::array &x = inputs[0];
         outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
         release_inputs(inputs, outputs);
         for (size_t i = 1; i < outputs.size(); i++)
             take_over(encoder, inputs[NUM_OTHERS + i - 1], outputs[i]);
-        auto data = [](const mx::array &buffer) { return static_cast<const void *>(buffer.data<char>()); };
-        AttentionCall call = {.rows = x.shape(0),
-                              .width = x.shape(1),
-                              .window = window,
-                              .x = elements<float>(encoder, x),
-                              .angles = elements<float>(encoder, inputs[1]),
-                              .starts = elements<int>(encoder, inputs[2]),
-                              .num_fed = elements<int>(encoder, inputs[3]),
-                              .places = elements<int>(encoder, inputs[4]),
-                              .columns = inputs[4].shape(1),
-                              .has_blocks = has_blocks,
-                              .num_cells = outputs[1].shape(2),
-                              .out = outputs[0].data<float>(),
-                              .cells = cells_of(outputs, 1, weights->head_dim(), data),
-                              .adapters = adapters_of(encoder, inputs, NUM_OTHERS + outputs.size() - 1)};
+        AttentionCall call = call_of(encoder, inputs, outputs, elements<float>(encoder, inputs[0]), has_blocks);
+        add_cells(call, window, {outputs.begin() + 1, outputs.end()}, weights->head_dim());
         encoder.dispatch([weights = weights, terms = terms, call] {
             run(*weights, terms.data(), call, fed_tokens(call.num_fed, call.rows, call.width));
         });
@@ -137,8 +148,6 @@ public:
                     const std::vector<int> &windows, bool has_blocks, const std::vector<LowRank> &terms)
         : CpuPrimitive(stream), layers(std::move(layers)), windows(windows), has_blocks(has_blocks), terms(terms) {}
 
-    static constexpr size_t NUM_OTHERS = AttentionPrimitive::NUM_OTHERS;
-
     const char *name() const override { return "OutriderLayers"; }
 
     void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
@@ -148,26 +157,13 @@ public:
         release_inputs(inputs, outputs);
         for (size_t i = 1; i < outputs.size(); i++)
             take_over(encoder, inputs[NUM_OTHERS + i - 1], outputs[i]);
-        auto data = [](const mx::array &buffer) { return static_cast<const void *>(buffer.data<char>()); };
         float *out = outputs[0].data<float>();
-        AttentionCall call = {.rows = x.shape(0),
-                              .width = x.shape(1),
-                              .x = out,
-                              .angles = elements<float>(encoder, inputs[1]),
-                              .starts = elements<int>(encoder, inputs[2]),
-                              .num_fed = elements<int>(encoder, inputs[3]),
-                              .places = elements<int>(encoder, inputs[4]),
-                              .columns = inputs[4].shape(1),
-                              .has_blocks = has_blocks,
-                              .out = out,
-                              .adapters = adapters_of(encoder, inputs, NUM_OTHERS + outputs.size() - 1)};
+        AttentionCall call = call_of(encoder, inputs, outputs, out, has_blocks);
         std::vector<AttentionCall> calls;
         size_t per_layer = (outputs.size() - 1) / layers->size();
         for (size_t i = 0; i < layers->size(); i++) {
-            std::vector<mx::array> own(outputs.begin() + 1 + i * per_layer, outputs.begin() + 1 + (i + 1) * per_layer);
-            call.window = windows[i];
-            call.num_cells = own[0].shape(2);
-            call.cells = cells_of(own, 0, (*layers)[i].attention->head_dim(), data);
+            auto first = outputs.begin() + 1 + i * per_layer;
+            add_cells(call, windows[i], {first, first + per_layer}, (*layers)[i].attention->head_dim());
             calls.push_back(call);
         }
         encoder.dispatch([layers = layers, terms = terms, calls, from = elements<float>(encoder, x), out,
