@@ -182,10 +182,10 @@ class Placement:
         self._num_layers_written = 0
         self._launched: list[tuple[mx.array, ...]] = []  # of a wide pass; the device may not be done
         self.num_native = 0  # layers whose native attention has read each row's cells where they are
-        self.layer_buffers: Sequence[
-            Any
-        ] = ()  # of all layers, if the whole model is called: see cpu/layer_runs.py
-        self.computed_run: tuple[object, mx.array | None] = (None, None)  # the last one, and its output
+        # For cpu/layer_runs.py: the buffers of all layers, if the whole model is called; the run of layers
+        # that was computed last, and its output.
+        self.layer_buffers: Sequence[Any] = ()
+        self.computed_run: tuple[object, mx.array | None] = (None, None)
 
     # -- cells (native layers compute them by themselves) ------------------------------------------------
 

@@ -143,8 +143,7 @@ class PrefixStore:
 
     def settle(self, ids: Iterable[int]) -> None:
         """Perform the copies, before the next write into the buffers."""
-        if copies := [self._arrays[i] for i in ids]:
-            mx.eval(copies)
+        mx.eval([self._arrays[i] for i in ids])
 
     def load_blocks(self, slot: int, start: int, pieces: Sequence[BlockPiece]) -> None:
         """Copy parts of blocks into a slot's cells from `start` on."""

@@ -31,8 +31,8 @@ from outrider.cache.ragged_kv import LayerView, RaggedKV
 from outrider.cpu import extension
 from outrider.cpu.low_rank import native_terms
 
-# Layers of a run, at most. Every output of an MLX operation knows all others, so that the cost of building an
-# operation grows with the square of its outputs; and the device begins while the host builds the next run.
+# Layers of a run, at most; chosen by hand. Every output of an MLX operation knows all others, so the cost of
+# building an operation grows with the square of its outputs. With several runs the device begins earlier.
 MAX_LAYERS = 10
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
