@@ -69,10 +69,17 @@ class EventLoopThread:
             reading.cancel()
 
     def close(self) -> None:
-        self.run(_cancel_other_tasks())
+        self.run(_close_everything())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _close_everything() -> None:
+    """An async generator that was not read to its end is closed by a task, which may leave others open."""
+    await _cancel_other_tasks()
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await _cancel_other_tasks()
 
 
 async def _cancel_other_tasks() -> None:
