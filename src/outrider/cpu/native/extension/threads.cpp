@@ -34,15 +34,41 @@ struct alignas(64) Helper {
     std::atomic<int> is_asleep{0};
 };
 
+// The chunks [first, end) of a thread that nobody has taken yet.
+struct alignas(64) Share {
+    std::atomic<uint64_t> left{0};  // the end in the upper half
+
+    static constexpr uint64_t packed(uint32_t first, uint32_t end) { return uint64_t(end) << 32 | first; }
+
+    void give(uint32_t first, uint32_t end) { left.store(packed(first, end)); }
+
+    bool is_empty() const {
+        uint64_t now = left.load();
+        return uint32_t(now) >= now >> 32;
+    }
+
+    // The thread itself takes the first chunk, others the last one. -1: none is left.
+    int take(bool is_own) {
+        uint64_t now = left.load();
+        for (;;) {
+            uint32_t first = now, end = now >> 32;
+            if (first >= end)
+                return -1;
+            if (left.compare_exchange_weak(now, is_own ? packed(first + 1, end) : packed(first, end - 1)))
+                return is_own ? first : end - 1;
+        }
+    }
+};
+
 struct Pool {
-    alignas(64) std::atomic<int> num_left{0};  // chunks that no thread has taken
+    Share shares[MAX_THREADS];  // the caller's, then the helpers'
+    alignas(64) std::atomic<int> num_shares{0};
     alignas(64) std::atomic<int> num_done{0};
     alignas(64) std::atomic<int> num_helpers{0};  // how many threads may help
     alignas(64) std::atomic<int> num_in_parts{0};  // operations in parts that are running
     std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
     int num_started = 0;
-    int num_chunks = 0;                             // neither changes until all taken chunks are done
-    const std::function<void(int)> *work = nullptr;
+    const std::function<void(int)> *work = nullptr;  // does not change until all taken chunks are done
     Helper helpers[MAX_THREADS];
 };
 
@@ -58,15 +84,20 @@ void wake(std::atomic<int> &is_asleep) {
         syscall(SYS_futex, reinterpret_cast<int *>(&is_asleep), FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
 }
 
-bool help() noexcept {
-    int left = pool.num_left.load();
-    while (left > 0 && !pool.num_left.compare_exchange_weak(left, left - 1)) {
-    }
-    if (left <= 0)
+// Does a chunk of the thread's own share, or else of another one. False: there is none.
+bool help(int own) noexcept {
+    int num = pool.num_shares.load(), chunk = own < num ? pool.shares[own].take(true) : -1;
+    for (int i = 0; i < num && chunk < 0; i++)
+        chunk = pool.shares[i].take(false);
+    if (chunk < 0)
         return false;
-    (*pool.work)(pool.num_chunks - left);
+    (*pool.work)(chunk);
     pool.num_done.fetch_add(1);
     return true;
+}
+
+bool has_work() {
+    return !std::all_of(pool.shares, pool.shares + pool.num_shares.load(), [](auto &share) { return share.is_empty(); });
 }
 
 std::chrono::nanoseconds spin_time() {
@@ -77,10 +108,10 @@ void run_helper(int number) {
     std::atomic<int> &is_asleep = pool.helpers[number].is_asleep;
     for (;;) {
         for (auto since = Clock::now(); Clock::now() - since < spin_time(); pause())
-            while (number < pool.num_helpers.load() && help())
+            while (number < pool.num_helpers.load() && help(number + 1))
                 since = Clock::now();
         is_asleep.store(1);
-        if (number < pool.num_helpers.load() && pool.num_left.load() > 0)
+        if (number < pool.num_helpers.load() && has_work())
             is_asleep.store(0);
         sleep(is_asleep);
     }
@@ -105,7 +136,8 @@ void start_helpers(int count) {
 
 void after_fork() {  // the child process has no helpers, and no work is shared
     pool.num_started = 0;
-    pool.num_left.store(0);
+    for (Share &share : pool.shares)
+        share.give(0, 0);
     pool.num_in_parts.store(0);
     pool.is_taken.clear();
 }
@@ -133,12 +165,14 @@ void parallel(int num_chunks, const std::function<void(int)> &work) {
     if (pool.num_started < num_helpers)
         start_helpers(num_helpers);
     pool.work = &work;
-    pool.num_chunks = num_chunks;
     pool.num_done.store(0);
-    pool.num_left.store(num_chunks);
+    int num_shares = num_helpers + 1;
+    pool.num_shares.store(num_shares);
+    for (int i = 0; i < num_shares; i++)
+        pool.shares[i].give(long(num_chunks) * i / num_shares, long(num_chunks) * (i + 1) / num_shares);
     for (int i = 0; i < std::min(num_helpers, pool.num_started); i++)
         wake(pool.helpers[i].is_asleep);
-    while (help()) {
+    while (help(0)) {
     }
     for (int spins = 0; pool.num_done.load() < num_chunks; spins++)
         spins < 1000 ? pause() : std::this_thread::yield();  // the helper may be waiting for this core

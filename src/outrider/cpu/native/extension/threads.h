@@ -10,9 +10,10 @@ namespace outrider {
 void set_num_threads(int count);
 int num_threads();
 
-// Calls work(chunk) once for each chunk in [0, num_chunks), on several threads. The caller takes chunks like the other
-// threads do, and waits only for chunks that have begun: a thread that gets no core costs nothing. One caller at a
-// time has the threads; another one does its work alone. `work` must not throw.
+// Calls work(chunk) once for each chunk in [0, num_chunks), on several threads. Each thread has a share of consecutive
+// chunks, which it does in order: what `work` fetches ahead is what the same thread needs next. A thread that is done
+// takes chunks from the end of the others' shares. The caller waits only for chunks that have begun: a thread that gets no
+// core costs nothing. One caller at a time has the threads; another one does its work alone. `work` must not throw.
 void parallel(int num_chunks, const std::function<void(int)> &work);
 
 // Calls work(t) for each of `num` tokens, on several threads if there are enough. A token's work takes about a
