@@ -28,12 +28,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models import rope_utils
 from mlx_lm.models.smollm3 import NoPE
 
 from outrider.cache.placement import Placement, Positions
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu import extension, layer_runs
+from outrider.cpu.huge_pages import use_huge_pages
 from outrider.cpu.layer_runs import ATTENTION_LINEARS, MLP_LINEARS, LayerCall, LayerRun
 from outrider.cpu.low_rank import native_terms
 from outrider.cpu.quantized import CpuQuantizedLinear, interleave_weights, num_rows
@@ -69,6 +71,7 @@ class _NotFused(Exception):
 def use_fused_layers(model: nn.Module) -> None:
     """Swap the decoder layers that the primitives can compute. Weights must not be changed afterwards."""
     interleave_weights(model)
+    use_huge_pages([weight for _, weight in tree_flatten(model.parameters())])
     ropes: dict[Hashable, _Rope] = {}
     for path, layer in model.named_modules():
         if "self_attn" not in layer or isinstance(layer, _FusedLayer):

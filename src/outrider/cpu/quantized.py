@@ -22,6 +22,7 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from outrider.cpu import extension
+from outrider.cpu.huge_pages import use_huge_pages
 
 BITS = (2, 3, 4, 5, 6, 8)  # of affine quantisation
 GROUP_SIZES = (16, 32, 64, 128)  # of affine quantisation; MLX has no groups of 16
@@ -174,6 +175,7 @@ def linear_rows(layer: nn.Module, rows: mx.array, max_bits: int = 8) -> CpuQuant
         weights = dict(zip(("weight", "scales", "biases"), parts, strict=True))
     found = new_linear(weights, group_size, bits, mode)
     interleave(found)
+    use_huge_pages([found[name] for name in _names(found)])
     return found
 
 

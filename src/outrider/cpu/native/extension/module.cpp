@@ -8,6 +8,7 @@
 
 #include "cell_copies.h"
 #include "decoder_layer.h"
+#include "huge_pages.h"
 #include "low_rank.h"
 #include "matmul.h"
 #include "primitive.h"
@@ -73,6 +74,7 @@ NB_MODULE(_outrider_cpu, m) {
           nb::arg("gates"), nb::arg("betas"), nb::arg("state"), nb::arg("counts").none(), nb::arg("is_delta_rule"));
     m.def("top_two", &outrider::top_two);
     m.def("copy_cells", &outrider::copy_cells);
+    m.def("use_huge_pages", &outrider::use_huge_pages);
     m.def("set_num_threads", &outrider::set_num_threads);
     m.def("instructions", []() { return std::string(outrider::instructions()); });
     m.def("interleaves", &outrider::interleaves);
