@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from outrider.request import SamplingParams
 from outrider.speculate import per_draft
 from outrider.speculate.controller import DraftRequest, Offer
+from outrider.speculate.costs import CostTable, guessed_costs
 from outrider.speculate.per_draft import NUM_PROBE_ROWS, PROBE_INTERVAL, PerDraftController
 
 
@@ -92,3 +94,37 @@ def test_probes_are_few_rows_and_rare(controller: CountingController) -> None:
     probes = [sum(num_next(controller, rows)) for _ in range(4 * PROBE_INTERVAL)]
     assert set(probes) == {0, NUM_PROBE_ROWS}
     assert 3 <= sum(map(bool, probes)) <= 4
+
+
+def dear_drafts() -> PerDraftController:
+    """A controller for which a draft of one of many rows costs more than a token is worth."""
+    measured = guessed_costs()
+    trunk_s = {(rows, width): 1.0 + 9.0 * rows * width for rows, width in measured.trunk_s}
+    return PerDraftController(CostTable(replace(measured, trunk_s=trunk_s, padding_share=0.0)))
+
+
+def test_nothing_is_probed_or_looked_up_while_no_draft_can_pay() -> None:
+    controller = dear_drafts()
+    rows = requests_of(controller, 8)
+    for _ in range(4 * PROBE_INTERVAL):
+        assert num_next(controller, rows) == (0,) * 8
+        assert not controller.drafts_may_pay
+
+
+def test_with_few_rows_left_drafts_may_pay_again() -> None:
+    controller = dear_drafts()
+    rows = requests_of(controller, 8)
+    num_next(controller, rows)
+    assert not controller.drafts_may_pay
+    num_next(controller, rows[:1])
+    assert controller.drafts_may_pay
+
+
+def test_costs_are_looked_at_again_while_no_draft_can_pay() -> None:
+    controller = dear_drafts()
+    rows = requests_of(controller, 8)
+    num_next(controller, rows)
+    controller.costs = CostTable(guessed_costs(), in_seconds=False)
+    for _ in range(PROBE_INTERVAL + 1):
+        num_next(controller, rows)
+    assert controller.drafts_may_pay

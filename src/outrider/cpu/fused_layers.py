@@ -71,7 +71,8 @@ class _NotFused(Exception):
 def use_fused_layers(model: nn.Module) -> None:
     """Swap the decoder layers that the primitives can compute. Weights must not be changed afterwards."""
     interleave_weights(model)
-    use_huge_pages([weight for _, weight in tree_flatten(model.parameters())])
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    use_huge_pages(list(weights.values()))
     ropes: dict[Hashable, _Rope] = {}
     for path, layer in model.named_modules():
         if "self_attn" not in layer or isinstance(layer, _FusedLayer):

@@ -89,16 +89,21 @@ class DraftState:
         return self.head_context is not None and num_cells + 1 + MAX_DEPTH > self.head_context
 
     def propose(
-        self, tokens: Tokens[int], from_head: Tokens[int], margins: Tokens[float], num_left: int
+        self,
+        tokens: Tokens[int],
+        from_head: Tokens[int],
+        margins: Tokens[float],
+        num_left: int,
+        looks_up: bool = True,
     ) -> None:
         """Collect what the row could feed next. `margins`: of the head's drafts, or none.
 
-        `num_left` tokens may still be committed.
+        `num_left` tokens may still be committed. `looks_up`: whether other drafters than the head are asked.
         """
         most = min(self.max_depth, num_left - 1)  # the last token of an answer is always a bonus
         found: list[Proposal] = []
         if most > 0:
-            drafters = [d for d in (self.drafter, self.lookup) if d]
+            drafters = [d for d in (self.drafter, self.lookup) if d and looks_up]
             offers = [(d.source, d.propose(tokens, most)) for d in drafters]
             found = [Proposal(source, drafts[:most]) for source, drafts in offers if drafts]
             if from_head:

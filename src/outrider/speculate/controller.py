@@ -87,6 +87,11 @@ class DepthController:
         self.prompt_costs = PromptCosts(prompts, padding_share, copied_bytes, self.shapes.prefill_width)
         self._steps_since_probe = 0  # steps in which the head drafted for no row
 
+    @property
+    def drafts_may_pay(self) -> bool:
+        """False if not even a certain draft would be worth feeding, as far as the costs are known."""
+        return True
+
     def new_record(self, params: SamplingParams) -> RowAcceptance:
         return RowAcceptance(self.acceptance, params)
 
@@ -146,6 +151,7 @@ class DepthController:
             due = due if self._steps_since_probe >= self.probe_interval else []
         if due:
             self._steps_since_probe = 0
+        due = due if self.drafts_may_pay else []
         for i, request in enumerate(requests):
             has_drafts = i in drafting or i in due
             request.record.steps_since_head = 0 if has_drafts else request.record.steps_since_head + 1

@@ -95,6 +95,10 @@ class PerDraftController(DepthController):
             0  # drafting and probing steps since the last plain step that compared costs
         )
 
+    @property
+    def drafts_may_pay(self) -> bool:
+        return not self._paused or self._paused_min_chance < 1
+
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
         decoding = [request for request in requests if not request.joins]
         if self._stays_paused(requests):
@@ -117,10 +121,13 @@ class PerDraftController(DepthController):
         return DepthChoice(feed, self._num_drafts_next(requests, depth, drafting))
 
     def _stays_paused(self, requests: Sequence[DraftRequest]) -> bool:
-        """True if the head is paused, the rows are the same, and they offer no draft that could pay."""
-        return _rows_of(requests) == self._paused and not any(
-            self._may_pay(request, offer) for request in requests for offer in request.offers
-        )
+        """True if the head is paused, the rows are the same, and they offer no draft that could pay.
+
+        Now and then costs are looked at again.
+        """
+        if _rows_of(requests) != self._paused or self._steps_since_probe >= self.probe_interval:
+            return False
+        return not any(self._may_pay(request, offer) for request in requests for offer in request.offers)
 
     def _may_pay(self, request: DraftRequest, offer: Offer) -> bool:
         if offer.source == "head" or offer.num_certain or request.fixed_depth is not None:
