@@ -165,6 +165,7 @@ def _child_server(
 @contextlib.contextmanager
 def _engine(args: argparse.Namespace, settings: BenchSettings) -> Iterator[Target]:
     from outrider.bench.in_process import EngineTarget
+    from outrider.cli.process_settings import collect_garbage_less_often
     from outrider.llm import LLM
 
     with LLM(
@@ -178,6 +179,7 @@ def _engine(args: argparse.Namespace, settings: BenchSettings) -> Iterator[Targe
         kv_bits=args.kv_bits,
         generation_config="none",
     ) as llm:
+        collect_garbage_less_often()  # as in a server
         yield EngineTarget(llm)
 
 

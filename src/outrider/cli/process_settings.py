@@ -1,8 +1,9 @@
-"""Settings of a serving process as a whole: how its threads take turns, and how memory is given back."""
+"""Settings of a process as a whole: how its threads take turns, and how memory is freed."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import platform
 import sys
 
@@ -21,3 +22,14 @@ def settle_process() -> None:
     sys.setswitchinterval(SWITCH_S)
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def collect_garbage_less_often() -> None:
+    """Called when all models are loaded. A collection stops all threads.
+
+    Measured, with Python's defaults: to validate a request of 90,000 parts took 380 ms, and the collector 270
+    ms of it.
+    """
+    gc.collect()
+    gc.freeze()  # what is loaded now stays, so collections need not look at it
+    gc.set_threshold(10_000, 10, 10)  # Python 3.11: 700, 10, 10. Above 10,000 the time stays the same
