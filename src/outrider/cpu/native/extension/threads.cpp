@@ -40,12 +40,7 @@ struct alignas(64) Share {
 
     static constexpr uint64_t packed(uint32_t first, uint32_t end) { return uint64_t(end) << 32 | first; }
 
-    void give(uint32_t first, uint32_t end) { left.store(packed(first, end)); }
-
-    bool is_empty() const {
-        uint64_t now = left.load();
-        return uint32_t(now) >= now >> 32;
-    }
+    void give(uint32_t first, uint32_t end) { left.store(packed(first, end), std::memory_order_release); }
 
     // The thread itself takes the first chunk, others the last one. -1: none is left.
     int take(bool is_own) {
@@ -63,6 +58,7 @@ struct alignas(64) Share {
 struct Pool {
     Share shares[MAX_THREADS];  // the caller's, then the helpers'
     alignas(64) std::atomic<int> num_shares{0};
+    alignas(64) std::atomic<int> num_calls{0};  // of `parallel`, with their shares given: all that waiting threads look at
     alignas(64) std::atomic<int> num_done{0};
     alignas(64) std::atomic<int> num_helpers{0};  // how many threads may help
     alignas(64) std::atomic<int> num_in_parts{0};  // operations in parts that are running
@@ -96,22 +92,24 @@ bool help(int own) noexcept {
     return true;
 }
 
-bool has_work() {
-    return !std::all_of(pool.shares, pool.shares + pool.num_shares.load(), [](auto &share) { return share.is_empty(); });
-}
-
 std::chrono::nanoseconds spin_time() {
     return std::chrono::nanoseconds(pool.num_in_parts.load() ? SPIN_BETWEEN_PARTS_NS : SPIN_NS);
 }
 
 void run_helper(int number) {
     std::atomic<int> &is_asleep = pool.helpers[number].is_asleep;
+    int num_seen = 0;
     for (;;) {
-        for (auto since = Clock::now(); Clock::now() - since < spin_time(); pause())
+        for (auto since = Clock::now(); Clock::now() - since < spin_time(); pause()) {
+            int num_calls = pool.num_calls.load();
+            if (num_calls == num_seen)
+                continue;
+            num_seen = num_calls;
             while (number < pool.num_helpers.load() && help(number + 1))
                 since = Clock::now();
+        }
         is_asleep.store(1);
-        if (number < pool.num_helpers.load() && has_work())
+        if (pool.num_calls.load() != num_seen)
             is_asleep.store(0);
         sleep(is_asleep);
     }
@@ -170,6 +168,7 @@ void parallel(int num_chunks, const std::function<void(int)> &work) {
     pool.num_shares.store(num_shares);
     for (int i = 0; i < num_shares; i++)
         pool.shares[i].give(long(num_chunks) * i / num_shares, long(num_chunks) * (i + 1) / num_shares);
+    pool.num_calls.fetch_add(1);
     for (int i = 0; i < std::min(num_helpers, pool.num_started); i++)
         wake(pool.helpers[i].is_asleep);
     while (help(0)) {
