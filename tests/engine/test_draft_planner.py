@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from fake_runner import VOCAB_SIZE, true_next
@@ -14,6 +15,7 @@ from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
 from outrider.speculate.depth import DepthChoice
+from outrider.speculate.per_draft import PerDraftController
 from run_steps import run_step
 
 CHEAP = MeasuredCosts(
@@ -145,6 +147,32 @@ def test_a_lookup_is_waited_for_where_it_brings_more_than_that_costs(
     else:
         assert harness.num_ahead - before >= 8
         assert any(record.other_share > 0.5 for record in _records(harness))  # what it would find is known
+
+
+@pytest.mark.parametrize(
+    ("costs", "is_auto", "is_asked"), [(DEAR, True, False), (DEAR, False, True), (CHEAP, True, True)]
+)
+def test_nothing_is_looked_up_for_rows_on_auto_while_no_draft_can_pay(
+    costs: MeasuredCosts, is_auto: bool, is_asked: bool
+) -> None:
+    harness = Harness(controller=PerDraftController(CostTable(replace(costs, padding_share=0.0))))
+    lookup = CountingLookup()
+    for _ in range(3):
+        harness.add(4, max_tokens=60, depth=2, is_auto=is_auto).drafting.lookup = lookup
+    harness.steps(20)
+    assert (
+        lookup.num_asked >= 15 if is_asked else lookup.num_asked <= 6
+    )  # at first the costs are not looked at
+    harness.run_to_idle()
+
+
+class CountingLookup:
+    source: Source = "ngram"
+    num_asked = 0
+
+    def propose(self, token_ids: Sequence[int], num: int) -> list[int]:
+        self.num_asked += 1
+        return []
 
 
 class HalfKnowing:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from outrider.request import MAX_DEPTH
-from outrider.speculate.ngram import MIN_NGRAM, NGRAM_SIZES, NgramDrafter
+from outrider.speculate.ngram import MAX_INDEXED, MIN_NGRAM, NGRAM_SIZES, NgramDrafter
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=80)  # few tokens, so that much repeats
 lengths = st.integers(0, MAX_DEPTH)
@@ -51,6 +51,14 @@ def test_growing_index_equals_one_built_at_once(text: list[int], strides: list[i
         known = text[:end]
         assert list(growing.propose(known, num)) == list(NgramDrafter().propose(known, num))
         end = min(len(text), end + stride)
+
+
+def test_a_long_text_is_indexed_over_several_calls() -> None:
+    text = [*range(3 * MAX_INDEXED), 10, 11, 2 * MAX_INDEXED + 10, 2 * MAX_INDEXED + 11]
+    drafter = NgramDrafter()
+    assert drafter.propose(text, 3) == (), "the second ending is not known yet"
+    assert drafter.propose(text[:-2], 3) == [12, 13, 14]
+    assert drafter.propose(text, 3) == [2 * MAX_INDEXED + 12 + i for i in range(3)]
 
 
 @given(texts, st.integers(-3, 12), lengths)

@@ -96,35 +96,47 @@ def test_probes_are_few_rows_and_rare(controller: CountingController) -> None:
     assert 3 <= sum(map(bool, probes)) <= 4
 
 
-def dear_drafts() -> PerDraftController:
+def costly_drafts() -> CountingController:
     """A controller for which a draft of one of many rows costs more than a token is worth."""
     measured = guessed_costs()
     trunk_s = {(rows, width): 1.0 + 9.0 * rows * width for rows, width in measured.trunk_s}
-    return PerDraftController(CostTable(replace(measured, trunk_s=trunk_s, padding_share=0.0)))
+    return CountingController(CostTable(replace(measured, trunk_s=trunk_s, padding_share=0.0)))
 
 
 def test_nothing_is_probed_or_looked_up_while_no_draft_can_pay() -> None:
-    controller = dear_drafts()
+    controller = costly_drafts()
     rows = requests_of(controller, 8)
     for _ in range(4 * PROBE_INTERVAL):
         assert num_next(controller, rows) == (0,) * 8
         assert not controller.drafts_may_pay
 
 
-def test_with_few_rows_left_drafts_may_pay_again() -> None:
-    controller = dear_drafts()
+@pytest.mark.parametrize("num_steps", [1, 3 * PROBE_INTERVAL, 3 * PROBE_INTERVAL + 7])
+def test_with_few_rows_left_the_head_drafts_again(num_steps: int) -> None:
+    controller = costly_drafts()
     rows = requests_of(controller, 8)
-    num_next(controller, rows)
-    assert not controller.drafts_may_pay
-    num_next(controller, rows[:1])
-    assert controller.drafts_may_pay
-
-
-def test_costs_are_looked_at_again_while_no_draft_can_pay() -> None:
-    controller = dear_drafts()
-    rows = requests_of(controller, 8)
-    num_next(controller, rows)
-    controller.costs = CostTable(guessed_costs(), in_seconds=False)
-    for _ in range(PROBE_INTERVAL + 1):
+    for _ in range(num_steps):
         num_next(controller, rows)
+    assert not controller.drafts_may_pay
+    controller.costs = CostTable(guessed_costs(), in_seconds=False)
+    assert num_next(controller, rows[:1])[0] > 0, "what the head brings is known by the price of drafts now"
     assert controller.drafts_may_pay
+
+
+@pytest.mark.parametrize("num_steps", [1, 3 * PROBE_INTERVAL, 3 * PROBE_INTERVAL + 7])
+def test_costs_are_looked_at_again_while_no_draft_can_pay(num_steps: int) -> None:
+    controller = costly_drafts()
+    rows = requests_of(controller, 8)
+    for _ in range(num_steps):
+        num_next(controller, rows)
+    controller.costs = CostTable(guessed_costs(), in_seconds=False)
+    assert any(any(num_next(controller, rows)) for _ in range(PROBE_INTERVAL + 1))
+    assert controller.drafts_may_pay
+
+
+def test_costs_are_not_looked_at_in_every_step() -> None:
+    controller = costly_drafts()
+    rows = requests_of(controller, 8)
+    for _ in range(10 * PROBE_INTERVAL):
+        num_next(controller, rows)
+    assert 9 <= controller.num_decisions <= 11

@@ -76,7 +76,10 @@ class EventLoopThread:
 
 
 async def _close_everything() -> None:
-    """An async generator that was not read to its end is closed by a task, which may leave others open."""
+    """End all other tasks and async generators.
+
+    A generator that was not read to its end is closed by a task of its own, so tasks are ended twice.
+    """
     await _cancel_other_tasks()
     await asyncio.get_running_loop().shutdown_asyncgens()
     await _cancel_other_tasks()

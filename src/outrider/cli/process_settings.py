@@ -25,7 +25,7 @@ def settle_process() -> None:
 
 
 def collect_garbage_less_often() -> None:
-    """Called when all models are loaded. A collection stops all threads.
+    """Called when the first models are loaded. A collection stops all threads.
 
     Measured, with Python's defaults: to validate a request of 90,000 parts took 380 ms, and the collector 270
     ms of it.

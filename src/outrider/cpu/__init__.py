@@ -5,7 +5,8 @@
 2. `matmul` compiles native/sgemm.c, which computes matmuls of few tokens and passes the others to OpenBLAS.
 3. `matmul_check` checks both with small matrices before MLX uses them; `library_cache` stores their files.
 4. `threads` decides how many threads a matmul gets while other processes use the cores.
-5. `extension` compiles native/extension/, MLX operations in C++; `quantized` has the layers that use them.
+5. `extension` compiles native/extension/, MLX operations in C++; `quantized` has the layers that use them,
+   and `huge_pages` moves their weights into larger pages of memory.
 6. `fused_layers` computes whole decoder layers with quantised weights as two such operations, and
    `layer_runs` several layers as one.
 7. `layers` and `fast_math` replace attention, swiglu and rope in a loaded model (models/layer_swaps.py).

@@ -1,4 +1,4 @@
-"""Weights in huge pages. A step reads all weights; in pages of 4 KB, a tenth of it goes into finding them."""
+"""Weights in huge pages. With one row, a tenth of a step went into looking up addresses in small pages."""
 
 from __future__ import annotations
 

@@ -94,16 +94,17 @@ class DraftState:
         from_head: Tokens[int],
         margins: Tokens[float],
         num_left: int,
-        looks_up: bool = True,
+        asks_host_drafters: bool = True,
     ) -> None:
         """Collect what the row could feed next. `margins`: of the head's drafts, or none.
 
-        `num_left` tokens may still be committed. `looks_up`: whether other drafters than the head are asked.
+        `num_left` tokens may still be committed. `asks_host_drafters`: else only
+        the head's drafts are collected, and what a grammar forces.
         """
         most = min(self.max_depth, num_left - 1)  # the last token of an answer is always a bonus
         found: list[Proposal] = []
         if most > 0:
-            drafters = [d for d in (self.drafter, self.lookup) if d and looks_up]
+            drafters = [d for d in (self.drafter, self.lookup) if d and asks_host_drafters]
             offers = [(d.source, d.propose(tokens, most)) for d in drafters]
             found = [Proposal(source, drafts[:most]) for source, drafts in offers if drafts]
             if from_head:

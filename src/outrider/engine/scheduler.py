@@ -319,8 +319,8 @@ class Scheduler:
         if delta.finish_reason is not None:
             return delta.merged(self._finish(sequence, delta.finish_reason))
         drafts, margins = ((), ()) if is_rolled_back else (result.drafts, result.margins)
-        looks_up = self._controller.drafts_may_pay or not sequence.drafting.is_auto
-        sequence.drafting.propose(sequence.tokens, drafts, margins, sequence.num_left, looks_up)
+        asks = self._controller.drafts_may_pay or not sequence.drafting.is_auto
+        sequence.drafting.propose(sequence.tokens, drafts, margins, sequence.num_left, asks)
         if not sequence.is_decoding:
             sequence.drafting.drop()
         return delta

@@ -149,9 +149,9 @@ class DepthController:
         if not drafting:  # a step with a probe takes longer: few rows, rarely
             due = sorted(due, key=lambda i: (requests[i].head_lag, i))[: self.num_probe_rows]
             due = due if self._steps_since_probe >= self.probe_interval else []
+        due = due if self.drafts_may_pay else []
         if due:
             self._steps_since_probe = 0
-        due = due if self.drafts_may_pay else []
         for i, request in enumerate(requests):
             has_drafts = i in drafting or i in due
             request.record.steps_since_head = 0 if has_drafts else request.record.steps_since_head + 1

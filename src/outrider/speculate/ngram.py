@@ -9,6 +9,7 @@ from outrider.speculate.acceptance import Source
 
 MAX_NGRAM, MIN_NGRAM = 4, 2  # tokens that have to match; chosen by hand
 NGRAM_SIZES = range(MAX_NGRAM, MIN_NGRAM - 1, -1)  # the longest match is the best
+MAX_INDEXED = 1024  # tokens at once, a millisecond or two: all rows wait meanwhile; chosen by hand
 
 
 class NgramDrafter:
@@ -32,9 +33,10 @@ class NgramDrafter:
         return ()
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Enter the new n-grams that have a token after them. The last one has none yet."""
-        for end in range(max(1, self._num_indexed), len(token_ids)):
+        """Enter the next n-grams that have a token after them. The last one has none yet."""
+        num_indexed = min(len(token_ids), self._num_indexed + MAX_INDEXED)
+        for end in range(max(1, self._num_indexed), num_indexed):
             for size in NGRAM_SIZES:
                 if end >= size:
                     self._after[tuple(token_ids[end - size : end])] = end
-        self._num_indexed = len(token_ids)
+        self._num_indexed = num_indexed

@@ -91,6 +91,7 @@ class PerDraftController(DepthController):
         self._tokens = self._stretch = 1.0
         self._paused: list[tuple[RowAcceptance, bool]] = []  # `_rows_of` the step that paused the head
         self._paused_min_chance = 0.0  # least chance of a draft that was worth feeding in that step
+        self._steps_paused = 0  # since that step
         self._steps_since_plain = (
             0  # drafting and probing steps since the last plain step that compared costs
         )
@@ -103,6 +104,7 @@ class PerDraftController(DepthController):
         decoding = [request for request in requests if not request.joins]
         if self._stays_paused(requests):
             self._count(1.0, 1.0)
+            self._steps_paused += 1
             nums = self._num_drafts_next(requests, 1, self.rows_to_probe(requests, []))
             return DepthChoice(((0, 0),) * len(requests), nums)
         cost = self._step_cost(decoding, num_cells)
@@ -123,9 +125,9 @@ class PerDraftController(DepthController):
     def _stays_paused(self, requests: Sequence[DraftRequest]) -> bool:
         """True if the head is paused, the rows are the same, and they offer no draft that could pay.
 
-        Now and then costs are looked at again.
+        Costs change too: this is decided again after as many steps as there are between two probes.
         """
-        if _rows_of(requests) != self._paused or self._steps_since_probe >= self.probe_interval:
+        if _rows_of(requests) != self._paused or self._steps_paused >= self.probe_interval:
             return False
         return not any(self._may_pay(request, offer) for request in requests for offer in request.offers)
 
@@ -228,6 +230,7 @@ class PerDraftController(DepthController):
                 best, best_wait = depth, wait
         drafting = rows if best else []
         self._paused = [] if best else _rows_of(requests)
+        self._steps_paused = 0
         self._paused_min_chance = prices.min_chance
         return max(1, best), drafting + self.rows_to_probe(requests, drafting)
 
@@ -255,7 +258,7 @@ class PerDraftController(DepthController):
         return num_cells * self.costs.head_row_s(MANY_ROWS, MANY_ROWS, 0) / max(1.0, num_steps)
 
     def _head_yield(self, record: RowAcceptance, prices: _Prices) -> HeadYield:
-        if record.head_yield is None:
+        if record.head_yield is None or record.head_yield.num_steps == 0:  # prices may have changed since
             margins = self.acceptance.margins
             record.head_yield = margins.expected_yield(prices.min_chance, MAX_DEPTH, record.is_sampled)
         return record.head_yield

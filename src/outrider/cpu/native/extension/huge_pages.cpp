@@ -16,19 +16,41 @@ namespace outrider {
 namespace mx = mlx::core;
 
 #ifdef __linux__
+namespace {
+
 constexpr uintptr_t PAGE = 2 << 20;  // bytes of a huge page
+constexpr int MAX_FAILURES = 8;  // one after the other: the system has to search longer and longer; chosen by hand
+
+bool collapse(uintptr_t begin, uintptr_t end) {
+    return madvise(reinterpret_cast<void *>(begin), end - begin, MADV_COLLAPSE) == 0;
+}
+
+}  // namespace
 
 size_t use_huge_pages(const std::vector<mx::array> &arrays) {
-    std::map<uintptr_t, uintptr_t> used;  // bytes of the arrays in each page: arrays are smaller than pages, or larger
+    std::map<uintptr_t, uintptr_t> used;  // bytes of the arrays in each page
     for (const mx::array &array : arrays) {
         auto begin = reinterpret_cast<uintptr_t>(array.data<char>()), end = begin + array.nbytes();
         for (uintptr_t page = begin / PAGE * PAGE; page < end; page += PAGE)
             used[page] += std::min(end, page + PAGE) - std::max(begin, page);
     }
+    std::erase_if(used, [](const auto &one) { return one.second < PAGE / 2; });
     size_t num_bytes = 0;
-    for (auto [page, bytes] : used)  // what else is in a page moves with it
-        if (bytes >= PAGE / 2 && madvise(reinterpret_cast<void *>(page), PAGE, MADV_COLLAPSE) == 0)
-            num_bytes += PAGE;
+    int num_failures = 0;
+    for (auto first = used.begin(), next = first; first != used.end(); first = next) {
+        uintptr_t begin = first->first, end = begin;
+        for (; next != used.end() && next->first == end; next++)
+            end += PAGE;
+        if (collapse(begin, end)) {
+            num_bytes += end - begin;
+            continue;
+        }
+        for (uintptr_t page = begin; page < end && num_failures < MAX_FAILURES; page += PAGE) {
+            bool is_huge = collapse(page, page + PAGE);
+            num_failures = is_huge ? 0 : num_failures + 1;
+            num_bytes += is_huge ? PAGE : 0;
+        }
+    }
     return num_bytes;
 }
 #else

@@ -74,7 +74,7 @@ NB_MODULE(_outrider_cpu, m) {
           nb::arg("gates"), nb::arg("betas"), nb::arg("state"), nb::arg("counts").none(), nb::arg("is_delta_rule"));
     m.def("top_two", &outrider::top_two);
     m.def("copy_cells", &outrider::copy_cells);
-    m.def("use_huge_pages", &outrider::use_huge_pages);
+    m.def("use_huge_pages", &outrider::use_huge_pages, nb::call_guard<nb::gil_scoped_release>());
     m.def("set_num_threads", &outrider::set_num_threads);
     m.def("instructions", []() { return std::string(outrider::instructions()); });
     m.def("interleaves", &outrider::interleaves);

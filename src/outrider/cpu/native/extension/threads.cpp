@@ -58,11 +58,11 @@ struct alignas(64) Share {
 struct Pool {
     Share shares[MAX_THREADS];  // the caller's, then the helpers'
     alignas(64) std::atomic<int> num_shares{0};
-    alignas(64) std::atomic<int> num_calls{0};  // of `parallel`, with their shares given: all that waiting threads look at
+    alignas(64) std::atomic<int> num_calls{0};  // of `parallel`; raised when all shares are given
     alignas(64) std::atomic<int> num_done{0};
     alignas(64) std::atomic<int> num_helpers{0};  // how many threads may help
     alignas(64) std::atomic<int> num_in_parts{0};  // operations in parts that are running
-    std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
+    alignas(64) std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
     int num_started = 0;
     const std::function<void(int)> *work = nullptr;  // does not change until all taken chunks are done
     Helper helpers[MAX_THREADS];
