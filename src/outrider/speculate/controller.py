@@ -140,6 +140,10 @@ class DepthController:
     def rows_to_probe(self, requests: Sequence[DraftRequest], drafting: Sequence[int]) -> list[int]:
         """The rows that are probed in this step. The head drafts for the rows `drafting`."""
         self._steps_since_probe = 0 if drafting else self._steps_since_probe + 1
+        if not drafting and self._steps_since_probe < self.probe_interval:
+            for request in requests:
+                request.record.steps_since_head += 1
+            return []
         possible = (i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0)
         due = [
             i
@@ -148,7 +152,6 @@ class DepthController:
         ]
         if not drafting:  # a step with a probe takes longer: few rows, rarely
             due = sorted(due, key=lambda i: (requests[i].head_lag, i))[: self.num_probe_rows]
-            due = due if self._steps_since_probe >= self.probe_interval else []
         due = due if self.drafts_may_pay else []
         if due:
             self._steps_since_probe = 0

@@ -24,6 +24,8 @@ class NgramDrafter:
 
     def propose(self, token_ids: Sequence[int], num: int) -> Sequence[int]:
         self._index(token_ids)
+        if tuple(token_ids[-MIN_NGRAM:]) not in self._after:
+            return ()  # the usual case: no longer n-gram is there either
         for size in NGRAM_SIZES:
             start = self._after.get(tuple(token_ids[-size:])) if len(token_ids) >= size else None
             if start is not None:

@@ -35,8 +35,8 @@ MAX_WAIT = 0.93  # plain steps that rows wait for a token: else the head does no
 MIN_RETURN = 1.25
 YIELD_SHARE = 0.1  # weight of the newest step in a row's yield from its head; from the simulator
 # While the head is paused. A probe of two rows takes about half of a plain step of 8 rows, as heads have to
-# catch up: one in 32 steps takes 2 % of the time. (Three rows in 16 steps took 3 %.)
-PROBE_INTERVAL, NUM_PROBE_ROWS = 32, 2
+# catch up: one in 64 steps takes 1 % of the time.
+PROBE_INTERVAL, NUM_PROBE_ROWS = 64, 2
 CATCH_UP_STEPS = (
     32  # steps in which drafts have to bring what it costs to go on after a pause; chosen by hand
 )

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 
 #ifndef MADV_COLLAPSE
@@ -19,7 +20,11 @@ namespace mx = mlx::core;
 namespace {
 
 constexpr uintptr_t PAGE = 2 << 20;  // bytes of a huge page
+constexpr uintptr_t AT_ONCE = 32 * PAGE;
 constexpr int MAX_FAILURES = 8;  // one after the other: the system has to search longer and longer; chosen by hand
+// A page takes half a millisecond, or 2.4 where a virtual machine first has to get the memory from its host. A
+// large model must not start much later for this; chosen by hand.
+constexpr std::chrono::seconds MAX_TIME{2};
 
 bool collapse(uintptr_t begin, uintptr_t end) {
     return madvise(reinterpret_cast<void *>(begin), end - begin, MADV_COLLAPSE) == 0;
@@ -37,9 +42,12 @@ size_t use_huge_pages(const std::vector<mx::array> &arrays) {
     std::erase_if(used, [](const auto &one) { return one.second < PAGE / 2; });
     size_t num_bytes = 0;
     int num_failures = 0;
+    auto until = std::chrono::steady_clock::now() + MAX_TIME;
     for (auto first = used.begin(), next = first; first != used.end(); first = next) {
+        if (std::chrono::steady_clock::now() > until)
+            break;
         uintptr_t begin = first->first, end = begin;
-        for (; next != used.end() && next->first == end; next++)
+        for (; next != used.end() && next->first == end && end - begin < AT_ONCE; next++)
             end += PAGE;
         if (collapse(begin, end)) {
             num_bytes += end - begin;
