@@ -98,8 +98,8 @@ class DraftState:
     ) -> None:
         """Collect what the row could feed next. `margins`: of the head's drafts, or none.
 
-        `num_left` tokens may still be committed. `asks_host_drafters`: else only
-        the head's drafts are collected, and what a grammar forces.
+        `num_left` tokens may still be committed. Without `asks_host_drafters` only the head's drafts are
+        collected, and the tokens that a grammar forces.
         """
         most = min(self.max_depth, num_left - 1)  # the last token of an answer is always a bonus
         found: list[Proposal] = []

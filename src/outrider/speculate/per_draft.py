@@ -37,9 +37,8 @@ YIELD_SHARE = 0.1  # weight of the newest step in a row's yield from its head; f
 # While the head is paused. A probe of two rows takes about half of a plain step of 8 rows, as heads have to
 # catch up: one in 64 steps takes 1 % of the time.
 PROBE_INTERVAL, NUM_PROBE_ROWS = 64, 2
-CATCH_UP_STEPS = (
-    32  # steps in which drafts have to bring what it costs to go on after a pause; chosen by hand
-)
+# Steps in which drafts have to bring what it costs to go on after a pause; chosen by hand.
+CATCH_UP_STEPS = 32
 MANY_ROWS = 16  # a missed cell is taken to cost the head as much as the last of so many rows
 MIN_PLAIN_INTERVAL = 16  # steps from one plain step to the next, while drafts are fed; chosen by hand
 MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; chosen by hand
@@ -92,9 +91,7 @@ class PerDraftController(DepthController):
         self._paused: list[tuple[RowAcceptance, bool]] = []  # `_rows_of` the step that paused the head
         self._paused_min_chance = 0.0  # least chance of a draft that was worth feeding in that step
         self._steps_paused = 0  # since that step
-        self._steps_since_plain = (
-            0  # drafting and probing steps since the last plain step that compared costs
-        )
+        self._steps_since_plain = 0  # that drafted or probed, since the last plain step that compared costs
 
     @property
     def drafts_may_pay(self) -> bool:

@@ -20,8 +20,8 @@ namespace mx = mlx::core;
 namespace {
 
 constexpr uintptr_t PAGE = 2 << 20;  // bytes of a huge page
-constexpr uintptr_t AT_ONCE = 32 * PAGE;
-constexpr int MAX_FAILURES = 8;  // one after the other: the system has to search longer and longer; chosen by hand
+constexpr uintptr_t AT_ONCE = 32 * PAGE;  // bytes of one system call: between two of them the time is checked
+constexpr int MAX_FAILURES = 8;  // in a row, after which no further page is tried; chosen by hand
 // A page takes half a millisecond, or 2.4 where a virtual machine first has to get the memory from its host. A
 // large model must not start much later for this; chosen by hand.
 constexpr std::chrono::seconds MAX_TIME{2};
@@ -44,7 +44,7 @@ size_t use_huge_pages(const std::vector<mx::array> &arrays) {
     int num_failures = 0;
     auto until = std::chrono::steady_clock::now() + MAX_TIME;
     for (auto first = used.begin(), next = first; first != used.end(); first = next) {
-        if (std::chrono::steady_clock::now() > until)
+        if (num_failures == MAX_FAILURES || std::chrono::steady_clock::now() > until)
             break;
         uintptr_t begin = first->first, end = begin;
         for (; next != used.end() && next->first == end && end - begin < AT_ONCE; next++)
