@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +139,7 @@ class TimedRunner:
         self.num_resets = 0
         self.num_under_way = 0
         self.idle_s = 0.0  # how long the device waits after a step that nothing follows
+        self.disturb = lambda seconds: seconds  # what other processes make of a step's time
         self._truth = CostTable(truth)
         self._seen: set[StepShape] = set()
         self._caches = (0, 0)
@@ -162,7 +164,7 @@ class TimedRunner:
         drafting = len(batch) if row.feeds_head else 0
         sampled = 0 if row.params.is_greedy else len(batch)
         shape = StepShape(len(batch), row.num_fed, drafting, row.num_drafts_next, row.start, sampled)
-        self.now_s += self._truth.step_s(shape) * (1 if shape in self._seen else 10)
+        self.now_s += self.disturb(self._truth.step_s(shape)) * (1 if shape in self._seen else 10)
         self._seen.add(shape)
         if self._caches != (plan.num_slots, plan.capacity):
             self._caches = (plan.num_slots, plan.capacity)
@@ -186,11 +188,12 @@ def scaled(table: MeasuredCosts, by: float) -> MeasuredCosts:
 def test_measuring_finds_the_costs(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "BUDGET_S", 600.0)
     truth = scaled((MACHINES | TRACED_MACHINES)[machine], 1e-3)
-    runner = TimedRunner(truth)
+    runner = TimedRunner(truth, compiles=machine in TRACED_MACHINES)
     found = calibration.measure(runner, 1000, 16, 4096, 1 << 30, clock=runner.clock)
     assert found is not None
     assert runner.num_resets == 1
-    assert all(found.trunk_s[key] == pytest.approx(truth.trunk_s[key]) for key in truth.trunk_s)
+    shapes = [shape for shape in truth.trunk_s if not runner.compiles or shape[1] in FEW_WIDTHS]
+    assert all(found.trunk_s[shape] == pytest.approx(truth.trunk_s[shape], rel=0.02) for shape in shapes)
     assert found.cell_s == pytest.approx(1e-6)
     assert found.sample_s == pytest.approx(truth.sample_s)
     assert found.draft_sample_s == pytest.approx(truth.draft_sample_s)
@@ -206,6 +209,34 @@ def test_measuring_stops_when_its_time_is_up_with_what_matters_most(monkeypatch:
     assert found is not None
     assert {(1, 1), (1, 2), (1, 4), (16, 1), (16, 2)} <= found.trunk_s.keys()
     assert set(found.head) == {1, 4, 16}
+
+
+def busy(seed: int) -> Callable[[float], float]:
+    """Other processes make seven of ten steps longer, up to five times."""
+    numbers = random.Random(seed)
+    return lambda seconds: seconds * (1 if numbers.random() < 0.3 else 1 + 4 * numbers.random())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_other_processes_hardly_change_what_is_measured(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "BUDGET_S", 600.0)
+    truth = scaled(MACHINES["quantised"], 1e-3)
+    runner = TimedRunner(truth)
+    runner.disturb = busy(seed)
+    found = calibration.measure(runner, 1000, 16, 4096, 1 << 30, clock=runner.clock)
+    assert found is not None
+    wrong = [shape for shape, seconds in truth.trunk_s.items() if found.trunk_s[shape] > 1.1 * seconds]
+    assert len(wrong) <= 2, "of 32"
+    for (rows, width), seconds in found.trunk_s.items():
+        assert all(s >= seconds for (r, w), s in found.trunk_s.items() if r >= rows and w >= width)
+
+
+def test_stored_costs_are_not_given_up_while_the_machine_is_busy() -> None:
+    stored = scaled(CPU, 1e-3)
+    for seed in range(20):
+        runner = TimedRunner(stored)
+        runner.disturb = busy(seed)
+        assert calibration.is_still_valid(runner, 1000, stored, clock=runner.clock)
 
 
 def test_the_environment_sets_the_time_and_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:

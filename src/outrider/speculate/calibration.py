@@ -2,9 +2,9 @@
 
 This takes up to ten seconds at start-up ($OUTRIDER_CALIBRATION_SECONDS). The shapes that matter most come
 first. Shapes for which no time is left are interpolated (costs.py) and corrected by the steps that really
-run. Every shape is timed once, then again until its two shortest times agree, and the shortest time counts:
-compiling, growing memory and other processes only ever add time. All rows have one modest length. Longer rows
-are modelled by one number, seconds for every further cell.
+run. All shapes are timed once, then again, round after round, until the shortest times of each agree, and the
+shortest one counts: compiling, growing memory and other processes only ever add time. All rows have one
+modest length. Longer rows are modelled by one number, seconds for every further cell.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from outrider.config import InvalidConfig
 from outrider.plan import NUM_SPARE_BLOCKS, CacheGeometry, RowPlan, StepPlan, StepRunner
@@ -38,8 +37,9 @@ def budget_s(environ: Mapping[str, str]) -> float:
 
 BUDGET_S = budget_s(os.environ)
 MAX_WALL_FACTOR = 3.0  # limit by the wall clock on a busy machine, in BUDGET_S; chosen by hand
-AGREEMENT = 1.08  # ratio of a shape's two shortest times from which they are trusted; chosen by hand
-MAX_RUNS = 5  # times that one shape is timed; chosen by hand
+# A shape's shortest time is trusted if so many of its times differ by this ratio at most; chosen by hand.
+NUM_AGREEING, AGREEMENT = 3, 1.08
+MAX_RUNS = 12  # times that one shape is timed; chosen by hand
 OVERLAPPED_STEPS = 3  # steps that are timed together where steps overlap; chosen by hand
 STORED_TOLERANCE = 1.3  # factor between a stored cost and a new measurement; chosen by hand
 NUM_CELLS, MANY_CELLS = 128, 1024  # cells of the rows: long rows show the cost of a cell; chosen by hand
@@ -97,13 +97,21 @@ class StepTimer:
         seconds = self._overlapped_s(plan) if self._runner.compiles else self._alone_s(plan)
         self._times[step] = sorted([*self._times.get(step, ()), seconds])
 
-    def time_until_agreement(self, step: SyntheticStep) -> None:
-        """Time the step again until its two shortest times agree, or the time is up."""
-        for _ in range(len(self._times[step]), MAX_RUNS):
-            self.time_once(step)
-            shortest, second, *_ = self._times[step]
-            if self.is_out_of_time() or second <= AGREEMENT * shortest:
-                return
+    def time_until_agreement(self, steps: Sequence[SyntheticStep]) -> None:
+        """Time those steps again whose shortest times disagree, until the time is up.
+
+        In rounds over all steps, because other processes may be busy for a second.
+        """
+        for _ in range(MAX_RUNS):
+            for step in steps:
+                if self.is_out_of_time():
+                    return
+                if not self.agrees(step):
+                    self.time_once(step)
+
+    def agrees(self, step: SyntheticStep) -> bool:
+        times = self._times[step]
+        return len(times) >= NUM_AGREEING and times[NUM_AGREEING - 1] <= AGREEMENT * times[0]
 
     def fits(self, step: SyntheticStep, max_cells: int, budget_bytes: int) -> bool:
         cells = step.num_cells + 2 * MAX_DEPTH
@@ -145,14 +153,18 @@ def measure(
     if SyntheticStep(1, 1) not in first:
         return None
     try:
-        for steps, time_step in product((first, others), (timer.time_once, timer.time_until_agreement)):
-            for step in steps:
-                if steps is others and timer.is_out_of_time():
-                    break
-                time_step(step)
+        for step in first:
+            timer.time_once(step)
+        timer.time_until_agreement(first)
+        for step in others:
+            if timer.is_out_of_time():
+                break
+            timer.time_once(step)
+        else:
+            timer.time_until_agreement(others)
     finally:
         runner.reset()
-    return _measured_costs(timer.shortest)
+    return _measured_costs(timer.shortest, has_cliffs=runner.compiles)
 
 
 def max_measured_rows(max_rows: int) -> int:
@@ -165,15 +177,19 @@ def is_still_valid(
 ) -> bool:
     """True if a wide step costs about as many plain steps as in the stored costs.
 
-    Stored costs may come from a time when the machine was busy.
+    Stored costs may come from a time when the machine was busy. If it is busy now, this cannot be judged, and
+    they are valid: what would be measured now would be no better.
     """
     timer = StepTimer(runner, vocab_size, clock)
     plain, wide = SyntheticStep(1, 1), SyntheticStep(1, 5 if runner.compiles else 4)
     try:
         for step in (plain, wide) * 3:
             timer.time_once(step)
+        timer.time_until_agreement([plain, wide])
     finally:
         runner.reset()
+    if not (timer.agrees(plain) and timer.agrees(wide)):
+        return True
     now = timer.shortest[wide] / timer.shortest[plain]
     table = CostTable(stored)
     then = table.step_s(StepShape(1, wide.width)) / table.step_s(StepShape(1, 1))
@@ -257,9 +273,14 @@ def in_blocks(geometry: CacheGeometry, num_cells: int, rows: Sequence[RowPlan]) 
     return StepPlan(num_slots, 0, (), (tuple(placed),), num_blocks=num_blocks)
 
 
-def _measured_costs(shortest: Mapping[SyntheticStep, float]) -> MeasuredCosts:
-    """Differences of the shortest times."""
+def _measured_costs(shortest: Mapping[SyntheticStep, float], has_cliffs: bool) -> MeasuredCosts:
+    """Differences of the shortest times. `has_cliffs`: more tokens may cost less, as on a GPU."""
     trunk = {(t.rows, t.width): s for t, s in shortest.items() if t == SyntheticStep(t.rows, t.width)}
+    if not has_cliffs:  # a step that took longer than a larger one was disturbed
+        trunk = {
+            (rows, width): min(s for (r, w), s in trunk.items() if r >= rows and w >= width)
+            for rows, width in trunk
+        }
     head = {}
     for rows in sorted({step.rows for step in shortest if step.num_drafts_next is not None}):
         fed_s, deepest_s = (shortest.get(SyntheticStep(rows, 1, depth)) for depth in HEAD_DEPTHS)
