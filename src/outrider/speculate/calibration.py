@@ -39,7 +39,7 @@ BUDGET_S = budget_s(os.environ)
 MAX_WALL_FACTOR = 3.0  # limit by the wall clock on a busy machine, in BUDGET_S; chosen by hand
 # A shape's shortest time is trusted if so many of its times differ by this ratio at most; chosen by hand.
 NUM_AGREEING, AGREEMENT = 3, 1.08
-MAX_RUNS = 12  # times that one shape is timed; chosen by hand
+MAX_RUNS = 12  # times that one shape is timed again; chosen by hand
 OVERLAPPED_STEPS = 3  # steps that are timed together where steps overlap; chosen by hand
 STORED_TOLERANCE = 1.3  # factor between a stored cost and a new measurement; chosen by hand
 NUM_CELLS, MANY_CELLS = 128, 1024  # cells of the rows: long rows show the cost of a cell; chosen by hand
