@@ -14,7 +14,7 @@ from pathlib import Path
 
 CONFIG = Path(__file__).resolve().parent.parent / "deploy" / "haproxy.cfg"
 PROGRAM = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin") or shutil.which("haproxy")
-START_S = 30.0
+START_S = 240.0  # only a guard
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from outrider.chat.service import ChatService
 from outrider.isolation.worker import IsolatedWorker, WorkerUnavailable
 from outrider.media.limits import MediaLimits
 from outrider.media.loader import MediaLoader
-from patience import Hurdle, goes_on_while_held
+from patience import PATIENCE_S, Hurdle, goes_on_while_held
 from tiny_models import write_checkpoint
 from tiny_vision import write_vision_checkpoint
 
@@ -321,7 +321,7 @@ def test_a_picture_that_breaks_a_rule_is_a_400_that_says_so(
 @pytest.mark.usefixtures("nothing_left")
 def test_pictures_that_do_not_come_in_time_are_a_400(llm: LLM) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
-        limits = MediaLimits(allow_private_urls=True, fetch_timeout_s=0.3, fetch_total_s=0.5)
+        limits = MediaLimits(allow_private_urls=True, fetch_timeout_s=0.3, fetch_total_s=PATIENCE_S)
         seeing = Seeing(llm, limits)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.png"
         answer = seeing.chat(image(url), text("what?"))

@@ -134,9 +134,13 @@ def test_client_that_leaves_while_its_prompt_is_tokenized_is_never_queued(
 
 
 def test_progress_of_a_prompt_in_python_and_over_http(parts: Any) -> None:
-    with serving(parts) as (_, port):
-        answer = send(port, LONG, stream=True, return_progress=True).getresponse().read().decode()
-    chunks = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    lines: list[bytes] = []
+    with serving(parts) as (_, port), held_steps(parts[0], num_free=1) as hurdle:
+        for line in send(port, LONG, stream=True, return_progress=True).getresponse():
+            lines.append(line)
+            if b"prompt_progress" in line:  # else a slow reader might get all of it as one event
+                hurdle.open()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
     done = [chunk["prompt_progress"]["processed"] for chunk in chunks if "prompt_progress" in chunk]
     assert done == sorted(set(done))
     assert done[-1] == chunks[1]["prompt_progress"]["total"] > len(LONG)

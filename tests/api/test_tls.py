@@ -28,7 +28,7 @@ USER = [{"role": "user", "content": "Hi"}]
 def server(tiny_folder: Path, certificate: tuple[str, str]) -> Iterator[ServerProcess]:
     cert, key = certificate
     flags = ("--tls-cert", cert, "--tls-key", key, "--log-format", "json", "--api-key", "secret")
-    limits = ("--max-rows", "1", "--max-queue", "5", "--queue-timeout", "2")
+    limits = ("--max-rows", "1", "--max-queue", "5", "--queue-timeout", "5")
     with serving(tiny_folder, *flags, *limits) as server:
         yield server
 

@@ -12,6 +12,16 @@ SCREENSHOTS = os.environ.get("OUTRIDER_SCREENSHOTS")
 PICTURES = os.environ.get("OUTRIDER_PICTURES")
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True}
 OpenPage = Callable[..., Any]
+# A transaction after all others: a page that is left drops those that have not ended.
+STORED = """() => new Promise((resolve, reject) => {
+    const opening = indexedDB.open("outrider", 1);
+    opening.onerror = () => reject(opening.error);
+    opening.onsuccess = () => {
+        const last = opening.result.transaction("conversations", "readwrite");
+        last.oncomplete = () => resolve(opening.result.close());
+        last.objectStore("conversations").count();
+    };
+})"""
 
 
 def screenshot(page: Any, name: str, after_s: float = 0, folder: str | None = SCREENSHOTS) -> None:
@@ -44,3 +54,9 @@ def asked(page: Any, text: str) -> Any:
     answers(page).last.wait_for()
     until_done(page)
     return answers(page).last
+
+
+def reload(page: Any) -> None:
+    """Once the conversations are stored: a visitor is not as quick as a test."""
+    page.evaluate(STORED)
+    page.reload()

@@ -42,7 +42,7 @@ HOSTILE = """<img src=x onerror="window.hacked = 1"><script>window.hacked = 1</s
 ```html"><img src=x onerror=window.hacked=1>
 <svg onload="window.hacked = 1"></svg>
 ```"""
-NUM_LONG = 3000  # words of an answer that no test waits for
+NUM_LONG = 30_000  # words of an answer that no test waits for: two minutes
 
 
 def pieces(text: str, size: int = 12) -> tuple[ChatEvent, ...]:

@@ -114,6 +114,7 @@ def test_a_model_is_picked_and_the_page_says_that_it_is_being_loaded(
     page.reload()  # the choice stays
     wait_until(lambda: picker(page).input_value() == CODER)
     picker(page).select_option(WRITER)
+    wait_until(lambda: page.locator(".facts dd").first.text_content() == WRITER)  # the page knows it now
     asked(page, "again")
     assert len(models.backends[WRITER].requests) == 1
 

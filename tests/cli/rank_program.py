@@ -32,7 +32,7 @@ def main(rank: int, num_ranks: int, timeout_s: float, *address: str) -> None:
             say("awake")
     meeting = Meeting("127.0.0.1")
     say([meeting.address.host, str(meeting.address.port), meeting.address.token])
-    links = RankLinks(meeting.connections(num_ranks), timeout_s, end)
+    links = RankLinks(meeting.connections(num_ranks, timeout_s=240), timeout_s, end)
     say("connected")
     for line in sys.stdin:
         getattr(links, line.strip())()

@@ -160,9 +160,13 @@ def test_a_local_answer_can_be_interrupted_and_the_next_one_comes(tmp_path: Path
         key = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         answer = endless.answer(question)
         next(answer)
-        key.start()
-        with pytest.raises(KeyboardInterrupt):
+
+        def read_on() -> None:
+            key.start()  # here: the signal may come as soon as the thread runs
             list(answer)
+
+        with pytest.raises(KeyboardInterrupt):
+            read_on()
         endless.close()
 
         brief = LocalBackend(llm, SamplingParams(max_tokens=3, ignore_eos=True))

@@ -117,6 +117,10 @@ class History:
                 assert response.json()["error"]["code"] == "adapter_not_found"
                 self.answered["unknown adapter"] += 1
                 continue
+            if adapter == AT_RUN_TIME and response.status_code == 400:  # unloaded since it was checked
+                assert "there is no adapter" in response.json()["error"]["message"]
+                self.answered["unknown adapter"] += 1
+                continue
             assert response.status_code == 200, response.text
             answer = response.json()
             assert answer["model"] == fields["model"]

@@ -405,9 +405,10 @@ def test_banner_key_and_graceful_end(headless: Path, tmp_path: Path) -> None:
         assert "2 at once" in server.banner
         assert "--continuous-batching: not needed" in server.banner
         assert "/docs" not in server.banner
-        assert httpx.get(f"{server.url}/docs", headers={"x-api-key": "secret"}).status_code == 404
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+            assert client.get("/docs", headers={"x-api-key": "secret"}).status_code == 404
+            assert client.get("/v1/models").status_code == 401
+            assert client.get("/health").status_code == 200
         _finishes_its_stream_and_refuses_others_after(signal.SIGTERM, server, hold_file)
         assert server.process.wait(PATIENCE_S) == 0
         with pytest.raises(httpx.ConnectError):

@@ -16,7 +16,7 @@ from outrider.pool.durations import duration_s
 from outrider.pool.errors import LoadFailed, ModelPinned, ModelTooLarge, PoolClosed, UnknownModel
 from outrider.pool.model_entry import FOREVER, MemoryNeed, ModelEntry, ModelLoad
 from outrider.pool.model_pool import ModelPool
-from patience import Hurdle, in_test_or_soak, until
+from patience import PATIENCE_S, Hurdle, in_test_or_soak, until
 
 
 @dataclass
@@ -448,7 +448,7 @@ async def _random_history(dice: random.Random) -> None:
     await leaving
     for task in dice.sample(tasks, 3):
         task.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         results = await asyncio.gather(*tasks, operating, return_exceptions=True)
     assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results), results
     assert answered

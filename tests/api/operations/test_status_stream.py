@@ -195,7 +195,7 @@ def test_one_snapshot_serves_all_readers(made: Server, monkeypatch: pytest.Monke
         for caller in callers:
             caller.start(made)
         await until(lambda: all(len(caller.events) >= 3 for caller in callers))
-        assert len(taken) <= max(len(caller.events) for caller in callers) + 1
+        assert len(taken) < sum(len(caller.events) for caller in callers)
         for caller in callers:
             await caller.leave()
 
@@ -298,7 +298,7 @@ def test_a_real_server_shows_the_rows_of_its_steps(live: ServerProcess) -> None:
         for line in lines:
             event = json.loads(line.removeprefix("data: "))
             states |= {shown["state"] for shown in event["rows"]}
-            assert all(0 <= shown["accepted"] <= 2 * len(shown["strides"]) for shown in event["rows"])
+            assert all(0 <= shown["accepted"] <= shown["committed"] for shown in event["rows"])
             if event["committed_tokens"] >= first["committed_tokens"] + 400:
                 break
     asking.join()

@@ -85,8 +85,9 @@ export function onKey(listener) {
 
 function askForKey(reason) {
   const dialog = document.getElementById("key-dialog");
+  if (dialog.open) return; // of another request: what it says now may be newer
   document.getElementById("key-problem").textContent = sessionStorage.getItem(KEY) === null ? "" : reason;
-  if (!dialog.open) dialog.showModal();
+  dialog.showModal();
 }
 
 export function setUpKeyDialog() {
