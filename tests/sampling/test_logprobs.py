@@ -13,6 +13,7 @@ from outrider.step.verify import SamplingBatch
 from plan_rows import plan_row
 
 VOCAB = 50
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 def rows_asking(*wanted: int | None) -> list:

@@ -18,6 +18,7 @@ from outrider.sampling.sampler import Sampler
 from patience import case_only_in_soak
 
 WIDE = 3000  # more tokens than a filter's candidates
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 def sample(logits: mx.array, positions: mx.array, params: Sequence[SamplingParams]) -> mx.array:

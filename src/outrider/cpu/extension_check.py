@@ -19,6 +19,8 @@ FORMATS = (  # bits, group size and mode of the products that are compared
     (8, 32, "mxfp8"),
     (4, 16, "nvfp4"),
 )
+DRAWN = [655, 631, 573, 945]  # what sampling/sampler.py draws from the logits of `_draws`, without filters
+DRAWN_FILTERED = [936, 945, 869, 416]  # and with them
 
 
 def wrong_operations(module: ModuleType) -> list[str]:
@@ -69,6 +71,22 @@ def _finds_the_best_two(module: ModuleType) -> bool:
     )
 
 
+def _draws(module: ModuleType) -> bool:
+    """Compare tokens with known ones."""
+    logits = 3 * mx.sin(mx.arange(4000).astype(mx.float32) * 1.7).reshape(1, 4, 1000)
+    positions, seed, inverse_temperature = (
+        mx.arange(9, 13)[None],
+        mx.array([[7, 0]], mx.uint32),
+        mx.array([2.0]),
+    )
+    filters = [mx.array([20]), mx.array([0.5]), mx.log(mx.array([0.01]))]
+    found = [
+        module.sample(logits, positions, inverse_temperature, seed, some, None, False)[0].tolist()
+        for some in ([], filters)
+    ]
+    return found == [[DRAWN], [DRAWN_FILTERED]]
+
+
 def _recurs(module: ModuleType) -> bool:
     """Compare the gated delta rule of a few tokens with the same sums in MLX's operations."""
     rows, tokens, heads, dim = 2, 3, 2, 32
@@ -97,5 +115,6 @@ _CHECKS: Mapping[str, Callable[[ModuleType], bool]] = {
         for bits, size, mode in FORMATS
     },
     "the best two scores": _finds_the_best_two,
+    "drawn tokens": _draws,
     "the delta rule": _recurs,
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from outrider.cpu import sampling as cpu_sampling
 from outrider.plan import RowPlan, TokenLogprobs
 
 TOP_STEP = 32  # traced passes compute a multiple of this many alternatives: above MAX_TOP_LOGPROBS
@@ -54,6 +55,8 @@ def compute_logprobs(logits: mx.array, targets: mx.array, request: LogprobReques
     if len(rows) < len(targets):
         index = mx.array(rows)
         logits, targets = logits[index], targets[index]
+    if (found := cpu_sampling.logprobs(logits, targets, request.num_top)) is not None:
+        return LogprobArrays(rows, *found)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     of_targets = mx.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
     if request.num_top == 0:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from outrider.cpu import sampling as cpu_sampling
 from outrider.plan import RowPlan
 
 ALLOW_ALL = np.uint32(0xFFFFFFFF)  # a mask word in which every token is allowed
@@ -37,6 +38,10 @@ class Masks:
 
     def apply(self, logits: mx.array) -> mx.array:
         """A copy of the logits with -inf where a grammar forbids the token.  [rows, width, vocab]"""
+        if self.rows is not None:
+            masked = cpu_sampling.mask(logits, self.words, self.rows)
+            if masked is not None:
+                return masked
         bits = (self.words[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
         allowed = bits.reshape(*self.words.shape[:2], -1)[..., : logits.shape[-1]].astype(mx.bool_)
         if self.rows is None:

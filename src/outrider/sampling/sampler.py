@@ -2,10 +2,11 @@
 
     token at p = argmax over the filtered tokens of  logits / temperature + gumbel(seed, p, token)
 
-Greedy rows are the case without noise. A row with filters looks at its best NUM_CANDIDATES tokens first. If a
-filter may leave more tokens than that, the sampler checks the result on the host and, if the candidates were
-too few, looks at the whole vocabulary. A traced pass cannot wait for that check, so there such a row looks at
-the whole vocabulary at once.
+Greedy rows are the case without noise. On CPUs a native operation draws the tokens (cpu/sampling.py).
+
+Elsewhere a row with filters looks at its best NUM_CANDIDATES tokens first. If a filter may leave more tokens
+than that, the sampler checks the result on the host and, if the candidates were too few, looks at the whole
+vocabulary. A traced pass cannot wait for that check: there such a row looks at the whole vocabulary at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from outrider.cpu import sampling as cpu_sampling
 from outrider.cpu.top_two import best, top_two
 from outrider.request import NUM_CANDIDATES, SamplingParams
 from outrider.sampling.noise import gumbel, seed_words
@@ -181,15 +183,27 @@ class _Group:
     def sample(
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, is_draft: bool
     ) -> mx.array:
+        if (drawn := self._drawn(logits, positions, token_ids, wants_margins=False)) is not None:
+            return drawn[0]
         scores, ids = self._scores(logits, positions, token_ids, is_draft)
         return _token_ids(best(scores), ids)
 
     def sample_with_margin(
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None
     ) -> tuple[mx.array, mx.array]:
+        if (drawn := self._drawn(logits, positions, token_ids, wants_margins=True)) is not None:
+            return drawn
         scores, ids = self._scores(logits, positions, token_ids, is_draft=True)
         columns, margins = top_two(scores)
         return _token_ids(columns, ids), margins
+
+    def _drawn(
+        self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, wants_margins: bool
+    ) -> tuple[mx.array, mx.array] | None:
+        """The tokens and their margins by the native operation. None: this group needs another way."""
+        if self.kind == "greedy" or not self.may_read:
+            return None
+        return cpu_sampling.draw(logits, positions, self.numbers, token_ids, wants_margins)
 
     def _scores(
         self, logits: mx.array, positions: mx.array, token_ids: mx.array | None, is_draft: bool

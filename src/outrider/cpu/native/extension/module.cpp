@@ -10,10 +10,12 @@
 #include "decoder_layer.h"
 #include "huge_pages.h"
 #include "low_rank.h"
+#include "masks.h"
 #include "matmul.h"
 #include "primitive.h"
 #include "quantized.h"
 #include "recurrence.h"
+#include "sampling.h"
 #include "threads.h"
 #include "top_two.h"
 
@@ -73,6 +75,10 @@ NB_MODULE(_outrider_cpu, m) {
     m.def("recurrence", &outrider::recurrence, nb::arg("queries").none(), nb::arg("keys"), nb::arg("values"),
           nb::arg("gates"), nb::arg("betas"), nb::arg("state"), nb::arg("counts").none(), nb::arg("is_delta_rule"));
     m.def("top_two", &outrider::top_two);
+    m.def("mask_logits", &outrider::mask_logits);
+    m.def("logprobs", &outrider::logprobs);
+    m.def("sample", &outrider::sample, nb::arg("logits"), nb::arg("positions"), nb::arg("inverse_temperature"),
+          nb::arg("seeds"), nb::arg("filters"), nb::arg("token_ids").none(), nb::arg("wants_margins"));
     m.def("copy_cells", &outrider::copy_cells);
     m.def("use_huge_pages", &outrider::use_huge_pages, nb::call_guard<nb::gil_scoped_release>());
     m.def("set_num_threads", &outrider::set_num_threads);
