@@ -114,9 +114,26 @@ def test_a_model_is_picked_and_the_page_says_that_it_is_being_loaded(
     page.reload()  # the choice stays
     wait_until(lambda: picker(page).input_value() == CODER)
     picker(page).select_option(WRITER)
-    wait_until(lambda: page.locator(".facts dd").first.text_content() == WRITER)  # the page knows it now
     asked(page, "again")
     assert len(models.backends[WRITER].requests) == 1
+
+
+def test_a_question_goes_to_the_model_that_was_picked_before_the_page_knows_more_of_it(
+    models: Models, open_page: OpenPage
+) -> None:
+    page = open_page(models.site.url)
+    page.get_by_text(f"{WRITER} is ready.").wait_for()
+    models.sources[CODER].hurdle.open()
+    held: list[Any] = []
+    page.route(f"**/v1/models/{CODER}", lambda route: held.append(route))
+    picker(page).select_option(CODER)
+    ask(page, "hello")
+    page.get_by_text("Answer 1 to: hello").wait_for()
+    until_done(page)
+    assert (len(models.backends[CODER].requests), len(models.backends[WRITER].requests)) == (1, 0)
+    assert held
+    for route in held:
+        route.continue_()
 
 
 def test_stop_ends_the_load_of_a_model_that_nobody_else_waits_for(

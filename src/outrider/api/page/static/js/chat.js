@@ -218,7 +218,7 @@ export class Chat {
     const conversation = this.current;
     if (this.running.has(conversation)) return;
     const message = add(conversation, parent, { role: "assistant", isUnfinished: true });
-    const model = this.model?.id;
+    const model = this.picker.value || undefined; // what was picked, also before the page knows more of it
     if (this.hasSeveralModels) message.model = model;
     const controller = new AbortController();
     this.running.set(conversation, controller);
@@ -227,7 +227,7 @@ export class Chat {
     this.keep(conversation);
     const soon = { draw: throttled(() => conversation === this.current && this.running.has(conversation) && this.drawLast(), DRAW_MS),
       save: throttled(() => this.keep(conversation), SAVE_MS) };
-    const waitsForLoad = this.model !== null && this.model.state !== "loaded";
+    const waitsForLoad = model !== undefined && !(this.model?.id === model && this.model.state === "loaded");
     const stopLooking = waitsForLoad ? watchLoad(message, model, soon.draw) : () => {};
     await receive(message, {
       settings: conversation.settings,
