@@ -89,6 +89,15 @@ def test_tokens_that_a_grammar_forbids_are_never_drawn(native: ModuleType, banne
         assert all(allowed[token] for token in tokens[0]) if allowed.any() else tokens[0] == [0] * 8
 
 
+def test_views_of_arrays_are_read_as_they_are(native: ModuleType) -> None:
+    wide = logits_of(3, 2, seed=2)
+    for params in WAYS:
+        for view in (wide[:, ::-1], wide[..., 3:2003], mx.broadcast_to(wide[:1], wide.shape)):
+            positions = mx.broadcast_to(mx.array([7, 8]), (3, 2))
+            own = mx.array(np.array(view))
+            assert drawn(view, positions, [params] * 3) == drawn(own, positions, [params] * 3)
+
+
 def test_a_number_that_is_none_never_wins(native: ModuleType) -> None:
     numbers = np.array(logits_of(1, 4))
     numbers[..., ::3] = np.nan
@@ -111,6 +120,28 @@ def test_columns_that_have_other_ids_have_the_noise_of_these(native: ModuleType,
     found = sampling.draw(whole[..., ids], positions, numbers, ids, wants_margins=True)
     assert found is not None
     assert found[0].tolist() == expected
+
+
+def test_the_best_logit_may_be_zero_and_all_others_forbidden(native: ModuleType) -> None:
+    logits = mx.full((1, 1, 64), -mx.inf)
+    logits[0, 0, 3] = 0.0
+    for params in WAYS:
+        assert drawn(logits, mx.array([[0]]), [params])[0] == [[3]]
+
+
+def test_numbers_so_large_that_noise_is_rounded_away(native: ModuleType) -> None:
+    """Of equal scores the first column's wins, and no column that may win is passed over."""
+    few = np.full((1, 3000, 40), 2.0**24 + 8, np.float32)
+    few[:, :, 5:], few[:, :, 30] = -np.inf, 2.0**24 + 10
+    many = np.full((1, 3, 49157), -(2.0**29), np.float32)
+    for numbers, first in ((few, 0), (many, 84)):
+        logits, positions = mx.array(numbers), mx.arange(first, first + numbers.shape[1])[None]
+        group = Sampler.of([SamplingParams(temperature=1.0, seed=1)]).groups[0]
+        expected = mx.argmax(group._scores(logits, positions, None, is_draft=False)[0], axis=-1).tolist()
+        for wants_margins in (False, True):
+            found = sampling.draw(logits, positions, group.numbers, None, wants_margins)
+            assert found is not None
+            assert found[0].tolist() == expected
 
 
 def test_arrays_that_do_not_fit_are_refused(native: ModuleType) -> None:

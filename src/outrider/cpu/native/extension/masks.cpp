@@ -57,9 +57,9 @@ class MaskLogits : public CpuPrimitive {
                 if (0 <= rows[m] && rows[m] < num_rows)
                     masks[rows[m]] = m;
             parallel(num_rows * width, [&](int i) {
-                int of_row = masks[i / width];
-                ptrdiff_t first = of_row < 0 ? 0 : (ptrdiff_t(of_row) * width + i % width) * num_words, at = ptrdiff_t(i) * vocab;
-                mask(logits + at, words + first, of_row < 0 ? 0 : num_words, vocab, made + at);
+                int m = std::max(masks[i / width], 0), num = masks[i / width] < 0 ? 0 : num_words;
+                ptrdiff_t at = ptrdiff_t(i) * vocab, first = (ptrdiff_t(m) * width + i % width) * num_words;
+                mask(logits + at, words + first, num, vocab, made + at);
             });
         });
     }
@@ -78,7 +78,9 @@ mx::array mask_logits(const mx::array &logits, const mx::array &words, const mx:
     if (rows.ndim() != 1 || rows.dtype() != mx::int32 || rows.shape(0) != words.shape(0))
         throw std::invalid_argument("mask_logits: rows must be int32 [masked rows]");
     auto stream = mx::default_stream(mx::Device::cpu);
-    return mx::array(logits.shape(), mx::float32, std::make_shared<MaskLogits>(stream), {logits, words, rows});
+    return mx::array(
+        logits.shape(), mx::float32, std::make_shared<MaskLogits>(stream),
+        {mx::contiguous(logits, false, stream), words, rows});
 }
 
 }  // namespace outrider

@@ -1,6 +1,7 @@
 #include "sampling.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -35,15 +36,15 @@ struct Logits {
     int token_id(int i) const { return token_ids ? token_ids[i] : i; }
 };
 
-// A bijection of 32-bit words: see sampling/noise.py.
-template <class Word>
-inline __attribute__((always_inline)) Word mixed(Word x, uint32_t key = 0) {
-    x = x ^ (x >> 16);
-    x = x * 0x7FEB352Du ^ key;
-    x = x ^ (x >> 15);
-    x = x * 0x846CA68Bu;
-    return x ^ (x >> 16);
-}
+// A bijection of 32-bit words, also of vectors of them: see sampling/noise.py.
+#define MIXED(x, key)                 \
+    x = x ^ (x >> 16);                \
+    x = x * 0x7FEB352Du ^ key;        \
+    x = x ^ (x >> 15);                \
+    x = x * 0x846CA68Bu;              \
+    return x ^ (x >> 16)
+
+uint32_t mixed(uint32_t x, uint32_t key = 0) { MIXED(x, key); }
 
 // The noise of one position.
 struct Noise {
@@ -54,23 +55,10 @@ struct Noise {
     Noise(const uint32_t *seed, uint32_t position)
         : first(mixed(seed[0] + mixed(position + 0x9E3779B9u))), second(mixed(seed[1] ^ mixed(first + 0x85EBCA6Bu))) {}
 
-    template <class Word>
-    inline __attribute__((always_inline)) Word words(Word token_ids) const {
-        return mixed(token_ids + first, second);
-    }
-
     float of(int token_id) const {
-        float u = (float(words(uint32_t(token_id))) + 0.5f) * float(0x1p-32 * (1 - 0x1p-24));
+        float u = (float(mixed(uint32_t(token_id) + first, second)) + 0.5f) * float(0x1p-32 * (1 - 0x1p-24));
         float rest = std::min(1 - u, 1 - 0x1p-24f);
         return -std::log(std::log(rest) * (u / (rest - 1)));
-    }
-
-    // What the noise cannot exceed. It is -log(-log(1 - u)) <= -log(u), where u * 2^32 is a float `number`, and the bits
-    // of a float, read as an integer, are at most 2^23 * (127 + its binary logarithm): `logarithms` are these integers.
-    template <class Vec>
-    static inline __attribute__((always_inline)) Vec bound(Vec logarithms) {
-        constexpr float LOG_2 = 0.693147182f, ROUNDING = 1e-3f;
-        return ((127 + 32) * LOG_2 + ROUNDING) - logarithms * (LOG_2 * 0x1p-23f);
     }
 };
 
@@ -79,8 +67,8 @@ struct Loops {
     float (*greatest)(const Logits &row);
     // The first place from `from` on whose scaled logit exceeds `limit`; row.num: none.
     int (*next_above)(const Logits &row, int from, float limit);
-    // The first place from `from` on whose score may exceed `limit`; row.num: none.
-    int (*next_rival)(const Logits &row, const Noise &noise, int from, float limit);
+    // The first place from `from` on whose scaled logit exceeds `floor` and whose score may exceed `limit`; row.num: none.
+    int (*next_rival)(const Logits &row, const Noise &noise, int from, float floor, float limit);
     // The sum of exp(scaled logit - best).
     double (*total)(const Logits &row, float best);
 };
@@ -120,7 +108,8 @@ const Loops &loops() {
     return portable::loops;
 }
 
-float just_below(float x) { return std::nextafter(x, -INFINITE); }
+// Never a denormal number: in some modes a CPU reads such a number as 0.
+float just_below(float x) { return std::min(std::nextafter(x, -INFINITE), x - FLT_MIN); }
 
 // The two best scores so far.
 struct BestTwo {
@@ -191,7 +180,7 @@ class Draw {
 
     BestTwo result(const Filters &filters) {
         best_ = loops_.greatest(row_);
-        if (best_ == -INFINITE)
+        if (!(best_ > -INFINITE))
             return found_;  // nothing is allowed: column 0
         bool has_top_k = 0 < filters.top_k && filters.top_k < row_.num;
         float least = best_ + filters.log_min_p;
@@ -217,11 +206,12 @@ class Draw {
     void add_rivals(float least) {
         int first = loops_.next_above(row_, 0, just_below(best_));
         add(first);
-        for (int i = -1;;) {
-            i = loops_.next_rival(row_, noise_, i + 1, wants_margin_ ? found_.second : found_.most);
+        for (int i = -1;;) {  // an equal score counts: it may be that of an earlier column
+            float limit = just_below(wants_margin_ ? found_.second : found_.most);
+            i = loops_.next_rival(row_, noise_, i + 1, just_below(least), limit);
             if (i >= row_.num)
                 return;
-            if (i != first && (row_.scaled(i) >= least || row_.scaled(i) == best_))
+            if (i != first)
                 add(i);
         }
     }
@@ -396,7 +386,7 @@ std::pair<mx::array, mx::array> sample(
     check(!token_ids || token_ids->size() == size_t(logits.shape(2)), "one token id for each column");
     auto stream = mx::default_stream(mx::Device::cpu);
     std::vector<mx::array> inputs{
-        logits, mx::astype(positions, mx::uint32, stream), mx::astype(inverse_temperature, mx::float32, stream),
+        mx::contiguous(logits, false, stream), mx::astype(positions, mx::uint32, stream), mx::astype(inverse_temperature, mx::float32, stream),
         mx::astype(seeds, mx::uint32, stream)};
     const mx::Dtype types[] = {mx::int32, mx::float32, mx::float32};
     for (size_t i = 0; i < filters.size(); i++) {
@@ -419,7 +409,8 @@ std::tuple<mx::array, mx::array, mx::array> logprobs(const mx::array &logits, co
     mx::Shape shape{logits.shape(0), logits.shape(1)}, top_shape{logits.shape(0), logits.shape(1), num_top};
     auto found = mx::array::make_arrays(
         {shape, top_shape, top_shape}, {mx::float32, mx::int32, mx::float32},
-        std::make_shared<Logprobs>(stream, num_top), {logits, mx::astype(targets, mx::int32, stream)});
+        std::make_shared<Logprobs>(stream, num_top),
+        {mx::contiguous(logits, false, stream), mx::astype(targets, mx::int32, stream)});
     return {found[0], found[1], found[2]};
 }
 

@@ -19,6 +19,16 @@ INLINE unsigned bits_above(Vec v, float limit) {
 #endif
 }
 
+INLINE Words mixed(Words x, uint32_t key) { MIXED(x, key); }
+
+// What the noise cannot exceed. It is -log(-log(1 - u)) <= -log(u), where u * 2^32 is one of `numbers`. The bits of a float,
+// read as an integer, are at most 2^23 * (127 + its binary logarithm).
+INLINE Vec bound(Vec numbers) {
+    constexpr float LOG_2 = 0.693147182f, ROUNDING = 1e-3f;
+    Vec logarithms = __builtin_convertvector(reinterpret_cast<Ints>(numbers), Vec);
+    return ((127 + 32) * LOG_2 + ROUNDING) - logarithms * (LOG_2 * 0x1p-23f);
+}
+
 TARGET static float greatest(const Logits &row) {
     constexpr float NONE = -std::numeric_limits<float>::infinity();
     Vec most = all(NONE);
@@ -43,24 +53,24 @@ TARGET static int next_above(const Logits &row, int from, float limit) {
     return i;
 }
 
-TARGET static int next_rival(const Logits &row, const Noise &noise, int from, float limit) {
+TARGET static int next_rival(const Logits &row, const Noise &noise, int from, float floor, float limit) {
     Words lanes;
     for (int lane = 0; lane < LANES; lane++)
         lanes[lane] = lane;
     int i = from;
     for (; i + LANES <= row.num; i += LANES) {
         Vec x = load(row.logits + i) * row.inverse_temperature;
-        if (!bits_above(x, limit - Noise::MOST))
+        unsigned above = bits_above(x, floor);
+        if (!above || !bits_above(x + Noise::MOST, limit))
             continue;
         Words ids = lanes + uint32_t(i);
         if (row.token_ids)
             std::memcpy(&ids, row.token_ids + i, sizeof ids);
-        Vec numbers = __builtin_convertvector(noise.words(ids), Vec) + 0.5f;
-        Vec logarithms = __builtin_convertvector(reinterpret_cast<Ints>(numbers), Vec);
-        if (unsigned bits = bits_above(x + noise.bound(logarithms), limit))
+        Vec numbers = __builtin_convertvector(mixed(ids + noise.first, noise.second), Vec) + 0.5f;
+        if (unsigned bits = above & bits_above(x + bound(numbers), limit))
             return i + __builtin_ctz(bits);
     }
-    while (i < row.num && !(row.scaled(i) + Noise::MOST > limit))
+    while (i < row.num && !(row.scaled(i) > floor && row.scaled(i) + Noise::MOST > limit))
         i++;
     return i;
 }
