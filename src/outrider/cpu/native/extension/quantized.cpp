@@ -6,6 +6,10 @@
 #include "quantized_kernels.h"
 #include "threads.h"
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+
 namespace outrider {
 namespace {
 
@@ -16,11 +20,18 @@ constexpr int FREE_TOKENS = 8;             // tokens that are computed in the ti
 
 // -- choice of the instructions --------------------------------------------------------------------------------------
 
+#ifdef __x86_64__
+// __builtin_cpu_supports does not know this one in older compilers.
+bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+}
+#endif
+
 bool has(const Kernels &kernels) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    bool has_avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     if (&kernels == &AVX2_ONLY)
         return has_avx2;
     if (&kernels == &AVX512_VNNI)
