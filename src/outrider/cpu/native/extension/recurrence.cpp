@@ -84,7 +84,7 @@ ALWAYS_INLINE void run_any(const Recurrence &p, int row, int head, int first, in
     }
 }
 
-using Lanes = float __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
+typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
 
 ALWAYS_INLINE float sum_of(const Lanes &v) {
     float lanes[LANES];
