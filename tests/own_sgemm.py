@@ -15,6 +15,7 @@ import pytest
 
 from outrider.cpu import matmul
 from outrider.cpu.matmul_check import NO_TRANSPOSE, ROW_MAJOR, TRANSPOSE
+from patience import PATIENCE_S
 
 HAS_COMPILER = any(map(shutil.which, matmul.COMPILERS))
 WHERE_THEY_ARE = [
@@ -91,7 +92,7 @@ def exit_code_of_a_child(check: Callable[[], bool]) -> int:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(60)
+        signal.alarm(int(PATIENCE_S))
         try:
             os._exit(0 if check() else 1)
         except BaseException:

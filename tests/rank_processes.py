@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 PATIENCE_S = 240.0
@@ -56,8 +57,13 @@ def _wait(ranks: list[subprocess.Popen[bytes]], patience_s: float) -> None:
 
 
 def free_ports(num: int) -> list[int]:
+    """Ports that no one takes until the ranks do: the system gives others those from 32768 on."""
+    first = 20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        while len(ports) < num:
+            one, port = stack.enter_context(socket.socket()), first + secrets.randbelow(1_000)
+            with suppress(OSError):  # it is taken
+                one.bind(("127.0.0.1", port))
+                ports.append(port)
+    return ports

@@ -285,11 +285,15 @@ def test_model_that_always_fails_ends_requests_with_its_error_and_serves_on(fold
 def test_closing_ends_what_is_running(folder: Path) -> None:
     llm = LLM(folder)
     ends = []
-    stream = llm.stream("x", SamplingParams(max_tokens=450, temperature=0, ignore_eos=True))
-    reader = threading.Thread(target=lambda: ends.append(list(stream)[-1].finish_reason))
-    reader.start()
-    llm.close()
-    reader.join(PATIENCE_S)
+    with held_steps(llm.engine, num_free=3):
+        stream = llm.stream("x", SamplingParams(max_tokens=450, temperature=0, ignore_eos=True))
+        reader = threading.Thread(target=lambda: ends.append(list(stream)[-1].finish_reason))
+        closing = threading.Thread(target=llm.close)
+        reader.start()
+        closing.start()
+        wait_until(llm.engine._stopping.is_set)
+    for thread in (reader, closing):
+        thread.join(PATIENCE_S)
     assert ends == ["cancelled"]
     with pytest.raises(EngineStopped):
         llm.generate("x", GREEDY)

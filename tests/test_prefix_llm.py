@@ -14,8 +14,10 @@ from mlx.utils import tree_map
 
 from outrider import LLM, InvalidConfig, SamplingParams
 from outrider.cache.block_folder import KEY_FILE, SUFFIX
+from outrider.cache.disk_tier import DiskTier
+from outrider.engine.prefix import disk
 from outrider.models.files.fingerprint import fingerprint
-from patience import wait_until
+from patience import PATIENCE_S, wait_until
 from server_process import write_tiny_model
 from tiny_models import tiny_model, write_checkpoint
 
@@ -26,6 +28,13 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 @pytest.fixture(scope="module", params=["llama", "llama-4bit"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", name=request.param)
+
+
+@pytest.fixture(autouse=True)
+def patient_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer than these limits to write a block or to read it."""
+    monkeypatch.setattr(disk, "FILE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(DiskTier.close, "__defaults__", (PATIENCE_S,))
 
 
 def _ask(llm: LLM, prompt: list[int] = PROMPT, params: SamplingParams = GREEDY) -> tuple[list[int], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import mlx.core as mx
@@ -73,6 +74,7 @@ def test_a_block_is_a_copy_and_keeps_no_buffer(specs: tuple[KVSpec, ...]) -> Non
     buffers = _buffers(capacity=4096, specs=specs)
     store = PrefixStore(buffers)
     wanted = _cells(buffers, 0, 0, 8)
+    gc.collect()  # what other tests left
     before = mx.get_active_memory()
     _save(store, 1, 0, 0, 8)
     grown = mx.get_active_memory() - before
@@ -91,6 +93,7 @@ def test_blocks_saved_together_are_each_their_own(specs: tuple[KVSpec, ...]) -> 
     buffers = _buffers(specs=specs)
     store = PrefixStore(buffers)
     wanted = _cells(buffers, 0, 3, 29)
+    gc.collect()  # what other tests left
     before = mx.get_active_memory()
     store.save_blocks([SaveCells(1, 0, 3, 11), SaveCells(2, 0, 11, 19), SaveCells(3, 0, 19, 29)])
     store.settle([1, 2, 3])
@@ -106,6 +109,7 @@ def test_loading_does_not_change_the_block_nor_keep_the_buffer() -> None:
     store = PrefixStore(buffers)
     wanted = _cells(buffers, 0, 0, 8)
     _save(store, 1, 0, 0, 8)
+    gc.collect()  # what other tests left
     before = mx.get_active_memory()
     for slot in (1, 2):
         store.load_blocks(slot, 0, [BlockPiece(1, 0, 8)])

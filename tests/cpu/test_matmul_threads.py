@@ -11,7 +11,7 @@ import pytest
 
 from outrider.cpu import matmul, threads
 from own_sgemm import INSTRUCTIONS, WHERE_THEY_ARE, Sgemm, exit_code_of_a_child, loaded, numbers
-from patience import in_test_or_soak, measures_time, wait_until
+from patience import PATIENCE_S, in_test_or_soak, measures_time, wait_until
 
 pytestmark = WHERE_THEY_ARE
 
@@ -125,7 +125,7 @@ def test_a_child_forked_amid_products_computes_with_threads_of_its_own(sgemm: Sg
 
     def child_is_right() -> bool:
         are_right = all(np.array_equal(sgemm(x, w, num_threads=3), alone) for _ in range(20))
-        give_up_s = time.monotonic() + 10  # on a busy machine a thread may be listed late
+        give_up_s = time.monotonic() + PATIENCE_S / 2  # on a busy machine a thread may be listed late
         while len(threads_now()) != 3 and time.monotonic() < give_up_s:
             time.sleep(0.01)
         return are_right and len(threads_now()) == 3

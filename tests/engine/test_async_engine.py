@@ -83,8 +83,7 @@ def test_slow_reader_loses_nothing_and_stalls_no_one(llm: LLM) -> None:
     async def run() -> tuple[int, list[list[int]]]:
         slow = await llm.async_engine.start([9, 9, 9], LONG)
         others = [await _tokens(llm.async_engine, [8, 8], SHORT) for _ in range(3)]
-        while llm.engine._loop.live:  # nobody has read the slow stream yet; it finishes all the same
-            await asyncio.sleep(0.01)
+        await until(lambda: slow.num_tokens == len(expected))  # nobody has read it; it ends all the same
         deltas = [delta async for delta in slow]
         assert deltas[-1].finish_reason == "length"
         assert [i for delta in deltas for i in delta.token_ids] == expected

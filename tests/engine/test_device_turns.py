@@ -36,12 +36,15 @@ def test_busy_engines_use_equal_times_whatever_their_steps_take(seed: int) -> No
     is_over = threading.Event()
 
     def run(turns: EngineTurns, most_s: float, own: random.Random) -> None:
+        turns.take()
         while not is_over.is_set():
-            turns.take()
             # The others are busy too: a turn ends only when all of them wait.
             wait_until(lambda: len(device.waiting) == len(shares) - 1 or is_over.is_set())
             clock.now += own.uniform(most_s / 2, most_s)
-            turns.give_back()
+            with device.changed:  # this one waits too before the next one is chosen
+                turns.give_back()
+                turns.take()
+        turns.give_back()
 
     threads = [
         threading.Thread(target=run, args=(share, most_s, random.Random(seed + i)))

@@ -86,7 +86,7 @@ def test_depth_and_neighbours_do_not_change_a_constrained_answer(llm: LLM) -> No
 
 def test_forced_tokens_are_free_drafts(llm: LLM) -> None:
     (plain,) = llm.generate("p", params(SCHEMA, 5, draft_depth=0))
-    (drafted,) = llm.generate("p", params(SCHEMA, 5))
+    (drafted,) = llm.generate("p", params(SCHEMA, 5, draft_depth=8))
     assert drafted.token_ids == plain.token_ids
     assert sum(drafted.stats.accepted) >= 10  # {"name":" and ","age": leave no choice
     assert drafted.stats.steps < plain.stats.steps
@@ -227,7 +227,7 @@ def test_prediction_becomes_drafts_and_changes_nothing(llm: LLM) -> None:
     (plain,) = llm.generate("predict", ask(draft_depth=0))
     prediction = list(plain.token_ids)
     prediction[10:12] = [7, 7, 7]  # a part that was edited
-    (drafted,) = llm.generate("predict", ask(prediction_ids=prediction))
+    (drafted,) = llm.generate("predict", ask(prediction_ids=prediction, draft_depth=8))
     assert drafted.token_ids == plain.token_ids
     assert sum(drafted.stats.accepted) >= 25
     assert drafted.stats.steps < 15

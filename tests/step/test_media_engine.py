@@ -18,7 +18,7 @@ from outrider.config import EngineConfig
 from outrider.engine.row_caches import SLACK
 from outrider.models.heads import HeadSpec, LoadedHead, new_head
 from outrider.plan import NUM_SPARE_BLOCKS
-from patience import case_only_in_soak, measures_time
+from patience import case_only_in_soak, held_steps, measures_time
 
 
 @pytest.fixture(scope="module", params=["smolvlm", case_only_in_soak("qwen2_5_vl"), "qwen3_5"])
@@ -99,7 +99,8 @@ def test_a_preempted_media_row_goes_on_as_if_nothing_had_happened(world: World, 
     )
     engine, _ = build_engine(ModelChoice(world.folder), config)
     try:
-        boxes = [engine.submit(engine.validate(prompt.ids, p, media=prompt.media)) for p in each]
+        with held_steps(engine):  # until all three are there
+            boxes = [engine.submit(engine.validate(prompt.ids, p, media=prompt.media)) for p in each]
         found = [whole(box) for box in boxes]
     finally:
         engine.close()
@@ -130,22 +131,27 @@ def test_decoding_goes_on_between_the_pieces_and_the_media_row_gets_its_turn(
     world: World, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = watch(llm, monkeypatch, encode_s=0.02)
-    params = replace(GREEDY, max_tokens=800, logprobs=None)
-    text = llm.engine.submit(llm.engine.validate(llm.tokenizer.encode("steady"), params))
-    text.take()
+    params = replace(GREEDY, max_tokens=2000, logprobs=None)
+    steady = llm.engine.validate(llm.tokenizer.encode("steady"), params)
     prompt = world.prompt(llm, ("a ", "b ", "c"), [noise(40, 40, 50), noise(40, 24, 51)])
-    (found,) = answers(llm, (prompt, GREEDY))
-    assert found.finish_reason == "length"
-    so_far = text.take_now()
-    assert so_far is not None
-    assert so_far.finish_reason is None, "the media row waited for the text row to end"
+    asked = llm.engine.validate(prompt.ids, GREEDY, media=prompt.media)
+    with held_steps(llm.engine, num_free=3):  # the text row must not end before the media row is there
+        text = llm.engine.submit(steady)
+        text.take()
+        media = llm.engine.submit(asked)
+    assert whole(media).finish_reason == "length"
+    llm.engine.cancel(steady.id)
+    whole(text)
+    rows = [{row.sequence_id for batch in plan.batches for row in batch} for plan in done if plan != "encode"]
+    text_row = next(number for numbers in rows for number in numbers)
+    last = max(i for i, numbers in enumerate(rows) if numbers - {text_row})
+    assert any(text_row in numbers for numbers in rows[last:]), "the media row waited for the text row to end"
     places = [i for i, what in enumerate(done) if what == "encode"]
     assert len(places) == len(prompt.media.pieces) >= 2
     for before, after in itertools.pairwise(places):
         steps = done[before + 1 : after]
         assert steps, "two pieces were encoded without a step between them"
         assert any(row.media is None for plan in steps for batch in plan.batches for row in batch)
-    assert whole(text).finish_reason == "length"
 
 
 @measures_time
@@ -237,8 +243,9 @@ def test_a_cancelled_media_request_leaves_nothing_held(world: World, llm: LLM) -
     for _ in range(3):
         params = replace(GREEDY, max_tokens=200)
         request = llm.engine.validate(prompt.ids, params, media=prompt.media)
-        outbox = llm.engine.submit(request)
-        llm.engine.cancel(request.id)
+        with held_steps(llm.engine):  # it must not end before
+            outbox = llm.engine.submit(request)
+            llm.engine.cancel(request.id)
         assert whole(outbox).finish_reason == "cancelled"
     tokens(llm, prompt)
     runner: Any = llm.engine._loop.parts.runner

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import IN_SOAK, case_only_in_soak, in_test_or_soak
+from patience import IN_SOAK, PATIENCE_S, case_only_in_soak, in_test_or_soak
 from rank_processes import run_ranks
 from step import rank_histories
 
@@ -51,7 +51,7 @@ FIRST_SEED = in_test_or_soak(103, 100)  # 103: few tokens, with accepted drafts,
 def test_ranks_give_the_tokens_of_one(name: str, num_ranks: int, block_size: int, tmp_path: Path) -> None:
     out, num = tmp_path / "out.json", in_test_or_soak(FEW, MANY)
     arguments = (name, block_size, FIRST_SEED, num, out)
-    run_ranks(num_ranks, Path(rank_histories.__file__), *arguments, patience_s=100 * num)
+    run_ranks(num_ranks, Path(rank_histories.__file__), *arguments, patience_s=max(PATIENCE_S, 100 * num))
     found = json.loads(out.read_text())
     print(found)
     assert found["tokens"] > 20 * num

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from outrider.models.files.weights_digest import SAMPLE_BYTES, weights_digest
 from outrider.step.ranks import Ranks
 from patience import PATIENCE_S
+from rank_processes import free_ports
 
 PROGRAM = """
 import sys
@@ -34,11 +34,8 @@ except RanksDiffer as error:
 
 
 def test_ranks_that_differ_are_told_the_fingerprint_of_each(tmp_path: Path) -> None:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]))
-    for one in sockets:
-        one.close()
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, weights],
