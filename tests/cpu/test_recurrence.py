@@ -56,7 +56,9 @@ def in_float64(inputs: TokenInputs, state: mx.array, counts: list[int]) -> tuple
     return outputs, after
 
 
-KINDS = [(64, 64, False, True), (24, 20, True, True), (8, 16, False, False), (128, 40, False, False)]
+KINDS = [
+    (64, 64, False, True), (24, 20, True, True), (8, 16, False, False), (128, 40, False, False), (64, 24, True, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,6 +68,28 @@ def test_outputs_and_states_are_those_of_numpy(kind: Any) -> None:
     found = inputs.outputs_and_state(state, mx.array(counts))
     for one, expected in zip(found, in_float64(inputs, state, counts), strict=True):
         np.testing.assert_allclose(np.array(one), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_floats_may_lie_anywhere_in_memory(kind: Any) -> None:
+    """Also where no vector of an instruction set would be aligned."""
+    inputs, counts = made_up(*kind), mx.array([TOKENS, 0, 4])
+    state = state_for(inputs)
+    moved = replace(
+        inputs,
+        **{name: one_float_further(getattr(inputs, name)) for name in ("queries", "keys", "values", "betas")},
+        log_gates=one_float_further(inputs.log_gates),
+    )
+    found = moved.outputs_and_state(one_float_further(state), counts)
+    for one, expected in zip(found, inputs.outputs_and_state(state, counts), strict=True):
+        assert mx.array_equal(one, expected)
+
+
+def one_float_further(array: mx.array) -> mx.array:
+    """The same numbers, four bytes behind the beginning of their memory."""
+    room = mx.concatenate([mx.zeros(1), array.flatten()])
+    mx.eval(room)
+    return room[1:].reshape(array.shape)
 
 
 @pytest.mark.parametrize("kind", KINDS)

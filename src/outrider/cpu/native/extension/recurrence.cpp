@@ -84,7 +84,15 @@ ALWAYS_INLINE void run_any(const Recurrence &p, int row, int head, int first, in
     }
 }
 
-typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
+typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
+
+// Floats that are aligned as floats only. (A typedef for vectors that are, and a cast, will not do: gcc forgets the
+// alignment of typedefs in templates.)
+ALWAYS_INLINE Lanes load(const float *from) {
+    Lanes loaded;
+    __builtin_memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
 
 ALWAYS_INLINE float sum_of(const Lanes &v) {
     float lanes[LANES];
@@ -105,15 +113,13 @@ ALWAYS_INLINE void run_some(const Recurrence &p, int row, int head, int first) {
     for (int t = 0; t < end; t++) {
         ptrdiff_t token = static_cast<ptrdiff_t>(row) * p.num_tokens + t, at_head = token * p.heads + head;
         ptrdiff_t at_key = (token * p.key_heads + head / (p.heads / p.key_heads)) * SIZE;
-        auto *k = reinterpret_cast<const Lanes *>(p.keys + at_key);
-        auto *q = reinterpret_cast<const Lanes *>(p.queries + at_key);
-        auto *gates = reinterpret_cast<const Lanes *>(p.gates + at_head * p.gate_dim);
-        Lanes gate = Lanes{} + p.gates[at_head * p.gate_dim], read[ROWS] = {}, out[ROWS] = {};
+        const float *k = p.keys + at_key, *q = p.queries + at_key, *gates = p.gates + at_head * p.gate_dim;
+        Lanes gate = Lanes{} + gates[0], read[ROWS] = {}, out[ROWS] = {};
         float delta[ROWS];
         for (int b = 0; b < BLOCKS; b++)
             for (int i = 0; i < ROWS; i++) {
-                s[i][b] *= p.gate_dim == 1 ? gate : gates[b];
-                read[i] += s[i][b] * k[b];
+                s[i][b] *= p.gate_dim == 1 ? gate : load(gates + b * LANES);
+                read[i] += s[i][b] * load(k + b * LANES);
             }
         for (int i = 0; i < ROWS; i++) {
             float value = p.values[at_head * p.value_dim + first + i];
@@ -121,11 +127,11 @@ ALWAYS_INLINE void run_some(const Recurrence &p, int row, int head, int first) {
         }
         for (int b = 0; b < BLOCKS; b++)
             for (int i = 0; i < ROWS; i++)
-                s[i][b] += delta[i] * k[b];
+                s[i][b] += delta[i] * load(k + b * LANES);
         if (p.queries) {
             for (int b = 0; b < BLOCKS; b++)
                 for (int i = 0; i < ROWS; i++)
-                    out[i] += s[i][b] * q[b];
+                    out[i] += s[i][b] * load(q + b * LANES);
             for (int i = 0; i < ROWS; i++)
                 p.outputs[at_head * p.value_dim + first + i] = sum_of(out[i]);
         }
