@@ -57,7 +57,8 @@ def in_float64(inputs: TokenInputs, state: mx.array, counts: list[int]) -> tuple
 
 
 KINDS = [
-    (64, 64, False, True), (24, 20, True, True), (8, 16, False, False), (128, 40, False, False), (64, 24, True, True),
+    (64, 64, False, True), (24, 20, True, True), (8, 16, False, False), (128, 40, False, False),
+    (64, 24, True, True),
 ]  # fmt: skip
 
 

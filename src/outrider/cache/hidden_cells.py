@@ -11,19 +11,25 @@ import mlx.core as mx
 
 from outrider.cache.cell_format import BFLOAT16_BITS, GROUP_SIZES
 from outrider.cache.placement import Placement
-from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
+from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV, WriteCells
 
 LEAST_BITS = 8  # with 4 bits drafts would be worse
 
 
 class HiddenCells:
-    def __init__(self, hidden_size: int, dtype: mx.Dtype, kv_bits: int | None = None) -> None:
-        """`kv_bits`: of the cells beside them."""
+    def __init__(
+        self,
+        hidden_size: int,
+        dtype: mx.Dtype,
+        kv_bits: int | None = None,
+        write_cells: WriteCells | None = None,
+    ) -> None:
+        """`kv_bits`: of the cells beside them. `write_cells`: see RaggedKV."""
         self._half = hidden_size // 2
         spec = KVSpec(1, self._half, hidden_size - self._half, dtype)
         if kv_bits is not None and (kv_bits == BFLOAT16_BITS or hidden_size % (2 * GROUP_SIZES[-1]) == 0):
             spec = spec.quantized(max(kv_bits, LEAST_BITS))
-        self.kv = RaggedKV(spec)
+        self.kv = RaggedKV(spec, write_cells)
 
     def write(self, hidden: mx.array, place: Placement) -> None:
         """[rows, width, H]"""

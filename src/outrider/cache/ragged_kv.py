@@ -32,6 +32,9 @@ from outrider.cache.cell_buffer import CellBuffer
 from outrider.cache.cell_format import BFLOAT16_BITS, GROUP_SIZES, CellFormat
 from outrider.cache.placement import Placement, Positions
 
+# (keys, values, buffers, starts, num_fed, places, has blocks) -> the new buffers: see cpu/cells.py.
+WriteCells = Callable[..., Sequence[mx.array]]
+
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
@@ -77,8 +80,10 @@ class KVSpec:
 class RaggedKV:
     """The buffers of one layer."""
 
-    def __init__(self, spec: KVSpec) -> None:
+    def __init__(self, spec: KVSpec, write_cells: WriteCells | None = None) -> None:
+        """`write_cells`: writes float32 keys and values of equal size; None: MLX's operations do."""
         self.spec = spec
+        self._write_cells = write_cells if spec.dtype == mx.float32 else None
         self.key_cells = CellBuffer(spec.num_heads, spec.key_format)
         self.value_cells = CellBuffer(spec.num_heads, spec.value_format)
         self.attends_natively: bool | None = None  # None: not decided
@@ -127,6 +132,11 @@ class RaggedKV:
         if place.has_blocks and of_keys == of_values and cell_writes.supports(of_keys, num_vectors):
             arrays = self.keys, self.values
             self.keys, self.values = cell_writes.write(keys, values, arrays, of_keys, place)
+            return
+        if of_keys == of_values and self._write_cells is not None:
+            # No name for the old buffers: whoever holds them makes the operation copy them.
+            where = place.starts, place.num_fed, place.places, place.has_blocks
+            self.put(self._write_cells(keys, values, self.arrays(), *where))
             return
         if of_keys == of_values:
             encoded = of_keys.encode_both(keys, values)

@@ -1,15 +1,23 @@
-"""Copies of cells out of rows' blocks, for cached prefixes: a memcpy for each layer and head."""
+"""Cells of rows: written and copied by one native operation each."""
 
 from __future__ import annotations
 
 from outrider.cache.prefix_store import CopyCells
+from outrider.cache.ragged_kv import WriteCells
 from outrider.cpu import extension
 
 
 def native_copy_cells() -> CopyCells | None:
-    """None without the native extension.
+    """Copies cells out of rows' blocks, for cached prefixes: a memcpy for each layer and head. None without
+    the native extension.
 
     With MLX's operations copies took 6 % of a burst of 8 rows of the default model; no row decodes meanwhile.
     """
     native = extension.if_loaded()
     return None if native is None else native.copy_cells
+
+
+def native_write_cells() -> WriteCells | None:
+    """Writes keys and values. None without the native extension: MLX takes some fifteen operations."""
+    native = extension.if_loaded()
+    return None if native is None else native.write_cells

@@ -6,7 +6,7 @@ a masking `where` 4.4, a power of two 4.4 (2.6 for masked cells), a minimum and 
     swiglu       silu(x) = x / (1 + 2^(-x log2 e))
     attention    the scale of the queries contains log2 e, and the softmax weights are powers of two;
                  `minimum` with -inf masks cells; all heads that share a key head are one matmul
-                 or, with quantised layers or cells, one native primitive (native/extension/decoder_layer.h);
+                 or, with quantised layers or cells, one native primitive (cell_operations.h);
                  latent attention is computed in one form (cpu/latent_attention.py)
     rope         a pass computes sines and cosines once for all layers; bit-identical to MLX's rope
 

@@ -20,6 +20,7 @@ from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cache.recurrent import RecurrentState, StateSpec, StateView
 from outrider.config import InvalidConfig
 from outrider.cpu import extension, fast_math
+from outrider.cpu.cells import native_write_cells
 from outrider.cpu.fused_layers import use_layer_runs
 from outrider.cpu.quantized import is_kept, quantized_layers
 from outrider.models.adapters.store import TrunkAdapters
@@ -309,7 +310,7 @@ def _quantized(spec: Spec, bits: int | None) -> Spec:
 
 
 def _buffers(spec: Spec) -> Buffers:
-    return RaggedKV(spec) if isinstance(spec, KVSpec) else RecurrentState(spec)
+    return RaggedKV(spec, native_write_cells()) if isinstance(spec, KVSpec) else RecurrentState(spec)
 
 
 def _prompt_cache(model: nn.Module) -> list[Any]:

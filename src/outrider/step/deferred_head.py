@@ -18,6 +18,7 @@ import numpy as np
 from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import RaggedKV
+from outrider.cpu.cells import native_write_cells
 from outrider.models.divided_output import DividedOutput
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
@@ -82,7 +83,7 @@ class PausableHead:
 
 class DeferredHeadInputs:
     def __init__(self, trunk: Trunk) -> None:
-        self._cells = HiddenCells(trunk.hidden_size, trunk.dtype, trunk.kv_bits)
+        self._cells = HiddenCells(trunk.hidden_size, trunk.dtype, trunk.kv_bits, native_write_cells())
 
     @property
     def kv(self) -> RaggedKV:

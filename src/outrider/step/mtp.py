@@ -30,6 +30,7 @@ import mlx.core as mx
 from outrider.cache.embedding_cache import ImageInputs
 from outrider.cache.hidden_cells import HiddenCells
 from outrider.cache.placement import GridPositions, Placement, Positions, num_cells_of
+from outrider.cpu.cells import native_write_cells
 from outrider.models.divided_output import DividedOutput
 from outrider.models.gap_rope import GapRope
 from outrider.models.heads import LoadedHead, divided_draft_projection, draft_projection, head_layout
@@ -143,7 +144,7 @@ class MTPDrafter:
         self._is_chained = head.spec.is_chained
         num_between = len(head.layers) - 1
         self._between = [
-            HiddenCells(trunk.hidden_size, trunk.dtype, trunk.kv_bits)
+            HiddenCells(trunk.hidden_size, trunk.dtype, trunk.kv_bits, native_write_cells())
             for _ in range(num_between if self._is_chained else 1)
         ]
         self._takes_grids = any(isinstance(m, MRope | GapRope) for h in head.layers for m in h.modules())

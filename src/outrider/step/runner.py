@@ -18,7 +18,7 @@ from outrider.cache.embedding_cache import EmbeddingCache
 from outrider.cache.prefix_store import PrefixStore
 from outrider.cache.ragged_kv import RaggedKV
 from outrider.cache.recurrent import RecurrentState
-from outrider.cpu.cell_copies import native_copy_cells
+from outrider.cpu.cells import native_copy_cells
 from outrider.host_array import HostArray
 from outrider.models.prompt_scorer import PromptScorer
 from outrider.models.trunk import Buffers, Trunk

@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "decoder_math.h"
+
 namespace mx = mlx::core;
 
 namespace outrider {
@@ -50,6 +52,23 @@ void check_buffers(const std::vector<mx::array> &buffers, int num_heads, int dim
     for (const mx::array &each : buffers)
         require((each.dtype() == mx::float32 || each.dtype() == mx::bfloat16) && each.dtype() == buffers[0].dtype() &&
                 each.shape(3) == dim);
+}
+
+void check_places(int rows, const mx::array &starts, const mx::array &num_fed, const mx::array &places,
+                  bool has_blocks) {
+    for (const mx::array *each : {&starts, &num_fed})
+        if (each->size() != size_t(rows) || each->dtype() != mx::int32)
+            throw std::invalid_argument("starts, fed counts: int32 [rows]");
+    if (places.ndim() != 2 || places.shape(0) != rows || places.dtype() != mx::int32 ||
+        (has_blocks ? places.shape(1) < 2 : places.shape(1) != 1))
+        throw std::invalid_argument("places: int32 [rows, 1], or [rows, blocks + 1]");
+}
+
+void check_attended_places(int rows, const mx::array &buffer, const mx::array &starts, const mx::array &num_fed,
+                           const mx::array &places, bool has_blocks) {
+    check_places(rows, starts, num_fed, places, has_blocks);
+    if (has_blocks && buffer.shape(2) != CELLS)
+        throw std::invalid_argument("blocks must have 64 cells");
 }
 
 KeysAndValues cells_of(const std::vector<mx::array> &arrays, size_t first, int dim, const Data &data) {

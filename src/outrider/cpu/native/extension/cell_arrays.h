@@ -15,6 +15,14 @@ namespace outrider {
 // Throws std::invalid_argument unless the buffers hold `num_heads` heads of `dim` elements.
 void check_buffers(const std::vector<mlx::core::array> &buffers, int num_heads, int dim);
 
+// Throws std::invalid_argument unless these are int32 [rows], int32 [rows], and int32 [rows, 1] (slots) or [rows, blocks + 1].
+void check_places(int rows, const mlx::core::array &starts, const mlx::core::array &num_fed,
+                  const mlx::core::array &places, bool has_blocks);
+
+// The same for attention, which reads CELLS cells of a block at once.
+void check_attended_places(int rows, const mlx::core::array &buffer, const mlx::core::array &starts,
+                           const mlx::core::array &num_fed, const mlx::core::array &places, bool has_blocks);
+
 struct KeysAndValues {
     Cells keys, values;
 };

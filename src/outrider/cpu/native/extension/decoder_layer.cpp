@@ -76,45 +76,6 @@ private:
     std::vector<LowRank> terms;
 };
 
-class CellAttentionPrimitive : public CpuPrimitive {
-public:
-    CellAttentionPrimitive(mx::Stream stream, const Heads &heads, int window, bool has_blocks)
-        : CpuPrimitive(stream), heads(heads), window(window), has_blocks(has_blocks) {}
-
-    static constexpr size_t NUM_OTHERS = 4;  // inputs before the buffers
-
-    const char *name() const override { return "OutriderCellAttention"; }
-
-    void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
-        auto &encoder = mx::cpu::get_command_encoder(stream());
-        const mx::array &queries = inputs[0];
-        outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
-        auto data = [&](const mx::array &buffer) { return contiguous_data(encoder, buffer); };
-        AttentionCall call = {.rows = queries.shape(0),
-                              .width = queries.shape(1),
-                              .window = window,
-                              .x = elements<float>(encoder, queries),
-                              .starts = elements<int>(encoder, inputs[1]),
-                              .num_fed = elements<int>(encoder, inputs[2]),
-                              .places = elements<int>(encoder, inputs[3]),
-                              .columns = inputs[3].shape(1),
-                              .has_blocks = has_blocks,
-                              .num_cells = inputs[NUM_OTHERS].shape(2),
-                              .out = outputs[0].data<float>(),
-                              .cells = cells_of(inputs, NUM_OTHERS, heads.dim, data)};
-        encoder.dispatch([heads = heads, call, bytes = outputs[0].nbytes()] {
-            std::vector<Token> tokens = fed_tokens(call.num_fed, call.rows, call.width);
-            std::memset(call.out, 0, bytes);
-            attend(heads, call, tokens.data(), tokens.size(), call.x, call.out, true);
-        });
-    }
-
-private:
-    Heads heads;
-    int window;
-    bool has_blocks;
-};
-
 class MLPPrimitive : public CpuPrimitive {
 public:
     MLPPrimitive(mx::Stream stream, std::shared_ptr<const MLPWeights> weights, const std::vector<LowRank> &terms)
@@ -262,17 +223,6 @@ void check(const Linear &linear, size_t num_rows, size_t size) {
     require(num_rows % 16 == 0 && size % BLOCK == 0, "sizes must be multiples of 16 and 32");
 }
 
-void check_places(int rows, const mx::array &buffer, const mx::array &starts, const mx::array &num_fed,
-                  const mx::array &places, bool has_blocks, int window) {
-    for (const mx::array *each : {&starts, &num_fed})
-        require(each->size() == size_t(rows) && each->dtype() == mx::int32, "starts, fed counts: int32 [rows]");
-    require(places.ndim() == 2 && places.shape(0) == rows && places.dtype() == mx::int32 &&
-                (has_blocks ? places.shape(1) > 1 : places.shape(1) == 1),
-            "places: int32 [rows, 1], or [rows, blocks + 1]");
-    require(!has_blocks || buffer.shape(2) == CELLS, "blocks must have 64 cells");
-    require(window >= 0, "window: 0 or more");
-}
-
 void check_adapters(int rows, const std::optional<mx::array> &adapters, const std::vector<LowRank> &terms,
                     const std::vector<const Linear *> &linears) {
     if (!adapters)
@@ -285,11 +235,12 @@ void check_adapters(int rows, const std::optional<mx::array> &adapters, const st
 }
 
 // Of a layer whose first inputs are x and the angles.
-void check_pass(const AttentionWeights &w, const mx::array &x, const mx::array &angles) {
+void check_pass(const AttentionWeights &w, const mx::array &x, const mx::array &angles, int window) {
     int hidden = w.norm.size();
     require(x.ndim() == 3 && x.shape(2) == hidden && x.dtype() == mx::float32, "x: float32 [rows, width, hidden]");
     require(angles.shape() == mx::Shape{x.shape(0), 1, x.shape(1), w.rope_dims} && angles.dtype() == mx::float32,
             "angles: float32 [rows, 1, width, rope dims]");
+    require(window >= 0, "window: 0 or more");
 }
 
 // The outputs of a primitive that changes x and the buffers.
@@ -365,9 +316,9 @@ std::vector<mx::array> Attention::operator()(const mx::array &x, const std::vect
                                              int window, const std::optional<mx::array> &adapters,
                                              const std::vector<LowRank> &terms) const {
     const AttentionWeights &w = *weights;
-    check_pass(w, x, angles);
+    check_pass(w, x, angles, window);
     check_buffers(buffers, w.num_kv_heads, w.head_dim());
-    check_places(x.shape(0), buffers[0], starts, num_fed, places, has_blocks, window);
+    check_attended_places(x.shape(0), buffers[0], starts, num_fed, places, has_blocks);
     check_adapters(x.shape(0), adapters, terms, w.linears());
     auto stream = mx::default_stream(mx::Device::cpu);
     auto primitive = std::make_shared<AttentionPrimitive>(stream, weights, window, has_blocks, terms);
@@ -398,9 +349,9 @@ std::vector<mx::array> Layers::operator()(const mx::array &x, const std::vector<
         const LayerWeights &layer = (*layers)[i];
         const AttentionWeights &w = *layer.attention;
         std::vector<mx::array> own(buffers.begin() + i * per_layer, buffers.begin() + (i + 1) * per_layer);
-        check_pass(w, x, angles);
+        check_pass(w, x, angles, windows[i]);
         check_buffers(own, w.num_kv_heads, w.head_dim());
-        check_places(x.shape(0), own[0], starts, num_fed, places, has_blocks, windows[i]);
+        check_attended_places(x.shape(0), own[0], starts, num_fed, places, has_blocks);
         for (const auto &of_part : {w.linears(), layer.mlp->linears()})
             linears.insert(linears.end(), of_part.begin(), of_part.end());
     }
@@ -409,22 +360,6 @@ std::vector<mx::array> Layers::operator()(const mx::array &x, const std::vector<
     auto primitive =
         std::make_shared<LayersPrimitive>(stream, layers, windows, has_blocks, adapters ? terms : std::vector<LowRank>{});
     return changed(primitive, {x, angles, starts, num_fed, places}, buffers, adapters);
-}
-
-mx::array attend_cells(const mx::array &queries, const std::vector<mx::array> &buffers, const mx::array &starts,
-                       const mx::array &num_fed, const mx::array &places, bool has_blocks, int window, float scale) {
-    require(queries.ndim() == 4 && queries.dtype() == mx::float32, "queries: float32 [rows, width, heads, dim]");
-    require(!buffers.empty() && buffers[0].ndim() == 4, "no buffers of keys and values");
-    Heads heads = {queries.shape(2), buffers[0].shape(1), queries.shape(3), scale};
-    require(heads.num_kv > 0 && heads.num % heads.num_kv == 0 && heads.dim % 16 == 0,
-            "heads do not divide, or are no multiples of 16");
-    check_buffers(buffers, heads.num_kv, heads.dim);
-    check_places(queries.shape(0), buffers[0], starts, num_fed, places, has_blocks, window);
-    std::vector<mx::array> inputs = {queries, starts, num_fed, places};
-    inputs.insert(inputs.end(), buffers.begin(), buffers.end());
-    auto stream = mx::default_stream(mx::Device::cpu);
-    auto primitive = std::make_shared<CellAttentionPrimitive>(stream, heads, window, has_blocks);
-    return mx::array(queries.shape(), mx::float32, primitive, std::move(inputs));
 }
 
 MLP::MLP(MLPWeights own) : weights(std::make_shared<const MLPWeights>(std::move(own))) { weights->check(); }

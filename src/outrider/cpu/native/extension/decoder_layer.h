@@ -89,12 +89,6 @@ private:
     std::shared_ptr<const AttentionWeights> weights;
 };
 
-// Attention alone, for layers of other forms. queries [rows, width, heads, dim] -> the same, zeros for padding; the
-// buffers hold the tokens' cells already; the rest as above.
-mlx::core::array attend_cells(const mlx::core::array &queries, const std::vector<mlx::core::array> &buffers,
-                              const mlx::core::array &starts, const mlx::core::array &num_fed,
-                              const mlx::core::array &places, bool has_blocks, int window, float scale);
-
 struct MLPWeights {
     RMSNorm norm;
     Linear gate, up, down;

@@ -102,18 +102,12 @@ void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall
     };
     for (int head = 0; head < w.num_heads; head++)
         turn(w.q_norm, q + head * dim);
-    int cell = call.starts[token.row] + token.column, place = call.places[token.row];
-    if (call.has_blocks) {
-        place = call.blocks(token.row)[std::min(cell / call.num_cells, call.columns - 1)];
-        cell %= call.num_cells;
-    } else {
-        cell = std::min(cell, call.num_cells - 1);
-    }
+    ptrdiff_t cell = call.cell_of(token, w.num_kv_heads);
     for (int head = 0; head < w.num_kv_heads; head++) {
         turn(w.k_norm, k + head * dim);
-        if (call.has_blocks && place == 0)
-            continue;  // past the row's blocks: a draft that goes deeper than the row's own depth
-        size_t at = (size_t(place) * w.num_kv_heads + head) * call.num_cells + cell;
+        if (cell < 0)
+            continue;  // a draft that goes deeper than the row's own depth
+        ptrdiff_t at = cell + ptrdiff_t(head) * call.num_cells;
         math.write_cell(k + head * dim, call.cells.keys.from(at));
         math.write_cell(v + head * dim, call.cells.values.from(at));
     }

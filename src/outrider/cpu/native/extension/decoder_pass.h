@@ -34,6 +34,18 @@ struct AttentionCall {
     KeysAndValues cells;            // all of the buffers
     const int *adapters = nullptr;  // [rows]; null: no row has one
 
+    // The cell of a token for the first head: those of the other heads follow `num_cells` apart. -1: past the row's blocks.
+    ptrdiff_t cell_of(const Token &token, int num_heads) const {
+        int cell = starts[token.row] + token.column, place = places[token.row];
+        if (has_blocks) {
+            place = blocks(token.row)[std::min(cell / num_cells, columns - 1)];
+            cell %= num_cells;
+        } else {
+            cell = std::min(cell, num_cells - 1);
+        }
+        return has_blocks && place == 0 ? -1 : ptrdiff_t(place) * num_heads * num_cells + cell;
+    }
+
     int max_cell() const { return has_blocks ? (columns - 1) * num_cells - 1 : std::max(num_cells - 2, 0); }
     const int *blocks(int row) const { return has_blocks ? places + size_t(row) * columns : nullptr; }
 };

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "cell_copies.h"
+#include "cell_operations.h"
 #include "decoder_layer.h"
 #include "huge_pages.h"
 #include "low_rank.h"
@@ -48,7 +49,6 @@ void add_decoder_layers(nb::module_ &m) {
         .def("__call__", &Attention::operator(), nb::arg("x"), nb::arg("buffers"), nb::arg("angles"), nb::arg("starts"),
              nb::arg("num_fed"), nb::arg("places"), nb::arg("has_blocks"), nb::arg("window"),
              nb::arg("adapters").none() = nb::none(), nb::arg("terms") = nb::make_tuple());
-    m.def("attend_cells", &attend_cells);
     nb::class_<MLP>(m, "MLP")
         .def("__init__", [](MLP *self, const RMSNorm &norm, const Linear &gate, const Linear &up,
                             const Linear &down, bool is_part) { new (self) MLP({norm, gate, up, down, is_part}); })
@@ -80,6 +80,8 @@ NB_MODULE(_outrider_cpu, m) {
     m.def("sample", &outrider::sample, nb::arg("logits"), nb::arg("positions"), nb::arg("inverse_temperature"),
           nb::arg("seeds"), nb::arg("filters"), nb::arg("token_ids").none(), nb::arg("wants_margins"));
     m.def("copy_cells", &outrider::copy_cells);
+    m.def("write_cells", &outrider::write_cells);
+    m.def("attend_cells", &outrider::attend_cells);
     m.def("use_huge_pages", &outrider::use_huge_pages, nb::call_guard<nb::gil_scoped_release>());
     m.def("set_num_threads", &outrider::set_num_threads);
     m.def("instructions", []() { return std::string(outrider::instructions()); });

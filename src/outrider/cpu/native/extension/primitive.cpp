@@ -124,6 +124,11 @@ void note_holds(
             encoder.add_temporary(Hold::of(output));
 }
 
+void note_holds(mx::cpu::CommandEncoder &encoder, const std::vector<mx::array> &read) {
+    for (const mx::array &input : read)
+        encoder.add_temporary(Hold::of(input));
+}
+
 long num_buffer_copies() { return buffer_copies; }
 
 }  // namespace outrider

@@ -43,6 +43,9 @@ void note_holds(
     mlx::core::cpu::CommandEncoder &encoder, const std::vector<mlx::core::array> &inputs,
     const std::vector<mlx::core::array> &outputs);
 
+// The same for inputs that the primitive only reads.
+void note_holds(mlx::core::cpu::CommandEncoder &encoder, const std::vector<mlx::core::array> &read);
+
 // How many inputs have been copied because they could not be taken over.
 long num_buffer_copies();
 
