@@ -40,7 +40,7 @@ def stored_controller(
     few = runner.compiles
     found = cost_store.load(name)
     if found is not None and calibration.is_still_valid(
-        runner, facts.vocab_size, found.measured, clock=clock
+        runner, facts.vocab_size, found.measured, facts.drafted_context, budget_bytes, clock=clock
     ):
         costs = CostTable(found.measured, found.corrections)
         return new_controller(costs, found.acceptance, few, found.prompts, facts.copied_bytes)

@@ -20,6 +20,7 @@ from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepSha
 from outrider.speculate.shapes import FEW_WIDTHS
 
 CPU = MACHINES["cpu"]
+ROOM = 4096, 1 << 30  # cells of a row, bytes of the caches
 
 
 def ratio(table: CostTable, rows: int = 1, width: int = 2) -> float:
@@ -231,12 +232,43 @@ def test_other_processes_hardly_change_what_is_measured(seed: int, monkeypatch: 
         assert all(s >= seconds for (r, w), s in found.trunk_s.items() if r >= rows and w >= width)
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (8, 1), (16, 1)])
+def test_a_shape_that_was_disturbed_all_the_time_costs_hardly_more_than_others_with_as_many_tokens(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "BUDGET_S", 600.0)
+    truth = scaled(MACHINES["quantised"], 1e-3)
+    disturbed = replace(truth, trunk_s={**truth.trunk_s, shape: 3 * truth.trunk_s[shape]})
+    runner = TimedRunner(disturbed)
+    found = calibration.measure(runner, 1000, 16, 4096, 1 << 30, clock=runner.clock)
+    assert found is not None
+    assert found.trunk_s[shape] <= 1.35 * truth.trunk_s[shape]
+    others = truth.trunk_s.keys() - {shape}
+    assert all(found.trunk_s[other] <= truth.trunk_s[other] * 1.001 for other in others)
+
+
+def test_stored_costs_of_a_busy_start_are_measured_again_at_a_quiet_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "BUDGET_S", 600.0)
+    truth = scaled(MACHINES["quantised"], 1e-3)
+    for shape in ((1, 4), (4, 1), (4, 4), (16, 1)):
+        for factor in (0.6, 1.6):
+            wrong = {key: s * factor if key == shape else s for key, s in truth.trunk_s.items()}
+            runner = TimedRunner(truth)
+            stored = replace(truth, trunk_s=wrong)
+            assert not calibration.is_still_valid(runner, 1000, stored, *ROOM, clock=runner.clock)
+    runner = TimedRunner(truth)
+    assert calibration.is_still_valid(runner, 1000, truth, *ROOM, clock=runner.clock)
+    assert calibration.is_still_valid(runner, 1000, truth, 10, 1, clock=runner.clock), "there is no room"
+
+
 def test_stored_costs_are_not_given_up_while_the_machine_is_busy() -> None:
     stored = scaled(CPU, 1e-3)
     for seed in range(20):
         runner = TimedRunner(stored)
         runner.disturb = busy(seed)
-        assert calibration.is_still_valid(runner, 1000, stored, clock=runner.clock)
+        assert calibration.is_still_valid(runner, 1000, stored, *ROOM, clock=runner.clock)
 
 
 def test_the_environment_sets_the_time_and_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +350,8 @@ def test_measuring_keeps_within_rows_context_and_memory() -> None:
 def test_stored_costs_are_checked_against_the_machine() -> None:
     runner = TimedRunner(scaled(CPU, 1e-3))
     for _ in range(2):
-        assert calibration.is_still_valid(runner, 1000, scaled(CPU, 2e-3), clock=runner.clock)
-    assert not calibration.is_still_valid(runner, 1000, MACHINES["linear"], clock=runner.clock)
+        assert calibration.is_still_valid(runner, 1000, scaled(CPU, 2e-3), *ROOM, clock=runner.clock)
+    assert not calibration.is_still_valid(runner, 1000, MACHINES["linear"], *ROOM, clock=runner.clock)
 
 
 # -- keeping ---------------------------------------------------------------------------------------------

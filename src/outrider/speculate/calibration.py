@@ -42,6 +42,11 @@ NUM_AGREEING, AGREEMENT = 3, 1.08
 MAX_RUNS = 12  # times that one shape is timed again; chosen by hand
 OVERLAPPED_STEPS = 3  # steps that are timed together where steps overlap; chosen by hand
 STORED_TOLERANCE = 1.3  # factor between a stored cost and a new measurement; chosen by hand
+CHECKED = ((1, 4), (4, 1), (4, 4), (16, 1))  # rows and widths that are measured again at every start
+TRACED_CHECKED = ((1, 5),)  # each new shape is compiled there
+# A step costs at most so much more than another one with as many tokens, in fewer rows: on the CPUs of
+# docs/BENCHMARKS.md it costs 2 to 18 % more.
+MOST_BY_TOKENS = 1.2
 NUM_CELLS, MANY_CELLS = 128, 1024  # cells of the rows: long rows show the cost of a cell; chosen by hand
 # In the order of importance, chosen by hand: the first NUM_FIRST row counts and widths are always measured.
 ROW_COUNTS = (1, 4, 16, 8, 2, 32, 64)
@@ -173,27 +178,40 @@ def max_measured_rows(max_rows: int) -> int:
 
 
 def is_still_valid(
-    runner: StepRunner, vocab_size: int, stored: MeasuredCosts, *, clock: Clock = time.perf_counter
+    runner: StepRunner,
+    vocab_size: int,
+    stored: MeasuredCosts,
+    max_cells: int,
+    budget_bytes: int,
+    *,
+    clock: Clock = time.perf_counter,
 ) -> bool:
-    """True if a wide step costs about as many plain steps as in the stored costs.
+    """True if steps of a few shapes cost about as many plain steps of one row as in the stored costs.
 
     Stored costs may come from a time when the machine was busy. If it is busy now, this cannot be judged, and
     they are valid: what would be measured now would be no better.
     """
     timer = StepTimer(runner, vocab_size, clock)
-    plain, wide = SyntheticStep(1, 1), SyntheticStep(1, 5 if runner.compiles else 4)
+    shapes = [(1, 1), *(TRACED_CHECKED if runner.compiles else CHECKED)]
+    steps = [SyntheticStep(*shape) for shape in shapes if shape in stored.trunk_s]
+    steps = [step for step in steps if timer.fits(step, max_cells, budget_bytes)]
+    if not steps:
+        return True
     try:
-        for step in (plain, wide) * 3:
+        for step in steps * NUM_AGREEING:
             timer.time_once(step)
-        timer.time_until_agreement([plain, wide])
+        timer.time_until_agreement(steps)
     finally:
         runner.reset()
-    if not (timer.agrees(plain) and timer.agrees(wide)):
+    if not all(map(timer.agrees, steps)):
         return True
-    now = timer.shortest[wide] / timer.shortest[plain]
-    table = CostTable(stored)
-    then = table.step_s(StepShape(1, wide.width)) / table.step_s(StepShape(1, 1))
-    return 1 / STORED_TOLERANCE < now / then < STORED_TOLERANCE
+    table, plain_s = CostTable(stored), timer.shortest[steps[0]]
+    for step in steps:
+        now = timer.shortest[step] / plain_s
+        then = table.step_s(StepShape(step.rows, step.width)) / table.step_s(StepShape(1, 1))
+        if not 1 / STORED_TOLERANCE < now / then < STORED_TOLERANCE:
+            return False
+    return True
 
 
 def _steps_to_time(
@@ -216,8 +234,9 @@ def _steps_to_time(
     some_rows = first_counts[min(1, len(first_counts) - 1)]
     sampled = [SyntheticStep(some_rows, 1, depth, is_sampled=True) for depth in (None, *depths[-1:])]
     first = [*steps(first_counts, first_widths, depths), *sampled]
-    if some_rows > 1 and PADDED_WIDTH in first_widths:
-        first.append(SyntheticStep(some_rows, PADDED_WIDTH, num_narrow=some_rows - 1))
+    if PADDED_WIDTH in first_widths:
+        padded = [rows for rows in first_counts if rows > 1]
+        first += [SyntheticStep(rows, PADDED_WIDTH, num_narrow=rows - 1) for rows in padded]
     return first, [long, *steps(other_counts, first_widths, depths), *steps(counts, other_widths, ())]
 
 
@@ -276,11 +295,8 @@ def in_blocks(geometry: CacheGeometry, num_cells: int, rows: Sequence[RowPlan]) 
 def _measured_costs(shortest: Mapping[SyntheticStep, float], has_cliffs: bool) -> MeasuredCosts:
     """Differences of the shortest times. `has_cliffs`: more tokens may cost less, as on a GPU."""
     trunk = {(t.rows, t.width): s for t, s in shortest.items() if t == SyntheticStep(t.rows, t.width)}
-    if not has_cliffs:  # a step that took longer than a larger one was disturbed
-        trunk = {
-            (rows, width): min(s for (r, w), s in trunk.items() if r >= rows and w >= width)
-            for rows, width in trunk
-        }
+    if not has_cliffs:
+        trunk = _undisturbed(trunk)
     head = {}
     for rows in sorted({step.rows for step in shortest if step.num_drafts_next is not None}):
         fed_s, deepest_s = (shortest.get(SyntheticStep(rows, 1, depth)) for depth in HEAD_DEPTHS)
@@ -301,17 +317,39 @@ def _measured_costs(shortest: Mapping[SyntheticStep, float], has_cliffs: bool) -
     )
 
 
+def _undisturbed(trunk: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Without what other steps show to be the time of other processes.
+
+    A step that took longer than a larger one was disturbed, and one that took much longer than another step
+    with as many tokens too.
+    """
+    least = {
+        (rows, width): min(
+            s if r >= rows and w >= width else MOST_BY_TOKENS * s
+            for (r, w), s in trunk.items()
+            if (r >= rows and w >= width) or r * w == rows * width
+        )
+        for rows, width in trunk
+    }
+    return {
+        (rows, width): min(s for (r, w), s in least.items() if r >= rows and w >= width)
+        for rows, width in least
+    }
+
+
 def _padding_share(shortest: Mapping[SyntheticStep, float], trunk: Mapping[tuple[int, int], float]) -> float:
-    """What padding costs, as a share of what a token costs: from a step in which one row is wider."""
-    padded = next((step for step in shortest if step.num_narrow), None)
-    if padded is None:
-        return 1.0
-    narrow_s, wide_s = trunk[padded.rows, 1], trunk[padded.rows, padded.width]
-    wider_s = (wide_s - narrow_s) / padded.rows  # what one row adds
-    padding_s = wider_s * padded.num_narrow
-    if padding_s <= 0:
-        return 1.0
-    return min(1.0, max(0.0, (shortest[padded] - narrow_s - wider_s) / padding_s))
+    """What padding costs, as a share of what a token costs: from steps in which one row is wider.
+
+    The least of them: other processes only ever add time.
+    """
+    shares = [1.0]
+    for step in (step for step in shortest if step.num_narrow):
+        narrow_s, wide_s = trunk[step.rows, 1], trunk[step.rows, step.width]
+        wider_s = (wide_s - narrow_s) / step.rows  # what one row adds
+        padding_s = wider_s * step.num_narrow
+        if padding_s > 0:
+            shares.append(max(0.0, (shortest[step] - narrow_s - wider_s) / padding_s))
+    return min(shares)
 
 
 def _head_cost(plain_s: float, fed_s: float, deepest_s: float) -> HeadCost:
