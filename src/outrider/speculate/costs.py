@@ -38,9 +38,7 @@ CORRECTION_DECAY = 0.999  # of a shape's correction, with every step of another 
 CONFIRMED_STEPS = 50  # steps after which a shape's correction is stored between runs; chosen by hand
 HOST_SHARE_GAIN = 0.1  # share of a new value in the running mean `host_share`; chosen by hand
 PAD_BELOW = 0.95  # a pass is padded to a wider one that costs less than this share of it; chosen by hand
-KNOWN_STEPS = 64  # steps of other shapes after which a shape is not known well any more; chosen by hand
 RARE_STEPS = 16  # steps of other shapes after which a step of this one counts for more; chosen by hand
-FEW_OBSERVED = 3  # steps of a shape without which it is not known well; chosen by hand
 VERSION_STEPS = 8  # steps for which results that follow from the costs are cached; chosen by hand
 
 
@@ -153,7 +151,7 @@ class CostTable:
             return self.step_s(shape) if self._in_seconds else None
         return self.step_s(shape) * math.exp(self._slowdown)
 
-    def mean_width(self, rows: int, num_tokens: int, width: int) -> float:
+    def mean_width(self, rows: int, num_tokens: float, width: int) -> float:
         """The width at which equal rows cost as much as these: `num_tokens` in all, padded to `width`.
 
         At least 1: some of the rows may be padding.
@@ -230,12 +228,6 @@ class CostTable:
         self._corrections[key] = clipped(correction, MAX_CORRECTION)
         self._last_observed[key] = self._num_steps
         self._num_observed[key] = num_observed + 1
-
-    def is_known_well(self, rows: int, width: int) -> bool:
-        """Whether steps of this shape have run lately: then they can be compared with those that run now."""
-        key = (rows, width)
-        is_recent = self._num_steps - self._last_observed.get(key, -KNOWN_STEPS) < KNOWN_STEPS
-        return is_recent and self._num_observed.get(key, 0) >= FEW_OBSERVED
 
     def confirmed_corrections(self) -> dict[tuple[int, int], float]:
         """The corrections of shapes that were observed often enough to be stored between runs."""

@@ -40,7 +40,6 @@ PROBE_INTERVAL, NUM_PROBE_ROWS = 64, 2
 # Steps in which drafts have to bring what it costs to go on after a pause; chosen by hand.
 CATCH_UP_STEPS = 32
 MANY_ROWS = 16  # a missed cell is taken to cost the head as much as the last of so many rows
-MIN_PLAIN_INTERVAL = 16  # steps from one plain step to the next, while drafts are fed; chosen by hand
 MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; chosen by hand
 
 
@@ -110,7 +109,7 @@ class PerDraftController(DepthController):
         for request, row in zip(decoding, rows, strict=True):
             self._count_yield(request, row, prices)
         fed = choose_drafts(rows, cost, prices.token_s, prices.min_chance)
-        depth, drafting = self._next_drafts(requests, prices, cost(max(1, len(decoding)), 1))
+        depth, drafting = self._next_drafts(requests, prices, cost)
         if drafting and self._wants_plain_step(requests):
             self._steps_since_plain = 0
             return DepthChoice(((0, 0),) * len(requests), (0,) * len(requests))
@@ -134,13 +133,13 @@ class PerDraftController(DepthController):
         return request.record.chances(offer.source, 1)[0] >= self._paused_min_chance
 
     def _wants_plain_step(self, requests: Sequence[DraftRequest]) -> bool:
-        """True if no plain step has run lately, so that its cost may be out of date.
+        """True if no plain step has run for as many steps as there are between two probes.
 
         Every step corrects the cost of its own shape, the host's part included. Without a plain step now and
         then only drafting steps would be corrected; plain steps would keep the costs measured at load.
         """
         self._steps_since_plain += 1
-        if self._steps_since_plain < MIN_PLAIN_INTERVAL or self.costs.is_known_well(len(requests), 1):
+        if self._steps_since_plain < self.probe_interval:
             return False
         return all(request.fixed_depth is None and not request.joins for request in requests)
 
@@ -158,7 +157,7 @@ class PerDraftController(DepthController):
         num_sampled = sum(request.record.is_sampled for request in decoding)
 
         @cache
-        def cost(num_tokens: int, width: int) -> float:
+        def cost(num_tokens: float, width: int) -> float:
             mean_width = costs.mean_width(num_rows, num_tokens, width)
             return costs.step_s(StepShape(num_rows, mean_width, 0, 0, num_cells, num_sampled))
 
@@ -214,12 +213,12 @@ class PerDraftController(DepthController):
         return self.costs.head_s(StepShape(max(1, len(requests)), 1, num_rows, num_drafts))
 
     def _next_drafts(
-        self, requests: Sequence[DraftRequest], prices: _Prices, plain_s: float
+        self, requests: Sequence[DraftRequest], prices: _Prices, cost: StepCost
     ) -> tuple[int, list[int]]:
         """How many drafts the head makes in this step, and for which rows on auto."""
         rows = [i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0]
         best, best_wait, before = 0, MAX_WAIT, math.inf
-        for depth, wait in enumerate(self._waits(requests, rows, prices, plain_s), 1):
+        for depth, wait in enumerate(self._waits(requests, rows, prices, cost), 1):
             if wait > before:
                 break  # waits fall to the best depth, and rise from there on
             before = wait
@@ -232,9 +231,11 @@ class PerDraftController(DepthController):
         return max(1, best), drafting + self.rows_to_probe(requests, drafting)
 
     def _waits(
-        self, requests: Sequence[DraftRequest], rows: Sequence[int], prices: _Prices, plain_s: float
+        self, requests: Sequence[DraftRequest], rows: Sequence[int], prices: _Prices, cost: StepCost
     ) -> Iterator[float]:
         """Plain steps until a row's next token, on average, if the head makes 1, 2, .. drafts for `rows`."""
+        num_decoding = max(1, sum(not request.joins for request in requests))
+        plain_s = cost(num_decoding, 1)
         yields = [self._head_yield(requests[i].record, prices) for i in rows]
         num_others = sum(not request.joins for request in requests if request.fixed_depth is not None)
         catch_up_s = self._catch_up_s([requests[i] for i in rows])
@@ -242,7 +243,9 @@ class PerDraftController(DepthController):
         for depth in range(1, MAX_DEPTH + 1):
             tokens = [num + one.tokens[depth - 1] for num, one in zip(tokens, yields, strict=True)]
             num_fed += sum(one.fed[depth - 1] for one in yields)
-            step_s = plain_s + num_fed * prices.feed_s + self._head_s(requests, len(rows), depth) + catch_up_s
+            # By the cost of the whole step: further drafts may cost more than the first one.
+            step_s = cost(num_decoding + num_fed, 1 + depth)
+            step_s += self._head_s(requests, len(rows), depth) + catch_up_s
             steps_per_token = sum(1 / num for num in tokens) + num_others
             yield step_s / plain_s * steps_per_token / max(1, len(rows) + num_others)
 
