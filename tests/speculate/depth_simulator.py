@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from pathlib import Path
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import RowAcceptance, Source
 from outrider.speculate.controller import DepthController, DraftRequest, Offer
-from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
+from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape, interpolated
 from outrider.speculate.depth import DepthChoice
 from outrider.speculate.margins import LIMITS
 from outrider.speculate.per_draft import PerDraftController, new_controller
@@ -100,8 +101,16 @@ class SimulatedRow:
         self.record = record
         self.drafts = drafts  # False: the request asked for no drafts
         self.place = start
+        self.end = math.inf  # place of its last token
         self.made = 0  # drafts that the head made for this step
         self.behind = 0  # tokens that the head has not been fed
+
+    def request(self, offers: Sequence[Offer]) -> DraftRequest:
+        left = max(0, self.end - self.place)
+        if not self.drafts:
+            return DraftRequest(self.record, offers, 0, 0, num_left=left)
+        max_next = int(min(MAX_DEPTH, max(0, left - 2)))
+        return DraftRequest(self.record, offers, None, max_next, self.behind, num_left=left)
 
     def offers(self, with_ngram: bool) -> list[Offer]:
         found: list[Offer] = []
@@ -185,19 +194,10 @@ class Simulation:
 
     def _step(self, policy: Policy | None, with_ngram: bool) -> tuple[tuple[int, ...], int, float]:
         offers = [row.offers(with_ngram) for row in self.rows]
-        requests = [
-            DraftRequest(row.record, offer, *((None, MAX_DEPTH, row.behind) if row.drafts else (0, 0)))
-            for row, offer in zip(self.rows, offers, strict=True)
-        ]
+        requests = [row.request(offer) for row, offer in zip(self.rows, offers, strict=True)]
         choice = policy(requests) if policy else self.controller.choose(requests, NUM_CELLS)
         depths = tuple(num for _, num in choice.feed)
-        width: float = 1 + max(depths)
-        if policy is None and isinstance(
-            self.controller, PerDraftController
-        ):  # each row feeds its own number of drafts
-            width = self.truth.mean_width(len(depths), len(depths) + sum(depths), 1 + max(depths))
-        elif policy is None:
-            width = self.controller.costs.best_width(len(self.rows), 1 + max(depths))
+        num_rows, width = self._pass_shape(depths, policy)
         tokens = 0
         caught_up_s = self._catch_up_s(choice)
         for row, offer, fed, wanted in zip(
@@ -210,11 +210,24 @@ class Simulation:
         drafting = sum(wanted > 0 for wanted in choice.num_drafts_next)
         if policy is None and not self.pauses_heads:
             drafting = sum(row.drafts for row in self.rows)
-        shape = StepShape(len(self.rows), width, drafting, max(choice.num_drafts_next), NUM_CELLS)
+        shape = StepShape(num_rows, width, drafting, max(choice.num_drafts_next), NUM_CELLS)
         seconds = self.truth.step_s(shape)
         if policy is None and not caught_up_s:  # as in engine/draft_planner.py: step_shape
-            self.controller.costs.observe(shape, seconds)
+            self.controller.costs.observe(shape, self._observed_s(seconds))
         return depths, tokens, seconds + caught_up_s
+
+    def _pass_shape(self, depths: Sequence[int], policy: Policy | None) -> tuple[int, float]:
+        """Rows and mean width of the pass of a step."""
+        num_rows, widest = len(depths), 1 + max(depths)
+        if policy is not None:
+            return num_rows, widest
+        if isinstance(self.controller, PerDraftController):  # each row feeds its own number of drafts
+            return num_rows, self.truth.mean_width(num_rows, num_rows + sum(depths), widest)
+        return self.controller.shapes.decode_shape(num_rows, widest, NUM_CELLS, num_rows)
+
+    def _observed_s(self, seconds: float) -> float:
+        """What the controller is told about a step that takes `seconds`."""
+        return seconds
 
     def _catch_up_s(self, choice: DepthChoice) -> float:
         """Feeding the head what it missed, in one pass as wide as the longest gap."""
@@ -408,6 +421,20 @@ def _quantised() -> MeasuredCosts:
     return replace(_by_width((1, 2, 3, 4, 5, 6, 8, 9), rows, head), padding_share=0.0)
 
 
+def _default_model() -> MeasuredCosts:
+    """The same CPU, later: the default model in 4 bits, milliseconds by tokens. Padding is skipped."""
+    tokens = (1, 2, 3, 4, 6, 8, 9, 12, 16, 32, 144)
+    ms = (4.6, 4.8, 5.4, 6.3, 8.0, 9.8, 10.9, 13.4, 17.6, 33.6, 145.6)
+    trunk = {(r, w): interpolated(tokens, ms, r * w) for r in (1, 2, 4, 8, 16) for w in WIDTHS}
+    head = {
+        1: HeadCost(0.05, 0.5, 0.51),
+        4: HeadCost(0.25, 0.8, 0.8),
+        8: HeadCost(0.4, 1.3, 1.3),
+        16: HeadCost(0.7, 2.2, 2.2),
+    }
+    return MeasuredCosts(trunk, head, padding_share=0.0)
+
+
 MACHINES = {  # whose steps are read before the next one is launched
     "cpu": _cpu(),
     "two threads": _two_threads(),
@@ -415,6 +442,7 @@ MACHINES = {  # whose steps are read before the next one is launched
     "quantised": _quantised(),
     "linear": machine(lambda r, w: float(r * w), 0.03, 0.1, 0.1),  # every token costs the same
     "flat": machine(lambda r, w: 1.0, 0.02, 0.02, 0.03),  # tokens are free
+    "default model": _default_model(),
 }
 TRACED_MACHINES = {
     "h200": _h200(),

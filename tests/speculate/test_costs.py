@@ -100,18 +100,6 @@ def test_a_burst_of_load_on_one_shape_passes() -> None:
     assert ratio(table, 1, 2) == pytest.approx(truth, rel=0.12)
 
 
-def test_a_shape_is_known_well_while_its_steps_are_recent() -> None:
-    table = CostTable(CPU, {(1, 1): 0.1})  # a stored correction is no step of this run
-    assert not table.is_known_well(1, 1)
-    for _ in range(4):
-        assert not table.is_known_well(4, 1)
-        table.observe(StepShape(4, 1), 80.0)
-    assert table.is_known_well(4, 1)
-    for _ in range(100):
-        table.observe(StepShape(4, 2), 100.0)
-    assert not table.is_known_well(4, 1)
-
-
 def test_first_step_of_a_shape_is_not_counted() -> None:
     table = CostTable(CPU)
     table.observe(StepShape(1, 1), 1e6)
@@ -375,7 +363,7 @@ def test_costs_corrections_and_acceptance_are_stored(tmp_path: Path, monkeypatch
     table, acceptance = CostTable(CPU), ModelAcceptance()
     for step in range(300):
         table.observe(StepShape(1, 1 + step % 2), (65.8, 80.0)[step % 2])
-        acceptance.add("head", 0, 2, 1)
+        acceptance.add("head", False, 2, 1)
     cost_store.save("a", table, acceptance)
     found = cost_store.load("a")
     assert found is not None
@@ -393,7 +381,7 @@ def test_costs_corrections_and_acceptance_are_stored(tmp_path: Path, monkeypatch
         lambda text: "",
         lambda text: "[]",
         lambda text: json.dumps({**json.loads(text), "corrections": [[1, 1, 3.0]]}),
-        lambda text: json.dumps({**json.loads(text), "acceptance": [["head", 0, [1], [2]]]}),
+        lambda text: json.dumps({**json.loads(text), "acceptance": [["head", False, [1], [2]]]}),
         lambda text: text.replace("65.8", "NaN"),
         lambda text: text.replace("65.8", "-1"),
     ],

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-StepCost = Callable[[int, int], float]  # (tokens that are fed in all, tokens of the widest row) -> seconds
+StepCost = Callable[[float, int], float]  # (tokens that are fed in all, tokens of the widest row) -> seconds
 
 
 @dataclass(frozen=True, slots=True)
