@@ -24,8 +24,8 @@ Source = Literal["head", "ngram", "prediction", "forced"]
 SourceClass = tuple[Source, bool]  # a source, and whether rows sample: sampled text accepts fewer drafts
 FALLIBLE_SOURCES: tuple[Source, ...] = ("head", "ngram", "prediction")  # forced drafts are always right
 
-# Of a row's counts of a position, with every comparison at that position: 12 count. From the ablation: 0.84 to 1
-# are equal in bursts; with 0.95 a row is slow to stop when its text becomes unpredictable.
+# Of a row's counts of a position, with every comparison at that position: 12 count. From the ablation: 0.84
+# to 1 are equal in bursts; with 0.95 a row is slow to stop when its text becomes unpredictable.
 ROW_DECAY = 0.92
 
 

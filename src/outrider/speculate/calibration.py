@@ -44,9 +44,6 @@ OVERLAPPED_STEPS = 3  # steps that are timed together where steps overlap; chose
 STORED_TOLERANCE = 1.3  # factor between a stored cost and a new measurement; chosen by hand
 CHECKED = ((1, 4), (4, 1), (4, 4), (16, 1))  # rows and widths that are measured again at every start
 TRACED_CHECKED = ((1, 5),)  # each new shape is compiled there
-# A step costs at most so much more than another one with as many tokens, in fewer rows: on the CPUs of
-# docs/BENCHMARKS.md it costs 2 to 18 % more.
-MOST_BY_TOKENS = 1.2
 NUM_CELLS, MANY_CELLS = 128, 1024  # cells of the rows: long rows show the cost of a cell; chosen by hand
 # In the order of importance, chosen by hand: the first NUM_FIRST row counts and widths are always measured.
 ROW_COUNTS = (1, 4, 16, 8, 2, 32, 64)
@@ -295,8 +292,11 @@ def in_blocks(geometry: CacheGeometry, num_cells: int, rows: Sequence[RowPlan]) 
 def _measured_costs(shortest: Mapping[SyntheticStep, float], has_cliffs: bool) -> MeasuredCosts:
     """Differences of the shortest times. `has_cliffs`: more tokens may cost less, as on a GPU."""
     trunk = {(t.rows, t.width): s for t, s in shortest.items() if t == SyntheticStep(t.rows, t.width)}
-    if not has_cliffs:
-        trunk = _undisturbed(trunk)
+    if not has_cliffs:  # a step that took longer than a larger one was disturbed
+        trunk = {
+            (rows, width): min(s for (r, w), s in trunk.items() if r >= rows and w >= width)
+            for rows, width in trunk
+        }
     head = {}
     for rows in sorted({step.rows for step in shortest if step.num_drafts_next is not None}):
         fed_s, deepest_s = (shortest.get(SyntheticStep(rows, 1, depth)) for depth in HEAD_DEPTHS)
@@ -313,28 +313,15 @@ def _measured_costs(shortest: Mapping[SyntheticStep, float], has_cliffs: bool) -
     sample_s = max([0.0, *sampling_s(has_drafts=False)])
     draft_sample_s = max([0.0, *(s - sample_s for s in sampling_s(has_drafts=True))]) / MAX_DEPTH
     return MeasuredCosts(
-        trunk, head, NUM_CELLS, cell_s, sample_s, draft_sample_s, _padding_share(shortest, trunk)
+        trunk,
+        head,
+        NUM_CELLS,
+        cell_s,
+        sample_s,
+        draft_sample_s,
+        _padding_share(shortest, trunk),
+        by_tokens=not has_cliffs,
     )
-
-
-def _undisturbed(trunk: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Without what other steps show to be the time of other processes.
-
-    A step that took longer than a larger one was disturbed, and one that took much longer than another step
-    with as many tokens too.
-    """
-    least = {
-        (rows, width): min(
-            s if r >= rows and w >= width else MOST_BY_TOKENS * s
-            for (r, w), s in trunk.items()
-            if (r >= rows and w >= width) or r * w == rows * width
-        )
-        for rows, width in trunk
-    }
-    return {
-        (rows, width): min(s for (r, w), s in least.items() if r >= rows and w >= width)
-        for rows, width in least
-    }
 
 
 def _padding_share(shortest: Mapping[SyntheticStep, float], trunk: Mapping[tuple[int, int], float]) -> float:

@@ -1,6 +1,6 @@
 """What a step costs on this machine: measured seconds for every shape, corrected by the steps that run.
 
-    step_s = trunk_s(rows, width) * exp(correction(rows, width))   interpolated between the measured shapes
+    step_s = trunk_s(rows, width) * exp(correction)                interpolated between the measured shapes
            + rows * cells beyond the measured length * cell_s
            + sampled tokens * sample_s + sampled drafts * draft_sample_s
            + head_s = feed_s * trunk_s(rows, width) / trunk_s(rows, 1) + first_s + further drafts * each_s
@@ -10,9 +10,11 @@ The time of a real step changes two estimates. With deviation = log(real_s / ste
     slowdown      of the whole machine, quickly:   slowdown   += SLOWDOWN_GAIN * deviation
     correction    of the step's shape, slowly:     correction += CORRECTION_GAIN * deviation
 
-The first few steps of a shape change its correction more. A step that was disturbed by other load changes the
-slowdown alone, by a limited amount, and a correction that no step confirms decays. So neither a busy machine
-nor one slow step can spoil the table. Pure Python.
+Where a step's cost follows from its tokens (CPUs), all shapes with as many tokens share a correction. A step
+between two entries changes both, each by its part. The first few steps of an entry change its correction
+more. A step that was disturbed by other load changes the slowdown alone, by a limited amount, and a
+correction that no step confirms decays. So neither a busy machine nor one slow step can spoil the table.
+Pure Python.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.request import MAX_DEPTH
+from outrider.speculate.token_costs import TokenCosts
 
 WIDTHS = range(1, MAX_DEPTH + 2)
 
@@ -34,6 +37,7 @@ MAX_DEVIATION = 0.8  # log ratio: a step 2.2 times as long as expected was distu
 MAX_CORRECTION = 0.5  # log ratio: a shape's cost is corrected by a factor of 1.65 at most
 CORRECTION_DECAY = 0.999  # of a shape's correction, with every step of another shape
 CONFIRMED_STEPS = 50  # steps after which a shape's correction is stored between runs; chosen by hand
+TOKENS = (*range(1, 25), 32, 48, 64, 96, 128, 256, 576)  # of steps that have a correction of their own
 NEWEST_SHARE = 0.1  # weight of the newest step in running means: about 10 steps count; 0.05 and 0.2 are equal
 
 
@@ -69,6 +73,7 @@ class MeasuredCosts:
     sample_s: float = 0.0  # for every token that is sampled
     draft_sample_s: float = 0.0  # for every draft that is sampled
     padding_share: float = 1.0  # what padding costs, as a share of what a token costs
+    by_tokens: bool = False  # steps with as many tokens cost about the same: no cliffs
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -79,6 +84,7 @@ class MeasuredCosts:
             "sample_s": self.sample_s,
             "draft_sample_s": self.draft_sample_s,
             "padding_share": self.padding_share,
+            "by_tokens": self.by_tokens,
         }
 
     @classmethod
@@ -96,6 +102,7 @@ class MeasuredCosts:
             seconds_of(data["sample_s"]),
             seconds_of(data["draft_sample_s"]),
             min(1.0, seconds_of(data["padding_share"])),
+            bool(data["by_tokens"]),
         )
 
 
@@ -113,12 +120,14 @@ class CostTable:
         self.measured = measured
         self._in_seconds = in_seconds
         self.host_share = 0.0  # share of a step's time in which the device waits for the host's launch
+        self._by_tokens = TokenCosts(measured.trunk_s) if measured.by_tokens else None
         self._trunk_by_rows = _all_widths(measured.trunk_s)
         self._row_counts = sorted(self._trunk_by_rows)
         self._head_row_counts = sorted(measured.head)
-        self._corrections = dict(corrections or {})  # log ratios, by (rows, width)
-        self._num_observed = dict.fromkeys(self._corrections, CONFIRMED_STEPS)
-        self._last_observed: dict[tuple[int, int], int] = {}  # number of the last step of this shape
+        self._corrections = dict(corrections or {})  # log ratios, by (rows, width); by tokens: (tokens, 1)
+        self._num_observed: dict[tuple[int, int], float] = dict.fromkeys(self._corrections, CONFIRMED_STEPS)
+        self._last_observed: dict[tuple[int, int], int] = {}  # number of the entry's last step
+        self._seen: set[tuple[int, int]] = set()  # shapes that have run
         self._num_steps = 0
         self._slowdown: float | None = None  # log ratio of real to expected times, for all shapes together
         self._trunk_cache: dict[tuple[int, int], float] = {}
@@ -183,23 +192,27 @@ class CostTable:
             share = min(1.0, host_s / max(seconds, 1e-9))
             self.host_share += NEWEST_SHARE * (share - self.host_share)
         key = (shape.rows, round(shape.width))
-        if key not in self._last_observed:  # a shape's first step may have compiled code or grown memory
-            self._last_observed[key] = self._num_steps
+        if key not in self._seen:  # a shape's first step may have compiled code or grown memory
+            self._seen.add(key)
             return
         ratio = math.log(max(seconds, 1e-9) / self.step_s(shape))
         if self._slowdown is None:
             self._slowdown = ratio
         deviation = ratio - self._slowdown
         self._slowdown += SLOWDOWN_GAIN * clipped(deviation, MAX_DEVIATION)
-        num_observed = self._num_observed.get(key, 0)
-        correction = self._correction(*key)
-        if (
-            abs(deviation) < MAX_DEVIATION
-        ):  # the measurement counts as one step, so the first few count for more
-            correction += max(CORRECTION_GAIN, 1 / (2 + num_observed)) * deviation
-        self._corrections[key] = clipped(correction, MAX_CORRECTION)
-        self._last_observed[key] = self._num_steps
-        self._num_observed[key] = num_observed + 1
+        is_disturbed = abs(deviation) >= MAX_DEVIATION
+        self._correct(self._entries(shape.rows, shape.width), 0.0 if is_disturbed else deviation)
+
+    def _correct(self, entries: Sequence[tuple[tuple[int, int], float]], deviation: float) -> None:
+        """Change these entries' corrections, so that a step between them deviates less."""
+        total = sum(part * part for _, part in entries)
+        for key, part in entries:
+            num_observed = self._num_observed.get(key, 0.0)
+            gain = max(CORRECTION_GAIN, 1 / (2 + num_observed))  # the measurement counts as one step
+            correction = self._correction(*key) + gain * part / total * deviation
+            self._corrections[key] = clipped(correction, MAX_CORRECTION)
+            self._last_observed[key] = self._num_steps
+            self._num_observed[key] = num_observed + part
 
     def confirmed_corrections(self) -> dict[tuple[int, int], float]:
         """The corrections of shapes that were observed often enough to be stored between runs."""
@@ -212,20 +225,39 @@ class CostTable:
             return 0.0
         return correction * CORRECTION_DECAY ** (self._num_steps - self._last_observed.get((rows, width), 0))
 
+    def _entries(self, rows: int, width: float) -> list[tuple[tuple[int, int], float]]:
+        """The entries of the corrections between which a shape lies, and its part in each."""
+        if not self.measured.by_tokens:
+            narrow = int(width)
+            entries = [((rows, narrow), 1 - (width - narrow)), ((rows, narrow + 1), width - narrow)]
+        else:
+            tokens = rows * width
+            right = bisect_left(TOKENS, tokens)
+            least, most = TOKENS[max(0, right - 1)], TOKENS[min(right, len(TOKENS) - 1)]
+            part = min(1.0, (tokens - least) / (most - least)) if most > least else 1.0
+            entries = [((least, 1), 1 - part), ((most, 1), part)]
+        return [(key, part) for key, part in entries if part > 0]
+
     # -- between the measured shapes ---------------------------------------------------------------------
 
     def _extra_cells_s(self, rows: int, num_cells: int) -> float:
         return max(0, num_cells - self.measured.num_cells) * rows * self.measured.cell_s
 
     def _corrected_s(self, rows: int, width: float) -> float:
-        narrow = int(width)
-        seconds = self._trunk_s(rows, narrow) * math.exp(self._correction(rows, narrow))
-        if narrow == width:
-            return seconds
-        wide_s = self._trunk_s(rows, narrow + 1) * math.exp(self._correction(rows, narrow + 1))
-        return seconds + (width - narrow) * (wide_s - seconds)
+        if self._by_tokens is not None:
+            seconds = self._by_tokens.step_s(rows, width)
+        else:
+            narrow = int(width)
+            seconds = self._trunk_s(rows, narrow)
+            if narrow < width:
+                seconds += (width - narrow) * (self._trunk_s(rows, narrow + 1) - seconds)
+        return seconds * math.exp(
+            sum(part * self._correction(*key) for key, part in self._entries(rows, width))
+        )
 
     def _trunk_s(self, rows: int, width: int) -> float:
+        if self._by_tokens is not None:
+            return self._by_tokens.step_s(rows, width)
         if (rows, width) not in self._trunk_cache:
             costs = [self._trunk_by_rows[count][width] for count in self._row_counts]
             self._trunk_cache[rows, width] = interpolated(self._row_counts, costs, rows)

@@ -1,0 +1,67 @@
+"""What steps cost by their tokens, where no shape has a cliff: on CPUs.
+
+A measured time may be wrong, since other processes were busy then. Here one time counts little: steps of
+different shapes with about as many tokens are measured too, and cost about the same. With t tokens in r rows
+
+    log(step_s) = g(log t) + b * log(r)
+
+where g is a line through the measurements around t, and b is small: rows have attention, and work of the
+host, of their own. Pure Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import combinations
+from statistics import median
+
+# Log ratio of tokens by which a measurement's weight falls to 0.6. In the simulator, with measurements that
+# are wrong by 40 % each, 16 rows reach 0.98, 0.97 and 0.96 of drafts off with 0.3, 0.2 and 0.12. With right
+# ones 0.3 costs one row 2 % of what drafts bring: costs are no straight line there.
+NEARBY = 0.2
+MOST_BY_ROWS = 0.15  # b is between 0 and this: 0.03 to 0.1 on the CPUs of docs/BENCHMARKS.md
+
+
+class TokenCosts:
+    def __init__(self, trunk_s: Mapping[tuple[int, int], float]) -> None:
+        """`trunk_s`: seconds of steps, by (rows, width)."""
+        self._by_rows = _share_of_rows(trunk_s)
+        self._points = [
+            (math.log(rows * width), math.log(seconds) - self._by_rows * math.log(rows))
+            for (rows, width), seconds in trunk_s.items()
+        ]
+        self._most_tokens = max(rows * width for rows, width in trunk_s)
+        self._found: dict[tuple[int, float], float] = {}
+
+    def step_s(self, rows: int, width: float) -> float:
+        if (rows, width) not in self._found:
+            tokens = rows * width
+            at = math.log(min(tokens, self._most_tokens))
+            seconds = math.exp(self._line_at(at) + self._by_rows * math.log(rows))
+            self._found[rows, width] = seconds * max(1.0, tokens / self._most_tokens)
+        return self._found[rows, width]
+
+    def _line_at(self, x: float) -> float:
+        """The value at `x` of a line through the points, of which the nearest count most."""
+        weights = [math.exp(-0.5 * ((at - x) / NEARBY) ** 2) for at, _ in self._points]
+        total = sum(weights)
+        mean_x, mean_y = (
+            sum(weight * point[i] for weight, point in zip(weights, self._points, strict=True)) / total
+            for i in (0, 1)
+        )
+        spread = slope = 0.0
+        for weight, (at, value) in zip(weights, self._points, strict=True):
+            spread += weight * (at - mean_x) ** 2
+            slope += weight * (at - mean_x) * (value - mean_y)
+        return mean_y + (slope / spread * (x - mean_x) if spread > 1e-9 else 0.0)
+
+
+def _share_of_rows(trunk_s: Mapping[tuple[int, int], float]) -> float:
+    """b: by how much more steps cost that have as many tokens in more rows."""
+    found = [
+        math.log(one_s / other_s) / math.log(rows / other_rows)
+        for ((rows, width), one_s), ((other_rows, other_width), other_s) in combinations(trunk_s.items(), 2)
+        if rows * width == other_rows * other_width and min(one_s, other_s) > 0
+    ]
+    return min(MOST_BY_ROWS, max(0.0, median(found))) if found else 0.0

@@ -1,0 +1,113 @@
+"""Costs by tokens: a line through measurements of which some are wrong."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from depth_simulator import MACHINES
+
+from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
+from outrider.speculate.token_costs import TokenCosts
+
+# SmolLM2-135M in 4 bits on two cores, milliseconds by width, on a quiet machine and beside another process.
+QUIET = {
+    1: (4.03, 4.26, 5.12, 5.53, 6.51, 7.35, 8.18, 8.98, 10.14),
+    2: (4.88, 5.51, 7.19, 8.76, 10.84, 12.76, 14.77, 16.22, 18.43),
+    4: (6.12, 8.97, 12.4, 16.08, 20.45, 23.87, 27.21, 34.38, 34.38),
+    8: (9.67, 19.73, 24.0, 30.5, 40.01, 46.55, 53.42, 59.57, 70.25),
+    16: (17.39, 31.52, 46.29, 60.79, 77.26, 90.47, 105.24, 121.08, 135.07),
+}
+BUSY = {
+    1: (6.33, 6.7, 6.7, 8.65, 8.65, 9.46, 10.33, 11.26, 12.5),
+    2: (6.33, 7.78, 7.78, 10.92, 13.71, 13.71, 15.6, 17.49, 19.66),
+    4: (11.94, 15.45, 15.45, 27.14, 27.14, 32.31, 36.82, 40.41, 42.08),
+    8: (11.94, 18.09, 24.76, 32.77, 44.94, 50.82, 57.42, 62.42, 79.26),
+    16: (43.48, 60.52, 60.52, 90.14, 90.14, 101.42, 107.32, 126.79, 174.77),
+}
+
+
+def by_shape(table: dict[int, tuple[float, ...]]) -> dict[tuple[int, int], float]:
+    return {(rows, width): ms for rows, each in table.items() for width, ms in enumerate(each, 1)}
+
+
+def measured(trunk_s: dict[tuple[int, int], float]) -> MeasuredCosts:
+    return MeasuredCosts(trunk_s, {1: HeadCost(0.1, 0.4, 0.5)}, padding_share=0.0, by_tokens=True)
+
+
+@pytest.mark.parametrize("machine", ["cpu", "own products", "quantised"])
+def test_measurements_of_cpus_lie_on_the_line(machine: str) -> None:
+    trunk_s = MACHINES[machine].trunk_s
+    costs = TokenCosts(trunk_s)
+    for shape, seconds in trunk_s.items():
+        assert costs.step_s(*shape) == pytest.approx(seconds, rel=0.1)
+    assert costs.step_s(1, 1) == pytest.approx(trunk_s[1, 1], rel=0.02)
+
+
+def test_a_busy_machine_s_measurements_tell_what_a_quiet_one_s_do() -> None:
+    """In plain steps of one row: single shapes were wrong by up to 1.6."""
+    quiet, busy = (TokenCosts(by_shape(table)) for table in (QUIET, BUSY))
+    worst = 0.0
+    for shape in ((2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (16, 1), (16, 2)):
+        expected, found = (costs.step_s(*shape) / costs.step_s(1, 1) for costs in (quiet, busy))
+        assert found == pytest.approx(expected, rel=0.13)
+        raw = (BUSY[shape[0]][shape[1] - 1] / BUSY[1][0]) / (QUIET[shape[0]][shape[1] - 1] / QUIET[1][0])
+        worst = max(worst, abs(math.log(raw)))
+    assert worst > math.log(1.5), "one by one they say something else"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_single_wrong_measurements_count_little(seed: int) -> None:
+    numbers = random.Random(seed)
+    truth = by_shape(QUIET)
+    wrong = {shape: ms * math.exp(numbers.gauss(0, 0.3)) for shape, ms in truth.items()}
+    right, found = TokenCosts(truth), TokenCosts(wrong)
+    deviations = [abs(math.log(found.step_s(*shape) / right.step_s(*shape))) for shape in truth]
+    raw = [abs(math.log(wrong[shape] / truth[shape])) for shape in truth]
+    assert sum(deviations) < 0.65 * sum(raw)
+
+
+def test_between_and_beyond_the_measurements() -> None:
+    costs = TokenCosts(by_shape(QUIET))
+    assert costs.step_s(4, 1) < costs.step_s(4, 1.25) < costs.step_s(4, 1.5) < costs.step_s(4, 2)
+    assert costs.step_s(2, 1) < costs.step_s(3, 1) < costs.step_s(4, 1)
+    assert costs.step_s(64, 9) == pytest.approx(4 * costs.step_s(16, 9), rel=0.1)
+    two = TokenCosts({(1, 1): 1.0, (1, 2): 1.5})
+    assert [two.step_s(1, 1), two.step_s(1, 2)] == pytest.approx([1.0, 1.5])
+
+
+def test_what_steps_show_holds_for_other_shapes_with_as_many_tokens() -> None:
+    table = CostTable(measured(by_shape(QUIET)))
+    before = {shape: table.step_s(StepShape(*shape)) for shape in ((1, 1), (1, 4), (2, 2), (16, 1))}
+    for _ in range(300):
+        table.observe(StepShape(1, 1), 4.0)
+        table.observe(StepShape(4, 1), 1.5 * 6.0)
+    plain = table.step_s(StepShape(1, 1))
+    for shape, by in (((1, 4), 1.3), ((2, 2), 1.3)):
+        assert table.step_s(StepShape(*shape)) / plain > by * before[shape] / before[1, 1], shape
+    assert table.step_s(StepShape(16, 1)) / plain == pytest.approx(before[16, 1] / before[1, 1], rel=0.25)
+
+
+def test_a_step_with_one_draft_does_not_change_what_plain_steps_cost() -> None:
+    """Drafts cost more than was measured: plain steps, which run now and then, cost what they did."""
+    table = CostTable(measured(by_shape(QUIET)))
+    shapes = {StepShape(4, 1): 6.1, StepShape(4, 1.25): 8.5}
+    for step in range(640):
+        shape = StepShape(4, 1) if step % 16 == 0 else StepShape(4, 1.25)
+        table.observe(shape, shapes[shape])
+    plain_s, draft_s = (table.step_s(shape) for shape in shapes)
+    assert draft_s / plain_s == pytest.approx(8.5 / 6.1, rel=0.08)
+
+
+def test_corrections_by_tokens_are_stored_and_loaded() -> None:
+    costs = measured(by_shape(QUIET))
+    table = CostTable(costs)
+    for _ in range(200):
+        table.observe(StepShape(1, 1), 4.0)
+        table.observe(StepShape(4, 1), 9.0)
+    again = CostTable(MeasuredCosts.from_json(costs.as_json()), table.confirmed_corrections())
+    shape = StepShape(4, 1)
+    assert again.step_s(shape) == pytest.approx(table.step_s(shape), rel=0.01)
+    assert CostTable(replace(costs, by_tokens=False)).step_s(shape) == 6.12
