@@ -34,7 +34,7 @@ from benchmarks.depth_cases import (
     usual_controller,
 )
 from outrider.request import MAX_DEPTH, SamplingParams
-from outrider.speculate import acceptance, controller, costs, depth, margins, per_draft, shapes
+from outrider.speculate import acceptance, controller, costs, margins, per_draft, shapes
 from outrider.speculate.acceptance import RowAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
@@ -52,7 +52,8 @@ class Constant:
     name: str
     alternatives: Alternatives = field(default_factory=dict)
     groups: tuple[str, ...] = ("margins", "counts", "traced")  # of the cases that it may change
-    class_: type | None = None  # that reads the constant into an attribute of the same name, in small letters
+    others: tuple[Any, ...] = ()  # modules that import it
+    class_: type | None = None  # that has it as an attribute too, in small letters
 
     @property
     def label(self) -> str:
@@ -61,19 +62,18 @@ class Constant:
 
 # Not in the table: simulated bursts have no long prompts, nothing stored, and no overlapped steps.
 OUTSIDE = (
-    "costs.CONFIRMED_STEPS",
-    "costs.HOST_SHARE_GAIN",
-    "draft_planner.MAX_CATCH_UP",
-    "draft_planner.MAX_HEAD_LAG",
-    "margins.LIMITS",  # the traces are recorded with these classes
-    "shapes.BLOCKS_PARTS",
-    "shapes.BLOCKS_STEP",
-    "shapes.CAPACITY_PARTS",
-    "shapes.CELL_PARTS",
-    "shapes.CELL_STEP",
-    "shapes.MAX_PADDING_CELLS",
-    "shapes.PREFILL_PARTS",
-    "shapes.PREFILL_STEP",
+    "CONFIRMED_STEPS",
+    "MAX_CATCH_UP",
+    "MAX_HEAD_LAG",
+    "LIMITS",  # the traces are recorded with these classes
+    "BLOCKS_PARTS",
+    "BLOCKS_STEP",
+    "CAPACITY_PARTS",
+    "CELL_PARTS",
+    "CELL_STEP",
+    "MAX_PADDING_CELLS",
+    "PREFILL_PARTS",
+    "PREFILL_STEP",
 )
 
 
@@ -99,46 +99,30 @@ def constants() -> list[Constant]:
     unused = {"off": 1e9}  # a weight that makes a prior all that counts
     return [
         Constant(a, "ROW_DECAY", memory(a.ROW_DECAY)),
-        Constant(a, "RECENT_DECAY", memory(a.RECENT_DECAY)),
-        Constant(a, "MODEL_DECAY", memory(a.MODEL_DECAY)),
-        Constant(a, "IDLE_DECAY", memory(a.IDLE_DECAY), counted),
         Constant(a, "ROW_PRIOR_WEIGHT", scaled(a.ROW_PRIOR_WEIGHT) | unused),
-        Constant(a, "RECENT_PRIOR_WEIGHT", scaled(a.RECENT_PRIOR_WEIGHT) | unused),
-        Constant(a, "GUESS_WEIGHT", scaled(a.GUESS_WEIGHT) | {"off": 0.01}),
-        Constant(a, "FIRST_GUESS", {"off": dict.fromkeys(a.FIRST_GUESS, 0.6)}),
-        Constant(a, "TEMPERATURE_LIMITS", {"off": (0.0,)}),
+        Constant(m, "MODEL_DECAY", memory(m.MODEL_DECAY), others=(a,)),
+        Constant(m, "PRIOR_WEIGHT", scaled(m.PRIOR_WEIGHT) | {"never": 0.01} | unused),
+        Constant(m, "FIRST_CHANCE", {"half": 0.5, "double": 0.9}, others=(a,)),
+        Constant(c, "NEWEST_SHARE", scaled(c.NEWEST_SHARE), others=(controller, p)),
         Constant(
-            controller, "PROBE_INTERVAL", scaled(controller.PROBE_INTERVAL) | never, counted, DepthController
+            controller,
+            "PROBE_INTERVAL",
+            scaled(controller.PROBE_INTERVAL) | never,
+            counted,
+            (),
+            DepthController,
         ),
-        Constant(controller, "NUM_PROBE_ROWS", scaled(controller.NUM_PROBE_ROWS), counted, DepthController),
-        Constant(controller, "OTHER_SHARE_GAIN", scaled(controller.OTHER_SHARE_GAIN) | {"off": 0.0}, counted),
-        Constant(controller, "MIN_OTHER_SHARE", scaled(controller.MIN_OTHER_SHARE) | {"off": 0.0}, counted),
+        Constant(controller, "NUM_PROBE_ROWS", scaled(controller.NUM_PROBE_ROWS)),
         Constant(c, "SLOWDOWN_GAIN", scaled(c.SLOWDOWN_GAIN) | {"off": 0.0}),
         Constant(c, "CORRECTION_GAIN", scaled(c.CORRECTION_GAIN) | {"off": 0.0}),
-        Constant(c, "RARE_CORRECTION_GAIN", scaled(c.RARE_CORRECTION_GAIN) | {"off": 0.0}),
-        Constant(c, "FIRST_CORRECTION_GAIN", scaled(c.FIRST_CORRECTION_GAIN) | {"off": 0.0}),
         Constant(c, "MAX_DEVIATION", scaled(c.MAX_DEVIATION) | {"off": math.inf}),
-        Constant(c, "MAX_SHAPE_DEVIATION", scaled(c.MAX_SHAPE_DEVIATION) | {"off": math.inf}),
         Constant(c, "MAX_CORRECTION", scaled(c.MAX_CORRECTION) | {"off": math.inf}),
         Constant(c, "CORRECTION_DECAY", memory(c.CORRECTION_DECAY)),
-        Constant(c, "PAD_BELOW", excess(c.PAD_BELOW) | {"never": 0.0}),
-        Constant(c, "RARE_STEPS", scaled(c.RARE_STEPS) | never),
-        Constant(c, "VERSION_STEPS", scaled(c.VERSION_STEPS) | {"off": 1}),
-        Constant(depth, "MIN_SPEEDUP", excess(depth.MIN_SPEEDUP), counted),
-        Constant(m, "FIRST_CHANCES", {"off": (m.FIRST_MEAN,) * len(m.FIRST_CHANCES)}, judged),
-        Constant(m, "FIRST_SHARES", {"off": (1 / len(m.FIRST_SHARES),) * len(m.FIRST_SHARES)}, judged),
-        Constant(m, "FIRST_MEAN", {"half": 0.6, "double": 0.9}, judged),
-        Constant(m, "FIRST_WEIGHT", scaled(m.FIRST_WEIGHT), judged),
-        Constant(m, "DECAY", memory(m.DECAY), judged),
         Constant(p, "MAX_PADDING_SHARE", {"off": 2.0}, ("counts",)),
         Constant(p, "MAX_WAIT", excess(p.MAX_WAIT), judged),
         Constant(p, "MIN_RETURN", excess(p.MIN_RETURN), judged),
-        Constant(p, "YIELD_SHARE", scaled(p.YIELD_SHARE), judged),
-        Constant(p, "PROBE_INTERVAL", scaled(p.PROBE_INTERVAL) | never, judged, PerDraftController),
-        Constant(p, "NUM_PROBE_ROWS", scaled(p.NUM_PROBE_ROWS), judged, PerDraftController),
-        Constant(p, "CATCH_UP_STEPS", scaled(p.CATCH_UP_STEPS) | never, judged),
+        Constant(p, "PROBE_INTERVAL", scaled(p.PROBE_INTERVAL) | never, judged, (), PerDraftController),
         Constant(p, "MANY_ROWS", scaled(p.MANY_ROWS), judged),
-        Constant(p, "MEAN_SHARE", scaled(p.MEAN_SHARE) | {"off": 0.0}, judged),
         Constant(s, "FEW_DEPTHS", {"off": s.ALL_DEPTHS}, traced),
         Constant(s, "FREE_PADDING", excess(s.FREE_PADDING), traced),
         Constant(s, "MAX_PADDING", excess(s.MAX_PADDING), traced),
@@ -153,7 +137,7 @@ def constants() -> list[Constant]:
 
 @contextmanager
 def changed(constant: Constant, value: Any) -> Iterator[None]:
-    places = [(constant.place, constant.name)]
+    places = [(place, constant.name) for place in (constant.place, *constant.others)]
     if constant.class_ is not None:
         places.append((constant.class_, constant.name.lower()))
     usual = getattr(constant.place, constant.name)

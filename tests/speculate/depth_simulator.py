@@ -223,7 +223,7 @@ class Simulation:
             return num_rows, widest
         if isinstance(self.controller, PerDraftController):  # each row feeds its own number of drafts
             return num_rows, self.truth.mean_width(num_rows, num_rows + sum(depths), widest)
-        return num_rows, self.controller.costs.best_width(num_rows, widest)
+        return self.controller.shapes.decode_shape(num_rows, widest, NUM_CELLS, num_rows)
 
     def _observed_s(self, seconds: float) -> float:
         """What the controller is told about a step that takes `seconds`."""

@@ -331,7 +331,7 @@ def test_costs_corrections_and_acceptance_are_stored(tmp_path: Path, monkeypatch
     table, acceptance = CostTable(CPU), ModelAcceptance()
     for step in range(300):
         table.observe(StepShape(1, 1 + step % 2), (65.8, 80.0)[step % 2])
-        acceptance.add("head", 0, 2, 1)
+        acceptance.add("head", False, 2, 1)
     cost_store.save("a", table, acceptance)
     found = cost_store.load("a")
     assert found is not None
@@ -349,7 +349,7 @@ def test_costs_corrections_and_acceptance_are_stored(tmp_path: Path, monkeypatch
         lambda text: "",
         lambda text: "[]",
         lambda text: json.dumps({**json.loads(text), "corrections": [[1, 1, 3.0]]}),
-        lambda text: json.dumps({**json.loads(text), "acceptance": [["head", 0, [1], [2]]]}),
+        lambda text: json.dumps({**json.loads(text), "acceptance": [["head", False, [1], [2]]]}),
         lambda text: text.replace("65.8", "NaN"),
         lambda text: text.replace("65.8", "-1"),
     ],

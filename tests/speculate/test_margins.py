@@ -8,7 +8,7 @@ from operator import mul
 
 import pytest
 
-from outrider.speculate.margins import FIRST_CHANCES, FIRST_SHARES, LIMITS, MarginRecord
+from outrider.speculate.margins import FIRST_CHANCE, LIMITS, NUM_CLASSES, MarginRecord
 
 
 def test_chances_are_learnt_by_class() -> None:
@@ -19,14 +19,14 @@ def test_chances_are_learnt_by_class() -> None:
     chances = record.chances(is_sampled=False)
     assert chances[0] == pytest.approx(0.2, abs=0.1)
     assert chances[len(LIMITS) - 1] == pytest.approx(0.8, abs=0.1)
-    assert record.chances(is_sampled=True) == FIRST_CHANCES
+    assert record.chances(is_sampled=True) == pytest.approx((FIRST_CHANCE,) * NUM_CLASSES)
 
 
 def test_only_drafts_up_to_the_first_wrong_one_count() -> None:
     record = MarginRecord()
-    for _ in range(100):
+    for _ in range(200):
         record.add([9.0, 0.1, 9.0], 1, is_sampled=True)
-    assert record.chances(is_sampled=True)[-1] > 0.99
+    assert record.chances(is_sampled=True)[-1] > 0.98
     assert record.chances(is_sampled=True)[0] < 0.05
 
 
@@ -52,7 +52,7 @@ def test_a_record_is_stored() -> None:
         lambda data: data[:1],
         lambda data: [data[0][:1], data[1][:1]],
         lambda data: [[[0.0], [0.0]], [[0.0], [0.0]]],
-        lambda data: [data[0], [[5.0] * len(FIRST_CHANCES)] * 2],
+        lambda data: [data[0], [[5.0] * NUM_CLASSES] * 2],
         lambda data: "text",
         lambda data: None,
     ],
@@ -67,10 +67,11 @@ def test_the_expected_yield_counts_the_drafts_that_are_fed() -> None:
     all_fed = margins.expected_yield(0.0, 3, False)
     assert all_fed.fed == pytest.approx([1.0, 1.0, 1.0])
     assert all_fed.tokens[1] == pytest.approx(all_fed.tokens[0] * margins.mean_chance)
+    for _ in range(200):
+        margins.add([0.1], 0, False)  # a class whose drafts are wrong
+        margins.add([9.0], 1, False)
     some = margins.expected_yield(0.6, 2, False)
-    over = [(c, w) for c, w in zip(FIRST_CHANCES, FIRST_SHARES, strict=True) if c >= 0.6]
-    assert some.fed[0] == pytest.approx(sum(w for _, w in over) / sum(FIRST_SHARES))
-    assert some.tokens[0] == pytest.approx(sum(c * w for c, w in over) / sum(FIRST_SHARES))
-    assert some.fed[1] < some.fed[0]
+    assert some.fed[0] == pytest.approx(0.5, abs=0.05)
+    assert some.tokens[0] == pytest.approx(0.5, abs=0.05)
     assert some.tokens[1] < some.tokens[0]
     assert margins.expected_yield(1.1, 1, False).fed == [0.0]

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from outrider.request import SamplingParams
-from outrider.speculate import per_draft
-from outrider.speculate.controller import DraftRequest, Offer
+from outrider.speculate.controller import NUM_PROBE_ROWS, DraftRequest, Offer
 from outrider.speculate.costs import CostTable, guessed_costs
-from outrider.speculate.per_draft import NUM_PROBE_ROWS, PROBE_INTERVAL, PerDraftController
+from outrider.speculate.per_draft import PROBE_INTERVAL, PerDraftController
 
 
 class CountingController(PerDraftController):
@@ -28,7 +27,7 @@ class CountingController(PerDraftController):
 @pytest.fixture
 def controller(monkeypatch: pytest.MonkeyPatch) -> CountingController:
     """One whose head never promises enough."""
-    monkeypatch.setattr(per_draft, "MAX_WAIT", 0.0)
+    monkeypatch.setattr(PerDraftController, "_waits", lambda *_: iter(()))
     return CountingController()
 
 

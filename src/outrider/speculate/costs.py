@@ -10,8 +10,9 @@ The time of a real step changes two estimates. With deviation = log(real_s / ste
     slowdown      of the whole machine, quickly:   slowdown   += SLOWDOWN_GAIN * deviation
     correction    of the step's shape, slowly:     correction += CORRECTION_GAIN * deviation
 
-Both changes are limited, and a correction that no step confirms decays. So neither a busy machine nor one
-slow step can spoil the table. Pure Python.
+The first few steps of a shape change its correction more. A step that was disturbed by other load changes the
+slowdown alone, by a limited amount, and a correction that no step confirms decays. So neither a busy machine
+nor one slow step can spoil the table. Pure Python.
 """
 
 from __future__ import annotations
@@ -25,21 +26,15 @@ from outrider.request import MAX_DEPTH
 
 WIDTHS = range(1, MAX_DEPTH + 2)
 
-# The gains, limits and decays were chosen by hand. tests/speculate/test_costs.py tests their effects:
-# a wrong measurement is corrected within a few steps, and a busy machine or a slow step leaves no trace.
+# In the ablation's bursts these are equal at half and twice their values. Without them a wrong or disturbed
+# measurement is never corrected: tests/speculate/test_costs.py.
 SLOWDOWN_GAIN = 0.25  # share of a step's deviation by which the machine's slowdown changes
 CORRECTION_GAIN = 0.04  # share of a step's deviation by which its shape's correction changes
-RARE_CORRECTION_GAIN = 0.2  # the same for a shape that has not run for a while
-FIRST_CORRECTION_GAIN = 0.3  # the same for a shape's first step; for its n-th step 0.3 / n, down to 0.04
 MAX_DEVIATION = 0.8  # log ratio: a step 2.2 times as long as expected was disturbed by other load
-MAX_SHAPE_DEVIATION = 0.3  # log ratio: the most that one step's deviation counts for its shape
 MAX_CORRECTION = 0.5  # log ratio: a shape's cost is corrected by a factor of 1.65 at most
 CORRECTION_DECAY = 0.999  # of a shape's correction, with every step of another shape
 CONFIRMED_STEPS = 50  # steps after which a shape's correction is stored between runs; chosen by hand
-HOST_SHARE_GAIN = 0.1  # share of a new value in the running mean `host_share`; chosen by hand
-PAD_BELOW = 0.95  # a pass is padded to a wider one that costs less than this share of it; chosen by hand
-RARE_STEPS = 16  # steps of other shapes after which a step of this one counts for more; chosen by hand
-VERSION_STEPS = 8  # steps for which results that follow from the costs are cached; chosen by hand
+NEWEST_SHARE = 0.1  # weight of the newest step in running means: about 10 steps count; 0.05 and 0.2 are equal
 
 
 @dataclass(frozen=True)
@@ -128,13 +123,6 @@ class CostTable:
         self._slowdown: float | None = None  # log ratio of real to expected times, for all shapes together
         self._trunk_cache: dict[tuple[int, int], float] = {}
         self._head_cache: dict[int, HeadCost] = {}
-        self._best_widths: dict[tuple[int, int], int] = {}  # of one version
-        self._best_widths_version = 0
-
-    @property
-    def version(self) -> int:
-        """Changes every few steps. Within one version the costs hardly change."""
-        return self._num_steps // VERSION_STEPS
 
     def step_s(self, shape: StepShape) -> float:
         """Expected seconds, on a machine as fast as in the measurement."""
@@ -183,22 +171,6 @@ class CostTable:
         )
         return max(0.0, with_row - without)
 
-    def best_width(self, rows: int, width: int) -> int:
-        """The width of a pass that needs `width`: a wider one if it costs less by the measurements."""
-        if self._best_widths_version != self.version:
-            self._best_widths_version, self._best_widths = self.version, {}
-        if (rows, width) not in self._best_widths:
-            self._best_widths[rows, width] = self._find_best_width(rows, width)
-        return self._best_widths[rows, width]
-
-    def _find_best_width(self, rows: int, width: int) -> int:
-        if (rows, width) not in self.measured.trunk_s:
-            return width
-        measured = [w for w in WIDTHS if w >= width and (rows, w) in self.measured.trunk_s]
-        cost_s = {w: self._corrected_s(rows, w) for w in measured}
-        best = min(cost_s, key=lambda w: (cost_s[w], w))
-        return best if cost_s[best] < PAD_BELOW * cost_s[width] else width
-
     # -- steps that really run ---------------------------------------------------------------------------
 
     def observe(self, shape: StepShape, seconds: float, host_s: float | None = None) -> None:
@@ -209,7 +181,7 @@ class CostTable:
         self._num_steps += 1
         if host_s is not None:
             share = min(1.0, host_s / max(seconds, 1e-9))
-            self.host_share += HOST_SHARE_GAIN * (share - self.host_share)
+            self.host_share += NEWEST_SHARE * (share - self.host_share)
         key = (shape.rows, round(shape.width))
         if key not in self._last_observed:  # a shape's first step may have compiled code or grown memory
             self._last_observed[key] = self._num_steps
@@ -220,11 +192,11 @@ class CostTable:
         deviation = ratio - self._slowdown
         self._slowdown += SLOWDOWN_GAIN * clipped(deviation, MAX_DEVIATION)
         num_observed = self._num_observed.get(key, 0)
-        is_rare = self._num_steps - self._last_observed[key] >= RARE_STEPS
-        gain = RARE_CORRECTION_GAIN if is_rare else CORRECTION_GAIN
-        if abs(deviation) < MAX_DEVIATION:
-            gain = max(gain, FIRST_CORRECTION_GAIN / (1 + num_observed))
-        correction = self._correction(*key) + gain * clipped(deviation, MAX_SHAPE_DEVIATION)
+        correction = self._correction(*key)
+        if (
+            abs(deviation) < MAX_DEVIATION
+        ):  # the measurement counts as one step, so the first few count for more
+            correction += max(CORRECTION_GAIN, 1 / (2 + num_observed)) * deviation
         self._corrections[key] = clipped(correction, MAX_CORRECTION)
         self._last_observed[key] = self._num_steps
         self._num_observed[key] = num_observed + 1

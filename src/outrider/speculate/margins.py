@@ -11,14 +11,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The first chances and shares, which count before any comparison, are rounded from the default model's head
-# (docs/LOG.md, "What the head knows itself"). The weight and the decay were chosen by hand.
 LIMITS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # between the classes, as differences of logits
-FIRST_CHANCES = (0.3, 0.4, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98)  # of each class to be right
-FIRST_SHARES = (0.06, 0.06, 0.1, 0.08, 0.07, 0.14, 0.11, 0.18, 0.2)  # of each class among all drafts
-FIRST_MEAN = 0.75  # the chance of a draft of any class
-FIRST_WEIGHT = 4.0  # comparisons that a first chance is worth
-DECAY = 0.995  # of a class's counts, with every comparison in it: about 200 count
+NUM_CLASSES = len(LIMITS) + 1
+FIRST_CHANCE = 0.7  # of any draft to be right; one for each class of margins was no better
+PRIOR_WEIGHT = 4.0  # comparisons that a first estimate is worth; from the ablation: 1 costs 0.8 %
+MODEL_DECAY = (
+    0.995  # of the counts of all rows' drafts, with every comparison: about 200 count. 100 and all are equal
+)
 
 
 @dataclass(slots=True)
@@ -34,31 +33,28 @@ class MarginRecord:
     """For rows that take the best token and rows that sample: how many drafts of each class were right."""
 
     def __init__(self) -> None:
-        self._compared = [[0.0] * len(FIRST_CHANCES) for _ in range(2)]
-        self._right = [[0.0] * len(FIRST_CHANCES) for _ in range(2)]
+        self._compared = [[0.0] * NUM_CLASSES for _ in range(2)]
+        self._right = [[0.0] * NUM_CLASSES for _ in range(2)]
         self._chances: list[tuple[float, ...] | None] = [None, None]  # until the next comparison
 
     def chances(self, is_sampled: bool) -> tuple[float, ...]:
         """The chance of each class."""
         found = self._chances[is_sampled]
         if found is None:
-            counts = zip(self._right[is_sampled], self._compared[is_sampled], FIRST_CHANCES, strict=True)
-            found = self._chances[is_sampled] = tuple(
-                (right + FIRST_WEIGHT * first) / (compared + FIRST_WEIGHT)
-                for right, compared, first in counts
-            )
+            counts = zip(self._right[is_sampled], self._compared[is_sampled], strict=True)
+            found = self._chances[is_sampled] = tuple(_estimate(*each) for each in counts)
         return found
 
     @property
     def mean_chance(self) -> float:
         """Of a draft whose margin is not known yet."""
         compared, right = (sum(map(sum, counts)) for counts in (self._compared, self._right))
-        return (right + FIRST_WEIGHT * FIRST_MEAN) / (compared + FIRST_WEIGHT)
+        return _estimate(right, compared)
 
     def expected_yield(self, min_chance: float, num: int, is_sampled: bool) -> HeadYield:
         """Of `num` drafts, of which those are fed that have at least `min_chance`."""
         compared, chances = self._compared[is_sampled], self.chances(is_sampled)
-        weights = [each + FIRST_WEIGHT * share for each, share in zip(compared, FIRST_SHARES, strict=True)]
+        weights = [each + PRIOR_WEIGHT / NUM_CLASSES for each in compared]
         before, expected = 1.0, HeadYield([], [])
         for _ in range(num):
             fed = [
@@ -84,8 +80,8 @@ class MarginRecord:
         compared, right = self._compared[is_sampled], self._right[is_sampled]
         for i, margin in enumerate(margins[: num_right + 1]):
             kind = bisect_right(LIMITS, margin)
-            compared[kind] = compared[kind] * DECAY + 1
-            right[kind] = right[kind] * DECAY + (i < num_right)
+            compared[kind] = compared[kind] * MODEL_DECAY + 1
+            right[kind] = right[kind] * MODEL_DECAY + (i < num_right)
         self._chances[is_sampled] = None
 
     def as_json(self) -> list[list[list[float]]]:
@@ -97,7 +93,7 @@ class MarginRecord:
         made = cls()
         compared, right = ([[float(x) for x in counts] for counts in both] for both in data)  # type: ignore[attr-defined]
         for each_compared, each_right in zip(compared, right, strict=True):
-            if len(each_compared) != len(FIRST_CHANCES) or not all(
+            if len(each_compared) != NUM_CLASSES or not all(
                 0 <= r <= c < 1e6 for r, c in zip(each_right, each_compared, strict=True)
             ):
                 raise ValueError("a record of margins has other classes, or more right drafts than drafts")
@@ -105,3 +101,7 @@ class MarginRecord:
             raise ValueError("a record of margins needs the counts of greedy and of sampled rows")
         made._compared, made._right = compared, right
         return made
+
+
+def _estimate(num_right: float, num_compared: float) -> float:
+    return (num_right + PRIOR_WEIGHT * FIRST_CHANCE) / (num_compared + PRIOR_WEIGHT)

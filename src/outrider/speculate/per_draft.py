@@ -21,26 +21,26 @@ from functools import cache
 from outrider.request import MAX_DEPTH
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance
 from outrider.speculate.controller import DepthController, DraftRequest, Offer, chances_of
-from outrider.speculate.costs import CostTable, StepShape, guessed_costs
+from outrider.speculate.costs import NEWEST_SHARE, CostTable, StepShape, guessed_costs
 from outrider.speculate.depth import DepthChoice
 from outrider.speculate.draft_choice import RowOffers, StepCost, choose_drafts
 from outrider.speculate.margins import HeadYield
 from outrider.speculate.prompt_costs import MeasuredPromptCosts
 
-MAX_PADDING_SHARE = 0.5  # of a token's cost: with more, rows share their width; chosen by hand
-MAX_WAIT = 0.93  # plain steps that rows wait for a token: else the head does not draft; chosen by hand
+# Of a token's cost: with more, rows share their width. Margins on such machines cost 5 % in the ablation.
+MAX_PADDING_SHARE = 0.5
+# Plain steps that rows wait for a token: else the head does not draft. From the ablation: 0.86 costs 1.2 %.
+# 1.0 gains 0.4 % on average, but texts that the head does not foresee fall under 0.97 of drafts off.
+MAX_WAIT = 0.95
 # Tokens that a draft has to bring for the time that it takes, beside other rows. A row that gets ahead of
 # them saves its own part of later steps, but no reads of weights. From the simulator (docs/LOG.md): bursts of
 # 4 and 8 rows reach 0.97 of drafts off (0.95 with 1.0).
 MIN_RETURN = 1.25
-YIELD_SHARE = 0.1  # weight of the newest step in a row's yield from its head; from the simulator
-# While the head is paused. A probe of two rows takes about half of a plain step of 8 rows, as heads have to
-# catch up: one in 64 steps takes 1 % of the time.
-PROBE_INTERVAL, NUM_PROBE_ROWS = 64, 2
-# Steps in which drafts have to bring what it costs to go on after a pause; chosen by hand.
-CATCH_UP_STEPS = 32
+# Steps between two probes while the head is paused, and between two plain steps while it drafts. A probe of
+# two rows takes about half of a plain step of 8 rows, as heads have to catch up: one in 64 steps takes 1 %.
+# From the ablation: 32 costs 0.6 %. 128 gains 0.4 % in bursts, but heads come back later.
+PROBE_INTERVAL = 64
 MANY_ROWS = 16  # a missed cell is taken to cost the head as much as the last of so many rows
-MEAN_SHARE = 0.05  # weight of the newest step in running means of all rows; chosen by hand
 
 
 def new_controller(
@@ -75,7 +75,6 @@ class _Prices:
 
 class PerDraftController(DepthController):
     probe_interval = PROBE_INTERVAL
-    num_probe_rows = NUM_PROBE_ROWS
 
     def __init__(
         self,
@@ -85,8 +84,6 @@ class PerDraftController(DepthController):
         copied_bytes: int = 0,
     ) -> None:
         super().__init__(costs, acceptance, prompts=prompts, copied_bytes=copied_bytes)
-        # Running means over the last steps: tokens of a row on auto, and the step's time in plain steps.
-        self._tokens = self._stretch = 1.0
         self._paused: list[tuple[RowAcceptance, bool]] = []  # `_rows_of` the step that paused the head
         self._paused_min_chance = 0.0  # least chance of a draft that was worth feeding in that step
         self._steps_paused = 0  # since that step
@@ -99,7 +96,6 @@ class PerDraftController(DepthController):
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
         decoding = [request for request in requests if not request.joins]
         if self._stays_paused(requests):
-            self._count(1.0, 1.0)
             self._steps_paused += 1
             nums = self._num_drafts_next(requests, 1, self.rows_to_probe(requests, []))
             return DepthChoice(((0, 0),) * len(requests), nums)
@@ -113,7 +109,6 @@ class PerDraftController(DepthController):
         if drafting and self._wants_plain_step(requests):
             self._steps_since_plain = 0
             return DepthChoice(((0, 0),) * len(requests), (0,) * len(requests))
-        self._count_step(rows, fed, cost, self._head_s(requests, len(drafting), depth))
         of_decoding = iter(fed)
         feed = tuple((0, 0) if request.joins else next(of_decoding) for request in requests)
         return DepthChoice(feed, self._num_drafts_next(requests, depth, drafting))
@@ -166,15 +161,12 @@ class PerDraftController(DepthController):
     def _prices(self, decoding: Sequence[DraftRequest], cost: StepCost) -> _Prices:
         """What tokens are worth and cost now.
 
-        The rows' waits for their next tokens sum to step_s * (auto rows / tokens + fixed rows). A token is
-        worth the time by which the step may get longer for it without changing this sum; beside other rows,
-        somewhat less (MIN_RETURN).
+        A plain step brings each row a token. So a token is worth a row's part of a plain step; beside other
+        rows, somewhat less (MIN_RETURN).
         """
         num_rows = max(1, len(decoding))
-        num_auto = sum(request.fixed_depth is None for request in decoding) or 1
-        plain_s, tokens = cost(num_rows, 1), self._tokens
-        token_s = plain_s * self._stretch / (tokens * num_auto + tokens**2 * (num_rows - num_auto))
-        token_s /= MIN_RETURN if num_rows > 1 else 1.0
+        plain_s = cost(num_rows, 1)
+        token_s = plain_s / num_rows / _min_return(num_rows)
         return _Prices(token_s, max(0.0, cost(2 * num_rows, 2) - plain_s) / num_rows)
 
     def _offers(self, request: DraftRequest) -> RowOffers:
@@ -189,23 +181,6 @@ class PerDraftController(DepthController):
         return certain + self.acceptance.margins.all_right(
             offer.margins[offer.num_certain :], record.is_sampled
         )
-
-    def _count_step(
-        self, rows: Sequence[RowOffers], fed: Sequence[tuple[int, int]], cost: StepCost, head_s: float
-    ) -> None:
-        auto = [
-            sum(row.offers[which][:num]) if num else 0.0
-            for row, (which, num) in zip(rows, fed, strict=True)
-            if row.fixed_depth is None
-        ]
-        if auto:
-            nums = [num for _, num in fed]
-            step_s = cost(len(rows) + sum(nums), 1 + max(nums)) + head_s
-            self._count(1 + sum(auto) / len(auto), step_s / cost(len(rows), 1))
-
-    def _count(self, tokens: float, stretch: float) -> None:
-        self._tokens += MEAN_SHARE * (tokens - self._tokens)
-        self._stretch += MEAN_SHARE * (stretch - self._stretch)
 
     # -- drafts that the head makes ----------------------------------------------------------------------
 
@@ -244,7 +219,8 @@ class PerDraftController(DepthController):
             tokens = [num + one.tokens[depth - 1] for num, one in zip(tokens, yields, strict=True)]
             num_fed += sum(one.fed[depth - 1] for one in yields)
             # By the cost of the whole step: further drafts may cost more than the first one.
-            step_s = cost(num_decoding + num_fed, 1 + depth)
+            num_tokens = num_decoding + min(num_fed, num_decoding * depth)  # the sum may be rounded up
+            step_s = cost(num_tokens, 1 + depth)
             step_s += self._head_s(requests, len(rows), depth) + catch_up_s
             steps_per_token = sum(1 / num for num in tokens) + num_others
             yield step_s / plain_s * steps_per_token / max(1, len(rows) + num_others)
@@ -254,7 +230,7 @@ class PerDraftController(DepthController):
         num_cells = sum(request.head_lag for request in requests)
         if not num_cells:
             return 0.0
-        num_steps = min(CATCH_UP_STEPS, sum(request.num_left for request in requests) / len(requests))
+        num_steps = min(self.probe_interval, sum(request.num_left for request in requests) / len(requests))
         return num_cells * self.costs.head_row_s(MANY_ROWS, MANY_ROWS, 0) / max(1.0, num_steps)
 
     def _head_yield(self, record: RowAcceptance, prices: _Prices) -> HeadYield:
@@ -271,12 +247,16 @@ class PerDraftController(DepthController):
             known, chances = self._head_yield(request.record, prices), list(made)
             while len(chances) < MAX_DEPTH:  # drafts that were not made
                 chances.append(chances[-1] * self.acceptance.margins.mean_chance)
-            share = max(YIELD_SHARE, 1 / (2 + known.num_steps))  # the first estimate counts once
+            share = max(NEWEST_SHARE, 1 / (2 + known.num_steps))  # the first estimate counts once
             known.num_steps += 1
             for i, chance in enumerate(chances[:MAX_DEPTH]):
                 is_fed = chance >= prices.min_chance
                 known.tokens[i] += share * (chance * is_fed - known.tokens[i])
                 known.fed[i] += share * (is_fed - known.fed[i])
+
+
+def _min_return(num_rows: int) -> float:
+    return MIN_RETURN if num_rows > 1 else 1.0
 
 
 def _rows_of(requests: Sequence[DraftRequest]) -> list[tuple[RowAcceptance, bool]]:
