@@ -120,7 +120,7 @@ def constants() -> list[Constant]:
         Constant(c, "CORRECTION_DECAY", memory(c.CORRECTION_DECAY)),
         Constant(p, "MAX_PADDING_SHARE", {"off": 2.0}, ("counts",)),
         Constant(p, "MAX_WAIT", excess(p.MAX_WAIT), judged),
-        Constant(p, "MIN_RETURN", excess(p.MIN_RETURN), judged),
+        Constant(p, "RETURN_PER_ROW", scaled(p.RETURN_PER_ROW) | {"off": 0.0}, judged),
         Constant(p, "PROBE_INTERVAL", scaled(p.PROBE_INTERVAL) | never, judged, (), PerDraftController),
         Constant(p, "MANY_ROWS", scaled(p.MANY_ROWS), judged),
         Constant(s, "FEW_DEPTHS", {"off": s.ALL_DEPTHS}, traced),
