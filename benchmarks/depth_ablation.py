@@ -99,6 +99,7 @@ def constants() -> list[Constant]:
     unused = {"off": 1e9}  # a weight that makes a prior all that counts
     return [
         Constant(a, "ROW_DECAY", memory(a.ROW_DECAY)),
+        Constant(a, "ROW_PRIOR_WEIGHT", scaled(a.ROW_PRIOR_WEIGHT) | unused),
         Constant(m, "MODEL_DECAY", memory(m.MODEL_DECAY), others=(a,)),
         Constant(m, "PRIOR_WEIGHT", scaled(m.PRIOR_WEIGHT) | {"never": 0.01} | unused),
         Constant(m, "FIRST_CHANCE", {"half": 0.5, "double": 0.9}, others=(a,)),
@@ -118,7 +119,8 @@ def constants() -> list[Constant]:
         Constant(c, "MAX_CORRECTION", scaled(c.MAX_CORRECTION) | {"off": math.inf}),
         Constant(c, "CORRECTION_DECAY", memory(c.CORRECTION_DECAY)),
         Constant(p, "MAX_PADDING_SHARE", {"off": 2.0}, ("counts",)),
-        Constant(p, "MIN_RETURN", excess(p.MIN_RETURN), judged),
+        Constant(p, "MAX_WAIT", excess(p.MAX_WAIT), judged),
+        Constant(p, "RETURN_PER_ROW", scaled(p.RETURN_PER_ROW) | {"off": 0.0}, judged),
         Constant(p, "PROBE_INTERVAL", scaled(p.PROBE_INTERVAL) | never, judged, (), PerDraftController),
         Constant(p, "MANY_ROWS", scaled(p.MANY_ROWS), judged),
         Constant(s, "FEW_DEPTHS", {"off": s.ALL_DEPTHS}, traced),

@@ -18,14 +18,14 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_cases")
 def test_the_table_of_one_constant(capsys: pytest.CaptureFixture[str]) -> None:
-    usual = per_draft.MIN_RETURN
-    depth_ablation.print_constants(2, ["MIN_RETURN"])
+    usual = per_draft.RETURN_PER_ROW
+    depth_ablation.print_constants(2, ["RETURN_PER_ROW"])
     printed = capsys.readouterr().out
     for alternative in ("half", "double", "off"):
         assert f"{alternative} " in printed
-    assert "per_draft.MIN_RETURN" in printed
+    assert "per_draft.RETURN_PER_ROW" in printed
     assert "acceptance." not in printed
-    assert usual == per_draft.MIN_RETURN
+    assert usual == per_draft.RETURN_PER_ROW
 
 
 def test_a_change_has_the_noise_of_its_seeds() -> None:

@@ -91,7 +91,7 @@ def test_auto_is_near_the_best_constant_depth_and_never_below_depth_0(
     paces = constant_paces(machine, kind, num_rows)
     auto = pace(machine, kind, num_rows, None)
     assert auto >= (0.95 if machine == "linear" else 0.97) * paces[0]  # no machine is so dear
-    # Where each draft is judged, drafts that hardly pay are not made beside other rows: MIN_RETURN.
+    # Where each draft is judged, drafts that hardly pay are not made beside other rows: RETURN_PER_ROW.
     assert auto >= (0.92 if machine in ("quantised", "default model") else 0.95) * max(paces)
 
 

@@ -29,10 +29,13 @@ from outrider.speculate.prompt_costs import MeasuredPromptCosts
 
 # Of a token's cost: with more, rows share their width. Margins on such machines cost 5 % in the ablation.
 MAX_PADDING_SHARE = 0.5
-# Tokens that a draft has to bring for the time that it takes, beside other rows. A row that gets ahead of
-# them saves its own part of later steps, but no reads of weights. From the simulator (docs/LOG.md): bursts of
-# 4 and 8 rows reach 0.97 of drafts off (0.95 with 1.0).
-MIN_RETURN = 1.25
+# Plain steps that rows wait for a token: else the head does not draft. From the ablation: 0.86 costs 1.2 %.
+# 1.0 gains 0.4 % on average, but texts that the head does not foresee fall under 0.97 of drafts off.
+MAX_WAIT = 0.95
+# A draft of one of n rows has to bring 1 + (n - 1) / 8 times its cost. A row that gets ahead of the others
+# saves its own part of later steps, but no reads of weights. By the last answer, chat, code and words
+# then have at least 0.97 of drafts off in simulated bursts. 1/4 costs 2 % of the mean answer at 4 rows.
+RETURN_PER_ROW = 1 / 8
 # Steps between two probes while the head is paused, and between two plain steps while it drafts. A probe of
 # two rows takes about half of a plain step of 8 rows, as heads have to catch up: one in 64 steps takes 1 %.
 # From the ablation: 32 costs 0.6 %. 128 gains 0.4 % in bursts, but heads come back later.
@@ -159,7 +162,7 @@ class PerDraftController(DepthController):
         """What tokens are worth and cost now.
 
         A plain step brings each row a token. So a token is worth a row's part of a plain step; beside other
-        rows, somewhat less (MIN_RETURN).
+        rows, less (RETURN_PER_ROW).
         """
         num_rows = max(1, len(decoding))
         plain_s = cost(num_rows, 1)
@@ -189,7 +192,7 @@ class PerDraftController(DepthController):
     ) -> tuple[int, list[int]]:
         """How many drafts the head makes in this step, and for which rows on auto."""
         rows = [i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0]
-        best, best_wait, before = 0, 1.0, math.inf
+        best, best_wait, before = 0, MAX_WAIT, math.inf
         for depth, wait in enumerate(self._waits(requests, rows, prices, cost), 1):
             if wait > before:
                 break  # waits fall to the best depth, and rise from there on
@@ -207,7 +210,7 @@ class PerDraftController(DepthController):
     ) -> Iterator[float]:
         """Plain steps until a row's next token, on average, if the head makes 1, 2, .. drafts for `rows`."""
         num_decoding = max(1, sum(not request.joins for request in requests))
-        plain_s, min_return = cost(num_decoding, 1), _min_return(num_decoding)
+        plain_s = cost(num_decoding, 1)
         yields = [self._head_yield(requests[i].record, prices) for i in rows]
         num_others = sum(not request.joins for request in requests if request.fixed_depth is not None)
         catch_up_s = self._catch_up_s([requests[i] for i in rows])
@@ -216,11 +219,11 @@ class PerDraftController(DepthController):
             tokens = [num + one.tokens[depth - 1] for num, one in zip(tokens, yields, strict=True)]
             num_fed += sum(one.fed[depth - 1] for one in yields)
             # By the cost of the whole step: further drafts may cost more than the first one.
-            step_s = cost(num_decoding + num_fed, 1 + depth)
+            num_tokens = num_decoding + min(num_fed, num_decoding * depth)  # the sum may be rounded up
+            step_s = cost(num_tokens, 1 + depth)
             step_s += self._head_s(requests, len(rows), depth) + catch_up_s
             steps_per_token = sum(1 / num for num in tokens) + num_others
-            weighed_s = plain_s + min_return * (step_s - plain_s)
-            yield weighed_s / plain_s * steps_per_token / max(1, len(rows) + num_others)
+            yield step_s / plain_s * steps_per_token / max(1, len(rows) + num_others)
 
     def _catch_up_s(self, requests: Sequence[DraftRequest]) -> float:
         """What it takes to feed the head what it has missed of these rows, shared among the next steps."""
@@ -253,7 +256,7 @@ class PerDraftController(DepthController):
 
 
 def _min_return(num_rows: int) -> float:
-    return MIN_RETURN if num_rows > 1 else 1.0
+    return 1 + RETURN_PER_ROW * (num_rows - 1)
 
 
 def _rows_of(requests: Sequence[DraftRequest]) -> list[tuple[RowAcceptance, bool]]:
