@@ -32,10 +32,11 @@ MAX_PADDING_SHARE = 0.5
 # Plain steps that rows wait for a token: else the head does not draft. From the ablation: 0.86 costs 1.2 %.
 # 1.0 gains 0.4 % on average, but texts that the head does not foresee fall under 0.97 of drafts off.
 MAX_WAIT = 0.95
-# A draft of one of n rows has to bring 1 + (n - 1) / 8 times its cost. A row that gets ahead of the others
-# saves its own part of later steps, but no reads of weights. By the last answer, chat, code and words
-# then have at least 0.97 of drafts off in simulated bursts. 1/4 costs 2 % of the mean answer at 4 rows.
-RETURN_PER_ROW = 1 / 8
+# A draft of one of n rows has to bring 1 + (n - 1) / 4 times its cost. A row that gets ahead of the others
+# saves its own part of later steps, but no reads of weights. Real bursts of 4 rows of the default model, by
+# the last answer and without the host's part: 0.99 of drafts off with 1/8, 1.00 with 1/4. With 0.4 two rows
+# lose a seventh of what drafts bring.
+RETURN_PER_ROW = 1 / 4
 # Steps between two probes while the head is paused, and between two plain steps while it drafts. A probe of
 # two rows takes about half of a plain step of 8 rows, as heads have to catch up: one in 64 steps takes 1 %.
 # From the ablation: 32 costs 0.6 %. 128 gains 0.4 % in bursts, but heads come back later.
@@ -84,6 +85,8 @@ class PerDraftController(DepthController):
         copied_bytes: int = 0,
     ) -> None:
         super().__init__(costs, acceptance, prompts=prompts, copied_bytes=copied_bytes)
+        # Running means over the last steps: tokens of a row on auto, and the step's time in plain steps.
+        self._tokens = self._stretch = 1.0
         self._paused: list[tuple[RowAcceptance, bool]] = []  # `_rows_of` the step that paused the head
         self._paused_min_chance = 0.0  # least chance of a draft that was worth feeding in that step
         self._steps_paused = 0  # since that step
@@ -96,6 +99,7 @@ class PerDraftController(DepthController):
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
         decoding = [request for request in requests if not request.joins]
         if self._stays_paused(requests):
+            self._count(1.0, 1.0)
             self._steps_paused += 1
             nums = self._num_drafts_next(requests, 1, self.rows_to_probe(requests, []))
             return DepthChoice(((0, 0),) * len(requests), nums)
@@ -109,6 +113,7 @@ class PerDraftController(DepthController):
         if drafting and self._wants_plain_step(requests):
             self._steps_since_plain = 0
             return DepthChoice(((0, 0),) * len(requests), (0,) * len(requests))
+        self._count_step(rows, fed, cost, self._head_s(requests, len(drafting), depth))
         of_decoding = iter(fed)
         feed = tuple((0, 0) if request.joins else next(of_decoding) for request in requests)
         return DepthChoice(feed, self._num_drafts_next(requests, depth, drafting))
@@ -161,12 +166,15 @@ class PerDraftController(DepthController):
     def _prices(self, decoding: Sequence[DraftRequest], cost: StepCost) -> _Prices:
         """What tokens are worth and cost now.
 
-        A plain step brings each row a token. So a token is worth a row's part of a plain step; beside other
-        rows, less (RETURN_PER_ROW).
+        The rows' waits for their next tokens sum to step_s * (auto rows / tokens + fixed rows). A token is
+        worth the time by which the step may get longer for it without changing this sum; beside other rows,
+        somewhat less (RETURN_PER_ROW).
         """
         num_rows = max(1, len(decoding))
-        plain_s = cost(num_rows, 1)
-        token_s = plain_s / num_rows / _min_return(num_rows)
+        num_auto = sum(request.fixed_depth is None for request in decoding) or 1
+        plain_s, tokens = cost(num_rows, 1), self._tokens
+        token_s = plain_s * self._stretch / (tokens * num_auto + tokens**2 * (num_rows - num_auto))
+        token_s /= _min_return(num_rows)
         return _Prices(token_s, max(0.0, cost(2 * num_rows, 2) - plain_s) / num_rows)
 
     def _offers(self, request: DraftRequest) -> RowOffers:
@@ -181,6 +189,23 @@ class PerDraftController(DepthController):
         return certain + self.acceptance.margins.all_right(
             offer.margins[offer.num_certain :], record.is_sampled
         )
+
+    def _count_step(
+        self, rows: Sequence[RowOffers], fed: Sequence[tuple[int, int]], cost: StepCost, head_s: float
+    ) -> None:
+        auto = [
+            sum(row.offers[which][:num]) if num else 0.0
+            for row, (which, num) in zip(rows, fed, strict=True)
+            if row.fixed_depth is None
+        ]
+        if auto:
+            nums = [num for _, num in fed]
+            step_s = cost(len(rows) + sum(nums), 1 + max(nums)) + head_s
+            self._count(1 + sum(auto) / len(auto), step_s / cost(len(rows), 1))
+
+    def _count(self, tokens: float, stretch: float) -> None:
+        self._tokens += NEWEST_SHARE * (tokens - self._tokens)
+        self._stretch += NEWEST_SHARE * (stretch - self._stretch)
 
     # -- drafts that the head makes ----------------------------------------------------------------------
 
