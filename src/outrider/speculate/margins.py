@@ -15,9 +15,8 @@ LIMITS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # between the classes, as di
 NUM_CLASSES = len(LIMITS) + 1
 FIRST_CHANCE = 0.7  # of any draft to be right; one for each class of margins was no better
 PRIOR_WEIGHT = 4.0  # comparisons that a first estimate is worth; from the ablation: 1 costs 0.8 %
-MODEL_DECAY = (
-    0.995  # of the counts of all rows' drafts, with every comparison: about 200 count. 100 and all are equal
-)
+# Of the counts of all rows' drafts, with every comparison: about 200 count. 100 and all are equal.
+MODEL_DECAY = 0.995
 
 
 @dataclass(slots=True)
