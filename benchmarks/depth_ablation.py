@@ -34,7 +34,7 @@ from benchmarks.depth_cases import (
     usual_controller,
 )
 from outrider.request import MAX_DEPTH, SamplingParams
-from outrider.speculate import acceptance, controller, costs, margins, per_draft, shapes
+from outrider.speculate import acceptance, controller, costs, depth, margins, per_draft, shapes
 from outrider.speculate.acceptance import RowAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
@@ -99,11 +99,18 @@ def constants() -> list[Constant]:
     unused = {"off": 1e9}  # a weight that makes a prior all that counts
     return [
         Constant(a, "ROW_DECAY", memory(a.ROW_DECAY)),
+        Constant(a, "RECENT_DECAY", memory(a.RECENT_DECAY)),
+        Constant(a, "MODEL_DECAY", memory(a.MODEL_DECAY)),
+        Constant(a, "IDLE_DECAY", memory(a.IDLE_DECAY), counted),
         Constant(a, "ROW_PRIOR_WEIGHT", scaled(a.ROW_PRIOR_WEIGHT) | unused),
-        Constant(m, "MODEL_DECAY", memory(m.MODEL_DECAY), others=(a,)),
+        Constant(a, "RECENT_PRIOR_WEIGHT", scaled(a.RECENT_PRIOR_WEIGHT) | unused),
+        Constant(a, "GUESS_WEIGHT", scaled(a.GUESS_WEIGHT) | {"off": 0.01}),
+        Constant(a, "FIRST_GUESS", {"off": dict.fromkeys(a.FIRST_GUESS, 0.6)}),
+        Constant(a, "TEMPERATURE_LIMITS", {"off": (0.0,)}),
+        Constant(m, "MODEL_DECAY", memory(m.MODEL_DECAY), judged),
         Constant(m, "PRIOR_WEIGHT", scaled(m.PRIOR_WEIGHT) | {"never": 0.01} | unused),
-        Constant(m, "FIRST_CHANCE", {"half": 0.5, "double": 0.9}, others=(a,)),
-        Constant(c, "NEWEST_SHARE", scaled(c.NEWEST_SHARE), others=(controller, p)),
+        Constant(m, "FIRST_CHANCE", {"half": 0.5, "double": 0.9}, judged),
+        Constant(c, "NEWEST_SHARE", scaled(c.NEWEST_SHARE), others=(p,)),
         Constant(
             controller,
             "PROBE_INTERVAL",
@@ -112,7 +119,12 @@ def constants() -> list[Constant]:
             (),
             DepthController,
         ),
-        Constant(controller, "NUM_PROBE_ROWS", scaled(controller.NUM_PROBE_ROWS)),
+        Constant(
+            controller, "NUM_PROBE_ROWS", scaled(controller.NUM_PROBE_ROWS), counted, (), DepthController
+        ),
+        Constant(controller, "OTHER_SHARE_GAIN", scaled(controller.OTHER_SHARE_GAIN) | {"off": 0.0}, counted),
+        Constant(controller, "MIN_OTHER_SHARE", scaled(controller.MIN_OTHER_SHARE) | {"off": 0.0}, counted),
+        Constant(depth, "MIN_SPEEDUP", excess(depth.MIN_SPEEDUP), counted),
         Constant(c, "SLOWDOWN_GAIN", scaled(c.SLOWDOWN_GAIN) | {"off": 0.0}),
         Constant(c, "CORRECTION_GAIN", scaled(c.CORRECTION_GAIN) | {"off": 0.0}),
         Constant(c, "MAX_DEVIATION", scaled(c.MAX_DEVIATION) | {"off": math.inf}),
@@ -122,6 +134,7 @@ def constants() -> list[Constant]:
         Constant(p, "MAX_WAIT", excess(p.MAX_WAIT), judged),
         Constant(p, "RETURN_PER_ROW", scaled(p.RETURN_PER_ROW) | {"off": 0.0}, judged),
         Constant(p, "PROBE_INTERVAL", scaled(p.PROBE_INTERVAL) | never, judged, (), PerDraftController),
+        Constant(p, "NUM_PROBE_ROWS", scaled(p.NUM_PROBE_ROWS), judged, (), PerDraftController),
         Constant(p, "MANY_ROWS", scaled(p.MANY_ROWS), judged),
         Constant(s, "FEW_DEPTHS", {"off": s.ALL_DEPTHS}, traced),
         Constant(s, "FREE_PADDING", excess(s.FREE_PADDING), traced),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from outrider.request import SamplingParams
-from outrider.speculate.controller import NUM_PROBE_ROWS, DraftRequest, Offer
+from outrider.speculate.controller import DraftRequest, Offer
 from outrider.speculate.costs import CostTable, guessed_costs
-from outrider.speculate.per_draft import PROBE_INTERVAL, PerDraftController
+from outrider.speculate.per_draft import NUM_PROBE_ROWS, PROBE_INTERVAL, PerDraftController
 
 
 class CountingController(PerDraftController):

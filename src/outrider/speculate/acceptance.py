@@ -7,7 +7,7 @@ that the model commits there, given that drafts 1..j-1 did:
 
 The counts decay, so a record follows the text. The prior of one record is the estimate of the next:
 
-    row's own comparisons -> all rows' comparisons -> FIRST_CHANCE
+    row's own comparisons -> all rows' recent comparisons -> all rows' comparisons ever -> FIRST_GUESS
 
 Every draft that is compared with a committed token counts, whether the trunk was fed the draft or not.
 """
@@ -18,17 +18,24 @@ from collections.abc import Sequence
 from typing import Literal
 
 from outrider.request import MAX_DEPTH, SamplingParams
-from outrider.speculate.margins import FIRST_CHANCE, MODEL_DECAY, PRIOR_WEIGHT, HeadYield, MarginRecord
+from outrider.speculate.margins import HeadYield, MarginRecord
 
 Source = Literal["head", "ngram", "prediction", "forced"]
-SourceClass = tuple[Source, bool]  # a source, and whether rows sample: sampled text accepts fewer drafts
+SourceClass = tuple[Source, int]  # a source and a temperature class
 FALLIBLE_SOURCES: tuple[Source, ...] = ("head", "ngram", "prediction")  # forced drafts are always right
 
-# Of a row's counts of a position, with every comparison at that position: 12 count. From the ablation: 0.84
-# to 1 are equal in bursts. With 0.95 a row is slow to stop when its text becomes unpredictable.
-ROW_DECAY = 0.92
-# Comparisons that the model's estimate is worth. 1 to 4 are equal; without the row's own record 1 % is lost.
-ROW_PRIOR_WEIGHT = 1.0
+# Decays: the factor by which a position's counts shrink with every new comparison at that position. A decay d
+# remembers about 1 / (1 - d) comparisons. The decays and the weights below were chosen with the simulator
+# (tests/speculate), so that drafting stops soon after a text becomes harder, and comes back soon after.
+ROW_DECAY = 0.92  # one row: 12 comparisons
+RECENT_DECAY = 0.91  # all rows, recently: 11 comparisons
+MODEL_DECAY = 0.999  # all rows, ever: 1000 comparisons
+IDLE_DECAY = 0.97  # of a row's counts, for every step in which no row drafts: probes then count for more
+ROW_PRIOR_WEIGHT = 2.0  # comparisons that the model's estimate is worth in a row's record
+RECENT_PRIOR_WEIGHT = 6.0  # comparisons that the long record is worth in the recent one
+GUESS_WEIGHT = 20.0  # comparisons that the first guess is worth in the long record
+FIRST_GUESS: dict[Source, float] = {"head": 0.6, "ngram": 0.4, "prediction": 0.8}  # chosen by hand
+TEMPERATURE_LIMITS = (0.0, 0.5, 1.0)  # upper ends of temperature classes: hotter text accepts fewer drafts
 
 
 class PositionCounts:
@@ -48,41 +55,56 @@ class PositionCounts:
             self.compared[i] = self.compared[i] * self._decay + (i < num_compared)
             self.accepted[i] = self.accepted[i] * self._decay + (i < num_accepted)
 
+    def decay_all(self, factor: float) -> None:
+        self.compared = [count * factor for count in self.compared]
+        self.accepted = [count * factor for count in self.accepted]
+
     def chance(self, position: int, prior: float, weight: float) -> float:
         return (self.accepted[position] + weight * prior) / (self.compared[position] + weight)
 
 
 class ModelAcceptance:
-    """The acceptance that a new row of this model can expect. It is stored between runs."""
+    """The acceptance that a new row of this model can expect, by source and temperature class.
+
+    Two records of all rows' comparisons: a long one, which is stored between runs, and a recent one.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[SourceClass, PositionCounts] = {}
+        self._long: dict[SourceClass, PositionCounts] = {}
+        self._recent: dict[SourceClass, PositionCounts] = {}
         self._chances: dict[SourceClass, list[float]] = {}  # until the next comparison
         self.margins = MarginRecord()
 
-    def chances(self, source: Source, is_sampled: bool) -> list[float]:
+    def chances(self, source: Source, temperature_class: int) -> list[float]:
         """For every position: the chance that a draft is right if all drafts before it are."""
-        key = (source, is_sampled)
+        key = (source, temperature_class)
         if key not in self._chances:
-            counts, estimate, chances = self._counts.get(key), FIRST_CHANCE, []
+            long, recent = self._long.get(key), self._recent.get(key)
+            estimate = FIRST_GUESS[source]
+            chances = []
             for position in range(MAX_DEPTH):
-                if counts is not None:  # the prior of a position is the estimate of the position before it
-                    estimate = counts.chance(position, estimate, PRIOR_WEIGHT)
-                chances.append(estimate)
+                if long is not None:  # the prior of a position is the estimate of the position before it
+                    estimate = long.chance(position, estimate, GUESS_WEIGHT)
+                chances.append(
+                    estimate if recent is None else recent.chance(position, estimate, RECENT_PRIOR_WEIGHT)
+                )
             self._chances[key] = chances
         return self._chances[key]
 
-    def add(self, source: Source, is_sampled: bool, num_compared: int, num_accepted: int) -> None:
-        key = (source, is_sampled)
-        if key not in self._counts:
-            self._counts[key] = PositionCounts(MODEL_DECAY)
-        self._counts[key].add(num_compared, num_accepted)
+    def add(self, source: Source, temperature_class: int, num_compared: int, num_accepted: int) -> None:
+        key = (source, temperature_class)
+        if key not in self._long:
+            self._long[key] = PositionCounts(MODEL_DECAY)
+        if key not in self._recent:
+            self._recent[key] = PositionCounts(RECENT_DECAY)
+        self._long[key].add(num_compared, num_accepted)
+        self._recent[key].add(num_compared, num_accepted)
         self._chances.pop(key, None)
 
     def as_json(self) -> dict[str, object]:
         positions = [
-            [source, sampled, [round(x, 2) for x in counts.compared], [round(x, 2) for x in counts.accepted]]
-            for (source, sampled), counts in sorted(self._counts.items())
+            [source, hot, [round(x, 2) for x in counts.compared], [round(x, 2) for x in counts.accepted]]
+            for (source, hot), counts in sorted(self._long.items())
         ]
         return {"positions": positions, "margins": self.margins.as_json()}
 
@@ -91,14 +113,14 @@ class ModelAcceptance:
         """Raise KeyError, ValueError or TypeError for data that `as_json` cannot have made."""
         made = cls()
         made.margins = MarginRecord.from_json(data["margins"])  # type: ignore[index]
-        for source, is_sampled, compared, accepted in data["positions"]:  # type: ignore[index]
+        for source, hot, compared, accepted in data["positions"]:  # type: ignore[index]
             counts = PositionCounts(MODEL_DECAY)
             counts.compared, counts.accepted = _checked_counts(compared), _checked_counts(accepted)
-            if source not in FALLIBLE_SOURCES or not isinstance(is_sampled, bool):
-                raise ValueError(f"unknown acceptance record: source {source!r}, sampled {is_sampled!r}")
+            if source not in FALLIBLE_SOURCES or not 0 <= hot <= len(TEMPERATURE_LIMITS):
+                raise ValueError(f"unknown acceptance record: source {source!r}, temperature class {hot!r}")
             if any(right > total for right, total in zip(counts.accepted, counts.compared, strict=True)):
                 raise ValueError("an acceptance record has more accepted drafts than compared ones")
-            made._counts[source, is_sampled] = counts
+            made._long[source, hot] = counts
         return made
 
 
@@ -107,13 +129,18 @@ class RowAcceptance:
 
     def __init__(self, model: ModelAcceptance, params: SamplingParams) -> None:
         self._model = model
-        self.is_sampled = params.temperature > 0
+        self._temperature_class = temperature_class(params.temperature)
         self._own: dict[Source, PositionCounts] = {}
         self.steps_since_head = 0  # steps since the head last drafted for this row
         self.is_probe = False  # the head's last draft is a probe: it is compared and never fed
         self.head_yield: HeadYield | None = None  # see per_draft.py; None: no step has been counted
         self.other_source: Source | None = None  # the drafter that last offered more than the head
         self.other_share = 0.0  # share of recent steps in which another drafter offered more than the head
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if the row samples its tokens, False if it takes the most likely ones."""
+        return self._temperature_class > 0
 
     def add(
         self,
@@ -132,7 +159,7 @@ class RowAcceptance:
         if source not in self._own:
             self._own[source] = PositionCounts(ROW_DECAY)
         self._own[source].add(num_compared, num_accepted)
-        self._model.add(source, self.is_sampled, num_compared, num_accepted)
+        self._model.add(source, self._temperature_class, num_compared, num_accepted)
         self._model.margins.add(margins[:num_compared], num_accepted, self.is_sampled)
 
     def compare(
@@ -147,11 +174,16 @@ class RowAcceptance:
         if source != "forced" and num_certain == 0:
             self.add(source, len(drafts), num_matching(drafts, committed), len(committed), margins)
 
+    def count_step(self, is_head_idle: bool) -> None:
+        """Count a step. `is_head_idle`: the head drafts for no row."""
+        if is_head_idle and "head" in self._own:
+            self._own["head"].decay_all(IDLE_DECAY)
+
     def chances(self, source: Source, num: int) -> list[float]:
         """For j = 1..num: the chance that drafts 1..j are all right."""
         if source == "forced":
             return [1.0] * num
-        model_chances = self._model.chances(source, self.is_sampled)
+        model_chances = self._model.chances(source, self._temperature_class)
         own = self._own.get(source)
         all_right, estimate, chances = 1.0, model_chances[0], []
         for position in range(num):
@@ -161,6 +193,11 @@ class RowAcceptance:
             all_right *= estimate
             chances.append(all_right)
         return chances
+
+
+def temperature_class(temperature: float) -> int:
+    limits = (i for i, limit in enumerate(TEMPERATURE_LIMITS) if temperature <= limit)
+    return next(limits, len(TEMPERATURE_LIMITS))
 
 
 def num_matching(drafts: Sequence[int], committed: Sequence[int]) -> int:

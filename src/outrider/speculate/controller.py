@@ -20,14 +20,15 @@ from typing import NamedTuple
 
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance, Source
-from outrider.speculate.costs import NEWEST_SHARE, CostTable, StepShape, guessed_costs
+from outrider.speculate.costs import CostTable, StepShape, guessed_costs
 from outrider.speculate.depth import DepthChoice, RowForecast, choose
 from outrider.speculate.prompt_costs import MeasuredPromptCosts, PromptCosts
 from outrider.speculate.shapes import ShapePolicy
 
-# Steps between two probes. From the ablation: 8 and 32 are equal, without probes the worst case loses 3 %.
-PROBE_INTERVAL = 16
-NUM_PROBE_ROWS = 2  # rows that are probed while the head drafts for no row; 1 and 4 differ by 0.2 %
+PROBE_INTERVAL = 16  # steps between two probes; from the simulator: drafting comes back within 32 steps
+NUM_PROBE_ROWS = 3  # rows that are probed while the head drafts for no row; chosen by hand
+OTHER_SHARE_GAIN = 0.1  # weight of the newest step in `RowAcceptance.other_share`; chosen by hand
+MIN_OTHER_SHARE = 0.02  # under this share other drafters are left out of the forecast; chosen by hand
 
 
 class Offer(NamedTuple):
@@ -65,6 +66,7 @@ class DepthController:
     """
 
     probe_interval = PROBE_INTERVAL
+    num_probe_rows = NUM_PROBE_ROWS
 
     def __init__(
         self,
@@ -128,6 +130,9 @@ class DepthController:
     def _with_probes(self, choice: DepthChoice, requests: Sequence[DraftRequest]) -> DepthChoice:
         """Now and then, let the head make one draft for the rows that it does not draft for."""
         nums = list(choice.num_drafts_next)
+        is_head_idle = not any(nums)
+        for request in requests:
+            request.record.count_step(is_head_idle)
         for i in self.rows_to_probe(requests, [i for i, num in enumerate(nums) if num]):
             nums[i], requests[i].record.is_probe = 1, True
         return replace(choice, num_drafts_next=tuple(nums))
@@ -146,7 +151,7 @@ class DepthController:
             if i not in drafting and requests[i].record.steps_since_head >= self.probe_interval
         ]
         if not drafting:  # a step with a probe takes longer: few rows, rarely
-            due = sorted(due, key=lambda i: (requests[i].head_lag, i))[:NUM_PROBE_ROWS]
+            due = sorted(due, key=lambda i: (requests[i].head_lag, i))[: self.num_probe_rows]
         due = due if self.drafts_may_pay else []
         if due:
             self._steps_since_probe = 0
@@ -167,7 +172,7 @@ class DepthController:
             record = request.record
             from_head = sum(record.chances("head", request.max_drafts_next))
             tokens += 1 + from_head
-            if record.other_source is not None:
+            if record.other_source is not None and record.other_share >= MIN_OTHER_SHARE:
                 more = sum(record.chances(record.other_source, MAX_DEPTH)) - from_head
                 gained += record.other_share * max(0.0, more)
         return gained > self.costs.host_share * tokens
@@ -188,12 +193,17 @@ def _forecast(request: DraftRequest) -> RowForecast:
         if offer.source != "head" and sum(chances) >= best_tokens:
             best, best_tokens = offer.source, sum(chances)
     record.other_source = best or record.other_source
-    record.other_share += NEWEST_SHARE * ((best is not None) - record.other_share)
+    record.other_share += OTHER_SHARE_GAIN * ((best is not None) - record.other_share)
 
     last_depth = 0
     if not record.is_probe:
         last_depth = max((offer.num_drafts for offer in request.offers if offer.source == "head"), default=0)
-    return RowForecast(offers, request.fixed_depth, head_chances, last_depth)
+    share = record.other_share
+    if request.fixed_depth is not None or share < MIN_OTHER_SHARE or record.other_source is None:
+        return RowForecast(offers, request.fixed_depth, head_chances, last_depth=last_depth)
+    other_chances = [share * chance for chance in record.chances(record.other_source, MAX_DEPTH)]
+    head_chances = [(1 - share) * chance for chance in head_chances]
+    return RowForecast(offers, None, head_chances, other_chances, last_depth)
 
 
 def chances_of(record: RowAcceptance, offer: Offer) -> list[float]:

@@ -27,6 +27,11 @@ from itertools import accumulate
 from outrider.request import MAX_DEPTH
 from outrider.speculate.shapes import ALL_DEPTHS
 
+# Expected speed-up from which drafting starts, and which it needs while rows of fixed depth pay for it. Rows
+# that draft already go on down to a speed-up of 1: with a margin at every step, drafting went on and off
+# (docs/LOG.md, "A margin only at the beginning").
+MIN_SPEEDUP = 1.05
+
 
 @dataclass(frozen=True, slots=True)
 class RowForecast:
@@ -38,6 +43,7 @@ class RowForecast:
     offers: Sequence[Sequence[float]] = ()  # for each drafter that has drafts now: their chances
     fixed_depth: int | None = None  # the depth that the request sets; None: auto
     head_chances: Sequence[float] = ()  # of the drafts that the head can make for the next step
+    other_chances: Sequence[float] = ()  # of drafts that other drafters are likely to offer then
     last_depth: int = 0  # drafts that the head made for this step
 
 
@@ -118,16 +124,22 @@ def best_depth(
     max_depth = max((len(row.head_chances) for row in auto), default=0)
     last_depth = max((row.last_depth for row in auto), default=0)
     head_tokens = _expected_tokens(row.head_chances for row in auto)
+    other_tokens = _expected_tokens(row.other_chances for row in auto)
 
-    def forecast(depth: int) -> DepthForecast:
+    def forecast(depth: int, width: int) -> DepthForecast:
         depth = max(depth, fixed_head_depth)
-        tokens = 1 + head_tokens[depth] / max(1, len(auto))
-        width = 1 + max(fixed_width, depth)
-        return DepthForecast(depth, cost(width, depth), tokens, len(auto) / tokens + fixed_wait)
+        tokens = 1 + (head_tokens[depth] + other_tokens[width]) / max(1, len(auto))
+        return DepthForecast(depth, cost(1 + width, depth), tokens, len(auto) / tokens + fixed_wait)
 
-    best = forecast(0)
-    max_wait_s = best.wait_s
-    drafting = [forecast(depth) for depth in depths if 0 < depth <= max_depth]
+    def forecast_at(depth: int) -> DepthForecast:
+        """At the best width: a wider pass may pay where other drafters offer more than the head."""
+        narrowest = max(fixed_width, depth)
+        wider = [width for width in depths if width > narrowest] if other_tokens[-1] else []
+        return min((forecast(depth, width) for width in (narrowest, *wider)), key=lambda each: each.wait_s)
+
+    best = forecast_at(0)
+    max_wait_s = best.wait_s if last_depth and not fixed_wait else best.wait_s / MIN_SPEEDUP
+    drafting = [forecast_at(depth) for depth in depths if 0 < depth <= max_depth]
     for each in sorted(drafting, key=lambda each: each.depth != last_depth):  # the last depth comes first
         if each.wait_s < max_wait_s:
             best, max_wait_s = each, each.wait_s / (min_gain if each.depth == last_depth else 1.0)

@@ -40,7 +40,7 @@ RETURN_PER_ROW = 1 / 4
 # Steps between two probes while the head is paused, and between two plain steps while it drafts. A probe of
 # two rows takes about half of a plain step of 8 rows, as heads have to catch up: one in 64 steps takes 1 %.
 # From the ablation: 32 costs 0.6 %. 128 gains 0.4 % in bursts, but heads come back later.
-PROBE_INTERVAL = 64
+PROBE_INTERVAL, NUM_PROBE_ROWS = 64, 2
 MANY_ROWS = 16  # a missed cell is taken to cost the head as much as the last of so many rows
 
 
@@ -76,6 +76,7 @@ class _Prices:
 
 class PerDraftController(DepthController):
     probe_interval = PROBE_INTERVAL
+    num_probe_rows = NUM_PROBE_ROWS
 
     def __init__(
         self,
