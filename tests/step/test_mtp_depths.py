@@ -150,7 +150,7 @@ def _pairs(texts: list[Text], starts: Array, fed: list[int], kept: list[int]) ->
 def _rows(starts: Array, fed: list[int], kept: list[int], depth: int) -> HeadRows:
     return HeadRows(
         slots=[4, 0, 2],
-        starts=mx.array(starts),
+        starts=mx.array(starts, mx.int32),
         num_fed=mx.array(fed),
         num_committed=mx.array(kept),
         end=int((starts + fed).max()),

@@ -133,7 +133,7 @@ class RaggedKV:
             arrays = self.keys, self.values
             self.keys, self.values = cell_writes.write(keys, values, arrays, of_keys, place)
             return
-        if of_keys == of_values and self._write_cells is not None:
+        if self._write_cells is not None and of_keys == of_values and not of_keys.is_packed:
             # No name for the old buffers: whoever holds them makes the operation copy them.
             where = place.starts, place.num_fed, place.places, place.has_blocks
             self.put(self._write_cells(keys, values, self.arrays(), *where))

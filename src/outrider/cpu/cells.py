@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
+
 from outrider.cache.prefix_store import CopyCells
 from outrider.cache.ragged_kv import WriteCells
 from outrider.cpu import extension
@@ -18,6 +20,8 @@ def native_copy_cells() -> CopyCells | None:
 
 
 def native_write_cells() -> WriteCells | None:
-    """Writes keys and values. None without the native extension: MLX takes some fifteen operations."""
+    """Writes keys and values, where MLX takes some fifteen operations. None without the native extension, and
+    where the cells are on a GPU."""
     native = extension.if_loaded()
-    return None if native is None else native.write_cells
+    is_on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return native.write_cells if native is not None and is_on_cpu else None
