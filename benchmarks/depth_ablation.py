@@ -34,7 +34,16 @@ from benchmarks.depth_cases import (
     usual_controller,
 )
 from outrider.request import MAX_DEPTH, SamplingParams
-from outrider.speculate import acceptance, controller, costs, depth, margins, per_draft, shapes
+from outrider.speculate import (
+    acceptance,
+    controller,
+    costs,
+    depth,
+    margins,
+    per_draft,
+    shapes,
+    token_costs,
+)
 from outrider.speculate.acceptance import RowAcceptance
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
@@ -94,7 +103,7 @@ def excess(ratio: float) -> Alternatives:
 
 def constants() -> list[Constant]:
     counted, traced, judged = ("counts", "traced"), ("traced",), ("margins",)
-    a, c, p, s, m = acceptance, costs, per_draft, shapes, margins
+    a, c, p, s, m, t = acceptance, costs, per_draft, shapes, margins, token_costs
     never = {"off": NEVER}
     unused = {"off": 1e9}  # a weight that makes a prior all that counts
     return [
@@ -107,7 +116,7 @@ def constants() -> list[Constant]:
         Constant(a, "GUESS_WEIGHT", scaled(a.GUESS_WEIGHT) | {"off": 0.01}),
         Constant(a, "FIRST_GUESS", {"off": dict.fromkeys(a.FIRST_GUESS, 0.6)}),
         Constant(a, "TEMPERATURE_LIMITS", {"off": (0.0,)}),
-        Constant(m, "MODEL_DECAY", memory(m.MODEL_DECAY), judged),
+        Constant(m, "CLASS_DECAY", memory(m.CLASS_DECAY), judged),
         Constant(m, "PRIOR_WEIGHT", scaled(m.PRIOR_WEIGHT) | {"never": 0.01} | unused),
         Constant(m, "FIRST_CHANCE", {"half": 0.5, "double": 0.9}, judged),
         Constant(c, "NEWEST_SHARE", scaled(c.NEWEST_SHARE), others=(p,)),
@@ -130,6 +139,8 @@ def constants() -> list[Constant]:
         Constant(c, "MAX_DEVIATION", scaled(c.MAX_DEVIATION) | {"off": math.inf}),
         Constant(c, "MAX_CORRECTION", scaled(c.MAX_CORRECTION) | {"off": math.inf}),
         Constant(c, "CORRECTION_DECAY", memory(c.CORRECTION_DECAY)),
+        Constant(t, "NEARBY", scaled(t.NEARBY), judged),
+        Constant(t, "MOST_BY_ROWS", scaled(t.MOST_BY_ROWS) | {"off": 0.0}, judged),
         Constant(p, "MAX_PADDING_SHARE", {"off": 2.0}, ("counts",)),
         Constant(p, "MAX_WAIT", excess(p.MAX_WAIT), judged),
         Constant(p, "RETURN_PER_ROW", scaled(p.RETURN_PER_ROW) | {"off": 0.0}, judged),

@@ -182,11 +182,10 @@ def off(case: Case, seed: int) -> tuple[float, float]:
 
 
 def _first_table(case: Case, rng: random.Random) -> MeasuredCosts:
+    table = replace(case.table, by_tokens=not case.is_traced)  # as calibration makes it
     if not case.is_wrong:
-        return case.table
-    return replace(
-        case.table, trunk_s={key: s * rng.choice(WRONG_BY) for key, s in case.table.trunk_s.items()}
-    )
+        return table
+    return replace(table, trunk_s={key: s * rng.choice(WRONG_BY) for key, s in table.trunk_s.items()})
 
 
 def _answer(

@@ -6,9 +6,18 @@ import pytest
 from benchmarks import depth_ablation, depth_cases
 
 from outrider.engine import draft_planner
-from outrider.speculate import acceptance, controller, costs, margins, per_draft, shapes
+from outrider.speculate import (
+    acceptance,
+    controller,
+    costs,
+    depth,
+    margins,
+    per_draft,
+    shapes,
+    token_costs,
+)
 
-MODULES = (acceptance, controller, costs, draft_planner, margins, per_draft, shapes)
+MODULES = (acceptance, controller, costs, depth, draft_planner, margins, per_draft, shapes, token_costs)
 
 
 @pytest.fixture

@@ -176,7 +176,8 @@ class Simulation:
 
     def __init__(self, table: MeasuredCosts, controller: DepthController | None = None) -> None:
         self.truth = CostTable(table)
-        self.controller = controller or new_controller(CostTable(table), None, overlaps_steps=False)
+        measured = replace(table, by_tokens=True)  # as calibration makes it on a CPU
+        self.controller = controller or new_controller(CostTable(measured), None, overlaps_steps=False)
         # A head that makes no drafts is not fed. Where passes are traced it is fed.
         self.pauses_heads = self.controller.shapes.depths == ALL_DEPTHS
         self.rows: list[SimulatedRow] = []

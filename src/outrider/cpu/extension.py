@@ -65,8 +65,10 @@ def loaded() -> ModuleType:
 
 
 def if_loaded() -> ModuleType | None:
-    """The extension, if something else has needed it: it is not built for this."""
-    return extension() if extension.cache_info().currsize else None
+    """The extension, if something else has needed it: it is not built for this. None while MLX's device is a
+    GPU, where the arrays are."""
+    is_on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return extension() if is_on_cpu and extension.cache_info().currsize else None
 
 
 def build_name() -> str | None:

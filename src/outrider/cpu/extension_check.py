@@ -87,6 +87,18 @@ def _draws(module: ModuleType) -> bool:
     return found == [[DRAWN], [DRAWN_FILTERED]]
 
 
+def _writes_cells(module: ModuleType) -> bool:
+    """Compare one token's keys and values in bfloat16 with MLX's rounding."""
+    buffers = [mx.zeros((4, 1, 8, 32), mx.bfloat16)] * 2
+    keys, values = mx.sin(mx.arange(64).astype(mx.float32)).reshape(2, 1, 1, 1, 32)
+    where = mx.array([9]), mx.array([1]), mx.array([[2, 3, 0]]), True
+    found = module.write_cells(keys, values, buffers, *where)
+    return all(
+        bool(mx.array_equal(after, before.at[3, 0, 1].add(vector.reshape(-1).astype(mx.bfloat16))))
+        for after, before, vector in zip(found, buffers, (keys, values), strict=True)
+    )
+
+
 def _recurs(module: ModuleType) -> bool:
     """Compare the gated delta rule of a few tokens with the same sums in MLX's operations."""
     rows, tokens, heads, dim = 2, 3, 2, 32
@@ -116,5 +128,6 @@ _CHECKS: Mapping[str, Callable[[ModuleType], bool]] = {
     },
     "the best two scores": _finds_the_best_two,
     "drawn tokens": _draws,
+    "written cells": _writes_cells,
     "the delta rule": _recurs,
 }

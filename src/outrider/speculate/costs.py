@@ -244,20 +244,19 @@ class CostTable:
         return max(0, num_cells - self.measured.num_cells) * rows * self.measured.cell_s
 
     def _corrected_s(self, rows: int, width: float) -> float:
-        if self._by_tokens is not None:
-            seconds = self._by_tokens.step_s(rows, width)
-        else:
-            narrow = int(width)
-            seconds = self._trunk_s(rows, narrow)
-            if narrow < width:
-                seconds += (width - narrow) * (self._trunk_s(rows, narrow + 1) - seconds)
-        return seconds * math.exp(
-            sum(part * self._correction(*key) for key, part in self._entries(rows, width))
-        )
+        correction = sum(part * self._correction(*key) for key, part in self._entries(rows, width))
+        return self._trunk_s(rows, width) * math.exp(correction)
 
-    def _trunk_s(self, rows: int, width: int) -> float:
+    def _trunk_s(self, rows: int, width: float) -> float:
         if self._by_tokens is not None:
             return self._by_tokens.step_s(rows, width)
+        narrow = int(width)
+        seconds = self._shape_s(rows, narrow)
+        if narrow == width:
+            return seconds
+        return seconds + (width - narrow) * (self._shape_s(rows, narrow + 1) - seconds)
+
+    def _shape_s(self, rows: int, width: int) -> float:
         if (rows, width) not in self._trunk_cache:
             costs = [self._trunk_by_rows[count][width] for count in self._row_counts]
             self._trunk_cache[rows, width] = interpolated(self._row_counts, costs, rows)

@@ -15,8 +15,8 @@ LIMITS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # between the classes, as di
 NUM_CLASSES = len(LIMITS) + 1
 FIRST_CHANCE = 0.7  # of any draft to be right; one for each class of margins was no better
 PRIOR_WEIGHT = 4.0  # comparisons that a first estimate is worth; from the ablation: 1 costs 0.8 %
-# Of the counts of all rows' drafts, with every comparison: about 200 count. 100 and all are equal.
-MODEL_DECAY = 0.995
+# Of a class's counts, with every comparison in it: about 200 count. 100 and all are equal.
+CLASS_DECAY = 0.995
 
 
 @dataclass(slots=True)
@@ -79,8 +79,8 @@ class MarginRecord:
         compared, right = self._compared[is_sampled], self._right[is_sampled]
         for i, margin in enumerate(margins[: num_right + 1]):
             kind = bisect_right(LIMITS, margin)
-            compared[kind] = compared[kind] * MODEL_DECAY + 1
-            right[kind] = right[kind] * MODEL_DECAY + (i < num_right)
+            compared[kind] = compared[kind] * CLASS_DECAY + 1
+            right[kind] = right[kind] * CLASS_DECAY + (i < num_right)
         self._chances[is_sampled] = None
 
     def as_json(self) -> list[list[list[float]]]:

@@ -39,19 +39,14 @@ class MaskLogits : public CpuPrimitive {
   public:
     using CpuPrimitive::CpuPrimitive;
 
-    void eval_cpu(const std::vector<mx::array> &in, std::vector<mx::array> &outputs) override {
-        auto &encoder = mx::cpu::get_command_encoder(stream());
-        mx::array &out = outputs[0];
-        out.set_data(mx::allocator::malloc(out.nbytes()));
-        encoder.set_output_array(out);
-        for (const mx::array &one : in)
-            encoder.set_input_array(one);
+    void eval_cpu(const std::vector<mx::array> &in, std::vector<mx::array> &out) override {
+        auto &encoder = begin(in, out);
         const auto *logits = elements<float>(encoder, in[0]);
         const auto *words = elements<uint32_t>(encoder, in[1]);
         const auto *rows = elements<int32_t>(encoder, in[2]);
         int num_rows = in[0].shape(0), width = in[0].shape(1), vocab = in[0].shape(2);
         int num_masked = in[1].shape(0), num_words = in[1].shape(2);
-        encoder.dispatch([=, made = out.data<float>()]() {
+        encoder.dispatch([=, made = out[0].data<float>()]() {
             std::vector<int> masks(num_rows, -1);  // the mask of each row
             for (int m = 0; m < num_masked; m++)
                 if (0 <= rows[m] && rows[m] < num_rows)

@@ -41,16 +41,6 @@ class QuantizedPrimitive : public CpuPrimitive {
     }
 
   protected:
-    // Allocates the output. The work on it can be dispatched then.
-    mx::cpu::CommandEncoder &begin(const std::vector<mx::array> &in, mx::array &out) {
-        out.set_data(mx::allocator::malloc(out.nbytes()));
-        auto &encoder = mx::cpu::get_command_encoder(stream());
-        for (const mx::array &one : in)
-            encoder.set_input_array(one);
-        encoder.set_output_array(out);
-        return encoder;
-    }
-
     // Of several experts, the weights of this one.
     QuantizedMatrix weights(const std::vector<mx::array> &in, ptrdiff_t expert = 0) const {
         return matrix_of(format_, in[1], in[2], has_biases_ ? &in.back() : nullptr, expert);
@@ -68,7 +58,7 @@ class QuantizedMatmul : public QuantizedPrimitive {
     void eval_cpu(const std::vector<mx::array> &in, std::vector<mx::array> &out) override {
         QuantizedMatrix w = weights(in);
         int num_tokens = static_cast<int>(in[0].size() / w.size);
-        auto &encoder = begin(in, out[0]);
+        auto &encoder = begin(in, out);
         encoder.dispatch([w, num_tokens, x = in[0].data<float>(), y = out[0].data<float>()]() {
             static thread_local Scratch codes;
             void *memory = codes.bytes(token_bytes(num_tokens, w.size));
@@ -114,7 +104,7 @@ class GatherQuantizedMatmul : public QuantizedPrimitive {
         std::vector<QuantizedMatrix> by_expert;
         for (int expert = 0; expert < in[1].shape(0); expert++)
             by_expert.push_back(weights(in, expert));
-        auto &encoder = begin(in, out[0]);
+        auto &encoder = begin(in, out);
         encoder.dispatch([by_expert = std::move(by_expert), num_tokens = in[0].shape(0), x = in[0].data<float>(),
                           experts = in[3].data<int32_t>(), y = out[0].data<float>()]() {
             multiply_by_expert(by_expert, num_tokens, x, experts, y);
@@ -131,7 +121,7 @@ class QuantizedEmbedding : public QuantizedPrimitive {
     void eval_cpu(const std::vector<mx::array> &in, std::vector<mx::array> &out) override {
         QuantizedMatrix w = weights(in);
         int num_tokens = static_cast<int>(in[0].size());
-        auto &encoder = begin(in, out[0]);
+        auto &encoder = begin(in, out);
         encoder.dispatch([w, num_tokens, token_ids = in[0].data<int32_t>(), y = out[0].data<float>()]() {
             constexpr int TOKENS_PER_CHUNK = 32;
             parallel((num_tokens + TOKENS_PER_CHUNK - 1) / TOKENS_PER_CHUNK, [=](int chunk) {

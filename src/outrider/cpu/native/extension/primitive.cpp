@@ -91,6 +91,17 @@ bool may_take_over(const mx::array &input) {
 
 }  // namespace
 
+mx::cpu::CommandEncoder &CpuPrimitive::begin(const std::vector<mx::array> &in, std::vector<mx::array> &out) {
+    auto &encoder = mx::cpu::get_command_encoder(stream());
+    for (mx::array &one : out) {
+        one.set_data(mx::allocator::malloc(one.nbytes()));
+        encoder.set_output_array(one);
+    }
+    for (const mx::array &one : in)
+        encoder.set_input_array(one);
+    return encoder;
+}
+
 const void *contiguous_data(mx::cpu::CommandEncoder &encoder, const mx::array &input) {
     if (input.flags().row_contiguous)
         return input.data<void>();

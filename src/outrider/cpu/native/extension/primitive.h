@@ -17,6 +17,10 @@ class CpuPrimitive : public mlx::core::Primitive {
     void eval_gpu(const std::vector<mlx::core::array> &, std::vector<mlx::core::array> &) override {
         throw std::runtime_error(std::string(name()) + " is for CPUs only");
     }
+
+  protected:
+    // Allocates the outputs. The work on them can be dispatched then.
+    mlx::core::cpu::CommandEncoder &begin(const std::vector<mlx::core::array> &in, std::vector<mlx::core::array> &out);
 };
 
 // The elements of an input one after the other: the input's own memory, or a copy. Elements have four bytes.

@@ -6,8 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "mlx/backend/cpu/encoder.h"
-#include "mlx/primitives.h"
+#include "primitive.h"
 #include "threads.h"
 
 namespace outrider {
@@ -167,19 +166,13 @@ void run(const Recurrence &p) {
     });
 }
 
-class RecurrencePrimitive : public mx::Primitive {
+class RecurrencePrimitive : public CpuPrimitive {
   public:
     RecurrencePrimitive(mx::Stream stream, bool is_delta_rule, bool has_queries, bool has_counts)
-        : Primitive(stream), is_delta_rule_(is_delta_rule), has_queries_(has_queries), has_counts_(has_counts) {}
+        : CpuPrimitive(stream), is_delta_rule_(is_delta_rule), has_queries_(has_queries), has_counts_(has_counts) {}
 
     void eval_cpu(const std::vector<mx::array> &in, std::vector<mx::array> &out) override {
-        auto &encoder = mx::cpu::get_command_encoder(stream());
-        for (mx::array &one : out) {
-            one.set_data(mx::allocator::malloc(one.nbytes()));
-            encoder.set_output_array(one);
-        }
-        for (const mx::array &one : in)
-            encoder.set_input_array(one);
+        auto &encoder = begin(in, out);
         const mx::array &keys = in[0], &values = in[1], &gates = in[2];
         Recurrence all = {
             values.shape(0), values.shape(1), keys.shape(2), values.shape(2), keys.shape(3), values.shape(3),
@@ -194,10 +187,6 @@ class RecurrencePrimitive : public mx::Primitive {
             all.new_state = out.back().data<float>();
         }
         encoder.dispatch([all]() { run(all); });
-    }
-
-    void eval_gpu(const std::vector<mx::array> &, std::vector<mx::array> &) override {
-        throw std::runtime_error(std::string(name()) + " is for CPUs only");
     }
 
     bool is_equivalent(const mx::Primitive &other) const override {

@@ -272,13 +272,7 @@ class Sample : public CpuPrimitive {
         : CpuPrimitive(stream), has_filters_(has_filters), has_token_ids_(has_token_ids), wants_margins_(wants_margins) {}
 
     void eval_cpu(const std::vector<mx::array> &in, std::vector<mx::array> &out) override {
-        auto &encoder = mx::cpu::get_command_encoder(stream());
-        for (mx::array &one : out) {
-            one.set_data(mx::allocator::malloc(one.nbytes()));
-            encoder.set_output_array(one);
-        }
-        for (const mx::array &one : in)
-            encoder.set_input_array(one);
+        auto &encoder = begin(in, out);
         const auto *logits = elements<float>(encoder, in[0]);
         const auto *positions = elements<uint32_t>(encoder, in[1]);
         const auto *inverse_temperature = elements<float>(encoder, in[2]);
@@ -320,13 +314,7 @@ class Logprobs : public CpuPrimitive {
     Logprobs(mx::Stream stream, int num_top) : CpuPrimitive(stream), num_top_(num_top) {}
 
     void eval_cpu(const std::vector<mx::array> &in, std::vector<mx::array> &out) override {
-        auto &encoder = mx::cpu::get_command_encoder(stream());
-        for (mx::array &one : out) {
-            one.set_data(mx::allocator::malloc(one.nbytes()));
-            encoder.set_output_array(one);
-        }
-        for (const mx::array &one : in)
-            encoder.set_input_array(one);
+        auto &encoder = begin(in, out);
         const auto *logits = elements<float>(encoder, in[0]);
         const auto *targets = elements<int32_t>(encoder, in[1]);
         int vocab = in[0].shape(2), num = in[0].shape(0) * in[0].shape(1);

@@ -54,12 +54,7 @@ class TopTwo : public CpuPrimitive {
     using CpuPrimitive::CpuPrimitive;
 
     void eval_cpu(const std::vector<mx::array> &in, std::vector<mx::array> &out) override {
-        auto &encoder = mx::cpu::get_command_encoder(stream());
-        for (mx::array &one : out) {
-            one.set_data(mx::allocator::malloc(one.nbytes()));
-            encoder.set_output_array(one);
-        }
-        encoder.set_input_array(in[0]);
+        auto &encoder = begin(in, out);
         int num = in[0].shape(-1), num_rows = static_cast<int>(out[0].size());
         encoder.dispatch([num, num_rows, scores = in[0].data<float>(), places = out[0].data<int32_t>(),
                           margins = out[1].data<float>()]() {
