@@ -146,7 +146,6 @@ def constants() -> list[Constant]:
         Constant(p, "RETURN_PER_ROW", scaled(p.RETURN_PER_ROW) | {"off": 0.0}, judged),
         Constant(p, "PROBE_INTERVAL", scaled(p.PROBE_INTERVAL) | never, judged, (), PerDraftController),
         Constant(p, "NUM_PROBE_ROWS", scaled(p.NUM_PROBE_ROWS), judged, (), PerDraftController),
-        Constant(p, "MANY_ROWS", scaled(p.MANY_ROWS), judged),
         Constant(s, "FEW_DEPTHS", {"off": s.ALL_DEPTHS}, traced),
         Constant(s, "FREE_PADDING", excess(s.FREE_PADDING), traced),
         Constant(s, "MAX_PADDING", excess(s.MAX_PADDING), traced),

@@ -147,6 +147,7 @@ class Placement:
         ends: Sequence[int] | None = None,
         span: tuple[int, int] | None = None,
         adapters: RowAdapters | None = None,
+        only_cells: bool = False,
     ) -> None:
         if tables is not None:
             capacity = num_cells_of(tables, block_size)
@@ -165,6 +166,7 @@ class Placement:
         self.capacity = capacity
         self.tables = tables
         self.adapters = adapters  # None: no row has one
+        self.only_cells = only_cells  # True if nobody reads the pass's output: MLX does not compute it then
         self._block_size = block_size
         self._ends = ends
         view_step = VIEW_STEP if end <= LONG_VIEW else LONG_VIEW_STEP

@@ -143,6 +143,21 @@ class _Parts:
     rope: _Rope
     is_whole: bool = True  # False: a rank's part of a divided layer
 
+    def write_cells(self, layer: Any, x: mx.array, cache: LayerView) -> None:
+        """The keys and values of a pass whose output nobody reads."""
+        place = cache.placement
+        buffers = self.attention.write_cells(
+            x,
+            cache.arrays(),
+            self.rope.of_pass(place, x.shape[1]),
+            place.starts,
+            place.num_fed,
+            place.places,
+            place.has_blocks,
+            *native_terms(place.adapters, (layer.self_attn, ATTENTION_LINEARS)),
+        )
+        cache.put(buffers)
+
     def attend(self, layer: Any, x: mx.array, cache: LayerView, window: int) -> mx.array:
         place = cache.placement
         # No name for the old buffers: whoever holds them makes the primitive copy them.
@@ -171,6 +186,9 @@ class _FusedLayer:
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if type(cache) is LayerView and x.dtype == mx.float32 == cache.spec.dtype:
+            if cache.placement.only_cells:
+                self._fused.write_cells(self, x, cache)
+                return x
             window = cache.placement.window_of(mask)
             if (run := self._run) is not None:
                 if self._number_in_run == 0 and run.begins_with(cache, window):

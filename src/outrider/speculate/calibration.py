@@ -66,6 +66,11 @@ class SyntheticStep:
     num_cells: int = NUM_CELLS
     is_sampled: bool = False  # tokens are sampled, not the most likely ones
     num_narrow: int = 0  # the last so many rows feed one token only, and padding
+    num_missed: int = 0  # cells of every row that the head is fed now: it was paused
+
+
+# A head that was paused is fed what it has missed. It makes no draft, nor does it in the compared step.
+CATCHING_UP = SyntheticStep(1, 1, 0, num_missed=NUM_CELLS)
 
 
 class StepTimer:
@@ -150,7 +155,7 @@ def measure(
     timer = StepTimer(runner, vocab_size, clock)
     first, others = (
         [step for step in steps if timer.fits(step, max_cells, budget_bytes)]
-        for steps in _steps_to_time(max_rows, runner.has_head, TRACED_WIDTHS if runner.compiles else WIDTHS)
+        for steps in _steps_to_time(max_rows, runner.has_head, runner.compiles)
     )
     if SyntheticStep(1, 1) not in first:
         return None
@@ -212,9 +217,10 @@ def is_still_valid(
 
 
 def _steps_to_time(
-    max_rows: int, has_head: bool, widths: Sequence[int]
+    max_rows: int, has_head: bool, is_traced: bool
 ) -> tuple[list[SyntheticStep], list[SyntheticStep]]:
     """The steps that are timed in any case, and those that are timed if time is left."""
+    widths = TRACED_WIDTHS if is_traced else WIDTHS
     counts = list(dict.fromkeys(count for count in (*ROW_COUNTS, max_rows) if count <= max_rows))
     first_counts, other_counts = counts[:NUM_FIRST], counts[NUM_FIRST:]
     first_widths, other_widths = widths[:NUM_FIRST], widths[NUM_FIRST:]
@@ -234,6 +240,8 @@ def _steps_to_time(
     if PADDED_WIDTH in first_widths:
         padded = [rows for rows in first_counts if rows > 1]
         first += [SyntheticStep(rows, PADDED_WIDTH, num_narrow=rows - 1) for rows in padded]
+    if has_head and not is_traced:  # no head is paused there: see engine/draft_planner.py
+        first.append(CATCHING_UP)
     return first, [long, *steps(other_counts, first_widths, depths), *steps(counts, other_widths, ())]
 
 
@@ -255,6 +263,7 @@ def _plan(step: SyntheticStep, geometry: CacheGeometry, vocab_size: int) -> Step
             params=SamplingParams(temperature=1.0 if step.is_sampled else 0, seed=0),
             history=tokens[: step.num_cells + 1],
             num_prompt=1,
+            head_start=step.num_cells - step.num_missed,
         )
         rows.append(row)
     return step_of(geometry, step.num_cells + 2 * MAX_DEPTH, rows)
@@ -310,6 +319,9 @@ def _measured_costs(shortest: Mapping[SyntheticStep, float], has_cliffs: bool) -
         steps = [t for t in shortest if t.is_sampled and (t.num_drafts_next is not None) == has_drafts]
         return [(shortest[t] - shortest[replace(t, is_sampled=False)]) / t.rows for t in steps]
 
+    fed_s, caught_up_s = (shortest.get(SyntheticStep(1, 1, 0, num_missed=num)) for num in (0, NUM_CELLS))
+    missed_s = 0.0 if fed_s is None or caught_up_s is None else max(0.0, caught_up_s - fed_s)
+
     sample_s = max([0.0, *sampling_s(has_drafts=False)])
     draft_sample_s = max([0.0, *(s - sample_s for s in sampling_s(has_drafts=True))]) / MAX_DEPTH
     return MeasuredCosts(
@@ -321,6 +333,7 @@ def _measured_costs(shortest: Mapping[SyntheticStep, float], has_cliffs: bool) -
         draft_sample_s,
         _padding_share(shortest, trunk),
         by_tokens=not has_cliffs,
+        missed_cell_s=missed_s / NUM_CELLS,
     )
 
 

@@ -74,6 +74,7 @@ class MeasuredCosts:
     draft_sample_s: float = 0.0  # for every draft that is sampled
     padding_share: float = 1.0  # what padding costs, as a share of what a token costs
     by_tokens: bool = False  # steps with as many tokens cost about the same: no cliffs
+    missed_cell_s: float = 0.0  # to feed a paused head one cell that it has missed; 0 where none is paused
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -85,6 +86,7 @@ class MeasuredCosts:
             "draft_sample_s": self.draft_sample_s,
             "padding_share": self.padding_share,
             "by_tokens": self.by_tokens,
+            "missed_cell_s": self.missed_cell_s,
         }
 
     @classmethod
@@ -103,6 +105,7 @@ class MeasuredCosts:
             seconds_of(data["draft_sample_s"]),
             min(1.0, seconds_of(data["padding_share"])),
             bool(data["by_tokens"]),
+            seconds_of(data["missed_cell_s"]),
         )
 
 
@@ -276,7 +279,8 @@ class CostTable:
 def guessed_costs() -> MeasuredCosts:
     """Costs without a measurement, in plain steps: rows are nearly free and width is cheap, as on a GPU."""
     trunk = {(r, w): 1.0 + 0.02 * (r - 1) + 0.05 * (w - 1) * (1 + r / 4) for r in (1, 64) for w in WIDTHS}
-    return MeasuredCosts(trunk, {1: HeadCost(0.03, 0.03, 0.06), 64: HeadCost(0.1, 0.1, 0.2)})
+    head = {1: HeadCost(0.03, 0.03, 0.06), 64: HeadCost(0.1, 0.1, 0.2)}
+    return MeasuredCosts(trunk, head, missed_cell_s=0.001)
 
 
 def _all_widths(trunk_s: Mapping[tuple[int, int], float]) -> dict[int, dict[int, float]]:

@@ -41,7 +41,6 @@ RETURN_PER_ROW = 1 / 4
 # two rows takes about half of a plain step of 8 rows, as heads have to catch up: one in 64 steps takes 1 %.
 # From the ablation: 32 costs 0.6 %. 128 gains 0.4 % in bursts, but heads come back later.
 PROBE_INTERVAL, NUM_PROBE_ROWS = 64, 2
-MANY_ROWS = 16  # a missed cell is taken to cost the head as much as the last of so many rows
 
 
 def new_controller(
@@ -110,7 +109,8 @@ class PerDraftController(DepthController):
         for request, row in zip(decoding, rows, strict=True):
             self._count_yield(request, row, prices)
         fed = choose_drafts(rows, cost, prices.token_s, prices.min_chance)
-        depth, drafting = self._next_drafts(requests, prices, cost)
+        next_cost = self._step_cost(requests, num_cells) if len(decoding) < len(requests) else cost
+        depth, drafting = self._next_drafts(requests, prices, next_cost)
         if drafting and self._wants_plain_step(requests):
             self._steps_since_plain = 0
             return DepthChoice(((0, 0),) * len(requests), (0,) * len(requests))
@@ -153,9 +153,9 @@ class PerDraftController(DepthController):
 
     # -- drafts that are fed -----------------------------------------------------------------------------
 
-    def _step_cost(self, decoding: Sequence[DraftRequest], num_cells: int) -> StepCost:
-        costs, num_rows = self.costs, max(1, len(decoding))
-        num_sampled = sum(request.record.is_sampled for request in decoding)
+    def _step_cost(self, rows: Sequence[DraftRequest], num_cells: int) -> StepCost:
+        costs, num_rows = self.costs, max(1, len(rows))
+        num_sampled = sum(request.record.is_sampled for request in rows)
 
         @cache
         def cost(num_tokens: float, width: int) -> float:
@@ -235,17 +235,17 @@ class PerDraftController(DepthController):
         self, requests: Sequence[DraftRequest], rows: Sequence[int], prices: _Prices, cost: StepCost
     ) -> Iterator[float]:
         """Plain steps until a row's next token, on average, if the head makes 1, 2, .. drafts for `rows`."""
-        num_decoding = max(1, sum(not request.joins for request in requests))
-        plain_s = cost(num_decoding, 1)
+        num_rows = max(1, len(requests))  # in the next step the rows that join now decode too
+        plain_s = cost(num_rows, 1)
         yields = [self._head_yield(requests[i].record, prices) for i in rows]
-        num_others = sum(not request.joins for request in requests if request.fixed_depth is not None)
+        num_others = sum(request.fixed_depth is not None for request in requests)
         catch_up_s = self._catch_up_s([requests[i] for i in rows])
         tokens, num_fed = [1.0] * len(rows), 0.0
         for depth in range(1, MAX_DEPTH + 1):
             tokens = [num + one.tokens[depth - 1] for num, one in zip(tokens, yields, strict=True)]
             num_fed += sum(one.fed[depth - 1] for one in yields)
             # By the cost of the whole step: further drafts may cost more than the first one.
-            num_tokens = num_decoding + min(num_fed, num_decoding * depth)  # the sum may be rounded up
+            num_tokens = num_rows + min(num_fed, num_rows * depth)  # the sum may be rounded up
             step_s = cost(num_tokens, 1 + depth)
             step_s += self._head_s(requests, len(rows), depth) + catch_up_s
             steps_per_token = sum(1 / num for num in tokens) + num_others
@@ -257,7 +257,7 @@ class PerDraftController(DepthController):
         if not num_cells:
             return 0.0
         num_steps = min(self.probe_interval, sum(request.num_left for request in requests) / len(requests))
-        return num_cells * self.costs.head_row_s(MANY_ROWS, MANY_ROWS, 0) / max(1.0, num_steps)
+        return num_cells * self.costs.measured.missed_cell_s / max(1.0, num_steps)
 
     def _head_yield(self, record: RowAcceptance, prices: _Prices) -> HeadYield:
         if record.head_yield is None or record.head_yield.num_steps == 0:  # prices may have changed since

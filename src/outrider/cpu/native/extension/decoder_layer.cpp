@@ -22,10 +22,10 @@ const int *adapters_of(mx::cpu::CommandEncoder &encoder, const std::vector<mx::a
 
 constexpr size_t NUM_OTHERS = 5;  // inputs of a layer before its buffers; the adapters are after them
 
-// What all layers of a pass have in common. Their inputs are those of Attention and Layers; outputs: the new x, then the
-// buffers.
-AttentionCall call_of(mx::cpu::CommandEncoder &encoder, const std::vector<mx::array> &inputs,
-                      std::vector<mx::array> &outputs, const float *x, bool has_blocks) {
+// What all layers of a pass have in common. Their inputs are those of Attention and Layers. `out`: null if only cells
+// are written.
+AttentionCall call_of(mx::cpu::CommandEncoder &encoder, const std::vector<mx::array> &inputs, size_t num_buffers,
+                      const float *x, float *out, bool has_blocks) {
     return {.rows = inputs[0].shape(0),
             .width = inputs[0].shape(1),
             .x = x,
@@ -35,8 +35,8 @@ AttentionCall call_of(mx::cpu::CommandEncoder &encoder, const std::vector<mx::ar
             .places = elements<int>(encoder, inputs[4]),
             .columns = inputs[4].shape(1),
             .has_blocks = has_blocks,
-            .out = outputs[0].data<float>(),
-            .adapters = adapters_of(encoder, inputs, NUM_OTHERS + outputs.size() - 1)};
+            .out = out,
+            .adapters = adapters_of(encoder, inputs, NUM_OTHERS + num_buffers)};
 }
 
 // And what is one layer's own.
@@ -47,22 +47,32 @@ void add_cells(AttentionCall &call, int window, const std::vector<mx::array> &bu
     call.cells = cells_of(buffers, 0, head_dim, data);
 }
 
+// Outputs: the new x, then the buffers; with `only_cells` the buffers.
 class AttentionPrimitive : public CpuPrimitive {
 public:
     AttentionPrimitive(mx::Stream stream, std::shared_ptr<const AttentionWeights> weights, int window, bool has_blocks,
-                       const std::vector<LowRank> &terms)
-        : CpuPrimitive(stream), weights(std::move(weights)), window(window), has_blocks(has_blocks), terms(terms) {}
+                       bool only_cells, const std::vector<LowRank> &terms)
+        : CpuPrimitive(stream),
+          weights(std::move(weights)),
+          window(window),
+          has_blocks(has_blocks),
+          only_cells(only_cells),
+          terms(terms) {}
 
     const char *name() const override { return "OutriderAttention"; }
 
     void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
         auto &encoder = mx::cpu::get_command_encoder(stream());
-        outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
+        size_t first = only_cells ? 0 : 1, num_buffers = outputs.size() - first;
+        if (!only_cells)
+            outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
         release_inputs(inputs, outputs);
-        for (size_t i = 1; i < outputs.size(); i++)
-            take_over(encoder, inputs[NUM_OTHERS + i - 1], outputs[i]);
-        AttentionCall call = call_of(encoder, inputs, outputs, elements<float>(encoder, inputs[0]), has_blocks);
-        add_cells(call, window, {outputs.begin() + 1, outputs.end()}, weights->head_dim());
+        for (size_t i = 0; i < num_buffers; i++)
+            take_over(encoder, inputs[NUM_OTHERS + i], outputs[first + i]);
+        float *out = only_cells ? nullptr : outputs[0].data<float>();
+        AttentionCall call =
+            call_of(encoder, inputs, num_buffers, elements<float>(encoder, inputs[0]), out, has_blocks);
+        add_cells(call, window, {outputs.begin() + first, outputs.end()}, weights->head_dim());
         encoder.dispatch([weights = weights, terms = terms, call] {
             run(*weights, terms.data(), call, fed_tokens(call.num_fed, call.rows, call.width));
         });
@@ -72,7 +82,7 @@ public:
 private:
     std::shared_ptr<const AttentionWeights> weights;
     int window;
-    bool has_blocks;
+    bool has_blocks, only_cells;
     std::vector<LowRank> terms;
 };
 
@@ -119,7 +129,7 @@ public:
         for (size_t i = 1; i < outputs.size(); i++)
             take_over(encoder, inputs[NUM_OTHERS + i - 1], outputs[i]);
         float *out = outputs[0].data<float>();
-        AttentionCall call = call_of(encoder, inputs, outputs, out, has_blocks);
+        AttentionCall call = call_of(encoder, inputs, outputs.size() - 1, out, out, has_blocks);
         std::vector<AttentionCall> calls;
         size_t per_layer = (outputs.size() - 1) / layers->size();
         for (size_t i = 0; i < layers->size(); i++) {
@@ -243,11 +253,16 @@ void check_pass(const AttentionWeights &w, const mx::array &x, const mx::array &
     require(window >= 0, "window: 0 or more");
 }
 
-// The outputs of a primitive that changes x and the buffers.
+// The outputs of a primitive that changes the buffers, and x unless it `keeps_x`.
 std::vector<mx::array> changed(std::shared_ptr<mx::Primitive> primitive, std::vector<mx::array> inputs,
-                               const std::vector<mx::array> &buffers, const std::optional<mx::array> &adapters) {
-    std::vector<mx::Shape> shapes = {inputs[0].shape()};
-    std::vector<mx::Dtype> dtypes = {mx::float32};
+                               const std::vector<mx::array> &buffers, const std::optional<mx::array> &adapters,
+                               bool keeps_x = false) {
+    std::vector<mx::Shape> shapes;
+    std::vector<mx::Dtype> dtypes;
+    if (!keeps_x) {
+        shapes.push_back(inputs[0].shape());
+        dtypes.push_back(mx::float32);
+    }
     for (const mx::array &buffer : buffers) {
         inputs.push_back(buffer);
         shapes.push_back(buffer.shape());
@@ -310,19 +325,36 @@ Attention::Attention(AttentionWeights own) : weights(std::make_shared<const Atte
     weights->check();
 }
 
-std::vector<mx::array> Attention::operator()(const mx::array &x, const std::vector<mx::array> &buffers,
-                                             const mx::array &angles, const mx::array &starts,
-                                             const mx::array &num_fed, const mx::array &places, bool has_blocks,
-                                             int window, const std::optional<mx::array> &adapters,
-                                             const std::vector<LowRank> &terms) const {
+void Attention::check(const mx::array &x, const std::vector<mx::array> &buffers, const mx::array &angles,
+                      const mx::array &starts, const mx::array &num_fed, const mx::array &places, bool has_blocks,
+                      int window, const std::optional<mx::array> &adapters, const std::vector<LowRank> &terms) const {
     const AttentionWeights &w = *weights;
     check_pass(w, x, angles, window);
     check_buffers(buffers, w.num_kv_heads, w.head_dim());
     check_attended_places(x.shape(0), buffers[0], starts, num_fed, places, has_blocks);
     check_adapters(x.shape(0), adapters, terms, w.linears());
+}
+
+std::vector<mx::array> Attention::operator()(const mx::array &x, const std::vector<mx::array> &buffers,
+                                             const mx::array &angles, const mx::array &starts,
+                                             const mx::array &num_fed, const mx::array &places, bool has_blocks,
+                                             int window, const std::optional<mx::array> &adapters,
+                                             const std::vector<LowRank> &terms) const {
+    check(x, buffers, angles, starts, num_fed, places, has_blocks, window, adapters, terms);
     auto stream = mx::default_stream(mx::Device::cpu);
-    auto primitive = std::make_shared<AttentionPrimitive>(stream, weights, window, has_blocks, terms);
+    auto primitive = std::make_shared<AttentionPrimitive>(stream, weights, window, has_blocks, false, terms);
     return changed(primitive, {x, angles, starts, num_fed, places}, buffers, adapters);
+}
+
+std::vector<mx::array> Attention::write_cells(const mx::array &x, const std::vector<mx::array> &buffers,
+                                              const mx::array &angles, const mx::array &starts,
+                                              const mx::array &num_fed, const mx::array &places, bool has_blocks,
+                                              const std::optional<mx::array> &adapters,
+                                              const std::vector<LowRank> &terms) const {
+    check(x, buffers, angles, starts, num_fed, places, has_blocks, 0, adapters, terms);
+    auto stream = mx::default_stream(mx::Device::cpu);
+    auto primitive = std::make_shared<AttentionPrimitive>(stream, weights, 0, has_blocks, true, terms);
+    return changed(primitive, {x, angles, starts, num_fed, places}, buffers, adapters, true);
 }
 
 Layers::Layers(const std::vector<std::pair<Attention, MLP>> &own) {

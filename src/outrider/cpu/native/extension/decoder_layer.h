@@ -84,8 +84,19 @@ public:
         bool has_blocks, int window, const std::optional<mlx::core::array> &adapters,
         const std::vector<LowRank> &terms) const;
 
+    // Only writes the cells: no queries, no attention. Returns the new buffers.
+    std::vector<mlx::core::array> write_cells(
+        const mlx::core::array &x, const std::vector<mlx::core::array> &buffers, const mlx::core::array &angles,
+        const mlx::core::array &starts, const mlx::core::array &num_fed, const mlx::core::array &places,
+        bool has_blocks, const std::optional<mlx::core::array> &adapters, const std::vector<LowRank> &terms) const;
+
 private:
     friend class Layers;
+    void check(const mlx::core::array &x, const std::vector<mlx::core::array> &buffers, const mlx::core::array &angles,
+               const mlx::core::array &starts, const mlx::core::array &num_fed, const mlx::core::array &places,
+               bool has_blocks, int window, const std::optional<mlx::core::array> &adapters,
+               const std::vector<LowRank> &terms) const;
+
     std::shared_ptr<const AttentionWeights> weights;
 };
 

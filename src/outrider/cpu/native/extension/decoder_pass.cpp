@@ -87,11 +87,12 @@ private:
     std::vector<int> ids;  // empty: no token has one
 };
 
-// Norms and turns a token's queries and keys, and writes its keys and values into its cell.
+// Norms and turns a token's queries and keys, and writes its keys and values into its cell. `q` may be null.
 void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall &call, const Token &token, float *q,
                 float *k, float *v) {
     int dim = w.head_dim();
-    add_bias(math, w.q, q);
+    if (q)
+        add_bias(math, w.q, q);
     add_bias(math, w.k, k);
     add_bias(math, w.v, v);
     const float *angles = call.angles + token.index * w.rope_dims;
@@ -100,7 +101,7 @@ void write_cell(const Math &math, const AttentionWeights &w, const AttentionCall
             math.rms_norm(head, norm->data(), dim, norm->eps, head);
         math.rope(head, angles, w.rope_dims);
     };
-    for (int head = 0; head < w.num_heads; head++)
+    for (int head = 0; q && head < w.num_heads; head++)
         turn(w.q_norm, q + head * dim);
     ptrdiff_t cell = call.cell_of(token, w.num_kv_heads);
     for (int head = 0; head < w.num_kv_heads; head++) {
@@ -222,19 +223,30 @@ void run(const AttentionWeights &w, const LowRank *terms, const AttentionCall &c
     const Math &math = outrider::math();
     size_t hidden = w.norm.size(), q_size = w.q.matrix.num_rows, kv_size = w.k.matrix.num_rows;
     const float *residual = w.is_part ? nullptr : call.x;
-    begin_output(residual, size_t(call.rows) * call.width * hidden, call.out);
+    if (call.out)
+        begin_output(residual, size_t(call.rows) * call.width * hidden, call.out);
     for (size_t first = 0; first < all.size(); first += MAX_TOKENS) {
         const Token *tokens = all.data() + first;
         int num = std::min<size_t>(MAX_TOKENS, all.size() - first);
-        float *q = qs.floats(num * q_size), *k = ks.floats(num * kv_size), *v = vs.floats(num * kv_size);
+        float *k = ks.floats(num * kv_size), *v = vs.floats(num * kv_size);
+        float *q = call.out ? qs.floats(num * q_size) : nullptr;
         TokenAdapters adapters(call.adapters, terms, tokens, num);
         NormedTokens normed = normed_tokens(math, w.norm, tokens, num, call.x);
-        Product products[] = {product(w.q, q), product(w.k, k), product(w.v, v)};
-        multiply(products, 3, normed.codes);
-        adapters.add(0, {q, k, v}, normed.floats, hidden);
+        if (q) {
+            Product products[] = {product(w.q, q), product(w.k, k), product(w.v, v)};
+            multiply(products, 3, normed.codes);
+            adapters.add(0, {q, k, v}, normed.floats, hidden);
+        } else {
+            Product products[] = {product(w.k, k), product(w.v, v)};
+            multiply(products, 2, normed.codes);
+            adapters.add(1, {k, v}, normed.floats, hidden);
+        }
         for_tokens(num, [&](int t) {
-            write_cell(math, w, call, tokens[t], q + t * q_size, k + t * kv_size, v + t * kv_size);
+            float *own = q ? q + t * q_size : nullptr;
+            write_cell(math, w, call, tokens[t], own, k + t * kv_size, v + t * kv_size);
         });
+        if (!q)
+            continue;
         float *out = outs.floats(num * q_size), *y = ys.floats(num * hidden);
         attend({w.num_heads, w.num_kv_heads, w.head_dim(), w.scale}, call, tokens, num, q, out, false);
         Product last = product(w.o, y);

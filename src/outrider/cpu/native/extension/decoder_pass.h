@@ -30,7 +30,7 @@ struct AttentionCall {
     int columns;
     bool has_blocks;
     int num_cells;  // of a slot, or of a block
-    float *out;
+    float *out;                     // null: only the cells are written
     KeysAndValues cells;            // all of the buffers
     const int *adapters = nullptr;  // [rows]; null: no row has one
 

@@ -48,6 +48,9 @@ void add_decoder_layers(nb::module_ &m) {
              })
         .def("__call__", &Attention::operator(), nb::arg("x"), nb::arg("buffers"), nb::arg("angles"), nb::arg("starts"),
              nb::arg("num_fed"), nb::arg("places"), nb::arg("has_blocks"), nb::arg("window"),
+             nb::arg("adapters").none() = nb::none(), nb::arg("terms") = nb::make_tuple())
+        .def("write_cells", &Attention::write_cells, nb::arg("x"), nb::arg("buffers"), nb::arg("angles"),
+             nb::arg("starts"), nb::arg("num_fed"), nb::arg("places"), nb::arg("has_blocks"),
              nb::arg("adapters").none() = nb::none(), nb::arg("terms") = nb::make_tuple());
     nb::class_<MLP>(m, "MLP")
         .def("__init__", [](MLP *self, const RMSNorm &norm, const Linear &gate, const Linear &up,
