@@ -183,6 +183,33 @@ def test_images_have_positions_in_three_directions() -> None:
     assert error(run(None), expected) > 0.1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_a_pass_that_nobody_reads_writes_the_same_cells(kind: str, has_blocks: bool) -> None:
+    family, changes = KINDS[kind]
+    trunk = served(quantized(family, **changes))
+    layer, (kv, *_) = trunk.model.layers[0], list(TrunkCache(trunk.layout).buffers())
+    x = mx.random.normal((2, 70, trunk.hidden_size))
+    tables = block_tables([[3, 5], [4]]) if has_blocks else None
+
+    def cells(only_cells: bool) -> list[mx.array]:
+        kv.resize(0, 0)
+        if has_blocks:
+            kv.resize_blocks(6, BLOCK_SIZE)
+        else:
+            kv.resize(2, 128)
+        starts, fed = mx.array([9, 2]), mx.array([70, 40])
+        place = Placement([0, 1], starts, fed, 70, 79, 128, tables=tables, only_cells=only_cells)
+        out = layer(x, place.mask(kv.spec.window), LayerView(kv, place))
+        mx.eval(out)
+        assert mx.array_equal(out, x) == only_cells
+        return [mx.array(np.array(part)) for part in kv.arrays()]
+
+    written, expected = cells(True), cells(False)
+    assert all(mx.array_equal(a, b) for a, b in zip(written, expected, strict=True))
+    assert all(mx.any(part) for part in written)
+
+
 def test_padding_is_not_computed(llama: Trunk) -> None:
     layer, (kv, *_) = llama.model.layers[0], list(TrunkCache(llama.layout).buffers())
     kv.resize(2, 16)

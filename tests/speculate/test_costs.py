@@ -130,7 +130,7 @@ class TimedRunner:
         self.idle_s = 0.0  # how long the device waits after a step that nothing follows
         self.disturb = lambda seconds: seconds  # what other processes make of a step's time
         self._truth = CostTable(truth)
-        self._seen: set[StepShape] = set()
+        self._seen: set[tuple[StepShape, int]] = set()
         self._caches = (0, 0)
 
     def geometry(self, capacity_step: int) -> CacheGeometry:
@@ -153,8 +153,9 @@ class TimedRunner:
         drafting = len(batch) if row.feeds_head else 0
         sampled = 0 if row.params.is_greedy else len(batch)
         shape = StepShape(len(batch), row.num_fed, drafting, row.num_drafts_next, row.start, sampled)
-        self.now_s += self.disturb(self._truth.step_s(shape)) * (1 if shape in self._seen else 10)
-        self._seen.add(shape)
+        step_s = self._truth.step_s(shape) + drafting * row.head_lag * self._truth.measured.missed_cell_s
+        self.now_s += self.disturb(step_s) * (1 if (shape, row.head_lag) in self._seen else 10)
+        self._seen.add((shape, row.head_lag))
         if self._caches != (plan.num_slots, plan.capacity):
             self._caches = (plan.num_slots, plan.capacity)
             self.now_s += 5 * self._truth.step_s(shape)
@@ -170,7 +171,7 @@ class TimedRunner:
 def scaled(table: MeasuredCosts, by: float) -> MeasuredCosts:
     head = {r: HeadCost(c.feed_s * by, c.first_s * by, c.each_s * by) for r, c in table.head.items()}
     trunk = {k: s * by for k, s in table.trunk_s.items()}
-    return MeasuredCosts(trunk, head, table.num_cells, 1e-6, 0.7 * by, 0.2 * by)
+    return MeasuredCosts(trunk, head, table.num_cells, 1e-6, 0.7 * by, 0.2 * by, missed_cell_s=0.01 * by)
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu", "cliffs"])
@@ -186,6 +187,7 @@ def test_measuring_finds_the_costs(machine: str, monkeypatch: pytest.MonkeyPatch
     assert found.cell_s == pytest.approx(1e-6)
     assert found.sample_s == pytest.approx(truth.sample_s)
     assert found.draft_sample_s == pytest.approx(truth.draft_sample_s)
+    assert found.missed_cell_s == pytest.approx(0 if runner.compiles else truth.missed_cell_s)
     for depth in (1, 4, 8):
         shape = StepShape(4, 1, 4, depth)
         assert CostTable(found).head_s(shape) == pytest.approx(CostTable(truth).head_s(shape), rel=0.25)

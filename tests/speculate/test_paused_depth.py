@@ -95,6 +95,35 @@ def test_probes_are_few_rows_and_rare(controller: CountingController) -> None:
     assert 3 <= sum(map(bool, probes)) <= 4
 
 
+# Drafts of one row cost nothing, those of eight nearly as much as tokens.
+DEAR_IN_MANY_ROWS = replace(
+    guessed_costs(),
+    trunk_s={(1, 1): 1.0, (1, 9): 1.0, (8, 1): 2.0, (8, 9): 16.0},
+    padding_share=0.0,
+    missed_cell_s=0.05,
+)
+
+
+def test_the_head_makes_drafts_for_the_rows_of_the_next_step() -> None:
+    controller = PerDraftController(CostTable(DEAR_IN_MANY_ROWS))
+    (decoding,) = requests_of(controller, 1)
+    joining = [replace(request, joins=True) for request in requests_of(controller, 7)]
+    assert num_next(controller, [decoding])[0] > 0
+    assert num_next(controller, joining[:1])[0] > 0
+    assert num_next(controller, joining) == (0,) * 7
+    assert num_next(controller, [decoding, *joining]) == (0,) * 8
+
+
+@pytest.mark.parametrize(
+    ("num_missed", "num_left", "drafts"), [(0, 9, True), (800, 9, False), (800, 900, True)]
+)
+def test_a_head_that_has_missed_much_has_to_bring_more(num_missed: int, num_left: int, drafts: bool) -> None:
+    controller = PerDraftController(CostTable(DEAR_IN_MANY_ROWS))
+    (request,) = requests_of(controller, 1)
+    late = replace(request, head_lag=num_missed, num_left=num_left)
+    assert (num_next(controller, [late])[0] > 0) == drafts
+
+
 def costly_drafts() -> CountingController:
     """A controller for which a draft of one of many rows costs more than a token is worth."""
     measured = guessed_costs()

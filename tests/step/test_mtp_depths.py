@@ -14,6 +14,7 @@ from models.head_reference import head_pass
 from outrider.models.heads import load_head
 from outrider.request import SamplingParams
 from outrider.sampling.sampler import Sampler
+from outrider.step import mtp
 from outrider.step.mtp import HeadRows, MTPDrafter
 from tiny_models import VOCAB_SIZE
 
@@ -74,6 +75,7 @@ def _drafter(tiny: TinyHead, folder: Path) -> MTPDrafter:
     return drafter
 
 
+@pytest.mark.parametrize("min_wide", [1, 1000])  # the last layer's newest column always, and never, alone
 @pytest.mark.parametrize(
     ("family", "num_depths"),
     [
@@ -89,8 +91,9 @@ def _drafter(tiny: TinyHead, folder: Path) -> MTPDrafter:
     ],
 )
 def test_drafts_are_those_of_the_whole_text_after_any_rejections(
-    tmp_path: Path, family: str, num_depths: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, num_depths: int, min_wide: int
 ) -> None:
+    monkeypatch.setattr(mtp, "MIN_WIDE", min_wide)
     tiny = tiny_head(family, num_depths)
     drafter = _drafter(tiny, tmp_path)
     texts = [Text(tiny, seed) for seed in range(3)]
