@@ -110,25 +110,26 @@ AVX512 void add(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int
                 left = blocks_per_group - 1;
             }
             const int8_t *fours = tokens.codes + b * PAIR + part * EIGHTS * 8;
-            for (int t = 0; t < num_tokens; t++, fours += tokens.code_stride) {
+            const float *token_scale = tokens.scales + b, *part_sum = part_sums + b * PARTS + part;
+            for (int t = 0; t < num_tokens; t++) {
                 __m512i high[2], low[2];  // two sums each that do not wait for each other; integers: exact
                 high[0] = high[1] = low[0] = low[1] = _mm512_setzero_si512();
 #pragma GCC unroll 8
                 for (int quad = 0; quad < 2 * EIGHTS; quad++) {
-                    __m512i &of_high = high[quad % 2], &of_low = low[quad % 2];
-                    const int8_t *four = fours + quad * 4;
-                    of_high = _mm512_dpbusd_epi32(of_high, codes[quad], _mm512_set1_epi32(load_four(four)));
-                    of_low = _mm512_dpbusd_epi32(of_low, codes[quad], _mm512_set1_epi32(load_four(four + BLOCK)));
+                    add_products(high[quad % 2], codes[quad], fours + quad * 4);
+                    add_products(low[quad % 2], codes[quad], fours + quad * 4 + BLOCK);
                 }
-                ptrdiff_t block = t * tokens.block_stride + b;
                 __m512i all = _mm512_add_epi32(
                     _mm512_slli_epi32(_mm512_add_epi32(high[0], high[1]), LOW_BITS),
                     _mm512_add_epi32(low[0], low[1]));
-                __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(tokens.scales[block]));
+                __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(*token_scale));
                 __m512 sum = _mm512_load_ps(sums[t]);
                 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(all), factor, sum);
-                sum = _mm512_fmadd_ps(bias, _mm512_set1_ps(part_sums[block * PARTS + part]), sum);
+                sum = _mm512_fmadd_ps(bias, _mm512_set1_ps(*part_sum), sum);
                 _mm512_store_ps(sums[t], sum);
+                fours += tokens.code_stride;
+                token_scale += tokens.block_stride;
+                part_sum += tokens.block_stride * PARTS;
             }
         }
     }

@@ -257,8 +257,8 @@ AVX512 void avx512_add_tokens(const Tile &tile, const TokenBlock &tokens, Sums &
             for (int t = 0; t < N; t++) {
                 __m512i &four_high = high[t][i % CHAINS], &four_low = low[t][i % CHAINS];
                 const int8_t *four = x + t * tokens.code_stride + q * 4;
-                four_high = _mm512_dpbusd_epi32(four_high, codes, _mm512_set1_epi32(load_four(four)));
-                four_low = _mm512_dpbusd_epi32(four_low, codes, _mm512_set1_epi32(load_four(four + BLOCK)));
+                add_products(four_high, codes, four);
+                add_products(four_low, codes, four + BLOCK);
             }
         }
         int group = HALVES ? part : b / tile.blocks_per_group;
