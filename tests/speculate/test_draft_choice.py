@@ -44,6 +44,17 @@ def test_no_other_choice_is_better(seed: int, padding_share: float) -> None:
     assert _gain(rows, fed, cost, token_s) == pytest.approx(best)
 
 
+def test_only_one_cost_is_looked_up_for_each_number_of_drafts_of_a_row_alone() -> None:
+    asked = []
+
+    def cost(num_tokens: float, width: int) -> float:
+        asked.append((num_tokens, width))
+        return 10 + 0.1 * num_tokens
+
+    assert choose_drafts([RowOffers([[0.9] * 8])], cost, token_s=5.0, min_chance=0.1) == [(0, 8)]
+    assert asked == [(1, 1), *((1 + num, 1 + num) for num in range(1, 9))]
+
+
 def test_each_row_has_its_own_depth() -> None:
     rows = [RowOffers([[0.9, 0.9, 0.8, 0.1]]), RowOffers([[0.3, 0.2]]), RowOffers([[0.9, 0.2]]), RowOffers()]
     fed = choose_drafts(rows, _cost(1.5, 0.0, 4), token_s=3.0, min_chance=0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,22 @@ def test_between_and_beyond_the_measurements() -> None:
     assert costs.step_s(64, 9) == pytest.approx(4 * costs.step_s(16, 9), rel=0.1)
     two = TokenCosts({(1, 1): 1.0, (1, 2): 1.5})
     assert [two.step_s(1, 1), two.step_s(1, 2)] == pytest.approx([1.0, 1.5])
+
+
+def test_costs_between_whole_tokens_are_not_kept() -> None:
+    """Expected numbers of drafts are never the same twice: what is kept of them would fill the memory."""
+    costs, numbers = TokenCosts(by_shape(QUIET)), random.Random(0)
+
+    def ask(times: int) -> int:
+        tracemalloc.start()
+        for _ in range(times):
+            costs.step_s(numbers.randint(1, 16), 1 + 8 * numbers.random())
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return kept
+
+    ask(2000)
+    assert ask(2000) < 2000
 
 
 def test_what_steps_show_holds_for_other_shapes_with_as_many_tokens() -> None:

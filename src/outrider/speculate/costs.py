@@ -138,12 +138,14 @@ class CostTable:
 
     def step_s(self, shape: StepShape) -> float:
         """Expected seconds, on a machine as fast as in the measurement."""
-        trunk_s = self._corrected_s(shape.rows, shape.width)
-        cells_s = self._extra_cells_s(shape.rows, shape.num_cells)
-        num_tokens = shape.num_sampled * shape.width
+        without_head_s = self.step_without_head_s(shape.rows, shape.width, shape.num_cells, shape.num_sampled)
         num_drafts = min(shape.num_sampled, shape.head_rows) * shape.num_drafts_next
-        sampling_s = num_tokens * self.measured.sample_s + num_drafts * self.measured.draft_sample_s
-        return trunk_s + cells_s + sampling_s + self.head_s(shape)
+        return without_head_s + num_drafts * self.measured.draft_sample_s + self.head_s(shape)
+
+    def step_without_head_s(self, rows: int, width: float, num_cells: int, num_sampled: int) -> float:
+        """The same of a step in which the head does nothing."""
+        sampling_s = num_sampled * width * self.measured.sample_s
+        return self._corrected_s(rows, width) + self._extra_cells_s(rows, num_cells) + sampling_s
 
     def real_s(self, shape: StepShape) -> float | None:
         """Expected seconds on the machine as it is now. None if no step has shown yet how long steps take."""
@@ -168,7 +170,8 @@ class CostTable:
         if shape.head_rows == 0 or not self._head_row_counts:
             return 0.0
         cost = self._head_cost(shape.head_rows)
-        widening = self._trunk_s(shape.rows, round(shape.width)) / self._trunk_s(shape.rows, 1)
+        width = round(shape.width)
+        widening = self._trunk_s(shape.rows, width) / self._trunk_s(shape.rows, 1) if width > 1 else 1.0
         num_drafts = shape.num_drafts_next
         drafting_s = cost.first_s + (num_drafts - 1) * cost.each_s if num_drafts else 0.0
         return cost.feed_s * widening + drafting_s

@@ -46,13 +46,15 @@ def choose_drafts(
     before_s = cost(num_tokens, fixed_width)
     for most in range(1, max((place for *_, place in drafts), default=0) + 1):
         width = max(fixed_width, 1 + most)
-        gain_s, counts = 0.0, list(nums)
+        gain_s, counts, is_widest = 0.0, list(nums), False
         for num, (chance, i, place) in enumerate((d for d in drafts if d[2] <= most), 1):
             gain_s += token_s * chance
             counts[i] = place
-            if gain_s - (cost(num_tokens + num, width) - before_s) > best_gain_s:
-                best_gain_s = gain_s - (cost(num_tokens + num, width) - before_s)
-                best = list(counts)
+            is_widest = is_widest or place == most
+            if is_widest:  # narrower sets have been compared at a smaller `most`
+                net_s = gain_s - (cost(num_tokens + num, width) - before_s)
+                if net_s > best_gain_s:
+                    best_gain_s, best = net_s, list(counts)
     return [(which, num) for (which, _), num in zip(fed, best, strict=True)]
 
 

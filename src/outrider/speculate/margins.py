@@ -35,6 +35,7 @@ class MarginRecord:
         self._compared = [[0.0] * NUM_CLASSES for _ in range(2)]
         self._right = [[0.0] * NUM_CLASSES for _ in range(2)]
         self._chances: list[tuple[float, ...] | None] = [None, None]  # until the next comparison
+        self._mean_chance: float | None = None  # likewise
 
     def chances(self, is_sampled: bool) -> tuple[float, ...]:
         """The chance of each class."""
@@ -47,8 +48,10 @@ class MarginRecord:
     @property
     def mean_chance(self) -> float:
         """Of a draft whose margin is not known yet."""
-        compared, right = (sum(map(sum, counts)) for counts in (self._compared, self._right))
-        return _estimate(right, compared)
+        if self._mean_chance is None:
+            compared, right = (sum(map(sum, counts)) for counts in (self._compared, self._right))
+            self._mean_chance = _estimate(right, compared)
+        return self._mean_chance
 
     def expected_yield(self, min_chance: float, num: int, is_sampled: bool) -> HeadYield:
         """Of `num` drafts, of which those are fed that have at least `min_chance`."""
@@ -81,7 +84,7 @@ class MarginRecord:
             kind = bisect_right(LIMITS, margin)
             compared[kind] = compared[kind] * CLASS_DECAY + 1
             right[kind] = right[kind] * CLASS_DECAY + (i < num_right)
-        self._chances[is_sampled] = None
+        self._chances[is_sampled] = self._mean_chance = None
 
     def as_json(self) -> list[list[list[float]]]:
         return [[[round(x, 2) for x in counts] for counts in both] for both in (self._compared, self._right)]

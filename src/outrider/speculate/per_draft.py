@@ -160,7 +160,7 @@ class PerDraftController(DepthController):
         @cache
         def cost(num_tokens: float, width: int) -> float:
             mean_width = costs.mean_width(num_rows, num_tokens, width)
-            return costs.step_s(StepShape(num_rows, mean_width, 0, 0, num_cells, num_sampled))
+            return costs.step_without_head_s(num_rows, mean_width, num_cells, num_sampled)
 
         return cost
 

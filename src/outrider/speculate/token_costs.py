@@ -32,15 +32,21 @@ class TokenCosts:
             for (rows, width), seconds in trunk_s.items()
         ]
         self._most_tokens = max(rows * width for rows, width in trunk_s)
-        self._found: dict[tuple[int, float], float] = {}
+        self._seconds: dict[int, float] = {}  # of one row, by tokens
 
     def step_s(self, rows: int, width: float) -> float:
-        if (rows, width) not in self._found:
-            tokens = rows * width
-            at = math.log(min(tokens, self._most_tokens))
-            seconds = math.exp(self._line_at(at) + self._by_rows * math.log(rows))
-            self._found[rows, width] = seconds * max(1.0, tokens / self._most_tokens)
-        return self._found[rows, width]
+        tokens = rows * width
+        at = min(tokens, self._most_tokens)
+        fewer = int(at)
+        seconds = self._seconds_of(fewer)
+        if at > fewer:
+            seconds += (at - fewer) * (self._seconds_of(fewer + 1) - seconds)
+        return seconds * rows**self._by_rows * max(1.0, tokens / self._most_tokens)
+
+    def _seconds_of(self, tokens: int) -> float:
+        if tokens not in self._seconds:
+            self._seconds[tokens] = math.exp(self._line_at(math.log(tokens)))
+        return self._seconds[tokens]
 
     def _line_at(self, x: float) -> float:
         """The value at `x` of a line through the points, of which the nearest count most."""
