@@ -143,7 +143,6 @@ def constants() -> list[Constant]:
         Constant(t, "MOST_BY_ROWS", scaled(t.MOST_BY_ROWS) | {"off": 0.0}, judged),
         Constant(p, "MAX_PADDING_SHARE", {"off": 2.0}, ("counts",)),
         Constant(p, "MAX_WAIT", excess(p.MAX_WAIT), judged),
-        Constant(p, "RETURN_PER_ROW", scaled(p.RETURN_PER_ROW) | {"off": 0.0}, judged),
         Constant(p, "PROBE_INTERVAL", scaled(p.PROBE_INTERVAL) | never, judged, (), PerDraftController),
         Constant(p, "NUM_PROBE_ROWS", scaled(p.NUM_PROBE_ROWS), judged, (), PerDraftController),
         Constant(s, "FEW_DEPTHS", {"off": s.ALL_DEPTHS}, traced),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "speculate"))  # the simulator
 from depth_simulator import (
@@ -32,7 +33,8 @@ from outrider.speculate.costs import CostTable, MeasuredCosts
 from outrider.speculate.per_draft import new_controller
 from outrider.speculate.shapes import num_slots_for
 
-HOST_MS = 0.10  # that the host needs to plan a step of a row on auto, beyond a plain step
+# Of the host before a step's launch: to commit the last step and to plan this one. With drafts, and without.
+DRAFTING_MS, PLAIN_MS = 0.65, 0.35
 TRACE_STEPS = 8  # plain steps of one row that the first pass of a shape takes, where passes are traced
 PART = 40  # tokens after which a text that changes does so
 NOISE = 0.1  # of a step's time, as the standard deviation of its logarithm
@@ -44,6 +46,7 @@ KINDS = {
     "hot chat": ("chat", True),
     "code": ("code", False),
     "words": ("words", True),
+    "anything": (None, None),
 }
 
 
@@ -58,6 +61,7 @@ class Case:
     is_wrong: bool = False  # some shapes cost other than the table says at first
     is_busy: bool = False  # steps take now more and now less time than expected
     is_warm: bool = False  # after another burst of code with the same controller
+    warm_rows: int | None = None  # of the burst before it; None: as many as in this one
 
     @property
     def is_traced(self) -> bool:
@@ -75,7 +79,20 @@ class Case:
         return "margins" if self.table.padding_share < 1 else "counts"
 
 
+def stored(kind: str, num_rows: int, *args: Any, **kwargs: Any) -> Case:
+    """With what single streams have taught the controller of the head's margins, as stored between runs."""
+    return Case("two cores", kind, num_rows, *args, is_warm=True, warm_rows=1, **kwargs)
+
+
 MARGIN_CASES = [
+    *(stored(kind, rows) for kind in ("chat", "code") for rows in (1, 2, 4, 8, 16)),
+    *(stored("hot chat", rows) for rows in (1, 4, 8)),
+    *(stored("words", rows) for rows in (1, 4, 8)),
+    *(stored(kind, rows, 64) for kind, rows in (("chat", 4), ("code", 8))),
+    *(stored(kind, rows, num_each=3) for kind, rows in (("chat", 4), ("code", 8))),
+    *(stored(kind, rows, is_wrong=True, is_busy=True) for kind, rows in (("chat", 4), ("code", 8))),
+    stored("chat", 4, has_plain=True),
+    stored("changing", 4, 256),
     *(Case("default model", "chat", rows) for rows in (1, 2, 4, 8, 16)),
     *(Case("default model", "hot chat", rows) for rows in (1, 3, 8)),
     *(Case("default model", "code", rows) for rows in (1, 2, 4, 8, 16)),
@@ -147,9 +164,13 @@ class MachineOfCase(Simulation):
         self.tracing_s = TRACE_STEPS * self.case.table.trunk_s[1, 1] if is_new else 0.0
         return shape[0], self.truth.mean_width(shape[0], num_rows + sum(depths), shape[1])
 
+    def _host_s(self, has_drafts: bool) -> float:
+        if self.case.is_traced:
+            return 0.0  # steps overlap
+        return DRAFTING_MS if has_drafts else PLAIN_MS
+
     def _observed_s(self, seconds: float) -> float:
-        """The controller sees the host's time and the noise. The clock has no noise, so ratios have less."""
-        seconds += 0.0 if self.case.is_traced else HOST_MS
+        """The controller sees the noise. The clock has none, so ratios have less."""
         if not self.case.is_busy:
             return seconds
         stall = STALL if self._noise.random() < STALL_SHARE else 1.0
@@ -171,7 +192,7 @@ def run_burst(
     rng = random.Random(f"{case} {seed}")
     simulation = MachineOfCase(case, seed, new(case, CostTable(_first_table(case, rng))))
     if case.is_warm:
-        _answer(simulation, replace(case, kind="code", num_each=1), rng, policy)
+        _answer(simulation, _first_burst(case), rng, policy)
     return _answer(simulation, case, rng, policy)
 
 
@@ -188,11 +209,16 @@ def _first_table(case: Case, rng: random.Random) -> MeasuredCosts:
     return replace(table, trunk_s={key: s * rng.choice(WRONG_BY) for key, s in table.trunk_s.items()})
 
 
+def _first_burst(case: Case) -> Case:
+    if case.warm_rows is None:
+        return replace(case, kind="code", num_each=1)
+    return replace(case, kind="anything", num_rows=case.warm_rows, num_tokens=128, num_each=12, has_plain=False)
+
+
 def _answer(
     simulation: MachineOfCase, case: Case, rng: random.Random, policy: Policy | None
 ) -> tuple[float, float]:
     asked = [_request(case, i, rng) for i in range(case.num_rows * case.num_each)]
-    host_s = HOST_MS if policy is None and not case.is_traced else 0.0
     clock, lasted = 0.0, []
     began: dict[SimulatedRow, float] = {}
     while asked or simulation.rows:
@@ -202,7 +228,7 @@ def _answer(
             row = simulation.rows[-1]
             row.place, row.end, began[row] = start, start + num_tokens, clock
         ((_, _, seconds),) = simulation.run(1, policy, with_ngram=policy is None).steps
-        clock += seconds + simulation.tracing_s + host_s
+        clock += seconds + simulation.tracing_s
         ended = [row for row in simulation.rows if row.place >= row.end]
         lasted += [clock - began[row] for row in ended]
         simulation.rows = [row for row in simulation.rows if row.place < row.end]

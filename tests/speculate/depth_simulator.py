@@ -213,9 +213,10 @@ class Simulation:
             drafting = sum(row.drafts for row in self.rows)
         shape = StepShape(num_rows, width, drafting, max(choice.num_drafts_next), NUM_CELLS)
         seconds = self.truth.step_s(shape)
+        host_s = self._host_s(has_drafts=bool(drafting or max(depths)))
         if policy is None and not caught_up_s:  # as in engine/draft_planner.py: step_shape
-            self.controller.costs.observe(shape, self._observed_s(seconds))
-        return depths, tokens, seconds + caught_up_s
+            self.controller.costs.observe(shape, host_s + self._observed_s(seconds), host_s)
+        return depths, tokens, seconds + caught_up_s + host_s
 
     def _pass_shape(self, depths: Sequence[int], policy: Policy | None) -> tuple[int, float]:
         """Rows and mean width of the pass of a step."""
@@ -226,6 +227,10 @@ class Simulation:
             return num_rows, self.truth.mean_width(num_rows, num_rows + sum(depths), widest)
         return self.controller.shapes.decode_shape(num_rows, widest, NUM_CELLS, num_rows)
 
+    def _host_s(self, has_drafts: bool) -> float:
+        """The host's part of a step, before its launch."""
+        return 0.0
+
     def _observed_s(self, seconds: float) -> float:
         """What the controller is told about a step that takes `seconds`."""
         return seconds
@@ -235,6 +240,8 @@ class Simulation:
         behind = [row.behind for row, wanted in zip(self.rows, choice.num_drafts_next, strict=True) if wanted]
         if not behind or not max(behind):
             return 0.0
+        if self.truth.measured.missed_cell_s:
+            return sum(behind) * self.truth.measured.missed_cell_s
         few, many = 1, 16
         feeds = [self.truth.head_s(StepShape(num, 1, num)) for num in (few, many)]
         return feeds[0] + (feeds[1] - feeds[0]) / (many - few) * len(behind) * max(behind)
@@ -436,6 +443,25 @@ def _default_model() -> MeasuredCosts:
     return MeasuredCosts(trunk, head, padding_share=0.0)
 
 
+def _two_cores() -> MeasuredCosts:
+    """Two cores of a server, later: the default model in 4 bits, milliseconds. Padding is skipped."""
+    rows = {
+        1: (2.89, 3.23, 3.92, 4.41, 5.17, 5.63, 6.02, 6.43, 6.91),
+        2: (3.49, 4.35, 5.22, 6.08, 7.22, 8.15, 9.13, 10.16, 11.56),
+        4: (4.73, 6.24, 8.51, 10.32, 12.76, 14.58, 16.61, 18.11, 20.68),
+        8: (6.82, 10.51, 14.63, 18.53, 23.41, 26.72, 30.69, 34.67, 38.50),
+        16: (11.85, 19.30, 27.00, 35.24, 43.47, 52.02, 58.84, 67.44, 77.64),
+    }
+    head = {
+        1: HeadCost(0.19, 0.31, 0.50),
+        2: HeadCost(0.20, 0.38, 0.58),
+        4: HeadCost(0.19, 0.48, 0.67),
+        8: HeadCost(0.20, 0.75, 0.95),
+        16: HeadCost(0.30, 1.25, 1.55),
+    }
+    return replace(_by_width(WIDTHS, rows, head), padding_share=0.0, missed_cell_s=0.01)
+
+
 MACHINES = {  # whose steps are read before the next one is launched
     "cpu": _cpu(),
     "two threads": _two_threads(),
@@ -444,6 +470,7 @@ MACHINES = {  # whose steps are read before the next one is launched
     "linear": machine(lambda r, w: float(r * w), 0.03, 0.1, 0.1),  # every token costs the same
     "flat": machine(lambda r, w: 1.0, 0.02, 0.02, 0.03),  # tokens are free
     "default model": _default_model(),
+    "two cores": _two_cores(),
 }
 TRACED_MACHINES = {
     "h200": _h200(),

@@ -10,10 +10,17 @@ The time of a real step changes two estimates. With deviation = log(real_s / ste
     slowdown      of the whole machine, quickly:   slowdown   += SLOWDOWN_GAIN * deviation
     correction    of the step's shape, slowly:     correction += CORRECTION_GAIN * deviation
 
-Where a step's cost follows from its tokens (CPUs), all shapes with as many tokens share a correction. A step
-between two entries changes both, each by its part. The first few steps of an entry change its correction
-more. A step that was disturbed by other load changes the slowdown alone, by a limited amount, and a
-correction that no step confirms decays. So neither a busy machine nor one slow step can spoil the table.
+A step between two entries changes both corrections, each by its part. The first few steps of an entry change
+its correction more. A step that was disturbed by other load changes the slowdown alone, by a limited amount,
+and a correction that no step confirms decays. So neither a busy machine nor one slow step can spoil the table.
+
+Where a step's cost follows from its tokens (CPUs), a line through all measurements gives the costs
+(token_costs.py), and there are no corrections: shapes that run would be corrected and shapes that never run
+would not, so that the difference between them, the price of a draft, would be wrong. Steps do not overlap
+there, and the host's part before the launch adds about the same time to each shape:
+
+    real_s = step_s * exp(slowdown) + host_s      host_s: running means, of plain steps and of steps with drafts
+
 Pure Python.
 """
 
@@ -37,7 +44,6 @@ MAX_DEVIATION = 0.8  # log ratio: a step 2.2 times as long as expected was distu
 MAX_CORRECTION = 0.5  # log ratio: a shape's cost is corrected by a factor of 1.65 at most
 CORRECTION_DECAY = 0.999  # of a shape's correction, with every step of another shape
 CONFIRMED_STEPS = 50  # steps after which a shape's correction is stored between runs; chosen by hand
-TOKENS = (*range(1, 25), 32, 48, 64, 96, 128, 256, 576)  # of steps that have a correction of their own
 NEWEST_SHARE = 0.1  # weight of the newest step in running means: about 10 steps count; 0.05 and 0.2 are equal
 
 
@@ -123,11 +129,12 @@ class CostTable:
         self.measured = measured
         self._in_seconds = in_seconds
         self.host_share = 0.0  # share of a step's time in which the device waits for the host's launch
+        self._host_s = [0.0, 0.0]  # before the launch: of plain steps, of steps with drafts
         self._by_tokens = TokenCosts(measured.trunk_s) if measured.by_tokens else None
         self._trunk_by_rows = _all_widths(measured.trunk_s)
         self._row_counts = sorted(self._trunk_by_rows)
         self._head_row_counts = sorted(measured.head)
-        self._corrections = dict(corrections or {})  # log ratios, by (rows, width); by tokens: (tokens, 1)
+        self._corrections = dict(corrections or {})  # log ratios, by (rows, width)
         self._num_observed: dict[tuple[int, int], float] = dict.fromkeys(self._corrections, CONFIRMED_STEPS)
         self._last_observed: dict[tuple[int, int], int] = {}  # number of the entry's last step
         self._seen: set[tuple[int, int]] = set()  # shapes that have run
@@ -151,7 +158,11 @@ class CostTable:
         """Expected seconds on the machine as it is now. None if no step has shown yet how long steps take."""
         if self._slowdown is None:
             return self.step_s(shape) if self._in_seconds else None
-        return self.step_s(shape) * math.exp(self._slowdown)
+        return self.step_s(shape) * math.exp(self._slowdown) + self._host_s[_has_drafts(shape)]
+
+    def host_part_s(self, has_drafts: bool) -> float:
+        """The host's part of a step, before the launch, on a machine as fast as in the measurement."""
+        return self._host_s[has_drafts] * math.exp(-(self._slowdown or 0.0))
 
     def mean_width(self, rows: int, num_tokens: float, width: int) -> float:
         """The width at which equal rows cost as much as these: `num_tokens` in all, padded to `width`.
@@ -197,6 +208,9 @@ class CostTable:
         if host_s is not None:
             share = min(1.0, host_s / max(seconds, 1e-9))
             self.host_share += NEWEST_SHARE * (share - self.host_share)
+            if self._by_tokens is not None:
+                self._count_host(_has_drafts(shape), max(host_s, 1e-9))
+                seconds -= host_s
         key = (shape.rows, round(shape.width))
         if key not in self._seen:  # a shape's first step may have compiled code or grown memory
             self._seen.add(key)
@@ -207,7 +221,17 @@ class CostTable:
         deviation = ratio - self._slowdown
         self._slowdown += SLOWDOWN_GAIN * clipped(deviation, MAX_DEVIATION)
         is_disturbed = abs(deviation) >= MAX_DEVIATION
-        self._correct(self._entries(shape.rows, shape.width), 0.0 if is_disturbed else deviation)
+        if self._by_tokens is None:
+            self._correct(self._entries(shape.rows, shape.width), 0.0 if is_disturbed else deviation)
+
+    def _count_host(self, has_drafts: bool, host_s: float) -> None:
+        """Steps of the other kind follow by half: what the host does for rows is a part of both."""
+        if not self._host_s[has_drafts]:
+            self._host_s = [host_s, host_s]
+        deviation = clipped(math.log(host_s / self._host_s[has_drafts]), MAX_DEVIATION)
+        for kind in (False, True):
+            gain = NEWEST_SHARE if kind == has_drafts else NEWEST_SHARE / 2
+            self._host_s[kind] *= math.exp(gain * deviation)
 
     def _correct(self, entries: Sequence[tuple[tuple[int, int], float]], deviation: float) -> None:
         """Change these entries' corrections, so that a step between them deviates less."""
@@ -233,15 +257,8 @@ class CostTable:
 
     def _entries(self, rows: int, width: float) -> list[tuple[tuple[int, int], float]]:
         """The entries of the corrections between which a shape lies, and its part in each."""
-        if not self.measured.by_tokens:
-            narrow = int(width)
-            entries = [((rows, narrow), 1 - (width - narrow)), ((rows, narrow + 1), width - narrow)]
-        else:
-            tokens = rows * width
-            right = bisect_left(TOKENS, tokens)
-            least, most = TOKENS[max(0, right - 1)], TOKENS[min(right, len(TOKENS) - 1)]
-            part = min(1.0, (tokens - least) / (most - least)) if most > least else 1.0
-            entries = [((least, 1), 1 - part), ((most, 1), part)]
+        narrow = int(width)
+        entries = [((rows, narrow), 1 - (width - narrow)), ((rows, narrow + 1), width - narrow)]
         return [(key, part) for key, part in entries if part > 0]
 
     # -- between the measured shapes ---------------------------------------------------------------------
@@ -250,6 +267,8 @@ class CostTable:
         return max(0, num_cells - self.measured.num_cells) * rows * self.measured.cell_s
 
     def _corrected_s(self, rows: int, width: float) -> float:
+        if self._by_tokens is not None:
+            return self._by_tokens.step_s(rows, width)
         correction = sum(part * self._correction(*key) for key, part in self._entries(rows, width))
         return self._trunk_s(rows, width) * math.exp(correction)
 
@@ -284,6 +303,10 @@ def guessed_costs() -> MeasuredCosts:
     trunk = {(r, w): 1.0 + 0.02 * (r - 1) + 0.05 * (w - 1) * (1 + r / 4) for r in (1, 64) for w in WIDTHS}
     head = {1: HeadCost(0.03, 0.03, 0.06), 64: HeadCost(0.1, 0.1, 0.2)}
     return MeasuredCosts(trunk, head, missed_cell_s=0.001)
+
+
+def _has_drafts(shape: StepShape) -> bool:
+    return shape.width > 1 or shape.num_drafts_next > 0
 
 
 def _all_widths(trunk_s: Mapping[tuple[int, int], float]) -> dict[int, dict[int, float]]:

@@ -7,7 +7,6 @@ Every row may feed another number of drafts.
 How many drafts the head makes is decided before they are known, by what its drafts have brought lately: as
 many as let the rows wait least for their next token. If none does, the head is paused, for all rows at once:
 a row that goes on after a pause has to feed the head what it missed. Paused rows are probed: texts change.
-While drafts are fed, a plain step runs now and then, to compare the costs.
 Pure Python.
 """
 
@@ -29,17 +28,12 @@ from outrider.speculate.prompt_costs import MeasuredPromptCosts
 
 # Of a token's cost: with more, rows share their width. Margins on such machines cost 5 % in the ablation.
 MAX_PADDING_SHARE = 0.5
-# Plain steps that rows wait for a token: else the head does not draft. From the ablation: 0.86 costs 1.2 %.
-# 1.0 gains 0.4 % on average, but texts that the head does not foresee fall under 0.97 of drafts off.
-MAX_WAIT = 0.95
-# A draft of one of n rows has to bring 1 + (n - 1) / 4 times its cost. A row that gets ahead of the others
-# saves its own part of later steps, but no reads of weights. Real bursts of 4 rows of the default model, by
-# the last answer and without the host's part: 0.99 of drafts off with 1/8, 1.00 with 1/4. With 0.4 two rows
-# lose a seventh of what drafts bring.
-RETURN_PER_ROW = 1 / 4
-# Steps between two probes while the head is paused, and between two plain steps while it drafts. A probe of
-# two rows takes about half of a plain step of 8 rows, as heads have to catch up: one in 64 steps takes 1 %.
-# From the ablation: 32 costs 0.6 %. 128 gains 0.4 % in bursts, but heads come back later.
+# Plain steps that rows wait for a token: else the head does not draft. From the ablation: 0.95 costs 0.4 %.
+# 1.0 gains 0.2 % on average, but texts that the head does not foresee fall under 0.96 of drafts off.
+MAX_WAIT = 0.98
+# Steps between two probes while the head is paused. A probe of two rows takes about half of a plain step of
+# 8 rows, as heads have to catch up: one in 64 steps takes 1 %. From the ablation: 32 costs 0.6 %. 128 gains
+# 0.2 % in bursts, but heads come back later.
 PROBE_INTERVAL, NUM_PROBE_ROWS = 64, 2
 
 
@@ -73,6 +67,18 @@ class _Prices:
         return self.feed_s / self.token_s
 
 
+@dataclass(slots=True)
+class _Pace:
+    """Running means over the last steps."""
+
+    tokens: float = 1.0  # of a row on auto
+    stretch: float = 1.0  # the step's time in plain steps
+
+    def count(self, tokens: float, stretch: float) -> None:
+        self.tokens += NEWEST_SHARE * (tokens - self.tokens)
+        self.stretch += NEWEST_SHARE * (stretch - self.stretch)
+
+
 class PerDraftController(DepthController):
     probe_interval = PROBE_INTERVAL
     num_probe_rows = NUM_PROBE_ROWS
@@ -85,12 +91,10 @@ class PerDraftController(DepthController):
         copied_bytes: int = 0,
     ) -> None:
         super().__init__(costs, acceptance, prompts=prompts, copied_bytes=copied_bytes)
-        # Running means over the last steps: tokens of a row on auto, and the step's time in plain steps.
-        self._tokens = self._stretch = 1.0
+        self._paces: dict[int, _Pace] = {}  # by number of decoding rows
         self._paused: list[tuple[RowAcceptance, bool]] = []  # `_rows_of` the step that paused the head
         self._paused_min_chance = 0.0  # least chance of a draft that was worth feeding in that step
         self._steps_paused = 0  # since that step
-        self._steps_since_plain = 0  # that drafted or probed, since the last plain step that compared costs
 
     @property
     def drafts_may_pay(self) -> bool:
@@ -99,7 +103,7 @@ class PerDraftController(DepthController):
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
         decoding = [request for request in requests if not request.joins]
         if self._stays_paused(requests):
-            self._count(1.0, 1.0)
+            self._pace_of(len(decoding)).count(1.0, 1.0)
             self._steps_paused += 1
             nums = self._num_drafts_next(requests, 1, self.rows_to_probe(requests, []))
             return DepthChoice(((0, 0),) * len(requests), nums)
@@ -111,9 +115,6 @@ class PerDraftController(DepthController):
         fed = choose_drafts(rows, cost, prices.token_s, prices.min_chance)
         next_cost = self._step_cost(requests, num_cells) if len(decoding) < len(requests) else cost
         depth, drafting = self._next_drafts(requests, prices, next_cost)
-        if drafting and self._wants_plain_step(requests):
-            self._steps_since_plain = 0
-            return DepthChoice(((0, 0),) * len(requests), (0,) * len(requests))
         self._count_step(rows, fed, cost, self._head_s(requests, len(drafting), depth))
         of_decoding = iter(fed)
         feed = tuple((0, 0) if request.joins else next(of_decoding) for request in requests)
@@ -133,17 +134,6 @@ class PerDraftController(DepthController):
             return True
         return request.record.chances(offer.source, 1)[0] >= self._paused_min_chance
 
-    def _wants_plain_step(self, requests: Sequence[DraftRequest]) -> bool:
-        """True if no plain step has run for as many steps as there are between two probes.
-
-        Every step corrects the cost of its own shape, the host's part included. Without a plain step now and
-        then only drafting steps would be corrected; plain steps would keep the costs measured at load.
-        """
-        self._steps_since_plain += 1
-        if self._steps_since_plain < self.probe_interval:
-            return False
-        return all(request.fixed_depth is None and not request.joins for request in requests)
-
     def _num_drafts_next(
         self, requests: Sequence[DraftRequest], depth: int, drafting: Sequence[int]
     ) -> tuple[int, ...]:
@@ -156,11 +146,12 @@ class PerDraftController(DepthController):
     def _step_cost(self, rows: Sequence[DraftRequest], num_cells: int) -> StepCost:
         costs, num_rows = self.costs, max(1, len(rows))
         num_sampled = sum(request.record.is_sampled for request in rows)
+        host_s = costs.host_part_s(has_drafts=False)
 
         @cache
         def cost(num_tokens: float, width: int) -> float:
             mean_width = costs.mean_width(num_rows, num_tokens, width)
-            return costs.step_without_head_s(num_rows, mean_width, num_cells, num_sampled)
+            return host_s + costs.step_without_head_s(num_rows, mean_width, num_cells, num_sampled)
 
         return cost
 
@@ -168,14 +159,13 @@ class PerDraftController(DepthController):
         """What tokens are worth and cost now.
 
         The rows' waits for their next tokens sum to step_s * (auto rows / tokens + fixed rows). A token is
-        worth the time by which the step may get longer for it without changing this sum; beside other rows,
-        somewhat less (RETURN_PER_ROW).
+        worth the time by which the step may get longer for it without changing this sum.
         """
         num_rows = max(1, len(decoding))
         num_auto = sum(request.fixed_depth is None for request in decoding) or 1
-        plain_s, tokens = cost(num_rows, 1), self._tokens
-        token_s = plain_s * self._stretch / (tokens * num_auto + tokens**2 * (num_rows - num_auto))
-        token_s /= _min_return(num_rows)
+        pace = self._pace_of(len(decoding))
+        plain_s, tokens = cost(num_rows, 1), pace.tokens
+        token_s = plain_s * pace.stretch / (tokens * num_auto + tokens**2 * (num_rows - num_auto))
         return _Prices(token_s, max(0.0, cost(2 * num_rows, 2) - plain_s) / num_rows)
 
     def _offers(self, request: DraftRequest) -> RowOffers:
@@ -202,16 +192,21 @@ class PerDraftController(DepthController):
         if auto:
             nums = [num for _, num in fed]
             step_s = cost(len(rows) + sum(nums), 1 + max(nums)) + head_s
-            self._count(1 + sum(auto) / len(auto), step_s / cost(len(rows), 1))
+            self._pace_of(len(rows)).count(1 + sum(auto) / len(auto), step_s / cost(len(rows), 1))
 
-    def _count(self, tokens: float, stretch: float) -> None:
-        self._tokens += NEWEST_SHARE * (tokens - self._tokens)
-        self._stretch += NEWEST_SHARE * (stretch - self._stretch)
+    def _pace_of(self, num_rows: int) -> _Pace:
+        """Steps of few rows bring more tokens: what they bring says little about steps of more rows."""
+        return self._paces.setdefault(num_rows, _Pace())
 
     # -- drafts that the head makes ----------------------------------------------------------------------
 
     def _head_s(self, requests: Sequence[DraftRequest], num_rows: int, num_drafts: int) -> float:
-        return self.costs.head_s(StepShape(max(1, len(requests)), 1, num_rows, num_drafts))
+        """What the head's drafts add to a step, the host's part included."""
+        costs = self.costs
+        if not num_rows:
+            return 0.0
+        host_s = costs.host_part_s(has_drafts=True) - costs.host_part_s(has_drafts=False)
+        return host_s + costs.head_s(StepShape(max(1, len(requests)), 1, num_rows, num_drafts))
 
     def _next_drafts(
         self, requests: Sequence[DraftRequest], prices: _Prices, cost: StepCost
@@ -279,10 +274,6 @@ class PerDraftController(DepthController):
                 is_fed = chance >= prices.min_chance
                 known.tokens[i] += share * (chance * is_fed - known.tokens[i])
                 known.fed[i] += share * (is_fed - known.fed[i])
-
-
-def _min_return(num_rows: int) -> float:
-    return 1 + RETURN_PER_ROW * (num_rows - 1)
 
 
 def _rows_of(requests: Sequence[DraftRequest]) -> list[tuple[RowAcceptance, bool]]:
