@@ -10,7 +10,7 @@ import pytest
 
 import fresh_process
 from fresh_process import PRINT, PRODUCT, PROVIDER, REPORT, files_in
-from outrider.cpu import openblas_package, threads
+from outrider.cpu import blas, openblas_package, threads
 from patience import PATIENCE_S, case_only_in_soak, measures_time
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
@@ -225,6 +225,13 @@ def test_the_cores_are_shared_out_only_where_nobody_said_how_many(cache: Path) -
     assert (f"up to {wanted.max} threads" in free["watched"]) == (wanted.max > wanted.initial)
     assert free["again"] == free["watched"]
     assert "1 thread (" in fixed["watched"]
+
+
+@pytest.mark.skipif(not blas._cpu_flags() >= blas.AVX512_FLAGS, reason="a CPU without AVX-512")
+@pytest.mark.parametrize("core", ["Haswell", "Zen", ""])
+def test_a_cpu_with_avx512_uses_the_kernels_for_it(cache: Path, core: str) -> None:
+    found = in_fresh_process(REPORT, XDG_CACHE_HOME=cache, OPENBLAS_CORETYPE=core)
+    assert blas.AVX512_CORE in found["name"]
 
 
 def test_products_are_the_same_to_the_bit_with_every_number_of_threads(cache: Path) -> None:
