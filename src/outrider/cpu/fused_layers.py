@@ -38,7 +38,7 @@ from outrider.cpu import extension, layer_runs
 from outrider.cpu.huge_pages import use_huge_pages
 from outrider.cpu.layer_runs import ATTENTION_LINEARS, MLP_LINEARS, LayerCall, LayerRun
 from outrider.cpu.low_rank import native_terms
-from outrider.cpu.quantized import CpuQuantizedLinear, interleave_weights, num_rows
+from outrider.cpu.quantized import CpuQuantizedEmbedding, CpuQuantizedLinear, interleave_weights, num_rows
 from outrider.rank_sums import SummedLinear, other_sums, own_linear, without_sums
 
 log = logging.getLogger("outrider.cpu.layers")
@@ -64,8 +64,8 @@ _ROPES = (  # that turn the halves of a head by angles which depend on the posit
 )
 
 
-class _NotFused(Exception):
-    """Why a layer is not of the form that the primitives compute."""
+class NotFused(Exception):
+    """Why a layer, or an MTP head, is not of the form that the primitives compute."""
 
 
 def use_fused_layers(model: nn.Module) -> None:
@@ -81,7 +81,7 @@ def use_fused_layers(model: nn.Module) -> None:
             parts = _parts(layer, ropes)
             with without_sums(layer):  # a rank checks its own part
                 _check(layer, parts)
-        except _NotFused as reason:
+        except NotFused as reason:
             log.debug("%s computes operation by operation: %s", path or type(layer).__name__, reason)
             continue
         layer._fused = parts
@@ -135,7 +135,7 @@ class _Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class Parts:
     """A layer's primitives, and its rope."""
 
     attention: Any
@@ -180,7 +180,7 @@ class _Parts:
 
 
 class _FusedLayer:
-    _fused: _Parts
+    _fused: Parts
     _run: LayerRun | None = None  # that the layer belongs to
     _number_in_run = 0
 
@@ -209,7 +209,7 @@ class _FusedLayer:
         return out
 
 
-def _run(layer: Any, parts: _Parts, x: mx.array, cache: LayerView, window: int) -> mx.array:
+def _run(layer: Any, parts: Parts, x: mx.array, cache: LayerView, window: int) -> mx.array:
     h, place = parts.attend(layer, x, cache, window), cache.placement
     if parts.mlp is not None:
         out = parts.mlp(h, place.num_fed, *native_terms(place.adapters, (layer.mlp, MLP_LINEARS)))
@@ -247,12 +247,12 @@ def _use_native_norms(model: nn.Module) -> None:
 # Recognition ------------------------------------------------------------------------------------------------
 
 
-def _parts(layer: nn.Module, ropes: dict[Hashable, _Rope]) -> _Parts:
-    """Raises _NotFused."""
+def _parts(layer: nn.Module, ropes: dict[Hashable, _Rope]) -> Parts:
+    """Raises NotFused."""
     _require_members(layer, _LAYER)
     _require_call(layer, ["x", "mask", "cache"])
     if sums := other_sums(layer):
-        raise _NotFused(f"its {type(sums[0]).__name__} communicates with other ranks")
+        raise NotFused(f"its {type(sums[0]).__name__} communicates with other ranks")
     attention = layer.self_attn
     _require_members(attention, _ATTENTION, _HEAD_NORMS)
     _require_call(attention, ["x", "mask", "cache"])
@@ -261,9 +261,9 @@ def _parts(layer: nn.Module, ropes: dict[Hashable, _Rope]) -> _Parts:
     rope = _rope(attention.rope, ropes)
     try:
         native_attention = extension.loaded().Attention(
-            _norm(layer.input_layernorm),
-            *map(_linear, _own_parts(attention, ATTENTION_LINEARS)),
-            *(_norm(attention[name]) if name in attention else None for name in _HEAD_NORMS),
+            native_norm(layer.input_layernorm),
+            *map(native_linear, _own_parts(attention, ATTENTION_LINEARS)),
+            *(native_norm(attention[name]) if name in attention else None for name in _HEAD_NORMS),
             _attribute(attention, _NUM_HEADS),
             _attribute(attention, _NUM_KV_HEADS),
             rope.dims,
@@ -271,11 +271,11 @@ def _parts(layer: nn.Module, ropes: dict[Hashable, _Rope]) -> _Parts:
             isinstance(attention.o_proj, SummedLinear),
         )
     except ValueError as error:
-        raise _NotFused(str(error)) from None
+        raise NotFused(str(error)) from None
     is_whole = not any(
         isinstance(last, SummedLinear) for last in (attention.o_proj, layer.mlp.get("down_proj"))
     )
-    return _Parts(native_attention, _mlp(layer), rope, is_whole)
+    return Parts(native_attention, _mlp(layer), rope, is_whole)
 
 
 def _mlp(layer: nn.Module) -> Any | None:
@@ -283,11 +283,11 @@ def _mlp(layer: nn.Module) -> Any | None:
         _require_members(layer.mlp, MLP_LINEARS)
         _require_call(layer.mlp, ["x"])
         return extension.loaded().MLP(
-            _norm(layer.post_attention_layernorm),
-            *map(_linear, _own_parts(layer.mlp, MLP_LINEARS)),
+            native_norm(layer.post_attention_layernorm),
+            *map(native_linear, _own_parts(layer.mlp, MLP_LINEARS)),
             isinstance(layer.mlp.down_proj, SummedLinear),
         )
-    except (_NotFused, ValueError) as reason:
+    except (NotFused, ValueError) as reason:
         log.debug("an MLP computes operation by operation: %s", reason)
         return None
 
@@ -300,34 +300,41 @@ def _members(module: nn.Module) -> set[str]:
 def _require_members(module: Any, needed: Sequence[str], allowed: Sequence[str] = ()) -> None:
     found = _members(module) if isinstance(module, nn.Module) else set()
     if not {*needed} <= found <= {*needed, *allowed}:
-        raise _NotFused(f"a {type(module).__name__} has {sorted(found)}")
+        raise NotFused(f"a {type(module).__name__} has {sorted(found)}")
 
 
 def _require_call(module: nn.Module, parameters: Sequence[str]) -> None:
     """mlx-lm's own code, called with these parameters: not that of another swap."""
     call = type(module).__call__
     if not getattr(call, "__module__", "").startswith("mlx_lm.models."):
-        raise _NotFused(f"{type(module).__name__} is not mlx-lm's own")
+        raise NotFused(f"{type(module).__name__} is not mlx-lm's own")
     if (found := list(inspect.signature(call).parameters)[1:]) != list(parameters):
-        raise _NotFused(f"{type(module).__name__} is called with {found}")
+        raise NotFused(f"{type(module).__name__} is called with {found}")
 
 
 def _attribute(module: nn.Module, names: Sequence[str]) -> Any:
     for name in names:
         if isinstance(value := getattr(module, name, None), int | float):
             return value
-    raise _NotFused(f"a {type(module).__name__} has none of {names}")
+    raise NotFused(f"a {type(module).__name__} has none of {names}")
 
 
-def _norm(norm: Any) -> Any:
+def native_norm(norm: Any) -> Any:
     if type(norm) not in (nn.RMSNorm, _NativeNorm):
-        raise _NotFused(f"a norm is a {type(norm).__name__}")
+        raise NotFused(f"a norm is a {type(norm).__name__}")
     return extension.loaded().RMSNorm(norm.weight, norm.eps)
+
+
+def fused_parts(layer: nn.Module) -> Parts:
+    """The primitives of a layer that was swapped."""
+    if not isinstance(layer, _FusedLayer):
+        raise NotFused(f"a {type(layer).__name__} computes operation by operation")
+    return layer._fused
 
 
 def _require_quantized(linear: Any) -> None:
     if type(linear) is not CpuQuantizedLinear:
-        raise _NotFused(f"a projection is a {type(linear).__name__}")
+        raise NotFused(f"a projection is a {type(linear).__name__}")
 
 
 def _own_parts(module: nn.Module, names: Sequence[str]) -> list[Any]:
@@ -336,8 +343,10 @@ def _own_parts(module: nn.Module, names: Sequence[str]) -> list[Any]:
     return [*others, own_linear(last)]
 
 
-def _linear(linear: Any) -> Any:
-    _require_quantized(linear)
+def native_linear(linear: Any) -> Any:
+    """A quantised projection; an embedding too, whose rows are read."""
+    if type(linear) is not CpuQuantizedEmbedding:
+        _require_quantized(linear)
     _require_members(linear, ("weight", "scales"), ("biases", "bias"))
     weights = linear["weight"], linear["scales"], linear.get("biases")
     weight_format = linear.group_size, linear.bits, linear.mode
@@ -347,7 +356,7 @@ def _linear(linear: Any) -> Any:
 def _rope(module: Any, known: dict[Hashable, _Rope]) -> _Rope:
     plain = getattr(module, "plain", module)  # mrope has the plain one inside
     if not isinstance(plain, _ROPES) or getattr(plain, "traditional", False):
-        raise _NotFused(f"the rope is a {type(plain).__name__}, or turns neighbouring elements")
+        raise NotFused(f"the rope is a {type(plain).__name__}, or turns neighbouring elements")
     key = _key(module)
     if key not in known:
         dims = 0 if isinstance(plain, NoPE) else _attribute(plain, ("dims", "dim"))
@@ -382,8 +391,8 @@ def _key(module: nn.Module) -> Hashable:
 # The comparison with the plain form -------------------------------------------------------------------------
 
 
-def _check(layer: nn.Module, parts: _Parts) -> None:
-    """Raises _NotFused if attention, the whole layer or the cells differ from the plain form's."""
+def _check(layer: nn.Module, parts: Parts) -> None:
+    """Raises NotFused if attention, the whole layer or the cells differ from the plain form's."""
     attention, norm = layer.self_attn, layer.input_layernorm
     x = mx.random.normal((2, 3, norm.weight.size), key=mx.random.key(0))
     positions = mx.array([FAR_POSITION, 0])
@@ -402,7 +411,7 @@ def _check(layer: nn.Module, parts: _Parts) -> None:
     for name, (found, expected) in pairs.items():
         error = float(mx.linalg.norm(found - expected) / mx.linalg.norm(expected))
         if not error <= TOLERANCE:
-            raise _NotFused(f"{name} differs from the plain form by {error:.2g}")
+            raise NotFused(f"{name} differs from the plain form by {error:.2g}")
 
 
 def _filled_view(attention: nn.Module, place: Placement) -> LayerView:

@@ -75,6 +75,15 @@ class Sampler:
         groups = tuple(group.with_arrays(arrays[group.kind]) for group in self.groups)
         return replace(self, groups=groups, restore=arrays.get("restore"))
 
+    def native_numbers(self) -> list[mx.array] | None:
+        """What native operations draw by, for all rows; none if all rows take the best token.
+
+        None: the rows are of several kinds, or the pass is traced.
+        """
+        if len(self.groups) != 1 or not self.groups[0].may_read:
+            return None
+        return cpu_sampling.ordered(self.groups[0].numbers)
+
     def sample(self, logits: mx.array, positions: mx.array) -> mx.array:
         """The target tokens.  logits [rows, n, vocab], positions [rows, n] -> token ids [rows, n]"""
         return self._sample(logits, positions, None, is_draft=False)

@@ -23,7 +23,7 @@ from outrider.sampling.logprobs import read_logprobs
 
 if TYPE_CHECKING:
     from outrider.sampling.custom_processors import RowError
-    from outrider.step.mtp import Drafts
+    from outrider.step.head_rows import Drafts
     from outrider.step.prompt_logprobs import PromptLogprobs
     from outrider.step.verify import VerifyOutput
 
