@@ -16,7 +16,7 @@ from outrider.cache.placement import GridPositions, block_tables
 from outrider.cache.ragged_kv import RaggedKV
 from outrider.cpu import draft_head
 from outrider.cpu.extension import extension
-from outrider.cpu.fused_layers import NotFused
+from outrider.cpu.native_parts import NotFused
 from outrider.models.heads import LoadedHead
 from outrider.plan import BLOCK_SIZE, NUM_SPARE_BLOCKS
 from outrider.request import SamplingParams

@@ -7,7 +7,7 @@
 4. `threads` decides how many threads a matmul gets while other processes use the cores.
 5. `extension` compiles native/extension/, MLX operations in C++; `quantized` has the layers that use them,
    and `huge_pages` moves their weights into larger pages of memory.
-6. `fused_layers` computes whole decoder layers with quantised weights as two such operations, and
-   `layer_runs` several layers as one.
+6. `fused_layers` computes whole decoder layers with quantised weights as two such operations, `layer_runs`
+   several layers as one, and `draft_head` all drafts of an MTP head. `native_parts` has what they share.
 7. `layers` and `fast_math` replace attention, swiglu and rope in a loaded model (models/layer_swaps.py).
 """

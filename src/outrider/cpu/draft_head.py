@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.cpu import extension
-from outrider.cpu.fused_layers import NotFused, fused_parts, native_linear, native_norm
+from outrider.cpu.fused_layers import fused_parts
+from outrider.cpu.native_parts import NotFused, native_linear, native_norm
 
 
 def native_draft_head(

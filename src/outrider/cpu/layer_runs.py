@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,6 +30,7 @@ from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import LayerView, RaggedKV
 from outrider.cpu import extension
 from outrider.cpu.low_rank import native_terms
+from outrider.cpu.native_parts import Rope
 
 # Layers of a run, at most; chosen by hand. Every output of an MLX operation knows all others, so the cost of
 # building an operation grows with the square of its outputs. With several runs the device begins earlier.
@@ -37,10 +38,6 @@ MAX_LAYERS = 10
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-
-
-class Rope(Protocol):
-    def of_pass(self, place: Placement, width: int) -> mx.array: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -17,7 +17,7 @@ from outrider.cache.placement import GridPositions
 from outrider.cache.ragged_kv import RaggedKV
 from outrider.cpu import extension
 from outrider.cpu.draft_head import native_draft_head
-from outrider.cpu.fused_layers import NotFused
+from outrider.cpu.native_parts import NotFused
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Trunk
 from outrider.request import SamplingParams
