@@ -310,7 +310,10 @@ class Placement:
         """The window of a causal mask that `mask` made, 0 for none. None for another mask."""
         if self.span is not None:
             return None
-        return next((window or 0 for window, own in self._masks.items() if own is mask), None)
+        for window, own in self._masks.items():
+            if own is mask:
+                return window or 0
+        return None
 
     def score_bound(self, mask: mx.array) -> mx.array:
         """The most that each attention score may be: infinity, or -infinity where `mask` hides the cell.
