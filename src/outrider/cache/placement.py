@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import mlx.core as mx
-import numpy as np
 
 from outrider.plan import BLOCK_SIZE, JUNK_BLOCK, MANY_TOKENS, ZEROS_BLOCK
 
@@ -101,10 +100,7 @@ def block_tables(blocks: Sequence[Sequence[int]], num_columns: int = 0) -> mx.ar
     The columns behind a row's own blocks hold ZEROS_BLOCK; each row has at least one such column.
     """
     num_columns = max(num_columns, 1 + max(len(own) for own in blocks))
-    tables = np.full((len(blocks), num_columns), ZEROS_BLOCK, np.int32)
-    for row, own in enumerate(blocks):
-        tables[row, : len(own)] = own
-    return mx.array(tables)
+    return mx.array([[*own, *[ZEROS_BLOCK] * (num_columns - len(own))] for own in blocks])
 
 
 def num_cells_of(tables: mx.array, block_size: int) -> int:
