@@ -153,16 +153,16 @@ class _FusedLayer:
     _number_in_run = 0
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        if type(cache) is LayerView and x.dtype == mx.float32 == cache.spec.dtype:
+        is_ours, run = type(cache) is LayerView, self._run
+        if is_ours and run is not None and run.has_computed(self._number_in_run, x, mask, cache):
+            return x
+        if is_ours and x.dtype == mx.float32 == cache.spec.dtype:
             if cache.placement.only_cells:
                 self._fused.write_cells(self, x, cache)
                 return x
             window = cache.placement.window_of(mask)
-            if (run := self._run) is not None:
-                if self._number_in_run == 0 and run.begins_with(cache, window):
-                    return run.compute(x, cache.placement)
-                if self._number_in_run > 0 and run.has_computed(self._number_in_run, x, cache, window):
-                    return x
+            if run is not None and self._number_in_run == 0 and run.begins_with(cache, window):
+                return run.compute(x, cache.placement)
             if window is not None:
                 return self._alone(x, cache, window)
         log.debug("a layer computes operation by operation: not float32, or not Outrider's cache and mask")

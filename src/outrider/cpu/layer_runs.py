@@ -76,14 +76,14 @@ class LayerRun:
         buffers = view.placement.layer_buffers
         return bool(buffers) and view.kv is buffers[self.first] and window == self.windows[0]
 
-    def has_computed(self, number: int, x: mx.array, view: LayerView, window: int | None) -> bool:
+    def has_computed(self, number: int, x: mx.array, mask: object, view: LayerView) -> bool:
         """Whether the run's first layer has computed layer `number` too. Its x is then the run's output."""
         place = view.placement
         run, out = place.computed_run
-        if run is not self:
+        if run is not self or number == 0:
             return False
         is_next = x is out and view.kv is place.layer_buffers[self.first + number]
-        if not is_next or window != self.windows[number]:
+        if not is_next or place.window_of(mask) != self.windows[number]:
             raise RuntimeError(
                 "layers that were computed together were not called one after the other with the same masks"
             )
