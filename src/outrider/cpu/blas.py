@@ -38,7 +38,8 @@ log = logging.getLogger("outrider.cpu.blas")
 
 SYSTEM_LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libopenblasp.so.0")
 # With OpenBLAS's AVX2 kernels sums depend on the number of threads and on the rows beside a token. With those
-# for AVX-512 they do not: a CPU that has it uses them, whatever OPENBLAS_CORETYPE says.
+# for AVX-512 they do not: a CPU that has it uses them, whatever OPENBLAS_CORETYPE says. On other CPUs this
+# concerns only what cpu/matmul.py passes on: x @ w.T of more than 512 tokens, with float32 weights.
 AVX512_CORE = "SkylakeX"
 AVX512_FLAGS = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 # An idle OpenBLAS thread sleeps after 2^16 cycles. By default it holds a core busy for 0.1 s, and what
@@ -54,7 +55,7 @@ class BlasReport:
     reason: str
     path: str | None = None  # None: MLX's own library
     threads: int | None = None  # None: the library does not report it
-    kernel: str = ""  # what computes matmuls of few tokens instead of the library
+    kernel: str = ""  # what computes most matmuls instead of the library
     no_kernel: str = ""  # why the library computes them
     is_watched: bool = False  # True: `threads` is the maximum, and fewer are used while others need the cores
 
