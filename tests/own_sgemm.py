@@ -24,6 +24,7 @@ WHERE_THEY_ARE = [
     pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler"),
 ]
 INSTRUCTIONS = ("avx512", "avx2")
+VALUES = (ROW_MAJOR, NO_TRANSPOSE, NO_TRANSPOSE)  # the forms of x @ v
 
 SGEMM = ctypes.CFUNCTYPE(
     None,
@@ -60,16 +61,23 @@ class Sgemm:
         forms: tuple[int, int, int] = (ROW_MAJOR, NO_TRANSPOSE, TRANSPOSE),
     ) -> np.ndarray:
         """Rows may be apart; x and w as they lie in memory."""
+        num_outputs = w.shape[1] if forms[2] == NO_TRANSPOSE else len(w)
         self.library.outrider_sgemm_set_num_threads(num_threads)
         address, apart = lambda a: ctypes.c_void_p(a.ctypes.data), lambda a: a.strides[0] // 4
         self.library.cblas_sgemm(
-            *(*forms, len(x), len(w), x.shape[1], ctypes.c_float(alpha), address(x), apart(x)),
+            *(*forms, len(x), num_outputs, x.shape[1], ctypes.c_float(alpha), address(x), apart(x)),
             *(address(w), apart(w), ctypes.c_float(beta), address(y), apart(y)),
         )
         return y
 
     def __call__(self, x: np.ndarray, w: np.ndarray, num_threads: int = 1) -> np.ndarray:
+        """x @ w.T"""
         return self.call(x, w, np.full((len(x), len(w)), np.nan, np.float32), num_threads)
+
+    def values(self, x: np.ndarray, v: np.ndarray, num_threads: int = 1) -> np.ndarray:
+        """x @ v"""
+        y = np.full((len(x), v.shape[1]), np.nan, np.float32)
+        return self.call(x, v, y, num_threads, forms=VALUES)
 
 
 def loaded(path: Path, instructions: str) -> Sgemm:

@@ -21,7 +21,8 @@ from outrider.cache.recurrent import RecurrentState
 from outrider.models.trunk import TrunkCache
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.sampling.sampler import Sampler
-from outrider.step.mtp import HeadRows, MTPDrafter
+from outrider.step.head_rows import HeadRows
+from outrider.step.mtp import MTPDrafter
 
 IN_A_ROW = 8  # steps that are timed together; chosen by hand
 ROUNDS = 5  # at most; chosen by hand

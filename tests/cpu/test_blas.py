@@ -1,6 +1,7 @@
 """The BLAS take-over, watched from fresh processes: it can happen only once, before mlx is imported."""
 
 import json
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -10,10 +11,13 @@ import pytest
 
 import fresh_process
 from fresh_process import PRINT, PRODUCT, PROVIDER, REPORT, files_in
-from outrider.cpu import openblas_package, threads
+from outrider.cpu import blas, openblas_package, threads
+from own_sgemm import WHERE_THEY_ARE
 from patience import PATIENCE_S, case_only_in_soak, measures_time
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only: macOS has Accelerate")
+
+HAS_AVX512 = blas._cpu_flags() >= blas.AVX512_FLAGS
 
 # Without the own matmul in front of the library: test_matmul_start.py has that.
 clean_environment = partial(fresh_process.clean_environment, OUTRIDER_KERNEL="off")
@@ -227,7 +231,24 @@ def test_the_cores_are_shared_out_only_where_nobody_said_how_many(cache: Path) -
     assert "1 thread (" in fixed["watched"]
 
 
-def test_products_are_the_same_to_the_bit_with_every_number_of_threads(cache: Path) -> None:
+@pytest.mark.skipif(not HAS_AVX512, reason="a CPU without AVX-512")
+@pytest.mark.parametrize("core", ["Haswell", "Zen", ""])
+def test_a_cpu_with_avx512_uses_the_kernels_for_it(cache: Path, core: str) -> None:
+    found = in_fresh_process(REPORT, XDG_CACHE_HOME=cache, OPENBLAS_CORETYPE=core)
+    assert blas.AVX512_CORE in found["name"]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param("on", marks=WHERE_THEY_ARE),
+        pytest.param("off", marks=pytest.mark.skipif(not HAS_AVX512, reason="its AVX2 kernels differ")),
+    ],
+)
+def test_products_are_the_same_to_the_bit_with_every_number_of_threads(
+    kernel: str, cache: Path, tmp_path: Path
+) -> None:
+    own_cache = shutil.copytree(cache, tmp_path / "cache")
     products = """
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
@@ -242,7 +263,8 @@ def products(num_threads):
 first = products(1)
 found["same"] = [all(map(mx.array_equal, first, products(n))) for n in (2, 3, 4)]
 """
-    found = in_fresh_process(REPORT + products, XDG_CACHE_HOME=cache)
+    found = in_fresh_process(REPORT + products, XDG_CACHE_HOME=own_cache, OUTRIDER_KERNEL=kernel)
+    assert bool(found["kernel"]) == (kernel == "on")
     assert found["same"] == [True] * 3
 
 

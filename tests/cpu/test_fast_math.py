@@ -289,7 +289,7 @@ def test_sinks_take_a_share_of_the_weights(width: int) -> None:
         keys, values = view.update_and_fetch(*new)
         call = queries, keys, values, view, 0.25, view.make_mask(width), sinks
         found.append(fast_math.attention(*call))
-        np.testing.assert_allclose(found[-1], base.scaled_dot_product_attention(*call), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found[-1], base.scaled_dot_product_attention(*call), rtol=0, atol=2e-6)
         assert mx.abs(found[-1] - fast_math.attention(*call[:-1])).max() > 1e-2
     assert mx.array_equal(*found)
 

@@ -17,7 +17,15 @@ from outrider.cpu import blas, matmul
 from outrider.cpu.matmul import MAX_TOKENS, SgemmKernel
 from outrider.cpu.matmul_check import NO_TRANSPOSE, ROW_MAJOR, TRANSPOSE
 from outrider.cpu.threads import ThreadCounts
-from own_sgemm import INSTRUCTIONS, WHERE_THEY_ARE, Sgemm, exit_code_of_a_child, loaded, numbers
+from own_sgemm import (
+    INSTRUCTIONS,
+    VALUES,
+    WHERE_THEY_ARE,
+    Sgemm,
+    exit_code_of_a_child,
+    loaded,
+    numbers,
+)
 
 pytestmark = WHERE_THEY_ARE
 
@@ -106,7 +114,11 @@ def up_to_the_edge(array: np.ndarray, gap: int) -> np.ndarray:
     return copy
 
 
-ODD_SHAPES = [*product(range(1, 8), range(1, 10), (1, 3, 7, 8, 9, 15, 17, 31, 33, 1025)), (7, 577, 1537)]
+ODD_SHAPES = [
+    *product(range(1, 8), range(1, 10), (1, 3, 7, 8, 9, 15, 17, 31, 33, 1025)),
+    *product((1, 25, 97), (16, 31, 63, 65), (3, 257)),
+    (7, 577, 1537),
+]
 
 
 @pytest.mark.parametrize("gap", [0, 5])
@@ -114,12 +126,13 @@ ODD_SHAPES = [*product(range(1, 8), range(1, 10), (1, 3, 7, 8, 9, 15, 17, 31, 33
 def test_nothing_is_read_or_written_past_the_end(sgemm: Sgemm, gap: int) -> None:
     def all_are_right() -> bool:
         for num_tokens, num_rows, size in ODD_SHAPES:
-            x, w = numbers(0, num_tokens, size), numbers(1, num_rows, size)
-            y = np.ones((num_tokens, num_rows), np.float32)
-            at_the_edge = [up_to_the_edge(array, gap) for array in (x, w, y)]
-            found = sgemm.call(*at_the_edge, num_threads=3, beta=1.0)
-            if not np.array_equal(found, sgemm.call(x, w, y, beta=1.0)):
-                return False
+            x, w, v = numbers(0, num_tokens, size), numbers(1, num_rows, size), numbers(2, size, num_rows)
+            for right, how in ((w, {}), (v, {"forms": VALUES})):
+                y = np.ones((num_tokens, num_rows), np.float32)
+                at_the_edge = [up_to_the_edge(array, gap) for array in (x, right, y)]
+                found = sgemm.call(*at_the_edge, num_threads=3, beta=1.0, **how)
+                if not np.array_equal(found, sgemm.call(x, right, y, beta=1.0, **how)):
+                    return False
         return True
 
     assert exit_code_of_a_child(all_are_right) == 0
@@ -143,9 +156,12 @@ def test_the_edge_is_one(sgemm: Sgemm) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"forms": (ROW_MAJOR, NO_TRANSPOSE, NO_TRANSPOSE)},
+        {"forms": (ROW_MAJOR, TRANSPOSE, NO_TRANSPOSE)},
         {"forms": (ROW_MAJOR, TRANSPOSE, TRANSPOSE)},
         {"forms": (102, NO_TRANSPOSE, TRANSPOSE)},
+        {"forms": (102, NO_TRANSPOSE, NO_TRANSPOSE)},
+        {"forms": VALUES, "alpha": 0.5},
+        {"forms": VALUES, "beta": 0.5},
         {"alpha": 0.5},
         {"beta": 0.5},
     ],
@@ -162,28 +178,73 @@ def test_other_calls_are_passed_on(sgemm: Sgemm, how: dict[str, Any]) -> None:
     assert not y.any()
 
 
-def test_long_sums_over_cells_are_passed_on_in_parts(sgemm: Sgemm) -> None:
-    """So that a row gives the same in a pass with more cells, of which the last have no weight."""
-    x, v, y = numbers(0, 16, 600), numbers(1, 600, 16), np.zeros((16, 16), np.float32)
-    sgemm.passed.calls.clear()
-    address, apart = (lambda a: ctypes.c_void_p(a.ctypes.data)), (lambda a: a.strides[0] // 4)
-    one, half = ctypes.c_float(1), ctypes.c_float(0.5)
-    forms = ROW_MAJOR, NO_TRANSPOSE, NO_TRANSPOSE
-    sgemm.library.cblas_sgemm(
-        *(*forms, 16, 16, 600, one, address(x), apart(x), address(v), apart(v), half, address(y), apart(y))
-    )
-    calls, sgemm.passed.calls = list(sgemm.passed.calls), []
-    assert [call[5] for call in calls] == [256, 256, 88]
-    assert [call[7] - x.ctypes.data for call in calls] == [0, 256 * 4, 512 * 4]
-    assert [call[9] - v.ctypes.data for call in calls] == [0, 256 * 4 * 16, 512 * 4 * 16]
-    assert [call[11] for call in calls] == [0.5, 1, 1]
-
-
 def test_many_tokens_are_passed_on(sgemm: Sgemm) -> None:
     sgemm.passed.calls.clear()
     sgemm(numbers(0, MAX_TOKENS + 1, 16), numbers(1, 8, 16))
     assert len(sgemm.passed.calls) == 1
     sgemm.passed.calls.clear()
+
+
+# y = x @ v --------------------------------------------------------------------------------------------------
+
+many_tokens = st.integers(1, 40) | st.sampled_from([97, 200, MAX_TOKENS + 1])
+columns = st.integers(1, 140) | st.sampled_from([256, 512, 577])
+cells = st.integers(1, 70) | st.sampled_from([255, 256, 257, 512, 700])
+value_shapes = st.tuples(many_tokens, cells, columns)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shape=value_shapes, seed=st.integers(0, 99), apart=st.tuples(gaps, gaps, gaps), adds=st.booleans())
+def test_weighted_values_are_right_and_nothing_else_is_touched(
+    sgemm: Sgemm, shape: tuple[int, int, int], seed: int, apart: tuple[int, int, int], adds: bool
+) -> None:
+    num_tokens, num_cells, num_columns = shape
+    x, v = numbers(seed, num_tokens, num_cells, apart[0]), numbers(seed + 1, num_cells, num_columns, apart[1])
+    before = numbers(seed + 2, num_tokens, num_columns)
+    wide = np.full((num_tokens, num_columns + apart[2]), np.nan, np.float32)
+    wide[:, :num_columns] = before if adds else np.nan
+    sgemm.call(x, v, wide[:, :num_columns], beta=float(adds), forms=VALUES)
+    exact = x.astype(np.float64) @ v.astype(np.float64) + (before if adds else 0)
+    np.testing.assert_allclose(wide[:, :num_columns], exact, rtol=0, atol=2e-5 * num_cells**0.5)
+    assert np.isnan(wide[:, num_columns:]).all()
+    assert sgemm.passed.calls == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=value_shapes, seed=st.integers(0, 99), num_threads=st.integers(1, 4), data=st.data())
+def test_a_tokens_weighted_values_depend_on_its_own_cells_alone(
+    sgemm: Sgemm, shape: tuple[int, int, int], seed: int, num_threads: int, data: st.DataObject
+) -> None:
+    """Not on tokens and columns beside them, nor on cells without weight that follow."""
+    num_tokens, num_cells, num_columns = shape
+    x, v = numbers(seed, num_tokens, num_cells), numbers(seed + 1, num_cells, num_columns)
+    all_together = sgemm.values(x, v, num_threads)
+    first = data.draw(st.integers(0, num_tokens - 1))
+    last = data.draw(st.integers(first + 1, num_tokens))
+    first_column = data.draw(st.integers(0, num_columns - 1))
+    assert np.array_equal(sgemm.values(x[first:last], v), all_together[first:last])
+    part = sgemm.values(x[first:last], v[:, first_column:])
+    assert np.array_equal(part, all_together[first:last, first_column:])
+    more = data.draw(st.integers(1, 300))
+    longer = np.concatenate([x, np.zeros((num_tokens, more), np.float32)], axis=1)
+    followed = np.concatenate([v, numbers(seed + 2, more, num_columns)])
+    assert np.array_equal(sgemm.values(longer, followed, num_threads), all_together)
+
+
+@pytest.mark.parametrize("stranger", [np.nan, np.inf])
+@pytest.mark.parametrize("shape", [(5, 17, 7), (8, 300, 64), (130, 20, 97)])
+def test_a_value_that_is_no_number_stays_in_its_own_column(
+    sgemm: Sgemm, shape: tuple[int, int, int], stranger: float
+) -> None:
+    num_tokens, num_cells, num_columns = shape
+    x, v = numbers(0, num_tokens, num_cells), numbers(1, num_cells, num_columns)
+    usual = sgemm.values(x, v)
+    for column in range(0, num_columns, 5):
+        strange = v.copy()
+        strange[column % num_cells, column] = stranger
+        found = sgemm.values(x, strange)
+        assert not np.isfinite(found[:, column]).any()
+        assert np.array_equal(np.delete(found, column, 1), np.delete(usual, column, 1))
 
 
 @pytest.mark.parametrize(("parallel", "watched"), [(1, 1), (2, 0)])

@@ -93,6 +93,14 @@ def test_the_number_of_threads_does_not_change_a_bit(sgemm: Sgemm, shape: tuple[
         assert np.array_equal(sgemm(x, w, num_threads=1 + turn % 5), alone)
 
 
+@pytest.mark.parametrize("shape", [(1, 2000, 1537), (52, 900, 64), (193, 300, 577), (900, 300, 64)])
+def test_nor_does_it_change_a_bit_of_weighted_values(sgemm: Sgemm, shape: tuple[int, int, int]) -> None:
+    x, v = numbers(0, *shape[:2]), numbers(1, *shape[1:])
+    alone = sgemm.values(x, v)
+    for turn in range(60):
+        assert np.array_equal(sgemm.values(x, v, num_threads=1 + turn % 5), alone)
+
+
 def test_callers_that_come_together_all_get_their_product(sgemm: Sgemm) -> None:
     pairs = [(numbers(i, 1 + i, 576), numbers(9 + i, 1000, 576)) for i in range(4)]
     alone = [sgemm(x, w) for x, w in pairs]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 
 import pytest
 from engine_runner import ENDLESS, SHORT, WAIT_S, EngineRunner, end_of, submit
 
-from outrider.engine.async_engine import AsyncEngine, AsyncStream
+from outrider.engine.async_engine import AsyncEngine, AsyncStream, WakeUps
 from outrider.engine.engine import Engine
 from patience import wait_until
 
@@ -92,3 +93,33 @@ def test_abort_while_another_task_reads_ends_its_reading(engine: Engine) -> None
 
     assert asyncio.run(run())[-1] in (None, "cancelled")
     wait_until(lambda: not engine._loop.live)
+
+
+def test_events_that_come_before_the_loop_runs_share_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> int:
+        loop, num_calls = asyncio.get_running_loop(), 0
+        wake_ups, events = WakeUps(loop), [asyncio.Event() for _ in range(3)]
+        call = loop.call_soon_threadsafe
+
+        def counted(callback: Callable[[], None]) -> asyncio.Handle:
+            nonlocal num_calls
+            num_calls += 1
+            return call(callback)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        for _ in range(2):  # also after the loop has run
+            for event in events:
+                event.clear()
+                wake_ups.wake(event)
+            await asyncio.gather(*(asyncio.wait_for(event.wait(), WAIT_S) for event in events))
+        return num_calls
+
+    assert asyncio.run(run()) == 2
+
+
+def test_closed_loop_is_no_error_and_keeps_no_events() -> None:
+    loop = asyncio.new_event_loop()
+    wake_ups = WakeUps(loop)
+    loop.close()
+    wake_ups.wake(asyncio.Event())
+    assert not wake_ups._due

@@ -15,7 +15,8 @@ from outrider.models.heads import load_head
 from outrider.request import SamplingParams
 from outrider.sampling.sampler import Sampler
 from outrider.step import mtp
-from outrider.step.mtp import HeadRows, MTPDrafter
+from outrider.step.head_rows import HeadRows
+from outrider.step.mtp import MTPDrafter
 from tiny_models import VOCAB_SIZE
 
 Array = np.ndarray

@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import mlx.core as mx
-import numpy as np
 
 from outrider.plan import BLOCK_SIZE, JUNK_BLOCK, MANY_TOKENS, ZEROS_BLOCK
 
@@ -101,10 +100,7 @@ def block_tables(blocks: Sequence[Sequence[int]], num_columns: int = 0) -> mx.ar
     The columns behind a row's own blocks hold ZEROS_BLOCK; each row has at least one such column.
     """
     num_columns = max(num_columns, 1 + max(len(own) for own in blocks))
-    tables = np.full((len(blocks), num_columns), ZEROS_BLOCK, np.int32)
-    for row, own in enumerate(blocks):
-        tables[row, : len(own)] = own
-    return mx.array(tables)
+    return mx.array([[*own, *[ZEROS_BLOCK] * (num_columns - len(own))] for own in blocks])
 
 
 def num_cells_of(tables: mx.array, block_size: int) -> int:
@@ -310,7 +306,10 @@ class Placement:
         """The window of a causal mask that `mask` made, 0 for none. None for another mask."""
         if self.span is not None:
             return None
-        return next((window or 0 for window, own in self._masks.items() if own is mask), None)
+        for window, own in self._masks.items():
+            if own is mask:
+                return window or 0
+        return None
 
     def score_bound(self, mask: mx.array) -> mx.array:
         """The most that each attention score may be: infinity, or -infinity where `mask` hides the cell.

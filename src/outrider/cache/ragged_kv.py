@@ -117,7 +117,7 @@ class RaggedKV:
     def arrays(self) -> list[mx.array]:
         """Keys and values. If they are codes and not packed: codes, scales, biases of the keys, then of the
         values."""
-        return [array for cells in self.cells for array in cells.arrays]
+        return [*self.key_cells.arrays, *self.value_cells.arrays]
 
     def put(self, arrays: Sequence[mx.array]) -> None:
         """Replace what `arrays` gives."""

@@ -23,9 +23,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from outrider.cpu.library_cache import Unusable, load_cached
 from outrider.cpu.matmul import SgemmKernel, install
@@ -36,6 +37,11 @@ from outrider.cpu.threads import ThreadCounts, ThreadWatch, thread_counts
 log = logging.getLogger("outrider.cpu.blas")
 
 SYSTEM_LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libopenblasp.so.0")
+# With OpenBLAS's AVX2 kernels sums depend on the number of threads and on the rows beside a token. With those
+# for AVX-512 they do not: a CPU that has it uses them, whatever OPENBLAS_CORETYPE says. On other CPUs this
+# concerns only what cpu/matmul.py passes on: x @ w.T of more than 512 tokens, with float32 weights.
+AVX512_CORE = "SkylakeX"
+AVX512_FLAGS = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 # An idle OpenBLAS thread sleeps after 2^16 cycles. By default it holds a core busy for 0.1 s, and what
 # other threads compute meanwhile takes a quarter longer.
 SPIN_CYCLES_LOG2 = "16"
@@ -49,7 +55,7 @@ class BlasReport:
     reason: str
     path: str | None = None  # None: MLX's own library
     threads: int | None = None  # None: the library does not report it
-    kernel: str = ""  # what computes matmuls of few tokens instead of the library
+    kernel: str = ""  # what computes most matmuls instead of the library
     no_kernel: str = ""  # why the library computes them
     is_watched: bool = False  # True: `threads` is the maximum, and fewer are used while others need the cores
 
@@ -177,12 +183,16 @@ def _load(path: str) -> BlasReport:
     """Open the library, check it, and only then let it replace MLX's BLAS. Leaves `reason` empty."""
     global _loaded
     threads = thread_counts(os.environ)
-    spins = os.environ.get("OPENBLAS_THREAD_TIMEOUT", SPIN_CYCLES_LOG2)
-    with (
+    settings = {
         # Otherwise OpenBLAS starts a thread for each CPU while it is loaded.
-        _environment_variable("OPENBLAS_NUM_THREADS", str(threads.initial)),
-        _environment_variable("OPENBLAS_THREAD_TIMEOUT", spins),
-    ):
+        "OPENBLAS_NUM_THREADS": str(threads.initial),
+        "OPENBLAS_THREAD_TIMEOUT": os.environ.get("OPENBLAS_THREAD_TIMEOUT", SPIN_CYCLES_LOG2),
+    }
+    if _cpu_flags() >= AVX512_FLAGS:
+        settings["OPENBLAS_CORETYPE"] = AVX512_CORE
+    with ExitStack() as stack:
+        for name, value in settings.items():
+            stack.enter_context(_environment_variable(name, value))
         library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)
     config = _text_from(library, "openblas_get_config")
     if not hasattr(library, "cblas_sgemm"):
@@ -202,6 +212,15 @@ def _load(path: str) -> BlasReport:
         return dataclasses.replace(found, no_kernel=no_kernel)
     kernel.set_num_threads(threads.initial)
     return dataclasses.replace(found, threads=threads.initial, kernel=str(kernel))
+
+
+def _cpu_flags() -> set[str]:
+    """What Linux says that the CPU can do; nothing where it does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split()[2:]) for line in lines if line.startswith("flags")), set())
 
 
 def _install_kernel(library: ctypes.CDLL) -> tuple[SgemmKernel | None, str]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,6 +30,7 @@ from outrider.cache.placement import Placement
 from outrider.cache.ragged_kv import LayerView, RaggedKV
 from outrider.cpu import extension
 from outrider.cpu.low_rank import native_terms
+from outrider.cpu.native_parts import Rope
 
 # Layers of a run, at most; chosen by hand. Every output of an MLX operation knows all others, so the cost of
 # building an operation grows with the square of its outputs. With several runs the device begins earlier.
@@ -37,10 +38,6 @@ MAX_LAYERS = 10
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-
-
-class Rope(Protocol):
-    def of_pass(self, place: Placement, width: int) -> mx.array: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -79,14 +76,14 @@ class LayerRun:
         buffers = view.placement.layer_buffers
         return bool(buffers) and view.kv is buffers[self.first] and window == self.windows[0]
 
-    def has_computed(self, number: int, x: mx.array, view: LayerView, window: int | None) -> bool:
+    def has_computed(self, number: int, x: mx.array, mask: object, view: LayerView) -> bool:
         """Whether the run's first layer has computed layer `number` too. Its x is then the run's output."""
         place = view.placement
         run, out = place.computed_run
-        if run is not self:
+        if run is not self or number == 0:
             return False
         is_next = x is out and view.kv is place.layer_buffers[self.first + number]
-        if not is_next or window != self.windows[number]:
+        if not is_next or place.window_of(mask) != self.windows[number]:
             raise RuntimeError(
                 "layers that were computed together were not called one after the other with the same masks"
             )

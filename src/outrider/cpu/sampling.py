@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from outrider.cpu import extension
 
-FILTERS = ("top_k", "top_p", "log_min_p")
+NUMBERS = ("inverse_temperature", "seeds", "top_k", "top_p", "log_min_p")
 
 
 def draw(
@@ -30,17 +30,16 @@ def draw(
     native = _native(logits)
     if native is None:
         return None
-    filters = [numbers[name] for name in FILTERS if name in numbers]
+    inverse_temperature, seeds, *filters = ordered(numbers)
     tokens, margins = native.sample(
-        logits,
-        positions,
-        numbers["inverse_temperature"],
-        numbers["seeds"],
-        filters,
-        token_ids,
-        wants_margins,
+        logits, positions, inverse_temperature, seeds, filters, token_ids, wants_margins
     )
     return tokens, margins
+
+
+def ordered(numbers: Mapping[str, mx.array]) -> list[mx.array]:
+    """The numbers of all rows in the order in which native operations take them."""
+    return [numbers[name] for name in NUMBERS if name in numbers]
 
 
 def mask(logits: mx.array, words: mx.array, rows: tuple[int, ...]) -> mx.array | None:

@@ -18,8 +18,8 @@ processes, in ms:
 So a process starts with as many threads as half of its CPUs. While it serves, cpu/matmul.py gets as many
 threads as there are cores. A `ThreadWatch` gives OpenBLAS as many as there are cores that no other process
 uses; it checks ten times a second. The number of threads changes no bit of the results: never in
-cpu/matmul.py, and in OpenBLAS as long as the inner dimension is a multiple of 32, as it is in models
-(`tests/cpu/test_blas.py`).
+cpu/matmul.py, and in OpenBLAS's kernels for AVX-512 as long as the inner dimension is a multiple of 32, as it
+is in models (`tests/cpu/test_blas.py`). In its kernels for AVX2 it may change last bits.
 
 Nothing here may import mlx: cpu/blas.py has to run first.
 """

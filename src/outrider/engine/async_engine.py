@@ -7,7 +7,7 @@ the request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 
@@ -19,21 +19,52 @@ from outrider.prompt_media import PromptMedia
 from outrider.request import SamplingParams
 
 
+class WakeUps:
+    """Sets events of one event loop from other threads.
+
+    To wake a loop takes as long as to commit a token. So the events that come before the loop runs share one
+    call: often those of all rows of a step.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._lock = threading.Lock()
+        self._due: list[asyncio.Event] = []  # to be set by the call that is on its way
+
+    def wake(self, event: asyncio.Event) -> None:
+        with self._lock:
+            self._due.append(event)
+            if len(self._due) > 1:
+                return
+        try:
+            self.loop.call_soon_threadsafe(self._set_all)
+        except RuntimeError:  # the loop is closed, so there is no reader
+            self._take_due()
+
+    def _set_all(self) -> None:
+        for event in self._take_due():
+            event.set()
+
+    def _take_due(self) -> list[asyncio.Event]:
+        with self._lock:
+            due, self._due = self._due, []
+        return due
+
+
 class AsyncStream:
     """The deltas of one request, as an async iterator.
 
     Closing, cancelling or dropping the stream aborts the request.
     """
 
-    def __init__(self, engine: Engine, request_id: str, outbox: Outbox) -> None:
+    def __init__(self, engine: Engine, request_id: str, outbox: Outbox, wake_ups: WakeUps) -> None:
         self.request_id = request_id
         self._engine = engine
         self._outbox = outbox
         self._finished = False
         self._something_came = something_came = asyncio.Event()
-        loop = asyncio.get_running_loop()
         # The engine holds this callback, so it must not hold the stream: a dropped stream must be collected.
-        outbox.call_on_put(lambda: _wake(loop, something_came))
+        outbox.call_on_put(lambda: wake_ups.wake(something_came))
 
     def __del__(self) -> None:
         self.abort()
@@ -86,6 +117,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._wake_ups: WakeUps | None = None  # of the event loop that submitted last
 
     async def start(
         self,
@@ -102,15 +134,13 @@ class AsyncEngine:
 
     def submit(self, validated: ValidatedRequest) -> AsyncStream:
         """Queue a request that `Engine.validate` has returned."""
-        return AsyncStream(self.engine, validated.id, self.engine.submit(validated))
+        loop = asyncio.get_running_loop()
+        if self._wake_ups is None or self._wake_ups.loop is not loop:
+            self._wake_ups = WakeUps(loop)
+        return AsyncStream(self.engine, validated.id, self.engine.submit(validated), self._wake_ups)
 
     def abort(self, request_id: str) -> None:
         self.engine.cancel(request_id)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.engine.close)
-
-
-def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no reader
-        loop.call_soon_threadsafe(event.set)

@@ -109,14 +109,18 @@ class BlockCaches:
         return pool.compact(num_blocks, [row.blocks for row in rows])
 
     def placed(self, batch: Rows[RowPlan], rows: Rows[Sequence]) -> list[RowPlan]:
-        """The rows of a pass with their blocks, new ones included."""
+        """The rows of a pass with the blocks that they need for it."""
         num_before = self.pool.num_blocks
         by_id = {row.id: row for row in rows}
-        for planned in batch:
-            self.extend(by_id[planned.sequence_id], planned.start + planned.num_fed + MAX_DEPTH)
+        placed = [self._extended(planned, by_id[planned.sequence_id]) for planned in batch]
         if self.pool.num_blocks > num_before:  # room for the rest of these rows' prompts, too
             self.pool.grow(self._roomy(self._num_needed([by_id[planned.sequence_id] for planned in batch])))
-        return [replace(planned, blocks=tuple(by_id[planned.sequence_id].blocks)) for planned in batch]
+        return placed
+
+    def _extended(self, planned: RowPlan, row: Sequence) -> RowPlan:
+        self.extend(row, planned.start + planned.num_fed + MAX_DEPTH)
+        has_all = len(planned.blocks) == len(row.blocks)
+        return planned if has_all else replace(planned, blocks=tuple(row.blocks))
 
     def _num_needed(self, rows: Iterable[Sequence]) -> int:
         """Blocks for what all rows hold, and for what these rows will hold before they sample."""

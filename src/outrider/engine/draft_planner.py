@@ -230,6 +230,7 @@ def overlapped_row(sequence: Sequence, last: RowPlan, num_drafts: int, num_next:
         head_start=max_cells if sequence.feeds_head else None,
         defers_head=defers_head,
         position_delta=last.position_delta,
+        blocks=tuple(sequence.blocks),
         has_images=last.has_images,
         adapter=last.adapter,
     )
@@ -265,6 +266,7 @@ def _row(sequence: Sequence, token_ids: Rows[int], num_drafts: int, next_id: int
         position_delta=sequence.num_skipped if media is None else media.delta,
         draft_source=drafting.source,
         num_forced=drafting.num_forced,
+        blocks=tuple(sequence.blocks),
         has_images=media is not None,
         adapter=0 if sequence.adapter is None else sequence.adapter.id,
     )

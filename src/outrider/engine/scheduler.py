@@ -35,6 +35,7 @@ from outrider.engine.sequence import Delta, FinishReason, Sequence, token_origin
 from outrider.plan import (
     CacheGeometry,
     ImageEmbeddings,
+    Move,
     PassShape,
     RowPlan,
     RowResult,
@@ -150,9 +151,11 @@ class Scheduler:
             ready = []
         decode = self._decode_batch(decoding, ready)
         decode_shape = self._draft_planner.pass_shape(decode, self._budget.num_slots)
-        decode_s = self._draft_planner.expected_s(decode, decode_shape) if decode else 0.0
-        prefill, prompt_shape = self._prefill_queue.batch(ready, self._pacing.limit(decode_s))
-        prefill = self._placed(prefill)
+        prefill: list[RowPlan] = []
+        if ready:
+            decode_s = self._draft_planner.expected_s(decode, decode_shape) if decode else 0.0
+            chunks, prompt_shape = self._prefill_queue.batch(ready, self._pacing.limit(decode_s))
+            prefill = self._placed(chunks)
         copies = self._prefix.take_copies()
         is_rearranged = arrangement.changes(self._budget.shape)
         if not (decode or prefill or copies or restores or (is_rearranged and rows)):
@@ -161,8 +164,8 @@ class Scheduler:
         if prefill:
             width = self._controller.shapes.prefill_width(max(row.num_fed for row in prefill))
             passes.append((prefill, PassShape(width=width)))
-        plan = replace(
-            self._step_plan(*passes),
+        plan = self._step_plan(
+            passes,
             moves=arrangement.moves,
             kept_blocks=arrangement.kept_blocks,
             copies=copies,
@@ -184,12 +187,14 @@ class Scheduler:
         self._draft_planner.choose_drafts(decoding, joining, self._budget.num_slots)
         return self._placed([decode_row(row, self._prefix.max_drafts(row)) for row in decoding])
 
-    def _step_plan(self, *passes: tuple[list[RowPlan], PassShape]) -> StepPlan:
-        """A plan of these passes that moves no rows and copies no blocks."""
+    def _step_plan(
+        self, passes: list[tuple[list[RowPlan], PassShape]], moves: tuple[Move, ...] = (), **others: Any
+    ) -> StepPlan:
+        """A plan of these passes in the caches as they are now. `others`: fields of StepPlan."""
         num_slots, capacity, num_blocks = self._budget.shape
         batches = tuple(tuple(rows) for rows, _ in passes)
         shapes = tuple(shape for _, shape in passes)
-        return StepPlan(num_slots, capacity, (), batches, shapes, num_blocks=num_blocks)
+        return StepPlan(num_slots, capacity, moves, batches, shapes, num_blocks=num_blocks, **others)
 
     def plan_overlapped(self) -> InFlightStep | None:
         """The step after the one in flight; None if that one has to be read first.
@@ -210,7 +215,7 @@ class Scheduler:
         shape = self._draft_planner.pass_shape(batch, self._budget.num_slots)
         batch = self._placed(batch)
         keeps_states = self._state_bytes > 0 and any(may_wake(sequence) for sequence, _ in rows)
-        plan = replace(self._step_plan((batch, shape)), is_overlapped=True, keeps_states=keeps_states)
+        plan = self._step_plan([(batch, shape)], is_overlapped=True, keeps_states=keeps_states)
         cost_shape = self._draft_planner.step_shape(batch, shape)
         return self._new_step(plan, is_decode_only=True, cost_shape=cost_shape)
 
@@ -308,8 +313,9 @@ class Scheduler:
             return None  # the row runs again, with the drafts that it had
         self._draft_planner.observe(sequence, result.token_ids[:num_taken])
         counters.add_drafts(planned.num_drafts, min(result.num_accepted, num_taken))
-        delta = replace(delta, logprobs=result.logprobs[:num_taken])
-        if sequence.num_generated == num_taken:  # the first tokens of the answer
+        if result.logprobs:
+            delta = replace(delta, logprobs=result.logprobs[:num_taken])
+        if sequence.prompt_logprobs and sequence.num_generated == num_taken:  # the first tokens of the answer
             delta = replace(delta, prompt_logprobs=tuple(sequence.prompt_logprobs))
         if sequence.params.token_origins:
             origins = token_origins(planned, len(result.token_ids))

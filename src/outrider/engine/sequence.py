@@ -184,10 +184,12 @@ class Sequence:
     adapter: AdapterInfo | None = None
     num_scored: int = 0  # prompt tokens that the scorer has read
     kept: Tokens[int] | None = None  # positions of the prompt's tokens that are read; None: all, or not known
+    num_prompt: int = field(init=False)
     _keys: list[int] = field(default_factory=list)  # by cell; see keys
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
+        self.num_prompt = len(self.tokens)
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [TokenLogprobs(self.tokens[0], math.nan, ())]  # nothing is before it
         self.num_prefill = len(self.tokens)
@@ -195,10 +197,6 @@ class Sequence:
     @property
     def params(self) -> SamplingParams:
         return self.request.params
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
 
     @property
     def num_generated(self) -> int:
@@ -325,32 +323,34 @@ class Sequence:
         One by one, so that the answer ends at the same token whatever the stride was. An overlapped step has
         no masks (`has_masks` is False): its tokens count only up to the first that needed one.
         """
-        gained = Delta(self.request.id)
         grammar = self.drafting.grammar
+        num_taken, whole_text = 0, ""
+        reason: FinishReason | None = None
+        stop_string: str | None = None
         for token_id in token_ids:
             if grammar is not None and not has_masks and grammar.is_restricting:
                 break
-            gained = gained.merged(self._commit_one(token_id))
-            if gained.finish_reason is not None:
+            text, reason, stop_string = self._commit_one(token_id)
+            num_taken, whole_text = num_taken + 1, whole_text + text
+            if reason is not None:
                 break
-        return gained
+        taken = tuple(token_ids[:num_taken])
+        return Delta(self.request.id, taken, whole_text, finish_reason=reason, stop_string=stop_string)
 
-    def _commit_one(self, token_id: int) -> Delta:
+    def _commit_one(self, token_id: int) -> tuple[str, FinishReason | None, str | None]:
+        """The token's text, why the answer ends with it, and the stop string that it completes."""
         self.tokens.append(token_id)
         if self.drafting.grammar is not None:
             self.drafting.grammar.commit(token_id)
-        reason: FinishReason | None = None
-        stop_string: str | None = None
         if token_id in self.stop_ids:
             text, stop_string = self._text_of_stop(token_id)
-            reason = "stop"
-        else:
-            text, stop_string = self.text.push(token_id)
-            if stop_string is not None:
-                reason = "stop"
-            elif self.num_left <= 0:
-                text, reason = text + self.text.flush(), "length"
-        return Delta(self.request.id, (token_id,), text, finish_reason=reason, stop_string=stop_string)
+            return text, "stop", stop_string
+        text, stop_string = self.text.push(token_id)
+        if stop_string is not None:
+            return text, "stop", stop_string
+        if self.num_left <= 0:
+            return text + self.text.flush(), "length", None
+        return text, None, None
 
     def _text_of_stop(self, token_id: int) -> tuple[str, str | None]:
         """The last text of an answer that a stop token ends; the token's own text only if it is asked for."""

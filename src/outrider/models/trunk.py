@@ -116,6 +116,11 @@ class Trunk:
                 return self.inner(token_ids, cache=views, input_embeddings=embeddings)
             return self.inner(token_ids, cache=views)
 
+    @property
+    def output(self) -> nn.Module:
+        """The layer of the output projection; of tied weights, the embedding."""
+        return getattr(self.model, "lm_head", None) or self.embedding
+
     def logits(self, hidden: mx.array) -> mx.array:
         """The model's own output projection, soft caps and scales included, in float32."""
         return self.projection(hidden).astype(mx.float32)

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-import numpy as np
 
 BELOW_ONE = 2**-32 * (1 - 2**-24)  # maps every 32-bit word to a float32 below 1
 
 
 def seed_words(seeds: Sequence[int]) -> mx.array:
     """The seeds as two 32-bit words each.  [rows, 2]"""
-    wide = np.array([seed % 2**64 for seed in seeds], np.uint64)
-    return mx.array(np.stack([wide & np.uint64(0xFFFFFFFF), wide >> np.uint64(32)], axis=1).astype(np.uint32))
+    wide = [divmod(seed % 2**64, 2**32) for seed in seeds]
+    return mx.array([[low, high] for high, low in wide], mx.uint32)
 
 
 def gumbel(seeds: mx.array, positions: mx.array, token_ids: mx.array) -> mx.array:

@@ -75,6 +75,15 @@ class Sampler:
         groups = tuple(group.with_arrays(arrays[group.kind]) for group in self.groups)
         return replace(self, groups=groups, restore=arrays.get("restore"))
 
+    def native_numbers(self) -> list[mx.array] | None:
+        """What native operations draw by, for all rows; none if all rows take the best token.
+
+        None: the rows are of several kinds, or the pass is traced.
+        """
+        if len(self.groups) != 1 or not self.groups[0].may_read:
+            return None
+        return cpu_sampling.ordered(self.groups[0].numbers)
+
     def sample(self, logits: mx.array, positions: mx.array) -> mx.array:
         """The target tokens.  logits [rows, n, vocab], positions [rows, n] -> token ids [rows, n]"""
         return self._sample(logits, positions, None, is_draft=False)
@@ -152,7 +161,7 @@ class _Group:
         numbers = {"inverse_temperature": _column(factors), "seeds": _seeds(params)}
         if kind in ("filtered", "wide"):
             top_k = [1 if p.is_greedy else min(p.top_k, 2**30) for p in params]
-            numbers["top_k"] = mx.array(top_k)[:, None, None]
+            numbers["top_k"] = mx.array([[[number]] for number in top_k])
             numbers["top_p"] = _column(p.top_p for p in params)
             numbers["log_min_p"] = mx.log(_column(p.min_p for p in params))  # -inf when off
         if any(p.is_greedy for p in params):
@@ -287,7 +296,7 @@ def _token_ids(columns: mx.array, ids: mx.array | None) -> mx.array:
 
 def _column(numbers: Any) -> mx.array:
     """[rows, 1, 1]"""
-    return mx.array(list(numbers), mx.float32)[:, None, None]
+    return mx.array([[[number]] for number in numbers], mx.float32)
 
 
 def _seeds(params: Sequence[SamplingParams]) -> mx.array:

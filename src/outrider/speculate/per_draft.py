@@ -262,6 +262,7 @@ class PerDraftController(DepthController):
 
     def _count_yield(self, request: DraftRequest, row: RowOffers, prices: _Prices) -> None:
         """Count what each of the head's drafts brings in this step."""
+        min_chance = prices.min_chance
         for offer, made in zip(request.offers, row.offers, strict=True):
             if offer.source != "head":
                 continue
@@ -271,7 +272,7 @@ class PerDraftController(DepthController):
             share = max(NEWEST_SHARE, 1 / (2 + known.num_steps))  # the first estimate counts once
             known.num_steps += 1
             for i, chance in enumerate(chances[:MAX_DEPTH]):
-                is_fed = chance >= prices.min_chance
+                is_fed = chance >= min_chance
                 known.tokens[i] += share * (chance * is_fed - known.tokens[i])
                 known.fed[i] += share * (is_fed - known.fed[i])
 

@@ -23,7 +23,7 @@ from outrider.sampling.logprobs import read_logprobs
 
 if TYPE_CHECKING:
     from outrider.sampling.custom_processors import RowError
-    from outrider.step.mtp import Drafts
+    from outrider.step.head_rows import Drafts
     from outrider.step.prompt_logprobs import PromptLogprobs
     from outrider.step.verify import VerifyOutput
 
@@ -196,6 +196,8 @@ def head_positions_of(
 
 def head_position_grid(batch: Batch, width: int) -> np.ndarray | None:
     """The same for the cells that the head is fed."""
+    if not any(_has_grid(row) for row in batch):
+        return None
     head_lag = lags_of(batch)
     return position_grid(batch, catch_up_width(head_lag, width), head_lag)
 
@@ -247,9 +249,10 @@ class PassOutput:
         ends: mx.array,
         prompt_logprobs: Mapping[int, PromptLogprobs],
     ) -> PassOutput:
-        parts = [hidden[:1, :1, 0] != 0]  # the host waits for this value if no row samples
         if verified is not None:
             parts = [verified.targets, verified.statuses, verified.num_accepted]
+        else:
+            parts = [hidden[:1, :1, 0] != 0]  # the host waits for this value
         if drafts is not None:
             parts.append(drafts.token_ids)
             if drafts.margins is not None:
@@ -292,13 +295,13 @@ class PassOutput:
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         if (verified := self.verified) is not None:
             targets, statuses, num_accepted = (
-                take(x.shape) for x in (verified.targets, verified.statuses, verified.num_accepted)
+                take(x.shape).tolist() for x in (verified.targets, verified.statuses, verified.num_accepted)
             )
             for j, i in enumerate(verified.rows):
                 if i >= len(self.batch):
                     continue  # a padding row
-                num, errors[i] = _usable(statuses[j, : num_accepted[j] + 1], verified.errors.get(j))
-                tokens[i] = tuple(targets[j, :num].tolist())
+                num, errors[i] = _usable(statuses[j][: num_accepted[j] + 1], verified.errors.get(j))
+                tokens[i] = tuple(targets[j][:num])
             if verified.logprobs is not None:
                 rows = [self.batch[i] for i in tokens]
                 found = read_logprobs(verified.logprobs, rows, list(tokens.values()))
@@ -323,14 +326,12 @@ class PassOutput:
             )
 
 
-def _usable(statuses: np.ndarray, error: RowError | None) -> tuple[int, str | None]:
+def _usable(statuses: list[int], error: RowError | None) -> tuple[int, str | None]:
     """How many of a row's sampled tokens count, and the error after them, if there is one."""
-    if error is None and statuses.tolist() == [SAMPLED] * len(statuses):
-        return len(statuses), None
-    ends = [(int(place), NO_TOKEN_LEFT) for place in np.flatnonzero(statuses == NO_TOKEN)[:1]]
+    ends = [(statuses.index(NO_TOKEN), NO_TOKEN_LEFT)] if NO_TOKEN in statuses else []
     if error is not None and error.position < len(statuses):
         ends.append((error.position, error.message))
     num, message = min(ends, default=(len(statuses), None), key=lambda end: end[0])
-    if (statuses[:num] == NOT_FINITE).any():
+    if NOT_FINITE in statuses[:num]:
         raise InvalidLogits("the model gave NaN or infinite logits")
     return num, message

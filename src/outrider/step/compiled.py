@@ -24,7 +24,7 @@ from outrider.sampling.logprobs import LogprobArrays
 from outrider.speculate.shapes import CELL_PARTS, CELL_STEP, rounded_up
 from outrider.step.batch import Batch, InputBatch, NextInputs, PassOutput
 from outrider.step.forward import Forward, end_of
-from outrider.step.mtp import Drafts
+from outrider.step.head_rows import Drafts
 from outrider.step.verify import SamplingBatch, VerifyOutput
 
 PADDING_ID = -1  # the sequence id of padding rows

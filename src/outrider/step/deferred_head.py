@@ -23,7 +23,8 @@ from outrider.models.divided_output import DividedOutput
 from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
 from outrider.step.batch import Batch, catch_up_width, lags_of
-from outrider.step.mtp import Drafts, HeadRows, MTPDrafter
+from outrider.step.head_rows import Drafts, HeadRows
+from outrider.step.mtp import MTPDrafter
 from outrider.step.ranks import Ranks
 
 

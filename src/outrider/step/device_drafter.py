@@ -20,7 +20,7 @@ from outrider.models.heads import LoadedHead
 from outrider.models.trunk import Buffers, Trunk
 from outrider.step.deferred_head import FollowedRows, PausableHead
 from outrider.step.draft_model import DraftModelDrafter
-from outrider.step.mtp import Drafts
+from outrider.step.head_rows import Drafts
 from outrider.step.ranks import Ranks
 
 LoadedDrafter = LoadedHead | DraftModel

@@ -28,7 +28,7 @@ from outrider.cache.placement import Placement
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.step.batch import catch_up_width, lags_of
 from outrider.step.deferred_head import FollowedRows, with_missed_tokens
-from outrider.step.mtp import Drafts, HeadRows
+from outrider.step.head_rows import Drafts, HeadRows
 
 
 class DraftModelDrafter:

@@ -34,7 +34,7 @@ from outrider.step.batch import (
 )
 from outrider.step.deferred_head import FollowedRows
 from outrider.step.device_drafter import LoadedDrafter, is_divided, new_device_drafter
-from outrider.step.mtp import HeadRows
+from outrider.step.head_rows import HeadRows
 from outrider.step.prompt_logprobs import prompt_logprobs
 from outrider.step.ranks import Ranks
 from outrider.step.step_message import PassMedia

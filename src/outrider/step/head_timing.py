@@ -13,7 +13,7 @@ from outrider.plan import RowPlan
 from outrider.request import SamplingParams
 from outrider.sampling.sampler import Sampler
 from outrider.step.deferred_head import FollowedRows, PausableHead
-from outrider.step.mtp import HeadRows
+from outrider.step.head_rows import HeadRows
 from outrider.step.ranks import Ranks
 
 NUM_DRAFTS = 3  # that are timed together: the second and the third are fed drafts; chosen by hand

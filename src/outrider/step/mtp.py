@@ -18,6 +18,9 @@ Their inputs (the outputs of depth d-1, or h) are stored in cells of their own, 
 the cells. Depths past the last layer use the last layer again: it is fed its own output, one cell further on,
 as one-layer heads are at every depth. Those cells are tentative too.
 
+On CPUs a head of one quantised layer does all of this in one native operation (cpu/draft_head.py), to the bit
+alike. Its drafts are compared with those of the operations here before it is used.
+
 A divided head (models/heads/division.py) runs on all ranks. Each has its part of the cells. Rank 0 samples,
 and sends each draft that the head is fed next. All ranks launch their operations in the same order, where
 they are built: the outputs of `fc`, the logits, the drafts.
@@ -25,108 +28,26 @@ they are built: the outputs of `fc`, the logits, the drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
-from outrider.cache.embedding_cache import ImageInputs
 from outrider.cache.hidden_cells import HiddenCells
-from outrider.cache.placement import GridPositions, Placement, Positions, num_cells_of
+from outrider.cache.placement import GridPositions, Placement
+from outrider.cache.ragged_kv import RaggedKV
 from outrider.cpu.cells import native_write_cells
 from outrider.models.divided_output import DividedOutput
 from outrider.models.gap_rope import GapRope
 from outrider.models.heads import LoadedHead, divided_draft_projection, draft_projection, head_layout
 from outrider.models.trunk import Buffers, Trunk, TrunkCache
 from outrider.models.vision.mrope import MRope
-from outrider.sampling.sampler import Sampler
+from outrider.step.head_rows import Drafts, HeadRows
+from outrider.step.native_head import NativeHead, native_head_of
 from outrider.step.ranks import Ranks
 
 # Columns of a pass, of all rows, from which it only writes the last layer's cells. On two CPU cores 8 gain
 # nothing, 16 a tenth of the head's pass.
 MIN_WIDE = 16
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """The rows that the head follows in one pass: their cells, and how many drafts they get."""
-
-    slots: Sequence[int]
-    starts: mx.array  # [rows]
-    num_fed: mx.array  # [rows] cells that the head is fed, drafts included: as many as the trunk, or 0
-    num_committed: mx.array  # [rows] cells of committed tokens and accepted drafts
-    end: int  # all fed cells are below it
-    sampler: Sampler | None  # None: rank 0 samples, and this is another rank
-    depth: int  # drafts to make: the most of any row
-    # Of the fed cells, from the first one that the head has missed; None: the cell numbers.
-    positions: Positions | None = None
-    position_deltas: mx.array | None = None  # [rows] position minus cell number, after the prompt
-    images: ImageInputs | None = None  # image embeddings among the next tokens
-    has_images: bool = False  # there are some; on another rank than 0 without `images`
-    with_margins: bool = False  # compute the drafts' margins too
-    tables: mx.array | None = None  # of the rows' blocks; with their size and each row's end: see Placement
-    block_size: int = 0
-    ends: Sequence[int] | None = None
-
-    def after(self, cells: mx.array) -> Positions | None:
-        """Positions of cells past the prompt.  [rows]"""
-        return None if self.position_deltas is None else cells + self.position_deltas
-
-    def sample(
-        self,
-        logits: mx.array,
-        positions: mx.array,
-        draft_ids: mx.array | None,
-        drafts: list[mx.array],
-        margins: list[mx.array],
-    ) -> None:
-        """Append the drafts [rows, 1] of `logits` [rows, 1, V], and their margins if they are wanted."""
-        if self.sampler is None:
-            found = mx.zeros(positions.shape, mx.int32)
-        elif self.with_margins:
-            found, margin = self.sampler.sample_drafts_with_margins(logits, positions, draft_ids)
-            margins.append(margin)
-        else:
-            found = self.sampler.sample_drafts(logits, positions, draft_ids)
-        drafts.append(found)
-
-    def place(
-        self,
-        starts: mx.array,
-        num_fed: mx.array,
-        width: int,
-        capacity: int,
-        positions: Positions | None = None,
-        further: int = 0,
-        commits_all: bool = False,
-        any_new: bool = False,
-    ) -> Placement:
-        """The places of a pass whose cells are at most so many `further` than the fed ones.
-
-        `commits_all`, `any_new`: for recurrent layers, see Placement.
-        """
-        if self.tables is not None:
-            capacity = num_cells_of(self.tables, self.block_size)
-        return Placement(
-            self.slots,
-            starts,
-            num_fed,
-            width,
-            min(self.end + further, capacity),
-            capacity,
-            any_new=any_new,
-            positions=positions,
-            commits_all=commits_all,
-            tables=self.tables,
-            block_size=self.block_size,
-            ends=None if self.ends is None else [min(end + further, capacity) for end in self.ends],
-        )
-
-
-@dataclass(frozen=True)
-class Drafts:
-    token_ids: mx.array  # [rows, depth]
-    margins: mx.array | None = None  # [rows, depth] see Sampler.sample_drafts_with_margins
 
 
 class MTPDrafter:
@@ -164,6 +85,16 @@ class MTPDrafter:
             self._project = draft_projection(trunk, head.draft_ids)
         elif ranks is not None:
             self._project = divided_output or DividedOutput(trunk, ranks.group)
+        self._native: NativeHead | None = None
+        if ranks is None and len(head.layers) == 1:
+            self._native = self._native_head(head)
+
+    def _native_head(self, head: LoadedHead) -> NativeHead | None:
+        kv = self._caches[0].layers[0]
+        if not isinstance(kv, RaggedKV):
+            return None  # several caches
+        projection = self._project if head.draft_ids is not None else self._trunk.output
+        return native_head_of(self, head, self._trunk, projection, kv)
 
     @property
     def num_layers(self) -> int:
@@ -178,8 +109,10 @@ class MTPDrafter:
     def draft(self, hidden: mx.array, next_ids: mx.array, rows: HeadRows, capacity: int) -> Drafts | None:
         """Feed the pairs (hidden [rows, width, H], next_ids [rows, width]); return drafts, if any are wanted.
 
-        Pairs past a row's num_committed are written too, as tentative cells that no later pass attends to.
+        Pairs past a row's num_committed may be written too, as tentative cells that no later pass attends to.
         """
+        if self._native is not None and self._native.can_draft(hidden, rows):
+            return self._native.draft(hidden, next_ids, rows)
         width = next_ids.shape[1]
         ends = rows.starts + rows.num_committed  # [rows] cells after the step
         beyond = mx.split(ends[:, None] + mx.arange(rows.depth + 1), rows.depth + 1, axis=1)  # [rows, 1] each

@@ -303,6 +303,8 @@ class Runner:
         self._num_blocks = num_blocks
 
     def _save(self, copies: PrefixCopies) -> None:
+        if not copies:
+            return
         store = self._prefixes
         store.drop(copies.drops)
         if self._block_size is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_map
 
 from outrider.models.divided_output import DividedOutput
@@ -44,9 +44,14 @@ class RaggedTargets:
     @classmethod
     def of(cls, nums: Sequence[int]) -> RaggedTargets:
         """`nums`: targets of each row."""
-        is_target = np.arange(max(nums)) < np.array(nums)[:, None]
-        restore = np.where(is_target, np.cumsum(is_target).reshape(is_target.shape) - 1, 0)
-        return cls(mx.array(np.flatnonzero(is_target).astype(np.int32)), mx.array(restore.astype(np.int32)))
+        most = max(nums)
+        index = [row * most + place for row, num in enumerate(nums) for place in range(num)]
+        firsts = accumulate(nums, initial=0)
+        restore = [
+            [first + place if place < num else 0 for place in range(most)]
+            for first, num in zip(firsts, nums, strict=False)
+        ]
+        return cls(mx.array(index), mx.array(restore))
 
     def taken_from(self, array: mx.array) -> mx.array:
         """[rows, most targets, ...] -> [targets, 1, ...]"""
@@ -162,17 +167,17 @@ def verify(
         return None
     rows = [batch[i] for i in index]
     num_targets = max_targets(batch)
-    first = np.array([row.first_target for row in rows], np.int32)[:, None]
+    first = [row.first_target for row in rows]
     starts, num_drafts, token_ids = inputs.starts, inputs.num_drafts, inputs.token_ids
     if len(rows) < len(batch):
         chosen = mx.array(index)
         hidden, token_ids = hidden[chosen], token_ids[chosen]
         starts, num_drafts = starts[chosen], num_drafts[chosen]
-    if num_targets < hidden.shape[1] or first.any():
+    if num_targets < hidden.shape[1] or any(first):
         columns = _columns(first, num_targets, hidden.shape[1])
         hidden = mx.take_along_axis(hidden, columns[..., None], axis=1)
         token_ids = mx.take_along_axis(token_ids, columns, axis=1)
-    positions = starts[:, None] + mx.array(first + np.arange(1, num_targets + 1, dtype=np.int32))
+    positions = starts[:, None] + mx.array([[one + 1 + i for i in range(num_targets)] for one in first])
     ragged, own_positions = sampling.ragged, positions
     if ragged is not None:
         own_positions = ragged.taken_from(positions)
@@ -203,9 +208,9 @@ def verify(
     )
 
 
-def _columns(first: np.ndarray, num_targets: int, width: int) -> mx.array:
-    """Where the rows' targets are.  first [sampling, 1] -> [sampling, num_targets]"""
-    return mx.array(np.minimum(first + np.arange(num_targets), width - 1).astype(np.int32))
+def _columns(first: Sequence[int], num_targets: int, width: int) -> mx.array:
+    """Where the rows' targets are.  first [sampling] -> [sampling, num_targets]"""
+    return mx.array([[min(one + i, width - 1) for i in range(num_targets)] for one in first])
 
 
 def _divided_logits(
@@ -222,7 +227,7 @@ def join_logits(divided: DividedOutput, hidden: mx.array, batch: Batch) -> None:
     rows = [batch[i] for i in sampling_rows(batch)]
     if not rows:
         return
-    first = np.array([row.first_target for row in rows], np.int32)[:, None]
+    first = [row.first_target for row in rows]
     columns = _columns(first, max_targets(batch), hidden.shape[1])
     at_targets = mx.take_along_axis(hidden[mx.array(sampling_rows(batch))], columns[..., None], axis=1)
     _divided_logits(divided, at_targets, rows, is_ragged=True)
@@ -231,7 +236,7 @@ def join_logits(divided: DividedOutput, hidden: mx.array, batch: Batch) -> None:
 def _statuses(logits: mx.array, scores: mx.array, targets: mx.array) -> mx.array:
     """logits and scores [rows, width, vocab], targets [rows, width] -> [rows, width]"""
     places = targets[..., None]
-    is_finite = mx.isfinite(mx.take_along_axis(logits, places, axis=-1)[..., 0])
+    is_finite = mx.abs(mx.take_along_axis(logits, places, axis=-1)[..., 0]) < mx.inf  # not so NaN
     if scores is logits:
         return is_finite.astype(mx.int32)
     is_excluded = mx.take_along_axis(scores, places, axis=-1)[..., 0] == -mx.inf
@@ -266,6 +271,9 @@ def num_committed_tokens(inputs: InputBatch, verified: VerifyOutput | None) -> m
 def next_tokens(batch: Batch, inputs: InputBatch, verified: VerifyOutput | None) -> mx.array:
     """The token after each fed cell, which the head is fed with that cell's hidden state.  [rows, width]"""
     num_rows, width = inputs.token_ids.shape
+    first = [] if verified is None else [batch[i].first_target for i in verified.rows]
+    if verified is not None and verified.targets.shape == (num_rows, width) and not any(first):
+        return verified.targets  # all rows decode, and one of them is as wide as the pass
     known = mx.concatenate([inputs.token_ids[:, 1:], mx.zeros((num_rows, 1), mx.int32)], axis=1)
     prefill = [(i, row.num_fed - 1, row.next_id) for i, row in enumerate(batch) if row.next_id is not None]
     if prefill:
@@ -275,10 +283,9 @@ def next_tokens(batch: Batch, inputs: InputBatch, verified: VerifyOutput | None)
         return known
     # A sampling row's targets go to columns first_target .. first_target + num_drafts.
     num_targets = verified.targets.shape[1]
-    first = np.array([batch[i].first_target for i in verified.rows], np.int32)[:, None]
-    if not first.any() and len(verified.rows) == num_rows:
+    if len(verified.rows) == num_rows and not any(first):
         return mx.concatenate([verified.targets, known[:, num_targets:]], axis=1)
-    columns = np.minimum(first + np.arange(num_targets, dtype=np.int32), width)
+    columns = _columns(first, num_targets, width + 1)
     wide = mx.concatenate([known, mx.zeros((num_rows, 1), mx.int32)], axis=1)
-    wide[mx.array(verified.rows)[:, None], mx.array(columns)] = verified.targets
+    wide[mx.array(verified.rows)[:, None], columns] = verified.targets
     return wide[:, :width]  # the column past the end took the targets that have no cell

@@ -17,7 +17,8 @@ from outrider.models.heads import head_kv_spec as kv_spec_of
 from outrider.models.trunk import Trunk
 from outrider.request import SamplingParams
 from outrider.sampling.sampler import Sampler
-from outrider.step.mtp import HeadRows, MTPDrafter
+from outrider.step.head_rows import HeadRows
+from outrider.step.mtp import MTPDrafter
 from ragged_rows import error
 from tiny_models import VOCAB_SIZE, fill, tiny_model
 

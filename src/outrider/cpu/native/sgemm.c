@@ -1,12 +1,14 @@
-/* The matmul y = x @ w^T for few tokens. A BLAS would copy (pack) the weights before it multiplies them.
+/* Matmuls in front of a BLAS. A token's results are bit-identical whatever tokens are beside it and whatever the
+   number of threads. `cblas_sgemm` computes two forms and passes all other calls on to the BLAS that it was given.
 
-   The weights are read from memory once, row by row, in the order in which they are stored. Each thread takes the
-   next chunk of rows that no thread has taken. A token's results are bit-identical whatever tokens are beside it
-   and whatever the number of threads. `cblas_sgemm` passes all other calls on to the BLAS that it was given.
+   y = x @ w^T for few tokens (sgemm_tile.h). A BLAS would copy (pack) the weights before it multiplies them. Here
+   the weights are read from memory once, row by row, in the order in which they are stored. Each thread takes the
+   next chunk of rows that no thread has taken.
 
-   The products of attention weights and values, y = x @ v, are among those. Their sums run over cells, and a BLAS
-   cuts a long sum at places that depend on its length. They are therefore passed on in parts of MAX_SUM cells: a
-   row with more cells, of which the last have no weight, gives the same to the bit. */
+   y = x @ v for any number of tokens (sgemm_columns.h): attention weights times values. Its sums run over cells. A
+   BLAS cuts a long sum at places that depend on its length, and with some kernels (OpenBLAS's for AVX2) also on the
+   number of tokens. Here a sum is cut every MAX_SUM cells, counted from the first. So a row with more cells, of which
+   the last have no weight, gives the same to the bit. */
 
 #define _GNU_SOURCE
 #include <immintrin.h>
@@ -31,19 +33,25 @@ enum {
     CHUNKS_PER_THREAD = 4,  /* chunks are smaller if a thread would get fewer than this */
     FREE_TOKENS = 8,        /* tokens that are computed in the time that the weights take to arrive */
     MIN_SHARED = 100 << 10, /* elements of the weights from which several threads pay, for up to FREE_TOKENS */
-    MAX_SUM = 256,          /* elements of a sum that is passed on; chosen by hand: OpenBLAS cuts from 320 on or later */
+    VECTORS = 4,            /* vectors of columns in a tile of x @ v */
+    MAX_SUM = 256,          /* cells whose products are added in a register, before the sum is added to y */
+    CHUNK_TOKENS = 192,     /* tokens of x @ v in a chunk: MAX_SUM elements of each stay in the L2 cache */
+    TOKENS_STEP = 48,       /* smaller chunks, one for each thread or more, have a multiple of this many tokens */
+    CHUNK_COLUMNS = 512,    /* columns of x @ v in a chunk */
+    MIN_PRODUCTS = 1 << 20, /* multiplications of x @ v from which several threads pay */
     MAX_THREADS = 64,
     LINE = 16,              /* elements of a cache line */
     SPIN_CYCLES = 32 << 10, /* an idle thread sleeps after this many: 400,000 made a step 10 % slower */
 };
 
-typedef struct {
-    int num_tokens, num_rows, size;
+typedef struct Matmul {
+    int num_tokens, num_outputs, size;
     size_t ldx, ldw, ldy;
-    const float *x, *w; /* [num_tokens, size], [num_rows, size] */
-    float *y;           /* [num_tokens, num_rows] */
+    const float *x, *w; /* [num_tokens, size]; w [num_outputs, size], or v [size, num_outputs] */
+    float *y;           /* [num_tokens, num_outputs] */
     int adds;           /* 1: add the result to y; 0: overwrite y */
-    int rows_per_chunk, num_chunks, num_threads;
+    void (*compute_chunk)(const struct Matmul *, int chunk);
+    int outputs_per_chunk, tokens_per_chunk, num_chunks, num_threads;
 } Matmul;
 
 static inline int min(int a, int b) { return a < b ? a : b; }
@@ -62,15 +70,20 @@ static inline const float *later_row(
 #define NAME(x) avx512_##x
 #define TARGET "avx512f,avx512dq"
 #define TOKENS 6
+#define UNPACKED 96 /* up to so many tokens x @ v reads the cells where they are */
 #define CASES CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #define LANES 16
 #define VEC __m512
 #define ZERO _mm512_setzero_ps
 #define LOAD _mm512_loadu_ps
+#define STORE _mm512_storeu_ps
+#define SET _mm512_set1_ps
+#define ADD _mm512_add_ps
 #define FMA _mm512_fmadd_ps
 #define MASK __mmask16
 #define FIRST(count) ((__mmask16)((1u << (count)) - 1))
 #define LOAD_FIRST(from, mask) _mm512_maskz_loadu_ps(mask, from)
+#define STORE_FIRST(to, mask, x) _mm512_mask_storeu_ps(to, mask, x)
 
 static inline __attribute__((always_inline, target(TARGET))) __m128 avx512_sums(const __m512 v[ROWS])
 {
@@ -82,21 +95,28 @@ static inline __attribute__((always_inline, target(TARGET))) __m128 avx512_sums(
 }
 
 #include "sgemm_tile.h"
+#include "sgemm_columns.h"
+#include "sgemm_undefine.h"
 
 /* AVX2: 12 of 16 registers are accumulators. */
 
 #define NAME(x) avx2_##x
 #define TARGET "avx2,fma"
 #define TOKENS 3
+#define UNPACKED 24
 #define CASES CASE(1) CASE(2) CASE(3)
 #define LANES 8
 #define VEC __m256
 #define ZERO _mm256_setzero_ps
 #define LOAD _mm256_loadu_ps
+#define STORE _mm256_storeu_ps
+#define SET _mm256_set1_ps
+#define ADD _mm256_add_ps
 #define FMA _mm256_fmadd_ps
 #define MASK __m256i
 #define FIRST(count) _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 #define LOAD_FIRST(from, mask) _mm256_maskload_ps(from, mask)
+#define STORE_FIRST(to, mask, x) _mm256_maskstore_ps(to, mask, x)
 
 static inline __attribute__((always_inline, target(TARGET))) __m128 avx2_sums(const __m256 v[ROWS])
 {
@@ -107,16 +127,20 @@ static inline __attribute__((always_inline, target(TARGET))) __m128 avx2_sums(co
 }
 
 #include "sgemm_tile.h"
+#include "sgemm_columns.h"
+#include "sgemm_undefine.h"
 
 static void (*compute_block)(const Matmul *, int, int, int, int, int, int, const float *);
+static void (*compute_columns)(const Matmul *, int, int, int, int);
 
-static void compute_chunk(const Matmul *p, int chunk)
+/* A chunk of y = x @ w^T: some rows of the weights, times all tokens. */
+static void compute_rows_chunk(const Matmul *p, int chunk)
 {
-    int first = chunk * p->rows_per_chunk, last = min(first + p->rows_per_chunk, p->num_rows);
+    int first = chunk * p->outputs_per_chunk, last = min(first + p->outputs_per_chunk, p->num_outputs);
     int size = ceil_div(ceil_div(p->size, ceil_div(p->size, MAX_SIZE)), 16) * 16; /* depends on p->size alone */
     int tokens = min(p->num_tokens, MAX_BLOCK / size);
     /* The first row of the chunk that this thread will probably take next. */
-    int then = min(chunk + p->num_threads, p->num_chunks - 1) * p->rows_per_chunk;
+    int then = min(chunk + p->num_threads, p->num_chunks - 1) * p->outputs_per_chunk;
     for (int t = 0; t < p->num_tokens; t += tokens)
         for (int k = 0; k < p->size; k += size) {
             const float *next = p->w + (t + tokens < p->num_tokens ? first : then) * p->ldw;
@@ -124,6 +148,16 @@ static void compute_chunk(const Matmul *p, int chunk)
                 next = p->w + first * p->ldw + k + size;
             compute_block(p, first, last, t, min(t + tokens, p->num_tokens), k, min(size, p->size - k), next);
         }
+}
+
+/* A chunk of y = x @ v: some tokens and some columns. */
+static void compute_columns_chunk(const Matmul *p, int chunk)
+{
+    int chunks_of_tokens = ceil_div(p->num_tokens, p->tokens_per_chunk);
+    int begin = chunk % chunks_of_tokens * p->tokens_per_chunk;
+    int first = chunk / chunks_of_tokens * p->outputs_per_chunk;
+    compute_columns(p, begin, min(begin + p->tokens_per_chunk, p->num_tokens), first,
+                    min(first + p->outputs_per_chunk, p->num_outputs));
 }
 
 /* Threads. One caller at a time shares its matmul with helper threads. The caller takes chunks like the helpers do,
@@ -150,7 +184,7 @@ static int help(void)
         ;
     if (left <= 0)
         return 0;
-    compute_chunk(&pool.matmul, pool.matmul.num_chunks - left);
+    pool.matmul.compute_chunk(&pool.matmul, pool.matmul.num_chunks - left);
     atomic_fetch_add(&pool.num_done, 1);
     return 1;
 }
@@ -212,14 +246,9 @@ static void compute_with_helpers(const Matmul *p, int num_helpers)
             sched_yield(); /* the helper may be waiting for this core */
 }
 
-static void compute(Matmul *p)
+static void compute(Matmul *p, int is_large)
 {
     int num_helpers = atomic_load(&pool.num_helpers);
-    long elements = (long)p->num_rows * p->size;
-    int is_large = elements * max(1, p->num_tokens / FREE_TOKENS) >= MIN_SHARED;
-    int rows = min(ceil_div(MAX_CHUNK, p->size), ceil_div(p->num_rows, CHUNKS_PER_THREAD * (num_helpers + 1)));
-    p->rows_per_chunk = ceil_div(rows, ROWS) * ROWS;
-    p->num_chunks = ceil_div(p->num_rows, p->rows_per_chunk);
     p->num_threads = 1;
     if (num_helpers > 0 && is_large && p->num_chunks > 1 && !atomic_flag_test_and_set(&pool.is_shared)) {
         p->num_threads += num_helpers;
@@ -228,7 +257,33 @@ static void compute(Matmul *p)
         return;
     }
     for (int chunk = 0; chunk < p->num_chunks; chunk++)
-        compute_chunk(p, chunk);
+        p->compute_chunk(p, chunk);
+}
+
+/* y = x @ w^T */
+static void compute_rows(Matmul *p)
+{
+    int chunks = CHUNKS_PER_THREAD * (atomic_load(&pool.num_helpers) + 1);
+    long elements = (long)p->num_outputs * p->size;
+    int rows = min(ceil_div(MAX_CHUNK, p->size), ceil_div(p->num_outputs, chunks));
+    p->compute_chunk = compute_rows_chunk;
+    p->outputs_per_chunk = ceil_div(rows, ROWS) * ROWS;
+    p->num_chunks = ceil_div(p->num_outputs, p->outputs_per_chunk);
+    compute(p, elements * max(1, p->num_tokens / FREE_TOKENS) >= MIN_SHARED);
+}
+
+/* y = x @ v */
+static void compute_values(Matmul *p)
+{
+    int num_helpers = atomic_load(&pool.num_helpers);
+    int is_large = (double)p->num_tokens * p->num_outputs * p->size >= MIN_PRODUCTS;
+    int chunks = num_helpers > 0 && is_large ? CHUNKS_PER_THREAD * (num_helpers + 1) : 1;
+    int tokens = ceil_div(ceil_div(p->num_tokens, chunks), TOKENS_STEP) * TOKENS_STEP;
+    p->compute_chunk = compute_columns_chunk;
+    p->tokens_per_chunk = min(tokens, CHUNK_TOKENS);
+    p->outputs_per_chunk = min(p->num_outputs, CHUNK_COLUMNS);
+    p->num_chunks = ceil_div(p->num_tokens, p->tokens_per_chunk) * ceil_div(p->num_outputs, p->outputs_per_chunk);
+    compute(p, is_large);
 }
 
 static void after_fork(void) /* the child process has no helpers, and no matmul is shared */
@@ -240,7 +295,7 @@ static void after_fork(void) /* the child process has no helpers, and no matmul 
 
 /* Exported functions. */
 
-typedef void Sgemm(int order, int x_form, int w_form, int num_tokens, int num_rows, int size, float alpha,
+typedef void Sgemm(int order, int x_form, int w_form, int num_tokens, int num_outputs, int size, float alpha,
                    const float *x, int ldx, const float *w, int ldw, float beta, float *y, int ldy);
 
 enum { ROW_MAJOR = 101, NO_TRANSPOSE = 111, TRANSPOSE = 112 };
@@ -259,10 +314,12 @@ EXPORT const char *outrider_sgemm_start(const char *wanted, Sgemm *other, int nu
     __builtin_cpu_init();
     if (strcmp(wanted, "avx2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) {
         compute_block = avx512_block;
+        compute_columns = avx512_columns;
         return "avx512";
     }
     if (strcmp(wanted, "avx512") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         compute_block = avx2_block;
+        compute_columns = avx2_columns;
         return "avx2";
     }
     return NULL;
@@ -273,22 +330,20 @@ EXPORT void outrider_sgemm_set_num_threads(int count)
     atomic_store(&pool.num_helpers, min(max(count, 1), MAX_THREADS) - 1);
 }
 
-EXPORT void cblas_sgemm(int order, int x_form, int w_form, int num_tokens, int num_rows, int size, float alpha,
+EXPORT void cblas_sgemm(int order, int x_form, int w_form, int num_tokens, int num_outputs, int size, float alpha,
                         const float *x, int ldx, const float *w, int ldw, float beta, float *y, int ldy)
 {
-    if (order == ROW_MAJOR && x_form == NO_TRANSPOSE && w_form == NO_TRANSPOSE && size > MAX_SUM) {
-        for (int first = 0; first < size; first += MAX_SUM)
-            fallback_sgemm(order, x_form, w_form, num_tokens, num_rows, min(MAX_SUM, size - first), alpha, x + first,
-                           ldx, w + (ptrdiff_t)first * ldw, ldw, first ? 1.0f : beta, y, ldy);
-        return;
-    }
-    if (order != ROW_MAJOR || x_form != NO_TRANSPOSE || w_form != TRANSPOSE || alpha != 1.0f ||
-        (beta != 0.0f && beta != 1.0f) || num_tokens < 1 || num_tokens > max_tokens || num_rows < 1 ||
+    int has_few_tokens = num_tokens <= max_tokens || w_form == NO_TRANSPOSE;
+    if (order != ROW_MAJOR || x_form != NO_TRANSPOSE || (w_form != TRANSPOSE && w_form != NO_TRANSPOSE) ||
+        alpha != 1.0f || (beta != 0.0f && beta != 1.0f) || num_tokens < 1 || !has_few_tokens || num_outputs < 1 ||
         size < 1) {
-        fallback_sgemm(order, x_form, w_form, num_tokens, num_rows, size, alpha, x, ldx, w, ldw, beta, y, ldy);
+        fallback_sgemm(order, x_form, w_form, num_tokens, num_outputs, size, alpha, x, ldx, w, ldw, beta, y, ldy);
         return;
     }
-    Matmul matmul = {.num_tokens = num_tokens, .num_rows = num_rows, .size = size,
-                       .ldx = ldx, .ldw = ldw, .ldy = ldy, .x = x, .w = w, .y = y, .adds = beta == 1.0f};
-    compute(&matmul);
+    Matmul matmul = {.num_tokens = num_tokens, .num_outputs = num_outputs, .size = size,
+                     .ldx = ldx, .ldw = ldw, .ldy = ldy, .x = x, .w = w, .y = y, .adds = beta == 1.0f};
+    if (w_form == TRANSPOSE)
+        compute_rows(&matmul);
+    else
+        compute_values(&matmul);
 }

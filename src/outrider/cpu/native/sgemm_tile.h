@@ -1,4 +1,4 @@
-/* The inner loops of sgemm.c for one instruction set. sgemm.c includes this file once for each.
+/* y = x @ w^T of sgemm.c for one instruction set. sgemm.c includes this file once for each.
 
    sgemm.c defines NAME(x), TARGET, LANES, VEC with its operations, TOKENS and CASES before. A tile is ROWS rows of
    the weights by up to TOKENS tokens. Every sum has one accumulator, which adds the elements in order, LANES at a
@@ -81,17 +81,3 @@ static __attribute__((noinline, target(TARGET))) void NAME(block)(
         }
     }
 }
-
-#undef EACH
-#undef NAME
-#undef TARGET
-#undef TOKENS
-#undef CASES
-#undef LANES
-#undef VEC
-#undef ZERO
-#undef LOAD
-#undef FMA
-#undef MASK
-#undef FIRST
-#undef LOAD_FIRST

@@ -13,7 +13,7 @@ DRAFT_BITS = 4  # most bits of the weights that project drafts onto a reduced vo
 
 def draft_projection(trunk: Trunk, token_ids: mx.array) -> nn.Module:
     """A linear layer with the rows of the output projection for these tokens."""
-    output = getattr(trunk.model, "lm_head", None) or trunk.embedding
+    output = trunk.output
     if is_kept(output):
         rows: nn.Module = linear_rows(output, token_ids, DRAFT_BITS)
     else:

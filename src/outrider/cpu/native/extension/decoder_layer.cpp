@@ -185,34 +185,23 @@ private:
 
 class RopeAnglesPrimitive : public CpuPrimitive {
 public:
-    RopeAnglesPrimitive(mx::Stream stream, std::shared_ptr<const std::vector<float>> frequencies, float scale,
-                        float magnitude)
-        : CpuPrimitive(stream), frequencies(std::move(frequencies)), scale(scale), magnitude(magnitude) {}
+    RopeAnglesPrimitive(mx::Stream stream, const RopeAngles &own) : CpuPrimitive(stream), own(own) {}
 
     const char *name() const override { return "OutriderRopeAngles"; }
 
     void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
         auto &encoder = mx::cpu::get_command_encoder(stream());
         outputs[0].set_data(mx::allocator::malloc(outputs[0].nbytes()));
-        encoder.dispatch([frequencies = frequencies, scale = scale, magnitude = magnitude,
-                          positions = elements<int>(encoder, inputs[0]), angles = outputs[0].data<float>(),
+        encoder.dispatch([own = own, positions = elements<int>(encoder, inputs[0]), angles = outputs[0].data<float>(),
                           rows = outputs[0].shape(0), width = outputs[0].shape(2)] {
-            size_t half = frequencies->size();
             for_tokens(rows * width, [&](int t) {
-                float position = (float(positions[t / width]) + float(t % width)) * scale;
-                float *own = angles + t * 2 * half;
-                for (size_t i = 0; i < half; i++) {
-                    mx::simd::Simd<float, 1> angle(position * (*frequencies)[i]);  // as MLX's own cosines
-                    own[i] = mx::simd::cos(angle).value * magnitude;
-                    own[i + half] = mx::simd::sin(angle).value * magnitude;
-                }
+                own.fill(positions[t / width], t % width, angles + ptrdiff_t(t) * own.dims());
             });
         });
     }
 
 private:
-    std::shared_ptr<const std::vector<float>> frequencies;
-    float scale, magnitude;
+    RopeAngles own;
 };
 
 void require(bool holds, const char *what) {
@@ -412,12 +401,21 @@ mx::array MLP::operator()(const mx::array &x, const mx::array &num_fed, const st
 RopeAngles::RopeAngles(const mx::array &own, float scale, float magnitude)
     : frequencies(std::make_shared<const std::vector<float>>(to_floats(own))), scale(scale), magnitude(magnitude) {}
 
+void RopeAngles::fill(int position, int column, float *angles) const {
+    float scaled = (float(position) + float(column)) * scale;
+    size_t half = frequencies->size();
+    for (size_t i = 0; i < half; i++) {
+        mx::simd::Simd<float, 1> angle(scaled * (*frequencies)[i]);  // as MLX's own cosines
+        angles[i] = mx::simd::cos(angle).value * magnitude;
+        angles[i + half] = mx::simd::sin(angle).value * magnitude;
+    }
+}
+
 mx::array RopeAngles::operator()(const mx::array &positions, int width) const {
     require(positions.ndim() == 1 && positions.dtype() == mx::int32 && width > 0, "positions: int32 [rows]");
     auto stream = mx::default_stream(mx::Device::cpu);
-    auto primitive = std::make_shared<RopeAnglesPrimitive>(stream, frequencies, scale, magnitude);
-    mx::Shape shape = {positions.shape(0), 1, width, int(2 * frequencies->size())};
-    return mx::array(shape, mx::float32, primitive, {positions});
+    mx::Shape shape = {positions.shape(0), 1, width, dims()};
+    return mx::array(shape, mx::float32, std::make_shared<RopeAnglesPrimitive>(stream, *this), {positions});
 }
 
 }  // namespace outrider

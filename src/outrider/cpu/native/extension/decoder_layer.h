@@ -92,6 +92,7 @@ public:
 
 private:
     friend class Layers;
+    friend class DraftHead;
     void check(const mlx::core::array &x, const std::vector<mlx::core::array> &buffers, const mlx::core::array &angles,
                const mlx::core::array &starts, const mlx::core::array &num_fed, const mlx::core::array &places,
                bool has_blocks, int window, const std::optional<mlx::core::array> &adapters,
@@ -122,6 +123,7 @@ public:
 
 private:
     friend class Layers;
+    friend class DraftHead;
     std::shared_ptr<const MLPWeights> weights;
 };
 
@@ -158,6 +160,10 @@ public:
 
     // positions [rows] int32: of the first token of each row -> [rows, 1, width, rope dims]
     mlx::core::array operator()(const mlx::core::array &positions, int width) const;
+
+    int dims() const { return int(2 * frequencies->size()); }
+    // Of one token, `column` tokens after `position`.  angles [dims()]
+    void fill(int position, int column, float *angles) const;
 
 private:
     std::shared_ptr<const std::vector<float>> frequencies;

@@ -9,6 +9,7 @@
 #include "cell_copies.h"
 #include "cell_operations.h"
 #include "decoder_layer.h"
+#include "draft_head.h"
 #include "huge_pages.h"
 #include "low_rank.h"
 #include "masks.h"
@@ -65,6 +66,16 @@ void add_decoder_layers(nb::module_ &m) {
     nb::class_<RopeAngles>(m, "RopeAngles")
         .def(nb::init<const array &, float, float>())
         .def("__call__", &RopeAngles::operator());
+    nb::class_<DraftHead>(m, "DraftHead")
+        .def("__init__",
+             [](DraftHead *self, const Linear &embedding, const RMSNorm &norm_of_embedding,
+                const RMSNorm &norm_of_hidden, const Linear &fc, const Attention &attention, const MLP &mlp,
+                const RopeAngles &angles, const RMSNorm &norm, const Linear &projection,
+                const std::optional<array> &token_ids, bool is_embedding_first, bool recurses_after_norm) {
+                 new (self) DraftHead({embedding, norm_of_embedding, norm_of_hidden, fc, attention, mlp, angles, norm,
+                                       projection, token_ids, is_embedding_first, recurses_after_norm});
+             })
+        .def("__call__", &DraftHead::operator());
     m.def("num_buffer_copies", &num_buffer_copies);
 }
 

@@ -118,10 +118,11 @@ void multiply_interleaved(const Product &product, int first, int last, const Qua
     for (int t = 0; t < tokens.num_tokens; t += MAX_INTERLEAVED) {
         int count = std::min(MAX_INTERLEAVED, tokens.num_tokens - t);
         TokenBlock block = token_block(tokens, t, 0);
-        for (int n = first; n < last; n++) {
-            alignas(64) RowSums sums[MAX_INTERLEAVED];
-            kernels->add_interleaved(product.weights, n * TILE_ROWS, block, count, sums);
-            store(product, n * TILE_ROWS, t, count, sums);
+        for (int n = first, num; n < last; n += num) {
+            alignas(64) RowSums sums[2 * MAX_INTERLEAVED];
+            num = kernels->add_interleaved(product.weights, n * TILE_ROWS, last - n, block, count, sums);
+            for (int tile = 0; tile < num; tile++)
+                store(product, (n + tile) * TILE_ROWS, t, count, sums + tile * MAX_INTERLEAVED);
         }
     }
 }

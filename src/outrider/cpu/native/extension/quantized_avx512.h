@@ -10,14 +10,22 @@
 
 namespace outrider {
 
-void avx512_add_interleaved(
-    const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, RowSums *sums);
+int avx512_add_interleaved(
+    const QuantizedMatrix &w, int row, int num_tiles, const TokenBlock &tokens, int num_tokens, RowSums *sums);
 
 // Adds the products of four codes of each row with four codes of a token. The token's codes are an operand in memory:
 // compilers load and broadcast them by an instruction of its own, and matmuls then take a third longer on Intel's CPUs.
 AVX512 INLINE void add_products(__m512i &sums, __m512i weights, const int8_t *four) {
     using Four = int32_t __attribute__((may_alias, aligned(1)));
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights), "m"(*reinterpret_cast<const Four *>(four)));
+}
+
+// Four codes of a token, in every lane.
+AVX512 INLINE __m512i four_codes(const int8_t *four) {
+    using Four = int32_t __attribute__((may_alias, aligned(1)));
+    __m512i found;
+    asm("vpbroadcastd %1, %0" : "=v"(found) : "m"(*reinterpret_cast<const Four *>(four)));
+    return found;
 }
 
 AVX512 INLINE __m512 widened(__m512i halves, ScaleType type) {  // 16 numbers of 16 bits, in the low bits of lanes

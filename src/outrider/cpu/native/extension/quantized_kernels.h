@@ -63,8 +63,10 @@ struct Kernels {
     void (*add)(const Tile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums);
     void (*fill_floats)(const QuantizedMatrix &w, int row, int first, int size, FloatTile &tile);
     void (*add_floats)(const FloatTile &tile, const TokenBlock &tokens, int num_tokens, Sums &sums);
-    // TILE_ROWS rows of interleaved weights, without a tile; null: interleaved weights are slow
-    void (*add_interleaved)(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, RowSums *sums);
+    // The tiles of interleaved weights that begin with `row`, as many as are best computed together: at least one, at
+    // most two and `num_tiles`. Returns how many. sums: MAX_INTERLEAVED tokens of each. null: interleaved weights are slow
+    int (*add_interleaved)(const QuantizedMatrix &w, int row, int num_tiles, const TokenBlock &tokens, int num_tokens,
+                           RowSums *sums);
 };
 
 extern const Kernels PORTABLE;

@@ -275,25 +275,22 @@ class Sample : public CpuPrimitive {
         auto &encoder = begin(in, out);
         const auto *logits = elements<float>(encoder, in[0]);
         const auto *positions = elements<uint32_t>(encoder, in[1]);
-        const auto *inverse_temperature = elements<float>(encoder, in[2]);
-        const auto *seeds = elements<uint32_t>(encoder, in[3]);
-        const auto *top_k = has_filters_ ? elements<int32_t>(encoder, in[4]) : nullptr;
-        const auto *top_p = has_filters_ ? elements<float>(encoder, in[5]) : nullptr;
-        const auto *log_min_p = has_filters_ ? elements<float>(encoder, in[6]) : nullptr;
+        SamplingNumbers numbers = {elements<float>(encoder, in[2]), elements<uint32_t>(encoder, in[3]), nullptr, nullptr,
+                                   nullptr};
+        if (has_filters_) {
+            numbers.top_k = elements<int32_t>(encoder, in[4]);
+            numbers.top_p = elements<float>(encoder, in[5]);
+            numbers.log_min_p = elements<float>(encoder, in[6]);
+        }
         const auto *token_ids = has_token_ids_ ? elements<int32_t>(encoder, in.back()) : nullptr;
         int width = in[0].shape(1), vocab = in[0].shape(2), num = in[0].shape(0) * width;
         encoder.dispatch([=, wants_margins = wants_margins_, tokens = out[0].data<int32_t>(),
                           margins = out[1].data<float>()]() {
             parallel(num, [=](int i) {
-                int row = i / width;
-                Logits of_row{logits + ptrdiff_t(i) * vocab, token_ids, vocab, inverse_temperature[row]};
-                Noise noise(seeds + 2 * row, positions[i]);
-                Filters filters;
-                if (top_k)
-                    filters = {top_k[row], top_p[row], log_min_p[row]};
-                BestTwo found = Draw(of_row, noise, wants_margins).result(filters);
-                tokens[i] = of_row.token_id(found.place);
-                margins[i] = found.margin();
+                const float *own = logits + ptrdiff_t(i) * vocab;
+                Drawn drawn = draw(numbers, i / width, positions[i], own, vocab, token_ids, wants_margins);
+                tokens[i] = drawn.token_id;
+                margins[i] = drawn.margin;
             });
         });
     }
@@ -361,26 +358,45 @@ void check(bool is_right, const char *problem) {
 
 }  // namespace
 
+Drawn draw(const SamplingNumbers &numbers, int row, uint32_t position, const float *logits, int vocab,
+           const int32_t *token_ids, bool wants_margin) {
+    Logits of_row{logits, token_ids, vocab, numbers.inverse_temperature[row]};
+    Noise noise(numbers.seeds + 2 * row, position);
+    Filters filters;
+    if (numbers.top_k)
+        filters = {numbers.top_k[row], numbers.top_p[row], numbers.log_min_p[row]};
+    BestTwo found = Draw(of_row, noise, wants_margin).result(filters);
+    return {of_row.token_id(found.place), found.margin()};
+}
+
+std::vector<mx::array> sampling_inputs(
+    int rows, const mx::array &inverse_temperature, const mx::array &seeds, const std::vector<mx::array> &filters,
+    mx::Stream stream) {
+    check(inverse_temperature.size() == size_t(rows) && seeds.size() == 2 * size_t(rows),
+          "one temperature and two words of a seed a row");
+    check(filters.empty() || filters.size() == 3, "filters are top_k, top_p and log_min_p");
+    std::vector<mx::array> inputs{
+        mx::astype(inverse_temperature, mx::float32, stream), mx::astype(seeds, mx::uint32, stream)};
+    const mx::Dtype types[] = {mx::int32, mx::float32, mx::float32};
+    for (size_t i = 0; i < filters.size(); i++) {
+        check(filters[i].size() == size_t(rows), "one number of each filter a row");
+        inputs.push_back(mx::astype(filters[i], types[i], stream));
+    }
+    return inputs;
+}
+
 std::pair<mx::array, mx::array> sample(
     const mx::array &logits, const mx::array &positions, const mx::array &inverse_temperature, const mx::array &seeds,
     const std::vector<mx::array> &filters, const std::optional<mx::array> &token_ids, bool wants_margins) {
     check(logits.ndim() == 3 && logits.dtype() == mx::float32 && logits.shape(2) > 0,
           "logits must be float32 [rows, n, vocab]");
-    size_t rows = logits.shape(0);
     mx::Shape shape{logits.shape(0), logits.shape(1)};
     check(positions.shape() == shape, "positions must be [rows, n]");
-    check(inverse_temperature.size() == rows && seeds.size() == 2 * rows, "one temperature and two words of a seed a row");
-    check(filters.empty() || filters.size() == 3, "filters are top_k, top_p and log_min_p");
     check(!token_ids || token_ids->size() == size_t(logits.shape(2)), "one token id for each column");
     auto stream = mx::default_stream(mx::Device::cpu);
-    std::vector<mx::array> inputs{
-        mx::contiguous(logits, false, stream), mx::astype(positions, mx::uint32, stream), mx::astype(inverse_temperature, mx::float32, stream),
-        mx::astype(seeds, mx::uint32, stream)};
-    const mx::Dtype types[] = {mx::int32, mx::float32, mx::float32};
-    for (size_t i = 0; i < filters.size(); i++) {
-        check(filters[i].size() == rows, "one number of each filter a row");
-        inputs.push_back(mx::astype(filters[i], types[i], stream));
-    }
+    std::vector<mx::array> inputs{mx::contiguous(logits, false, stream), mx::astype(positions, mx::uint32, stream)};
+    for (mx::array &one : sampling_inputs(logits.shape(0), inverse_temperature, seeds, filters, stream))
+        inputs.push_back(std::move(one));
     if (token_ids)
         inputs.push_back(mx::astype(*token_ids, mx::int32, stream));
     auto found = mx::array::make_arrays(

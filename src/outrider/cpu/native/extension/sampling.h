@@ -2,6 +2,7 @@
 // are.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -23,6 +24,28 @@ std::pair<mlx::core::array, mlx::core::array> sample(
     const mlx::core::array &logits, const mlx::core::array &positions, const mlx::core::array &inverse_temperature,
     const mlx::core::array &seeds, const std::vector<mlx::core::array> &filters,
     const std::optional<mlx::core::array> &token_ids, bool wants_margins);
+
+// The numbers of all rows on plain memory. top_k may be null: then there are no filters.
+struct SamplingNumbers {
+    const float *inverse_temperature;
+    const uint32_t *seeds;
+    const int32_t *top_k;
+    const float *top_p, *log_min_p;
+};
+
+struct Drawn {
+    int32_t token_id;
+    float margin;
+};
+
+// Draws one token of `row`. token_ids may be null: 0, 1, ..
+Drawn draw(const SamplingNumbers &numbers, int row, uint32_t position, const float *logits, int vocab,
+           const int32_t *token_ids, bool wants_margin);
+
+// The numbers as inputs of a primitive, of the types above. Throws std::invalid_argument if they do not fit.
+std::vector<mlx::core::array> sampling_inputs(
+    int rows, const mlx::core::array &inverse_temperature, const mlx::core::array &seeds,
+    const std::vector<mlx::core::array> &filters, mlx::core::Stream stream);
 
 // Log-probabilities of logits [rows, n, vocab] float32: of the tokens `targets` [rows, n] int32, as [rows, n]; and the
 // ids [rows, n, num_top] int32 and log-probabilities of the `num_top` most likely tokens, in any order. A target outside

@@ -8,14 +8,12 @@
 #include "primitive.h"
 #include "threads.h"
 
-namespace outrider {
-namespace {
-
 namespace mx = mlx::core;
 
-constexpr int LANES = 16;  // running maxima beside each other
+namespace outrider {
 
-void find(const float *scores, int num, int32_t *place, float *margin) {
+void find_top_two(const float *scores, int num, int32_t *place, float *margin) {
+    constexpr int LANES = 16;  // running maxima beside each other
     constexpr float NONE = -std::numeric_limits<float>::infinity();
     float best[LANES], second[LANES];
     for (int lane = 0; lane < LANES; lane++)
@@ -49,6 +47,8 @@ void find(const float *scores, int num, int32_t *place, float *margin) {
     *margin = num == 1 ? std::numeric_limits<float>::infinity() : most - next;
 }
 
+namespace {
+
 class TopTwo : public CpuPrimitive {
   public:
     using CpuPrimitive::CpuPrimitive;
@@ -59,7 +59,7 @@ class TopTwo : public CpuPrimitive {
         encoder.dispatch([num, num_rows, scores = in[0].data<float>(), places = out[0].data<int32_t>(),
                           margins = out[1].data<float>()]() {
             parallel(num_rows, [=](int row) {
-                find(scores + static_cast<ptrdiff_t>(row) * num, num, places + row, margins + row);
+                find_top_two(scores + static_cast<ptrdiff_t>(row) * num, num, places + row, margins + row);
             });
         });
     }
