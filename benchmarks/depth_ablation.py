@@ -140,6 +140,7 @@ def constants() -> list[Constant]:
         Constant(c, "MAX_CORRECTION", scaled(c.MAX_CORRECTION) | {"off": math.inf}),
         Constant(c, "CORRECTION_DECAY", memory(c.CORRECTION_DECAY)),
         Constant(t, "NEARBY", scaled(t.NEARBY), judged),
+        Constant(t, "MAX_FROM_LINE", scaled(t.MAX_FROM_LINE) | {"off": math.inf}, ("counts", "margins")),
         Constant(t, "MOST_BY_ROWS", scaled(t.MOST_BY_ROWS) | {"off": 0.0}, judged),
         Constant(p, "MAX_PADDING_SHARE", {"off": 2.0}, ("counts",)),
         Constant(p, "MAX_WAIT", excess(p.MAX_WAIT), judged),

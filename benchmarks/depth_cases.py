@@ -212,7 +212,9 @@ def _first_table(case: Case, rng: random.Random) -> MeasuredCosts:
 def _first_burst(case: Case) -> Case:
     if case.warm_rows is None:
         return replace(case, kind="code", num_each=1)
-    return replace(case, kind="anything", num_rows=case.warm_rows, num_tokens=128, num_each=12, has_plain=False)
+    return replace(
+        case, kind="anything", num_rows=case.warm_rows, num_tokens=128, num_each=12, has_plain=False
+    )
 
 
 def _answer(

@@ -27,14 +27,14 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_cases")
 def test_the_table_of_one_constant(capsys: pytest.CaptureFixture[str]) -> None:
-    usual = per_draft.RETURN_PER_ROW
-    depth_ablation.print_constants(2, ["RETURN_PER_ROW"])
+    usual = per_draft.MAX_WAIT
+    depth_ablation.print_constants(2, ["MAX_WAIT"])
     printed = capsys.readouterr().out
     for alternative in ("half", "double", "off"):
         assert f"{alternative} " in printed
-    assert "per_draft.RETURN_PER_ROW" in printed
+    assert "per_draft.MAX_WAIT" in printed
     assert "acceptance." not in printed
-    assert usual == per_draft.RETURN_PER_ROW
+    assert usual == per_draft.MAX_WAIT
 
 
 def test_a_change_has_the_noise_of_its_seeds() -> None:
@@ -56,5 +56,5 @@ def test_every_constant_is_in_the_ablation_or_known_to_be_outside() -> None:
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, int | float | tuple | dict)
     }
-    no_constants = {"MAX_DEPTH", "TOKENS", "ALL_DEPTHS", "FALLIBLE_SOURCES", "NUM_CLASSES", "UNREAD"}
+    no_constants = {"MAX_DEPTH", "ALL_DEPTHS", "FALLIBLE_SOURCES", "NUM_CLASSES", "UNREAD"}
     assert found - inside - no_constants == set(depth_ablation.OUTSIDE)

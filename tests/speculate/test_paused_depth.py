@@ -127,7 +127,7 @@ def test_a_head_that_has_missed_much_has_to_bring_more(num_missed: int, num_left
 def costly_drafts() -> CountingController:
     """A controller for which a draft of one of many rows costs more than a token is worth."""
     measured = guessed_costs()
-    trunk_s = {(rows, width): 1.0 + 9.0 * rows * width for rows, width in measured.trunk_s}
+    trunk_s = {(rows, width): 1.0 + (rows * width) ** 1.5 for rows, width in measured.trunk_s}
     return CountingController(CostTable(replace(measured, trunk_s=trunk_s, padding_share=0.0)))
 
 

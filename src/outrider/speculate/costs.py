@@ -12,14 +12,14 @@ The time of a real step changes two estimates. With deviation = log(real_s / ste
 
 A step between two entries changes both corrections, each by its part. The first few steps of an entry change
 its correction more. A step that was disturbed by other load changes the slowdown alone, by a limited amount,
-and a correction that no step confirms decays. So neither a busy machine nor one slow step can spoil the table.
+and a correction that no step confirms decays. So neither a busy machine nor one slow step spoils the table.
 
-Where a step's cost follows from its tokens (CPUs), a line through all measurements gives the costs
+Where a step's cost follows from its tokens (CPUs), measurements are kept near a line through all of them
 (token_costs.py), and there are no corrections: shapes that run would be corrected and shapes that never run
 would not, so that the difference between them, the price of a draft, would be wrong. Steps do not overlap
 there, and the host's part before the launch adds about the same time to each shape:
 
-    real_s = step_s * exp(slowdown) + host_s      host_s: running means, of plain steps and of steps with drafts
+    real_s = step_s * exp(slowdown) + host_s      host_s: running means, of steps without and with drafts
 
 Pure Python.
 """
@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.request import MAX_DEPTH
-from outrider.speculate.token_costs import TokenCosts
+from outrider.speculate.token_costs import near_line
 
 WIDTHS = range(1, MAX_DEPTH + 2)
 
@@ -130,8 +130,9 @@ class CostTable:
         self._in_seconds = in_seconds
         self.host_share = 0.0  # share of a step's time in which the device waits for the host's launch
         self._host_s = [0.0, 0.0]  # before the launch: of plain steps, of steps with drafts
-        self._by_tokens = TokenCosts(measured.trunk_s) if measured.by_tokens else None
-        self._trunk_by_rows = _all_widths(measured.trunk_s)
+        self._trunk_by_rows = _all_widths(
+            near_line(measured.trunk_s) if measured.by_tokens else measured.trunk_s
+        )
         self._row_counts = sorted(self._trunk_by_rows)
         self._head_row_counts = sorted(measured.head)
         self._corrections = dict(corrections or {})  # log ratios, by (rows, width)
@@ -208,7 +209,7 @@ class CostTable:
         if host_s is not None:
             share = min(1.0, host_s / max(seconds, 1e-9))
             self.host_share += NEWEST_SHARE * (share - self.host_share)
-            if self._by_tokens is not None:
+            if self.measured.by_tokens:
                 self._count_host(_has_drafts(shape), max(host_s, 1e-9))
                 seconds -= host_s
         key = (shape.rows, round(shape.width))
@@ -221,7 +222,7 @@ class CostTable:
         deviation = ratio - self._slowdown
         self._slowdown += SLOWDOWN_GAIN * clipped(deviation, MAX_DEVIATION)
         is_disturbed = abs(deviation) >= MAX_DEVIATION
-        if self._by_tokens is None:
+        if not self.measured.by_tokens:
             self._correct(self._entries(shape.rows, shape.width), 0.0 if is_disturbed else deviation)
 
     def _count_host(self, has_drafts: bool, host_s: float) -> None:
@@ -267,14 +268,10 @@ class CostTable:
         return max(0, num_cells - self.measured.num_cells) * rows * self.measured.cell_s
 
     def _corrected_s(self, rows: int, width: float) -> float:
-        if self._by_tokens is not None:
-            return self._by_tokens.step_s(rows, width)
         correction = sum(part * self._correction(*key) for key, part in self._entries(rows, width))
         return self._trunk_s(rows, width) * math.exp(correction)
 
     def _trunk_s(self, rows: int, width: float) -> float:
-        if self._by_tokens is not None:
-            return self._by_tokens.step_s(rows, width)
         narrow = int(width)
         seconds = self._shape_s(rows, narrow)
         if narrow == width:
