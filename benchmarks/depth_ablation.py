@@ -136,6 +136,7 @@ def constants() -> list[Constant]:
         Constant(depth, "MIN_SPEEDUP", excess(depth.MIN_SPEEDUP), counted),
         Constant(c, "SLOWDOWN_GAIN", scaled(c.SLOWDOWN_GAIN) | {"off": 0.0}),
         Constant(c, "CORRECTION_GAIN", scaled(c.CORRECTION_GAIN) | {"off": 0.0}),
+        Constant(c, "DRAFT_PRICE_GAIN", scaled(c.DRAFT_PRICE_GAIN) | {"off": 0.0}, ("counts", "margins")),
         Constant(c, "MAX_DEVIATION", scaled(c.MAX_DEVIATION) | {"off": math.inf}),
         Constant(c, "MAX_CORRECTION", scaled(c.MAX_CORRECTION) | {"off": math.inf}),
         Constant(c, "CORRECTION_DECAY", memory(c.CORRECTION_DECAY)),

@@ -103,6 +103,19 @@ def test_a_measurement_near_the_line_counts_as_it_is() -> None:
     assert all(abs(math.log(ms / line.step_s(*shape))) < 0.041 for shape, ms in found.items())
 
 
+def test_drafts_that_cost_more_than_was_measured_are_known_after_some_steps() -> None:
+    """At all numbers of rows. What plain steps cost stays as it is."""
+    table = CostTable(measured(by_shape(QUIET)))
+    plain, drafting, other = StepShape(4, 1), StepShape(4, 1.5), StepShape(8, 2)
+    before = {shape: table.step_s(shape) for shape in (plain, drafting, other, StepShape(8, 1))}
+    more_s = before[drafting] - before[plain]
+    for step in range(200):
+        table.observe(drafting if step % 4 else plain, before[plain] + (1.8 * more_s if step % 4 else 0.0))
+    assert table.step_s(plain) == before[plain]
+    assert table.step_s(drafting) - before[plain] == pytest.approx(1.8 * more_s, rel=0.2)
+    assert table.step_s(other) > before[other]
+
+
 def test_steps_that_run_do_not_change_what_a_draft_costs_beside_them() -> None:
     """Corrected costs of shapes that run would be compared with measured ones of shapes that never do."""
     table = CostTable(measured(by_shape(QUIET)))

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from outrider.config import InvalidConfig
 from outrider.plan import NUM_SPARE_BLOCKS, CacheGeometry, RowPlan, StepPlan, StepRunner
@@ -340,16 +341,16 @@ def _measured_costs(shortest: Mapping[SyntheticStep, float], has_cliffs: bool) -
 def _padding_share(shortest: Mapping[SyntheticStep, float], trunk: Mapping[tuple[int, int], float]) -> float:
     """What padding costs, as a share of what a token costs: from steps in which one row is wider.
 
-    The least of them: other processes only ever add time.
+    Their median: with one of them the share is as often too small as too large, and padding then looks free.
     """
-    shares = [1.0]
+    shares = []
     for step in (step for step in shortest if step.num_narrow):
         narrow_s, wide_s = trunk[step.rows, 1], trunk[step.rows, step.width]
         wider_s = (wide_s - narrow_s) / step.rows  # what one row adds
         padding_s = wider_s * step.num_narrow
         if padding_s > 0:
             shares.append(max(0.0, (shortest[step] - narrow_s - wider_s) / padding_s))
-    return min(shares)
+    return min(1.0, median(shares)) if shares else 1.0
 
 
 def _head_cost(plain_s: float, fed_s: float, deepest_s: float) -> HeadCost:

@@ -15,9 +15,10 @@ its correction more. A step that was disturbed by other load changes the slowdow
 and a correction that no step confirms decays. So neither a busy machine nor one slow step spoils the table.
 
 Where a step's cost follows from its tokens (CPUs), measurements are kept near a line through all of them
-(token_costs.py), and there are no corrections: shapes that run would be corrected and shapes that never run
-would not, so that the difference between them, the price of a draft, would be wrong. Steps do not overlap
-there, and the host's part before the launch adds about the same time to each shape:
+(token_costs.py), and shapes have no corrections: those that run would be corrected and those that never run
+would not, so that the difference between them, the price of a draft, would be wrong. One factor corrects this
+price, for all shapes: it rises if steps with more drafts than usual take longer than expected. Steps do not
+overlap there, and the host's part before the launch adds about the same time to each shape:
 
     real_s = step_s * exp(slowdown) + host_s      host_s: running means, of steps without and with drafts
 
@@ -40,6 +41,9 @@ WIDTHS = range(1, MAX_DEPTH + 2)
 # measurement is never corrected: tests/speculate/test_costs.py.
 SLOWDOWN_GAIN = 0.25  # share of a step's deviation by which the machine's slowdown changes
 CORRECTION_GAIN = 0.04  # share of a step's deviation by which its shape's correction changes
+# Share of a step's deviation by which the price of drafts changes, times their part in the step. From the
+# ablation: where costs are wrong at first 0 costs 0.8 %; 0.25 to 2 are equal.
+DRAFT_PRICE_GAIN = 1.0
 MAX_DEVIATION = 0.8  # log ratio: a step 2.2 times as long as expected was disturbed by other load
 MAX_CORRECTION = 0.5  # log ratio: a shape's cost is corrected by a factor of 1.65 at most
 CORRECTION_DECAY = 0.999  # of a shape's correction, with every step of another shape
@@ -138,6 +142,8 @@ class CostTable:
         self._corrections = dict(corrections or {})  # log ratios, by (rows, width)
         self._num_observed: dict[tuple[int, int], float] = dict.fromkeys(self._corrections, CONFIRMED_STEPS)
         self._last_observed: dict[tuple[int, int], int] = {}  # number of the entry's last step
+        self._draft_price = 0.0  # log ratio of what drafts cost to what was measured; by tokens
+        self._mean_draft_share = 0.0  # running mean of the drafts' part of a step
         self._seen: set[tuple[int, int]] = set()  # shapes that have run
         self._num_steps = 0
         self._slowdown: float | None = None  # log ratio of real to expected times, for all shapes together
@@ -222,7 +228,9 @@ class CostTable:
         deviation = ratio - self._slowdown
         self._slowdown += SLOWDOWN_GAIN * clipped(deviation, MAX_DEVIATION)
         is_disturbed = abs(deviation) >= MAX_DEVIATION
-        if not self.measured.by_tokens:
+        if self.measured.by_tokens:
+            self._count_draft_price(shape, 0.0 if is_disturbed else deviation)
+        else:
             self._correct(self._entries(shape.rows, shape.width), 0.0 if is_disturbed else deviation)
 
     def _count_host(self, has_drafts: bool, host_s: float) -> None:
@@ -233,6 +241,14 @@ class CostTable:
         for kind in (False, True):
             gain = NEWEST_SHARE if kind == has_drafts else NEWEST_SHARE / 2
             self._host_s[kind] *= math.exp(gain * deviation)
+
+    def _count_draft_price(self, shape: StepShape, deviation: float) -> None:
+        """Drafts cost more than expected if steps with more of them than usual deviate by more than usual."""
+        share = 1 - self._trunk_s(shape.rows, 1) / self._corrected_s(shape.rows, shape.width)
+        more = share - self._mean_draft_share
+        self._mean_draft_share += SLOWDOWN_GAIN * more
+        price = self._draft_price + DRAFT_PRICE_GAIN * deviation * more
+        self._draft_price = clipped(price, MAX_CORRECTION)
 
     def _correct(self, entries: Sequence[tuple[tuple[int, int], float]], deviation: float) -> None:
         """Change these entries' corrections, so that a step between them deviates less."""
@@ -268,6 +284,9 @@ class CostTable:
         return max(0, num_cells - self.measured.num_cells) * rows * self.measured.cell_s
 
     def _corrected_s(self, rows: int, width: float) -> float:
+        if self.measured.by_tokens:
+            plain_s = self._trunk_s(rows, 1)
+            return plain_s + math.exp(self._draft_price) * (self._trunk_s(rows, width) - plain_s)
         correction = sum(part * self._correction(*key) for key, part in self._entries(rows, width))
         return self._trunk_s(rows, width) * math.exp(correction)
 

@@ -146,12 +146,14 @@ class PerDraftController(DepthController):
     def _step_cost(self, rows: Sequence[DraftRequest], num_cells: int) -> StepCost:
         costs, num_rows = self.costs, max(1, len(rows))
         num_sampled = sum(request.record.is_sampled for request in rows)
-        host_s = costs.host_part_s(has_drafts=False)
+        host_s = [costs.host_part_s(has_drafts) for has_drafts in (False, True)]
 
         @cache
         def cost(num_tokens: float, width: int) -> float:
             mean_width = costs.mean_width(num_rows, num_tokens, width)
-            return host_s + costs.step_without_head_s(num_rows, mean_width, num_cells, num_sampled)
+            return host_s[num_tokens > num_rows] + costs.step_without_head_s(
+                num_rows, mean_width, num_cells, num_sampled
+            )
 
         return cost
 
@@ -201,12 +203,7 @@ class PerDraftController(DepthController):
     # -- drafts that the head makes ----------------------------------------------------------------------
 
     def _head_s(self, requests: Sequence[DraftRequest], num_rows: int, num_drafts: int) -> float:
-        """What the head's drafts add to a step, the host's part included."""
-        costs = self.costs
-        if not num_rows:
-            return 0.0
-        host_s = costs.host_part_s(has_drafts=True) - costs.host_part_s(has_drafts=False)
-        return host_s + costs.head_s(StepShape(max(1, len(requests)), 1, num_rows, num_drafts))
+        return self.costs.head_s(StepShape(max(1, len(requests)), 1, num_rows, num_drafts))
 
     def _next_drafts(
         self, requests: Sequence[DraftRequest], prices: _Prices, cost: StepCost

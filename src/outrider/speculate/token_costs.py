@@ -23,7 +23,7 @@ from statistics import median
 NEARBY = 0.2
 MOST_BY_ROWS = 0.15  # b is between 0 and this: 0.03 to 0.1 on the CPUs of docs/BENCHMARKS.md
 # Log ratio of a measurement to the line. From the ablation: any distance costs 0.4 % where each draft is
-# judged, and 0 costs 0.4 % elsewhere. With 0.08 a lucky measurement made the third draft of one row look free.
+# judged, and 0 costs 0.4 % elsewhere. With 0.08 a lucky measurement made one row's third draft look free.
 MAX_FROM_LINE = 0.04
 
 
