@@ -146,6 +146,7 @@ def constants() -> list[Constant]:
         Constant(t, "MOST_BY_ROWS", scaled(t.MOST_BY_ROWS) | {"off": 0.0}, judged),
         Constant(p, "MAX_PADDING_SHARE", {"off": 2.0}, ("counts",)),
         Constant(p, "MAX_WAIT", excess(p.MAX_WAIT), judged),
+        Constant(p, "OTHERS_WEIGHT", scaled(p.OTHERS_WEIGHT) | {"off": 1}, judged),
         Constant(p, "MAX_ROWS_AT_COST", scaled(p.MAX_ROWS_AT_COST) | {"off": math.inf}, judged),
         Constant(p, "PROBE_INTERVAL", scaled(p.PROBE_INTERVAL) | never, judged, (), PerDraftController),
         Constant(p, "NUM_PROBE_ROWS", scaled(p.NUM_PROBE_ROWS), judged, (), PerDraftController),

@@ -31,6 +31,10 @@ MAX_PADDING_SHARE = 0.5
 # Plain steps that rows wait for a token: else the head does not draft. From the ablation: 0.95 costs 0.4 %.
 # 1.0 gains 0.2 % on average, but texts that the head does not foresee fall under 0.96 of drafts off.
 MAX_WAIT = 0.98
+# How often the wait of a row with a fixed depth counts: it only loses by the drafts of the others, and ends
+# last. Real bursts of mixed requests, a third of them without drafts, auto / off with 1 and with 3: 0.90 and
+# 0.99 with 4 rows, 0.96 and 1.01 with 8.
+OTHERS_WEIGHT = 3
 # Among up to so many rows a draft has to bring its cost; among n rows beyond them, n / 8 of it. Rows that end
 # early leave the reads of weights to the others, and many rows gain less than the last one loses. Real bursts
 # of 16 rows, auto / off by the last and the mean answer: mixed requests 0.92, 0.93 -> 0.98, 0.99, chat 0.95,
@@ -165,15 +169,16 @@ class PerDraftController(DepthController):
     def _prices(self, decoding: Sequence[DraftRequest], cost: StepCost) -> _Prices:
         """What tokens are worth and cost now.
 
-        The rows' waits for their next tokens sum to step_s * (auto rows / tokens + fixed rows). A token is
-        worth the time by which the step may get longer for it without changing this sum; among many rows, a
-        part of it.
+        The rows' waits for their next tokens sum to step_s * (auto rows / tokens + others), where the others
+        have a fixed depth, and count OTHERS_WEIGHT times. A token is worth the time by which the step may get
+        longer for it without changing this sum; among many rows, a part of it.
         """
         num_rows = max(1, len(decoding))
         num_auto = sum(request.fixed_depth is None for request in decoding) or 1
+        num_others = OTHERS_WEIGHT * (num_rows - num_auto)
         pace = self._pace_of(len(decoding))
         plain_s, tokens = cost(num_rows, 1), pace.tokens
-        token_s = plain_s * pace.stretch / (tokens * num_auto + tokens**2 * (num_rows - num_auto))
+        token_s = plain_s * pace.stretch / (tokens * num_auto + tokens**2 * num_others)
         token_s /= max(1.0, num_rows / MAX_ROWS_AT_COST)
         return _Prices(token_s, max(0.0, cost(2 * num_rows, 2) - plain_s) / num_rows)
 
@@ -237,7 +242,7 @@ class PerDraftController(DepthController):
         num_rows = max(1, len(requests))  # in the next step the rows that join now decode too
         plain_s = cost(num_rows, 1)
         yields = [self._head_yield(requests[i].record, prices) for i in rows]
-        num_others = sum(request.fixed_depth is not None for request in requests)
+        num_others = OTHERS_WEIGHT * sum(request.fixed_depth is not None for request in requests)
         catch_up_s = self._catch_up_s([requests[i] for i in rows])
         tokens, num_fed = [1.0] * len(rows), 0.0
         for depth in range(1, MAX_DEPTH + 1):
