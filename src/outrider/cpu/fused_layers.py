@@ -259,9 +259,10 @@ def _own_parts(module: nn.Module, names: Sequence[str]) -> list[Any]:
 
 def fused_parts(layer: nn.Module) -> Parts:
     """The primitives of a layer that was swapped."""
-    if not isinstance(layer, _FusedLayer):
+    parts = getattr(layer, "_fused", None)
+    if not isinstance(parts, Parts):
         raise NotFused(f"a {type(layer).__name__} computes operation by operation")
-    return layer._fused
+    return parts
 
 
 # The comparison with the plain form -------------------------------------------------------------------------

@@ -115,9 +115,11 @@ def _agree(native: NativeHead, plain: PlainDrafter, trunk: Trunk, kv: RaggedKV) 
     found: list[list[mx.array]] = []
     for draft in (partial(plain.draft, capacity=capacity), native.draft):
         kv.resize(2, capacity)
-        drafts = draft(hidden, next_ids, rows)
-        assert drafts is not None and drafts.margins is not None
-        found.append([drafts.token_ids, drafts.margins])
-        mx.eval(found[-1])
-        kv.resize(0, 0)
+        try:
+            drafts = draft(hidden, next_ids, rows)
+            assert drafts is not None and drafts.margins is not None
+            found.append([drafts.token_ids, drafts.margins])
+            mx.eval(found[-1])
+        finally:
+            kv.resize(0, 0)
     return all(mx.array_equal(*pair).item() for pair in zip(*found, strict=True))

@@ -86,18 +86,12 @@ static __attribute__((noinline, target(TARGET))) void NAME(columns)(
                 ldv = vectors * LANES;
             }
             switch (vectors) {
-            case 1:
-                NAME(columns_strip)(1, p, begin, end, n, columns, k, size, v, ldv);
-                break;
-            case 2:
-                NAME(columns_strip)(2, p, begin, end, n, columns, k, size, v, ldv);
-                break;
-            case 3:
-                NAME(columns_strip)(3, p, begin, end, n, columns, k, size, v, ldv);
-                break;
-            case 4:
-                NAME(columns_strip)(4, p, begin, end, n, columns, k, size, v, ldv);
-                break;
+#define CASE(N) \
+    case N: \
+        NAME(columns_strip)(N, p, begin, end, n, columns, k, size, v, ldv); \
+        break;
+                CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
             }
         }
     }

@@ -2,7 +2,6 @@
 
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 
 #include "decoder_math.h"
 #include "decoder_pass.h"
@@ -13,11 +12,6 @@ namespace mx = mlx::core;
 
 namespace outrider {
 namespace {
-
-void require(bool holds, const char *what) {
-    if (!holds)
-        throw std::invalid_argument(what);
-}
 
 // Keys or values [rows, heads, width, dim] as they lie in memory. Elements of a vector follow each other.
 struct Vectors {

@@ -1,7 +1,6 @@
 #include "decoder_layer.h"
 
 #include <cstring>
-#include <stdexcept>
 
 #include "decoder_math.h"
 #include "decoder_pass.h"
@@ -39,14 +38,6 @@ AttentionCall call_of(mx::cpu::CommandEncoder &encoder, const std::vector<mx::ar
             .adapters = adapters_of(encoder, inputs, NUM_OTHERS + num_buffers)};
 }
 
-// And what is one layer's own.
-void add_cells(AttentionCall &call, int window, const std::vector<mx::array> &buffers, int head_dim) {
-    auto data = [](const mx::array &buffer) { return static_cast<const void *>(buffer.data<char>()); };
-    call.window = window;
-    call.num_cells = buffers[0].shape(2);
-    call.cells = cells_of(buffers, 0, head_dim, data);
-}
-
 // Outputs: the new x, then the buffers; with `only_cells` the buffers.
 class AttentionPrimitive : public CpuPrimitive {
 public:
@@ -72,7 +63,7 @@ public:
         float *out = only_cells ? nullptr : outputs[0].data<float>();
         AttentionCall call =
             call_of(encoder, inputs, num_buffers, elements<float>(encoder, inputs[0]), out, has_blocks);
-        add_cells(call, window, {outputs.begin() + first, outputs.end()}, weights->head_dim());
+        call.add_cells(window, {outputs.begin() + first, outputs.end()}, weights->head_dim());
         encoder.dispatch([weights = weights, terms = terms, call] {
             run(*weights, terms.data(), call, fed_tokens(call.num_fed, call.rows, call.width));
         });
@@ -134,7 +125,7 @@ public:
         size_t per_layer = (outputs.size() - 1) / layers->size();
         for (size_t i = 0; i < layers->size(); i++) {
             auto first = outputs.begin() + 1 + i * per_layer;
-            add_cells(call, windows[i], {first, first + per_layer}, (*layers)[i].attention->head_dim());
+            call.add_cells(windows[i], {first, first + per_layer}, (*layers)[i].attention->head_dim());
             calls.push_back(call);
         }
         encoder.dispatch([layers = layers, terms = terms, calls, from = elements<float>(encoder, x), out,
@@ -203,11 +194,6 @@ public:
 private:
     RopeAngles own;
 };
-
-void require(bool holds, const char *what) {
-    if (!holds)
-        throw std::invalid_argument(what);
-}
 
 std::vector<float> to_floats(const mx::array &array) {
     mx::array floats = mx::contiguous(mx::astype(array, mx::float32));

@@ -162,6 +162,14 @@ void attend_by_segment(const Math &math, const std::vector<Queries> &all) {
 
 }  // namespace
 
+void AttentionCall::add_cells(int own_window, const std::vector<mlx::core::array> &buffers, int head_dim) {
+    window = own_window;
+    num_cells = buffers[0].shape(2);
+    cells = cells_of(buffers, 0, head_dim, [](const mlx::core::array &buffer) -> const void * {
+        return buffer.data<char>();
+    });
+}
+
 // The tokens of a pass that are not padding.
 std::vector<Token> fed_tokens(const int *num_fed, int rows, int width) {
     std::vector<Token> tokens;

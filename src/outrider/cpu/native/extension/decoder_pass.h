@@ -34,6 +34,9 @@ struct AttentionCall {
     KeysAndValues cells;            // all of the buffers
     const int *adapters = nullptr;  // [rows]; null: no row has one
 
+    // The part that is a layer's own. `buffers`: its arrays, keys first.
+    void add_cells(int window, const std::vector<mlx::core::array> &buffers, int head_dim);
+
     // The cell of a token for the first head: those of the other heads follow `num_cells` apart. -1: past the row's blocks.
     ptrdiff_t cell_of(const Token &token, int num_heads) const {
         int cell = starts[token.row] + token.column, place = places[token.row];

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 
 #include "decoder_math.h"
 #include "decoder_pass.h"
@@ -212,14 +211,11 @@ public:
 
 private:
     AttentionCall cells(mx::cpu::CommandEncoder &encoder, const mx::array &places, const std::vector<mx::array> &buffers) {
-        auto data = [](const mx::array &buffer) { return static_cast<const void *>(buffer.data<char>()); };
         AttentionCall call = {};
-        call.window = window;
         call.places = elements<int>(encoder, places);
         call.columns = places.shape(1);
         call.has_blocks = has_blocks;
-        call.num_cells = buffers[0].shape(2);
-        call.cells = cells_of(buffers, 0, attention->head_dim(), data);
+        call.add_cells(window, buffers, attention->head_dim());
         return call;
     }
 
@@ -243,11 +239,6 @@ private:
     int window, depth;
     size_t num_sampling;
 };
-
-void require(bool holds, const char *what) {
-    if (!holds)
-        throw std::invalid_argument(what);
-}
 
 bool maps(const Linear &linear, size_t size, size_t num_rows) {
     return size_t(linear.matrix.size) == size && size_t(linear.matrix.num_rows) == num_rows && linear.bias.empty();

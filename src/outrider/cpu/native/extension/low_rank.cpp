@@ -1,7 +1,6 @@
 #include "low_rank.h"
 
 #include <cstring>
-#include <stdexcept>
 
 #include "decoder_math.h"
 #include "primitive.h"
@@ -14,12 +13,7 @@ namespace outrider {
 namespace {
 
 constexpr int MAX_TOKENS = 8;            // of one adapter that are computed together; chosen by hand
-constexpr double MIN_SHARED_WORK = 2e5;  // multiplications from which several threads pay; as in decoder_layer.cpp
-
-void require(bool holds, const char *what) {
-    if (!holds)
-        throw std::invalid_argument(what);
-}
+constexpr double MIN_SHARED_WORK = 2e5;  // multiplications from which several threads pay; as in decoder_pass.cpp
 
 // Tokens that follow each other and have the same adapter, and one layer.
 struct Task {

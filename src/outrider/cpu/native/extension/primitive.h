@@ -1,4 +1,4 @@
-// What MLX primitives for CPUs have in common: their inputs as plain memory, and outputs in the memory of inputs.
+// What MLX primitives for CPUs have in common: checks, inputs as plain memory, outputs in the memory of inputs.
 #pragma once
 
 #include <stdexcept>
@@ -10,6 +10,11 @@
 #include "mlx/primitives.h"
 
 namespace outrider {
+
+inline void require(bool holds, const char *what) {
+    if (!holds)
+        throw std::invalid_argument(what);
+}
 
 class CpuPrimitive : public mlx::core::Primitive {
   public:
