@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from cpu.quantized_products import INSTRUCTIONS
 from outrider.cpu.extension import extension
 from outrider.cpu.threads import thread_counts
 
@@ -21,7 +22,7 @@ def native() -> ModuleType:
     return found
 
 
-@pytest.fixture(params=("avx512vnni", "avx2", "portable"))
+@pytest.fixture(params=INSTRUCTIONS)
 def instructions(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[str]:
     """Each set of instructions that this CPU has, in use."""
     if not native.use_instructions(request.param):

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from cpu.quantized_products import INSTRUCTIONS
 from outrider.cache.placement import GridPositions, Placement, block_tables
 from outrider.cache.ragged_kv import LayerView, RaggedKV
 from outrider.cpu import fused_layers
@@ -301,7 +302,7 @@ def test_threads_and_instructions_change_nothing(llama: Trunk, native: ModuleTyp
     for num in (1, 2, 3):
         native.set_num_threads(num)
         np.testing.assert_array_equal(fed_alone(llama, TEXT, [200, 1, 4, 35]), expected)
-    for wanted in ("avx512vnni", "avx2", "portable"):
+    for wanted in INSTRUCTIONS:
         if native.use_instructions(wanted):
             np.testing.assert_array_equal(fed_alone(llama, TEXT, [200, 1, 4, 35]), expected)
 

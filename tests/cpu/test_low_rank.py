@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from cpu.quantized_products import INSTRUCTIONS
 from outrider.cpu.extension import extension
 from outrider.cpu.low_rank import NativeTerms
 
@@ -73,7 +74,7 @@ def test_neighbours_widths_threads_and_instructions_change_no_bit(native: Module
     for ids in ([4, 1, 2], [1, 2, 4], [2, 4, 1, 0, 1, 2, 4, 4, 4, 4, 4, 4]):
         assert np.array_equal(adapted(ids)[1], alone[ids[1]])
     wide = adapted([4, 4, 4, 4], width=100)  # enough for several threads
-    for instructions in ("", "avx2", "portable"):
+    for instructions in INSTRUCTIONS:
         if not native.use_instructions(instructions):
             continue
         for threads in (1, 2):

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from cpu.quantized_products import INSTRUCTIONS
 from outrider.cache.placement import Placement, block_tables
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu.extension import extension
@@ -64,7 +65,7 @@ def test_cells_have_the_bits_of_mlx(bits: int, head_dim: int, native: ModuleType
     x = mx.random.normal((2, 5, 64), key=mx.random.key(3))
     trunks = served(None, head_dim), served(bits, head_dim)
     buffers = [next(iter(TrunkCache(trunk.layout).buffers())) for trunk in trunks]
-    for wanted in ("avx512vnni", "avx2", "portable"):
+    for wanted in INSTRUCTIONS:
         if not native.use_instructions(wanted):
             continue
         for trunk, kv in zip(trunks, buffers, strict=True):
@@ -104,7 +105,7 @@ def test_odd_vectors_have_the_bits_of_mlx(bits: int, native: ModuleType) -> None
     """The values of a layer whose weights are zero are its biases."""
     cases = list(edge_cases().values())
     place = Placement([0], mx.array([2]), mx.array([1]), 1, 3, 8)
-    for wanted in ("avx512vnni", "avx2", "portable"):
+    for wanted in INSTRUCTIONS:
         if not native.use_instructions(wanted):
             continue
         for first, second in zip(cases, cases[1:] + cases[:1], strict=True):
@@ -158,7 +159,7 @@ def test_attention_is_that_over_the_dequantised_cells_to_the_bit(
     for window in (0, 70):
         others = starts, fed, places, in_blocks, window, dim**-0.5
         expected = native.attend_cells(queries, plain, *others)
-        for wanted in ("avx512vnni", "avx2", "portable"):
+        for wanted in INSTRUCTIONS:
             if native.use_instructions(wanted):
                 assert mx.array_equal(native.attend_cells(queries, kv.arrays(), *others), expected), wanted
         assert native.use_instructions("")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import sampling_oracle as oracle
+from cpu.quantized_products import INSTRUCTIONS
 from outrider.cpu import sampling
 from outrider.request import SamplingParams
 from outrider.sampling.sampler import Sampler
@@ -45,7 +46,7 @@ def test_instructions_and_threads_change_no_bit(
 ) -> None:
     logits, positions = logits_of(3, 2), mx.array([[5, 6], [70, 71], [800, 801]])
     expected = drawn(logits, positions, [params] * 3)
-    for instructions in ("avx512vnni", "avx2", "portable"):
+    for instructions in INSTRUCTIONS:
         if not native.use_instructions(instructions):
             continue
         for threads in (1, 2, 7):

@@ -8,6 +8,8 @@
 
 #ifdef __x86_64__
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace outrider {
@@ -26,6 +28,15 @@ bool has_f16c() {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
 }
+
+// Linux lets a process use tile registers only if it has asked.
+bool has_amx() {
+    constexpr unsigned AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25;
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & AMX_TILE && d & AMX_INT8 &&
+           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+}
 #endif
 
 bool has(const Kernels &kernels) {
@@ -34,15 +45,23 @@ bool has(const Kernels &kernels) {
     bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     if (&kernels == &AVX2_ONLY)
         return has_avx2;
+    bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vnni");
     if (&kernels == &AVX512_VNNI)
-        return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512vnni");
+        return has_avx512;
+#if HAS_AMX
+    if (&kernels == &AVX512_AMX)
+        return has_avx512 && has_amx();
+#endif
 #endif
     return &kernels == &PORTABLE;
 }
 
 const Kernels *const ALL_KERNELS[] = {
+#if HAS_AMX
+    &AVX512_AMX,
+#endif
 #if defined(__x86_64__)
     &AVX512_VNNI, &AVX2_ONLY,
 #endif
@@ -118,6 +137,8 @@ void multiply_interleaved(const Product &product, int first, int last, const Qua
     for (int t = 0; t < tokens.num_tokens; t += MAX_INTERLEAVED) {
         int count = std::min(MAX_INTERLEAVED, tokens.num_tokens - t);
         TokenBlock block = token_block(tokens, t, 0);
+        if (kernels->configure)
+            kernels->configure(count);
         for (int n = first, num; n < last; n += num) {
             alignas(64) RowSums sums[2 * MAX_INTERLEAVED];
             num = kernels->add_interleaved(product.weights, n * TILE_ROWS, last - n, block, count, sums);
@@ -125,6 +146,8 @@ void multiply_interleaved(const Product &product, int first, int last, const Qua
                 store(product, (n + tile) * TILE_ROWS, t, count, sums + tile * MAX_INTERLEAVED);
         }
     }
+    if (kernels->configure)
+        kernels->configure(0);
 }
 
 void multiply_tiles(const Product &product, int first, int last, const QuantizedTokens &tokens) {

@@ -10,6 +10,10 @@
 
 #define INLINE inline __attribute__((always_inline))
 
+#if defined(__x86_64__) && (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))  // of GCC or of Clang
+#define HAS_AMX 1
+#endif
+
 namespace outrider {
 
 constexpr int MAX_SIZE = 768;  // elements of a row in a tile: it stays in the L1 cache
@@ -67,11 +71,16 @@ struct Kernels {
     // most two and `num_tiles`. Returns how many. sums: MAX_INTERLEAVED tokens of each. null: interleaved weights are slow
     int (*add_interleaved)(const QuantizedMatrix &w, int row, int num_tiles, const TokenBlock &tokens, int num_tokens,
                            RowSums *sums);
+    // Called by each thread before add_interleaved, with the same number of tokens, and with 0 at the end. null: no need
+    void (*configure)(int num_tokens);
 };
 
 extern const Kernels PORTABLE;
 #if defined(__x86_64__)
 extern const Kernels AVX2_ONLY, AVX512_VNNI;
+#endif
+#if HAS_AMX
+extern const Kernels AVX512_AMX;
 #endif
 
 // -- numbers ---------------------------------------------------------------------------------------------------------
