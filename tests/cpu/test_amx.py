@@ -1,4 +1,4 @@
-"""Products with AMX on CPUs that have none: the same source, compiled for tile registers in memory (amx/registers.h).
+"""Matmuls with AMX on CPUs that have none: the same source, with tile registers in memory (amx/registers.h).
 
 On CPUs that have AMX, the other tests of products use it as well.
 """
