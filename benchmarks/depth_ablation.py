@@ -36,15 +36,16 @@ from benchmarks.depth_cases import (
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate import (
     acceptance,
+    confidence,
     controller,
     costs,
     depth,
-    margins,
     per_draft,
     shapes,
     token_costs,
 )
-from outrider.speculate.acceptance import RowAcceptance
+from outrider.speculate.acceptance import RowAcceptance, Source
+from outrider.speculate.confidence import Classes
 from outrider.speculate.controller import DepthController
 from outrider.speculate.costs import CostTable
 from outrider.speculate.per_draft import PerDraftController
@@ -74,7 +75,8 @@ OUTSIDE = (
     "CONFIRMED_STEPS",
     "MAX_CATCH_UP",
     "MAX_HEAD_LAG",
-    "LIMITS",  # the traces are recorded with these classes
+    "MARGINS",  # the traces are recorded with these classes
+    "MATCHES",
     "BLOCKS_PARTS",
     "BLOCKS_STEP",
     "CAPACITY_PARTS",
@@ -101,9 +103,17 @@ def excess(ratio: float) -> Alternatives:
     return {"half": 1 + (ratio - 1) / 2, "double": 1 + (ratio - 1) * 2, "off": 1.0}
 
 
+def all_begin_at(chance: float) -> dict[Source, Classes]:
+    """All classes of drafts have the same chance before anything was compared."""
+    return {
+        source: Classes(each.limits, (chance,) * len(each.first_chances))
+        for source, each in acceptance.CLASSES.items()
+    }
+
+
 def constants() -> list[Constant]:
     counted, traced, judged = ("counts", "traced"), ("traced",), ("margins",)
-    a, c, p, s, m, t = acceptance, costs, per_draft, shapes, margins, token_costs
+    a, c, p, s, t = acceptance, costs, per_draft, shapes, token_costs
     never = {"off": NEVER}
     unused = {"off": 1e9}  # a weight that makes a prior all that counts
     return [
@@ -112,14 +122,20 @@ def constants() -> list[Constant]:
         Constant(a, "MODEL_DECAY", memory(a.MODEL_DECAY)),
         Constant(a, "IDLE_DECAY", memory(a.IDLE_DECAY), counted),
         Constant(a, "ROW_PRIOR_WEIGHT", scaled(a.ROW_PRIOR_WEIGHT) | unused),
-        Constant(a, "LOOKUP_PRIOR_WEIGHT", scaled(a.LOOKUP_PRIOR_WEIGHT) | unused),
         Constant(a, "RECENT_PRIOR_WEIGHT", scaled(a.RECENT_PRIOR_WEIGHT) | unused),
         Constant(a, "GUESS_WEIGHT", scaled(a.GUESS_WEIGHT) | {"off": 0.01}),
         Constant(a, "FIRST_GUESS", {"off": dict.fromkeys(a.FIRST_GUESS, 0.6)}),
         Constant(a, "TEMPERATURE_LIMITS", {"off": (0.0,)}),
-        Constant(m, "CLASS_DECAY", memory(m.CLASS_DECAY), judged),
-        Constant(m, "PRIOR_WEIGHT", scaled(m.PRIOR_WEIGHT) | {"never": 0.01} | unused),
-        Constant(m, "FIRST_CHANCE", {"half": 0.5, "double": 0.9}, judged),
+        Constant(confidence, "CLASS_DECAY", memory(confidence.CLASS_DECAY), judged),
+        Constant(
+            confidence, "PRIOR_WEIGHT", scaled(confidence.PRIOR_WEIGHT) | {"never": 0.01} | unused, judged
+        ),
+        Constant(
+            a,
+            "CLASSES",
+            {"half": all_begin_at(0.5), "double": all_begin_at(0.9), "off": all_begin_at(0.7)},
+            judged,
+        ),
         Constant(c, "NEWEST_SHARE", scaled(c.NEWEST_SHARE), others=(p,)),
         Constant(
             controller,

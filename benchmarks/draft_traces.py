@@ -5,8 +5,9 @@
 The controllers of drafts are tested on these traces (tests/speculate). A trace is one answer:
 
     head       how many of the head's 8 drafts after each token are right, as a digit
-    margins    the class of each of these drafts' margins (speculate/margins.py), 8 digits for each token
+    margins    the class of each of these drafts' margins (speculate/confidence.py), 8 digits for each token
     ngram      how many of a lookup's 8 drafts are right; "-": the lookup proposes nothing
+    matches    how many tokens the lookup matched, as a hexadecimal digit; "-": likewise
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from outrider.engine.sequence import Sequence as Row
 from outrider.llm import default_model
 from outrider.request import MAX_DEPTH, Request, SamplingParams
 from outrider.speculate.acceptance import num_matching
+from outrider.speculate.confidence import MARGINS
 from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.depth import DepthChoice
-from outrider.speculate.margins import LIMITS
 from outrider.speculate.ngram import NgramDrafter
 
 WORDS = [f"Write a long list of unusual {what}." for what in ("words", "names", "animals", "places", "foods")]
@@ -119,16 +120,17 @@ def _record(
 
 
 def _trace(row: Row, made: dict[int, tuple[Sequence[int], Sequence[float]]]) -> dict[str, str]:
-    head, margins, ngram, lookup = "", "", "", NgramDrafter()
+    head, margins, ngram, matches, lookup = "", "", "", "", NgramDrafter()
     for place, (drafts, of_drafts) in sorted(made.items()):
         following = row.tokens[place : place + MAX_DEPTH]
         if len(following) < MAX_DEPTH:
             break
         head += str(num_matching(drafts, following))
-        margins += "".join(str(bisect_right(LIMITS, margin)) for margin in of_drafts)
+        margins += "".join(str(bisect_right(MARGINS.limits, margin)) for margin in of_drafts)
         found = lookup.propose(row.tokens[:place], MAX_DEPTH)
-        ngram += str(num_matching(found, following)) if found else "-"
-    return {"head": head, "margins": margins, "ngram": ngram}
+        ngram += str(num_matching(found.token_ids, following)) if found else "-"
+        matches += f"{found.confidence[0]:x}" if found else "-"
+    return {"head": head, "margins": margins, "ngram": ngram, "matches": matches}
 
 
 if __name__ == "__main__":

@@ -8,16 +8,16 @@ from benchmarks import depth_ablation, depth_cases
 from outrider.engine import draft_planner
 from outrider.speculate import (
     acceptance,
+    confidence,
     controller,
     costs,
     depth,
-    margins,
     per_draft,
     shapes,
     token_costs,
 )
 
-MODULES = (acceptance, controller, costs, depth, draft_planner, margins, per_draft, shapes, token_costs)
+MODULES = (acceptance, controller, costs, depth, draft_planner, confidence, per_draft, shapes, token_costs)
 
 
 @pytest.fixture
@@ -56,5 +56,5 @@ def test_every_constant_is_in_the_ablation_or_known_to_be_outside() -> None:
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, int | float | tuple | dict)
     }
-    no_constants = {"MAX_DEPTH", "ALL_DEPTHS", "FALLIBLE_SOURCES", "NUM_CLASSES", "UNREAD"}
+    no_constants = {"MAX_DEPTH", "ALL_DEPTHS", "FALLIBLE_SOURCES", "UNREAD"}
     assert found - inside - no_constants == set(depth_ablation.OUTSIDE)

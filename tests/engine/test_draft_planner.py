@@ -11,10 +11,11 @@ from scheduler_harness import Harness
 
 from outrider.engine import draft_planner
 from outrider.plan import CacheGeometry, RowPlan, StepPlan
-from outrider.speculate.acceptance import RowAcceptance, Source
+from outrider.speculate.acceptance import RowAcceptance
 from outrider.speculate.controller import DepthController, DraftRequest
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape
 from outrider.speculate.depth import DepthChoice
+from outrider.speculate.drafter import Proposal
 from outrider.speculate.per_draft import PerDraftController
 from run_steps import run_step
 
@@ -167,19 +168,17 @@ def test_nothing_is_looked_up_for_rows_on_auto_while_no_draft_can_pay(
 
 
 class CountingLookup:
-    source: Source = "ngram"
     num_asked = 0
 
-    def propose(self, token_ids: Sequence[int], num: int) -> list[int]:
+    def propose(self, token_ids: Sequence[int], num: int) -> Proposal | None:
         self.num_asked += 1
-        return []
+        return None
 
 
 class HalfKnowing:
-    source: Source = "ngram"
-
-    def propose(self, token_ids: Sequence[int], num: int) -> list[int]:
-        return [true_next(token_ids) if len(token_ids) % 3 == 0 else VOCAB_SIZE][:num]
+    def propose(self, token_ids: Sequence[int], num: int) -> Proposal | None:
+        drafts = [true_next(token_ids) if len(token_ids) % 3 == 0 else VOCAB_SIZE][:num]
+        return Proposal("ngram", drafts) if drafts else None
 
 
 def _records(harness: Harness) -> list[RowAcceptance]:

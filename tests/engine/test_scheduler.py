@@ -12,6 +12,7 @@ from scheduler_harness import FOREVER, PAGE, Harness, budget_for, crowded, decod
 from outrider.engine.row_caches import SLACK
 from outrider.engine.scheduler import MAX_FAILURES
 from outrider.plan import StepResult
+from outrider.speculate.drafter import Proposal
 from outrider.speculate.ngram import NgramDrafter
 
 # -- prefill beside decode -------------------------------------------------------------------------------
@@ -255,9 +256,7 @@ def test_text_that_raises_ends_its_own_request_only(caplog: pytest.LogCaptureFix
 
 def test_drafter_that_raises_ends_its_own_request_only() -> None:
     class BrokenDrafter:
-        source = "ngram"
-
-        def propose(self, token_ids: object, num: int) -> list[int]:
+        def propose(self, token_ids: object, num: int) -> Proposal | None:
             raise ZeroDivisionError("no idea")
 
     harness = Harness(max_rows=2)
@@ -292,10 +291,8 @@ def test_grammar_that_gets_stuck_ends_its_own_request_only() -> None:
 
 def test_drafter_that_proposes_too_much_is_cut() -> None:
     class EagerDrafter:
-        source = "ngram"
-
-        def propose(self, token_ids: object, num: int) -> list[int]:
-            return [1] * 50
+        def propose(self, token_ids: object, num: int) -> Proposal:
+            return Proposal("ngram", [1] * 50)
 
     harness = Harness()
     harness.add(5, depth=3, max_tokens=30, drafter=EagerDrafter())

@@ -48,12 +48,12 @@ class Oracle:
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def propose(self, token_ids: Tokens[int], num: int) -> Tokens[int]:
+    def propose(self, token_ids: Tokens[int], num: int) -> Proposal:
         known = list(token_ids)
         for _ in range(2):
             known.append(true_next(known))
         known.append((true_next(known) + 1) % 16)
-        return known[len(token_ids) :][:num]
+        return Proposal(self.source, known[len(token_ids) :][:num])
 
 
 def check(whole: Delta, source: str) -> None:

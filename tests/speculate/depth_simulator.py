@@ -1,8 +1,9 @@
 """Replays recorded acceptance on a table of costs: the speed that a policy of depths would have had.
 
 A trace holds, for every token of a real answer, how many of the head's 8 drafts after it were right, the
-class of each one's margin, and how many of an n-gram lookup's were right (None: it proposed nothing). So
-every depth can be replayed exactly. `python -m benchmarks.draft_traces` records them.
+class of each one's margin, how many of an n-gram lookup's were right (None: it proposed nothing), and how
+many tokens the lookup matched. So every depth can be replayed exactly. `python -m benchmarks.draft_traces`
+records them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from pathlib import Path
 
 from outrider.request import MAX_DEPTH, SamplingParams
 from outrider.speculate.acceptance import RowAcceptance, Source
+from outrider.speculate.confidence import MARGINS
 from outrider.speculate.controller import DepthController, DraftRequest, Offer
 from outrider.speculate.costs import CostTable, HeadCost, MeasuredCosts, StepShape, interpolated
 from outrider.speculate.depth import DepthChoice
-from outrider.speculate.margins import LIMITS
 from outrider.speculate.per_draft import PerDraftController, new_controller
 from outrider.speculate.shapes import ALL_DEPTHS
 
@@ -35,9 +36,10 @@ class Trace:
     head: tuple[int, ...]  # right drafts of 8, after each token
     ngram: tuple[int | None, ...]  # right drafts of 8; None: nothing proposed
     margins: tuple[tuple[float, ...], ...]  # of the 8 drafts of the head
+    matches: tuple[int, ...] = ()  # tokens that the lookup matched; 0: nothing proposed
 
     def part(self, start: int, end: int | None = None) -> Trace:
-        parts = (each[start:end] for each in (self.head, self.ngram, self.margins))
+        parts = (each[start:end] for each in (self.head, self.ngram, self.margins, self.matches))
         return Trace(self.kind, self.temperature, *parts)  # type: ignore[arg-type]
 
     def __add__(self, other: Trace) -> Trace:
@@ -47,6 +49,7 @@ class Trace:
             self.head + other.head,
             self.ngram + other.ngram,
             self.margins + other.margins,
+            self.matches + other.matches,
         )
 
 
@@ -63,6 +66,7 @@ def traces(kind: str | None = None, hot: bool | None = None) -> tuple[Trace, ...
             tuple(
                 _margins(one["margins"][i : i + MAX_DEPTH]) for i in range(0, len(one["margins"]), MAX_DEPTH)
             ),
+            tuple(0 if c == "-" else int(c, 16) for c in one["matches"]),
         )
         for one in data
     ]
@@ -73,7 +77,7 @@ def traces(kind: str | None = None, hot: bool | None = None) -> tuple[Trace, ...
 
 def _margins(classes: str) -> tuple[float, ...]:
     """Margins of these classes."""
-    return tuple((0.0, *LIMITS)[int(c)] for c in classes)
+    return tuple((0.0, *MARGINS.limits)[int(c)] for c in classes)
 
 
 def constant(num_right: int, length: int = 4000) -> Trace:
@@ -115,9 +119,10 @@ class SimulatedRow:
     def offers(self, with_ngram: bool) -> list[Offer]:
         found: list[Offer] = []
         if self.made:
-            found.append(Offer("head", self.made, margins=self.margins[: self.made]))
+            found.append(Offer("head", self.made, confidence=self.margins[: self.made]))
         if with_ngram and self._right("ngram") is not None:
-            found.append(Offer("ngram", MAX_DEPTH))
+            match = self.trace.matches[self.place % len(self.trace.matches)]
+            found.append(Offer("ngram", MAX_DEPTH, confidence=range(match, match + MAX_DEPTH)))
         return found
 
     @property
@@ -134,7 +139,7 @@ class SimulatedRow:
         committed = 1 + min(num, self._right(source) or 0)
         for offer in offers:
             right = min(offer.num_drafts, committed, self._right(offer.source) or 0)
-            self.record.add(offer.source, offer.num_drafts, right, committed, offer.margins)
+            self.record.add(offer.source, offer.num_drafts, right, committed, offer.confidence)
         self.place += committed
         return committed
 
@@ -171,6 +176,19 @@ def fixed(depth: int) -> Policy:
     return choose
 
 
+def choice_of_step(
+    controller: DepthController, requests: Sequence[DraftRequest], num_cells: int
+) -> DepthChoice:
+    """As engine/draft_planner.py asks."""
+    has_fixed = any(request.fixed_depth for request in requests)
+    rows = sorted(requests, key=lambda request: request.joins)
+    offers = [(request.record, offer) for request in rows for offer in request.offers]
+    num_decoding = sum(not request.joins for request in requests)
+    if not has_fixed and controller.stays_paused([request.record for request in rows], num_decoding, offers):
+        return DepthChoice(((0, 0),) * len(requests), (0,) * len(requests))
+    return controller.choose(requests, num_cells)
+
+
 class Simulation:
     """Rows on a machine; they may come and go between steps."""
 
@@ -196,7 +214,7 @@ class Simulation:
     def _step(self, policy: Policy | None, with_ngram: bool) -> tuple[tuple[int, ...], int, float]:
         offers = [row.offers(with_ngram) for row in self.rows]
         requests = [row.request(offer) for row, offer in zip(self.rows, offers, strict=True)]
-        choice = policy(requests) if policy else self.controller.choose(requests, NUM_CELLS)
+        choice = policy(requests) if policy else choice_of_step(self.controller, requests, NUM_CELLS)
         depths = tuple(num for _, num in choice.feed)
         num_rows, width = self._pass_shape(depths, policy)
         tokens = 0

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from depth_simulator import choice_of_step
 
 from outrider.request import SamplingParams
 from outrider.speculate.controller import DraftRequest, Offer
 from outrider.speculate.costs import CostTable, guessed_costs
+from outrider.speculate.depth import DepthChoice
 from outrider.speculate.per_draft import NUM_PROBE_ROWS, PROBE_INTERVAL, PerDraftController
 
 
@@ -36,8 +38,12 @@ def requests_of(controller: PerDraftController, num: int) -> list[DraftRequest]:
     return [DraftRequest(controller.new_record(params), (), None, 8) for _ in range(num)]
 
 
+def chosen(controller: PerDraftController, requests: Sequence[DraftRequest]) -> DepthChoice:
+    return choice_of_step(controller, requests, 100)
+
+
 def num_next(controller: PerDraftController, requests: Sequence[DraftRequest]) -> tuple[int, ...]:
-    return controller.choose(requests, 100).num_drafts_next
+    return chosen(controller, requests).num_drafts_next
 
 
 def test_a_paused_head_stays_paused_until_rows_change_or_drafts_come(controller: CountingController) -> None:
@@ -53,7 +59,7 @@ def test_a_paused_head_stays_paused_until_rows_change_or_drafts_come(controller:
     assert controller.num_decisions == 3, "it decodes from now on"
     num_next(controller, [*rows, decoding])
     assert controller.num_decisions == 3
-    probed = DraftRequest(rows[0].record, [Offer("head", 1, margins=(5.0,))], None, 8)
+    probed = DraftRequest(rows[0].record, [Offer("head", 1, confidence=(5.0,))], None, 8)
     num_next(controller, [probed, *rows[1:], decoding])
     assert controller.num_decisions == 4, "a probe tells more"
     num_next(controller, rows)
@@ -66,11 +72,11 @@ def test_lookups_that_cannot_pay_are_no_reason_to_decide_again(controller: Count
     num_next(controller, [first, *others])
     for _ in range(200):
         first.record.add("ngram", 8, 0, 1)
-    assert controller.choose([lookup, *others], 100).feed == ((0, 0),) * 3
+    assert chosen(controller, [lookup, *others]).feed == ((0, 0),) * 3
     assert controller.num_decisions == 1
     for _ in range(200):
         first.record.add("ngram", 8, 8, 9)
-    assert controller.choose([lookup, *others], 100).feed[0][1] > 0
+    assert chosen(controller, [lookup, *others]).feed[0][1] > 0
     assert controller.num_decisions == 2
 
 
@@ -78,7 +84,7 @@ def test_certain_drafts_are_fed_beside_a_paused_head(controller: CountingControl
     first, *others = requests_of(controller, 3)
     num_next(controller, [first, *others])
     forced = DraftRequest(first.record, [Offer("forced", 3, 3)], None, 8)
-    assert controller.choose([forced, *others], 100).feed[0] == (0, 3)
+    assert chosen(controller, [forced, *others]).feed[0] == (0, 3)
 
 
 def test_rows_of_a_fixed_depth_draft_beside_a_paused_head(controller: CountingController) -> None:

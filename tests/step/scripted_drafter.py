@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from outrider.speculate.acceptance import Source
+from outrider.speculate.drafter import Proposal
 
 
 class ScriptedDrafter:
@@ -15,14 +15,12 @@ class ScriptedDrafter:
     commit them.
     """
 
-    source: Source = "prediction"
-
     def __init__(self, plain: Sequence[int], vocab_size: int, rng: random.Random) -> None:
         self._plain = list(plain)  # prompt and answer of the plain run
         self._vocab_size = vocab_size
         self._rng = rng
 
-    def propose(self, token_ids: Sequence[int], num: int) -> Sequence[int]:
+    def propose(self, token_ids: Sequence[int], num: int) -> Proposal | None:
         rng = self._rng
         drafts = self._plain[len(token_ids) : len(token_ids) + num]
         drafts += [self._anything() for _ in range(num - len(drafts))]
@@ -31,7 +29,9 @@ class ScriptedDrafter:
             drafts[wrong] = (drafts[wrong] + rng.randint(1, self._vocab_size - 1)) % self._vocab_size
             if rng.random() < 0.5:
                 drafts[wrong + 1 :] = [self._anything() for _ in drafts[wrong + 1 :]]
-        return drafts[: rng.randint(0, num)] if rng.random() < 0.2 else drafts
+        if rng.random() < 0.2:
+            drafts = drafts[: rng.randint(0, num)]
+        return Proposal("prediction", drafts) if drafts else None
 
     def _anything(self) -> int:
         return self._rng.randrange(self._vocab_size)

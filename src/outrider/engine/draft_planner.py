@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
+from outrider.engine.draft_state import DraftState
 from outrider.engine.sequence import Sequence
 from outrider.plan import UNREAD, PassShape, RowPlan
 from outrider.request import MAX_DEPTH
@@ -37,6 +38,11 @@ class DraftPlanner:
         rows = [*decoding, *joining]
         if not any(row.drafting.max_depth > 0 for row in rows):
             return
+        if self._stays_paused(rows, len(decoding)):
+            for row in rows:
+                row.drafting.num_drafts_next = 0
+                row.drafting.use(0, 0)
+            return
         requests = [self._request(row, joins=i >= len(decoding)) for i, row in enumerate(rows)]
         choice = self._controller.choose(requests, max(len(row.tokens) for row in rows), num_slots)
         for row, (which, num), num_next in zip(rows, choice.feed, choice.num_drafts_next, strict=True):
@@ -44,8 +50,22 @@ class DraftPlanner:
             row.drafting.use(which, num)
         self._limit_catch_up(decoding)
 
+    def _stays_paused(self, rows: Rows[Sequence], num_decoding: int) -> bool:
+        """True if no row feeds or makes drafts, for the same reasons as in the step before."""
+        states = [row.drafting for row in rows]
+        if any(state.max_depth > 0 and not state.is_auto for state in states):
+            return False  # rows of a fixed depth draft in every step
+        records = [state.acceptance for state in states]
+        offers = [
+            (state.acceptance, offer)
+            for state in states
+            if state.proposals and state.acceptance is not None
+            for offer in _offers(state)
+        ]
+        return self._controller.stays_paused(records, num_decoding, offers)
+
     def _request(self, row: Sequence, joins: bool) -> DraftRequest:
-        offers = [Offer(p.source, len(p.token_ids), p.num_sure, p.margins) for p in row.drafting.proposals]
+        offers = _offers(row.drafting)
         head_lag = 0 if joins else row.head_lag
         return self._draft_request(row, offers, head_lag, row.num_left, joins)
 
@@ -81,7 +101,7 @@ class DraftPlanner:
             return
         for proposal in row.drafting.proposals:
             row.drafting.acceptance.compare(
-                proposal.source, proposal.token_ids, committed, proposal.num_sure, proposal.margins
+                proposal.source, proposal.token_ids, committed, proposal.num_sure, proposal.confidence
             )
 
     # -- overlapped steps --------------------------------------------------------------------------------
@@ -155,6 +175,10 @@ class DraftPlanner:
             sum(not row.params.is_greedy for row in batch),
         )
         return StepShape(shape.rows, width, len(drafting), depth, num_cells, num_random)
+
+
+def _offers(drafting: DraftState) -> list[Offer]:
+    return [Offer(p.source, len(p.token_ids), p.num_sure, p.confidence) for p in drafting.proposals]
 
 
 def max_drafts_next(row: Sequence, num_left: int, head_lag: int = 0) -> int:
@@ -240,9 +264,9 @@ def _row(sequence: Sequence, token_ids: Rows[int], num_drafts: int, next_id: int
     assert sequence.slot is not None
     drafting, media = sequence.drafting, sequence.request.media
     is_sampling = next_id is None
-    num_next = (
-        min(drafting.num_drafts_next, max_drafts_next(sequence, sequence.num_left)) if is_sampling else 0
-    )
+    num_next = 0
+    if is_sampling and drafting.num_drafts_next:
+        num_next = min(drafting.num_drafts_next, max_drafts_next(sequence, sequence.num_left))
     is_paused = drafting.may_pause_head and is_sampling and num_next == 0
     is_too_long = drafting.exceeds_head_context(sequence.num_cached + len(token_ids))
     defers_head = drafting.stores_head_inputs or is_paused or is_too_long

@@ -13,7 +13,7 @@ import numpy as np
 
 from outrider.request import MAX_DEPTH, InvalidRequest
 from outrider.speculate.acceptance import RowAcceptance, Source
-from outrider.speculate.drafter import Drafter
+from outrider.speculate.drafter import Drafter, Proposal
 
 
 class TokenGrammar(Protocol):
@@ -36,16 +36,6 @@ class TokenGrammar(Protocol):
     def masks(self, drafts: Tokens[int]) -> np.ndarray | None: ...
 
     def forced(self, most: int) -> list[int]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Drafts that a row could feed in its next step."""
-
-    source: Source
-    token_ids: Tokens[int]
-    num_sure: int = 0  # the first so many are certain to be accepted: the grammar allows nothing else
-    margins: Tokens[float] = ()  # of the head's drafts, if they are known
 
 
 @dataclass(eq=False)
@@ -105,10 +95,10 @@ class DraftState:
         found: list[Proposal] = []
         if most > 0:
             drafters = [d for d in (self.drafter, self.lookup) if d and asks_host_drafters]
-            offers = [(d.source, d.propose(tokens, most)) for d in drafters]
-            found = [Proposal(source, drafts[:most]) for source, drafts in offers if drafts]
+            asked = (drafter.propose(tokens, most) for drafter in drafters)
+            found = [proposal.first(most) for proposal in asked if proposal is not None]
             if from_head:
-                found.append(Proposal("head", from_head[:most], margins=margins[:most]))
+                found.append(Proposal("head", from_head[:most], confidence=margins[:most]))
         if self.grammar is not None:
             found = self._allowed_by(self.grammar, found, most)
             self.masks = self.grammar.masks(())
@@ -121,8 +111,8 @@ class DraftState:
         for proposal in found:
             drafts = list(proposal.token_ids)[: grammar.num_allowed(proposal.token_ids)]
             if len(drafts) > len(forced):  # allowed drafts begin with the forced tokens
-                margins = proposal.margins[: len(drafts)]
-                allowed.append(Proposal(proposal.source, drafts, len(forced), margins))
+                confidence = proposal.confidence[: len(drafts)]
+                allowed.append(Proposal(proposal.source, drafts, len(forced), confidence))
         return allowed
 
     def use(self, which: int, num: int) -> None:

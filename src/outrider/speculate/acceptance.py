@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from outrider.request import MAX_DEPTH, SamplingParams
-from outrider.speculate.margins import HeadYield, MarginRecord
+from outrider.speculate.confidence import MARGINS, MATCHES, Classes, ConfidenceRecord, HeadYield
 
 Source = Literal["head", "ngram", "prediction", "forced"]
 SourceClass = tuple[Source, int]  # a source and a temperature class
+CLASSES: dict[Source, Classes] = {"head": MARGINS, "ngram": MATCHES}  # of drafters that say how sure they are
 FALLIBLE_SOURCES: tuple[Source, ...] = ("head", "ngram", "prediction")  # forced drafts are always right
 
 # Decays: the factor by which a position's counts shrink with every new comparison at that position. A decay d
@@ -32,9 +33,6 @@ RECENT_DECAY = 0.91  # all rows, recently: 11 comparisons
 MODEL_DECAY = 0.999  # all rows, ever: 1000 comparisons
 IDLE_DECAY = 0.97  # of a row's counts, for every step in which no row drafts: probes then count for more
 ROW_PRIOR_WEIGHT = 2.0  # comparisons that the model's estimate is worth in a row's record
-# The same for lookups. With 2, rows with a lucky record feed them: 0.65 were right where 0.84 were expected.
-# Real bursts of 16 rows of mixed requests, auto / off: 0.92 with 2, 0.96 with 8.
-LOOKUP_PRIOR_WEIGHT = 8.0
 RECENT_PRIOR_WEIGHT = 6.0  # comparisons that the long record is worth in the recent one
 GUESS_WEIGHT = 20.0  # comparisons that the first guess is worth in the long record
 FIRST_GUESS: dict[Source, float] = {"head": 0.6, "ngram": 0.4, "prediction": 0.8}  # chosen by hand
@@ -76,7 +74,7 @@ class ModelAcceptance:
         self._long: dict[SourceClass, PositionCounts] = {}
         self._recent: dict[SourceClass, PositionCounts] = {}
         self._chances: dict[SourceClass, list[float]] = {}  # until the next comparison
-        self.margins = MarginRecord()
+        self.confidence = {source: ConfidenceRecord(classes) for source, classes in CLASSES.items()}
 
     def chances(self, source: Source, temperature_class: int) -> list[float]:
         """For every position: the chance that a draft is right if all drafts before it are."""
@@ -109,13 +107,16 @@ class ModelAcceptance:
             [source, hot, [round(x, 2) for x in counts.compared], [round(x, 2) for x in counts.accepted]]
             for (source, hot), counts in sorted(self._long.items())
         ]
-        return {"positions": positions, "margins": self.margins.as_json()}
+        confidence = {source: record.as_json() for source, record in self.confidence.items()}
+        return {"positions": positions, "confidence": confidence}
 
     @classmethod
     def from_json(cls, data: object) -> ModelAcceptance:
         """Raise KeyError, ValueError or TypeError for data that `as_json` cannot have made."""
         made = cls()
-        made.margins = MarginRecord.from_json(data["margins"])  # type: ignore[index]
+        for source, classes in CLASSES.items():
+            stored = data["confidence"][source]  # type: ignore[index]
+            made.confidence[source] = ConfidenceRecord.from_json(stored, classes)
         for source, hot, compared, accepted in data["positions"]:  # type: ignore[index]
             counts = PositionCounts(MODEL_DECAY)
             counts.compared, counts.accepted = _checked_counts(compared), _checked_counts(accepted)
@@ -151,7 +152,7 @@ class RowAcceptance:
         num_proposed: int,
         num_right: int,
         num_committed: int,
-        margins: Sequence[float] = (),
+        confidence: Sequence[float] = (),
     ) -> None:
         """Count a proposal. Its first `num_right` drafts equal the first of `num_committed` tokens."""
         # The committed tokens show nothing about the drafts after the first wrong one.
@@ -163,7 +164,8 @@ class RowAcceptance:
             self._own[source] = PositionCounts(ROW_DECAY)
         self._own[source].add(num_compared, num_accepted)
         self._model.add(source, self._temperature_class, num_compared, num_accepted)
-        self._model.margins.add(margins[:num_compared], num_accepted, self.is_sampled)
+        if confidence:
+            self._model.confidence[source].add(confidence[:num_compared], num_accepted, self.is_sampled)
 
     def compare(
         self,
@@ -171,11 +173,11 @@ class RowAcceptance:
         drafts: Sequence[int],
         committed: Sequence[int],
         num_certain: int = 0,
-        margins: Sequence[float] = (),
+        confidence: Sequence[float] = (),
     ) -> None:
         """Compare a proposal with the committed tokens. A proposal with certain drafts teaches nothing."""
         if source != "forced" and num_certain == 0:
-            self.add(source, len(drafts), num_matching(drafts, committed), len(committed), margins)
+            self.add(source, len(drafts), num_matching(drafts, committed), len(committed), confidence)
 
     def count_step(self, is_head_idle: bool) -> None:
         """Count a step. `is_head_idle`: the head drafts for no row."""
@@ -188,12 +190,11 @@ class RowAcceptance:
             return [1.0] * num
         model_chances = self._model.chances(source, self._temperature_class)
         own = self._own.get(source)
-        weight = LOOKUP_PRIOR_WEIGHT if source == "ngram" else ROW_PRIOR_WEIGHT
         all_right, estimate, chances = 1.0, model_chances[0], []
         for position in range(num):
             # A row that does better than the model at one position is likely to do better at the next.
             prior = (model_chances[position] + estimate) / 2
-            estimate = prior if own is None else own.chance(position, prior, weight)
+            estimate = prior if own is None else own.chance(position, prior, ROW_PRIOR_WEIGHT)
             all_right *= estimate
             chances.append(all_right)
         return chances

@@ -37,7 +37,10 @@ class Offer(NamedTuple):
     source: Source
     num_drafts: int
     num_certain: int = 0  # the first so many drafts are forced by a grammar
-    margins: Sequence[float] = ()  # of the head's drafts, if they are known
+    confidence: Sequence[float] = ()  # of each draft (confidence.py); empty: its drafter says nothing
+
+
+RowOffer = tuple[RowAcceptance, Offer]  # whose offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,11 @@ class DepthController:
     1. `new_record`, once for a row's life: the acceptance record that its requests carry.
     2. `should_wait_for_lookup`, only before an overlapped step: whether the step in flight has to be read
        before the next one is planned.
-    3. `choose`: the drafts that every row feeds, and `num_drafts_next` for every row. Probes are added here.
-    4. `shapes.count_step` and `shapes.decode_shape`: the shape of the pass.
-    5. After the step `costs.observe` learns its time, and `RowAcceptance.compare` the fate of its drafts.
+    3. `stays_paused`: whether no row drafts, for the same reasons as in the step before.
+    4. If it does not, `choose`: the drafts that every row feeds, and `num_drafts_next` for every row. Probes
+       are added here.
+    5. `shapes.count_step` and `shapes.decode_shape`: the shape of the pass.
+    6. After the step `costs.observe` learns its time, and `RowAcceptance.compare` the fate of its drafts.
     """
 
     probe_interval = PROBE_INTERVAL
@@ -94,6 +99,15 @@ class DepthController:
 
     def new_record(self, params: SamplingParams) -> RowAcceptance:
         return RowAcceptance(self.acceptance, params)
+
+    def stays_paused(
+        self, rows: Sequence[RowAcceptance | None], num_decoding: int, offers: Sequence[RowOffer]
+    ) -> bool:
+        """True if no row feeds or makes drafts, as in the step before: then `choose` is not asked.
+
+        `rows`: the records of the rows, those that join in this step last. None: the row has no record yet.
+        """
+        return False
 
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
         """Depths for the rows of a step and for the rows that join them in the next step.

@@ -23,7 +23,7 @@ from outrider.speculate.prompt_costs import MeasuredPromptCosts
 
 log = logging.getLogger(__name__)
 
-FORMAT = 12  # of the file; part of the fingerprint, so files of another format are not found
+FORMAT = 13  # of the file; part of the fingerprint, so files of another format are not found
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The depth controller that judges each draft by itself: for CPUs, and models that skip padding.
 
-The head says by how much it prefers each draft to the second best token (the margin). The record of margins
-turns this into a chance (margins.py), and a draft is fed if its chance is worth its cost (draft_choice.py).
+The head says by how much it prefers each draft to the second best token, and a lookup how many tokens match.
+Records of both turn this into chances (confidence.py). A draft is fed if its chance is worth its cost
+(draft_choice.py).
 Every row may feed another number of drafts.
 
 How many drafts the head makes is decided before they are known, by what its drafts have brought lately: as
@@ -16,14 +17,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import starmap
 
 from outrider.request import MAX_DEPTH
 from outrider.speculate.acceptance import ModelAcceptance, RowAcceptance
-from outrider.speculate.controller import DepthController, DraftRequest, Offer, chances_of
+from outrider.speculate.confidence import HeadYield
+from outrider.speculate.controller import DepthController, DraftRequest, Offer, RowOffer, chances_of
 from outrider.speculate.costs import NEWEST_SHARE, CostTable, StepShape, guessed_costs
 from outrider.speculate.depth import DepthChoice
 from outrider.speculate.draft_choice import RowOffers, StepCost, choose_drafts
-from outrider.speculate.margins import HeadYield
 from outrider.speculate.prompt_costs import MeasuredPromptCosts
 
 # Of a token's cost: with more, rows share their width. Margins on such machines cost 5 % in the ablation.
@@ -101,21 +103,36 @@ class PerDraftController(DepthController):
     ) -> None:
         super().__init__(costs, acceptance, prompts=prompts, copied_bytes=copied_bytes)
         self._paces: dict[int, _Pace] = {}  # by number of decoding rows
-        self._paused: list[tuple[RowAcceptance, bool]] = []  # `_rows_of` the step that paused the head
+        # The rows of the step that paused the head, and how many of them decoded; None: the head drafts.
+        self._paused: tuple[list[RowAcceptance], int] | None = None
         self._paused_min_chance = 0.0  # least chance of a draft that was worth feeding in that step
         self._steps_paused = 0  # since that step
 
     @property
     def drafts_may_pay(self) -> bool:
-        return not self._paused or self._paused_min_chance < 1
+        return self._paused is None or self._paused_min_chance < 1
+
+    def stays_paused(
+        self, rows: Sequence[RowAcceptance | None], num_decoding: int, offers: Sequence[RowOffer]
+    ) -> bool:
+        """Costs change too: `choose` decides again after as many steps as there are between two probes."""
+        paused, is_due = self._paused, self._steps_paused >= self.probe_interval
+        if paused is None or is_due or (rows, num_decoding) != paused or any(starmap(self._may_pay, offers)):
+            return False
+        self._pace_of(num_decoding).count(1.0, 1.0)
+        self._steps_paused += 1
+        self._steps_since_probe += 1
+        for record in paused[0]:
+            record.steps_since_head += 1
+        return True
+
+    def _may_pay(self, record: RowAcceptance, offer: Offer) -> bool:
+        if offer.source == "head" or offer.num_certain:
+            return True
+        return self._chances(record, offer)[0] >= self._paused_min_chance
 
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
         decoding = [request for request in requests if not request.joins]
-        if self._stays_paused(requests):
-            self._pace_of(len(decoding)).count(1.0, 1.0)
-            self._steps_paused += 1
-            nums = self._num_drafts_next(requests, 1, self.rows_to_probe(requests, []))
-            return DepthChoice(((0, 0),) * len(requests), nums)
         cost = self._step_cost(decoding, num_cells)
         prices = self._prices(decoding, cost)
         rows = [self._offers(request) for request in decoding]
@@ -128,20 +145,6 @@ class PerDraftController(DepthController):
         of_decoding = iter(fed)
         feed = tuple((0, 0) if request.joins else next(of_decoding) for request in requests)
         return DepthChoice(feed, self._num_drafts_next(requests, depth, drafting))
-
-    def _stays_paused(self, requests: Sequence[DraftRequest]) -> bool:
-        """True if the head is paused, the rows are the same, and they offer no draft that could pay.
-
-        Costs change too: this is decided again after as many steps as there are between two probes.
-        """
-        if _rows_of(requests) != self._paused or self._steps_paused >= self.probe_interval:
-            return False
-        return not any(self._may_pay(request, offer) for request in requests for offer in request.offers)
-
-    def _may_pay(self, request: DraftRequest, offer: Offer) -> bool:
-        if offer.source == "head" or offer.num_certain or request.fixed_depth is not None:
-            return True
-        return request.record.chances(offer.source, 1)[0] >= self._paused_min_chance
 
     def _num_drafts_next(
         self, requests: Sequence[DraftRequest], depth: int, drafting: Sequence[int]
@@ -188,12 +191,11 @@ class PerDraftController(DepthController):
         )
 
     def _chances(self, record: RowAcceptance, offer: Offer) -> list[float]:
-        if not offer.margins:
+        if not offer.confidence:
             return chances_of(record, offer)
-        certain = [1.0] * offer.num_certain
-        return certain + self.acceptance.margins.all_right(
-            offer.margins[offer.num_certain :], record.is_sampled
-        )
+        known = self.acceptance.confidence[offer.source]
+        of_others = known.all_right(offer.confidence[offer.num_certain :], record.is_sampled)
+        return [1.0] * offer.num_certain + of_others
 
     def _count_step(
         self, rows: Sequence[RowOffers], fed: Sequence[tuple[int, int]], cost: StepCost, head_s: float
@@ -230,7 +232,8 @@ class PerDraftController(DepthController):
             if wait < best_wait:
                 best, best_wait = depth, wait
         drafting = rows if best else []
-        self._paused = [] if best else _rows_of(requests)
+        num_decoding = sum(not request.joins for request in requests)
+        self._paused = None if best else ([request.record for request in requests], num_decoding)
         self._steps_paused = 0
         self._paused_min_chance = prices.min_chance
         return max(1, best), drafting + self.rows_to_probe(requests, drafting)
@@ -265,8 +268,8 @@ class PerDraftController(DepthController):
 
     def _head_yield(self, record: RowAcceptance, prices: _Prices) -> HeadYield:
         if record.head_yield is None or record.head_yield.num_steps == 0:  # prices may have changed since
-            margins = self.acceptance.margins
-            record.head_yield = margins.expected_yield(prices.min_chance, MAX_DEPTH, record.is_sampled)
+            known = self.acceptance.confidence["head"]
+            record.head_yield = known.expected_yield(prices.min_chance, MAX_DEPTH, record.is_sampled)
         return record.head_yield
 
     def _count_yield(self, request: DraftRequest, row: RowOffers, prices: _Prices) -> None:
@@ -277,14 +280,10 @@ class PerDraftController(DepthController):
                 continue
             known, chances = self._head_yield(request.record, prices), list(made)
             while len(chances) < MAX_DEPTH:  # drafts that were not made
-                chances.append(chances[-1] * self.acceptance.margins.mean_chance)
+                chances.append(chances[-1] * self.acceptance.confidence["head"].mean_chance)
             share = max(NEWEST_SHARE, 1 / (2 + known.num_steps))  # the first estimate counts once
             known.num_steps += 1
             for i, chance in enumerate(chances[:MAX_DEPTH]):
                 is_fed = chance >= min_chance
                 known.tokens[i] += share * (chance * is_fed - known.tokens[i])
                 known.fed[i] += share * (is_fed - known.fed[i])
-
-
-def _rows_of(requests: Sequence[DraftRequest]) -> list[tuple[RowAcceptance, bool]]:
-    return [(request.record, request.joins) for request in requests]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.speculate.acceptance import Source
+from outrider.speculate.drafter import Proposal
 from outrider.speculate.ngram import MAX_NGRAM, NGRAM_SIZES
 
 
 class PredictionDrafter:
     """Follows the prediction as long as the answer equals it, and finds it again where the answer differs."""
-
-    source: Source = "prediction"
 
     def __init__(self, prediction_ids: Sequence[int], num_prompt: int) -> None:
         self._prediction = list(prediction_ids)
@@ -20,7 +18,7 @@ class PredictionDrafter:
         self._next: int | None = 0  # index in the prediction of the answer's next token; None: not known
         self._after: dict[tuple[int, ...], int] | None = None  # see _find
 
-    def propose(self, token_ids: Sequence[int], num: int) -> Sequence[int]:
+    def propose(self, token_ids: Sequence[int], num: int) -> Proposal | None:
         for token_id in token_ids[self._num_read :]:
             if self._next is not None and self._prediction[self._next : self._next + 1] == [token_id]:
                 self._next += 1
@@ -29,7 +27,8 @@ class PredictionDrafter:
         self._num_read = len(token_ids)
         if self._next is None:
             self._next = self._find(token_ids[max(self._num_prompt, len(token_ids) - MAX_NGRAM) :])
-        return [] if self._next is None else self._prediction[self._next : self._next + num]
+        drafts = [] if self._next is None else self._prediction[self._next : self._next + num]
+        return Proposal("prediction", drafts) if drafts else None
 
     def _find(self, answer: Sequence[int]) -> int | None:
         """The index after the last place in the prediction where the answer's last few tokens occur."""
