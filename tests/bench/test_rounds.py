@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
 from made_up import FakeTarget
 
+from outrider.bench.answer import Answer, RoundResult
 from outrider.bench.errors import BenchFailed
-from outrider.bench.rounds import Benchmark, order_of_round
+from outrider.bench.rounds import Benchmark, Case, faster, order_of_round
 from outrider.bench.settings import BenchSettings
 from outrider.bench.target import Variant, variants_of
 from outrider.progress import Progress
@@ -59,6 +61,44 @@ def test_rounds_alternate_and_keep_their_place() -> None:
         (2, 0, "off"),
         (2, 1, "auto"),
     ]
+
+
+def test_of_the_repeats_of_a_round_the_fastest_of_each_variant_counts() -> None:
+    pauses = iter([0.001] * 100)  # of the warm-up and the first run of each variant
+    target = FakeTarget()
+    settings = BenchSettings(**(SMALL | {"rounds": 2, "repeats": 3, "streams": (1,), "requests": 1}))
+    benchmark = Benchmark(variants_of([target], ("auto",)), settings)
+    seconds: dict[tuple[int, str], list[float]] = {}
+    timed = benchmark._round
+
+    async def noted(case: Case, variant: Variant, index: int, place: int, repeat: int) -> RoundResult:
+        target.pause_s = next(pauses) * random.Random(100 * index + repeat).random()
+        found = await timed(case, variant, index, place, repeat)
+        seconds.setdefault((index, variant.name), []).append(found.seconds)
+        return found
+
+    benchmark._round = noted  # type: ignore[method-assign]
+    run(benchmark)
+    rounds = benchmark.results[0].rounds
+    assert sorted(seconds) == sorted((one.index, one.variant) for one in rounds)
+    for one in rounds:
+        assert len(seconds[one.index, one.variant]) == 3
+        assert one.seconds == min(seconds[one.index, one.variant])
+    asked = [(task.prompt, options) for task, options in target.asked if options.max_tokens > 4]
+    assert len({options.cache_salt for _, options in asked}) == len(asked) == 12
+    assert len({(prompt, options.seed) for prompt, options in asked}) == 2
+
+
+def test_a_run_with_failed_answers_is_never_the_fastest() -> None:
+    whole, broken = (
+        RoundResult("a", 0, 0, seconds, answers)
+        for seconds, answers in (
+            (2.0, (Answer("free", 0.0, 2.0),)),
+            (1.0, (Answer("free", 0.0, 1.0, error="no"),)),
+        )
+    )
+    assert faster(broken, whole) is faster(whole, broken) is whole
+    assert faster(None, broken) is broken
 
 
 def test_variants_ask_the_same_with_the_same_seeds_and_rounds_ask_something_else() -> None:

@@ -24,6 +24,7 @@ class BenchSettings:
     streams: tuple[int, ...] = (1, 4, 8)
     temperatures: tuple[float, ...] = (0.0,)
     rounds: int = 3
+    repeats: int = 1  # runs of each round; the fastest one of each variant counts
     requests: int = 2  # per stream and round; with only one, streams are idle for most of a round
     max_tokens: int = 64  # of an answer, which the model may end earlier
     prompt_tokens: int | None = None  # about, of the workloads with long prompts; None: as usual
@@ -43,6 +44,7 @@ class BenchSettings:
         for temperature in self.temperatures:
             _within("--temperatures", temperature, 0, 2)
         _within("--rounds", self.rounds, 1, 10_000)
+        _within("--repeats", self.repeats, 1, 100)
         _within("--requests", self.requests, 1, 10_000)
         _within("--max-tokens", self.max_tokens, 2, 1_000_000)
         if self.prompt_tokens is not None:

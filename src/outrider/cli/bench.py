@@ -66,7 +66,7 @@ def _settings(args: argparse.Namespace) -> BenchSettings:
     from outrider.bench.settings import PRESETS, BenchSettings
 
     preset = "quick" if args.quick else "full" if args.full else ""
-    amounts = ("streams", "temperatures", "rounds", "requests", "max_tokens", "prompt_tokens")
+    amounts = ("streams", "temperatures", "rounds", "repeats", "requests", "max_tokens", "prompt_tokens")
     names = ("workloads", *amounts, "depths", "seed")
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.timeout is not None:

@@ -86,6 +86,13 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--temperatures", nargs="+", type=float, metavar="T", help="sampling temperatures (default: 0)"
     )
     group.add_argument("--rounds", type=int, metavar="N", help="rounds of each variant (default: 3)")
+    group.add_argument(
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="runs of each round, with the same questions; the fastest one of each variant counts, so that "
+        "other processes disturb the figures less (default: 1)",
+    )
     group.add_argument("--requests", type=int, metavar="N", help="requests per stream and round (default: 2)")
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: 64)")
     group.add_argument(
