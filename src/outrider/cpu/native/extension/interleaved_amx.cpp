@@ -174,16 +174,17 @@ int amx_add_interleaved(
     return 2;
 }
 
-AMX void amx_configure(int num_tokens) {
-    if (num_tokens == 0)
-        return _tile_release();
+AMX bool amx_configure(int num_tokens) {
     if (num_tokens < MIN_TOKENS)
-        return;
+        return false;
     RegisterSizes sizes(num_tokens);
     // The intrinsic of g++ before 12.4 claims to read 8 bytes: compilers would drop the stores to all others.
     asm volatile("" : : "m"(sizes));
     _tile_loadconfig(&sizes);
+    return true;
 }
+
+AMX void amx_release() { _tile_release(); }
 
 }  // namespace outrider
 

@@ -71,8 +71,10 @@ struct Kernels {
     // most two and `num_tiles`. Returns how many. sums: MAX_INTERLEAVED tokens of each. null: interleaved weights are slow
     int (*add_interleaved)(const QuantizedMatrix &w, int row, int num_tiles, const TokenBlock &tokens, int num_tokens,
                            RowSums *sums);
-    // Called by each thread before add_interleaved, with the same number of tokens, and with 0 at the end. null: no need
-    void (*configure)(int num_tokens);
+    // Called by each thread before add_interleaved, with the same number of tokens. null: no need. If it has returned true,
+    // the thread calls `release` at the end.
+    bool (*configure)(int num_tokens);
+    void (*release)();
 };
 
 extern const Kernels PORTABLE;
