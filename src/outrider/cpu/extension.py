@@ -6,6 +6,9 @@ with. Without a C++ compiler there is no extension: quantised layers are then de
 
     OUTRIDER_KERNEL=off         use no extension
     OUTRIDER_KERNEL=portable    use it also on CPUs without AVX2: slower than float32 weights, but smaller
+    OUTRIDER_KERNEL=avx2        use these instructions (cpu/kernel_switch.py has all names)
+
+The delta rule (recurrence.cpp) has no intrinsics: it uses the best instructions, whatever is named here.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ import mlx.core as mx
 
 from outrider import fallbacks
 from outrider.cpu.extension_check import wrong_operations
+from outrider.cpu.kernel_switch import INSTRUCTIONS, SWITCH, wanted_instructions
 from outrider.cpu.library_cache import Recipe, Unusable, failure_of, load_cached
-from outrider.cpu.matmul import SWITCH
 from outrider.cpu.threads import thread_counts, usable_cpus
 
 log = logging.getLogger(__name__)
@@ -76,18 +79,21 @@ def build_name() -> str | None:
     return _stem() if if_loaded() is not None else None
 
 
+def instructions() -> str | None:
+    """Those that the operations use, if they are loaded."""
+    native = if_loaded()
+    return None if native is None else str(native.instructions())
+
+
 def _load() -> ModuleType:
-    if os.environ.get(SWITCH, "on").lower() == "off":
-        raise Unusable(f"{SWITCH}=off")
+    wanted = wanted_instructions()
     if sys.platform != "linux":
         raise Unusable(f"not for {sys.platform}")
-    module, _is_cached = load_cached(Recipe(_stem(), _compile), _open)
-    if module.instructions() == "portable" and os.environ.get(SWITCH, "").lower() != "portable":
-        raise Unusable(f"this CPU has neither AVX-512 nor AVX2 ({SWITCH}=portable uses slower operations)")
+    module, _is_cached = load_cached(Recipe(_stem(), _compile), partial(_open, wanted))
     return module
 
 
-def _open(path: str) -> ModuleType:
+def _open(wanted: str, path: str) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(NAME, path)
     spec = importlib.util.spec_from_loader(NAME, loader)
     assert spec is not None
@@ -97,12 +103,22 @@ def _open(path: str) -> ModuleType:
     except ImportError as error:
         raise OSError(str(error)) from error
     module.set_num_threads(thread_counts(os.environ).max)
+    _use_instructions(module, wanted)
     try:
         if wrong := wrong_operations(module):
             raise Unusable(f"{path} computes wrong results: {', '.join(wrong)}")
     except TypeError as error:  # arrays of another nanobind
         raise Unusable(f"nanobind does not match MLX: {str(error).splitlines()[0]}") from None
     return module
+
+
+def _use_instructions(module: ModuleType, wanted: str) -> None:
+    """Before anything is computed: the user may avoid those that crash. Raises Unusable."""
+    if not module.use_instructions(wanted):
+        found = ", ".join(name for name in INSTRUCTIONS if module.use_instructions(name))
+        raise Unusable(f"{SWITCH}={wanted}, but on this CPU there are only {found}")
+    if module.instructions() == "portable" and wanted != "portable":
+        raise Unusable(f"this CPU has neither AVX-512 nor AVX2 ({SWITCH}=portable uses slower operations)")
 
 
 # Compiling --------------------------------------------------------------------------------------------------

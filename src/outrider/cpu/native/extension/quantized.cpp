@@ -74,7 +74,7 @@ const Kernels *find_kernels(const char *wanted) {
     return nullptr;
 }
 
-const Kernels *kernels = find_kernels("");
+const Kernels *kernels = &PORTABLE;  // until `use` chooses others
 
 // -- matmuls ---------------------------------------------------------------------------------------------------------
 
