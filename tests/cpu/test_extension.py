@@ -1,9 +1,11 @@
-"""How the native extension comes into a process: with which instructions."""
+"""How the native extension comes into a process: with which instructions, and from which compiler."""
 
 from __future__ import annotations
 
+import logging
 import sys
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,3 +80,74 @@ def test_instructions_that_the_cpu_does_not_have_are_refused_with_those_that_it_
         Unusable, match="OUTRIDER_KERNEL=avx512amx, but on this CPU there are only avx2, portable"
     ):
         choose("avx512amx", "avx2", "portable")
+
+
+# -- compilers -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder that is searched for compilers."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def add(folder: Path, name: str, script: str) -> None:
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+def stem_with(folder: Path, version: str) -> str:
+    add(folder, "c++", f"echo '{version}'; echo 'a licence in the language of the user'")
+    return extension._stem()
+
+
+def test_a_library_of_another_compiler_is_not_used(programs: Path) -> None:
+    old, new = stem_with(programs, "c++ 12.2"), stem_with(programs, "c++ 12.4")
+    assert old != new
+    assert stem_with(programs, "c++ 12.2") == old
+    add(programs, "clang++", "echo clang 14")
+    assert stem_with(programs, "c++ 12.2") != old
+
+
+def test_without_a_compiler_that_runs_a_library_of_any_compiler_is_used(programs: Path) -> None:
+    assert stem_with(programs, "c++ 12.2").startswith(f"{extension._sources_name()}-")
+    add(programs, "c++", "exit 1")
+    assert extension._stem() == extension._sources_name()
+    (programs / "c++").unlink()
+    assert extension._stem() == extension._sources_name()
+
+
+def test_the_fingerprint_of_costs_does_not_depend_on_compilers(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "if_loaded", SimpleNamespace)
+    stem_with(programs, "c++ 12.2")
+    name = extension.build_name()
+    (programs / "c++").unlink()
+    assert extension.build_name() == name
+
+
+# Writes the file after `-o`.
+WRITE = 'for OUT in "$@"; do [ "$LAST" = -o ] && break; LAST=$OUT; done; echo "$*" > "$OUT"'
+
+
+def test_a_compiler_that_fails_with_amx_compiles_the_rest(
+    programs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail = "echo no such instruction >&2; exit 1"
+    add(programs, "c++", f'case "$*" in *HAS_AMX=0*) ;; *interleaved_amx.cpp*) {fail} ;; esac; {WRITE}')
+    with caplog.at_level(logging.WARNING):
+        extension._compile(tmp_path / "library.so")
+    assert (tmp_path / "library.so").is_file()
+    assert "without AMX" in caplog.text
+    assert "no such instruction" in caplog.text
+
+
+def test_a_compiler_that_always_fails_is_named_with_the_first_failure(programs: Path, tmp_path: Path) -> None:
+    add(programs, "c++", "echo no such file >&2; exit 1")
+    with pytest.raises(Unusable, match=r"c\+\+ failed \(1\): no such file"):
+        extension._compile(tmp_path / "library.so")

@@ -10,7 +10,9 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-#if defined(__x86_64__) && (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))  // of GCC or of Clang
+// The build passes 0 if it fails with AMX: an assembler may be older than the compiler's headers.
+#if !defined(HAS_AMX) && defined(__x86_64__) && \
+    (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))  // of GCC or of Clang
 #define HAS_AMX 1
 #endif
 
