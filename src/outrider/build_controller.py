@@ -96,6 +96,7 @@ def fingerprint(
             "machine": (platform.machine(), os.cpu_count(), multiplies.name, multiplies.threads),
             "kernel": multiplies.kernel,
             "native": extension.build_name(),
+            "instructions": extension.instructions(),
             **({} if fused is None else {"adapter": fused.files.fingerprint}),
             **({} if facts.draft_model is None else {"draft_model": facts.draft_model}),
             **({} if ranks is None else {"ranks": ranks.size, "rank_head": facts.rank_head}),

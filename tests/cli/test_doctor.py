@@ -20,6 +20,7 @@ from outrider.cli.doctor import decoding, examination, invariance
 from outrider.cli.doctor.examination import Effort, examine, num_stages
 from outrider.cli.doctor.random_model import random_model
 from outrider.cli.doctor.report import Outcome, Report
+from outrider.cpu import extension
 from outrider.models import machine
 from outrider.models.kernel_checks import Check
 from outrider.sampling.sampler import Sampler
@@ -46,6 +47,7 @@ def test_a_healthy_machine_passes(capfd: pytest.CaptureFixture[str]) -> None:
     by_name = {one["name"]: one["status"] for one in found["outcomes"]}
     assert by_name["native extension"] == by_name["BLAS"] == "ok"
     assert by_name["delta-rule kernels"] == "skipped"
+    assert found["device"]["instructions"] == extension.instructions() is not None
     assert [name for name in by_name if name.startswith("drafter invariance, hybrid, 4 bits: ")]
     assert found["step_times"]["milliseconds"][1][1] > 0
     assert found["memory"]["for_rows"] > 0
@@ -115,6 +117,12 @@ def test_each_result_of_a_check_is_in_the_report(
     assert report.verdict.startswith(verdict)
     assert report.is_good == (status == "ok")
     assert json.loads(json.dumps(report.as_json()))["ok"] == report.is_good
+
+
+def test_the_instructions_of_the_native_extension_are_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "instructions", lambda: "avx2")
+    lines = outcomes_of(monkeypatch).as_text().splitlines()
+    assert [line.split() for line in lines if "instructions" in line] == [["device", "instructions", "avx2"]]
 
 
 def test_a_model_that_cannot_run_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:

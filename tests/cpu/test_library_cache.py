@@ -64,6 +64,14 @@ def test_it_is_made_once_and_kept(folder: Path, library: Library) -> None:
     assert library.times_made == 1
 
 
+def test_one_whose_name_goes_on_serves_as_well(folder: Path, library: Library) -> None:
+    load_cached(Recipe("lib-of-one", library.make), library.read)
+    load_cached(Recipe("lib", library.make), library.read)
+    assert library.times_made == 1
+    load_cached(Recipe("lib-of-another", library.make), library.read)
+    assert library.times_made == 2
+
+
 def test_a_folder_is_made_for_nobody_else(folder: Path, library: Library) -> None:
     folder.rmdir()
     assert library.load()

@@ -89,7 +89,13 @@ def test_it_can_be_switched_off(cache: Path) -> None:
 def test_a_switch_that_says_nothing_known_is_reported(cache: Path) -> None:
     found = in_fresh_process(REPORT, XDG_CACHE_HOME=cache, OUTRIDER_KERNEL="maybe")
     assert found["kernel"]
-    assert "neither on nor off" in found["stderr"]
+    assert found["stderr"].count("'maybe' is none of on, off") == 1
+
+
+def test_instructions_without_a_form_leave_all_matmuls_to_the_library(cache: Path) -> None:
+    found = in_fresh_process(REPORT + PROVIDER, XDG_CACHE_HOME=cache, OUTRIDER_KERNEL="portable")
+    assert found["provider"] == found["path"]
+    assert found["no_kernel"] == "OUTRIDER_KERNEL=portable, and there is no portable form"
 
 
 def test_it_stands_in_front_of_a_library_that_the_user_names(cache: Path, tmp_path: Path) -> None:

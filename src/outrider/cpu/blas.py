@@ -9,7 +9,8 @@ BLAS.
     OUTRIDER_BLAS=off               leave MLX's BLAS in place
     OUTRIDER_BLAS=/path/to/lib.so   use this library
     OUTRIDER_BLAS_THREADS=n         threads of one matmul (default: cpu/threads.py)
-    OUTRIDER_KERNEL=off             use the library for matmuls of few tokens too (default: cpu/matmul.py)
+    OUTRIDER_KERNEL=off             use the library for matmuls of few tokens too (default: cpu/matmul.py;
+                                    other values: cpu/kernel_switch.py)
 
 Libraries are tried in this order: the one that the user names, the pip package scipy-openblas32, the system's
 libopenblas.

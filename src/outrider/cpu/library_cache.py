@@ -41,7 +41,9 @@ class Unusable(Exception):
 class Recipe:
     """How to build a library."""
 
-    stem: str  # the first part of the file name; changes with everything that the library is built from
+    # The first part of the file name; changes with everything that the library is built from. A stored one
+    # whose name goes on after it serves as well.
+    stem: str
     make: Callable[[Path], None]  # writes the library; raises Unusable or OSError if that fails
 
 
@@ -116,7 +118,7 @@ def _cached(stem: str) -> Iterator[Path]:
         for library in _trusted_folder().glob(f"{stem}-*.so"):
             with suppress(OSError):
                 is_ours = library.stat().st_uid in (0, os.getuid())
-                if is_ours and library.name == f"{stem}-{_fingerprint(library)}.so":
+                if is_ours and library.name.endswith(f"-{_fingerprint(library)}.so"):
                     yield library
 
 

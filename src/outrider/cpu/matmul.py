@@ -22,7 +22,8 @@ sums at places that depend on the tokens and cells of a pass. In ms, for weights
                  ours       0.17  0.15  0.71  14.3       0.24  0.46  1.48  25.9
 
 A token's result is bit-identical whatever tokens are beside it and whatever the number of threads. x @ w.T of
-more tokens, and everything else, is passed on to the BLAS. With `OUTRIDER_KERNEL=off` all matmuls are.
+more tokens, and everything else, is passed on to the BLAS. With `OUTRIDER_KERNEL=off` all matmuls are. Its
+other values (cpu/kernel_switch.py) choose the instructions.
 
 Nothing here may import mlx: cpu/blas.py has to run first.
 """
@@ -32,7 +33,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import shutil
 from collections.abc import Callable
@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from outrider.cpu.kernel_switch import SWITCH, wanted_instructions
 from outrider.cpu.library_cache import Recipe, Unusable, failure_of, load_cached
 from outrider.cpu.matmul_check import NO_TRANSPOSE, TRANSPOSE, sgemm_is_correct
 
@@ -50,7 +51,7 @@ SOURCES = tuple(Path(__file__).parent / "native" / name for name in SOURCE_NAMES
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")  # for any x86-64
 MAX_TOKENS = 512  # of x @ w.T: with more tokens OpenBLAS is as fast (measured on the EPYC above)
-SWITCH = "OUTRIDER_KERNEL"
+FORMS = {"": "", "avx512amx": "avx512", "avx512vnni": "avx512", "avx2": "avx2"}  # of native/sgemm.c
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,18 @@ class SgemmKernel:
 
 def install(blas: ctypes.CDLL) -> SgemmKernel:
     """Put the matmul in front of this library's `cblas_sgemm`. Raises Unusable or OSError if that fails."""
-    switch = os.environ.get(SWITCH, "on").lower()
-    if switch == "off":
-        raise Unusable(f"{SWITCH}=off")
-    if switch != "on":
-        log.warning("%s=%r is neither on nor off; ignored", SWITCH, switch)
+    wanted = wanted_instructions()
     if platform.machine() != "x86_64":
         raise Unusable(f"not for {platform.machine()}")
-    kernel, _is_cached = load_cached(Recipe(_stem(), _compile), partial(_open, blas))
+    if wanted not in FORMS:
+        raise Unusable(f"{SWITCH}={wanted}, and there is no {wanted} form")
+    kernel, _is_cached = load_cached(Recipe(_stem(), _compile), partial(_open, blas, FORMS[wanted]))
     return kernel
 
 
-def _open(blas: ctypes.CDLL, path: str) -> SgemmKernel:
+def _open(blas: ctypes.CDLL, wanted: str, path: str) -> SgemmKernel:
     library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)
-    instructions = start(library, blas)
+    instructions = start(library, blas, wanted)
     if not all(sgemm_is_correct(library, form) for form in (NO_TRANSPOSE, TRANSPOSE)):
         raise Unusable(f"{path} computes wrong products")
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
@@ -93,7 +92,8 @@ def start(library: ctypes.CDLL, blas: ctypes.CDLL, instructions: str = "") -> st
     fallback = ctypes.cast(blas.cblas_sgemm, ctypes.c_void_p)
     found = library.outrider_sgemm_start(instructions.encode(), fallback, MAX_TOKENS)
     if found is None:
-        raise Unusable("this CPU has neither AVX-512 nor AVX2")
+        missing = f"no {instructions} ({SWITCH})" if instructions else "neither AVX-512 nor AVX2"
+        raise Unusable(f"this CPU has {missing}")
     return str(found.decode())
 
 

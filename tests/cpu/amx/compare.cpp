@@ -27,13 +27,14 @@ std::vector<float> product(
     int num_tiles = w.num_rows / TILE_ROWS;
     std::vector<float> found;
     alignas(64) RowSums sums[2 * MAX_INTERLEAVED];
-    amx_configure(num_tokens);
+    bool is_configured = amx_configure(num_tokens);
     for (int tile = 0, num; tile < num_tiles; tile += num) {
         num = add(w, tile * TILE_ROWS, num_tiles - tile, tokens, num_tokens, sums);
         for (int i = 0; i < num; i++)
             found.insert(found.end(), sums[i * MAX_INTERLEAVED], sums[i * MAX_INTERLEAVED + num_tokens]);
     }
-    amx_configure(0);
+    if (is_configured)
+        amx_release();
     return found;
 }
 

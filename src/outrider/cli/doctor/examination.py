@@ -18,7 +18,7 @@ from outrider.cli.doctor.random_model import RandomModel, random_model
 from outrider.cli.doctor.report import Outcome, Report
 from outrider.cli.doctor.step_times import StepTimes, step_times
 from outrider.config import EngineConfig
-from outrider.cpu.extension import COMPILERS
+from outrider.cpu import extension
 from outrider.engine.memory_plan import plan_memory
 from outrider.models import cgroup, machine
 from outrider.models.kernel_checks import Check, all_checks
@@ -125,13 +125,14 @@ def _text(error: Exception) -> str:
 
 def _device() -> dict[str, Any]:
     info = {} if machine.is_cpu() else dict(mx.device_info())
-    compilers = [path for path in map(shutil.which, COMPILERS) if path]
+    compilers = [path for path in map(shutil.which, extension.COMPILERS) if path]
     return {
         "name": machine.device_name(),
         "platform": platform.platform(),
         "metal": mx.metal.is_available(),
         "cuda": mx.cuda.is_available(),
         "compiler": compilers[0] if compilers else None,
+        "instructions": extension.instructions(),  # of the native extension
         "load": round(os.getloadavg()[0], 1),  # of other processes: step times are longer then
         **info,
     }

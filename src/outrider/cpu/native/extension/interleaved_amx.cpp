@@ -69,6 +69,8 @@ AMX INLINE void store_sums(BlockSums (&to)[TILES]) {
 template <int TILES>
 AMX INLINE void multiply_block(
     const BlockCodes (&codes)[TILES], const int8_t *bytes, ptrdiff_t stride, BlockSums (&before)[TILES]) {
+    // The intrinsics of g++ do not say that they read memory: stores to `codes` could be moved behind them.
+    asm volatile("" : : : "memory");
     _tile_loadd(4, bytes, stride);
     _tile_loadd(5, bytes + BLOCK, stride);
     _tile_loadd(6, codes[0], REGISTER_BYTES);
@@ -172,14 +174,17 @@ int amx_add_interleaved(
     return 2;
 }
 
-AMX void amx_configure(int num_tokens) {
-    if (num_tokens == 0)
-        return _tile_release();
+AMX bool amx_configure(int num_tokens) {
     if (num_tokens < MIN_TOKENS)
-        return;
+        return false;
     RegisterSizes sizes(num_tokens);
+    // The intrinsic of g++ before 12.4 claims to read 8 bytes: compilers would drop the stores to all others.
+    asm volatile("" : : "m"(sizes));
     _tile_loadconfig(&sizes);
+    return true;
 }
+
+AMX void amx_release() { _tile_release(); }
 
 }  // namespace outrider
 

@@ -69,12 +69,12 @@ const Kernels *const ALL_KERNELS[] = {
 
 const Kernels *find_kernels(const char *wanted) {
     for (const Kernels *kernels : ALL_KERNELS)
-        if (has(*kernels) && (!*wanted || !std::strcmp(wanted, kernels->name)))
+        if ((!*wanted || !std::strcmp(wanted, kernels->name)) && has(*kernels))  // `has` may ask Linux for AMX
             return kernels;
     return nullptr;
 }
 
-const Kernels *kernels = find_kernels("");
+const Kernels *kernels = &PORTABLE;  // until `use` chooses others
 
 // -- matmuls ---------------------------------------------------------------------------------------------------------
 
@@ -133,33 +133,35 @@ void multiply_tile(
 
 // Tiles [first, last) of interleaved weights times all tokens. The first tokens meet all of these tiles before the next
 // tokens do: a few tokens stay in the L1 cache, and the tiles in the L2 cache.
-void multiply_interleaved(const Product &product, int first, int last, const QuantizedTokens &tokens) {
+void multiply_interleaved(
+    const Kernels &own, const Product &product, int first, int last, const QuantizedTokens &tokens) {
+    bool is_configured = false;
     for (int t = 0; t < tokens.num_tokens; t += MAX_INTERLEAVED) {
         int count = std::min(MAX_INTERLEAVED, tokens.num_tokens - t);
         TokenBlock block = token_block(tokens, t, 0);
-        if (kernels->configure)
-            kernels->configure(count);
+        if (own.configure)
+            is_configured |= own.configure(count);
         for (int n = first, num; n < last; n += num) {
             alignas(64) RowSums sums[2 * MAX_INTERLEAVED];
-            num = kernels->add_interleaved(product.weights, n * TILE_ROWS, last - n, block, count, sums);
+            num = own.add_interleaved(product.weights, n * TILE_ROWS, last - n, block, count, sums);
             for (int tile = 0; tile < num; tile++)
                 store(product, (n + tile) * TILE_ROWS, t, count, sums + tile * MAX_INTERLEAVED);
         }
     }
-    if (kernels->configure)
-        kernels->configure(0);
+    if (is_configured)
+        own.release();
 }
 
 void multiply_tiles(const Product &product, int first, int last, const QuantizedTokens &tokens) {
     const QuantizedMatrix &w = product.weights;
-    if (w.is_interleaved && kernels->add_interleaved)
-        return multiply_interleaved(product, first, last, tokens);
+    const Kernels &own = *kernels;  // the same from start to end, also if `use` chooses others meanwhile
+    if (w.is_interleaved && own.add_interleaved)
+        return multiply_interleaved(own, product, first, last, tokens);
     for (int row = first * TILE_ROWS; row < last * TILE_ROWS; row += TILE_ROWS)
         if (w.elements == Elements::e4m3)
-            multiply_tile<FloatTile>(product, row, tokens, MAX_FLOATS, kernels->fill_floats, kernels->add_floats);
+            multiply_tile<FloatTile>(product, row, tokens, MAX_FLOATS, own.fill_floats, own.add_floats);
         else
-            multiply_tile<Tile>(
-                product, row, tokens, MAX_SIZE, w.is_interleaved ? PORTABLE.fill : kernels->fill, kernels->add);
+            multiply_tile<Tile>(product, row, tokens, MAX_SIZE, w.is_interleaved ? PORTABLE.fill : own.fill, own.add);
 }
 
 int num_tiles(const Product &product) { return (product.weights.num_rows + TILE_ROWS - 1) / TILE_ROWS; }

@@ -243,7 +243,7 @@ void avx2_add_floats(const FloatTile &tile, const TokenBlock &tokens, int num_to
 }  // namespace
 
 const Kernels AVX2_ONLY = {"avx2",   avx2_quantize,    avx2_fill,
-                           avx2_add, avx2_fill_floats, avx2_add_floats, nullptr, nullptr};
+                           avx2_add, avx2_fill_floats, avx2_add_floats, nullptr, nullptr, nullptr};
 
 }  // namespace outrider
 

@@ -386,11 +386,11 @@ void avx512_add_floats(const FloatTile &tile, const TokenBlock &tokens, int num_
 
 const Kernels AVX512_VNNI = {"avx512vnni", avx512_quantize,    avx512_fill,
                              avx512_add,   avx512_fill_floats, avx512_add_floats,
-                             avx512_add_interleaved, nullptr};
+                             avx512_add_interleaved, nullptr, nullptr};
 #if HAS_AMX
 const Kernels AVX512_AMX = {"avx512amx", avx512_quantize,    avx512_fill,
                             avx512_add,  avx512_fill_floats, avx512_add_floats,
-                            amx_add_interleaved, amx_configure};
+                            amx_add_interleaved, amx_configure, amx_release};
 #endif
 
 }  // namespace outrider

@@ -14,7 +14,8 @@ int avx512_add_interleaved(
     const QuantizedMatrix &w, int row, int num_tiles, const TokenBlock &tokens, int num_tokens, RowSums *sums);
 int amx_add_interleaved(
     const QuantizedMatrix &w, int row, int num_tiles, const TokenBlock &tokens, int num_tokens, RowSums *sums);
-void amx_configure(int num_tokens);
+bool amx_configure(int num_tokens);
+void amx_release();
 
 // Adds the products of four codes of each row with four codes of a token. The token's codes are an operand in memory:
 // compilers load and broadcast them by an instruction of its own, and matmuls then take a third longer on Intel's CPUs.

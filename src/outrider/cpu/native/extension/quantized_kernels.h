@@ -10,7 +10,9 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-#if defined(__x86_64__) && (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))  // of GCC or of Clang
+// The build passes 0 if it fails with AMX: an assembler may be older than the compiler's headers.
+#if !defined(HAS_AMX) && defined(__x86_64__) && \
+    (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))  // of GCC or of Clang
 #define HAS_AMX 1
 #endif
 
@@ -71,8 +73,10 @@ struct Kernels {
     // most two and `num_tiles`. Returns how many. sums: MAX_INTERLEAVED tokens of each. null: interleaved weights are slow
     int (*add_interleaved)(const QuantizedMatrix &w, int row, int num_tiles, const TokenBlock &tokens, int num_tokens,
                            RowSums *sums);
-    // Called by each thread before add_interleaved, with the same number of tokens, and with 0 at the end. null: no need
-    void (*configure)(int num_tokens);
+    // Called by each thread before add_interleaved, with the same number of tokens. null: no need. If it has returned true,
+    // the thread calls `release` at the end.
+    bool (*configure)(int num_tokens);
+    void (*release)();
 };
 
 extern const Kernels PORTABLE;

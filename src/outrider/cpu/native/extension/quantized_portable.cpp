@@ -65,6 +65,6 @@ void portable_add_floats(const FloatTile &tile, const TokenBlock &tokens, int nu
 }  // namespace
 
 const Kernels PORTABLE = {"portable",   portable_quantize,    portable_fill,
-                          portable_add, portable_fill_floats, portable_add_floats, nullptr, nullptr};
+                          portable_add, portable_fill_floats, portable_add_floats, nullptr, nullptr, nullptr};
 
 }  // namespace outrider
