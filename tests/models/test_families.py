@@ -160,8 +160,13 @@ def _float32_rows(embedding: nn.QuantizedEmbedding, token_ids: mx.array) -> mx.a
     return mx.dequantize(weight, scales, biases, *how, dtype=mx.float32)
 
 
+SMALL_GROUPS = [
+    how for how, one in QUANTIZATIONS.items() if one["group_size"] < 128
+]  # these models are small
+
+
 @pytest.mark.parametrize(
-    "name", [f"{family}-{how}" for family, how in zip(sorted(SUPPORTED), cycle(QUANTIZATIONS), strict=False)]
+    "name", [f"{family}-{how}" for family, how in zip(sorted(SUPPORTED), cycle(SMALL_GROUPS), strict=False)]
 )
 def test_rows_of_a_quantised_model_are_the_same_to_the_bit_in_any_batch(
     name: str, monkeypatch: pytest.MonkeyPatch
