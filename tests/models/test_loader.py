@@ -352,6 +352,18 @@ def quantised_folder(tmp_path: Path) -> Path:
             {UP: {"bits": 4, "group_size": 128}},
             f"{UP}.weight has rows of 64, which groups of 128 do not divide",
         ),
+        (
+            {UP: {"bits": 4, "group_size": 16}},
+            f"{UP} in config.json must be 32 or 64 or 128 with mode affine, not 16",
+        ),
+        ({UP: {"bits": 4, "group_size": 64, "mode": "mxfp4"}}, "must be 32 with mode mxfp4, not 64"),
+        ({UP: {"bits": 4, "group_size": 32, "mode": "mxfp8"}}, "must be 8 with mode mxfp8, not 4"),
+        ({UP: {"bits": 4, "group_size": 32, "mode": "int4"}}, f"mode in the quantization of {UP}"),
+        (
+            {"mode": "mxfp6"},
+            "mode in the quantization in config.json must be one of affine, mxfp4, mxfp8, nvfp4, not 'mxfp6'",
+        ),
+        ({"mode": ["affine"]}, "not ['affine']"),
         ({UP: {"bits": 4}}, "group_size"),
         ({UP: 4}, f"quantization of {UP} in config.json must be an object, not 4"),
         ({UP: {"bits": 8, "group_size": 32}}, f"{UP}.weight"),
@@ -364,6 +376,14 @@ def test_a_quantization_config_that_cannot_be_right(
     quantization = json.loads((quantised_folder / "config.json").read_text())["quantization"]
     _rewrite_config(quantised_folder, quantization=quantization | changes)
     assert reason in _damaged(quantised_folder)
+
+
+def test_the_tensors_of_a_layer_without_an_entry_tell_its_format(quantised_folder: Path) -> None:
+    """As in mlx-lm: a config may name the layer by another path. No group of 128 divides the layers here."""
+    expected = solo_logits(load(quantised_folder).trunk.model, TEXT)
+    quantization = {"group_size": 128, "bits": 8}
+    _rewrite_config(quantised_folder, quantization=quantization, quantization_config=quantization)
+    assert error(solo_logits(load(quantised_folder).trunk.model, TEXT), expected) == 0
 
 
 @pytest.mark.parametrize("content", [4, [4], "4bit"])
