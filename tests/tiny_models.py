@@ -673,12 +673,17 @@ def quantized_tiny_model(name: str, only: str = "", **changes: Any) -> tuple[nn.
     def own(path: str, layer: nn.Module) -> bool | dict[str, int]:
         if only not in path or layer.weight.shape[-1] % 32:  # MLX packs nvfp4 in pieces of 32
             return False
-        found = MIXED.get(path.rpartition(".")[2], True) if quantization == "mixed" else True
-        if isinstance(found, dict) and layer.weight.shape[-1] % found["group_size"]:
-            return True
-        return found
+        return own_quantization(quantization, path, layer)
 
     return quantize_model(_build(family, config), config, **how, quant_predicate=own)
+
+
+def own_quantization(quantization: str, path: str, layer: nn.Module) -> bool | dict[str, int]:
+    """What config.json says of a layer, as in MIXED, or True: as the other layers."""
+    found = MIXED.get(path.rpartition(".")[2], True) if quantization == "mixed" else True
+    if isinstance(found, dict) and layer.weight.shape[-1] % found["group_size"]:
+        return True
+    return found
 
 
 def is_quantized_name(name: str) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from outrider.cache import ragged_kv
+from outrider.cpu.extension import extension
 from outrider.cpu.quantized import quantized_layers
 from outrider.engine.block_pool import BlockPool
 from outrider.grammar.matcher import RowGrammar
@@ -161,6 +162,7 @@ def test_every_request_gives_what_it_gives_alone_without_drafts(family: str) -> 
             assert_everything_occurred(tally)
 
 
+@pytest.mark.skipif(extension() is None, reason="needs the native extension")
 @pytest.mark.parametrize("name", [name for name in NUM_HISTORIES if name.endswith("128g")])
 def test_the_quantised_layers_of_these_models_have_groups_of_128(name: str) -> None:
     """The control of the test above: a layer that such a group does not divide would stay as it is."""
