@@ -592,12 +592,15 @@ REFUSED_TINY: dict[str, dict[str, Any]] = {
 }
 
 # How a model is quantised, by the end of its name, as in "llama-4bit": the names of published models.
+# "128g" stands for groups of 128.
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "4bit": {"bits": 4, "group_size": 32},
     "5bit": {"bits": 5, "group_size": 32},
     "6bit": {"bits": 6, "group_size": 64},
     "8bit": {"bits": 8, "group_size": 32},
     "mixed": {"bits": 4, "group_size": 32},
+    "4bit_128g": {"bits": 4, "group_size": 128},
+    "5bit_128g": {"bits": 5, "group_size": 128},
     "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
     "mxfp8": {"bits": 8, "group_size": 32, "mode": "mxfp8"},
     "nvfp4": {"bits": 4, "group_size": 16, "mode": "nvfp4"},
@@ -613,6 +616,13 @@ WIDE_LATENT = {"kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32, "v
 WIDE = {  # sizes that a group of 32 divides, for families whose tiny models have smaller ones
     "mimo_v2_flash": {"v_head_dim": 16, "swa_v_head_dim": 16},  # OpenBLAS sums 8 columns in another order
     **{family: WIDE_LATENT for family, own in TINY.items() if "kv_lora_rank" in own},
+}
+WIDE_FOR_128 = {  # sizes that a group of 128 divides, for families that use these names alone
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "head_dim": 32,
+    "linear_value_head_dim": 32,
 }
 QUANTIZABLE_CELLS = {  # sizes of keys and values that a group of 32 divides; for all others {"head_dim": 32}
     family: {**WIDE_LATENT, "qk_rope_head_dim": 32} for family, own in TINY.items() if "kv_lora_rank" in own
@@ -657,17 +667,23 @@ def quantized_tiny_model(name: str, only: str = "", **changes: Any) -> tuple[nn.
     """
     family, _, quantization = name.rpartition("-")
     how = QUANTIZATIONS[quantization]
-    config = tiny_config(family) | WIDE.get(family, {}) | changes
+    wide = WIDE_FOR_128 if how["group_size"] == 128 else WIDE.get(family, {})
+    config = tiny_config(family) | wide | changes
 
     def own(path: str, layer: nn.Module) -> bool | dict[str, int]:
         if only not in path or layer.weight.shape[-1] % 32:  # MLX packs nvfp4 in pieces of 32
             return False
-        found = MIXED.get(path.rpartition(".")[2], True) if quantization == "mixed" else True
-        if isinstance(found, dict) and layer.weight.shape[-1] % found["group_size"]:
-            return True
-        return found
+        return own_quantization(quantization, path, layer)
 
     return quantize_model(_build(family, config), config, **how, quant_predicate=own)
+
+
+def own_quantization(quantization: str, path: str, layer: nn.Module) -> bool | dict[str, int]:
+    """What config.json says of a layer, as in MIXED, or True: as the other layers."""
+    found = MIXED.get(path.rpartition(".")[2], True) if quantization == "mixed" else True
+    if isinstance(found, dict) and layer.weight.shape[-1] % found["group_size"]:
+        return True
+    return found
 
 
 def is_quantized_name(name: str) -> bool:

@@ -22,6 +22,7 @@ from tiny_models import (
     SPECIAL_TOKENS,
     fill,
     is_quantized_name,
+    own_quantization,
     write_tokenizer,
 )
 
@@ -288,8 +289,7 @@ def write_vision_checkpoint(folder: Path, name: str) -> nn.Module:
     family = name.rpartition("-")[0] if is_quantized_name(name) else name
     model, config = vision_model(family), vision_config(family)
     if is_quantized_name(name):
-        config["quantization"] = quantization = QUANTIZATIONS[name.rpartition("-")[2]]
-        nn.quantize(model.language_model, **quantization)
+        config["quantization"] = quantize_language_model(model, name.rpartition("-")[2])
     folder.mkdir(parents=True, exist_ok=True)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
@@ -329,6 +329,23 @@ def write_vision_checkpoint(folder: Path, name: str) -> nn.Module:
         (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
     (folder / "preprocessor_config.json").write_text(json.dumps(picture))
     return model
+
+
+def quantize_language_model(model: nn.Module, quantization: str) -> dict[str, Any]:
+    """Returns what config.json says."""
+    how = QUANTIZATIONS[quantization]
+    own: dict[str, bool | dict[str, int]] = {}
+
+    def format_of(path: str, layer: nn.Module) -> bool | dict[str, int]:
+        if not hasattr(layer, "to_quantized"):
+            return False
+        found = own_quantization(quantization, path, layer)
+        if found is not True:
+            own[f"language_model.{path}"] = found
+        return found
+
+    nn.quantize(model.language_model, **how, class_predicate=format_of)
+    return {**how, **own}
 
 
 def reference_inputs(

@@ -45,6 +45,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 with experts": ("qwen3_moe", {}),
 }
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}  # a multiple of all group sizes
+WIDE_FORMATS = [(4, 128), (5, 64), (5, 128), (6, 64), (6, 128), (8, 64), (8, 128)]  # bits, group size
 
 
 def quantized(
@@ -110,6 +112,17 @@ def test_a_fused_model_gives_what_the_plain_form_gives(kind: str, bits: int) -> 
 )
 def test_layers_of_small_floats_are_fused_too(mode: str, bits: int, group_size: int) -> None:
     model = quantized("qwen2", bits, group_size, mode)  # with biases of its own
+    trunk = served(model)
+    assert all(is_fused(layer) for layer in model.layers)
+    found = two_rows(trunk)
+    with without_speed_swaps(model):
+        assert error(found, two_rows(trunk)) <= 0.002
+
+
+@pytest.mark.parametrize(("bits", "group_size"), WIDE_FORMATS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_layers_of_other_bits_and_group_sizes_are_fused_too(family: str, bits: int, group_size: int) -> None:
+    model = quantized(family, bits, group_size, **WIDE)
     trunk = served(model)
     assert all(is_fused(layer) for layer in model.layers)
     found = two_rows(trunk)
@@ -254,7 +267,25 @@ def test_a_norm_outside_of_layers_is_one_operation(llama: Trunk, native: ModuleT
 @pytest.mark.parametrize("kind", ["llama", "llama with windows", "qwen3"])
 def test_a_token_is_the_same_whatever_is_beside_it(kind: str) -> None:
     family, changes = KINDS[kind]
-    trunk = served(quantized(family, **changes))
+    check_that_a_token_is_the_same(served(quantized(family, **changes)))
+
+
+@pytest.mark.parametrize(("bits", "group_size"), WIDE_FORMATS)
+def test_a_token_is_the_same_with_other_bits_and_group_sizes(
+    native: ModuleType, bits: int, group_size: int
+) -> None:
+    trunk = served(quantized("qwen3", bits, group_size, **WIDE))
+    check_that_a_token_is_the_same(trunk)
+    expected = fed_alone(trunk, TEXT, [200, 1, 4, 35])
+    for wanted in INSTRUCTIONS:
+        if native.use_instructions(wanted):
+            for num in (1, 3):
+                native.set_num_threads(num)
+                np.testing.assert_array_equal(fed_alone(trunk, TEXT, [200, 1, 4, 35]), expected)
+
+
+def check_that_a_token_is_the_same(trunk: Trunk) -> None:
+    """Whatever the chunks of its row, the size of the buffers and the rows beside it are."""
     text = TEXT[:150]
     expected = fed_alone(trunk, text, [1] * len(text))
     for chunks in ([150], [64, 64, 22], [1, 130, 3, 7, 9], [149, 1]):

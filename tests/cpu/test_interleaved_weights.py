@@ -77,15 +77,18 @@ def test_rows_and_experts(
     assert mx.array_equal(plain, found)
 
 
-@pytest.mark.usefixtures("interleaves", "as_before")
-def test_a_token_does_not_depend_on_others_or_on_threads(native: ModuleType) -> None:
-    w = weights(608, 640, 4, 32).each(interleaved)
-    x = tokens(70, 640)
-    whole = product(native, x, w)
-    for num_threads in (1, 2, 5):
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
+def test_a_token_does_not_depend_on_others_or_on_threads(
+    native: ModuleType, instructions: str, mode: str, bits: int, group_size: int
+) -> None:
+    # 17 tiles: one thread computes two of them together and one alone, five threads compute each one alone.
+    w = weights(272, 384 if group_size > 32 else 416, bits, group_size, mode=mode)
+    x = tokens(35, w.scales.shape[-1] * group_size)
+    whole, w = expected_product(x, w), w.each(interleaved)
+    for num_threads, num in product_of((1, 2, 5), (*range(1, 10), 16, 17, 35)):  # 16 are computed together
         native.set_num_threads(num_threads)
-        for begin, end in ((0, 1), (3, 5), (7, 14), (1, 70)):
-            assert np.array_equal(product(native, x[begin:end], w), whole[begin:end])
+        assert np.array_equal(product(native, x[-num:], w), whole[-num:]), (num_threads, num)
 
 
 @pytest.mark.parametrize(

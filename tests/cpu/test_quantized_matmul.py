@@ -21,10 +21,13 @@ from outrider.cpu.quantized import (
     linear_rows,
     new_linear,
 )
-from outrider.cpu.threads import thread_counts
 
 FLOAT_FORMATS = [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]  # mode, bits, group size
-
+FORMATS = [
+    *(("affine", bits, group_size) for bits, group_size in product_of(BITS, GROUP_SIZES)),
+    *FLOAT_FORMATS,
+]
+FORMATS_OF_MLX = [one for one in FORMATS if one[0] != "affine" or one[2] > 16]
 
 SHAPES = ((5, 128, 1), (16, 256, 3), (35, 1152, 9), (33, 2176, 17))  # rows, size, tokens
 
@@ -101,21 +104,17 @@ def test_small_and_special_scales_of_float16(native: ModuleType, instructions: s
     assert np.array_equal(product(native, x, w), expected_product(x, w))
 
 
-@pytest.mark.parametrize(
-    ("mode", "bits", "group_size"),
-    [("affine", 4, 64), ("affine", 6, 64), ("affine", 8, 64), ("affine", 6, 16), *FLOAT_FORMATS],
-)
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
 def test_a_token_does_not_depend_on_others_or_on_threads(
-    native: ModuleType, mode: str, bits: int, group_size: int
+    native: ModuleType, instructions: str, mode: str, bits: int, group_size: int
 ) -> None:
-    w = weights(600, 640, bits, group_size, mode=mode)
-    x = tokens(70, 640)
-    whole = product(native, x, w)
-    for num_threads in (1, 2, 5):
+    w = weights(120, 896, bits, group_size, mode=mode)  # enough for several threads, and for two tiles a row
+    x = tokens(19, 896)
+    whole = expected_product(x, w)
+    for num_threads, num in product_of((1, 2, 5), (*range(1, 10), 19)):
         native.set_num_threads(num_threads)
-        for begin, end in ((0, 1), (3, 5), (7, 14), (1, 70), (0, 70)):
-            assert np.array_equal(product(native, x[begin:end], w), whole[begin:end])
-    native.set_num_threads(thread_counts({}).max)
+        assert np.array_equal(product(native, x[-num:], w), whole[-num:]), (num_threads, num)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +206,7 @@ class Layers(nn.Module):
         nn.quantize(self, group_size, bits, mode=mode)
 
 
-@pytest.mark.parametrize(
-    ("mode", "bits", "group_size"), [*(("affine", bits, 32) for bits in BITS), *FLOAT_FORMATS]
-)
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS_OF_MLX)
 def test_layers_compute_what_mlx_computes(native: ModuleType, mode: str, bits: int, group_size: int) -> None:
     layers = Layers(bits, group_size, mode)
     x, ids = mx.array(tokens(6, 128)), mx.array([[3, 49], [0, 7]])
@@ -227,7 +224,7 @@ def test_layers_compute_what_mlx_computes(native: ModuleType, mode: str, bits: i
     assert mx.array_equal(before[1], after[1]), "embeddings are not rounded"
 
 
-@pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 4, 32), *FLOAT_FORMATS])
+@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS_OF_MLX)
 def test_an_expert_does_not_depend_on_the_other_tokens(
     native: ModuleType, mode: str, bits: int, group_size: int
 ) -> None:

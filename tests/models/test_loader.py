@@ -38,6 +38,7 @@ from tiny_models import (
 )
 
 TEXT = [5, 9, 33, 70, 2, 111, 64]
+QUANTIZED_TOLERANCE = 0.0015  # of layers that round tokens to 15 bits; largest here: 0.00035
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_a_quantised_model_stays_quantised_on_the_cpu(
                 assert mx.array_equal(layers[name][part], before[part])
                 assert layers[name][part].dtype == before[part].dtype
     assert loaded.trunk.dtype == mx.float32
-    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(quantised, TEXT)) < 0.3
+    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(quantised, TEXT)) < QUANTIZED_TOLERANCE
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), [("nvfp4", 4, 16), ("mxfp8", 8, 32)])
@@ -176,7 +177,7 @@ def test_a_model_with_quantised_activations_runs_on_the_cpu(
     want = solo_logits(model, TEXT)
     assert error(solo_logits(load(tmp_path, "float32").trunk.model, TEXT), want) <= 1e-5
     loaded = load(tmp_path)
-    assert error(solo_logits(loaded.trunk.model, TEXT), want) < 0.1
+    assert error(solo_logits(loaded.trunk.model, TEXT), want) < QUANTIZED_TOLERANCE
     if extension() is not None:
         assert all(is_kept(layer) for _, layer in quantized_layers(loaded.trunk.model))
 
@@ -267,7 +268,7 @@ def test_the_experts_of_a_published_gpt_oss_stay_in_mxfp4(
     assert len(found) == 3 * len(model.layers)
     assert all(is_kept(layer) and layer.mode == "mxfp4" for _, layer in found)
     assert "become float32" not in caplog.text
-    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(model, TEXT)) < 0.1
+    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(model, TEXT)) < QUANTIZED_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_layers_of_one_model_may_have_different_quantisations(tmp_path: Path) ->
     found = loaded.trunk.model.model.layers[0].mlp
     if extension() is not None:
         assert (found.gate_proj.bits, found.gate_proj.group_size, found.up_proj.bits) == (8, 64, 4)
-    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(model, TEXT)) < 0.3
+    assert error(solo_logits(loaded.trunk.model, TEXT), solo_logits(model, TEXT)) < QUANTIZED_TOLERANCE
 
 
 def _save_quantised(folder: Path, family: str, group_size: int, bits: int, mode: str = "affine") -> nn.Module:
@@ -351,6 +352,18 @@ def quantised_folder(tmp_path: Path) -> Path:
             {UP: {"bits": 4, "group_size": 128}},
             f"{UP}.weight has rows of 64, which groups of 128 do not divide",
         ),
+        (
+            {UP: {"bits": 4, "group_size": 16}},
+            f"{UP} in config.json must be 32 or 64 or 128 with mode affine, not 16",
+        ),
+        ({UP: {"bits": 4, "group_size": 64, "mode": "mxfp4"}}, "must be 32 with mode mxfp4, not 64"),
+        ({UP: {"bits": 4, "group_size": 32, "mode": "mxfp8"}}, "must be 8 with mode mxfp8, not 4"),
+        ({UP: {"bits": 4, "group_size": 32, "mode": "int4"}}, f"mode in the quantization of {UP}"),
+        (
+            {"mode": "mxfp6"},
+            "mode in the quantization in config.json must be one of affine, mxfp4, mxfp8, nvfp4, not 'mxfp6'",
+        ),
+        ({"mode": ["affine"]}, "not ['affine']"),
         ({UP: {"bits": 4}}, "group_size"),
         ({UP: 4}, f"quantization of {UP} in config.json must be an object, not 4"),
         ({UP: {"bits": 8, "group_size": 32}}, f"{UP}.weight"),
@@ -363,6 +376,14 @@ def test_a_quantization_config_that_cannot_be_right(
     quantization = json.loads((quantised_folder / "config.json").read_text())["quantization"]
     _rewrite_config(quantised_folder, quantization=quantization | changes)
     assert reason in _damaged(quantised_folder)
+
+
+def test_the_tensors_of_a_layer_without_an_entry_tell_its_format(quantised_folder: Path) -> None:
+    """As in mlx-lm: a config may name the layer by another path. No group of 128 divides the layers here."""
+    expected = solo_logits(load(quantised_folder).trunk.model, TEXT)
+    quantization = {"group_size": 128, "bits": 8}
+    _rewrite_config(quantised_folder, quantization=quantization, quantization_config=quantization)
+    assert error(solo_logits(load(quantised_folder).trunk.model, TEXT), expected) == 0
 
 
 @pytest.mark.parametrize("content", [4, [4], "4bit"])

@@ -8,10 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 from outrider.cache import ragged_kv
+from outrider.cpu.extension import extension
+from outrider.cpu.quantized import quantized_layers
 from outrider.engine.block_pool import BlockPool
 from outrider.grammar.matcher import RowGrammar
 from outrider.plan import RowPlan
@@ -47,6 +50,9 @@ FIRST_SEED = {  # the first few histories contain one that compares all cells
     "glm4_moe_lite-mxfp4": 3002,
     "qwen3_5-4bit": 6021,
     "qwen3_next-8bit": 8008,
+    "llama-5bit_128g": 24,
+    "qwen3_moe-4bit_128g": 1021,
+    "qwen3_5-4bit_128g": 1021,
     "llama-4bit kv16": 24,
     "llama-4bit kv8": 24,
     "llama-4bit kv4": 94,
@@ -92,6 +98,9 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "glm4_moe_lite-mxfp4": in_test_or_soak(2, 20),
     "qwen3_5-4bit": in_test_or_soak(1, 20),
     "qwen3_next-8bit": in_test_or_soak(2, 15),
+    "llama-5bit_128g": in_test_or_soak(5, 20),  # groups of 128
+    "qwen3_moe-4bit_128g": in_test_or_soak(2, 20),
+    "qwen3_5-4bit_128g": in_test_or_soak(1, 20),
     "llama-4bit kv16": in_test_or_soak(4, 60),  # as it is served: native attention reads bfloat16 cells
     "llama-4bit kv8": in_test_or_soak(4, 60),  # quantised cells
     "llama-4bit kv4": in_test_or_soak(3, 60),
@@ -151,6 +160,15 @@ def test_every_request_gives_what_it_gives_alone_without_drafts(family: str) -> 
         assert_all_kinds_occurred(tally)
         if IN_SOAK:
             assert_everything_occurred(tally)
+
+
+@pytest.mark.skipif(extension() is None, reason="needs the native extension")
+@pytest.mark.parametrize("name", [name for name in NUM_HISTORIES if name.endswith("128g")])
+def test_the_quantised_layers_of_these_models_have_groups_of_128(name: str) -> None:
+    """The control of the test above: a layer that such a group does not divide would stay as it is."""
+    layers = {type(layer) for _, layer in world(name).model.named_modules() if "weight" in layer}
+    assert nn.Linear not in layers
+    assert {layer.group_size for _, layer in quantized_layers(world(name).model)} == {128}
 
 
 def assert_all_kinds_occurred(tally: Tally) -> None:

@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from outrider.cpu.extension import extension
+from outrider.cpu.quantized import quantized_layers
 from patience import case_only_in_soak, in_test_or_soak
 from step.media_histories import MediaHistory, MediaTally, MediaWorld
 
@@ -15,9 +17,17 @@ NUM_HISTORIES = {  # in `make test`, in `make soak`
     "smolvlm": in_test_or_soak(1, 3),  # tiles
     "qwen2_5_vl-4bit": in_test_or_soak(1, 4),
     "smolvlm-8bit": 3,
+    "qwen3_vl_moe-mixed": in_test_or_soak(1, 4),  # experts; 4, 5, 6 and 8 bits
 }
 # Hits, catching up and failures in the first ones.
-FIRST_SEED = {"qwen2_5_vl": 1, "qwen3_5": 2, "smolvlm": 1, "qwen2_5_vl-4bit": 1, "smolvlm-8bit": 1}
+FIRST_SEED = {
+    "qwen2_5_vl": 1,
+    "qwen3_5": 2,
+    "smolvlm": 1,
+    "qwen2_5_vl-4bit": 1,
+    "smolvlm-8bit": 1,
+    "qwen3_vl_moe-mixed": 5,
+}
 
 
 @pytest.mark.soak
@@ -29,12 +39,15 @@ FIRST_SEED = {"qwen2_5_vl": 1, "qwen3_5": 2, "smolvlm": 1, "qwen2_5_vl-4bit": 1,
         "smolvlm",
         "qwen2_5_vl-4bit",
         case_only_in_soak("smolvlm-8bit"),
+        "qwen3_vl_moe-mixed",
     ],
 )
 def test_whatever_happens_around_it_a_request_gives_what_it_gives_alone(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     world, tally = MediaWorld(tmp_path_factory.mktemp(family), family), MediaTally()
+    if family.endswith("-mixed") and extension() is not None:
+        assert {layer.bits for _, layer in quantized_layers(world.trunk.model)} == {4, 5, 6, 8}
     first_seed = int(os.environ.get("OUTRIDER_MEDIA_SEED", FIRST_SEED[family]))
     for seed in range(first_seed, first_seed + NUM_HISTORIES[family]):
         try:

@@ -17,6 +17,7 @@ FAMILIES = (
     "llama", "qwen3", "llama-4bit", "gemma3_text", "llama", "deepseek_v3", "qwen3-mixed", "gpt_oss",
     "llama-6bit", "glm4_moe", "qwen3_moe-5bit", "gpt_oss-8bit", "gpt_oss-mxfp4", "deepseek_v3-4bit",
     "llama-4bit kv16", "llama-4bit kv8", "llama-4bit kv4", "qwen3_5-4bit kv8", "llama kv4",
+    "qwen3-5bit_128g",
 )  # fmt: skip
 
 

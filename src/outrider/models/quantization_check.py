@@ -14,6 +14,12 @@ import mlx.nn as nn
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (16, 32, 64, 128)
+MODES = {  # with their bits and group sizes
+    "affine": (BITS, (32, 64, 128)),
+    "mxfp4": ((4,), (32,)),
+    "mxfp8": ((8,), (32,)),
+    "nvfp4": ((4,), (16,)),
+}
 WORD_BITS = 32  # codes are packed into unsigned integers of this size
 BYTES = mx.uint8  # the dtype of the scales in mxfp4, mxfp8 and nvfp4, which have no biases
 
@@ -32,6 +38,17 @@ def check_quantization(model: nn.Module, weights: Tensors, quantization: object)
         if hasattr(layer, "to_quantized"):
             _check_own_entry(name, layer, quantization.get(name, True))
             _check_tensors(name, layer, weights)
+
+
+def check_group_size(model: nn.Module, weights: Tensors, quantization: Mapping[str, Any]) -> None:
+    """Raise ValueError if a quantised layer without an entry of its own cannot have the config's group size.
+
+    For models that take it from there. mlx-lm finds it in the shapes of such a layer's tensors.
+    """
+    for name, layer in model.named_modules():
+        uses_default = f"{name}.scales" in weights and quantization.get(name, True) is True
+        if hasattr(layer, "to_quantized") and uses_default:
+            _check_group_divides(name, layer, quantization["group_size"])
 
 
 def check_tensors(model: nn.Module, weights: Tensors) -> None:
@@ -67,6 +84,10 @@ def _check_entry(what: str, entry: Mapping[str, Any]) -> None:
         if type(value) is not int or value not in known:
             choices = ", ".join(map(str, known))
             raise ValueError(f"{key} in the {what} in config.json must be one of {choices}, not {value!r}")
+    mode = entry.get("mode", "affine")
+    if not isinstance(mode, str) or mode not in MODES:
+        choices = ", ".join(MODES)
+        raise ValueError(f"mode in the {what} in config.json must be one of {choices}, not {mode!r}")
 
 
 def _check_own_entry(name: str, layer: nn.Module, entry: object) -> None:
@@ -76,9 +97,24 @@ def _check_own_entry(name: str, layer: nn.Module, entry: object) -> None:
     if not isinstance(entry, Mapping):
         raise ValueError(f"quantization of {name} in config.json must be an object, not {entry!r}")
     _check_entry(f"quantization of {name}", entry)
-    size, group_size = layer.weight.shape[-1], entry["group_size"]
+    mode = entry.get("mode", "affine")
+    for key, known in zip(("bits", "group_size"), MODES[mode], strict=True):
+        if entry[key] not in known:
+            choices = " or ".join(map(str, known))
+            raise ValueError(
+                f"{key} in the quantization of {name} in config.json must be {choices} with mode {mode}, "
+                f"not {entry[key]}"
+            )
+    _check_group_divides(name, layer, entry["group_size"])
+
+
+def _check_group_divides(name: str, layer: nn.Module, group_size: int) -> None:
+    size = layer.weight.shape[-1]
     if size % group_size:
-        raise ValueError(f"{name}.weight has rows of {size}, which groups of {group_size} do not divide")
+        raise ValueError(
+            f"{name}.weight has rows of {size}, which groups of {group_size} do not divide: "
+            "check group_size in the quantization in config.json"
+        )
 
 
 def _check_tensors(name: str, layer: nn.Module, weights: Tensors, needs_biases: bool = True) -> None:

@@ -90,19 +90,37 @@ def test_a_quantised_checkpoint_loads_vision_encoder_and_trunk(tmp_path: Path, f
     assert 0 < float(mx.abs(found - expected).max()) < 0.2
 
 
-def test_a_damaged_tensor_of_a_quantised_vision_encoder_is_named(tmp_path: Path) -> None:
-    model = write_vision_checkpoint(tmp_path, "qwen2_5_vl")
+def write_quantised(folder: Path, **changes: Any) -> dict[str, mx.array]:
+    """A checkpoint in 8 bits with such changes of its quantization config. Returns its tensors."""
+    model = write_vision_checkpoint(folder, "qwen2_5_vl")
     nn.quantize(
         model, 32, 8, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0
     )
-    tensors = dict(tree_flatten(model.parameters()))
+    tensors: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    config = vision_config("qwen2_5_vl") | {"quantization": {"group_size": 32, "bits": 8} | changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def test_a_damaged_tensor_of_a_quantised_vision_encoder_is_named(tmp_path: Path) -> None:
+    tensors = write_quantised(tmp_path)
     name = "vision_tower.blocks.0.attn.qkv.scales"
     tensors[name] = tensors[name].astype(mx.int32)
     mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
-    config = vision_config("qwen2_5_vl") | {"quantization": {"group_size": 32, "bits": 8}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(encoder.ModelUnavailable, match=rf"vision encoder in {tmp_path} .*{name} is int32"):
         load(tmp_path)
+
+
+def test_a_group_size_that_a_vision_encoder_cannot_have_is_named(tmp_path: Path) -> None:
+    tensors = write_quantised(tmp_path, group_size=128)
+    reason = r"vision_tower\.\S+ has rows of 32, which groups of 128 do not divide: check group_size"
+    with pytest.raises(encoder.ModelUnavailable, match=reason):
+        load(tmp_path)
+    own = {"group_size": 32, "bits": 8}
+    layers = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
+    write_quantised(tmp_path, group_size=128, **dict.fromkeys(layers, own))
+    assert load(tmp_path).vision is not None, "layers with an entry of their own do not use it"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,7 +21,7 @@ import numpy as np
 
 from outrider.media.image_reader import ImageReader
 from outrider.models.errors import ModelUnavailable
-from outrider.models.quantization_check import check_quantization
+from outrider.models.quantization_check import check_group_size, check_quantization
 from outrider.models.vision.families import VisionFamily
 from outrider.models.vision.image_processor import GridReader, SpanReader, SquareReader, TileReader
 from outrider.models.vision.text_model import IDEFICS_VISION
@@ -183,6 +183,7 @@ def _load_weights(
     quantization = config.get("quantization")
     if quantization:
         check_quantization(model, weights, quantization)
+        check_group_size(model, weights, quantization)
         nn.quantize(
             model,
             group_size=quantization["group_size"],
