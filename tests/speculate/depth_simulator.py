@@ -212,7 +212,9 @@ class Simulation:
         return outcome
 
     def _step(self, policy: Policy | None, with_ngram: bool) -> tuple[tuple[int, ...], int, float]:
-        offers = [row.offers(with_ngram) for row in self.rows]
+        offers = [
+            row.offers(with_ngram and self.controller.asks_host_drafters(row.record)) for row in self.rows
+        ]
         requests = [row.request(offer) for row, offer in zip(self.rows, offers, strict=True)]
         choice = policy(requests) if policy else choice_of_step(self.controller, requests, NUM_CELLS)
         depths = tuple(num for _, num in choice.feed)

@@ -13,7 +13,7 @@ from outrider.request import SamplingParams
 from outrider.speculate.controller import DraftRequest, Offer
 from outrider.speculate.costs import CostTable, guessed_costs
 from outrider.speculate.depth import DepthChoice
-from outrider.speculate.per_draft import NUM_PROBE_ROWS, PROBE_INTERVAL, PerDraftController
+from outrider.speculate.per_draft import LOOKUP_INTERVAL, NUM_PROBE_ROWS, PROBE_INTERVAL, PerDraftController
 
 
 class CountingController(PerDraftController):
@@ -174,3 +174,21 @@ def test_costs_are_not_looked_at_in_every_step() -> None:
     for _ in range(10 * PROBE_INTERVAL):
         num_next(controller, rows)
     assert 9 <= controller.num_decisions <= 11
+
+
+@pytest.mark.parametrize(("short_matches_pay", "share"), [(True, 1.0), (False, 1 / LOOKUP_INTERVAL)])
+def test_while_only_long_matches_pay_lookups_are_rare(short_matches_pay: bool, share: float) -> None:
+    measured = guessed_costs()
+    trunk_s = {(rows, width): 1.0 + 0.12 * (rows * width - 1) for rows, width in measured.trunk_s}
+    costs = CostTable(replace(measured, trunk_s=trunk_s, padding_share=0.0))
+    controller = CountingController(costs)
+    rows = requests_of(controller, 1 if short_matches_pay else 8)
+    for row in rows:
+        row.record.add("head", 1, 0, 1, confidence=(0.1,))
+    asked = 0
+    for _ in range(400):
+        row = rows[0].record
+        row.add("head", 1, 0, 1, confidence=(9.0,))  # heads are never right
+        num_next(controller, rows)
+        asked += controller.asks_host_drafters(row)
+    assert asked / 400 == pytest.approx(share, abs=0.05)

@@ -325,7 +325,8 @@ class Scheduler:
         if delta.finish_reason is not None:
             return delta.merged(self._finish(sequence, delta.finish_reason))
         drafts, margins = ((), ()) if is_rolled_back else (result.drafts, result.margins)
-        asks = self._controller.drafts_may_pay or not sequence.drafting.is_auto
+        is_auto, record = sequence.drafting.is_auto, sequence.drafting.acceptance
+        asks = not is_auto or record is None or self._controller.asks_host_drafters(record)
         sequence.drafting.propose(sequence.tokens, drafts, margins, sequence.num_left, asks)
         if not sequence.is_decoding:
             sequence.drafting.drop()

@@ -50,6 +50,7 @@ class ConfidenceRecord:
         self._right = [[0.0] * num for _ in range(2)]
         self._chances: list[tuple[float, ...] | None] = [None, None]  # until the next comparison
         self._mean_chance: float | None = None  # likewise
+        self._yields: dict[tuple[float, int, bool], HeadYield] = {}  # likewise
 
     def chances(self, is_sampled: bool) -> tuple[float, ...]:
         """The chance of each class."""
@@ -70,7 +71,14 @@ class ConfidenceRecord:
         return self._mean_chance
 
     def expected_yield(self, min_chance: float, num: int, is_sampled: bool) -> HeadYield:
-        """Of `num` drafts, of which those are fed that have at least `min_chance`."""
+        """Of `num` drafts, of which those are fed that have at least `min_chance`. The caller's own."""
+        key = min_chance, num, is_sampled
+        if key not in self._yields:
+            self._yields[key] = self._expected_yield(*key)
+        found = self._yields[key]
+        return HeadYield([*found.tokens], [*found.fed])
+
+    def _expected_yield(self, min_chance: float, num: int, is_sampled: bool) -> HeadYield:
         compared, chances = self._compared[is_sampled], self.chances(is_sampled)
         weights = [each + PRIOR_WEIGHT / len(chances) for each in compared]
         before, expected = 1.0, HeadYield([], [])
@@ -101,6 +109,7 @@ class ConfidenceRecord:
             compared[kind] = compared[kind] * CLASS_DECAY + 1
             right[kind] = right[kind] * CLASS_DECAY + (i < num_right)
         self._chances[is_sampled] = self._mean_chance = None
+        self._yields.clear()
 
     def as_json(self) -> list[list[list[float]]]:
         return [[[round(x, 2) for x in counts] for counts in both] for both in (self._compared, self._right)]

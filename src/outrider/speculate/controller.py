@@ -97,6 +97,10 @@ class DepthController:
         """False if not even a certain draft would be worth feeding, as far as the costs are known."""
         return True
 
+    def asks_host_drafters(self, record: RowAcceptance) -> bool:
+        """Whether drafts are looked up for the next step of this row on auto."""
+        return self.drafts_may_pay
+
     def new_record(self, params: SamplingParams) -> RowAcceptance:
         return RowAcceptance(self.acceptance, params)
 
