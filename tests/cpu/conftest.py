@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from cpu.quantized_products import INSTRUCTIONS
 from outrider.cpu.extension import extension
+from outrider.cpu.kernel_switch import INSTRUCTIONS
 from outrider.cpu.threads import thread_counts
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from outrider.cpu.quantized import FLOAT_MODES
 
 Floats = NDArray[np.float32]
-INSTRUCTIONS = "avx512amx", "avx512vnni", "avx2", "portable"  # as native/extension/quantized.h names them
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cpu.quantized_products import INSTRUCTIONS
 from outrider.cpu.extension import extension
+from outrider.cpu.kernel_switch import INSTRUCTIONS
 from outrider.cpu.low_rank import NativeTerms
 
 pytestmark = [

@@ -11,10 +11,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from cpu.quantized_products import INSTRUCTIONS
 from outrider.cache.placement import Placement, block_tables
 from outrider.cache.ragged_kv import KVSpec, LayerView, RaggedKV
 from outrider.cpu.extension import extension
+from outrider.cpu.kernel_switch import INSTRUCTIONS
 from outrider.cpu.quantized import keep_quantized
 from outrider.models.layer_swaps import without_speed_swaps
 from outrider.models.trunk import Trunk, TrunkCache

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import sampling_oracle as oracle
-from cpu.quantized_products import INSTRUCTIONS
 from outrider.cpu import sampling
+from outrider.cpu.kernel_switch import INSTRUCTIONS
 from outrider.request import SamplingParams
 from outrider.sampling.sampler import Sampler
 

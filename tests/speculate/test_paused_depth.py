@@ -192,3 +192,17 @@ def test_while_only_long_matches_pay_lookups_are_rare(short_matches_pay: bool, s
         num_next(controller, rows)
         asked += controller.asks_host_drafters(row)
     assert asked / 400 == pytest.approx(share, abs=0.05)
+
+
+def test_rows_that_join_change_nothing_while_not_even_a_certain_draft_can_pay() -> None:
+    controller = costly_drafts()
+    rows = requests_of(controller, 8)
+    num_next(controller, rows)
+    for _ in range(4):
+        (joining,) = requests_of(controller, 1)
+        assert num_next(controller, [*rows, replace(joining, joins=True)]) == (0,) * (len(rows) + 1)
+        rows.append(joining)
+        assert num_next(controller, rows) == (0,) * len(rows)
+    assert controller.num_decisions == 1
+    num_next(controller, rows[1:])
+    assert controller.num_decisions == 2, "a row has left"

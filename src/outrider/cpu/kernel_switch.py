@@ -1,8 +1,8 @@
 """OUTRIDER_KERNEL: whether our own native code for CPUs is used (cpu/matmul.py, cpu/extension.py), and which.
 
-    on                                        the best that this CPU has (default)
-    off                                       none
-    avx512amx, avx512vnni, avx2, portable     exactly these instructions
+    on                                                  the best that this CPU has (default)
+    off                                                 none
+    avx512amx, avx512vnni, avxvnni, avx2, portable      exactly these instructions
 
 Nothing here may import mlx: cpu/blas.py has to run first.
 """
@@ -18,7 +18,8 @@ from outrider.cpu.library_cache import Unusable
 log = logging.getLogger("outrider.cpu.blas")
 
 SWITCH = "OUTRIDER_KERNEL"
-INSTRUCTIONS = "avx512amx", "avx512vnni", "avx2", "portable"  # as native/extension/quantized.h names them
+# As native/extension/quantized.h names them, the best first.
+INSTRUCTIONS = ("avx512amx", "avx512vnni", "avxvnni", "avx2", "portable")
 
 
 def wanted_instructions() -> str:

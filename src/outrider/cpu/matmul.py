@@ -51,7 +51,13 @@ SOURCES = tuple(Path(__file__).parent / "native" / name for name in SOURCE_NAMES
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")  # for any x86-64
 MAX_TOKENS = 512  # of x @ w.T: with more tokens OpenBLAS is as fast (measured on the EPYC above)
-FORMS = {"": "", "avx512amx": "avx512", "avx512vnni": "avx512", "avx2": "avx2"}  # of native/sgemm.c
+FORMS = {  # of native/sgemm.c
+    "": "",
+    "avx512amx": "avx512",
+    "avx512vnni": "avx512",
+    "avxvnni": "avx2",
+    "avx2": "avx2",
+}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from outrider.engine.draft_state import DraftState
 from outrider.engine.sequence import Sequence
 from outrider.plan import UNREAD, PassShape, RowPlan
 from outrider.request import MAX_DEPTH
+from outrider.speculate.acceptance import RowAcceptance
 from outrider.speculate.controller import DepthController, DraftRequest, Offer
 from outrider.speculate.costs import StepShape
 
@@ -55,11 +56,11 @@ class DraftPlanner:
         states = [row.drafting for row in rows]
         if any(state.max_depth > 0 and not state.is_auto for state in states):
             return False  # rows of a fixed depth draft in every step
-        records = [state.acceptance for state in states]
+        records = [self._record(row) for row in rows]
         offers = [
-            (state.acceptance, offer)
-            for state in states
-            if state.proposals and state.acceptance is not None
+            (record, offer)
+            for record, state in zip(records, states, strict=True)
+            if state.proposals
             for offer in _offers(state)
         ]
         return self._controller.stays_paused(records, num_decoding, offers)
@@ -78,12 +79,14 @@ class DraftPlanner:
         joins: bool = False,
         others: Rows[Offer] = (),
     ) -> DraftRequest:
-        drafting = row.drafting
-        if drafting.acceptance is None:
-            drafting.acceptance = self._controller.new_record(row.params)
-        fixed = None if drafting.is_auto else drafting.max_depth
+        fixed = None if row.drafting.is_auto else row.drafting.max_depth
         max_next = max_drafts_next(row, num_left, head_lag)
-        return DraftRequest(drafting.acceptance, offers, fixed, max_next, head_lag, joins, others, num_left)
+        return DraftRequest(self._record(row), offers, fixed, max_next, head_lag, joins, others, num_left)
+
+    def _record(self, row: Sequence) -> RowAcceptance:
+        if row.drafting.acceptance is None:
+            row.drafting.acceptance = self._controller.new_record(row.params)
+        return row.drafting.acceptance
 
     def _limit_catch_up(self, decoding: Rows[Sequence]) -> None:
         """Let only some of the paused heads catch up in this step. The other heads wait for a later step."""

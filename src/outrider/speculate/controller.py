@@ -105,11 +105,11 @@ class DepthController:
         return RowAcceptance(self.acceptance, params)
 
     def stays_paused(
-        self, rows: Sequence[RowAcceptance | None], num_decoding: int, offers: Sequence[RowOffer]
+        self, rows: Sequence[RowAcceptance], num_decoding: int, offers: Sequence[RowOffer]
     ) -> bool:
         """True if no row feeds or makes drafts, as in the step before: then `choose` is not asked.
 
-        `rows`: the records of the rows, those that join in this step last. None: the row has no record yet.
+        `rows`: the records of the rows, those that join in this step last.
         """
         return False
 

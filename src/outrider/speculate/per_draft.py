@@ -122,12 +122,16 @@ class PerDraftController(DepthController):
         return short_match >= self._paused_min_chance or self._steps_paused % LOOKUP_INTERVAL == 0
 
     def stays_paused(
-        self, rows: Sequence[RowAcceptance | None], num_decoding: int, offers: Sequence[RowOffer]
+        self, rows: Sequence[RowAcceptance], num_decoding: int, offers: Sequence[RowOffer]
     ) -> bool:
         """Costs change too: `choose` decides again after as many steps as there are between two probes."""
         paused, is_due = self._paused, self._steps_paused >= self.probe_interval
-        if paused is None or is_due or (rows, num_decoding) != paused or any(starmap(self._may_pay, offers)):
+        if paused is None or is_due or any(starmap(self._may_pay, offers)):
             return False
+        if (rows, num_decoding) != paused:
+            if self.drafts_may_pay or rows[: len(paused[0])] != paused[0]:
+                return False
+            paused = self._paused = [*rows], num_decoding  # beside more rows drafts pay even less
         self._pace_of(num_decoding).count(1.0, 1.0)
         self._steps_paused += 1
         self._steps_since_probe += 1

@@ -57,7 +57,7 @@ const Math &math() {
 #ifdef __x86_64__
     if (std::strncmp(instructions(), "avx512", 6) == 0)
         return avx512::math;
-    if (std::strcmp(instructions(), "avx2") == 0)
+    if (std::strncmp(instructions(), "avx", 3) == 0)  // all of them have AVX2
         return avx2::math;
 #endif
     return portable::math;

@@ -29,6 +29,12 @@ bool has_f16c() {
     return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
 }
 
+bool has_avx_vnni() {
+    constexpr unsigned AVX_VNNI = 1 << 4;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & AVX_VNNI;
+}
+
 // Linux lets a process use tile registers only if it has asked.
 bool has_amx() {
     constexpr unsigned AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25;
@@ -45,6 +51,10 @@ bool has(const Kernels &kernels) {
     bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     if (&kernels == &AVX2_ONLY)
         return has_avx2;
+#if HAS_AVX_VNNI
+    if (&kernels == &AVX2_VNNI)
+        return has_avx2 && has_avx_vnni();
+#endif
     bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
@@ -63,7 +73,11 @@ const Kernels *const ALL_KERNELS[] = {
     &AVX512_AMX,
 #endif
 #if defined(__x86_64__)
-    &AVX512_VNNI, &AVX2_ONLY,
+    &AVX512_VNNI,
+#if HAS_AVX_VNNI
+    &AVX2_VNNI,
+#endif
+    &AVX2_ONLY,
 #endif
     &PORTABLE};
 

@@ -79,8 +79,8 @@ void multiply(const Product *products, int num_products, const QuantizedTokens &
 // Rows of the weights as float32, each `size` floats.
 void dequantize_row(const QuantizedMatrix &weights, int row, float *out);
 
-// The instructions in use: "avx512amx", "avx512vnni", "avx2" or "portable", which are in use until `use` chooses others (""
-// for the best that the CPU has); false: the CPU does not have them.
+// The instructions in use: "avx512amx", "avx512vnni", "avxvnni", "avx2" or "portable", which are in use until `use` chooses
+// others ("" for the best that the CPU has); false: the CPU does not have them.
 const char *instructions();
 bool use(const char *wanted);
 

@@ -16,6 +16,10 @@
 #define HAS_AMX 1
 #endif
 
+#if defined(__x86_64__) && __has_include(<avxvnniintrin.h>)
+#define HAS_AVX_VNNI 1
+#endif
+
 namespace outrider {
 
 constexpr int MAX_SIZE = 768;  // elements of a row in a tile: it stays in the L1 cache
@@ -82,6 +86,9 @@ struct Kernels {
 extern const Kernels PORTABLE;
 #if defined(__x86_64__)
 extern const Kernels AVX2_ONLY, AVX512_VNNI;
+#endif
+#if HAS_AVX_VNNI
+extern const Kernels AVX2_VNNI;
 #endif
 #if HAS_AMX
 extern const Kernels AVX512_AMX;

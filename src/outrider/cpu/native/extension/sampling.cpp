@@ -102,7 +102,7 @@ const Loops &loops() {
 #ifdef __x86_64__
     if (std::strncmp(instructions(), "avx512", 6) == 0)
         return avx512::loops;
-    if (std::strcmp(instructions(), "avx2") == 0)
+    if (std::strncmp(instructions(), "avx", 3) == 0)  // all of them have AVX2
         return avx2::loops;
 #endif
     return portable::loops;
