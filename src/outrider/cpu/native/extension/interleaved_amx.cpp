@@ -38,7 +38,7 @@ using BlockCodes = uint8_t[QUADS][REGISTER_BYTES];
 
 template <int TILES, Codes CODES>
 AMX INLINE void unpack_block(const uint8_t *words, ptrdiff_t tile_bytes, BlockCodes (&to)[TILES]) {
-    constexpr int BYTES = TILE_ROWS * (CODES == Codes::eight_bits ? 8 : 4);  // of eight codes of each row
+    constexpr int BYTES = bytes_of_eight(CODES);
 #pragma GCC unroll 4
     for (int i = 0; i < BLOCK / 8; i++, words += BYTES)
 #pragma GCC unroll 2

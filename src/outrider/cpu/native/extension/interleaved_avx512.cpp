@@ -43,7 +43,7 @@ template <int TILES, bool HALVES, Codes CODES>
 AVX512 void add(const QuantizedMatrix &w, int row, const TokenBlock &tokens, int num_tokens, RowSums *sums) {
     constexpr int PARTS = HALVES ? 2 : 1;      // of a block that have a scale of their own
     constexpr int EIGHTS = BLOCK / 8 / PARTS;  // of codes, in a part
-    constexpr int BYTES = TILE_ROWS * (CODES == Codes::eight_bits ? 8 : 4);  // of eight codes of each row
+    constexpr int BYTES = bytes_of_eight(CODES);
     const int num_blocks = w.size / BLOCK, blocks_per_group = HALVES ? 1 : w.group_size / BLOCK;
     const ptrdiff_t tile_bytes = static_cast<ptrdiff_t>(TILE_ROWS) * w.size / 8 * w.bits;
     auto *words = reinterpret_cast<const uint8_t *>(w.codes) + row / TILE_ROWS * tile_bytes;

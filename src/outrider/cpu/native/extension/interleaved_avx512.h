@@ -1,13 +1,10 @@
 // How kernels with AVX-512 read interleaved weights: codes and scales, as they arrive from memory.
 #pragma once
+#include "interleaved.h"
 #include "quantized_avx512.h"
 #if defined(__x86_64__)
 
 namespace outrider {
-
-constexpr int AHEAD = 8;  // blocks by which codes are fetched before they are used; with 4 bits, 16 blocks were slower
-
-enum class Codes { four_bits, e2m1, eight_bits };
 
 // Eight codes of each row, a byte each: those at even places, then the others. A lane of the words belongs to one row.
 template <Codes CODES>
@@ -49,33 +46,13 @@ AVX512 INLINE __m512 load_rows(const char *numbers, ScaleType type) {
 }
 
 // The scales and biases of TILE_ROWS rows, group after group.
-struct Scales {
-    const char *scales, *biases;  // biases: null if there are none
-    ptrdiff_t bytes, ahead;       // of a group; from a group to the one that is fetched
-    ScaleType type;
-    float unit, no_bias;
-
-    INLINE Scales(const QuantizedMatrix &w, int row) {
-        int size = w.type == ScaleType::float32 ? 4 : w.type == ScaleType::e8m0 || w.type == ScaleType::e4m3 ? 1 : 2;
-        ptrdiff_t first = static_cast<ptrdiff_t>(row) * (w.size / w.group_size) * size;
-        scales = static_cast<const char *>(w.scales) + first;
-        biases = w.biases ? static_cast<const char *>(w.biases) + first : nullptr;
-        bytes = TILE_ROWS * size;
-        ahead = bytes * AHEAD * BLOCK / w.group_size;
-        type = w.type, unit = outrider::unit(w), no_bias = -middle(w);
-    }
+struct Scales : GroupScales {
+    using GroupScales::GroupScales;
 
     AVX512 INLINE void next(__m512 &scale, __m512 &bias) {
         scale = _mm512_mul_ps(load_rows(scales, type), _mm512_set1_ps(unit));
-        __builtin_prefetch(scales + ahead);
-        scales += bytes;
-        if (!biases) {
-            bias = _mm512_mul_ps(scale, _mm512_set1_ps(no_bias));
-            return;
-        }
-        bias = load_rows(biases, type);
-        __builtin_prefetch(biases + ahead);
-        biases += bytes;
+        bias = biases ? load_rows(biases, type) : _mm512_mul_ps(scale, _mm512_set1_ps(no_bias));
+        advance();
     }
 };
 

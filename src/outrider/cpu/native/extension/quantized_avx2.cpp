@@ -1,12 +1,7 @@
 // The kernels for CPUs with AVX2, and for those that have AVX-VNNI too: one instruction there multiplies what takes three.
 #if defined(__x86_64__)
 
-#include <immintrin.h>
-
-#include "quantized_kernels.h"
-
-#define AVX2 __attribute__((target("avx2,f16c,fma")))
-#define AVX_VNNI __attribute__((target("avx2,f16c,fma,avxvnni")))
+#include "quantized_avx2.h"
 
 namespace outrider {
 namespace {
@@ -114,17 +109,6 @@ AVX2 void avx2_fill(const QuantizedMatrix &w, int row, int first, int size, Tile
 
 namespace avx2 {
 
-// Sums of four products of unsigned and signed bytes. Sums of two of them fit in 16 bits if codes have seven bits.
-AVX2 INLINE __m256i add_products(__m256i total, __m256i codes, __m256i x, bool has_eighth_bit) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    if (!has_eighth_bit)
-        return _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), ones));
-    __m256i low = _mm256_and_si256(codes, _mm256_set1_epi8(127));
-    __m256i high = _mm256_and_si256(_mm256_srli_epi16(codes, 7), _mm256_set1_epi8(1));
-    total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones));
-    return _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(high, x), _mm256_set1_epi16(128)));
-}
-
 #define TARGET AVX2
 #include "quantized_add_kernels.h"
 
@@ -207,10 +191,10 @@ void avx2_add_floats(const FloatTile &tile, const TokenBlock &tokens, int num_to
 }  // namespace
 
 const Kernels AVX2_ONLY = {"avx2",    avx2_quantize,    avx2_fill,
-                           avx2::add, avx2_fill_floats, avx2_add_floats, nullptr, nullptr, nullptr};
+                           avx2::add, avx2_fill_floats, avx2_add_floats, avx2_add_interleaved, nullptr, nullptr};
 #if HAS_AVX_VNNI
 const Kernels AVX2_VNNI = {"avxvnni",    avx2_quantize,    avx2_fill,
-                           avxvnni::add, avx2_fill_floats, avx2_add_floats, nullptr, nullptr, nullptr};
+                           avxvnni::add, avx2_fill_floats, avx2_add_floats, avxvnni_add_interleaved, nullptr, nullptr};
 #endif
 
 }  // namespace outrider
