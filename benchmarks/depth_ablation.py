@@ -148,6 +148,7 @@ def constants() -> list[Constant]:
         Constant(
             controller, "NUM_PROBE_ROWS", scaled(controller.NUM_PROBE_ROWS), counted, (), DepthController
         ),
+        Constant(controller, "MAX_INTERVALS", scaled(controller.MAX_INTERVALS) | never),
         Constant(controller, "OTHER_SHARE_GAIN", scaled(controller.OTHER_SHARE_GAIN) | {"off": 0.0}, counted),
         Constant(controller, "MIN_OTHER_SHARE", scaled(controller.MIN_OTHER_SHARE) | {"off": 0.0}, counted),
         Constant(depth, "MIN_SPEEDUP", excess(depth.MIN_SPEEDUP), counted),

@@ -206,3 +206,11 @@ def test_rows_that_join_change_nothing_while_not_even_a_certain_draft_can_pay() 
     assert controller.num_decisions == 1
     num_next(controller, rows[1:])
     assert controller.num_decisions == 2, "a row has left"
+
+
+def test_rows_with_short_answers_are_probed_too(controller: CountingController) -> None:
+    num_probes = 0
+    for _ in range(60):
+        rows = requests_of(controller, 3)  # of answers of 10 tokens
+        num_probes += sum(sum(num_next(controller, rows)) > 0 for _ in range(10))
+    assert 1 <= num_probes <= 3

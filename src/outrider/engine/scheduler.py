@@ -23,6 +23,7 @@ import numpy as np
 from outrider.config import EngineConfig
 from outrider.engine.block_caches import BlockCaches
 from outrider.engine.draft_planner import DraftPlanner, decode_row, may_wake, needs_host
+from outrider.engine.draft_state import DraftState
 from outrider.engine.in_flight import InFlightStep
 from outrider.engine.memory_plan import default_max_rows
 from outrider.engine.prefill_queue import PrefillQueue
@@ -325,12 +326,18 @@ class Scheduler:
         if delta.finish_reason is not None:
             return delta.merged(self._finish(sequence, delta.finish_reason))
         drafts, margins = ((), ()) if is_rolled_back else (result.drafts, result.margins)
-        is_auto, record = sequence.drafting.is_auto, sequence.drafting.acceptance
-        asks = not is_auto or record is None or self._controller.asks_host_drafters(record)
+        asks = self._asks_host_drafters(sequence.drafting)
         sequence.drafting.propose(sequence.tokens, drafts, margins, sequence.num_left, asks)
         if not sequence.is_decoding:
             sequence.drafting.drop()
         return delta
+
+    def _asks_host_drafters(self, drafting: DraftState) -> bool:
+        if not drafting.is_auto or drafting.acceptance is None:
+            return True
+        if drafting.drafter is not None:  # it is the row's only one, or follows a text
+            return self._controller.drafts_may_pay
+        return self._controller.asks_host_drafters(drafting.acceptance)
 
     def _roll_back(self, sequence: Sequence, num_dropped: int, num_sampled: int) -> None:
         """A grammar woke in an overlapped step: the tokens after that were sampled without its masks.

@@ -50,7 +50,7 @@ class ConfidenceRecord:
         self._right = [[0.0] * num for _ in range(2)]
         self._chances: list[tuple[float, ...] | None] = [None, None]  # until the next comparison
         self._mean_chance: float | None = None  # likewise
-        self._yields: dict[tuple[float, int, bool], HeadYield] = {}  # likewise
+        self._yields: dict[bool, tuple[tuple[float, int], HeadYield]] = {}  # the last ones; likewise
 
     def chances(self, is_sampled: bool) -> tuple[float, ...]:
         """The chance of each class."""
@@ -72,10 +72,10 @@ class ConfidenceRecord:
 
     def expected_yield(self, min_chance: float, num: int, is_sampled: bool) -> HeadYield:
         """Of `num` drafts, of which those are fed that have at least `min_chance`. The caller's own."""
-        key = min_chance, num, is_sampled
-        if key not in self._yields:
-            self._yields[key] = self._expected_yield(*key)
-        found = self._yields[key]
+        key, known = (min_chance, num), self._yields.get(is_sampled)
+        if known is None or known[0] != key:
+            known = self._yields[is_sampled] = key, self._expected_yield(min_chance, num, is_sampled)
+        found = known[1]
         return HeadYield([*found.tokens], [*found.fed])
 
     def _expected_yield(self, min_chance: float, num: int, is_sampled: bool) -> HeadYield:

@@ -27,6 +27,7 @@ from outrider.speculate.shapes import ShapePolicy
 
 PROBE_INTERVAL = 16  # steps between two probes; from the simulator: drafting comes back within 32 steps
 NUM_PROBE_ROWS = 3  # rows that are probed while the head drafts for no row; chosen by hand
+MAX_INTERVALS = 4  # after which rows are probed that have not waited for an interval; chosen by hand
 OTHER_SHARE_GAIN = 0.1  # weight of the newest step in `RowAcceptance.other_share`; chosen by hand
 MIN_OTHER_SHARE = 0.02  # under this share other drafters are left out of the forecast; chosen by hand
 
@@ -98,7 +99,7 @@ class DepthController:
         return True
 
     def asks_host_drafters(self, record: RowAcceptance) -> bool:
-        """Whether drafts are looked up for the next step of this row on auto."""
+        """Whether drafts are looked up, beside the head's, for the next step of this row on auto."""
         return self.drafts_may_pay
 
     def new_record(self, params: SamplingParams) -> RowAcceptance:
@@ -163,10 +164,12 @@ class DepthController:
                 request.record.steps_since_head += 1
             return []
         possible = (i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0)
+        # Rows with short answers are never due by themselves.
+        is_late = self._steps_since_probe >= MAX_INTERVALS * self.probe_interval
         due = [
             i
             for i in possible
-            if i not in drafting and requests[i].record.steps_since_head >= self.probe_interval
+            if i not in drafting and (is_late or requests[i].record.steps_since_head >= self.probe_interval)
         ]
         if not drafting:  # a step with a probe takes longer: few rows, rarely
             due = sorted(due, key=lambda i: (requests[i].head_lag, i))[: self.num_probe_rows]

@@ -129,9 +129,10 @@ class PerDraftController(DepthController):
         if paused is None or is_due or any(starmap(self._may_pay, offers)):
             return False
         if (rows, num_decoding) != paused:
-            if self.drafts_may_pay or rows[: len(paused[0])] != paused[0]:
+            has_grown = num_decoding >= paused[1] and rows[: len(paused[0])] == paused[0]
+            if self.drafts_may_pay or not has_grown:
                 return False
-            paused = self._paused = [*rows], num_decoding  # beside more rows drafts pay even less
+            paused = self._paused = [*rows], num_decoding  # on CPUs drafts pay even less beside more rows
         self._pace_of(num_decoding).count(1.0, 1.0)
         self._steps_paused += 1
         self._steps_since_probe += 1

@@ -10,13 +10,13 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-// The build passes 0 if it fails with AMX: an assembler may be older than the compiler's headers.
+// The build passes 0 for both if it fails: an assembler may be older than the compiler's headers.
 #if !defined(HAS_AMX) && defined(__x86_64__) && \
     (__has_include(<amxint8intrin.h>) || __has_include(<amxintrin.h>))  // of GCC or of Clang
 #define HAS_AMX 1
 #endif
 
-#if defined(__x86_64__) && __has_include(<avxvnniintrin.h>)
+#if !defined(HAS_AVX_VNNI) && defined(__x86_64__) && __has_include(<avxvnniintrin.h>)
 #define HAS_AVX_VNNI 1
 #endif
 
