@@ -85,15 +85,6 @@ def test_instructions_that_the_cpu_does_not_have_are_refused_with_those_that_it_
 # -- compilers -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder that is searched for compilers."""
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-    return folder
-
-
 def add(folder: Path, name: str, script: str) -> None:
     program = folder / name
     program.write_text(f"#!/bin/sh\n{script}\n")

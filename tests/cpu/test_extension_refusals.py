@@ -86,15 +86,6 @@ BROKEN = "#!/bin/sh\necho too old >&2\nexit 1\n"
 WORKING = '#!/bin/sh\nfor last; do :; done\necho "made by $0" >"$last"\n'  # writes the file behind -o
 
 
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the only programs that are found."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-    return folder
-
-
 def write_program(file: Path, script: str) -> None:
     file.write_text(script)
     file.chmod(0o755)

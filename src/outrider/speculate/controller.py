@@ -27,7 +27,7 @@ from outrider.speculate.shapes import ShapePolicy
 
 PROBE_INTERVAL = 16  # steps between two probes; from the simulator: drafting comes back within 32 steps
 NUM_PROBE_ROWS = 3  # rows that are probed while the head drafts for no row; chosen by hand
-MAX_INTERVALS = 4  # after which rows are probed that have not waited for an interval; chosen by hand
+MAX_INTERVALS = 4  # without a probe: then rows that are new are probed too; chosen by hand
 OTHER_SHARE_GAIN = 0.1  # weight of the newest step in `RowAcceptance.other_share`; chosen by hand
 MIN_OTHER_SHARE = 0.02  # under this share other drafters are left out of the forecast; chosen by hand
 
@@ -164,7 +164,7 @@ class DepthController:
                 request.record.steps_since_head += 1
             return []
         possible = (i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0)
-        # Rows with short answers are never due by themselves.
+        # Rows with short answers end before they have waited for an interval.
         is_late = self._steps_since_probe >= MAX_INTERVALS * self.probe_interval
         due = [
             i
