@@ -4,6 +4,8 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +85,41 @@ def test_a_helper_works_while_there_are_products_and_sleeps_while_there_are_none
 
     wait_until(has_worked)
     wait_until(is_asleep)
+
+
+@pytest.fixture
+def cores() -> Iterator[set[int]]:
+    """Those of this thread, which gets them back."""
+    before = os.sched_getaffinity(0)
+    yield before
+    os.sched_setaffinity(0, before)
+
+
+@needs_two_cpus
+def test_a_helper_may_use_every_core_but_the_callers(sgemm: Sgemm, cores: set[int]) -> None:
+    helper = helper_of(sgemm)
+    x, w = numbers(0, 4, 576), numbers(1, 4000, 576)
+
+    def follows_to(core: int) -> bool:
+        os.sched_setaffinity(0, {core})
+        os.sched_setaffinity(0, cores)  # a thread stays where it is, unless something else runs there
+        sgemm(x, w, num_threads=2)
+        return os.sched_getaffinity(helper) == cores - {core}
+
+    for core in sorted(cores)[:4]:
+        wait_until(partial(follows_to, core))
+
+
+@needs_two_cpus
+def test_a_caller_with_one_core_leaves_its_helper_alone(sgemm: Sgemm, cores: set[int]) -> None:
+    helper = helper_of(sgemm)
+    before = os.sched_getaffinity(helper)
+    x, w = numbers(0, 4, 576), numbers(1, 4000, 576)
+    alone = sgemm(x, w)
+    for core in cores:
+        os.sched_setaffinity(0, {core})
+        assert np.array_equal(sgemm(x, w, num_threads=2), alone)
+    assert os.sched_getaffinity(helper) == before
 
 
 @pytest.mark.parametrize("shape", [(1, 1536, 576), (7, 577, 1537), (64, 963, 576), (384, 144, 64)])

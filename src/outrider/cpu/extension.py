@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 NAME = "_outrider_cpu"
 SOURCES = Path(__file__).parent / "native" / "extension"
+SHARED_HEADER = SOURCES.parent / "callers_core.h"  # with the matmul's library
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: a product and a sum are rounded separately, on every CPU.
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-DNB_DOMAIN=mlx", "-w")
@@ -139,7 +140,7 @@ def _stem() -> str:
 def _sources_name() -> str:
     parts = [*FLAGS, sys.version, *(importlib.metadata.version(name) for name in ("mlx", "nanobind"))]
     digest = hashlib.sha256(repr(parts).encode())
-    for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
+    for source in (SHARED_HEADER, *sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")))):
         digest.update(source.read_bytes())
     return f"libcpu-{digest.hexdigest()[:12]}"
 

@@ -22,6 +22,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "callers_core.h"
+
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
@@ -171,11 +173,13 @@ static struct {
     _Alignas(64) atomic_int num_helpers; /* how many threads may help */
     atomic_flag is_shared;
     int num_started;
+    int callers_core; /* that all helpers keep off; -1: none */
     Matmul matmul; /* does not change until all taken chunks are done */
     struct {
         _Alignas(64) atomic_int is_asleep;
+        atomic_int thread_id; /* 0: it has not begun */
     } helpers[MAX_THREADS];
-} pool = {.is_shared = ATOMIC_FLAG_INIT};
+} pool = {.is_shared = ATOMIC_FLAG_INIT, .callers_core = -1};
 
 static int help(void)
 {
@@ -193,6 +197,8 @@ static void *helper(void *number)
 {
     int mine = (int)(ptrdiff_t)number;
     atomic_int *is_asleep = &pool.helpers[mine].is_asleep;
+    pthread_setname_np(pthread_self(), "outrider-sgemm");
+    atomic_store(&pool.helpers[mine].thread_id, (int)syscall(SYS_gettid));
     for (;;) {
         for (unsigned long long since = __rdtsc(); __rdtsc() - since < SPIN_CYCLES; _mm_pause())
             while (mine < atomic_load(&pool.num_helpers) && help())
@@ -215,8 +221,10 @@ static void start_helpers(int count)
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals go to the program's own threads */
     pthread_attr_init(&detached);
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    pool.callers_core = -1;
     while (pool.num_started < count) {
         atomic_store(&pool.helpers[pool.num_started].is_asleep, 0);
+        atomic_store(&pool.helpers[pool.num_started].thread_id, 0);
         if (pthread_create(&thread, &detached, helper, (void *)(ptrdiff_t)pool.num_started)) {
             atomic_store(&pool.num_helpers, pool.num_started); /* start no more threads until a new number is set */
             break;
@@ -227,10 +235,25 @@ static void start_helpers(int count)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
+static void keep_helpers_off_callers_core(void)
+{
+    cpu_set_t others;
+    if (!has_changed_core(&pool.callers_core, &others))
+        return;
+    for (int i = 0; i < pool.num_started; i++) {
+        int thread_id = atomic_load(&pool.helpers[i].thread_id);
+        if (thread_id == 0)
+            pool.callers_core = -1; /* the next call moves it */
+        else
+            sched_setaffinity(thread_id, sizeof(others), &others);
+    }
+}
+
 static void compute_with_helpers(const Matmul *p, int num_helpers)
 {
     if (pool.num_started < num_helpers)
         start_helpers(num_helpers);
+    keep_helpers_off_callers_core();
     pool.matmul = *p;
     atomic_store(&pool.num_done, 0);
     atomic_store(&pool.num_left, p->num_chunks);
@@ -289,6 +312,7 @@ static void compute_values(Matmul *p)
 static void after_fork(void) /* the child process has no helpers, and no matmul is shared */
 {
     pool.num_started = 0;
+    pool.callers_core = -1;
     atomic_store(&pool.num_left, 0);
     atomic_flag_clear(&pool.is_shared);
 }

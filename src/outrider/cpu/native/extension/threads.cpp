@@ -8,11 +8,11 @@
 #include <chrono>
 #include <thread>
 
-#ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
+
+#include "../callers_core.h"
 
 namespace outrider {
 namespace {
@@ -32,6 +32,7 @@ inline void pause() {
 
 struct alignas(64) Helper {
     std::atomic<int> is_asleep{0};
+    std::atomic<int> thread_id{0};  // 0: it has not begun
 };
 
 // The chunks [first, end) of a thread that nobody has taken yet.
@@ -64,6 +65,7 @@ struct Pool {
     alignas(64) std::atomic<int> num_in_parts{0};  // operations in parts that are running
     alignas(64) std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
     int num_started = 0;
+    int callers_core = -1;  // that all helpers keep off; -1: none
     const std::function<void(int)> *work = nullptr;  // does not change until all taken chunks are done
     Helper helpers[MAX_THREADS];
 };
@@ -98,6 +100,8 @@ std::chrono::nanoseconds spin_time() {
 
 void run_helper(int number) {
     std::atomic<int> &is_asleep = pool.helpers[number].is_asleep;
+    pthread_setname_np(pthread_self(), "outrider-helper");
+    pool.helpers[number].thread_id.store(int(syscall(SYS_gettid)));
     int num_seen = 0;
     for (;;) {
         for (auto since = Clock::now(); Clock::now() - since < spin_time(); pause()) {
@@ -121,9 +125,11 @@ void start_helpers(int count) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals go to the program's own threads
+    pool.callers_core = -1;
     try {
         for (; pool.num_started < count; pool.num_started++) {
             pool.helpers[pool.num_started].is_asleep.store(0);
+            pool.helpers[pool.num_started].thread_id.store(0);
             std::thread(run_helper, pool.num_started).detach();
         }
     } catch (const std::exception &) {
@@ -132,8 +138,22 @@ void start_helpers(int count) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
+void keep_helpers_off_callers_core() {
+    cpu_set_t others;
+    if (!has_changed_core(&pool.callers_core, &others))
+        return;
+    for (int i = 0; i < pool.num_started; i++) {
+        int thread_id = pool.helpers[i].thread_id.load();
+        if (thread_id == 0)
+            pool.callers_core = -1;  // the next call moves it
+        else
+            sched_setaffinity(thread_id, sizeof(others), &others);
+    }
+}
+
 void after_fork() {  // the child process has no helpers, and no work is shared
     pool.num_started = 0;
+    pool.callers_core = -1;
     for (Share &share : pool.shares)
         share.give(0, 0);
     pool.num_in_parts.store(0);
@@ -162,6 +182,7 @@ void parallel(int num_chunks, const std::function<void(int)> &work) {
     }
     if (pool.num_started < num_helpers)
         start_helpers(num_helpers);
+    keep_helpers_off_callers_core();
     pool.work = &work;
     pool.num_done.store(0);
     int num_shares = num_helpers + 1;
