@@ -58,6 +58,17 @@ def test_long_and_short_rows_hold_what_they_need() -> None:
     engine.run_to_idle()
 
 
+def test_caches_grow_once_when_rows_that_came_together_end_their_blocks() -> None:
+    engine = harness()
+    rows = [engine.add([i, *TEXT[: 20 + 4 * i]], max_tokens=150) for i in range(8)]
+    run_until_all_decode(engine)
+    sizes = set()
+    while min(len(row.blocks) for row in rows) < 3:
+        sizes.add(engine.scheduler._budget.pool.num_blocks)
+        engine.step()
+    assert len(sizes) == 2
+
+
 @pytest.mark.parametrize("num_first", [1, 8])
 def test_a_shared_prefix_is_held_once(num_first: int) -> None:
     """Whether the rows come one after the other or all at once."""

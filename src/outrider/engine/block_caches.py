@@ -18,10 +18,10 @@ from outrider.plan import NUM_SPARE_BLOCKS, CacheGeometry, RowPlan
 from outrider.request import MAX_DEPTH
 from outrider.speculate.shapes import ShapePolicy, num_slots_for
 
-# Caches that grow get one block in GROWTH_PARTS more than are needed. They shrink if more than one in
-# SHRINK_PARTS has been too much for PATIENCE steps. Chosen by hand.
-GROWTH_PARTS, SHRINK_PARTS = 8, 4
-MIN_GROWTH = 2  # blocks
+# Caches that grow get a block for each row more than are needed, as rows that came together end their blocks
+# together, and at least MIN_GROWTH and one block in GROWTH_PARTS. They shrink if twice as many have been too
+# much for PATIENCE steps. Chosen by hand.
+GROWTH_PARTS, MIN_GROWTH = 8, 2
 PATIENCE = 16
 
 
@@ -95,15 +95,14 @@ class BlockCaches:
         """Have fewer blocks, if too many have been free for some steps: see StepPlan.kept_blocks."""
         pool = self.pool
         num_needed = self._num_needed(rows)
-        num_spare = max(MIN_GROWTH, num_needed // SHRINK_PARTS)
         self._num_wasteful_steps += 1
-        if pool.num_blocks <= num_needed + num_spare:
+        if pool.num_blocks <= num_needed + 2 * _room(num_needed, len(rows)):
             self._num_wasteful_steps = 0
         exceeds_budget = pool.num_blocks > self._max_blocks(self.num_slots) and pool.num_free > 0
         if not rows or not (exceeds_budget or self._num_wasteful_steps > PATIENCE):
             return None
         self._num_wasteful_steps = 0
-        num_blocks = NUM_SPARE_BLOCKS + pool.num_held if exceeds_budget else self._roomy(num_needed)
+        num_blocks = NUM_SPARE_BLOCKS + pool.num_held if exceeds_budget else self._roomy(num_needed, len(rows))
         if num_blocks >= pool.num_blocks:  # few sizes: the next smaller one is too small
             return None
         return pool.compact(num_blocks, [row.blocks for row in rows])
@@ -114,7 +113,8 @@ class BlockCaches:
         by_id = {row.id: row for row in rows}
         placed = [self._extended(planned, by_id[planned.sequence_id]) for planned in batch]
         if self.pool.num_blocks > num_before:  # room for the rest of these rows' prompts, too
-            self.pool.grow(self._roomy(self._num_needed([by_id[planned.sequence_id] for planned in batch])))
+            num_needed = self._num_needed([by_id[planned.sequence_id] for planned in batch])
+            self.pool.grow(self._roomy(num_needed, len(rows)))
         return placed
 
     def _extended(self, planned: RowPlan, row: Sequence) -> RowPlan:
@@ -151,9 +151,13 @@ class BlockCaches:
         if any(self._num_missing(row, row.num_cached) for row in rows):
             raise AssertionError("a row has more cells than blocks")
 
-    def _roomy(self, num_needed: int) -> int:
+    def _roomy(self, num_needed: int, num_rows: int) -> int:
         """Some more blocks than are needed, if the budget allows it."""
-        roomy = num_needed + max(MIN_GROWTH, num_needed // GROWTH_PARTS)
+        roomy = num_needed + _room(num_needed, num_rows)
         if self._shapes is not None:
             roomy = self._shapes.num_blocks(roomy)
         return max(num_needed, min(roomy, self._max_blocks(self.num_slots)))
+
+
+def _room(num_needed: int, num_rows: int) -> int:
+    return max(MIN_GROWTH, num_rows, num_needed // GROWTH_PARTS)
