@@ -53,7 +53,7 @@ class DraftRequest:
     fixed_depth: int | None  # the depth that the request sets; None: auto
     max_drafts_next: int  # the most drafts that the head may make for the next step; 0: no head for this row
     head_lag: int = 0  # cells of the row that the head has not been fed
-    joins: bool = False  # the row prefills in this step and decodes from the next one on
+    joins: bool = False  # the row prefills, and decodes from the next step on, or soon
     other_offers: Sequence[Offer] = ()  # offers of other drafters that are known too late to be fed
     num_left: float = math.inf  # tokens that the row may still commit
 
@@ -163,7 +163,11 @@ class DepthController:
             for request in requests:
                 request.record.steps_since_head += 1
             return []
-        possible = (i for i, r in enumerate(requests) if r.fixed_depth is None and r.max_drafts_next > 0)
+        possible = (
+            i
+            for i, r in enumerate(requests)
+            if r.fixed_depth is None and r.max_drafts_next > 0 and not r.joins
+        )
         # Rows with short answers end before they have waited for an interval.
         is_late = self._steps_since_probe >= MAX_INTERVALS * self.probe_interval
         due = [
