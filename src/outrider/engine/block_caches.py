@@ -102,7 +102,9 @@ class BlockCaches:
         if not rows or not (exceeds_budget or self._num_wasteful_steps > PATIENCE):
             return None
         self._num_wasteful_steps = 0
-        num_blocks = NUM_SPARE_BLOCKS + pool.num_held if exceeds_budget else self._roomy(num_needed, len(rows))
+        num_blocks = (
+            NUM_SPARE_BLOCKS + pool.num_held if exceeds_budget else self._roomy(num_needed, len(rows))
+        )
         if num_blocks >= pool.num_blocks:  # few sizes: the next smaller one is too small
             return None
         return pool.compact(num_blocks, [row.blocks for row in rows])
