@@ -86,3 +86,13 @@ def test_the_offer_that_brings_more_is_fed() -> None:
 def test_there_may_be_no_rows_and_no_drafts() -> None:
     assert choose_drafts([], _cost(1.0, 1.0, 1), token_s=5.0, min_chance=0.2) == []
     assert choose_drafts([RowOffers()], _cost(1.0, 1.0, 1), token_s=5.0, min_chance=0.2) == [(0, 0)]
+
+
+@pytest.mark.parametrize(("worth", "fed"), [(1.0, (0, 2)), (0.5, (1, 1))])
+def test_an_offer_whose_tokens_are_worth_less_has_to_be_surer(worth: float, fed: tuple[int, int]) -> None:
+    rows = [RowOffers([[0.9, 0.8], [0.6, 0.1]], worths=(worth, 1.0))]
+    assert choose_drafts(rows, _cost(1.0, 0.0, 1), token_s=2.0, min_chance=0.5) == [fed]
+    alone = [RowOffers(rows[0].offers[:1], worths=(worth,))]
+    assert choose_drafts(alone, _cost(1.0, 0.0, 1), token_s=2.0, min_chance=0.5) == [
+        (0, 2 if worth == 1 else 0)
+    ]

@@ -176,13 +176,14 @@ def test_costs_are_not_looked_at_in_every_step() -> None:
     assert 9 <= controller.num_decisions <= 11
 
 
-@pytest.mark.parametrize(("short_matches_pay", "share"), [(True, 1.0), (False, 1 / LOOKUP_INTERVAL)])
-def test_while_only_long_matches_pay_lookups_are_rare(short_matches_pay: bool, share: float) -> None:
+@pytest.mark.parametrize(("num_rows", "share"), [(1, 1.0), (6, 1 / LOOKUP_INTERVAL), (8, 0.0)])
+def test_among_many_rows_lookups_are_rare(num_rows: int, share: float) -> None:
+    """Among six only long matches pay, among eight none."""
     measured = guessed_costs()
     trunk_s = {(rows, width): 1.0 + 0.12 * (rows * width - 1) for rows, width in measured.trunk_s}
     costs = CostTable(replace(measured, trunk_s=trunk_s, padding_share=0.0))
     controller = CountingController(costs)
-    rows = requests_of(controller, 1 if short_matches_pay else 8)
+    rows = requests_of(controller, num_rows)
     for row in rows:
         row.record.add("head", 1, 0, 1, confidence=(0.1,))
     asked = 0

@@ -34,8 +34,8 @@ class DraftPlanner:
     def choose_drafts(self, decoding: Rows[Sequence], joining: Rows[Sequence], num_slots: int) -> None:
         """Give every decoding row its drafts for this step, and all rows their `num_drafts_next`.
 
-        `joining` are the rows that may sample their first token in this step, or soon: whether the head drafts
-        is decided for all of them.
+        `joining` are the rows that may sample their first token in this step, or soon: whether the head
+        drafts is decided for all of them.
         """
         rows = [*decoding, *joining]
         if not any(row.drafting.max_depth > 0 for row in rows):

@@ -24,17 +24,24 @@ class RowOffers:
 
     offers: Sequence[Sequence[float]] = ()
     fixed_depth: int | None = None  # the depth that the request sets; None: any
+    worths: Sequence[float] = ()  # of a token of each offer, as a share of `token_s`; empty: 1 each
+
+    def worth(self, which: int) -> float:
+        return self.worths[which] if self.worths else 1.0
 
 
 def choose_drafts(
     rows: Sequence[RowOffers], cost: StepCost, token_s: float, min_chance: float
 ) -> list[tuple[int, int]]:
-    """For each row: which offer, and how many of its drafts. No draft under `min_chance` can pay."""
+    """For each row: which offer, and how many of its drafts. No draft under `min_chance` can pay.
+
+    `token_s`: what a token is worth.
+    """
     if not rows:
         return []
     fed = [_fixed(row) if row.fixed_depth is not None else _best(row, min_chance) for row in rows]
     drafts = [  # of rows that are free to feed fewer
-        (chance, i, place)
+        (chance * row.worth(which), i, place)
         for i, (row, (which, num)) in enumerate(zip(rows, fed, strict=True))
         if row.fixed_depth is None and num
         for place, chance in enumerate(row.offers[which][:num], 1)
@@ -47,8 +54,8 @@ def choose_drafts(
     for most in range(1, max((place for *_, place in drafts), default=0) + 1):
         width = max(fixed_width, 1 + most)
         gain_s, counts, is_widest = 0.0, list(nums), False
-        for num, (chance, i, place) in enumerate((d for d in drafts if d[2] <= most), 1):
-            gain_s += token_s * chance
+        for num, (worth, i, place) in enumerate((d for d in drafts if d[2] <= most), 1):
+            gain_s += token_s * worth
             counts[i] = place
             is_widest = is_widest or place == most
             if is_widest:  # narrower sets have been compared at a smaller `most`
@@ -68,13 +75,13 @@ def _fixed(row: RowOffers) -> tuple[int, int]:
 
 def _best(row: RowOffers, min_chance: float) -> tuple[int, int]:
     """The offer whose drafts exceed `min_chance` by most, and how many of them do."""
-    best, best_worth = (0, 0), 0.0
+    best, best_gain = (0, 0), 0.0
     for which, chances in enumerate(row.offers):
-        worth, num = 0.0, 0
+        gain, num, worth = 0.0, 0, row.worth(which)
         for chance in chances:
-            if chance < min_chance:
+            if chance * worth < min_chance:
                 break
-            worth, num = worth + chance - min_chance, num + 1
-        if worth > best_worth:
-            best, best_worth = (which, num), worth
+            gain, num = gain + chance * worth - min_chance, num + 1
+        if gain > best_gain:
+            best, best_gain = (which, num), gain
     return best

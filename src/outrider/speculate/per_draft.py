@@ -42,6 +42,10 @@ OTHERS_WEIGHT = 3
 # of 16 rows, auto / off by the last and the mean answer: mixed requests 0.92, 0.93 -> 0.98, 0.99, chat 0.95,
 # 1.00 -> 0.95, 0.95, code 0.98, 1.01 -> 1.04, 1.02.
 MAX_ROWS_AT_COST = 8
+# The same for lookups: they serve few rows at a time, while all wait longer. Real greedy bursts of 8 rows,
+# auto / off by the last answer with 8 and with 4: chat 0.954 and 0.970 (64 tokens), 0.985 and 1.000 (200),
+# programs 0.983 and 0.981, 0.997 and 1.025.
+MAX_ROWS_OF_LOOKUPS = 4
 # Steps between two probes while the head is paused. A probe of two rows takes about half of a plain step of
 # 8 rows, as heads have to catch up: one in 64 steps takes 1 %. From the ablation: 32 costs 0.6 %. 128 gains
 # 0.2 % in bursts, but heads come back later.
@@ -109,6 +113,7 @@ class PerDraftController(DepthController):
         # The rows of the step that paused the head, and how many of them decoded; None: the head drafts.
         self._paused: tuple[list[RowAcceptance], int] | None = None
         self._paused_min_chance = 0.0  # least chance of a draft that was worth feeding in that step
+        self._paused_lookup_chance = 0.0  # the same of a lookup
         self._steps_paused = 0  # since that step
 
     @property
@@ -116,10 +121,12 @@ class PerDraftController(DepthController):
         return self._paused is None or self._paused_min_chance < 1
 
     def asks_host_drafters(self, record: RowAcceptance) -> bool:
-        if self._paused is None or not self.drafts_may_pay:
-            return self.drafts_may_pay
+        if self._paused is None:
+            return True
+        if self._paused_lookup_chance >= 1:
+            return False
         short_match = self.acceptance.confidence["ngram"].chances(record.is_sampled)[0]
-        return short_match >= self._paused_min_chance or self._steps_paused % LOOKUP_INTERVAL == 0
+        return short_match >= self._paused_lookup_chance or self._steps_paused % LOOKUP_INTERVAL == 0
 
     def stays_paused(
         self, rows: Sequence[RowAcceptance], num_decoding: int, offers: Sequence[RowOffer]
@@ -143,13 +150,15 @@ class PerDraftController(DepthController):
     def _may_pay(self, record: RowAcceptance, offer: Offer) -> bool:
         if offer.source == "head" or offer.num_certain:
             return True
-        return self._chances(record, offer)[0] >= self._paused_min_chance
+        is_lookup = offer.source == "ngram"
+        least = self._paused_lookup_chance if is_lookup else self._paused_min_chance
+        return self._chances(record, offer)[0] >= least
 
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
         decoding = [request for request in requests if not request.joins]
         cost = self._step_cost(decoding, num_cells)
         prices = self._prices(decoding, cost)
-        rows = [self._offers(request) for request in decoding]
+        rows = [self._offers(request, len(decoding)) for request in decoding]
         for request, row in zip(decoding, rows, strict=True):
             self._count_yield(request, row, prices)
         fed = choose_drafts(rows, cost, prices.token_s, prices.min_chance)
@@ -199,10 +208,10 @@ class PerDraftController(DepthController):
         token_s /= max(1.0, num_rows / MAX_ROWS_AT_COST)
         return _Prices(token_s, max(0.0, cost(2 * num_rows, 2) - plain_s) / num_rows)
 
-    def _offers(self, request: DraftRequest) -> RowOffers:
-        return RowOffers(
-            [self._chances(request.record, offer) for offer in request.offers], request.fixed_depth
-        )
+    def _offers(self, request: DraftRequest, num_rows: int) -> RowOffers:
+        offers = [self._chances(request.record, offer) for offer in request.offers]
+        worths = [_lookup_worth(num_rows) if offer.source == "ngram" else 1.0 for offer in request.offers]
+        return RowOffers(offers, request.fixed_depth, worths)
 
     def _chances(self, record: RowAcceptance, offer: Offer) -> list[float]:
         if not offer.confidence:
@@ -250,6 +259,7 @@ class PerDraftController(DepthController):
         self._paused = None if best else ([request.record for request in requests], num_decoding)
         self._steps_paused = 0
         self._paused_min_chance = prices.min_chance
+        self._paused_lookup_chance = prices.min_chance / _lookup_worth(num_decoding)
         return max(1, best), drafting + self.rows_to_probe(requests, drafting)
 
     def _waits(
@@ -301,3 +311,8 @@ class PerDraftController(DepthController):
                 is_fed = chance >= min_chance
                 known.tokens[i] += share * (chance * is_fed - known.tokens[i])
                 known.fed[i] += share * (is_fed - known.fed[i])
+
+
+def _lookup_worth(num_rows: int) -> float:
+    """Of a token that is looked up among so many decoding rows, as a share of what other tokens are worth."""
+    return min(1.0, MAX_ROWS_OF_LOOKUPS / min(max(1, num_rows), MAX_ROWS_AT_COST))
