@@ -104,7 +104,7 @@ class PrefillQueue:
 
     def about_to_sample(self, rows: Rows[Sequence], max_tokens: int) -> list[Sequence]:
         """The rows that may feed the rest of their prompt in a step of `max_tokens` prompt tokens."""
-        prefilling = [row for row in rows if not row.is_decoding]
+        prefilling = [row for row in rows if not row.is_decoding and not row.awaits_scores]
         return [
             row for row in prefilling if row.num_prefill - row.num_cached <= self._max_chunk(row, max_tokens)
         ]

@@ -112,7 +112,7 @@ class PerDraftController(DepthController):
         self._paces: dict[int, _Pace] = {}  # by number of decoding rows
         # The rows of the step that paused the head, and how many of them decoded; None: the head drafts.
         self._paused: tuple[list[RowAcceptance], int] | None = None
-        self._paused_min_chance = 0.0  # least chance of a draft that was worth feeding in that step
+        self._paused_min_chance = 0.0  # least chance of a draft that is worth feeding to the rows that decode
         self._paused_lookup_chance = 0.0  # the same of a lookup
         self._steps_paused = 0  # since that step
 
@@ -162,8 +162,13 @@ class PerDraftController(DepthController):
         for request, row in zip(decoding, rows, strict=True):
             self._count_yield(request, row, prices)
         fed = choose_drafts(rows, cost, prices.token_s, prices.min_chance)
-        next_cost = self._step_cost(requests, num_cells) if len(decoding) < len(requests) else cost
-        depth, drafting = self._next_drafts(requests, prices, next_cost)
+        self._paused_min_chance = prices.min_chance
+        self._paused_lookup_chance = prices.min_chance / _lookup_worth(len(decoding))
+        if len(decoding) < len(requests):
+            cost_of_all = self._step_cost(requests, num_cells)
+            depth, drafting = self._next_drafts(requests, self._prices(requests, cost_of_all), cost_of_all)
+        else:
+            depth, drafting = self._next_drafts(requests, prices, cost)
         self._count_step(rows, fed, cost, self._head_s(requests, len(drafting), depth))
         of_decoding = iter(fed)
         feed = tuple((0, 0) if request.joins else next(of_decoding) for request in requests)
@@ -258,8 +263,6 @@ class PerDraftController(DepthController):
         num_decoding = sum(not request.joins for request in requests)
         self._paused = None if best else ([request.record for request in requests], num_decoding)
         self._steps_paused = 0
-        self._paused_min_chance = prices.min_chance
-        self._paused_lookup_chance = prices.min_chance / _lookup_worth(num_decoding)
         return max(1, best), drafting + self.rows_to_probe(requests, drafting)
 
     def _waits(
@@ -269,26 +272,28 @@ class PerDraftController(DepthController):
         num_rows = max(1, len(requests))  # in the next step the rows that join now decode too
         plain_s = cost(num_rows, 1)
         yields = [self._head_yield(requests[i].record, prices) for i in rows]
-        num_others = OTHERS_WEIGHT * sum(request.fixed_depth is not None for request in requests)
-        catch_up_s = self._catch_up_s([requests[i] for i in rows])
+        num_fixed = sum(request.fixed_depth is not None for request in requests)
+        num_others = len(requests) - len(rows) + (OTHERS_WEIGHT - 1) * num_fixed
+        catch_up_s = self.costs.measured.missed_cell_s * sum(requests[i].head_lag for i in rows)
         tokens, num_fed = [1.0] * len(rows), 0.0
         for depth in range(1, MAX_DEPTH + 1):
             tokens = [num + one.tokens[depth - 1] for num, one in zip(tokens, yields, strict=True)]
             num_fed += sum(one.fed[depth - 1] for one in yields)
             # By the cost of the whole step: further drafts may cost more than the first one.
             num_tokens = num_rows + min(num_fed, num_rows * depth)  # the sum may be rounded up
-            step_s = cost(num_tokens, 1 + depth)
-            step_s += self._head_s(requests, len(rows), depth) + catch_up_s
+            head_s = self._head_s(requests, len(rows), depth)
+            step_s = cost(num_tokens, 1 + depth) + head_s
             steps_per_token = sum(1 / num for num in tokens) + num_others
-            yield step_s / plain_s * steps_per_token / max(1, len(rows) + num_others)
+            wait = step_s / plain_s * steps_per_token / max(1, len(rows) + num_others)
+            if catch_up_s:  # the first of the tokens that are left comes with the step that feeds the head
+                first_wait = 1 + (head_s + catch_up_s) / plain_s
+                wait += (first_wait - wait) / self._num_left([requests[i] for i in rows], tokens)
+            yield wait
 
-    def _catch_up_s(self, requests: Sequence[DraftRequest]) -> float:
-        """What it takes to feed the head what it has missed of these rows, shared among the next steps."""
-        num_cells = sum(request.head_lag for request in requests)
-        if not num_cells:
-            return 0.0
-        num_steps = min(self.probe_interval, sum(request.num_left for request in requests) / len(requests))
-        return num_cells * self.costs.measured.missed_cell_s / max(1.0, num_steps)
+    def _num_left(self, requests: Sequence[DraftRequest], tokens: Sequence[float]) -> float:
+        """Tokens that a row still gets, on average, with so many a step. Texts change: in some steps at most."""
+        pairs = zip(requests, tokens, strict=True)
+        return sum(min(r.num_left, self.probe_interval * num) for r, num in pairs) / len(requests)
 
     def _head_yield(self, record: RowAcceptance, prices: _Prices) -> HeadYield:
         if record.head_yield is None or record.head_yield.num_steps == 0:  # prices may have changed since
