@@ -165,6 +165,9 @@ def constants() -> list[Constant]:
         Constant(p, "MAX_WAIT", excess(p.MAX_WAIT), judged),
         Constant(p, "OTHERS_WEIGHT", scaled(p.OTHERS_WEIGHT) | {"off": 1}, judged),
         Constant(p, "MAX_ROWS_AT_COST", scaled(p.MAX_ROWS_AT_COST) | {"off": math.inf}, judged),
+        Constant(
+            p, "MAX_ROWS_OF_LOOKUPS", scaled(p.MAX_ROWS_OF_LOOKUPS) | {"off": p.MAX_ROWS_AT_COST}, judged
+        ),
         Constant(p, "LOOKUP_INTERVAL", {"half": 2, "double": 8, "off": 1}, judged),
         Constant(p, "PROBE_INTERVAL", scaled(p.PROBE_INTERVAL) | never, judged, (), PerDraftController),
         Constant(p, "NUM_PROBE_ROWS", scaled(p.NUM_PROBE_ROWS), judged, (), PerDraftController),

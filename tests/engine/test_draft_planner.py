@@ -71,6 +71,34 @@ def test_auto_rows_do_not_draft_where_it_cannot_pay_and_their_head_rests() -> No
     harness.run_to_idle()
 
 
+class SeeingController(DepthController):
+    """Notes for how many rows it decides, and how many of them prefill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
+        self.seen.append((len(requests), sum(request.joins for request in requests)))
+        return super().choose(requests, num_cells, num_slots)
+
+
+def test_drafts_are_decided_for_the_rows_that_wait_for_their_turn_too() -> None:
+    """One row computes the prompt that three others share. Meanwhile one row decodes."""
+    controller = SeeingController()
+    harness = Harness(
+        max_rows=5, prefill_step_size=64, prefix_bytes=10**6, min_loaded_cells=4, controller=controller
+    )
+    running = harness.add(3, max_tokens=60, depth=8, is_auto=True)
+    harness.run_until(lambda: running.is_decoding)
+    for i in range(4):
+        harness.add([*range(40), i], max_tokens=30, depth=8, is_auto=True)
+    controller.seen.clear()
+    harness.run_until(lambda: all(row.is_decoding for row in harness.live.values()))
+    assert controller.seen == [(5, 4), (5, 3)]
+    harness.run_to_idle()
+
+
 def test_a_head_is_not_fed_the_end_of_a_prompt_if_no_draft_is_wanted() -> None:
     harness = Harness(controller=ScriptedController([0, 0, 2, 2]))
     auto_rows(harness, 2)

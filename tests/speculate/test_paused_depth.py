@@ -11,7 +11,7 @@ from depth_simulator import choice_of_step
 
 from outrider.request import SamplingParams
 from outrider.speculate.controller import DraftRequest, Offer
-from outrider.speculate.costs import CostTable, guessed_costs
+from outrider.speculate.costs import CostTable, HeadCost, guessed_costs
 from outrider.speculate.depth import DepthChoice
 from outrider.speculate.per_draft import LOOKUP_INTERVAL, NUM_PROBE_ROWS, PROBE_INTERVAL, PerDraftController
 
@@ -118,6 +118,31 @@ def test_the_head_makes_drafts_for_the_rows_of_the_next_step() -> None:
     assert num_next(controller, joining[:1])[0] > 0
     assert num_next(controller, joining) == (0,) * 7
     assert num_next(controller, [decoding, *joining]) == (0,) * 8
+
+
+def each_token_costs(num: float) -> CostTable:
+    """A step of 10, and so much for each token. The head costs nothing."""
+    measured = guessed_costs()
+    trunk_s = {(rows, width): 10 + num * rows * width for rows, width in measured.trunk_s}
+    head = {1: HeadCost(0.0, 0.0, 0.0)}
+    return CostTable(replace(measured, trunk_s=trunk_s, head=head, padding_share=0.0))
+
+
+def test_drafts_of_the_next_step_are_priced_by_its_rows() -> None:
+    """Among sixteen rows they have to bring twice their cost."""
+    controller = PerDraftController(each_token_costs(0.6))
+    decoding = requests_of(controller, 8)
+    joining = [replace(request, joins=True) for request in requests_of(controller, 8)]
+    assert all(num_next(controller, decoding))
+    assert num_next(controller, [*decoding, *joining]) == (0,) * 16
+
+
+@pytest.mark.parametrize(("num_ending", "drafts"), [(0, True), (5, False)])
+def test_rows_that_are_about_to_end_wait_for_the_drafts_of_others(num_ending: int, drafts: bool) -> None:
+    controller = PerDraftController(each_token_costs(0.6))
+    rows = requests_of(controller, 1 + num_ending)
+    rows[1:] = [replace(request, max_drafts_next=0, num_left=2) for request in rows[1:]]
+    assert (num_next(controller, rows)[0] > 0) == drafts
 
 
 @pytest.mark.parametrize(
