@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 NAME = "_outrider_cpu"
 SOURCES = Path(__file__).parent / "native" / "extension"
-SHARED_HEADER = SOURCES.parent / "callers_core.h"  # with the matmul's library
+SHARED_HEADER = SOURCES.parent / "late_helper.h"  # with the matmul's library
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: a product and a sum are rounded separately, on every CPU.
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-DNB_DOMAIN=mlx", "-w")

@@ -46,7 +46,7 @@ from outrider.cpu.matmul_check import NO_TRANSPOSE, TRANSPOSE, sgemm_is_correct
 
 log = logging.getLogger("outrider.cpu.blas")
 
-SOURCE_NAMES = ("sgemm.c", "sgemm_tile.h", "sgemm_columns.h", "sgemm_undefine.h", "callers_core.h")
+SOURCE_NAMES = ("sgemm.c", "sgemm_tile.h", "sgemm_columns.h", "sgemm_undefine.h", "late_helper.h")
 SOURCES = tuple(Path(__file__).parent / "native" / name for name in SOURCE_NAMES)
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")  # for any x86-64

@@ -20,9 +20,10 @@
 #include <stddef.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
-#include "callers_core.h"
+#include "late_helper.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -173,13 +174,14 @@ static struct {
     _Alignas(64) atomic_int num_helpers; /* how many threads may help */
     atomic_flag is_shared;
     int num_started;
-    int callers_core; /* that all helpers keep off; -1: none */
     Matmul matmul; /* does not change until all taken chunks are done */
     struct {
         _Alignas(64) atomic_int is_asleep;
-        atomic_int thread_id; /* 0: it has not begun */
+        atomic_int thread_id;
+        atomic_int has_run; /* since it was woken */
+        long late_from;     /* by then it should have run */
     } helpers[MAX_THREADS];
-} pool = {.is_shared = ATOMIC_FLAG_INIT, .callers_core = -1};
+} pool = {.is_shared = ATOMIC_FLAG_INIT};
 
 static int help(void)
 {
@@ -200,6 +202,7 @@ static void *helper(void *number)
     pthread_setname_np(pthread_self(), "outrider-sgemm");
     atomic_store(&pool.helpers[mine].thread_id, (int)syscall(SYS_gettid));
     for (;;) {
+        atomic_store(&pool.helpers[mine].has_run, 1);
         for (unsigned long long since = __rdtsc(); __rdtsc() - since < SPIN_CYCLES; _mm_pause())
             while (mine < atomic_load(&pool.num_helpers) && help())
                 since = __rdtsc();
@@ -221,10 +224,9 @@ static void start_helpers(int count)
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals go to the program's own threads */
     pthread_attr_init(&detached);
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
-    pool.callers_core = -1;
     while (pool.num_started < count) {
         atomic_store(&pool.helpers[pool.num_started].is_asleep, 0);
-        atomic_store(&pool.helpers[pool.num_started].thread_id, 0);
+        atomic_store(&pool.helpers[pool.num_started].has_run, 1);
         if (pthread_create(&thread, &detached, helper, (void *)(ptrdiff_t)pool.num_started)) {
             atomic_store(&pool.num_helpers, pool.num_started); /* start no more threads until a new number is set */
             break;
@@ -235,17 +237,24 @@ static void start_helpers(int count)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-static void keep_helpers_off_callers_core(void)
+static long now_ns(void)
 {
-    cpu_set_t others;
-    if (!has_changed_core(&pool.callers_core, &others))
-        return;
-    for (int i = 0; i < pool.num_started; i++) {
-        int thread_id = atomic_load(&pool.helpers[i].thread_id);
-        if (thread_id == 0)
-            pool.callers_core = -1; /* the next call moves it */
-        else
-            sched_setaffinity(thread_id, sizeof(others), &others);
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+static void wake(int helper)
+{
+    atomic_int *is_asleep = &pool.helpers[helper].is_asleep;
+    if (atomic_load(is_asleep)) {
+        atomic_store(&pool.helpers[helper].has_run, 0);
+        pool.helpers[helper].late_from = now_ns() + LATE_NS;
+        if (atomic_exchange(is_asleep, 0))
+            syscall(SYS_futex, is_asleep, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+    } else if (!atomic_load(&pool.helpers[helper].has_run) && now_ns() > pool.helpers[helper].late_from) {
+        send_to_other_cores(atomic_load(&pool.helpers[helper].thread_id));
+        pool.helpers[helper].late_from = now_ns() + LATE_AGAIN_NS;
     }
 }
 
@@ -253,13 +262,11 @@ static void compute_with_helpers(const Matmul *p, int num_helpers)
 {
     if (pool.num_started < num_helpers)
         start_helpers(num_helpers);
-    keep_helpers_off_callers_core();
     pool.matmul = *p;
     atomic_store(&pool.num_done, 0);
     atomic_store(&pool.num_left, p->num_chunks);
     for (int i = 0; i < min(num_helpers, pool.num_started); i++)
-        if (atomic_load(&pool.helpers[i].is_asleep) && atomic_exchange(&pool.helpers[i].is_asleep, 0))
-            syscall(SYS_futex, &pool.helpers[i].is_asleep, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+        wake(i);
     while (help())
         ;
     for (int spins = 0; atomic_load(&pool.num_done) < p->num_chunks; spins++)
@@ -312,7 +319,6 @@ static void compute_values(Matmul *p)
 static void after_fork(void) /* the child process has no helpers, and no matmul is shared */
 {
     pool.num_started = 0;
-    pool.callers_core = -1;
     atomic_store(&pool.num_left, 0);
     atomic_flag_clear(&pool.is_shared);
 }

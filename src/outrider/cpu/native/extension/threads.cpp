@@ -12,7 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "../callers_core.h"
+#include "../late_helper.h"
 
 namespace outrider {
 namespace {
@@ -32,7 +32,9 @@ inline void pause() {
 
 struct alignas(64) Helper {
     std::atomic<int> is_asleep{0};
-    std::atomic<int> thread_id{0};  // 0: it has not begun
+    std::atomic<int> thread_id{0};
+    std::atomic<int> has_run{1};  // since it was woken
+    Clock::time_point late_from;  // by then it should have run
 };
 
 // The chunks [first, end) of a thread that nobody has taken yet.
@@ -65,7 +67,6 @@ struct Pool {
     alignas(64) std::atomic<int> num_in_parts{0};  // operations in parts that are running
     alignas(64) std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
     int num_started = 0;
-    int callers_core = -1;  // that all helpers keep off; -1: none
     const std::function<void(int)> *work = nullptr;  // does not change until all taken chunks are done
     Helper helpers[MAX_THREADS];
 };
@@ -77,9 +78,16 @@ void sleep(std::atomic<int> &is_asleep) {
         syscall(SYS_futex, reinterpret_cast<int *>(&is_asleep), FUTEX_WAIT_PRIVATE, 1, nullptr, nullptr, 0);
 }
 
-void wake(std::atomic<int> &is_asleep) {
-    if (is_asleep.load() && is_asleep.exchange(0))
-        syscall(SYS_futex, reinterpret_cast<int *>(&is_asleep), FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+void wake(Helper &helper) {
+    if (helper.is_asleep.load()) {
+        helper.has_run.store(0);
+        helper.late_from = Clock::now() + std::chrono::nanoseconds(LATE_NS);
+        if (helper.is_asleep.exchange(0))
+            syscall(SYS_futex, reinterpret_cast<int *>(&helper.is_asleep), FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+    } else if (!helper.has_run.load() && Clock::now() > helper.late_from) {
+        send_to_other_cores(helper.thread_id.load());
+        helper.late_from = Clock::now() + std::chrono::nanoseconds(LATE_AGAIN_NS);
+    }
 }
 
 // Does a chunk of the thread's own share, or else of another one. False: there is none.
@@ -99,9 +107,9 @@ std::chrono::nanoseconds spin_time() {
 }
 
 void run_helper(int number) {
-    std::atomic<int> &is_asleep = pool.helpers[number].is_asleep;
+    Helper &helper = pool.helpers[number];
     pthread_setname_np(pthread_self(), "outrider-helper");
-    pool.helpers[number].thread_id.store(int(syscall(SYS_gettid)));
+    helper.thread_id.store(int(syscall(SYS_gettid)));
     int num_seen = 0;
     for (;;) {
         for (auto since = Clock::now(); Clock::now() - since < spin_time(); pause()) {
@@ -109,13 +117,15 @@ void run_helper(int number) {
             if (num_calls == num_seen)
                 continue;
             num_seen = num_calls;
+            if (!helper.has_run.load())
+                helper.has_run.store(1);
             while (number < pool.num_helpers.load() && help(number + 1))
                 since = Clock::now();
         }
-        is_asleep.store(1);
+        helper.is_asleep.store(1);
         if (pool.num_calls.load() != num_seen)
-            is_asleep.store(0);
-        sleep(is_asleep);
+            helper.is_asleep.store(0);
+        sleep(helper.is_asleep);
     }
 }
 
@@ -125,11 +135,10 @@ void start_helpers(int count) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals go to the program's own threads
-    pool.callers_core = -1;
     try {
         for (; pool.num_started < count; pool.num_started++) {
             pool.helpers[pool.num_started].is_asleep.store(0);
-            pool.helpers[pool.num_started].thread_id.store(0);
+            pool.helpers[pool.num_started].has_run.store(1);
             std::thread(run_helper, pool.num_started).detach();
         }
     } catch (const std::exception &) {
@@ -138,22 +147,8 @@ void start_helpers(int count) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-void keep_helpers_off_callers_core() {
-    cpu_set_t others;
-    if (!has_changed_core(&pool.callers_core, &others))
-        return;
-    for (int i = 0; i < pool.num_started; i++) {
-        int thread_id = pool.helpers[i].thread_id.load();
-        if (thread_id == 0)
-            pool.callers_core = -1;  // the next call moves it
-        else
-            sched_setaffinity(thread_id, sizeof(others), &others);
-    }
-}
-
 void after_fork() {  // the child process has no helpers, and no work is shared
     pool.num_started = 0;
-    pool.callers_core = -1;
     for (Share &share : pool.shares)
         share.give(0, 0);
     pool.num_in_parts.store(0);
@@ -182,7 +177,6 @@ void parallel(int num_chunks, const std::function<void(int)> &work) {
     }
     if (pool.num_started < num_helpers)
         start_helpers(num_helpers);
-    keep_helpers_off_callers_core();
     pool.work = &work;
     pool.num_done.store(0);
     int num_shares = num_helpers + 1;
@@ -191,7 +185,7 @@ void parallel(int num_chunks, const std::function<void(int)> &work) {
         pool.shares[i].give(long(num_chunks) * i / num_shares, long(num_chunks) * (i + 1) / num_shares);
     pool.num_calls.fetch_add(1);
     for (int i = 0; i < std::min(num_helpers, pool.num_started); i++)
-        wake(pool.helpers[i].is_asleep);
+        wake(pool.helpers[i]);
     while (help(0)) {
     }
     for (int spins = 0; pool.num_done.load() < num_chunks; spins++)
