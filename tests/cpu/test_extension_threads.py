@@ -28,7 +28,7 @@ def set_cores(threads: set[int], cores: set[int]) -> None:
 
 @pytest.mark.skipif(usable_cpus() < 2, reason="nobody could help")
 @pytest.mark.usefixtures("as_before")
-def test_a_helper_that_waits_for_the_callers_core_is_sent_to_the_others(native: ModuleType) -> None:
+def test_a_helper_that_waits_for_the_callers_core_is_sent_away(native: ModuleType) -> None:
     w, x = weights(4096, 576, bits=4, group_size=64), tokens(8, 576)
     native.set_num_threads(1)
     alone = product(native, x, w)

@@ -95,7 +95,7 @@ def cores() -> Iterator[set[int]]:
 
 
 @needs_two_cpus
-def test_a_helper_that_waits_for_the_callers_core_is_sent_to_the_others(sgemm: Sgemm, cores: set[int]) -> None:
+def test_a_helper_that_waits_for_the_callers_core_is_sent_away(sgemm: Sgemm, cores: set[int]) -> None:
     helper = helper_of(sgemm)
     x, w = numbers(0, 4, 576), numbers(1, 4000, 576)
     core = min(cores)
