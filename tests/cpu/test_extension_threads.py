@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -17,13 +19,23 @@ from patience import wait_until
 TASKS = Path("/proc/self/task")
 
 
-def helpers() -> set[int]:
-    return {int(task.name) for task in TASKS.iterdir() if (task / "comm").read_text() == "outrider-helper\n"}
+def threads() -> dict[int, str]:
+    """By number: their names. A thread may end meanwhile."""
+    found = {}
+    for task in TASKS.iterdir():
+        with suppress(OSError):
+            found[int(task.name)] = (task / "comm").read_text().strip()
+    return found
 
 
-def set_cores(threads: set[int], cores: set[int]) -> None:
-    for thread in threads:
-        os.sched_setaffinity(thread, cores)
+def helpers() -> list[int]:
+    return sorted(number for number, name in threads().items() if name == "outrider-helper")
+
+
+def set_cores(numbers: Iterable[int], cores: set[int]) -> None:
+    for number in numbers:
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(number, cores)
 
 
 @pytest.mark.skipif(usable_cpus() < 2, reason="nobody could help")
@@ -34,16 +46,19 @@ def test_a_helper_that_waits_for_the_callers_core_is_sent_away(native: ModuleTyp
     alone = product(native, x, w)
     native.set_num_threads(2)
     wait_until(lambda: np.array_equal(product(native, x, w), alone) and len(helpers()) > 0)
-    (helper, *_), cores = sorted(helpers()), os.sched_getaffinity(0)
+    helper, cores = helpers()[0], os.sched_getaffinity(0)
     core = min(cores)
-    os.sched_setaffinity(helper, {core})
+    set_cores([helper], {core})
 
     def is_free() -> bool:
-        others = {int(task.name) for task in TASKS.iterdir()} - helpers()
+        others = threads().keys() - helpers()
         set_cores(others, {core})  # one of them is MLX's
         set_cores(others, cores)
         time.sleep(0.001)  # until the helper is asleep
         assert all(np.array_equal(product(native, x, w), alone) for _ in range(20))
         return os.sched_getaffinity(helper) == cores
 
-    wait_until(is_free)
+    try:
+        wait_until(is_free)
+    finally:
+        set_cores([helper], cores)

@@ -71,7 +71,7 @@ def test_auto_rows_do_not_draft_where_it_cannot_pay_and_their_head_rests() -> No
     harness.run_to_idle()
 
 
-class SeeingController(DepthController):
+class SeeingController(PerDraftController):
     """Notes for how many rows it decides, and how many of them prefill."""
 
     def __init__(self) -> None:

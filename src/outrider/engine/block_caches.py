@@ -18,9 +18,9 @@ from outrider.plan import NUM_SPARE_BLOCKS, CacheGeometry, RowPlan
 from outrider.request import MAX_DEPTH
 from outrider.speculate.shapes import ShapePolicy, num_slots_for
 
-# Caches that grow get a block for each row more than are needed, as rows that came together end their blocks
-# together, and at least MIN_GROWTH and one block in GROWTH_PARTS. They shrink if twice as many have been too
-# much for PATIENCE steps. Chosen by hand.
+# Caches grow to what is needed and some room: one block for each row, as rows that came together end their
+# blocks together; at least MIN_GROWTH, and one block in GROWTH_PARTS. They shrink after PATIENCE steps with
+# more than twice this room. Chosen by hand.
 GROWTH_PARTS, MIN_GROWTH = 8, 2
 PATIENCE = 16
 

@@ -46,7 +46,8 @@ class DraftPlanner:
                 row.drafting.use(0, 0)
             return
         requests = [self._request(row, joins=i >= len(decoding)) for i, row in enumerate(rows)]
-        choice = self._controller.choose(requests, max(len(row.tokens) for row in rows), num_slots)
+        longest = decoding if decoding and self._controller.looks_ahead else rows  # others may join later
+        choice = self._controller.choose(requests, max(len(row.tokens) for row in longest), num_slots)
         for row, (which, num), num_next in zip(rows, choice.feed, choice.num_drafts_next, strict=True):
             row.drafting.num_drafts_next = num_next
             row.drafting.use(which, num)

@@ -103,7 +103,10 @@ class PrefillQueue:
         return self._prefix.ready_rows([row for row in self._rows if row in rows and not row.awaits_scores])
 
     def about_to_sample(self, rows: Rows[Sequence], max_tokens: int) -> list[Sequence]:
-        """The rows that may feed the rest of their prompt in a step of `max_tokens` prompt tokens."""
+        """The rows whose prompts end within a step of `max_tokens` prompt tokens.
+
+        They may have to wait for it: for their turn, or for an older row that computes cells which they need.
+        """
         prefilling = [row for row in rows if not row.is_decoding and not row.awaits_scores]
         return [
             row for row in prefilling if row.num_prefill - row.num_cached <= self._max_chunk(row, max_tokens)

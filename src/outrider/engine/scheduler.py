@@ -148,9 +148,9 @@ class Scheduler:
         rows = self._running.to_run()
         ready = self._prefill_queue.ready(rows)
         decoding = [row for row in rows if row.is_decoding]
-        decode = self._decode_batch(decoding, rows)
         if not self._pacing.may_prefill(len(decoding)):
             ready = []
+        decode = self._decode_batch(decoding, rows if self._controller.looks_ahead else ready)
         decode_shape = self._draft_planner.pass_shape(decode, self._budget.num_slots)
         prefill: list[RowPlan] = []
         if ready:
@@ -183,7 +183,7 @@ class Scheduler:
         return self._new_step(plan, is_decode_only=is_decode_only, cost_shape=cost_shape, prompt_work=work)
 
     def _decode_batch(self, decoding: list[Sequence], rows: list[Sequence]) -> list[RowPlan]:
-        """The decoding rows with their drafts. `rows`: those that prefill too, in this step or soon."""
+        """The decoding rows with their drafts. `rows`: with those that prefill in this step, or soon."""
         joining = self._prefill_queue.about_to_sample(rows, self._pacing.max_tokens)
         self._draft_planner.choose_drafts(decoding, joining, self._budget.num_slots)
         return self._placed([decode_row(row, self._prefix.max_drafts(row)) for row in decoding])

@@ -73,6 +73,7 @@ class DepthController:
 
     probe_interval = PROBE_INTERVAL
     num_probe_rows = NUM_PROBE_ROWS
+    looks_ahead = False  # rows whose prompts have to wait for their turn join too
 
     def __init__(
         self,
@@ -110,14 +111,15 @@ class DepthController:
     ) -> bool:
         """True if no row feeds or makes drafts, as in the step before: then `choose` is not asked.
 
-        `rows`: the records of the rows, those that join in this step last.
+        `rows`: the records of the rows, those that join last.
         """
         return False
 
     def choose(self, requests: Sequence[DraftRequest], num_cells: int, num_slots: int = 0) -> DepthChoice:
-        """Depths for the rows of a step and for the rows that join them in the next step.
+        """Depths for the rows of a step and for the rows that join them in the next step, or soon.
 
-        `num_cells`: cells of the longest row. `num_slots`: slots of the caches.
+        `num_cells`: cells of the longest row, or of the longest one that decodes. `num_slots`: slots of the
+        caches.
         """
         rows = [_forecast(request) for request in requests]
         for request in requests:
@@ -161,7 +163,7 @@ class DepthController:
         self._steps_since_probe = 0 if drafting else self._steps_since_probe + 1
         if not drafting and self._steps_since_probe < self.probe_interval:
             for request in requests:
-                request.record.steps_since_head += 1
+                request.record.steps_since_head += not request.joins
             return []
         possible = (
             i
@@ -182,7 +184,10 @@ class DepthController:
             self._steps_since_probe = 0
         for i, request in enumerate(requests):
             has_drafts = i in drafting or i in due
-            request.record.steps_since_head = 0 if has_drafts else request.record.steps_since_head + 1
+            if has_drafts:
+                request.record.steps_since_head = 0
+            else:
+                request.record.steps_since_head += not request.joins
         return due
 
     # -- overlapped steps --------------------------------------------------------------------------------

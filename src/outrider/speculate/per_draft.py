@@ -100,6 +100,7 @@ class _Pace:
 class PerDraftController(DepthController):
     probe_interval = PROBE_INTERVAL
     num_probe_rows = NUM_PROBE_ROWS
+    looks_ahead = True  # a head that is paused and goes on again and again has to catch up each time
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class PerDraftController(DepthController):
         self._pace_of(num_decoding).count(1.0, 1.0)
         self._steps_paused += 1
         self._steps_since_probe += 1
-        for record in paused[0]:
+        for record in rows[:num_decoding]:
             record.steps_since_head += 1
         return True
 
@@ -215,7 +216,10 @@ class PerDraftController(DepthController):
 
     def _offers(self, request: DraftRequest, num_rows: int) -> RowOffers:
         offers = [self._chances(request.record, offer) for offer in request.offers]
-        worths = [_lookup_worth(num_rows) if offer.source == "ngram" else 1.0 for offer in request.offers]
+        worths = [
+            _lookup_worth(num_rows) if offer.source == "ngram" and not offer.num_certain else 1.0
+            for offer in request.offers
+        ]
         return RowOffers(offers, request.fixed_depth, worths)
 
     def _chances(self, record: RowAcceptance, offer: Offer) -> list[float]:

@@ -1,7 +1,7 @@
 /* Linux often wakes a thread on the core of the one that wakes it, and leaves it there behind that one for some
    milliseconds, though another core is free: one decode step in ten ran on one core of two. A helper that is late is
-   sent to the other cores. It may come back later: helpers that always kept off the caller's core were up to a tenth
-   slower where the scheduler makes no such mistake. */
+   sent to the other cores. Then it may use all cores of the caller again: helpers that always kept off the caller's core
+   were up to a tenth slower where the scheduler makes no such mistake. */
 #pragma once
 
 #include <sched.h>

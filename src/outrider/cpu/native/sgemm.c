@@ -252,6 +252,8 @@ static void wake(int helper)
         pool.helpers[helper].late_from = now_ns() + LATE_NS;
         if (atomic_exchange(is_asleep, 0))
             syscall(SYS_futex, is_asleep, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+        else
+            atomic_store(&pool.helpers[helper].has_run, 1); /* it has seen the work before it slept */
     } else if (!atomic_load(&pool.helpers[helper].has_run) && now_ns() > pool.helpers[helper].late_from) {
         send_to_other_cores(atomic_load(&pool.helpers[helper].thread_id));
         pool.helpers[helper].late_from = now_ns() + LATE_AGAIN_NS;

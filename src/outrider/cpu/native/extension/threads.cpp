@@ -84,6 +84,8 @@ void wake(Helper &helper) {
         helper.late_from = Clock::now() + std::chrono::nanoseconds(LATE_NS);
         if (helper.is_asleep.exchange(0))
             syscall(SYS_futex, reinterpret_cast<int *>(&helper.is_asleep), FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+        else
+            helper.has_run.store(1);  // it has seen the work before it slept
     } else if (!helper.has_run.load() && Clock::now() > helper.late_from) {
         send_to_other_cores(helper.thread_id.load());
         helper.late_from = Clock::now() + std::chrono::nanoseconds(LATE_AGAIN_NS);
