@@ -7,8 +7,8 @@
 #include <sched.h>
 
 enum {
-    LATE_NS = 200 * 1000,       /* after it was woken; usually a helper runs after 30,000 to 100,000 */
-    LATE_AGAIN_NS = 1000 * 1000 /* it was sent away and is still late: the other cores are busy */
+    LATE_NS = 200 * 1000,       /* after it was woken; chosen by hand */
+    LATE_AGAIN_NS = 1000 * 1000 /* after it was sent away: the other cores are busy */
 };
 
 static inline void send_to_other_cores(int thread_id)
